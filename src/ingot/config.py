@@ -1,0 +1,229 @@
+"""Frozen dataclasses as configuration: strict reading from TOML and `--set a.b=c`, and writing back.
+
+Reading reports all problems at once, each with file and line, and suggests the key that was probably meant.
+A dataclass may check its own rules in `problems() -> list[tuple[field, message]]`.
+"""
+
+import dataclasses
+import difflib
+import re
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from ingot.errors import ConfigError
+
+
+class _Reader:
+    """Builds a dataclass from nested dicts and collects every problem on the way."""
+
+    def __init__(self, where):
+        self.where = where  # dotted key -> "run.toml:14" or "--set"
+        self.problems: list[str] = []
+
+    def problem(self, key: str, message: str) -> None:
+        self.problems.append(f"{self.where(key)}: {message}")
+
+    def dataclass(self, kind: type, values: dict, prefix: str):
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+        before = len(self.problems)
+        arguments = {}
+        for name, value in values.items():
+            if name in fields:
+                arguments[name] = self.value(hints[name], value, prefix + name)
+            else:
+                self.problem(prefix + name, f"unknown key {prefix + name!r}{_suggest(name, fields, prefix)}")
+        for name, field in fields.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if name not in values and required:
+                self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hints[name])})")
+        if len(self.problems) > before:
+            return None
+        built = kind(**arguments)
+        for name, message in built.problems() if hasattr(built, "problems") else ():
+            self.problem(prefix + name, f"{prefix}{name}: {message}")
+        return built
+
+    def value(self, hint, value, key: str) -> Any:
+        origin, args = get_origin(hint), get_args(hint)
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            if isinstance(value, dict):
+                return self.dataclass(hint, value, key + ".")
+        elif origin is Literal:
+            if value in args:
+                return value
+            options = ", ".join(repr(a) for a in args)
+            close = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
+            hint_text = f"; did you mean {close[0]!r}?" if close else ""
+            self.problem(key, f"{key} = {value!r} is not one of {options}{hint_text}")
+            return None
+        elif origin in (Union, types.UnionType):
+            if value is None and type(None) in args:
+                return None
+            for option in args:
+                attempt = _Reader(self.where)
+                built = attempt.value(option, value, key)
+                if option is not type(None) and not attempt.problems:
+                    return built
+        elif origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+            if isinstance(value, list | tuple):
+                return tuple(self.value(args[0], v, f"{key}[{i}]") for i, v in enumerate(value))
+        elif origin is tuple:
+            if isinstance(value, list | tuple) and len(value) == len(args):
+                return tuple(self.value(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+        elif origin is dict:
+            if isinstance(value, dict):
+                return {k: self.value(args[1], v, f"{key}.{k}") for k, v in value.items()}
+        elif hint is Any:
+            return value
+        elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+            return value
+        self.problem(key, f"{key} = {value!r} is {type(value).__name__}, must be {_type_name(hint)}")
+        return None
+
+
+def _type_name(hint) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(a) for a in get_args(hint))
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _suggest(name: str, known, prefix: str) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
+
+
+def from_dict(kind: type, values: dict, *, where=lambda key: key):
+    """`values` as a `kind`. Raises ConfigError that lists every problem; `where(key)` names each one's place."""
+    reader = _Reader(where)
+    built = reader.dataclass(kind, values, "")
+    if reader.problems:
+        count = len(reader.problems)
+        raise ConfigError(
+            "\n".join(reader.problems),
+            rule="every key is known and has the right type and value; nothing was started",
+            fix=f"mend the {'line' if count == 1 else f'{count} lines'} above",
+        )
+    return built
+
+
+def to_dict(config) -> dict:
+    """Plain nested values (tuples become lists), ready for JSON. None values are left out."""
+    return _plain(config)
+
+
+def _plain(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: _plain(v) for name, v in pairs if v is not None}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def load(kind: type, path: Path, overrides: typing.Sequence[str] = ()):
+    """Read TOML `path`, apply `--set` overrides ('train.steps=100'), build a `kind`. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no run file at {path}", fix="ingot init DIR, or ingot plan --out FILE, writes one"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason})", rule="a run file is TOML") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}", rule="a run file is TOML") from None
+    from_command_line = set()
+    for override in overrides:
+        key, sign, raw = override.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {override!r} has no '='", rule="write --set section.key=value")
+        _put(values, key.strip().split("."), _parse_override(raw.strip()))
+        from_command_line.add(key.strip())
+    lines = _key_lines(text)
+
+    def where(key: str) -> str:
+        base = key.split("[")[0]
+        if base in from_command_line:
+            return f"--set {base}"
+        while base and base not in lines:
+            base = base.rpartition(".")[0]
+        return f"{path}:{lines[base]}" if base else f"{path}"
+
+    return from_dict(kind, values, where=where)
+
+
+def _put(values: dict, path: list[str], value) -> None:
+    for name in path[:-1]:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {'.'.join(path)}: {name!r} is a value, not a section")
+    values[path[-1]] = value
+
+
+def _parse_override(raw: str):
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw  # --set schedule.kind=wsd: a bare word is a string
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Dotted key or section -> line number (1-based). For messages only, so multi-line values need no care."""
+    lines, section = {}, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.match(r"\s*\[([^\[\]]+)\]", line):
+            section = match[1].replace('"', "").replace(" ", "") + "."
+            lines.setdefault(section[:-1], number)
+        elif match := re.match(r"\s*([A-Za-z0-9_.\"-]+)\s*=", line):
+            lines.setdefault(section + match[1].replace('"', ""), number)
+    return lines
+
+
+def to_toml(config, comments: dict[str, str] | None = None) -> str:
+    """`config` as TOML, sections in the order of its fields. `comments`: dotted key -> remark at the line's end."""
+    comments = comments or {}
+    out: list[str] = []
+
+    def section(values: dict, prefix: str) -> None:
+        for name, value in values.items():
+            if not isinstance(value, dict):
+                remark = comments.get(prefix + name)
+                out.append(f"{_toml_key(name)} = {_toml_value(value)}" + (f"  # {remark}" if remark else ""))
+        for name, value in values.items():
+            if isinstance(value, dict) and value:
+                out.append("")
+                out.append(f"[{prefix}{_toml_key(name)}]")
+                section(value, f"{prefix}{_toml_key(name)}.")
+
+    section(to_dict(config), "")
+    return "\n".join(out).strip() + "\n"
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_string(name)
+
+
+def _toml_string(text: str) -> str:
+    escaped = (
+        text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    )
+    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m[0]):04x}", escaped) + '"'
+
+
+def _toml_value(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _toml_string(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return repr(value)

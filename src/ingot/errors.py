@@ -1,0 +1,109 @@
+"""Every error a user can meet, in one tree.
+
+    IngotError
+    ├── UsageError            exit  2   the command line asks for something that does not exist
+    ├── ConfigError           exit  3   a run file or option breaks a rule
+    ├── MissingPartError      exit  3   an optional part of ingot is not installed
+    ├── ResourceError         exit  3   no disk, no memory, port in use
+    ├── ConfirmationNeeded    exit 11   would change a running experiment; say so explicitly
+    ├── DataError             exit 20   crawl files, corpora, token shards
+    ├── CheckpointError       exit 21   a checkpoint does not verify, or none can be used
+    ├── RunBusyError          exit 30   another process owns the run directory
+    └── RunFailed             exit 93   the same failure again and again: restarting will not help
+    Preempted                 exit 10   not an error: stopped on request, everything saved
+
+An error states what was found, the rule it breaks, and the way out.
+"""
+
+EXIT_OK = 0
+EXIT_PREEMPTED = 10
+
+
+class IngotError(Exception):
+    """Base of all errors shown to users.
+
+    found: what is there, with its place (file, key, value).
+    rule: what has to hold instead.
+    fix: the command or edit that resolves it.
+    """
+
+    code = "E-INGOT"
+    exit_code = 1
+
+    def __init__(self, found: str, *, rule: str = "", fix: str = ""):
+        super().__init__(found)
+        self.found, self.rule, self.fix = found, rule, fix
+
+    def __str__(self) -> str:
+        lines = [self.found]
+        if self.rule:
+            lines.append(f"  rule: {self.rule}")
+        if self.fix:
+            lines.append(f"  fix:  {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self):
+        # Keyword-only arguments do not survive the default exception pickling between worker processes.
+        return (_rebuild, (type(self), self.found, self.rule, self.fix))
+
+
+def _rebuild(kind: type[IngotError], found: str, rule: str, fix: str) -> IngotError:
+    return kind(found, rule=rule, fix=fix)
+
+
+class UsageError(IngotError):
+    code, exit_code = "E-USAGE", 2
+
+
+class ConfigError(IngotError):
+    code, exit_code = "E-CONFIG", 3
+
+
+class MissingPartError(IngotError):
+    code, exit_code = "E-PART", 3
+
+
+class ResourceError(IngotError):
+    code, exit_code = "E-RESOURCE", 3
+
+
+class ConfirmationNeeded(IngotError):
+    code, exit_code = "E-CONFIRM", 11
+
+
+class DataError(IngotError):
+    code, exit_code = "E-DATA", 20
+
+
+class CheckpointError(IngotError):
+    code, exit_code = "E-CKPT", 21
+
+
+class RunBusyError(IngotError):
+    code, exit_code = "E-BUSY", 30
+
+
+class RunFailed(IngotError):
+    code, exit_code = "E-RUN", 93
+
+
+class Preempted(Exception):
+    """Stopped on request after everything was saved and verified."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+def require(module: str, part: str):
+    """Import `module` or say which extra brings it: `require("tokenizers", "data")`."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        raise MissingPartError(
+            f"this needs the package {module!r}, which is not installed",
+            rule=f"it belongs to the part 'ingot[{part}]'",
+            fix=f"pip install 'ingot[{part}]'",
+        ) from None

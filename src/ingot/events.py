@@ -1,0 +1,50 @@
+"""The event log: what a run did, one JSON object per line, append-only.
+
+It is the truth that status, report and comparisons read; nothing else records a run's history.
+
+Every line has `kind` (see schema/events.py) and `time` (Unix seconds). Floats are written by `repr`, so a loss read
+back has the bits that were computed.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class EventLog:
+    """Appends events to `path`. Several processes may append to one log: each event is a single write."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o644)
+        self._end_torn_line()
+
+    def _end_torn_line(self) -> None:
+        # A writer killed in the middle of a line must not swallow the next one.
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def write(self, kind: str, **facts) -> None:
+        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **facts}, ensure_ascii=False) + "\n"
+        os.write(self._fd, line.encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(path: Path, *kinds: str) -> Iterator[dict]:
+    """The events of `path` in order, only `kinds` if any are given. A torn line (killed writer) is skipped."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if not kinds or event.get("kind") in kinds:
+                yield event

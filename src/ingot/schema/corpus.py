@@ -1,0 +1,45 @@
+"""What `data build` made of a crawl: the funnel and the manifest of kept text."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunnelStage:
+    """One stage: how many documents came in and went out, and how many each rule dropped.
+
+    ran: what exactly ran ("lid.176.ftz, threshold 0.65", "word list, 42 words; no classifier"): a funnel that hides a
+    switched-off part would lie.
+    seconds: CPU seconds spent, summed over workers.
+    """
+
+    name: str
+    ran: str
+    documents_in: int
+    documents_out: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusPart:
+    """A gzip JSONL file of kept documents (id, url, source, file, record_id, language, text)."""
+
+    name: str
+    source: str
+    documents: int
+    text_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusManifest:
+    """`corpus.json` of a corpus folder.
+
+    inputs: crawl file name -> sha256. config_sha256: of the data recipe that was applied.
+    """
+
+    version: int = 1
+    inputs: dict[str, str]
+    config_sha256: str
+    parts: tuple[CorpusPart, ...]
+    funnel: tuple[FunnelStage, ...]

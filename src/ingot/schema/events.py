@@ -1,0 +1,38 @@
+"""The kinds of events in a run's `events.jsonl`, and what each one carries. Readers may meet kinds they do not know.
+
+Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th optimizer step.
+
+  run_started    run, attempt, world_size, device, precision, parameters, flops_per_token, peak_flops (null: unknown),
+                 versions {..}, hardware {..}, from_step (0 or the resumed checkpoint's), config_sha256, data_fingerprint
+  rank_started   rank, pid, host, attempt
+  step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
+  progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
+                 step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes   one per log line
+  checkpoint     step, bytes, stall_seconds, path                     after it was verified
+  checkpoint_refused  step, path, reason                              on load: damaged, the next older one is tried
+  evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb
+  sample         step, prompt, text
+  fault          rank, cause, step (last seen), detected_by           a rank was lost, or an error ended the attempt
+  restart        attempt, of                                          the supervisor starts the job again
+  drill          action ("kill"), rank, pid, step                     a fault injected on purpose
+  stopped        step, reason                                         on request, saved
+  finished       step, tokens, seconds
+  exported       path, max_logit_difference
+  stage          name, seconds, summary                               a chapter of quickstart
+"""
+
+RUN_STARTED = "run_started"
+RANK_STARTED = "rank_started"
+STEP = "step"
+PROGRESS = "progress"
+CHECKPOINT = "checkpoint"
+CHECKPOINT_REFUSED = "checkpoint_refused"
+EVALUATION = "evaluation"
+SAMPLE = "sample"
+FAULT = "fault"
+RESTART = "restart"
+DRILL = "drill"
+STOPPED = "stopped"
+FINISHED = "finished"
+EXPORTED = "exported"
+STAGE = "stage"

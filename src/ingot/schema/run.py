@@ -1,0 +1,193 @@
+"""The run file: what `plan` writes and `train` executes. TOML on disk, these dataclasses in memory, no torch.
+
+It stands here, and not beside the trainer, because planner, `check` and `report` read it without torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ingot.schema.arch import Arch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """tokens, heldout: token folders, tokenizer: a tokenizer.json; relative to the run file.
+
+    weights: source -> share of the samples; empty means natural shares.
+    mask_documents: attention does not cross document borders.
+    """
+
+    tokens: str
+    heldout: str = ""
+    tokenizer: str = ""
+    weights: dict[str, float] = field(default_factory=dict)
+    mask_documents: bool = False
+
+    def problems(self):
+        for source, weight in self.weights.items():
+            if weight <= 0:
+                yield "weights", f"{source} = {weight}; weights are positive shares"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Batch sizes are in sequences of `seq_len` tokens. global_batch = micro_batch x accumulation x data-parallel ranks."""
+
+    steps: int
+    seq_len: int
+    global_batch: int
+    micro_batch: int
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compile: Literal["auto", "on", "off"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def problems(self):
+        for name in ("steps", "seq_len", "global_batch", "micro_batch"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be at least 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW (Loshchilov & Hutter 2019). Weight decay acts on matrices only.
+
+    clip_norm: of the global gradient norm; 0 switches clipping off.
+    """
+
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def problems(self):
+        if self.lr <= 0:
+            yield "lr", f"is {self.lr}, must be positive"
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be in [0, 1)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate by step: linear warm-up, then cosine to `final_fraction` of the peak.
+
+    Or WSD: stable after warm-up, then linear decay to `final_fraction` over the last `decay_steps`.
+    """
+
+    kind: Literal["cosine", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    final_fraction: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Degrees of the mesh axes. World size is their product."""
+
+    dp_shard: int = 1
+
+    def problems(self):
+        if self.dp_shard < 1:
+            yield "dp_shard", f"is {self.dp_shard}, must be at least 1"
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_shard
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Every `every_steps` and at the end; the newest `keep` stay."""
+
+    every_steps: int = 100
+    keep: int = 3
+
+    def problems(self):
+        for name in ("every_steps", "keep"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be at least 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Held-out bits per byte every `every_steps` (0: only at the end) on at most `max_tokens`, and samples."""
+
+    every_steps: int = 0
+    max_tokens: int = 200_000
+    prompts: tuple[str, ...] = ()
+    sample_tokens: int = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """log_every: steps per log line; metrics stay on the device in between, and stop requests are read then."""
+
+    log_every: int = 10
+
+    def problems(self):
+        if self.log_every < 1:
+            yield "log_every", f"is {self.log_every}, must be at least 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """max_restarts: of the whole job after a lost rank. timeout_seconds: a collective that waits longer is a hung rank."""
+
+    max_restarts: int = 3
+    timeout_seconds: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """usd_per_hour: price of one GPU (or of the machine, on CPU) per hour. 0 means unknown, and no cost is printed."""
+
+    usd_per_hour: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    name: str
+    seed: int = 1234
+    model: Arch
+    data: Data
+    train: Train
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    parallel: Parallel = field(default_factory=Parallel)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    watch: Watch = field(default_factory=Watch)
+    launch: Launch = field(default_factory=Launch)
+    cost: Cost = field(default_factory=Cost)
+
+    def problems(self):
+        per_rank = self.train.micro_batch * self.parallel.data_ranks
+        if self.train.global_batch % per_rank:
+            low = max(self.train.global_batch // per_rank, 1) * per_rank
+            yield (
+                "train.global_batch",
+                f"{self.train.global_batch} is not micro_batch {self.train.micro_batch} x accumulation x "
+                f"{self.parallel.data_ranks} data-parallel ranks; nearest: {low} or {low + per_rank}",
+            )
+        if self.train.seq_len > self.model.max_seq_len:
+            yield "train.seq_len", f"{self.train.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}"
+        decay_steps = self.schedule.decay_steps if self.schedule.kind == "wsd" else 0
+        if self.schedule.warmup_steps + decay_steps > self.train.steps:
+            yield "schedule.warmup_steps", f"warm-up and decay are longer than the {self.train.steps} steps of the run"
+        if self.schedule.kind == "wsd" and self.schedule.decay_steps < 1:
+            yield "schedule.decay_steps", "WSD needs decay_steps of at least 1 (about 10-20% of the steps)"
+
+    @property
+    def accumulation(self) -> int:
+        return self.train.global_batch // (self.train.micro_batch * self.parallel.data_ranks)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.train.seq_len

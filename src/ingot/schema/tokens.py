@@ -1,0 +1,71 @@
+"""Token shards on disk: the artifact between data and training.
+
+A token folder holds `manifest.json` and, per shard NAME:
+  NAME.tokens     little-endian uint16 or uint32; documents back to back, each followed by the EOT token
+  NAME.blocks     32-byte SHA-256 digests, one per `block_bytes` of NAME.tokens (the last block may be short)
+  NAME.documents  the document index: records of DOCUMENT_DTYPE, in order of `start`
+Only the manifest is read at start; it carries the SHA-256 of .blocks and .documents, so every byte is covered.
+Documents were shuffled at build: reading a shard in order is reading its source at random.
+A shard holds documents of one source.
+"""
+
+from dataclasses import dataclass
+
+from ingot.config import from_dict, to_dict
+from ingot.storage import canonical_json, sha256_bytes
+
+# numpy dtype of one row of NAME.documents: first token (in the shard), number of tokens with EOT, document id
+DOCUMENT_DTYPE = [("start", "<u8"), ("tokens", "<u4"), ("id", "V16")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """`text_bytes` are the UTF-8 bytes that the tokens encode, EOT excluded."""
+
+    name: str
+    source: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    blocks_sha256: str
+    documents_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenManifest:
+    version: int = 1
+    dtype: str  # "uint16" or "uint32"
+    vocab_size: int
+    eot_id: int
+    tokenizer_sha256: str
+    corpus_sha256: str  # of the corpus.json that was encoded: the way back to the crawl
+    split: str  # "train" or "heldout"
+    block_bytes: int
+    seed: int  # of the shuffle at build
+    shards: tuple[Shard, ...]
+
+    def problems(self):
+        if self.dtype not in ("uint16", "uint32"):
+            yield "dtype", f"{self.dtype!r} must be 'uint16' or 'uint32'"
+        if self.dtype == "uint16" and self.vocab_size > 65_536:
+            yield "dtype", f"uint16 holds ids up to 65,535, but vocab_size is {self.vocab_size:,}; use uint32"
+
+    @property
+    def tokens(self) -> int:
+        return sum(s.tokens for s in self.shards)
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(s.text_bytes for s in self.shards)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(sorted({s.source for s in self.shards}))
+
+    def fingerprint(self) -> str:
+        """Identifies the token stream: what the order of samples is a function of."""
+        return sha256_bytes(canonical_json(to_dict(self)).encode())
+
+
+def token_manifest_from_dict(values: dict, where: str) -> TokenManifest:
+    return from_dict(TokenManifest, values, where=lambda key: f"{where} ({key})")

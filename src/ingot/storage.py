@@ -1,0 +1,83 @@
+"""Files that are either whole or absent, and hashes of what they hold.
+
+Everything ingot calls saved went through `write_atomic` or `atomic_file`: written beside its place, flushed to disk,
+then renamed. A reader sees the old file or the new one, never a torn one.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from ingot.errors import ResourceError
+
+_CHUNK = 1 << 20
+
+
+def sha256_bytes(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def canonical_json(value) -> str:
+    """One text per value: sorted keys, no spaces. What fingerprints are computed on."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make a rename inside `path` survive a power loss."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: str = "wb"):
+    """Yield a file that appears at `path`, flushed to disk, when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    encoding = None if "b" in mode else "utf-8"
+    try:
+        with temporary.open(mode, encoding=encoding) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    with atomic_file(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def write_json(path: Path, value) -> None:
+    """Indented and sorted, so that people can read and diff it."""
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
+    """Raise ResourceError when the disk that holds `path` has less than `needed_bytes` left."""
+    from ingot.units import format_bytes
+
+    place = path
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise ResourceError(
+            f"{purpose} needs {format_bytes(needed_bytes)}, but {format_bytes(free)} are free on the disk of {place}",
+            rule="ingot checks space before it starts, so that nothing is half written",
+            fix="free some space, or write to another disk (--out)",
+        )

@@ -1,0 +1,65 @@
+"""Quantities as people write them, both ways: 1.5T tokens, 48 GiB, 3 min 20 s."""
+
+import re
+
+from ingot.errors import ConfigError
+
+_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTES = {"": 1, "b": 1}
+_BYTES |= {f"{p}b": 1000**i for i, p in enumerate("kmgtp", 1)}
+_BYTES |= {f"{p}ib": 1024**i for i, p in enumerate("kmgtp", 1)}
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def _parse(text: str | int | float, units: dict[str, int], what: str, example: str) -> float:
+    if isinstance(text, int | float):
+        return float(text)
+    match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in units:
+        raise ConfigError(f"{text!r} is not {what}", rule=f"write a number with a unit, like {example}")
+    return float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
+
+
+def parse_count(text: str | int | float) -> int:
+    """'8b' -> 8_000_000_000, '1.5T' -> 1_500_000_000_000, 300 -> 300. Raises ConfigError."""
+    return round(_parse(text, _COUNT, "a count", "300, 125m, 8b or 1.5T"))
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """'64 MiB' -> 67_108_864, '1 GB' -> 10**9. Raises ConfigError."""
+    return round(_parse(text, _BYTES, "a size", "512 MiB or 1 GB"))
+
+
+def parse_seconds(text: str | int | float) -> float:
+    """'90', '90 s', '2 min', '24h' -> seconds. Raises ConfigError."""
+    return _parse(text, _SECONDS, "a duration", "90 s, 5 min or 24h")
+
+
+def format_count(n: float) -> str:
+    """1_234_567 -> '1.23M'."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= limit:
+            return f"{n / limit:.3g}{unit}" if abs(n) < 999.5 * limit else f"{n / limit:,.0f}{unit}"
+    return f"{n:.0f}" if float(n).is_integer() else f"{n:.3g}"
+
+
+def format_bytes(n: float) -> str:
+    """Binary units: 67_108_864 -> '64.0 MiB'."""
+    for limit, unit in ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
+        if abs(n) >= limit:
+            return f"{n / limit:.1f} {unit}"
+    return f"{n:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0042 -> '4.2 ms', 75 -> '1 min 15 s', 90_000 -> '1 d 1 h'."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    for size, unit, small, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // small
+            return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
+    return f"{whole} s"
