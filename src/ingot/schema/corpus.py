@@ -36,6 +36,7 @@ class CorpusManifest:
     """`corpus.json` of a corpus folder.
 
     inputs: crawl file name -> sha256. config_sha256: of the data recipe that was applied.
+    dropped: the files of dropped documents, whose `text_bytes` count the excerpts they hold.
     """
 
     version: int = 1
@@ -43,3 +44,4 @@ class CorpusManifest:
     config_sha256: str
     parts: tuple[CorpusPart, ...]
     funnel: tuple[FunnelStage, ...]
+    dropped: tuple[CorpusPart, ...] = ()
