@@ -1,0 +1,23 @@
+# Two commands on a fresh clone:  make run   and   make test
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test check bench clean
+run: $(VENV)/.installed-all
+	$(BIN)/ingot quickstart
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	./check
+
+# One environment, made again when the requirements change. `dev` contains everything `all` has.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

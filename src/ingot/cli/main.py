@@ -1,0 +1,145 @@
+"""`ingot VERB ...`: finds the verb, runs it, turns errors into messages and exit codes.
+
+Each verb is one module beside this one with HELP, EXAMPLES, configure(parser) and run(args, terminal). Only the verb
+that is called gets imported, so that help is instant.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+
+from ingot import __version__
+from ingot.cli.terminal import Terminal
+from ingot.errors import EXIT_OK, IngotError, Preempted
+
+VERBS = {
+    "quickstart": "the whole way on this machine: crawl, tokens, plan, training, recovery, export, report",
+    "init": "start a project folder from a preset",
+    "doctor": "is this machine fit to train?",
+    "data": "build, inspect, verify and trace a corpus and its token shards",
+    "tokenizer": "train a byte-level BPE, or show one",
+    "plan": "memory, steps, time and cost of a run; writes the run file",
+    "check": "every problem of a run file at once, before anything starts",
+    "train": "start a run, or continue it: the same command",
+    "status": "where a run stands",
+    "ckpt": "list and verify checkpoints",
+    "eval": "held-out bits per byte of a checkpoint, by source",
+    "sample": "generate text from a checkpoint",
+    "export": "write a Hugging Face model folder and prove that it gives the same logits",
+    "report": "the report of a run, as HTML and Markdown",
+}
+
+_EXIT_CODES = """exit codes:
+  0 done · 2 usage · 3 configuration or resources · 10 stopped on request, saved · 11 needs confirmation
+  20 data integrity · 21 checkpoint integrity · 30 run folder busy · 93 failed for good, do not restart"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that suggests the option or verb that was probably meant."""
+
+    def error(self, message: str):
+        known = [option for action in self._actions for option in action.option_strings]
+        unknown = [word for word in message.split() if word.startswith("--")]
+        for word in unknown if "unrecognized" in message else ():
+            close = difflib.get_close_matches(word.split("=")[0], known, n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        self.exit(2, f"{self.prog}: {message}\nSee: {self.prog} --help\n")
+
+
+def _common_options() -> argparse.ArgumentParser:
+    """Options of every verb; given to the verbs so that they may stand anywhere on the line."""
+    common = argparse.ArgumentParser(add_help=False)
+    group = common.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    group.add_argument("-q", "--quiet", action="store_true", help="print errors and results only")
+    group.add_argument("-v", "--verbose", action="store_true", help="print a traceback with errors")
+    return common
+
+
+def _verb_parser(verb: str) -> tuple[argparse.ArgumentParser, object]:
+    module = importlib.import_module(f"ingot.cli.{verb}")
+    epilog = "examples:\n" + "\n".join(f"  {example}" for example in module.EXAMPLES)
+    common = _common_options()
+    parser = _Parser(
+        prog=f"ingot {verb}",
+        description=module.HELP,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        parents=[common],
+    )
+    module.configure(parser)
+    _give_subcommands(parser, common, epilog)
+    return parser, module
+
+
+def _give_subcommands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser, epilog: str) -> None:
+    # `ingot data build --json` has to work like `ingot data --json build`: the subcommand's copy must not reset it.
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                sub.formatter_class = argparse.RawDescriptionHelpFormatter
+                sub.epilog = sub.epilog or epilog
+                for flag in ("--json", "-q", "-v"):
+                    original = common._option_string_actions[flag]
+                    sub.add_argument(
+                        *original.option_strings,
+                        action="store_true",
+                        default=argparse.SUPPRESS,
+                        help=original.help,
+                    )
+
+
+def _top_help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
+    return (
+        f"ingot {__version__}: from raw crawl files to a trained language model\n\n"
+        f"usage: ingot VERB [options]      ingot VERB --help\n\n{verbs}\n\n"
+        f"first steps:\n  ingot quickstart          the whole way in under five minutes, without network\n"
+        f"  ingot init my-run         a project of your own\n\n{_EXIT_CODES}\n"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_top_help())
+        return EXIT_OK if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(f"ingot {__version__}")
+        return EXIT_OK
+    verb, rest = argv[0], argv[1:]
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        sys.stderr.write(f"ingot: no verb {verb!r}{hint}\nSee: ingot --help\n")
+        return 2
+    parser, module = _verb_parser(verb)
+    args = parser.parse_args(rest)
+    terminal = Terminal(json_mode=args.json, quiet=args.quiet)
+    try:
+        return module.run(args, terminal)
+    except IngotError as error:
+        if args.verbose:
+            import traceback
+
+            traceback.print_exc()
+        terminal.error(error)
+        return error.exit_code
+    except Preempted as stop:
+        terminal.say(str(stop))
+        return stop.exit_code
+    except KeyboardInterrupt:
+        terminal.end_progress()
+        sys.stderr.write("interrupted; what was finished is kept, the same command continues\n")
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is not an error
+        return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
