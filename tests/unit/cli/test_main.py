@@ -1,0 +1,76 @@
+"""The command line: instant help without torch, examples, suggestions, exit codes."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ingot.cli.main import VERBS, main
+from ingot.cli.terminal import Terminal
+from ingot.errors import CheckpointError
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_verb_has_help_with_examples_and_imports_no_torch(verb):
+    code = (
+        "import sys\nfrom ingot.cli.main import main\n"
+        f"try:\n main([{verb!r}, '--help'])\nexcept SystemExit as e:\n assert not e.code\n"
+        "assert 'torch' not in sys.modules, 'help imported torch'\n"
+        "assert 'numpy' not in sys.modules, 'help imported numpy'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+    assert f"ingot {verb}" in done.stdout
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_option_says_what_it_means(verb):
+    import argparse
+
+    module = importlib.import_module(f"ingot.cli.{verb}")
+    parser = argparse.ArgumentParser()
+    module.configure(parser)
+    parsers = [parser]
+    for found in parsers:
+        for action in found._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += [p for p in action.choices.values() if p not in parsers]
+            else:
+                assert action.help, f"ingot {verb}: {action.option_strings or action.dest} has no help"
+
+
+def test_no_verb_prints_the_map(capsys):
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert all(verb in capsys.readouterr().out for verb in VERBS)
+
+
+def test_a_mistyped_verb_or_option_is_suggested(capsys):
+    assert main(["trian"]) == 2
+    assert "did you mean 'train'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--jsno"])
+    assert caught.value.code == 2
+    assert "did you mean --json" in capsys.readouterr().err
+
+
+def test_json_mode_prints_one_object_and_no_text(capsys):
+    terminal = Terminal(json_mode=True)
+    terminal.say("hidden")
+    terminal.table([["hidden"]])
+    terminal.next("hidden")
+    terminal.result({"a": 1})
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+    terminal.error(CheckpointError("torn", fix="ingot ckpt verify"))
+    out = capsys.readouterr()
+    assert json.loads(out.out) == {"error": "E-CKPT", "found": "torn", "fix": "ingot ckpt verify", "exit_code": 21}
+    assert "torn" in out.err
+
+
+def test_no_colour_unless_a_terminal_asks(capsys):
+    Terminal().say(Terminal().style("plain", "red"))
+    Terminal().progress(0.5, "no bar in a pipe")
+    assert capsys.readouterr().out == "plain\n"

@@ -1,0 +1,106 @@
+"""Strict configuration: everything wrong is reported at once, with its place and the likely key."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.config import from_dict, load, to_dict, to_toml
+from ingot.errors import ConfigError
+from ingot.schema.arch import Arch
+from ingot.schema.run import Data, Evaluate, RunConfig, Train
+
+RUN = RunConfig(
+    name="demo",
+    model=Arch(vocab_size=4096, d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=344),
+    data=Data(tokens="tokens/train", weights={"guide": 0.75, "web": 0.25}),
+    train=Train(steps=100, seq_len=128, global_batch=16, micro_batch=8),
+)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(RUN))
+    return path
+
+
+def test_a_run_file_reads_back_as_it_was_written(run_file):
+    assert load(RunConfig, run_file) == RUN
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_string_survives_toml(text):
+    import tomllib
+
+    config = replace(RUN, evaluate=Evaluate(prompts=(text,)), data=replace(RUN.data, weights={text: 0.5}))
+    read = from_dict(RunConfig, tomllib.loads(to_toml(config)))
+    assert read == config
+
+
+def test_all_problems_are_reported_at_once_with_file_and_line(run_file):
+    text = run_file.read_text()
+    broken = (
+        text.replace("weight_decay", "weigth_decay")
+        .replace('"bf16"', '"bf61"')
+        .replace("num_heads = 4", "num_heads = 4.5")
+    )
+    run_file.write_text(broken)
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, run_file)
+    message = str(caught.value)
+    for needle, hint in (
+        ("weigth_decay", "did you mean 'optim.weight_decay'"),
+        ("bf61", "did you mean 'bf16'"),
+        ("num_heads = 4.5", "must be int"),
+    ):
+        line = next(i for i, row in enumerate(broken.splitlines(), 1) if needle in row)
+        assert f"{run_file}:{line}: " in message
+        assert hint in message
+
+
+def test_rules_between_keys_name_the_way_out(run_file):
+    with pytest.raises(ConfigError, match=r"3 does not divide num_heads=4; use one of \[1, 2, 4\]"):
+        load(RunConfig, run_file, ["model.num_kv_heads=3"])
+    with pytest.raises(ConfigError, match="nearest: 8 or 16"):
+        load(RunConfig, run_file, ["train.global_batch=12"])
+
+
+def test_overrides_take_toml_values_and_bare_words(run_file):
+    read = load(
+        RunConfig, run_file, ["train.steps=7", "schedule.kind=wsd", "schedule.decay_steps=3", "data.weights.web=0.5"]
+    )
+    assert (read.train.steps, read.schedule.kind, read.data.weights["web"]) == (7, "wsd", 0.5)
+
+
+def test_an_override_is_blamed_on_the_command_line(run_file):
+    with pytest.raises(ConfigError, match=r"--set optim\.lrr: unknown key 'optim\.lrr'; did you mean 'optim\.lr'"):
+        load(RunConfig, run_file, ["optim.lrr=1e-3"])
+
+
+@pytest.mark.parametrize("value", ["true", '"8"', "[8]", "8.0"])
+def test_an_integer_is_an_integer(run_file, value):
+    with pytest.raises(ConfigError, match="must be int"):
+        load(RunConfig, run_file, [f"train.micro_batch={value}"])
+
+
+def test_missing_and_unreadable_files_say_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match="no run file"):
+        load(RunConfig, tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(ConfigError, match=r"bad\.toml"):
+        load(RunConfig, tmp_path / "bad.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(RunConfig, tmp_path / "binary.toml")
+
+
+def test_missing_keys_are_named():
+    values = to_dict(RUN)
+    del values["model"]["d_ffn"], values["train"]["steps"]
+    with pytest.raises(ConfigError) as caught:
+        from_dict(RunConfig, values)
+    assert "missing key 'model.d_ffn'" in str(caught.value)
+    assert "missing key 'train.steps'" in str(caught.value)

@@ -1,0 +1,94 @@
+"""Units, random streams, files and the event log."""
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot import errors
+from ingot.errors import ConfigError, IngotError, MissingPartError, ResourceError, require
+from ingot.events import EventLog, read_events
+from ingot.rng import derive
+from ingot.storage import atomic_file, require_free, write_json
+from ingot.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_seconds
+
+
+def test_quantities_as_people_write_them():
+    assert (parse_count("1.5T"), parse_count("125m"), parse_count("8b"), parse_count(300)) == (
+        1_500_000_000_000,
+        125_000_000,
+        8_000_000_000,
+        300,
+    )
+    assert (parse_bytes("64 MiB"), parse_bytes("1 GB"), parse_bytes("7")) == (1 << 26, 10**9, 7)
+    assert (parse_seconds("24h"), parse_seconds("2 min"), parse_seconds("90")) == (86400, 120, 90)
+    for bad in ("", "8 q", "b8", "1..2"):
+        with pytest.raises(ConfigError):
+            parse_count(bad)
+
+
+def test_quantities_as_people_read_them():
+    assert format_count(1_234_567) == "1.23M"
+    assert format_count(999_600_000) == "1,000M"
+    assert format_bytes(1 << 26) == "64.0 MiB"
+    assert [format_seconds(s) for s in (0.0042, 7.25, 59.8, 75, 3600, 90_000)] == [
+        "4.2 ms", "7.2 s", "60 s", "1 min 15 s", "1 h", "1 d 1 h",
+    ]  # fmt: skip
+
+
+@given(st.integers(), st.lists(st.one_of(st.text(), st.integers()), max_size=3))
+def test_streams_are_seeds_and_differ_by_name(seed, names):
+    value = derive(seed, *names)
+    assert 0 <= value < 2**63
+    assert value == derive(seed, *names)
+    assert value != derive(seed, *names, "other")
+
+
+def test_a_number_and_its_text_are_different_streams():
+    assert derive(1, 2) != derive(1, "2")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "file"
+    with pytest.raises(RuntimeError), atomic_file(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert list(path.parent.iterdir()) == []
+    write_json(path, {"b": 1, "a": [1]})
+    assert json.loads(path.read_text()) == {"a": [1], "b": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+def test_space_is_asked_for_before_it_is_used(tmp_path):
+    require_free(tmp_path / "not" / "yet", 1, "a test")
+    with pytest.raises(ResourceError, match="are free on the disk"):
+        require_free(tmp_path, 1 << 60, "a test")
+
+
+def test_events_survive_a_torn_line_and_keep_every_bit(tmp_path):
+    path = tmp_path / "run" / "events.jsonl"
+    loss = 0.1 + 0.2
+    EventLog(path).write("step", step=1, loss=loss)
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')
+    EventLog(path).write("finished", step=2)
+    assert [e["kind"] for e in read_events(path)] == ["step", "finished"]
+    assert next(read_events(path, "step"))["loss"].hex() == loss.hex()
+    assert list(read_events(tmp_path / "absent")) == []
+
+
+def test_errors_have_distinct_codes_and_cross_processes():
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, IngotError)]
+    assert len({k.code for k in kinds}) == len(kinds)
+    for kind in kinds:
+        error = kind("found", rule="must", fix="do")
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy)) == (kind, "found\n  rule: must\n  fix:  do")
+
+
+def test_a_missing_part_names_its_extra():
+    with pytest.raises(MissingPartError, match="no_such_package") as caught:
+        require("no_such_package", "data")
+    assert "pip install 'ingot[data]'" in str(caught.value)
