@@ -12,6 +12,11 @@ class Cluster:
     op_seconds: measured cost of launching one small operation.
     step_overhead_seconds: measured per step besides (collectives, loop).
     runtime_bytes: memory of one process before the model (interpreter, libraries, device context).
+    device_name: as the driver prints it ("NVIDIA H200"), empty for "cpu".
+    matmul_efficiency: share of `peak_flops` that large matrix products reach; 1.0 where the peak itself was measured.
+    attention_efficiency: the same for attention.
+    link_bandwidth, network_bandwidth: bytes/s of one device in one direction, inside a node and between nodes.
+    resolution: relative error of the fitted figures on the shapes they were measured with; 0 for published ones.
     measured: date of the calibration, empty for published figures.
     """
 
@@ -26,4 +31,22 @@ class Cluster:
     step_overhead_seconds: float = 0.0
     runtime_bytes: int = 0
     usd_per_hour: float = 0.0
+    device_name: str = ""
+    matmul_efficiency: float = 1.0
+    attention_efficiency: float = 1.0
+    link_bandwidth: float = 0.0
+    network_bandwidth: float = 0.0
+    resolution: float = 0.0
     measured: str = ""
+
+    def problems(self):
+        for name in ("nodes", "devices_per_node", "memory_bytes"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be at least 1"
+        for name in ("matmul_efficiency", "attention_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                yield name, f"is {getattr(self, name)}, must be in (0, 1]"
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
