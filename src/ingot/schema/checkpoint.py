@@ -1,6 +1,7 @@
 """The manifest of one checkpoint folder: written last, so a folder without it was never a checkpoint."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,12 +12,16 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A block of a tensor: stored under `key` in safetensors file `file`, at `offsets` in the whole, with `sizes`."""
+    """A block of a tensor: stored under `key` in safetensors file `file`, at `offsets` in the whole, with `sizes`.
+
+    crc32: of the block's bytes. Integrity is the file's SHA-256; this names the tensor when that does not match.
+    """
 
     file: str
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    crc32: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,7 @@ class LedgerSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """step: optimizer steps done. config_sha256: of the run's training-relevant settings.
+    """step: optimizer steps done. settings: RunConfig.training_settings(), config_sha256: their hash.
 
     data_fingerprint: of the token manifest, tokens: consumed so far.
 
@@ -50,6 +55,7 @@ class CheckpointManifest:
     step: int
     tokens: int
     config_sha256: str
+    settings: dict[str, Any]
     data_fingerprint: str
     layout: dict[str, int]
     files: dict[str, FileEntry]

@@ -40,3 +40,13 @@ class RunFolder:
     def stop_request(self) -> Path:
         """Exists while the supervisor asks the ranks to save and stop."""
         return self.root / "stop-request"
+
+    @property
+    def accepted(self) -> Path:
+        """Changes of the experiment that the user accepted with --accept-change, oldest first."""
+        return self.root / "accepted-changes.json"
+
+    @property
+    def logs(self) -> Path:
+        """Standard error of the launcher and its ranks, one file per attempt."""
+        return self.root / "logs"

@@ -4,9 +4,29 @@ It stands here, and not beside the trainer, because planner, `check` and `report
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from ingot.config import to_dict
 from ingot.schema.arch import Arch
+from ingot.storage import canonical_json, sha256_bytes
+
+# Changing these leaves the experiment the same: where things lie, how the work is split, what is watched. The token
+# stream itself is compared by its fingerprint, so data paths may move.
+FREE_SETTINGS = (
+    "name",
+    "data.tokens",
+    "data.heldout",
+    "data.tokenizer",
+    "train.micro_batch",
+    "train.compile",
+    "train.device",
+    "parallel.",
+    "checkpoint.",
+    "evaluate.",
+    "watch.",
+    "launch.",
+    "cost.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,3 +211,21 @@ class RunConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.train.seq_len
+
+    def training_settings(self) -> dict[str, Any]:
+        """The settings that decide what is learned, flat: "optim.lr" -> 0.003. All but FREE_SETTINGS."""
+        flat: dict[str, Any] = {}
+        _flatten(to_dict(self), "", flat)
+        return {key: value for key, value in flat.items() if not key.startswith(FREE_SETTINGS)}
+
+    def training_sha256(self) -> str:
+        """Identity of the experiment: equal for two runs that may continue each other's checkpoints."""
+        return sha256_bytes(canonical_json(self.training_settings()).encode())
+
+
+def _flatten(values: dict, prefix: str, flat: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _flatten(value, f"{prefix}{name}.", flat)
+        else:
+            flat[prefix + name] = value
