@@ -38,7 +38,7 @@ def read_jsonl(path: Path) -> Iterator[dict]:
     number = 0
     try:
         with gzip.open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(file, 1):  # noqa: B007
                 yield json.loads(line.decode("utf-8", "surrogatepass"))
     except FileNotFoundError:
         raise DataError(f"{path} is missing", rule="every part named in corpus.json exists", fix=_REBUILD) from None
