@@ -1,0 +1,61 @@
+"""The parts of a block that are not attention: RMSNorm, rotary position embedding, SwiGLU.
+
+Shape letters: B batch, T tokens, D d_model, N query heads, G key/value heads, H head_dim, F d_ffn.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ingot.schema.arch import Arch
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim (Zhang & Sennrich 2019, eq. 4).
+
+    The mean of squares is taken in float32 for bf16 input and in the input's own dtype for float32 and float64.
+    """
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [T, H], of the angles position * theta^(-2i/H), i = 0..H/2-1, written twice side by side.
+
+    Su et al. 2021 (RoFormer, section 3.2.2). The angles are float32 as in the Llama of `transformers`, so that an
+    exported model sees the same ones. They are recomputed in every forward: a few small operations, and no buffer to
+    own, to materialise and to keep in step with the precision.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions_T.device).float() / head_dim
+    angles = torch.outer(positions_T.float(), 1.0 / (theta**exponents))
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    """Turn the pairs (i, i + H/2) of every head by their angles: the rotate-half convention, computed in >= float32.
+
+    bf16 angles lose the difference between neighbouring positions in long sequences, hence the wider dtype.
+    """
+    first, second = x_BNTH.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_BNTH * cos_TH + turned * sin_TH).type_as(x_BNTH)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), no biases (Shazeer 2020, eq. 6)."""
+
+    def __init__(self, arch: Arch):
+        super().__init__()
+        self.gate = nn.Linear(arch.d_model, arch.d_ffn, bias=False)
+        self.up = nn.Linear(arch.d_model, arch.d_ffn, bias=False)
+        self.down = nn.Linear(arch.d_ffn, arch.d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))

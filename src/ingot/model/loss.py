@@ -1,0 +1,78 @@
+"""Cross entropy of the next token without ever holding all the logits.
+
+The logits of a batch are its largest tensor: 8,192 tokens x 128,256 ids in float32 are 4.2 GB, held three times by the
+plain form (logits, their float32 copy, their gradient). Here the tokens pass in chunks, and the gradient of each chunk
+is computed while its logits are at hand, as in Liger Kernel's fused linear cross entropy (Hsu et al. 2024, section 3.2).
+On a CPU the chunk stays in cache, which makes it faster than the plain form as well.
+
+Shape letters: M tokens (batch and sequence flattened), D d_model, V vocab_size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+# Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
+
+
+def chunk_tokens(vocab_size: int, device: str) -> int:
+    """Tokens whose float32 logits fill CHUNK_BYTES, at least 16."""
+    return max(CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab_size), 16)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def nats_and_slope(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Per token -log softmax(logits)[target], and its gradient by the logits in their dtype. In float32 or float64."""
+    wide = _wide(logits_MV)
+    log_total = wide.logsumexp(-1, keepdim=True)
+    nats = log_total - wide.gather(-1, targets_M[:, None])
+    slope = (wide - log_total).exp()
+    slope.scatter_add_(-1, targets_M[:, None], -torch.ones_like(nats))
+    return nats.squeeze(-1), slope.type_as(logits_MV)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Sum of nats over tokens. Both gradients are ready after the forward; the backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, chunk: int, piece) -> Tensor:
+        # Partial sums in at least float32: bf16 would lose the small contributions of late chunks.
+        accurate = torch.promote_types(weight_VD.dtype, torch.float32)
+        total = torch.zeros((), dtype=accurate, device=hidden_MD.device)
+        hidden_grad, weight_grad = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=accurate)
+        for start in range(0, len(hidden_MD), chunk):
+            part = slice(start, start + chunk)
+            nats, slope = piece(hidden_MD[part] @ weight_VD.T, targets_M[part])
+            total += nats.sum()
+            hidden_grad[part] = slope @ weight_VD
+            weight_grad += slope.T @ hidden_MD[part]
+        ctx.save_for_backward(hidden_grad, weight_grad.type_as(weight_VD))
+        return total
+
+    @staticmethod
+    def backward(ctx, *grads):
+        hidden_grad, weight_grad = ctx.saved_tensors
+        (scale,) = grads
+        return hidden_grad * scale.to(hidden_grad.dtype), weight_grad * scale.to(weight_grad.dtype), None, None, None
+
+
+class CrossEntropy(nn.Module):
+    """The sum of nats over all tokens, from hidden states and the head's weight (passed in, because it may be tied)."""
+
+    def __init__(self):
+        super().__init__()
+        self.piece = nats_and_slope  # parallelize() puts a compiled one here on a GPU
+
+    def forward(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
+        """Scalar in float32 (float64 for float64 input): the sum over M of -log p(target). Differentiable."""
+        chunk = chunk_tokens(len(weight_VD), hidden_MD.device.type)
+        return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self.piece)  # type: ignore[return-value]
+
+
+def token_nats(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Nats of every target by itself, float32 (float64 for float64): for evaluation. [B, T]."""
+    log_probabilities = _wide(logits_BTV).log_softmax(-1)
+    return -log_probabilities.gather(-1, targets_BT[..., None]).squeeze(-1)
