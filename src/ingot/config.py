@@ -15,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ingot.errors import ConfigError
 
+T = typing.TypeVar("T")
+
 
 class _Reader:
     """Builds a dataclass from nested dicts and collects every problem on the way."""
@@ -26,7 +28,7 @@ class _Reader:
     def problem(self, key: str, message: str) -> None:
         self.problems.append(f"{self.where(key)}: {message}")
 
-    def dataclass(self, kind: type, values: dict, prefix: str):
+    def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
         hints = typing.get_type_hints(kind)
         fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
         before = len(self.problems)
@@ -98,7 +100,7 @@ def _suggest(name: str, known, prefix: str) -> str:
     return f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
 
 
-def from_dict(kind: type, values: dict, *, where=lambda key: key):
+def from_dict(kind: type[T], values: dict, *, where=lambda key: key) -> T:
     """`values` as a `kind`. Raises ConfigError that lists every problem; `where(key)` names each one's place."""
     reader = _Reader(where)
     built = reader.dataclass(kind, values, "")
@@ -117,7 +119,7 @@ def to_dict(config) -> dict:
     return _plain(config)
 
 
-def _plain(value):
+def _plain(value) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {name: _plain(v) for name, v in pairs if v is not None}
@@ -128,7 +130,7 @@ def _plain(value):
     return value
 
 
-def load(kind: type, path: Path, overrides: typing.Sequence[str] = ()):
+def load(kind: type[T], path: Path, overrides: typing.Sequence[str] = ()) -> T:
     """Read TOML `path`, apply `--set` overrides ('train.steps=100'), build a `kind`. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
