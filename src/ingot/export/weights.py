@@ -1,0 +1,160 @@
+"""Tensors in a folder as Hugging Face lays them out: `model.safetensors`, or numbered files and an index above a size.
+
+Reading trusts nothing: names, shapes and dtypes are compared with what the model needs before a tensor is loaded, and
+only safetensors is read (never pickle).
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ingot.errors import CheckpointError, ConfigError
+from ingot.storage import write_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = ("F32", "BF16", "F16")
+_INDEX_LIMIT_BYTES = 64 << 20
+
+
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype, max_file_bytes: int) -> list[str]:
+    """Write `tensors` as `dtype` into `folder`; no file exceeds `max_file_bytes` unless one tensor does.
+
+    Returns the file names. One file's worth of cast tensors is in memory at a time.
+    """
+    groups, total_bytes = _split(tensors, dtype.itemsize, max_file_bytes)
+    names = [SINGLE] if len(groups) == 1 else _numbered(len(groups))
+    weight_map = {}
+    for file_name, group in zip(names, groups, strict=True):
+        cast = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in group}
+        save_file(cast, folder / file_name, metadata={"format": "pt"})
+        _flush(folder / file_name)
+        weight_map |= dict.fromkeys(group, file_name)
+    if len(groups) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    return names
+
+
+def _split(tensors: dict[str, torch.Tensor], itemsize: int, max_file_bytes: int) -> tuple[list[list[str]], int]:
+    groups, filled, total_bytes = [[]], 0, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * itemsize
+        if groups[-1] and filled + size > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+        total_bytes += size
+    return groups, total_bytes
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_weights(
+    folder: Path, shapes: dict[str, tuple[int, ...]], copies: dict[str, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of `folder`, which must be exactly those of `shapes`, in the dtypes on disk.
+
+    copies: tensors that may be there as well when they equal another one ({"lm_head.weight": embedding} when tied).
+    Raises ConfigError when there is no safetensors file, CheckpointError when the files are not what `shapes` says.
+    """
+    copies = copies or {}
+    places = _places(folder, shapes | {copy: shapes[original] for copy, original in copies.items()})
+    missing = [f"{name} is missing" for name in shapes if name not in places]
+    if missing:
+        raise _mismatch(folder, missing)
+    loaded = {}
+    for path in dict.fromkeys(places.values()):
+        with safe_open(path, framework="pt") as file:
+            loaded |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    for copy, original in copies.items():
+        if copy in loaded and not torch.equal(loaded[copy], loaded[original]):
+            raise _mismatch(folder, [f"{copy} differs from {original}, but config.json says that they are tied"])
+    return {name: loaded[name] for name in shapes}
+
+
+def _places(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
+    """Tensor name -> file, from the headers alone. Raises CheckpointError for every tensor that does not belong."""
+    problems, places = [], {}
+    for path in _files(folder):
+        for name, found_shape, dtype in _headers(path):
+            if name in places:
+                problems.append(f"{name} is in {places[name].name} and in {path.name}")
+            elif name not in shapes:
+                problems.append(f"{path.name} has {name}, which the model of config.json does not")
+            elif found_shape != shapes[name]:
+                problems.append(f"{name} has shape {list(found_shape)}, config.json makes it {list(shapes[name])}")
+            elif dtype not in _DTYPES:
+                problems.append(f"{name} is stored as {dtype}; supported: {', '.join(_DTYPES)}")
+            places[name] = path
+    if problems:
+        raise _mismatch(folder, problems)
+    return places
+
+
+def _mismatch(folder: Path, problems: list[str]) -> CheckpointError:
+    more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return CheckpointError(
+        f"{folder}: " + "\n".join(problems[:8]) + more, rule="the tensors are exactly those that config.json describes"
+    )
+
+
+def _headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                part = file.get_slice(name)
+                yield name, tuple(part.get_shape()), part.get_dtype()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}",
+            rule="weights are whole safetensors files",
+            fix="copy or export the folder again",
+        ) from None
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of `folder`; names in an index may not leave it."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
+        raise ConfigError(
+            f"{folder} has no {SINGLE}" + (f", only {', '.join(pickled[:3])}" if pickled else ""),
+            rule="ingot reads safetensors only: a pickled file can run code when it is opened",
+            fix="take the model's safetensors files",
+        )
+    names = _index_names(folder / INDEX)
+    for name in names:
+        if not name.endswith(".safetensors") or Path(name).name != name:
+            raise CheckpointError(
+                f"{folder / INDEX} points to {name!r}", rule="an index names safetensors files beside it, no paths"
+            )
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing", rule=f"every file that {INDEX} names is there")
+    return [folder / name for name in names]
+
+
+def _index_names(path: Path) -> list[str]:
+    try:
+        if path.stat().st_size > _INDEX_LIMIT_BYTES:
+            raise ValueError("it is larger than any index")
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        return sorted({str(name) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not an index of weights: {error}") from None
