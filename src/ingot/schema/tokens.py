@@ -9,10 +9,15 @@ Documents were shuffled at build: reading a shard in order is reading its source
 A shard holds documents of one source.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from ingot.config import from_dict, to_dict
+from ingot.errors import ConfigError, DataError
 from ingot.storage import canonical_json, sha256_bytes
+
+MANIFEST = "manifest.json"
 
 # numpy dtype of one row of NAME.documents: first token (in the shard), number of tokens with EOT, document id
 DOCUMENT_DTYPE = [("start", "<u8"), ("tokens", "<u4"), ("id", "V16")]
@@ -42,6 +47,8 @@ class TokenManifest:
     split: str  # "train" or "heldout"
     block_bytes: int
     seed: int  # of the shuffle at build
+    heldout_fraction: float = 0.0  # of the documents; 0: not recorded
+    shard_bytes: int = 0  # largest size asked for; 0: not recorded
     shards: tuple[Shard, ...]
 
     def problems(self):
@@ -69,3 +76,23 @@ class TokenManifest:
 
 def token_manifest_from_dict(values: dict, where: str) -> TokenManifest:
     return from_dict(TokenManifest, values, where=lambda key: f"{where} ({key})")
+
+
+def read_token_manifest(folder: Path) -> TokenManifest:
+    """The manifest of a token folder; nothing else is read. Raises DataError when the folder is none."""
+    path = folder / MANIFEST
+    fix = "make it with: ingot data build FILES... --out DIR"
+    try:
+        values = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"{folder} is not a token folder: no {MANIFEST}",
+            rule="the manifest is written last, so a folder without it was never finished",
+            fix=fix,
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error})", fix=fix) from None
+    try:
+        return token_manifest_from_dict(values, str(path))
+    except ConfigError as error:
+        raise DataError(error.found, rule="a token manifest is not edited by hand", fix=fix) from None

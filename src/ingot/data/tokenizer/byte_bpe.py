@@ -1,0 +1,118 @@
+"""When is a tokenizer.json exactly a tiktoken encoding? The conversion, and the conditions under which it is exact.
+
+`tokenizers` merges the listed pairs, in the order of the list. tiktoken merges any two neighbours whose bytes together
+are a token, lowest rank first, and takes a whole piece at once if it is a token. So rank must be merge order, not id,
+and the two agree on every text if every token is what `tokenizers` makes of the token's own bytes:
+
+  Both always merge the lowest pair, leftmost first, so what happens inside two neighbours x y that stay whole does not
+  depend on the text around them. If x y are neighbours in some text, they are also the last two parts that the bytes
+  of xy alone go through. A token that its own bytes lead to has one such pair, and it is in the list: tiktoken merges
+  no other. A token that its own bytes do not lead to is only safe when every way to split it is in the list.
+
+What cannot be met exactly (normalizers, prefix spaces, bytes without a token, added tokens that are not special,
+Unigram, WordPiece, ...) raises NotExact with the reason; the caller then encodes with `tokenizers`.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+# What `tokenizers` uses inside pre_tokenizers.ByteLevel(use_regex=True): GPT-2's pattern.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+class NotExact(Exception):
+    """Why a tokenizer.json has no exact tiktoken form. Never leaves the tokenizer package."""
+
+
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 for U+0100 and up."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def tiktoken_form(spec: dict[str, Any]) -> tuple[str, dict[bytes, int], np.ndarray]:
+    """(pattern, bytes -> rank, ids) of a parsed tokenizer.json: `ids[rank]` (uint32) is the id. Raises NotExact."""
+    model = spec["model"]
+    _require_plain(spec, model)
+    pattern = _pattern(spec.get("pre_tokenizer"))
+    alphabet, vocab = byte_of_character(), model["vocab"]
+    missing = sorted(byte for character, byte in alphabet.items() if character not in vocab)
+    if missing:
+        raise NotExact(f"{len(missing)} bytes have no token (first: 0x{missing[0]:02x})")
+    merges = [(a, b) for a, b in (m.split(" ") if isinstance(m, str) else m for m in model["merges"])]
+    tokens = [*alphabet, *_reached_tokens(merges, vocab, bool(model.get("ignore_merges")))]
+    try:
+        ranks = {bytes(map(alphabet.__getitem__, token)): rank for rank, token in enumerate(tokens)}
+    except KeyError as error:
+        raise NotExact(f"a merge uses {error.args[0]!r}, which stands for no byte") from None
+    ids = np.array([vocab[token] for token in tokens], dtype=np.uint32)
+    reserved = {token["id"]: token["content"] for token in spec.get("added_tokens") or ()}
+    if clash := reserved.keys() & set(ids.tolist()):
+        raise NotExact(f"merging plain text can give its special token {reserved[min(clash)]!r}")
+    return pattern, ranks, ids
+
+
+def _require_plain(spec: dict[str, Any], model: dict[str, Any]) -> None:
+    if model.get("type", "BPE") != "BPE":
+        raise NotExact(f"its model is {model['type']}, not BPE")
+    if spec.get("normalizer"):
+        raise NotExact(f"it normalizes text first ({spec['normalizer'].get('type')})")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(option):
+            raise NotExact(f"its model uses {option}")
+    for token in spec.get("added_tokens") or ():
+        if not token.get("special"):
+            raise NotExact(f"its added token {token['content']!r} is not special, so plain text may contain it")
+
+
+def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
+    """The split pattern of ByteLevel alone, or of one Split followed by ByteLevel."""
+    steps = [pre_tokenizer or {}]
+    if steps[0].get("type") == "Sequence":
+        steps = steps[0]["pretokenizers"]
+    kinds = [step.get("type") for step in steps]
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise NotExact(f"its pre-tokenizer is {kinds}, not byte-level with one split")
+    if steps[-1].get("add_prefix_space", True):
+        raise NotExact("it puts a space before the text (add_prefix_space)")
+    splits_by_itself = steps[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"]:
+        if not splits_by_itself:
+            raise NotExact("it does not split text into words")
+        return GPT2_PATTERN
+    split = steps[0]
+    if (
+        splits_by_itself
+        or split.get("behavior") != "Isolated"
+        or split.get("invert")
+        or "Regex" not in split["pattern"]
+    ):
+        raise NotExact("its split is not one plain pattern")
+    return split["pattern"]["Regex"]
+
+
+def _reached_tokens(merges: list[tuple[str, str]], vocab: dict[str, int], ignore_merges: bool) -> list[str]:
+    """Merged tokens in the order of their merges, without those that no text leads to (see the module's docstring)."""
+    from tokenizers import models
+
+    # Several pairs may make one token, as in converted vocabularies that list every split, but only side by side.
+    tokens = [token for token, _ in itertools.groupby(a + b for a, b in merges)]
+    if len(set(tokens)) < len(tokens):
+        raise NotExact("two merges far apart make the same token, so it has no single rank")
+    by_merging = models.BPE(vocab=vocab, merges=merges)
+    dead = {token for token in tokens if len(by_merging.tokenize(token)) != 1}
+    if not ignore_merges:
+        return [token for token in tokens if token not in dead]
+    # With ignore_merges a whole word that is in the vocabulary is taken at once, so every entry counts.
+    known, listed = set(tokens) | set(byte_of_character()), set(merges)
+    loose = {token for token in vocab.keys() - known if set(token) <= known}
+    if loose:
+        raise NotExact(f"{len(loose)} vocabulary entries have no merge, but are taken as whole words (ignore_merges)")
+    for token in dead:
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        if any(pair not in listed for pair in splits if pair[0] in known and pair[1] in known):
+            raise NotExact(f"merging the bytes of token {token!r} does not lead to it")
+    return tokens
