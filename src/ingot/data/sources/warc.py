@@ -1,0 +1,108 @@
+"""Pages out of WARC and WET files: one document per response (WET: conversion) record, or the reason why not.
+
+Nothing is lost silently: every such record gives one pair (document, drop), and damage gives a pair of its own with
+the offset. Requests, metadata, resources and revisits (copies of an earlier response, without a body) are no pages.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.data.sources.http import BadResponse, decoded_body, parse_response
+from ingot.data.sources.records import Record, read_records
+from ingot.data.sources.sniff import charset, media_type, page_type
+from ingot.schema.document import Document, Drop, document_id
+
+STAGE = "read"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Caps per record, so that a bomb costs one record. block_bytes: the record as stored (after gzip of the file),
+    body_bytes: the body after its own decoding, header_bytes: WARC or HTTP headers.
+    """
+
+    block_bytes: int = 32 << 20
+    body_bytes: int = 64 << 20
+    header_bytes: int = 64 << 10
+
+
+def read_warc(path: Path, source: str, limits: Limits | None = None) -> Iterator[tuple[Document, Drop | None]]:
+    """Pairs (document, why it has to go or None) in the order of the file, which may be plain or gzip.
+
+    Rules: read.http_status, not_html, empty_body, too_large, bad_http, not_http, bad_encoding, unsupported_encoding,
+    no_url, bad_record (damage; reading goes on behind it), truncated_file (damage, and nothing readable behind it),
+    no_pages (a WARC file without responses, such as WAT).
+    A page that the crawler itself cut short is kept, with notes["warc_truncated"].
+    Raises DataError for what is no WARC file at all.
+    """
+    limits = limits or Limits()
+    pages, others = 0, Counter()
+    for record in read_records(path, block_bytes=limits.block_bytes, header_bytes=limits.header_bytes):
+        if record.problem:
+            rule = "truncated_file" if record.cut else "bad_record"
+            value = f"offset {record.offset}: {record.problem}"
+            yield _document(path, source, record), Drop(STAGE, f"{STAGE}.{rule}", value)
+        elif record.kind in ("response", "conversion"):
+            pages += 1
+            document = _document(path, source, record)
+            try:
+                _fill(document, record, limits)
+            except BadResponse as bad:
+                yield document, Drop(STAGE, f"{STAGE}.{bad.rule}", bad.value)
+            else:
+                yield document, None
+        else:
+            others[record.kind] += 1
+    if not pages:
+        value = ", ".join(f"{count} {kind}" for kind, count in others.most_common(3))
+        yield _document(path, source, Record(offset=0)), Drop(STAGE, f"{STAGE}.no_pages", value)
+
+
+def _document(path: Path, source: str, record: Record) -> Document:
+    record_id = record.record_id or f"offset-{record.offset}"
+    return Document(
+        id=document_id(path.name, record_id, record.url),
+        url=record.url,
+        source=source,
+        file=path.name,
+        record_id=record_id,
+    )
+
+
+def _fill(document: Document, record: Record, limits: Limits) -> None:
+    """Body and type of `record` into `document`. Raises BadResponse."""
+    if len(record.block) > limits.block_bytes:
+        raise BadResponse("too_large", f"record over {limits.block_bytes} bytes")
+    if not record.url:
+        raise BadResponse("no_url")
+    if record.kind == "conversion":
+        kind = media_type(record.content_type)
+        if kind != "text/plain":
+            raise BadResponse("not_html", kind)
+        body, document.charset = record.block, charset(record.content_type) or "utf-8"
+    else:
+        body, kind, document.charset = _response(record, limits)
+    if not body.strip():
+        raise BadResponse("empty_body")
+    document.raw, document.content_type = body, kind
+    if record.truncated:
+        document.notes["warc_truncated"] = record.truncated
+
+
+def _response(record: Record, limits: Limits) -> tuple[bytes, str, str]:
+    """(decoded body, media type, charset from the header). Raises BadResponse."""
+    if not record.block.startswith(b"HTTP/") and media_type(record.content_type) != "application/http":
+        raise BadResponse("not_http", record.content_type[:40])
+    response = parse_response(record.block, limits.header_bytes)
+    if response.status != 200:
+        raise BadResponse("http_status", str(response.status))
+    body = decoded_body(response, limits.body_bytes)
+    if not body.strip():
+        return body, "", ""
+    claimed = response.headers.get("content-type", "")
+    kind, instead = page_type(body, media_type(claimed), media_type(record.identified_type))
+    if not kind:
+        raise BadResponse("not_html", instead)
+    return body, kind, charset(claimed)
