@@ -6,6 +6,7 @@ A dataclass may check its own rules in `problems() -> list[tuple[field, message]
 
 import dataclasses
 import difflib
+import functools
 import re
 import tomllib
 import types
@@ -16,6 +17,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from ingot.errors import ConfigError
 
 T = typing.TypeVar("T")
+
+
+_type_hints = functools.cache(typing.get_type_hints)  # a manifest has 10,000 entries of one kind
 
 
 class _Reader:
@@ -29,7 +33,7 @@ class _Reader:
         self.problems.append(f"{self.where(key)}: {message}")
 
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
-        hints = typing.get_type_hints(kind)
+        hints = _type_hints(kind)
         fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
         before = len(self.problems)
         arguments = {}
@@ -50,6 +54,8 @@ class _Reader:
         return built
 
     def value(self, hint, value, key: str) -> Any:
+        if type(value) is hint:
+            return value
         origin, args = get_origin(hint), get_args(hint)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             if isinstance(value, dict):
