@@ -1,0 +1,53 @@
+"""Bytes of a page to text: which character encoding it really has."""
+
+import codecs
+import re
+
+from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
+
+_BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_META = re.compile(rb"<meta[^>]{1,300}?charset\s*=\s*[\"']?\s*([\w.:-]{2,40})", re.IGNORECASE)
+_META_BYTES = 4096
+# Supersets that Python has and pages use under the smaller set's name.
+_SUPERSETS = {"gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "iso8859-11": "cp874"}
+_TOLERATED_ERRORS = 0.01
+
+
+def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
+    """(text, encoding used). Never fails; bytes that do not decode become U+FFFD.
+
+    In this order: byte order mark; UTF-8 if all of it is valid (other encodings almost never are by chance, and
+    headers lie); the HTTP header; the meta element; detection by uchardet. A named encoding is taken if at most 1%
+    of the characters fail, otherwise the one with the fewest failures wins. Only encodings of the WHATWG standard
+    are used, so no page can choose a slow or strange Python codec.
+    """
+    for bom, name in _BOMS:
+        if raw.startswith(bom):
+            return raw[len(bom) :].decode(name, "replace"), name
+    declared = [name for name in (_known(header_charset), _known(_meta_charset(raw))) if name]
+    if "iso2022_jp" not in declared:  # written in ASCII bytes, so it would pass for UTF-8
+        try:
+            return raw.decode("utf-8"), "utf-8"
+        except UnicodeDecodeError:
+            pass  # the common answer is wrong; ask the page
+    best = ("", "", 2.0)
+    for name in (*declared, None, "utf-8"):
+        name = name or _known(detect_encoding(raw)) or "cp1252"
+        text = raw.decode(name, "replace")
+        errors = text.count("\ufffd") / max(len(text), 1)
+        if errors < best[2]:
+            best = (text, name, errors)
+        if errors <= _TOLERATED_ERRORS:
+            break
+    return best[0], best[1]
+
+
+def _meta_charset(raw: bytes) -> str:
+    match = _META.search(raw[:_META_BYTES])
+    return match[1].decode("ascii", "ignore") if match else ""
+
+
+def _known(charset: str) -> str:
+    """Python's name of the WHATWG encoding that `charset` stands for, or ''."""
+    name = map_encoding_to_html5(charset, fallback_utf8=False) if charset else None
+    return _SUPERSETS.get(name, name) if name else ""
