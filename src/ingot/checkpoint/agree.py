@@ -1,6 +1,8 @@
 """One answer for all ranks: what rank 0 finds out, or the error that any rank met, is what every rank gets."""
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -41,8 +43,18 @@ def first_error(check: Callable[[], None]) -> IngotError | None:
     return next((e for e in errors if e), None)
 
 
-def raise_first(error: CheckpointException) -> NoReturn:
-    """The planner wraps what the ranks raised; raise the reason itself, preferably one that says the way out."""
+@contextlib.contextmanager
+def planned_together() -> Iterator[None]:
+    """Around a save or load of PyTorch's planners: the reason for a failure is raised itself, on every rank."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a job, too
+        try:
+            yield
+        except CheckpointException as error:
+            _raise_first(error)
+
+
+def _raise_first(error: CheckpointException) -> NoReturn:
     failures = sorted(error.failures.items())
     reasons = [wrapped[0] for _, wrapped in failures]
     for reason in reasons:

@@ -9,13 +9,12 @@ import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ingot.checkpoint.agree import first_error, from_rank_zero, raise_first
+from ingot.checkpoint.agree import first_error, from_rank_zero, planned_together
 from ingot.checkpoint.manifest import (
     candidate_folders,
     list_checkpoints,
@@ -113,10 +112,8 @@ def _load(path: Path, manifest: CheckpointManifest, model: Module, optimizer: Op
     state = training_state(model, optimizer)
     _check_fits(path, manifest, state)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
+    with planned_together():
         load(state, storage_reader=IngotReader(path, manifest), planner=planner, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        raise_first(error)
     put_training_state(model, optimizer, state)
 
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ingot.checkpoint.agree import raise_first
+from ingot.checkpoint.agree import planned_together
 from ingot.checkpoint.state import training_state
 from ingot.checkpoint.writer import CheckpointFacts, IngotWriter, remove_leftovers
 from ingot.schema.checkpoint import LedgerSegment
@@ -48,13 +47,11 @@ def save_checkpoint(
     writer = IngotWriter(folder, facts, ledger, keep)
     # Flat already: the planner must not rename anything.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
+    with planned_together():
         metadata = save(
             training_state(model, optimizer),
             storage_writer=writer,
             planner=planner,
             no_dist=not dist.is_initialized(),
         )
-    except CheckpointException as error:
-        raise_first(error)
     return SavedCheckpoint(writer.path, metadata.storage_data, time.perf_counter() - started)

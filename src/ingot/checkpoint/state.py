@@ -41,7 +41,8 @@ def put_training_state(model: Module, optimizer: Optimizer, state: dict[str, Ten
     set_model_state_dict(model, {k.removeprefix(MODEL): v for k, v in state.items() if k.startswith(MODEL)})
     whole = _optimizer_state(model, optimizer)
     moments = {name: {kind: state[f"{OPTIM}{kind}.{name}"] for kind in kinds} for name, kinds in whole["state"].items()}
-    set_optimizer_state_dict(model, optimizer, {**whole, "state": moments})
+    restored: Any = {**whole, "state": moments}
+    set_optimizer_state_dict(model, optimizer, restored)
 
 
 def _optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
