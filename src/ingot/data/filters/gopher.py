@@ -5,7 +5,6 @@ definition of a word: here words are separated by whitespace. datatrove's defaul
 their own, which makes `alphabetic_words` far stricter: the definition of a word decides these rules.
 """
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -14,9 +13,7 @@ import numpy as np
 from ingot.schema.document import Document, Drop
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
-_PARAGRAPH_BREAK = re.compile(r"\n{2,}")
-_LINE_BREAK = re.compile(r"\n+")
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads small word ids over 64 bits
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: an odd number that mixes well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +77,14 @@ class Gopher:
 def broken_quality_rule(text: str, words: list[str], rules: GopherRules) -> tuple[str, str] | None:
     """(rule, value) of the first rule that `text` with its `words` breaks, or None."""
     counts = Counter(words)
-    count = characters = alphabetic = 0
-    for word, times in counts.items():
-        if word.isalpha():
-            alphabetic += times
-        elif any(map(str.isalnum, word)):
-            alphabetic += times if any(map(str.isalpha, word)) else 0
-        else:
-            continue  # a word of symbols only counts neither as a word nor for the mean length
-        count += times
-        characters += times * len(word)
+    count = alphabetic = len(words)
+    characters = sum(map(len, words))
+    for word in [word for word in counts if not word.isalpha()]:
+        if not any(map(str.isalpha, word)):
+            alphabetic -= counts[word]
+            if not any(map(str.isalnum, word)):  # symbols only: no word, and not in the mean length
+                count -= counts[word]
+                characters -= counts[word] * len(word)
     low, high = rules.word_count
     if not low <= count <= high:
         return "gopher.word_count", _outside(count, low, high)
@@ -122,7 +117,10 @@ def _outside(value: float, low: float, high: float) -> str:
 
 def broken_repetition_rule(text: str, words: list[str], rules: RepetitionRules) -> tuple[str, str] | None:
     """(rule, value) of the first rule that `text` with its `words` breaks, or None."""
-    for kind, pieces in (("paragraph", _PARAGRAPH_BREAK.split(text.strip())), ("line", _LINE_BREAK.split(text))):
+    for kind, separator in (("paragraph", "\n\n"), ("line", "\n")):
+        pieces = [piece.strip("\n") for piece in text.strip().split(separator) if piece]
+        if not pieces:
+            return None
         repeated, characters = duplicates(pieces)
         for rule, share in (
             (f"duplicate_{kind}s", repeated / len(pieces)),
@@ -148,52 +146,59 @@ def duplicates(pieces: list[str]) -> tuple[int, int]:
 def ngram_characters(words: list[str]):
     """Yield (rule, characters of repetition) for top_2_gram .. top_4_gram, duplicate_5_gram .. duplicate_10_gram.
 
-    Words become small integers and n-grams 64-bit hashes of them (a collision needs about 2^32 n-grams), so that
-    counting is sorting integers. Stops early when no n-gram is repeated: then no longer one is.
+    Words and n-grams become 64-bit hashes (a collision needs about 2^32 of them), so that counting is sorting
+    integers. Most documents end at n = 5, where nothing is repeated any more.
     """
     if len(words) < 2:
         return
-    number = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    word_ids = np.fromiter(map(number.__getitem__, words), np.uint64, len(words)) + np.uint64(1)
-    ends = np.cumsum(np.fromiter(map(len, words), np.int64, len(words)))
-    starts = np.concatenate(([0], ends[:-1]))
-    hashes = word_ids
-    for n in range(2, 11):
-        if len(words) < n:
-            return
-        hashes = hashes[:-1] * _MULTIPLIER + word_ids[n - 1 :]
-        lengths = ends[n - 1 :] - starts[: len(hashes)]
-        in_order = np.sort(hashes)
-        again = in_order[1:] == in_order[:-1]
+    word_hashes = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
+    ends = np.zeros(len(words) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, words), np.int64, len(words)), out=ends[1:])
+    hashes, repeated = word_hashes, np.arange(len(words))
+    for n in range(2, min(10, len(words)) + 1):
+        hashes = hashes[:-1] * _MULTIPLIER + word_hashes[n - 1 :]
+        repeated = _positions_of_repeated(hashes, repeated[: np.searchsorted(repeated, len(hashes))])
         if n < 5:
-            yield f"top_{n}_gram", _top_characters(hashes, lengths + (n - 1), in_order, again)
-        elif not again.any():
-            return
+            yield f"top_{n}_gram", _top_characters(hashes, ends, repeated, n)
+        elif len(repeated):
+            yield f"duplicate_{n}_gram", _duplicate_characters(hashes, ends, repeated, n)
         else:
-            repeated = np.flatnonzero(np.isin(hashes, in_order[1:][again]))
-            yield f"duplicate_{n}_gram", _duplicate_characters(hashes, lengths, repeated, n)
+            return
 
 
-def _top_characters(hashes, lengths, in_order, again) -> int:
+def _top_characters(hashes, ends, repeated, n: int) -> int:
     """Length with spaces times count of the commonest n-gram; of equally common ones the first in the text counts."""
-    if not again.any():
-        return int(lengths[0])
-    borders = np.flatnonzero(np.concatenate(([True], ~again, [True])))
-    counts = np.diff(borders)
-    most = counts.max()
-    commonest = in_order[borders[:-1][counts == most]]
-    return int(lengths[np.isin(hashes, commonest).argmax()]) * int(most)
+    first, most = 0, 1
+    if len(repeated):
+        _, firsts, counts = np.unique(hashes[repeated], return_index=True, return_counts=True)
+        most = int(counts.max())
+        first = int(repeated[firsts[counts == most].min()])
+    return int(ends[first + n] - ends[first] + n - 1) * most
 
 
-def _duplicate_characters(hashes, lengths, repeated, n: int) -> int:
+def _positions_of_repeated(hashes, positions):
+    """Those of `positions` (ascending) whose n-gram stands at another of them too, ascending.
+
+    A repeated n-gram begins with a repeated (n-1)-gram, so the positions shrink quickly as n grows.
+    """
+    values = hashes[positions]
+    order = values.argsort()
+    in_order = values[order]
+    again = in_order[1:] == in_order[:-1]
+    twice = np.zeros(len(values), bool)
+    twice[order[1:]] = again
+    twice[order[:-1]] |= again
+    return positions[twice]
+
+
+def _duplicate_characters(hashes, ends, repeated, n: int) -> int:
     """Characters without spaces of n-grams seen before, where the n words of a hit are not looked at again.
 
     Only positions in `repeated`, where an n-gram stands that occurs twice or more, can matter.
     """
     seen, characters, allowed = set(), 0, 0
-    for position, value, length in zip(
-        repeated.tolist(), hashes[repeated].tolist(), lengths[repeated].tolist(), strict=True
-    ):
+    lengths = (ends[repeated + n] - ends[repeated]).tolist()
+    for position, value, length in zip(repeated.tolist(), hashes[repeated].tolist(), lengths, strict=True):
         if position < allowed:
             continue
         if value in seen:
