@@ -6,21 +6,8 @@ from pathlib import Path
 
 from ingot.errors import DataError
 from ingot.schema.run import Data
-from ingot.schema.tokens import TokenManifest, token_manifest_from_dict
+from ingot.schema.tokens import TokenManifest
 from ingot.storage import sha256_file, write_json
-
-
-def read_token_manifest(tokens: Path) -> TokenManifest:
-    """The manifest of token folder `tokens`: which tokenizer made it, and which token ends a document."""
-    path = tokens / "manifest.json"
-    try:
-        return token_manifest_from_dict(json.loads(path.read_bytes()), str(path))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}",
-            rule="an export states the tokens and the tokenizer that the model was trained on",
-            fix="set data.tokens in the run's run.toml to the token folder",
-        ) from None
 
 
 def tokenizer_file(run: Path, data: Data) -> Path:

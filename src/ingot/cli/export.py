@@ -1,0 +1,51 @@
+"""`ingot export`: a checkpoint as a Hugging Face model folder, proven equal before it is called exported."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "write a Hugging Face model folder and prove that it gives the same logits"
+EXAMPLES = (
+    "ingot export runs/demo --out demo-hf",
+    "ingot export runs/demo/checkpoints/step-00000400 --out demo-400 --dtype bfloat16",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run folder (its newest checkpoint is taken) or one checkpoint folder")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder to write; an earlier export there is replaced"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type of the stored weights; bfloat16 halves the size and rounds (default: float32)",
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.export.huggingface import export_run
+    from ingot.units import format_bytes
+
+    exported = export_run(args.run, args.out, dtype=args.dtype)
+    size_bytes = sum(exported.files.values())
+    terminal.say(f"exported step {exported.step:,} to {exported.path} ({format_bytes(size_bytes)}, {args.dtype})")
+    terminal.say(f"read back: largest logit difference {exported.max_logit_difference:.3g} (limit 1e-05)")
+    if args.dtype != "float32":
+        terminal.say(f"rounding to {args.dtype} moves logits by up to {exported.rounding_logit_difference:.3g}")
+    terminal.result(
+        {
+            "path": str(exported.path),
+            "step": exported.step,
+            "dtype": args.dtype,
+            "files": exported.files,
+            "max_logit_difference": exported.max_logit_difference,
+            "rounding_logit_difference": exported.rounding_logit_difference,
+        }
+    )
+    terminal.say(f"load it with: transformers.AutoModelForCausalLM.from_pretrained({str(exported.path)!r})")
+    terminal.next(f"ingot report {shlex.quote(str(args.run))}")
+    return 0

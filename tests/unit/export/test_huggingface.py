@@ -1,0 +1,215 @@
+"""A run's checkpoint becomes a folder that transformers loads, or nothing is exported."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.checkpoint.saving import CheckpointFacts, save_checkpoint
+from ingot.config import to_dict, to_toml
+from ingot.data.tokenizer.bpe import train_bpe
+from ingot.errors import CheckpointError, DataError, UsageError
+from ingot.events import EventLog, read_events
+from ingot.export import huggingface
+from ingot.export.huggingface import export_run
+from ingot.model.transformer import Transformer
+from ingot.schema.arch import Arch
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import Data, RunConfig, Train
+from ingot.schema.tokens import Shard, TokenManifest
+from ingot.storage import sha256_file, write_json
+
+TEXTS = [
+    "The mean of a list of numbers is their sum divided by how many there are.",
+    "  Leading spaces, tabs\tand\n\nnewlines  stay   as they are. ",
+    "naïve café — “quotes”, 日本語のテキスト, русский, العربية, 👩‍🚀🚀, e\u0301 and \u00e9",
+    "def f(x):\n    return x ** 2  # 1234567890 0.001 1e-9",
+    "",
+    " ",
+    "\u200b\u2028 odd separators \x07 and a null \x00 byte",
+    "Don't they'll we've I'm IT'S",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder with one real checkpoint of random weights, its token manifest and a real tokenizer."""
+    root = tmp_path_factory.mktemp("project")
+    tokenizer = train_bpe(TEXTS * 40, 400, root / "tokens" / "tokenizer.json")
+    eot_id = next(t["id"] for t in json.loads(tokenizer.read_text())["added_tokens"])
+    shard = Shard(
+        name="web-0", source="web|<b>", tokens=900, documents=9, text_bytes=3000, blocks_sha256="", documents_sha256=""
+    )
+    tokens = TokenManifest(
+        dtype="uint16", vocab_size=400, eot_id=eot_id, tokenizer_sha256=sha256_file(tokenizer), corpus_sha256="c" * 64,
+        split="train", block_bytes=1 << 20, seed=1, shards=(shard,),
+    )  # fmt: skip
+    write_json(root / "tokens" / "train" / "manifest.json", to_dict(tokens))
+    arch = Arch(vocab_size=400, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64,
+                max_seq_len=128)  # fmt: skip
+    config = RunConfig(
+        name="demo_*run*",
+        model=arch,
+        data=Data(tokens="../tokens/train"),
+        train=Train(steps=20, seq_len=64, global_batch=2, micro_batch=1),
+    )
+    folder = RunFolder(root / "run")
+    folder.root.mkdir()
+    folder.config.write_text(to_toml(config))
+    torch.manual_seed(0)
+    model = Transformer(arch)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(8).view(1, 8)).sum().backward()
+    optimizer.step()
+    facts = CheckpointFacts(
+        step=20, tokens=2560, settings={}, config_sha256="a" * 64, data_fingerprint="b" * 64, layout={}
+    )
+    save_checkpoint(folder, facts, model, optimizer, (), keep=1)
+    log = EventLog(folder.events)
+    log.write("evaluation", step=20, bpb=2.5, loss=5.0, tokens=777, unigram_bpb=3.25,
+              by_source={"web|<b>": {"bpb": 2.5, "loss": 5.0, "tokens": 777, "unigram_bpb": 3.25}})  # fmt: skip
+    log.close()
+    return folder.root
+
+
+@pytest.fixture
+def original(run) -> Transformer:
+    from ingot.checkpoint.loading import load_model
+    from ingot.config import load
+
+    model = Transformer(load(RunConfig, run / "run.toml").model)
+    load_model(run / "checkpoints" / "step-00000020", model)
+    return model.eval()
+
+
+def test_transformers_gives_the_logits_of_the_run(run, original, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    exported = export_run(run, tmp_path / "hf")
+    assert exported.step == 20
+    assert exported.max_logit_difference <= 1e-5
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported.path)
+    tokens_BT = torch.arange(120).remainder(400).view(2, 60)
+    with torch.no_grad():
+        assert (model(tokens_BT).logits - original(tokens_BT)).abs().max().item() <= 1e-5
+    assert next(read_events(run / "events.jsonl", "exported"))["max_logit_difference"] <= 1e-5
+
+
+def test_auto_tokenizer_gives_the_ids_of_training(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from ingot.data.tokenizer.encoder import load_encoder
+
+    folder = export_run(run, tmp_path / "hf").path
+    ours = load_encoder(folder / "tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == ours.encode(text).tolist(), text
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == ours.eot_id
+    assert theirs("two words")["input_ids"] == theirs("two words", add_special_tokens=False)["input_ids"]
+    assert theirs.model_max_length == 128
+
+
+def test_bfloat16_is_proven_against_rounded_weights(run, tmp_path):
+    exported = export_run(run, tmp_path / "hf", dtype="bfloat16")
+    assert exported.max_logit_difference <= 1e-5
+    assert 1e-5 < exported.rounding_logit_difference < 0.1
+    whole = export_run(run, tmp_path / "whole")
+    assert exported.files["model.safetensors"] < 0.6 * whole.files["model.safetensors"]
+    assert whole.rounding_logit_difference == whole.max_logit_difference
+
+
+def test_record_holds_the_hash_of_every_file(run, tmp_path):
+    folder = export_run(run / "checkpoints" / "step-00000020", tmp_path / "hf").path
+    record = json.loads((folder / "ingot.json").read_text())
+    names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "special_tokens_map.json",
+             "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
+    assert names == set(record["files"]) == {p.name for p in folder.iterdir()} - {"ingot.json"}
+    assert all(sha256_file(folder / name) == entry["sha256"] for name, entry in record["files"].items())
+
+
+def test_model_card_states_facts_and_escapes_names(run, tmp_path):
+    card = (export_run(run, tmp_path / "hf").path / "README.md").read_text()
+    for fact in ("20 steps", "2,560", "3.2500", "2.5000", "b" * 64, "c" * 64, "AdamW", r"demo\_\*run\*"):
+        assert fact in card
+    assert "<b>" not in card
+
+
+def test_export_replaces_its_own_folder_only(run, tmp_path):
+    out = tmp_path / "hf"
+    export_run(run, out)
+    (out / "config.json").write_text("stale")
+    export_run(run, out)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+    (out / "ingot.json").unlink()
+    with pytest.raises(UsageError, match="not an earlier export"):
+        export_run(run, out)
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(UsageError):
+        export_run(run, file)
+    assert file.read_text() == "precious"
+
+
+def test_wrong_logits_are_not_exported(run, tmp_path, monkeypatch):
+    """Two names swapped in the mapping: shapes fit, and only the proof can notice."""
+    from ingot.export import model_folder
+
+    honest = model_folder.huggingface_names
+
+    def swapped(arch):
+        names = honest(arch)
+        gate, up = "blocks.0.mlp.gate.weight", "blocks.0.mlp.up.weight"
+        return names | {gate: names[up], up: names[gate]}
+
+    calls = iter([swapped, honest])
+    monkeypatch.setattr(model_folder, "huggingface_names", lambda arch: next(calls)(arch))
+    with pytest.raises(CheckpointError, match="logits differ"):
+        export_run(run, tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_not_a_number_is_not_exported(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "_logits", lambda model: torch.tensor([float("nan")]))
+    with pytest.raises(CheckpointError, match="nan"):
+        export_run(run, tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_tokenizer_is_refused(run, tmp_path):
+    tokenizer = run.parent / "tokens" / "tokenizer.json"
+    whole = tokenizer.read_bytes()
+    try:
+        tokenizer.write_bytes(whole + b"\n")
+        with pytest.raises(DataError, match="SHA-256"):
+            export_run(run, tmp_path / "hf")
+        tokenizer.unlink()
+        with pytest.raises(DataError, match="no tokenizer"):
+            export_run(run, tmp_path / "hf")
+    finally:
+        tokenizer.write_bytes(whole)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_refused(run, tmp_path):
+    weights = next((run / "checkpoints").glob("*/rank-*.safetensors"))
+    whole = weights.read_bytes()
+    try:
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match=weights.name):
+            export_run(run, tmp_path / "hf")
+    finally:
+        weights.write_bytes(whole)
+
+
+def test_what_is_no_run_is_refused(run, tmp_path):
+    with pytest.raises(UsageError, match="neither a run folder"):
+        export_run(tmp_path, tmp_path / "hf")
+    with pytest.raises(UsageError):
+        export_run(run / "checkpoints" / "step-00000099", tmp_path / "hf")
+    empty = RunFolder(tmp_path / "empty")
+    empty.root.mkdir()
+    empty.config.write_text((run / "run.toml").read_text())
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        export_run(empty.root, tmp_path / "hf")
