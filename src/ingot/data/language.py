@@ -54,7 +54,8 @@ class Language:
 
     @property
     def ran(self) -> str:
-        return f"{_MODEL} on the first {_CHARACTERS:,} characters, keeps {', '.join(self.keep) or 'all'}, threshold {self.threshold}"
+        keeps = ", ".join(self.keep) or "all languages"
+        return f"{_MODEL} on the first {_CHARACTERS:,} characters, keeps {keeps}, threshold {self.threshold}"
 
     def __call__(self, document: Document) -> Drop | None:
         language, score = identify(document.text)

@@ -12,11 +12,12 @@ import xxhash
 _DEFAULT_PORTS = {"http": 80, "https": 443, "ftp": 21}
 # Parameters that say where a visitor came from, never what is shown: campaign tags, click ids, session ids.
 _TRACKING_PREFIXES = ("utm_", "mtm_", "pk_", "hsa_", "__hs")
-_TRACKING = frozenset(
-    "gclid gclsrc dclid gbraid wbraid fbclid msclkid yclid ysclid twclid ttclid igshid igsh li_fat_id mc_cid mc_eid "
-    "mkt_tok _ga _gl _hsenc _hsmi vero_id vero_conv oly_anon_id oly_enc_id wickedid rb_clickid s_cid ncid cmpid "
-    "phpsessid jsessionid aspsessionid".split()
-)
+_TRACKING_NAMES = """
+    gclid gclsrc dclid gbraid wbraid fbclid msclkid yclid ysclid twclid ttclid igshid igsh li_fat_id mc_cid mc_eid
+    mkt_tok _ga _gl _hsenc _hsmi vero_id vero_conv oly_anon_id oly_enc_id wickedid rb_clickid s_cid ncid cmpid
+    phpsessid jsessionid aspsessionid
+"""
+_TRACKING = frozenset(_TRACKING_NAMES.split())
 _SESSION_IN_PATH = re.compile(r";jsessionid=[^/?;]*", re.IGNORECASE)
 _ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")

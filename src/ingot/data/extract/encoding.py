@@ -32,7 +32,7 @@ def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
             pass  # the common answer is wrong; ask the page
     best = ("", "", 2.0)
     for name in (*declared, None, "utf-8"):
-        name = name or _known(detect_encoding(raw)) or "cp1252"
+        name = name or _known(detect_encoding(raw) or "") or "cp1252"
         text = raw.decode(name, "replace")
         errors = text.count("\ufffd") / max(len(text), 1)
         if errors < best[2]:

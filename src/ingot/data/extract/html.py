@@ -65,10 +65,10 @@ class Extract:
             return None
         harmless_depth = min(self.max_depth, self.max_work // elements)
         # A chain of child combinators matches exactly the elements below that depth, at native speed.
-        if tree.document.query_selector(">".join(["*"] * (max(harmless_depth, 32) + 1))) is None:
+        root = tree.document.document_element if tree.document else None
+        if root is None or root.query_selector(">".join(["*"] * (max(harmless_depth, 32) + 1))) is None:
             return None
         depths: list[int] = []
-        root = tree.document.document_element
         traverse_dom(root, lambda context: depths.append(context.depth), elements_only=True)
         if max(depths) >= self.max_depth:
             return Drop(self.name, "extract.too_deep", f"depth {max(depths)}")
