@@ -1,0 +1,79 @@
+"""One owner per run folder: two runs in one folder would overwrite each other's checkpoints.
+
+The lock is the kernel's (flock), so it goes when its owner dies, however it dies; nobody has to clean up after a crash.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from ingot.errors import ResourceError, RunBusyError
+from ingot.units import format_seconds
+
+
+class RunLock:
+    """Held from construction until `release` (or the end of a with block, or of the process).
+
+    Raises RunBusyError, naming host, process and age of the owner, when somebody else holds it.
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot open the lock {path} ({error.strerror})", rule="a run folder is written by one owner"
+            ) from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _describe(os.pread(self._fd, 4096, 0))
+            os.close(self._fd)
+            raise RunBusyError(
+                f"{path.parent} is in use by {owner}",
+                rule="one run at a time writes to a run folder",
+                fix=f"ingot status {path.parent} shows it; stop it first, or train into another folder (--out)",
+            ) from None
+        facts = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(facts).encode(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process owns the run folder of lock `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _describe(text: bytes) -> str:
+    try:
+        facts = json.loads(text)
+        age = format_seconds(max(time.time() - facts["started"], 0))
+        return f"{facts['host']}:{facts['pid']} (started {age} ago)"
+    except (ValueError, KeyError, TypeError):
+        return "another process (which is only just starting)"
