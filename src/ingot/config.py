@@ -136,10 +136,13 @@ def _plain(value) -> Any:
     return value
 
 
-def load(kind: type[T], path: Path, overrides: typing.Sequence[str] = ()) -> T:
-    """Read TOML `path`, apply `--set` overrides ('train.steps=100'), build a `kind`. Raises ConfigError."""
+def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = ()) -> T:
+    """Read TOML `path`, apply `--set` overrides ('train.steps=100'), build a `kind`. Raises ConfigError.
+
+    Without a `path` there are the defaults of `kind` and the overrides only.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path else ""
         values = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(
@@ -164,7 +167,7 @@ def load(kind: type[T], path: Path, overrides: typing.Sequence[str] = ()) -> T:
             return f"--set {base}"
         while base and base not in lines:
             base = base.rpartition(".")[0]
-        return f"{path}:{lines[base]}" if base else f"{path}"
+        return f"{path}:{lines[base]}" if base else f"{path or '--set'}"
 
     return from_dict(kind, values, where=where)
 
