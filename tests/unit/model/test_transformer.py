@@ -1,0 +1,201 @@
+from functools import partial
+
+import pytest
+import torch
+
+from ingot.model.init import initial_value, initialize
+from ingot.model.transformer import Transformer
+from ingot.schema.arch import Arch
+
+SMALL = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "d_ffn": 48,
+    "max_seq_len": 64,
+}
+
+
+def build(seed=1, dtype=torch.float64, **changes):
+    arch = Arch(**(SMALL | changes))
+    model = Transformer(arch).to(dtype)
+    initialize(model, arch, seed)
+    # Spread the weights, so that norms, rotary angles and residuals all matter to the result.
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.empty_like(parameter).normal_(0, 0.2, generator=generator))
+    return arch, model
+
+
+def tokens(arch, batch=2, length=17, seed=3):
+    return torch.randint(0, arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def huggingface(arch, model):
+    """The same weights in the reference implementation of `transformers`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config, reference = (Qwen3Config, Qwen3ForCausalLM) if arch.qk_norm else (LlamaConfig, LlamaForCausalLM)
+    theirs = reference(
+        config(
+            vocab_size=arch.vocab_size,
+            hidden_size=arch.d_model,
+            intermediate_size=arch.d_ffn,
+            num_hidden_layers=arch.num_layers,
+            num_attention_heads=arch.num_heads,
+            num_key_value_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            max_position_embeddings=arch.max_seq_len,
+            rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
+            rms_norm_eps=arch.norm_eps,
+            tie_word_embeddings=arch.tied_embeddings,
+            attn_implementation="sdpa",
+        )
+    ).double()
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "head": "lm_head"}
+    state = {}
+    for name, value in model.state_dict().items():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            layer, rest = parts[1], parts[2:-1]
+            if rest[0] in names:
+                new = names[rest[0]]
+            elif rest[0] == "attention":
+                new = "self_attn." + (rest[1] if rest[1].endswith("norm") else f"{rest[1]}_proj")
+            else:
+                new = f"mlp.{rest[1]}_proj"
+            state[f"model.layers.{layer}.{new}.weight"] = value
+        elif parts[0] == "head":
+            state["lm_head.weight"] = value
+        else:
+            state["model." + {"embed": "embed_tokens", "norm": "norm"}[parts[0]] + ".weight"] = value
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if arch.tied_embeddings else set())
+    theirs.tie_weights()
+    # The reference takes its norms in float32 whatever the model's dtype; in float64 a missing small term would show.
+    for module in theirs.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_wide_norm, module)
+    return theirs.eval()
+
+
+def _wide_norm(module, x):
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_embeddings": False}, {"qk_norm": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1, "rope_theta": 5e5}],
+    ids=str,
+)
+def test_logits_equal_the_reference_implementation(changes):
+    arch, model = build(**changes)
+    x = tokens(arch)
+    with torch.no_grad():
+        ours, theirs = model(x), huggingface(arch, model)(x).logits
+    assert ours.dtype == theirs.dtype == torch.float64
+    assert (ours - theirs).abs().max() / theirs.abs().max() < 1e-10
+
+
+def test_parameter_names_are_the_contract():
+    _, model = build(num_layers=1, qk_norm=True, tied_embeddings=False)
+    assert {n for n, _ in model.named_parameters()} == {
+        "embed.weight",
+        "blocks.0.attention_norm.weight",
+        "blocks.0.attention.q.weight",
+        "blocks.0.attention.k.weight",
+        "blocks.0.attention.v.weight",
+        "blocks.0.attention.o.weight",
+        "blocks.0.attention.q_norm.weight",
+        "blocks.0.attention.k_norm.weight",
+        "blocks.0.mlp_norm.weight",
+        "blocks.0.mlp.gate.weight",
+        "blocks.0.mlp.up.weight",
+        "blocks.0.mlp.down.weight",
+        "norm.weight",
+        "head.weight",
+    }
+    assert "head.weight" not in dict(build()[1].named_parameters())
+    assert not list(model.buffers())
+
+
+def test_parameter_count_is_the_planners():
+    from ingot.theory.params import count_parameters
+
+    for changes in ({}, {"tied_embeddings": False, "qk_norm": True}):
+        arch, model = build(**changes)
+        assert sum(p.numel() for p in model.parameters()) == count_parameters(arch)
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    arch, model = build()
+    x, y = tokens(arch), tokens(arch, seed=4)
+    expected = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+    assert torch.allclose(model(x, y), expected, rtol=1e-13)
+
+
+def test_a_token_sees_nothing_later():
+    arch, model = build()
+    x = tokens(arch)
+    changed = x.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % arch.vocab_size
+    with torch.no_grad():
+        assert torch.equal(model(x)[:, :10], model(changed)[:, :10])
+        assert not torch.equal(model(x)[:, 10:], model(changed)[:, 10:])
+
+
+def test_document_mask_hides_earlier_documents():
+    arch, model = build()
+    x = tokens(arch, batch=1, length=12)
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    changed = x.clone()
+    changed[:, :5] = (changed[:, :5] + 1) % arch.vocab_size
+    with torch.no_grad():
+        masked, masked_changed = model(x, None, documents), model(changed, None, documents)
+        assert torch.equal(masked[:, 5:], masked_changed[:, 5:])
+        assert not torch.equal(masked[:, :5], masked_changed[:, :5])
+        assert not torch.allclose(model(x)[:, 5:], masked[:, 5:])  # without the mask, the first document shows
+        whole = model(x, None, torch.zeros_like(x))
+    assert torch.allclose(model(x), whole, rtol=1e-12, atol=1e-12)  # one document: the mask is plain causality
+
+
+def test_attend_is_passed_in():
+    arch = Arch(**SMALL)
+    shapes = []
+
+    def attend(q, k, v, mask):
+        shapes.append((tuple(q.shape), tuple(k.shape), mask))
+        return torch.zeros_like(q)
+
+    Transformer(arch, attend)(tokens(arch, batch=1, length=5))
+    assert shapes == [((1, 4, 5, 8), (1, 2, 5, 8), None)] * 3
+
+
+@pytest.mark.parametrize("dtype, expected", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_the_loss_is_wide(dtype, expected):
+    arch, model = build(dtype=dtype)
+    loss = model(tokens(arch), tokens(arch, seed=4))
+    assert loss.dtype == expected and loss.isfinite()
+
+
+def test_first_weights_depend_on_seed_and_name_alone():
+    arch = Arch(**SMALL)
+    shape = torch.Size((32, 32))
+    value = initial_value("blocks.0.attention.q.weight", shape, arch, 7)
+    torch.manual_seed(123)  # the global stream plays no part
+    assert torch.equal(value, initial_value("blocks.0.attention.q.weight", shape, arch, 7))
+    assert not torch.equal(value, initial_value("blocks.1.attention.q.weight", shape, arch, 7))
+    assert not torch.equal(value, initial_value("blocks.0.attention.q.weight", shape, arch, 8))
+
+
+def test_residual_writers_start_smaller():
+    arch = Arch(**SMALL)
+    shape = torch.Size((300, 300))
+    plain = initial_value("blocks.0.mlp.up.weight", shape, arch, 1).std()
+    writer = initial_value("blocks.0.mlp.down.weight", shape, arch, 1).std()
+    assert writer / plain == pytest.approx(1 / (2 * arch.num_layers) ** 0.5, rel=0.02)
+    assert torch.equal(initial_value("norm.weight", torch.Size((4,)), arch, 1), torch.ones(4))
