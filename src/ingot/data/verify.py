@@ -1,0 +1,107 @@
+"""Is every byte of a token folder what was built? Hashes, ids, document ends, index."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ingot.errors import DataError
+from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest, read_token_manifest
+from ingot.storage import sha256_bytes
+
+_FIX = "copy the folder again from its origin, or remove it and build it again (ingot data build)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What was read and found right."""
+
+    shards: int
+    blocks: int
+    documents: int
+    tokens: int
+    bytes: int
+
+
+def verify_tokens(folder: Path, progress: Callable[[float, str], None] | None = None) -> Verified:
+    """Read a whole token folder. Raises DataError naming shard, block and byte offset of the first damage."""
+    manifest = read_token_manifest(folder)
+    blocks = size = 0
+    for number, shard in enumerate(manifest.shards):
+        if progress:
+            progress(number / len(manifest.shards), shard.name)
+        index = _index(folder, shard)
+        blocks += _check_blocks(folder, shard, manifest, index)
+        size += shard.tokens * np.dtype(manifest.dtype).itemsize
+    return Verified(
+        shards=len(manifest.shards),
+        blocks=blocks,
+        documents=sum(s.documents for s in manifest.shards),
+        tokens=manifest.tokens,
+        bytes=size,
+    )
+
+
+def _read(folder: Path, name: str, sha256: str) -> bytes:
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise DataError(f"{folder / name} cannot be read ({error.strerror})", fix=_FIX) from None
+    if sha256_bytes(data) != sha256:
+        raise DataError(f"{folder / name} does not have the hash in the manifest", fix=_FIX)
+    return data
+
+
+def _index(folder: Path, shard: Shard) -> np.ndarray:
+    """The document index, checked: documents lie back to back and fill the shard."""
+    data = _read(folder, f"{shard.name}.documents", shard.documents_sha256)
+    dtype = np.dtype(DOCUMENT_DTYPE)
+    index = np.frombuffer(data, dtype) if len(data) == shard.documents * dtype.itemsize else np.empty(0, dtype)
+    ends = np.cumsum(index["tokens"].astype(np.int64))
+    if not len(index) or ends[-1] != shard.tokens or (index["start"] != ends - index["tokens"]).any():
+        raise DataError(
+            f"{folder / shard.name}.documents does not fit its shard",
+            rule=f"{shard.documents} documents lie back to back over {shard.tokens} tokens",
+            fix=_FIX,
+        )
+    return index
+
+
+def _check_blocks(folder: Path, shard: Shard, manifest: TokenManifest, index: np.ndarray) -> int:
+    """Check every block of a shard, and its tokens. Returns the number of blocks."""
+    path, dtype = folder / f"{shard.name}.tokens", np.dtype(manifest.dtype).newbyteorder("<")
+    digests = _read(folder, f"{shard.name}.blocks", shard.blocks_sha256)
+    expected = shard.tokens * dtype.itemsize
+    size = path.stat().st_size if path.exists() else 0
+    if size != expected:
+        raise DataError(
+            f"{path} has {size:,} bytes, not {expected:,}",
+            rule=f"the manifest says {shard.tokens:,} tokens of {manifest.dtype}",
+            fix=_FIX,
+        )
+    document_ends = (index["start"] + index["tokens"] - 1).astype(np.int64)
+    at = number = 0  # byte offset, block
+    with path.open("rb") as file:
+        while block := file.read(manifest.block_bytes):
+            place = f"{path}, block {number} (bytes {at:,} to {at + len(block):,})"
+            if hashlib.sha256(block).digest() != digests[32 * number : 32 * number + 32]:
+                raise DataError(f"{place}: SHA-256 differs from the one written at build", fix=_FIX)
+            tokens, first = np.frombuffer(block, dtype), at // dtype.itemsize
+            if (high := int(tokens.max())) >= manifest.vocab_size:
+                offset = at + int(np.argmax(tokens)) * dtype.itemsize
+                raise DataError(
+                    f"{place}: token {high} at byte {offset:,}",
+                    rule=f"ids are below vocab_size = {manifest.vocab_size}",
+                    fix=_FIX,
+                )
+            low, stop = np.searchsorted(document_ends, (first, first + len(tokens)))
+            if not np.array_equal(np.flatnonzero(tokens == manifest.eot_id) + first, document_ends[low:stop]):
+                raise DataError(
+                    f"{place}: end-of-text tokens are not where documents end",
+                    rule=f"token {manifest.eot_id} ends every document and stands nowhere else",
+                    fix=_FIX,
+                )
+            at, number = at + len(block), number + 1
+    return number
