@@ -1,0 +1,46 @@
+"""`ingot tokenizer train` and `ingot tokenizer show`."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "train a byte-level BPE, or show one"
+EXAMPLES = (
+    "ingot tokenizer train data/corpus --vocab-size 32768 --out tokenizer.json",
+    "ingot tokenizer train notes.txt book.txt --vocab-size 4096 --out tokenizer.json",
+    "ingot tokenizer show tokenizer.json --text 'Hello, world'",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    train = verbs.add_parser("train", help="train a byte-level BPE on a corpus or on text files")
+    train.add_argument("inputs", nargs="+", metavar="CORPUS|FILE", help="a corpus folder, or UTF-8 text files")
+    train.add_argument("--vocab-size", type=int, default=32_768, help="tokens, with the 256 bytes (default: 32768)")
+    train.add_argument("--out", default="tokenizer.json", help="file to write (default: tokenizer.json)")
+    show = verbs.add_parser("show", help="what a tokenizer.json is, and how it cuts text")
+    show.add_argument("file", help="a tokenizer.json of any kind")
+    show.add_argument("--text", default="", help="text to encode (default: a built-in sample)")
+    show.add_argument("--eot", default="", help="the end-of-text token (default: found by its usual names)")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.data.tokenizer.inspect import describe, train_on
+
+    if args.action == "train":
+        path = train_on([Path(name) for name in args.inputs], args.vocab_size, Path(args.out))
+        description = describe(path)
+        _print(description, terminal)
+        terminal.next(f"ingot data build FILES... --out data --tokenizer {path}", f"ingot tokenizer show {path}")
+    else:
+        _print(describe(Path(args.file), args.text, eot=args.eot), terminal)
+    return 0
+
+
+def _print(description, terminal: Terminal) -> None:
+    facts = vars(description)
+    rows = [(name.replace("_", " "), value) for name, value in facts.items() if name != "pieces" and value != ""]
+    terminal.table([(name, f"{value:,}" if isinstance(value, int) else value) for name, value in rows])
+    terminal.say(" ".join(map(repr, description.pieces)))
+    terminal.result(facts)

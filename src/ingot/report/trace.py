@@ -1,0 +1,164 @@
+"""From a training step back to the crawl: its samples, their documents, the pages and records they came from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ingot.checkpoint.manifest import list_checkpoints
+from ingot.config import load
+from ingot.data.corpus import MANIFEST, read_documents
+from ingot.errors import DataError, UsageError
+from ingot.loader.ledger import read_ledger
+from ingot.loader.order import Order
+from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest, read_token_manifest
+from ingot.storage import sha256_bytes, sha256_file
+
+
+@dataclass(frozen=True)
+class TracedDocument:
+    """A document, or the part of it, that stood in one sample of a step.
+
+    sample: position in the global batch. token_start: first token of the part in its shard, tokens_in_sample: how many
+    (inputs and the last target). file, record_id: the crawl file and the record in it.
+    """
+
+    step: int
+    sample: int
+    shard: str
+    token_start: int
+    tokens_in_sample: int
+    document_id: str
+    url: str
+    source: str
+    file: str
+    record_id: str
+
+
+def trace_step(run: Path, step: int) -> list[TracedDocument]:
+    """The documents of optimizer step `step` (from 1) of the run in folder `run`, in the order of the batch.
+
+    What the run's ledger says was consumed is held against the order wherever a checkpoint covers the step. Raises
+    UsageError when the run has no such step, DataError when ledger, tokens or corpus are not those of the run.
+    """
+    folder = RunFolder(run)
+    config = load(RunConfig, folder.config)
+    if not 1 <= step <= config.train.steps:
+        raise UsageError(f"the run {config.name!r} has no step {step}", rule=f"steps go from 1 to {config.train.steps}")
+    tokens = (run / config.data.tokens).resolve()
+    manifest = read_token_manifest(tokens)
+    order = Order(manifest, config.train.seq_len, config.seed, config.data.weights)
+    ids = order.step(step, config.train.global_batch)
+    _check_ledger(folder, manifest, step, ids)
+    parts = list(_parts(tokens, manifest, order, ids))
+    origin = _find_documents(tokens.parent.parent / "corpus", manifest, {part.document for part in parts})
+    return [
+        TracedDocument(
+            step=step,
+            sample=part.sample,
+            shard=part.shard.name,
+            token_start=part.start,
+            tokens_in_sample=part.tokens,
+            document_id=part.document,
+            url=origin[part.document]["url"],
+            source=part.shard.source,
+            file=origin[part.document]["file"],
+            record_id=origin[part.document]["record_id"],
+        )
+        for part in parts
+    ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens start..start+tokens of a shard, all of one document, in one sample."""
+
+    sample: int
+    shard: Shard
+    start: int
+    tokens: int
+    document: str
+
+
+def _parts(tokens: Path, manifest: TokenManifest, order: Order, ids: np.ndarray) -> Iterator[_Part]:
+    indexes: dict[int, np.ndarray] = {}
+    for sample, (number, start) in enumerate(zip(*map(np.ndarray.tolist, order.locate(ids)), strict=True)):
+        shard = manifest.shards[number]
+        if number not in indexes:
+            indexes[number] = _read_index(tokens, shard)
+        index, stop = indexes[number], start + order.windows.seq_len + 1
+        first = int(np.searchsorted(index["start"], start, side="right")) - 1
+        last = int(np.searchsorted(index["start"], stop, side="left"))
+        for row in index[first:last]:
+            begin = max(int(row["start"]), start)
+            end = min(int(row["start"]) + int(row["tokens"]), stop)
+            yield _Part(sample, shard, begin, end - begin, bytes(row["id"]).hex())
+
+
+def _read_index(tokens: Path, shard: Shard) -> np.ndarray:
+    path = tokens / f"{shard.name}.documents"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})", rule="every shard has a document index") from None
+    if sha256_bytes(data) != shard.documents_sha256:
+        raise DataError(f"{path} does not have the hash in the manifest", fix=f"ingot data verify {tokens}")
+    return np.frombuffer(data, DOCUMENT_DTYPE)
+
+
+def _check_ledger(folder: RunFolder, manifest: TokenManifest, step: int, ids: np.ndarray) -> None:
+    """Hold the order against what a checkpoint's ledger says about `step`; steps after the last one are not covered."""
+    for listed in list_checkpoints(folder.checkpoints):
+        if listed.manifest is None:
+            continue
+        if listed.manifest.data_fingerprint != manifest.fingerprint():
+            raise DataError(
+                f"{listed.path} was trained on other tokens than those that data.tokens names now",
+                rule="a run is traced through the tokens it was trained on",
+                fix="restore them, or trace the run that used these",
+            )
+        segment = _segment_of(listed.manifest.ledger, step)
+        if segment is None:
+            continue
+        for consumed_step, consumed in read_ledger(folder.ledger, [segment]):
+            if consumed_step == step and not np.array_equal(consumed, ids):
+                raise DataError(
+                    f"step {step}: the ledger has other samples than the order gives",
+                    rule="samples are a function of seed, tokens and step alone",
+                    fix="run.toml was changed after the run; restore its seed, seq_len, global_batch and weights",
+                )
+        return
+
+
+def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment | None:
+    return next((s for s in segments if s.first_step <= step <= s.last_step), None)
+
+
+def _find_documents(corpus: Path, manifest: TokenManifest, wanted: set[str]) -> dict[str, dict]:
+    """Document id -> its line of the corpus, found in one pass over the corpus."""
+    path = corpus / MANIFEST
+    if not path.exists():
+        raise DataError(
+            f"the corpus of these tokens is not at {corpus}",
+            rule="data build writes OUT/corpus and OUT/tokens; trace goes from one to the other",
+            fix="put the corpus folder back beside the tokens folder",
+        )
+    if (found := sha256_file(path)) != manifest.corpus_sha256:
+        raise DataError(
+            f"{path} has SHA-256 {found[:12]}.., the tokens were made from {manifest.corpus_sha256[:12]}..",
+            rule="a step is traced through the corpus that its tokens were made from",
+            fix="restore that corpus, or build the tokens again and train on them",
+        )
+    origin = {}
+    for _, document in read_documents(corpus):
+        if document["id"] in wanted:
+            origin[document["id"]] = document
+            if len(origin) == len(wanted):
+                break
+    if missing := wanted - origin.keys():
+        raise DataError(f"{corpus} lacks document {min(missing)}", rule="tokens are made from documents of the corpus")
+    return origin
