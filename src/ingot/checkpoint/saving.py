@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from ingot.checkpoint.agree import planned_together
 from ingot.checkpoint.state import training_state
-from ingot.checkpoint.writer import CheckpointFacts, IngotWriter, remove_leftovers
+from ingot.checkpoint.writer import CheckpointFacts, IngotWriter
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.layout import RunFolder
 
-__all__ = ["CheckpointFacts", "SavedCheckpoint", "remove_leftovers", "save_checkpoint"]
+__all__ = ["CheckpointFacts", "SavedCheckpoint", "save_checkpoint"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -17,15 +16,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ingot.checkpoint.manifest import candidate_folders, list_checkpoints, write_manifest
+from ingot.checkpoint.manifest import write_manifest
+from ingot.checkpoint.retention import SAVING, prune, publish
 from ingot.checkpoint.tensor_file import dtype_name, write_tensors
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import CheckpointManifest, Chunk, FileEntry, LedgerSegment, TensorEntry
 from ingot.schema.layout import RunFolder
 from ingot.storage import fsync_dir, require_free
 
-SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
-REMOVED = ".removed-"  # ... and one with this prefix is none any more
 _ROOM_BYTES = 16 << 20  # for headers, manifest and the ledger
 
 
@@ -101,7 +99,7 @@ class IngotWriter(StorageWriter):
         manifest = self._manifest(metadata, [r for of_rank in results for r in of_rank])
         write_manifest(self.temporary, manifest)
         fsync_dir(self.temporary)
-        _put_in_place(self.temporary, self.path)
+        publish(self.folder, self.facts.step)
         prune(self.folder, self.keep)
         metadata.storage_data = sum(f.bytes for f in manifest.files.values())
 
@@ -152,32 +150,3 @@ def restore_random_state(state: str) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(cpu), dtype=torch.uint8))
     if cuda and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(cuda), dtype=torch.uint8))
-
-
-def _put_in_place(temporary: Path, path: Path) -> None:
-    if path.exists():  # a checkpoint of this step that did not verify, which is why the step was made again
-        aside = path.with_name(REMOVED + path.name)
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    temporary.rename(path)
-    fsync_dir(path.parent)
-
-
-def prune(folder: RunFolder, keep: int) -> None:
-    """Remove what is older than the newest `keep` whole checkpoints. Renamed first: half a removal is no checkpoint."""
-    whole = [listed.step for listed in list_checkpoints(folder.checkpoints) if listed.manifest]
-    oldest = whole[:keep][-1] if whole else 0
-    for path in candidate_folders(folder.checkpoints):
-        if int(path.name.removeprefix("step-")) < oldest:
-            path.rename(path.with_name(REMOVED + path.name))
-    remove_leftovers(folder)
-
-
-def remove_leftovers(folder: RunFolder) -> list[str]:
-    """Remove what killed saves and prunes left. Only for the owner of the run's lock, while nothing is being saved."""
-    removed = []
-    for prefix in (SAVING, REMOVED):
-        for path in sorted(folder.checkpoints.glob(prefix + "*")):
-            shutil.rmtree(path)
-            removed.append(path.name)
-    return removed

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ingot.errors import IngotError, RunFailed
 from ingot.resilience.rank import RankEnding
@@ -33,22 +34,27 @@ class Incident:
 
 
 def explain(
-    ranks: int, endings: Mapping[int, RankEnding], dead: Sequence[int], exit_codes: Mapping[int, int], step: int
+    ranks: int,
+    endings: Mapping[int, RankEnding],
+    dead: Sequence[int],
+    exit_codes: Mapping[int, int],
+    step: int,
+    last_words: str,
 ) -> Incident:
     """Name the rank that went first.
 
     endings: word that ranks left. dead: ranks whose process was gone when the trouble was noticed, in no order.
-    exit_codes: by rank, as far as the launcher reported them (negative: signal number).
+    exit_codes: by rank, as far as the launcher reported them (negative: signal number). last_words: of its log.
     """
     failures = sorted((e for e in endings.values() if e.kind), key=lambda e: e.time)
     for ending in failures:
         if error := ending.as_user_error():
             return Incident(rank=ending.rank, cause=error.found, signature="", step=step, error=error)
-    silent = [rank for rank in dead if rank not in endings]
+    silent = [rank for rank in (dead or sorted(exit_codes)) if rank not in endings]
     killed = [r for r in silent if exit_codes.get(r, 0) != -signal.SIGTERM] or silent
     if killed:
         name = _signal_name(exit_codes.get(killed[0]))
-        signature = name if name in _SELF_INFLICTED else ""
+        signature = name if name in _SELF_INFLICTED or name.startswith("exit") else ""
         return Incident(rank=killed[0], cause=_killed_by(name), signature=signature, step=step)
     for ending in failures:
         if not ending.is_echo:
@@ -60,7 +66,7 @@ def explain(
         return Incident(rank=hung[0], cause="hung: its peers waited for it in vain", signature="", step=step)
     if failures:
         return Incident(rank=failures[0].rank, cause="lost the connection to its peers", signature="", step=step)
-    return Incident(rank=-1, cause="the launcher ended without a word", signature="launcher", step=step)
+    return Incident(rank=-1, cause=f"ended without a rank: {last_words}", signature="launcher", step=step)
 
 
 def _signal_name(exit_code: int | None) -> str:
@@ -82,8 +88,11 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
 
 
-def refuse_restart(incidents: Sequence[Incident], max_restarts: int) -> IngotError | None:
-    """None if the job may start again after the last of `incidents`, else the error that ends the run for good."""
+def refuse_restart(incidents: Sequence[Incident], max_restarts: int, log: Path) -> IngotError | None:
+    """None if the job may start again after the last of `incidents`, else the error that ends the run for good.
+
+    log: what the last attempt wrote to standard error.
+    """
     last = incidents[-1]
     if last.error:
         return last.error
@@ -93,12 +102,12 @@ def refuse_restart(incidents: Sequence[Incident], max_restarts: int) -> IngotErr
         return RunFailed(
             f"{who} {last.cause} near step {last.step}, {len(same) + 1} times in a row",
             rule="the same failure at the same step is a bug, not an accident; starting again will not help",
-            fix="mend the cause; the same command then continues from the last checkpoint",
+            fix=f"mend the cause ({log} has the traceback); the same command then continues from the last checkpoint",
         )
     if len(incidents) > max_restarts:
         return RunFailed(
             f"{who} {last.cause} near step {last.step}, after {max_restarts} restarts",
             rule=f"launch.max_restarts = {max_restarts}",
-            fix="look at the logs; the same command continues from the last checkpoint",
+            fix=f"find the cause ({log}); the same command continues from the last checkpoint",
         )
     return None

@@ -1,0 +1,44 @@
+"""Which checkpoint folders stay: the newest few. No torch.
+
+Everything is renamed before it is removed, so that half a removal is no checkpoint.
+"""
+
+import shutil
+
+from ingot.checkpoint.manifest import candidate_folders, list_checkpoints
+from ingot.schema.layout import RunFolder
+from ingot.storage import fsync_dir
+
+SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
+REMOVED = ".removed-"  # ... and one with this prefix is none any more
+
+
+def publish(folder: RunFolder, step: int) -> None:
+    """Make the complete temporary folder of `step` the checkpoint of that step."""
+    path = folder.checkpoint(step)
+    if path.exists():  # a checkpoint of this step that did not verify, which is why the step was made again
+        aside = path.with_name(REMOVED + path.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    path.with_name(SAVING + path.name).rename(path)
+    fsync_dir(path.parent)
+
+
+def prune(folder: RunFolder, keep: int) -> None:
+    """Remove what is older than the newest `keep` whole checkpoints."""
+    whole = [listed.step for listed in list_checkpoints(folder.checkpoints) if listed.manifest]
+    oldest = whole[:keep][-1] if whole else 0
+    for path in candidate_folders(folder.checkpoints):
+        if int(path.name.removeprefix("step-")) < oldest:
+            path.rename(path.with_name(REMOVED + path.name))
+    remove_leftovers(folder)
+
+
+def remove_leftovers(folder: RunFolder) -> list[str]:
+    """Remove what killed saves and prunes left. Only for the owner of the run's lock, while nothing is being saved."""
+    removed = []
+    for prefix in (SAVING, REMOVED):
+        for path in sorted(folder.checkpoints.glob(prefix + "*")):
+            shutil.rmtree(path)
+            removed.append(path.name)
+    return removed

@@ -1,0 +1,74 @@
+"""Does this run file continue the experiment in this folder, or change it? Changes are made on purpose."""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.checkpoint.manifest import list_checkpoints
+from ingot.errors import ConfigError, ConfirmationNeeded
+from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+from ingot.storage import write_json
+
+DATA = "data.tokens"  # stands for the token stream, whose fingerprint is compared, not its path
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}   {self.before} -> {self.after}"
+
+
+def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerprint: str) -> list[Change]:
+    """What differs between the experiment that made checkpoint `manifest` and the one that is asked for."""
+    before, after = manifest.settings, config.training_settings()
+    keys = [k for k in before | after if before.get(k) != after.get(k)]
+    changes = [Change(key, before.get(key, "not set"), after.get(key, "not set")) for key in sorted(keys)]
+    if manifest.data_fingerprint != data_fingerprint:
+        changes.append(Change(DATA, manifest.data_fingerprint[:12], data_fingerprint[:12]))
+    return changes
+
+
+def require_same_experiment(
+    folder: RunFolder, config: RunConfig, data_fingerprint: str, accepted: Collection[str]
+) -> None:
+    """Compare with the newest readable checkpoint. Accepted changes are recorded in the folder, for the ranks to see.
+
+    Raises ConfirmationNeeded for changes that were not accepted, ConfigError for another model.
+    """
+    newest = next((c.manifest for c in list_checkpoints(folder.checkpoints) if c.manifest), None)
+    changes = changes_since(newest, config, data_fingerprint) if newest else []
+    if newest is None or not changes:
+        return
+    reshaped = [c for c in changes if c.key.startswith("model.")]
+    if reshaped:
+        raise ConfigError(
+            "the checkpoints are of another model:\n  " + "\n  ".join(map(str, reshaped)),
+            rule="a run keeps its model",
+            fix="train it in another folder (--out DIR), or anew: --fresh --archive",
+        )
+    open_ones = [c for c in changes if c.key not in accepted]
+    if open_ones:
+        flags = " ".join(f"--accept-change {c.key}" for c in open_ones)
+        raise ConfirmationNeeded(
+            f"the run file differs from the checkpoint of step {newest.step} in what changes training:\n  "
+            + "\n  ".join(map(str, open_ones)),
+            rule="nothing was started; changing a running experiment is decided, not slipped in",
+            fix=f"{flags}, or train into another folder (--out DIR)",
+        )
+    record = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
+    record.append(
+        {
+            "step": newest.step,
+            "config_sha256": config.training_sha256(),
+            "data_fingerprint": data_fingerprint,
+            "changes": {c.key: [c.before, c.after] for c in changes},
+        }
+    )
+    write_json(folder.accepted, record)

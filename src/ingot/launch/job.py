@@ -1,0 +1,21 @@
+"""From a run to the job that trains it. What a launcher needs is in the Job; which launcher does not matter here."""
+
+from pathlib import Path
+
+from ingot.dist.start import worker_environment
+from ingot.schema.job import Job
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+
+WORKER = "ingot.train.worker"
+
+
+def training_job(folder: RunFolder, config: RunConfig, *, quiet: bool = False) -> Job:
+    """The ranks that train the run in `folder`. Their output is rank 0's lines on stdout, none if `quiet`."""
+    processes = config.parallel.world_size
+    arguments = (str(folder.root), *(["--quiet"] if quiet else []))
+    env = worker_environment(processes)
+    if Path("/sys/class/net/lo").exists():
+        # One machine: ranks talk over loopback, whatever the host's name resolves to, and nobody else can connect.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return Job(module=WORKER, arguments=arguments, processes=processes, env=env)

@@ -1,0 +1,82 @@
+"""What is checked before any process starts: what would otherwise fail minutes later, on every rank. No torch."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from ingot.checkpoint.manifest import list_checkpoints
+from ingot.errors import ConfigError, DataError, MissingPartError
+from ingot.machine.facts import find_gpus, usable_cores
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import TokenManifest, token_manifest_from_dict
+from ingot.storage import require_free
+from ingot.theory.params import count_parameters
+
+
+def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> TokenManifest:
+    """The manifest of the training tokens, when the run can start. Raises the IngotError that says why it cannot."""
+    for package in ("torch", "safetensors"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingPartError(
+                f"training needs the package {package!r}, which is not installed", fix="pip install 'ingot[train]'"
+            )
+    tokens = _checked_tokens(folder, config, "data.tokens", config.data.tokens)
+    if config.data.heldout:
+        _checked_tokens(folder, config, "data.heldout", config.data.heldout)
+    _check_devices(config, say)
+    _check_disk(folder, config)
+    return tokens
+
+
+def read_token_manifest(tokens: Path, key: str) -> TokenManifest:
+    """The manifest of token folder `tokens`, which the setting `key` names."""
+    path = tokens / "manifest.json"
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        what = f"{tokens} is not a token folder (no manifest.json)" if tokens.exists() else f"no folder {tokens}"
+        raise DataError(
+            f"{key}: {what}",
+            rule="token folders are finished by their manifest; relative paths start at the run file",
+            fix="ingot data build makes one; or point the run at another: --set " + key + "=DIR",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{key}: {path} cannot be read ({error})", rule="a manifest is JSON", fix="build it again"
+        ) from None
+    return token_manifest_from_dict(values, str(path))
+
+
+def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) -> TokenManifest:
+    manifest = read_token_manifest(folder.root / value, key)
+    if manifest.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{key}: its tokens go up to {manifest.vocab_size - 1:,}, model.vocab_size is {config.model.vocab_size:,}",
+            rule="every token id has a row in the embedding",
+            fix=f"--set model.vocab_size={manifest.vocab_size}, or encode with the model's own tokenizer",
+        )
+    return manifest
+
+
+def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
+    ranks = config.parallel.world_size
+    gpus = () if config.train.device == "cpu" else find_gpus()
+    if (gpus or config.train.device == "cuda") and len(gpus) < ranks:
+        raise ConfigError(
+            f"parallel.dp_shard={config.parallel.dp_shard} needs {ranks} GPUs, this machine offers {len(gpus)}",
+            rule="one process per GPU",
+            fix=f"--set parallel.dp_shard={max(len(gpus), 1)}, or --set train.device=cpu",
+        )
+    if not gpus and ranks > usable_cores():
+        say(f"note: {ranks} ranks share {usable_cores()} cores; parallel.dp_shard={usable_cores()} would be faster")
+
+
+def _check_disk(folder: RunFolder, config: RunConfig) -> None:
+    """Room for all checkpoints that will lie there at once: `keep`, and the one being written."""
+    value_bytes = 8 if config.train.precision == "fp64" else 4  # master weights and two moments
+    one = 3 * value_bytes * count_parameters(config.model)
+    there = sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
+    needed = one * (config.checkpoint.keep + 1) - there
+    require_free(folder.checkpoints, max(needed, 0), f"{config.checkpoint.keep + 1} checkpoints")

@@ -1,0 +1,194 @@
+"""Keep a job running: start it, notice what goes wrong, start it again where that helps, stop it on request.
+
+The supervisor starts torchrun with no restarts of its own and starts it again itself. That costs torchrun's import
+(1.3 s) per restart; for it, every decision is taken in one place, after the dead attempt is gone, with its cause known:
+a restart inside torchrun begins before anybody could say that it will not help, and it waits 30 s for a hung peer.
+"""
+
+import contextlib
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.checkpoint.manifest import candidate_folders
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED
+from ingot.events import EventLog
+from ingot.launch.local import LocalJob, is_alive
+from ingot.launch.watch import Watch
+from ingot.resilience.incident import Incident, explain, refuse_restart
+from ingot.resilience.rank import clear_endings, read_endings
+from ingot.schema import events
+from ingot.schema.job import Job
+from ingot.schema.layout import RunFolder
+from ingot.storage import write_atomic
+
+_POLL_SECONDS = 0.05
+# After a rank was lost, torchrun has this long to report exit codes before everything is killed.
+_REPORT_SECONDS = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a job ended. exit_code: 0 finished, 10 stopped on request.
+
+    step: the last one done; saved_step: the newest checkpoint's, which is lower only if stopping itself went wrong.
+    """
+
+    exit_code: int
+    step: int
+    saved_step: int
+    restarts: int
+    seconds: float
+    run: Path
+
+
+def supervise(
+    folder: RunFolder, job: Job, *, max_restarts: int, say: Callable[[str], None], show_output: bool = True
+) -> Outcome:
+    """Run `job` to its end. The caller holds the run's lock.
+
+    The first SIGINT, SIGTERM or SIGHUP asks the ranks to save and stop; the second kills them and raises
+    KeyboardInterrupt. Raises the IngotError a rank ended with, or RunFailed when starting again does not help. No
+    process of the job is left when it returns or raises.
+    """
+    started = time.monotonic()
+    folder.stop_request.unlink(missing_ok=True)
+    log = EventLog(folder.events)
+    watch = Watch(folder.events)
+    incidents: list[Incident] = []
+    stdout = None if show_output else subprocess.DEVNULL
+    try:
+        with _signals_counted() as signals:
+            while True:
+                attempt = len(incidents)
+                clear_endings(folder)
+                watch.new_attempt()
+                running = LocalJob(job, attempt=attempt, log=_attempt_log(folder), stdout=stdout)
+                try:
+                    incident = _attend(folder, job, running, watch, signals, say)
+                finally:
+                    running.kill()
+                if incident is None:
+                    break
+                incidents.append(incident)
+                _record_fault(log, incident)
+                error = refuse_restart(incidents, max_restarts, running.log)
+                if error and (incident.error or not signals.count):
+                    raise error
+                if signals.count:
+                    break
+                log.write(events.RESTART, attempt=attempt + 1, of=max_restarts)
+                _tell(say, _fault_line(incident, newest_step(folder), attempt + 1, max_restarts))
+    finally:
+        log.close()
+        folder.stop_request.unlink(missing_ok=True)
+    return Outcome(
+        exit_code=EXIT_OK if watch.ended == events.FINISHED else EXIT_PREEMPTED,
+        step=watch.step if watch.ended else newest_step(folder),
+        saved_step=newest_step(folder),
+        restarts=len(incidents),
+        seconds=time.monotonic() - started,
+        run=folder.root,
+    )
+
+
+def _attend(
+    folder: RunFolder, job: Job, running: LocalJob, watch: Watch, signals: "_Signals", say: Callable[[str], None]
+) -> Incident | None:
+    """Watch one attempt until it ends. None when it finished or stopped on request, else what went wrong."""
+    asked, dead, lost_at = False, [], 0.0
+    while running.poll() is None:
+        watch.read()
+        if signals.count >= 2:
+            raise KeyboardInterrupt
+        if signals.count and not asked:
+            asked = True
+            write_atomic(folder.stop_request, "save and stop\n")
+            _tell(say, "stopping at the next log line, saving first; once more stops now and loses what is not saved")
+        if not lost_at and (dead := _lost_ranks(folder, watch)):
+            lost_at = time.monotonic()
+        if lost_at and time.monotonic() - lost_at > _REPORT_SECONDS:
+            break
+        time.sleep(_POLL_SECONDS)
+    watch.read()
+    if watch.ended:
+        return None
+    dead = dead or _lost_ranks(folder, watch)
+    return explain(job.processes, read_endings(folder), dead, running.exit_codes(), watch.step, running.last_words())
+
+
+def newest_step(folder: RunFolder) -> int:
+    """Step of the newest checkpoint, 0 if there is none."""
+    newest = candidate_folders(folder.checkpoints)[:1]
+    return int(newest[0].name.removeprefix("step-")) if newest else 0
+
+
+def _tell(say: Callable[[str], None], text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone (SIGHUP); the run goes on
+        say(text)
+
+
+def _lost_ranks(folder: RunFolder, watch: Watch) -> list[int]:
+    """Ranks whose process is gone, but not because they came to a good end."""
+    gone = [rank for rank, pid in watch.ranks.items() if not is_alive(pid)]
+    if not gone:
+        return []
+    endings = read_endings(folder)  # read after the processes: a rank that ended well has left word by now
+    return [rank for rank in gone if rank not in endings or endings[rank].kind]
+
+
+def _attempt_log(folder: RunFolder) -> Path:
+    number = 1
+    while (path := folder.logs / f"attempt-{number}.log").exists():
+        number += 1
+    return path
+
+
+def _record_fault(log: EventLog, incident: Incident) -> None:
+    log.write(
+        events.FAULT,
+        rank=incident.rank if incident.rank >= 0 else None,
+        cause=incident.cause,
+        step=incident.step,
+        detected_by="supervisor",
+    )
+
+
+def _fault_line(incident: Incident, saved_step: int, attempt: int, max_restarts: int) -> str:
+    who = f"rank {incident.rank}" if incident.rank >= 0 else "the job:"
+    return (
+        f"{time.strftime('%H:%M:%S')} {who} {incident.cause} near step {incident.step}; "
+        f"restarting from step {saved_step} ({attempt} of {max_restarts})"
+    )
+
+
+@dataclass
+class _Signals:
+    count: int = 0
+
+
+@contextlib.contextmanager
+def _signals_counted() -> Iterator[_Signals]:
+    """Count requests to stop instead of dying of them. Those that the caller ignores (nohup) stay ignored."""
+    signals = _Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals  # Python delivers signals to the main thread only
+        return
+
+    def count(*_) -> None:
+        signals.count += 1
+
+    before = {s: signal.getsignal(s) for s in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, count)
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,132 @@
+"""`ingot train` as a function: find the run, check everything, then keep it running until it ends."""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ingot.checkpoint.retention import remove_leftovers
+from ingot.config import load, to_toml
+from ingot.errors import EXIT_OK, ConfigError, ConfirmationNeeded, UsageError
+from ingot.events import read_events
+from ingot.launch.continuity import require_same_experiment
+from ingot.launch.job import training_job
+from ingot.launch.preflight import preflight
+from ingot.launch.supervise import Outcome, newest_step, supervise
+from ingot.resilience.lock import RunLock
+from ingot.schema import events
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+from ingot.storage import write_atomic
+
+
+def train(
+    run_file: Path,
+    out: Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    accept: Collection[str] = (),
+    fresh: bool = False,
+    archive: bool = False,
+    quiet: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Start the run of `run_file` in folder `out`, or continue what is there: the same call does both.
+
+    run_file: a run file, or the folder of a run. out: default `runs/NAME` beside the run file. overrides: "a.b=c".
+    accept: changed settings that may apply to the running experiment. fresh: start at step 0; what is there is moved
+    aside if `archive`, else it is refused. quiet: the ranks print nothing. say: gets what happens, a line at a time.
+
+    Returns how it ended (see Outcome). Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
+    """
+    path, config = read_run(run_file, overrides)
+    folder = find_folder(run_file, path, out, config)
+    config = _with_paths_from(config, path.parent, folder.root)
+    with RunLock(folder.lock):
+        plan = path.parent / folder.plan.name
+        if fresh:
+            moved = _move_aside(folder, archive)
+            plan = moved / folder.plan.name if moved and path.parent == folder.root else plan
+        remove_leftovers(folder)
+        tokens = preflight(folder, config, say)
+        require_same_experiment(folder, config, tokens.fingerprint(), accept)
+        _keep_run_file(folder, config)
+        if plan.exists() and plan != folder.plan:
+            shutil.copyfile(plan, folder.plan)
+        step = newest_step(folder)
+        if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
+            say(f"{folder.root} is finished: step {step} of {config.train.steps}")
+            return Outcome(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
+        say(_opening(folder, config, step))
+        job = training_job(folder, config, quiet=quiet)
+        return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
+
+
+def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunConfig]:
+    """The run file that `run_file` (itself, or the folder of a run) means, and what is in it."""
+    path = run_file / "run.toml" if run_file.is_dir() else run_file
+    if not path.exists() and run_file.is_dir():
+        raise UsageError(f"{run_file} has no run.toml", rule="ingot train takes a run file or the folder of a run")
+    return path, load(RunConfig, path, overrides)
+
+
+def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig) -> RunFolder:
+    """Where the run lives: `out`, or the folder that was given, or `runs/NAME` beside the run file."""
+    if out is not None:
+        return RunFolder(out)
+    if run_file.is_dir() or RunFolder(path.parent).events.exists():
+        return RunFolder(path.parent)
+    if not re.fullmatch(r"[\w][\w.-]*", config.name):
+        raise ConfigError(
+            f"{path}: name = {config.name!r} cannot name a folder",
+            rule="letters, digits, '_', '-' and '.'",
+            fix="change name, or say where the run shall live: --out DIR",
+        )
+    return RunFolder(path.parent / "runs" / config.name)
+
+
+def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
+    """Relative data paths start at the run file; the run's own copy of it lies elsewhere. Absolute ones stay."""
+
+    def moved(value: str) -> str:
+        if not value or Path(value).is_absolute():
+            return value
+        return os.path.relpath((base / value).resolve(), root.resolve())
+
+    data = config.data
+    data = replace(data, tokens=moved(data.tokens), heldout=moved(data.heldout), tokenizer=moved(data.tokenizer))
+    return replace(config, data=data)
+
+
+def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:
+    if not folder.config.exists() or load(RunConfig, folder.config) != config:
+        write_atomic(folder.config, to_toml(config))
+
+
+def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
+    """Empty the run folder, but for its lock. Returns where the old run is now, None if there was none."""
+    old = [p for p in folder.root.iterdir() if p != folder.lock]
+    if not any(p in (folder.events, folder.checkpoints) for p in old):
+        return None
+    if not archive:
+        raise ConfirmationNeeded(
+            f"--fresh: there is a run in {folder.root}, at step {newest_step(folder)}",
+            rule="a run is never overwritten",
+            fix="add --archive to move it aside, or train into another folder (--out DIR)",
+        )
+    target = folder.root.with_name(f"{folder.root.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    target.mkdir()
+    for path in old:
+        path.rename(target / path.name)
+    return target
+
+
+def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
+    what = f"continue  after step {step} of {config.train.steps}" if step else f"start     {config.train.steps} steps"
+    return (
+        f"run       {folder.root} (process {os.getpid()})\n"
+        f"{what} · seed {config.seed} · config {config.training_sha256()[:8]} · ranks {config.parallel.world_size}"
+    )
