@@ -14,7 +14,8 @@ class Cluster:
     runtime_bytes: memory of one process before the model (interpreter, libraries, device context).
     device_name: as the driver prints it ("NVIDIA H200"), empty for "cpu".
     matmul_efficiency: share of `peak_flops` that large matrix products reach; 1.0 where the peak itself was measured.
-    attention_efficiency: the same for attention.
+    attention_efficiency: the same for attention (above 1 where the peak was measured on small products).
+    fragmentation: bytes that the allocator holds and cannot use, as a share of the live ones.
     link_bandwidth, network_bandwidth: bytes/s of one device in one direction, inside a node and between nodes.
     resolution: relative error of the fitted figures on the shapes they were measured with; 0 for published ones.
     measured: date of the calibration, empty for published figures.
@@ -34,6 +35,7 @@ class Cluster:
     device_name: str = ""
     matmul_efficiency: float = 1.0
     attention_efficiency: float = 1.0
+    fragmentation: float = 0.0
     link_bandwidth: float = 0.0
     network_bandwidth: float = 0.0
     resolution: float = 0.0
@@ -44,8 +46,8 @@ class Cluster:
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
         for name in ("matmul_efficiency", "attention_efficiency"):
-            if not 0 < getattr(self, name) <= 1:
-                yield name, f"is {getattr(self, name)}, must be in (0, 1]"
+            if getattr(self, name) <= 0:
+                yield name, f"is {getattr(self, name)}, must be positive"
 
     @property
     def devices(self) -> int:

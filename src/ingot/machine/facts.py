@@ -1,0 +1,156 @@
+"""What this machine has: cores, memory, disk, accelerators. Read from the system, without torch.
+
+Limits that a container sets (cgroup v1 and v2, CPU affinity) count, because they are what a process gets.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.schema.cluster import Cluster
+
+_MIB = 1024**2
+_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """As nvidia-smi reports it: total memory in bytes, driver version."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """cores: that this process may use. memory_bytes: total that it may use; available_bytes: free of that now."""
+
+    cores: int
+    cpu: str
+    memory_bytes: int
+    available_bytes: int
+    gpus: tuple[Gpu, ...]
+
+
+def read_machine() -> Machine:
+    total, available = _memory()
+    return Machine(
+        cores=usable_cores(),
+        cpu=_cpu_name(),
+        memory_bytes=total,
+        available_bytes=available,
+        gpus=find_gpus(),
+    )
+
+
+def this_cluster(machine: Machine, ranks: int = 0) -> Cluster:
+    """This machine as a Cluster without measured rates: memory can be planned on it, time cannot.
+
+    ranks: processes to plan for; 0 takes every GPU, or up to two processes on the CPU.
+    """
+    if machine.gpus:
+        gpu = machine.gpus[0]
+        return Cluster(
+            name=socket.gethostname(),
+            device="cuda",
+            devices_per_node=ranks or len(machine.gpus),
+            memory_bytes=gpu.memory_bytes,
+            device_name=gpu.name,
+        )
+    return Cluster(
+        name=socket.gethostname(),
+        device="cpu",
+        devices_per_node=ranks or min(machine.cores, 2),
+        memory_bytes=machine.memory_bytes,
+    )
+
+
+def usable_cores() -> int:
+    """Cores of this process: its affinity, cut by the container's CPU quota if there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    v2 = _read(root / "cpu.max").split()
+    if len(v2) == 2 and v2[0] != "max":
+        return int(v2[0]) / int(v2[1])
+    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
+    return int(quota) / int(period) if quota and period and int(quota) > 0 else None
+
+
+def _memory(root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """Total and available bytes, cut by the container's limit."""
+    values = {}
+    for line in _read(meminfo).splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = int(rest.split()[0]) * 1024
+    total = values.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = values.get("MemAvailable", total)
+    for limit_file, used_file in (
+        (root / "memory.max", root / "memory.current"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+    ):
+        limit = _read(limit_file)
+        if limit.isdigit() and int(limit) < min(total, _NO_LIMIT_BYTES):
+            total = int(limit)
+            used = _read(used_file)
+            available = min(available, total - int(used) if used.isdigit() else total)
+    return total, available
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """GPUs that nvidia-smi lists, those that CUDA_VISIBLE_DEVICES leaves. None without the tool."""
+    if not shutil.which("nvidia-smi"):
+        return ()
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return ()  # doctor's check of the driver says so; here it means: no GPU can be used
+    return visible_gpus(parse_gpus(answer), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(answer: str) -> tuple[Gpu, ...]:
+    """Lines of 'NVIDIA H200, 143771, 550.54' (name, MiB, driver)."""
+    gpus = []
+    for line in answer.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 3 and fields[1].isdigit():
+            gpus.append(Gpu(fields[0], int(fields[1]) * _MIB, fields[2]))
+    return tuple(gpus)
+
+
+def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+    """What CUDA will show. Indices end at the first bad one, as CUDA does; names (UUIDs) are only counted."""
+    if visible is None:
+        return gpus
+    chosen = []
+    for word in (w.strip() for w in visible.split(",")):
+        if word.isdigit() and int(word) < len(gpus):
+            chosen.append(gpus[int(word)])
+        elif word.startswith(("GPU-", "MIG-")) and gpus:
+            chosen.append(gpus[0])
+        else:
+            break
+    return tuple(chosen)
+
+
+def _cpu_name() -> str:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def _read(path: Path) -> str:
+    """Its text, or "" where the system has no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

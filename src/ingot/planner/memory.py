@@ -1,0 +1,46 @@
+"""The memory bill of one rank at the moment of its peak, by kind."""
+
+from ingot.schema.cluster import Cluster
+from ingot.schema.run import RunConfig
+from ingot.theory import memory
+from ingot.theory.term import Term
+
+
+def memory_bill(run: RunConfig, cluster: Cluster) -> dict[str, Term]:
+    """Terms that sum to the peak: the larger of two moments.
+
+    At the loss every activation is saved and a chunk of logits is there. At the end of the backward, activations are
+    gone and whole gradients are there. Masters, moments and gathered weights are there at both.
+    """
+    arch, precision, device = run.model, run.train.precision, cluster.device
+    ranks, tokens = run.parallel.data_ranks, run.train.micro_batch * run.train.seq_len
+    bill = {
+        "weights": memory.weights(arch, precision, ranks),
+        "optimizer": memory.optimizer(arch, precision, ranks),
+        "gathered": memory.gathered(arch, precision),
+    }
+    at_loss = {
+        "gradients": memory.gradients_at_loss(arch, precision, ranks, run.accumulation),
+        "activations": memory.activations(arch, precision, tokens, device),
+        "logits": memory.logits(arch, precision, tokens, device),
+    }
+    at_end = {
+        "gradients": memory.gradients(arch, precision, ranks, run.accumulation),
+        "activations": memory.backward_buffers(arch, precision, tokens, device),
+    }
+    bill |= max(at_loss, at_end, key=lambda moment: sum(term.value for term in moment.values()))
+    live = sum(term.value for term in bill.values())
+    if cluster.fragmentation:
+        formula = f"{cluster.fragmentation:.0%} of the above: what the allocator holds and cannot use"
+        bill["fragmentation"] = Term(live * cluster.fragmentation, formula)
+    source = "measured" if cluster.measured else "assumed"
+    bill["runtime"] = Term(cluster.runtime_bytes, f"{source}: interpreter, libraries and device context of one process")
+    return bill
+
+
+def rank_memory_bytes(cluster: Cluster, ranks: int) -> float:
+    """What one rank may use. The processes of one CPU machine share its memory."""
+    if cluster.device != "cpu":
+        return cluster.memory_bytes
+    on_one_machine = -(-ranks // cluster.nodes)
+    return cluster.memory_bytes / on_one_machine
