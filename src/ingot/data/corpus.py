@@ -1,6 +1,7 @@
 """A corpus folder: kept documents by source, dropped ones with their reasons, and `corpus.json` over all of it.
 
     corpus.json            CorpusManifest; written last, so a folder without it is not a corpus
+    seconds.json           CPU seconds by stage; apart, so that equal builds have an equal corpus.json
     SOURCE-NNNNN.jsonl.gz  kept documents (id, url, source, file, record_id, language, text)
     dropped-NNNNN.jsonl.gz dropped ones (id, url, source, stage, rule, value, the first 300 characters of text)
 
@@ -9,28 +10,34 @@ The same documents give the same bytes on every machine that has the same zlib.
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ingot.config import from_dict
+from ingot.config import from_dict, to_dict
 from ingot.errors import DataError
 from ingot.schema.corpus import CorpusManifest
-from ingot.storage import atomic_file, sha256_file
+from ingot.storage import atomic_file, sha256_file, write_json
 
 MANIFEST = "corpus.json"
+SECONDS = "seconds.json"
 EXCERPT_CHARACTERS = 300
 _REBUILD = "build the corpus again: ingot data build FILES... --out DIR"
 
 
 @contextmanager
 def jsonl_writer(path: Path):
-    """Yield `write(row: dict)`: gzip JSONL that appears at `path` when the block ends without an error.
+    """Yield `write(line: bytes)`: gzip JSONL that appears at `path` when the block ends without an error.
 
-    No file name and no time go into the gzip header: equal rows, equal bytes.
+    No file name and no time go into the gzip header: equal lines, equal bytes.
     """
     with atomic_file(path) as file, gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-        yield lambda row: packed.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass"))
+        yield packed.write
+
+
+def json_line(row: dict) -> bytes:
+    """`row` as a line of UTF-8 JSON. Lone surrogates (broken URLs) become \\uXXXX, which reads back as they were."""
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_jsonl(path: Path) -> Iterator[dict]:
@@ -39,23 +46,34 @@ def read_jsonl(path: Path) -> Iterator[dict]:
     try:
         with gzip.open(path, "rb") as file:
             for number, line in enumerate(file, 1):  # noqa: B007
-                yield json.loads(line.decode("utf-8", "surrogatepass"))
+                yield json.loads(line)
     except FileNotFoundError:
         raise DataError(f"{path} is missing", rule="every part named in corpus.json exists", fix=_REBUILD) from None
     except (OSError, EOFError, ValueError) as error:
         raise DataError(f"{path}: damaged after line {number} ({error})", fix=_REBUILD) from None
 
 
+def write_manifest(folder: Path, manifest: CorpusManifest) -> None:
+    """Write corpus.json, and what the stages cost beside it."""
+    values = to_dict(manifest)
+    write_json(folder / SECONDS, {stage["name"]: stage.pop("seconds") for stage in values["funnel"]})
+    write_json(folder / MANIFEST, values)
+
+
 def load_corpus(folder: Path) -> CorpusManifest:
-    """The manifest of a corpus folder. Raises DataError when there is none or it does not fit."""
+    """The manifest of a corpus folder, with the seconds of its funnel if they are there. Raises DataError when there is none or it does not fit."""
     path = folder / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        if (folder / SECONDS).exists():
+            seconds = json.loads((folder / SECONDS).read_text(encoding="utf-8"))
+            for stage in values["funnel"]:
+                stage["seconds"] = seconds.get(stage["name"], 0.0)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder} holds no {MANIFEST}", rule="a finished corpus has one; it is written last", fix=_REBUILD
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} cannot be read ({error})", fix=_REBUILD) from None
     return from_dict(CorpusManifest, values, where=lambda key: f"{path} ({key})")
 
@@ -96,12 +114,3 @@ def read_dropped(corpus: Path) -> Iterator[dict]:
     """Every dropped document in order: id, url, source, stage, rule, value, text (an excerpt)."""
     for part in load_corpus(corpus).dropped:
         yield from read_jsonl(corpus / part.name)
-
-
-def write_rows(path: Path, rows: Iterable[dict]) -> int:
-    """Write `rows` to the gzip JSONL `path`; returns how many there were."""
-    count = 0
-    with jsonl_writer(path) as write:
-        for count, row in enumerate(rows, 1):  # noqa: B007
-            write(row)
-    return count

@@ -35,12 +35,14 @@ class CorpusPart:
 class CorpusManifest:
     """`corpus.json` of a corpus folder.
 
-    inputs: crawl file name -> sha256. config_sha256: of the data recipe that was applied.
+    inputs: crawl file name -> sha256. sources: crawl file name -> source.
+    config_sha256: of the data recipe that was applied.
     dropped: the files of dropped documents, whose `text_bytes` count the excerpts they hold.
     """
 
     version: int = 1
     inputs: dict[str, str]
+    sources: dict[str, str] = field(default_factory=dict)
     config_sha256: str
     parts: tuple[CorpusPart, ...]
     funnel: tuple[FunnelStage, ...]
