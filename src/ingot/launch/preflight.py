@@ -1,16 +1,15 @@
 """What is checked before any process starts: what would otherwise fail minutes later, on every rank. No torch."""
 
 import importlib.util
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 from ingot.checkpoint.manifest import list_checkpoints
-from ingot.errors import ConfigError, DataError, MissingPartError
+from ingot.errors import ConfigError, IngotError, MissingPartError
+from ingot.loader.reader import check_vocabulary
 from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
-from ingot.schema.tokens import TokenManifest, token_manifest_from_dict
+from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import require_free
 from ingot.theory.params import count_parameters
 
@@ -30,33 +29,13 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
     return tokens
 
 
-def read_token_manifest(tokens: Path, key: str) -> TokenManifest:
-    """The manifest of token folder `tokens`, which the setting `key` names."""
-    path = tokens / "manifest.json"
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        what = f"{tokens} is not a token folder (no manifest.json)" if tokens.exists() else f"no folder {tokens}"
-        raise DataError(
-            f"{key}: {what}",
-            rule="token folders are finished by their manifest; relative paths start at the run file",
-            fix="ingot data build makes one; or point the run at another: --set " + key + "=DIR",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{key}: {path} cannot be read ({error})", rule="a manifest is JSON", fix="build it again"
-        ) from None
-    return token_manifest_from_dict(values, str(path))
-
-
 def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) -> TokenManifest:
-    manifest = read_token_manifest(folder.root / value, key)
-    if manifest.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"{key}: its tokens go up to {manifest.vocab_size - 1:,}, model.vocab_size is {config.model.vocab_size:,}",
-            rule="every token id has a row in the embedding",
-            fix=f"--set model.vocab_size={manifest.vocab_size}, or encode with the model's own tokenizer",
-        )
+    try:
+        manifest = read_token_manifest(folder.root / value)
+        check_vocabulary(manifest, config.model.vocab_size)
+    except IngotError as error:
+        error.found = f"{key}: {error.found}"
+        raise
     return manifest
 
 

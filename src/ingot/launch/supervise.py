@@ -46,6 +46,10 @@ class Outcome:
     seconds: float
     run: Path
 
+    @property
+    def finished(self) -> bool:
+        return self.exit_code == EXIT_OK
+
 
 def supervise(
     folder: RunFolder, job: Job, *, max_restarts: int, say: Callable[[str], None], show_output: bool = True

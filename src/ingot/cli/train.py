@@ -1,0 +1,78 @@
+"""`ingot train`: start a run or continue it, survive lost ranks, stop cleanly on Ctrl-C."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "start a run, or continue it: the same command"
+EXAMPLES = (
+    "ingot train run.toml",
+    "ingot train runs/demo",
+    "ingot train run.toml --set train.steps=200 --out runs/short",
+    "ingot train runs/demo --set optim.lr=1e-3 --accept-change optim.lr",
+    "ingot train run.toml --fresh --archive",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default="run.toml",
+        metavar="RUN",
+        help="a run file, or the folder of a run (default: run.toml)",
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/NAME beside the run file)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of the run file, like optim.lr=1e-3; may be given again (default: none)",
+    )
+    parser.add_argument(
+        "--accept-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let this changed setting apply to a run that trained without it; may be given again (default: none)",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start at step 0; refused if there is a run (default: off)"
+    )
+    parser.add_argument(
+        "--archive", action="store_true", help="with --fresh: move the old run aside instead of refusing (default: off)"
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.launch.train import train
+
+    outcome = train(
+        Path(args.run),
+        Path(args.out) if args.out else None,
+        overrides=args.set,
+        accept=args.accept_change,
+        fresh=args.fresh,
+        archive=args.archive,
+        quiet=terminal.json_mode or terminal.quiet,
+        say=terminal.say,
+    )
+    terminal.result(
+        {
+            "run": str(outcome.run),
+            "finished": outcome.finished,
+            "step": outcome.step,
+            "saved_step": outcome.saved_step,
+            "restarts": outcome.restarts,
+            "seconds": round(outcome.seconds, 3),
+            "exit_code": outcome.exit_code,
+        }
+    )
+    if outcome.finished:
+        terminal.next(f"ingot report {outcome.run}", f"ingot sample {outcome.run} --prompt 'Once'")
+    else:
+        terminal.say(f"stopped at step {outcome.step}; step {outcome.saved_step} is saved and verified")
+        terminal.next(f"ingot train {outcome.run}      (continues)")
+    return outcome.exit_code
