@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this process stands in the job. attempt: 0 for the first start, then one more for every restart."""
+    """Where this process stands in the job.
+
+    attempt: 0 for the first start, then one more for every restart, by our supervisor or by torchrun.
+    """
 
     rank: int
     world_size: int
@@ -87,7 +90,7 @@ def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float) -> Pla
         world_size=number("WORLD_SIZE", 1),
         local_rank=local_rank,
         local_world_size=local_world_size,
-        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=number("INGOT_ATTEMPT", 0) + number("TORCHELASTIC_RESTART_COUNT", 0),
         device=choose_device(device, local_rank),
     )
     torch.set_num_threads(number("OMP_NUM_THREADS", threads_per_rank(local_world_size)))

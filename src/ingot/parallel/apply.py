@@ -37,7 +37,7 @@ def parallelize(
 
 
 def should_compile(train: Train, device: torch.device) -> bool:
-    """"auto" compiles on a GPU. On a CPU the compiler takes minutes and wins nothing at the sizes a CPU trains."""
+    """ "auto" compiles on a GPU. On a CPU the compiler takes minutes and wins nothing at the sizes a CPU trains."""
     return train.compile == "on" or (train.compile == "auto" and device.type == "cuda")
 
 

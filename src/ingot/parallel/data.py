@@ -20,9 +20,7 @@ def mixed_precision(precision: str) -> MixedPrecisionPolicy:
     Inputs are not cast: tokens are integers, hidden states follow the weights, rotary tables have to stay float32.
     """
     if precision == "bf16":
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     return MixedPrecisionPolicy(cast_forward_inputs=False)
 
 

@@ -1,0 +1,111 @@
+"""Sampling with a cache of keys and values: each new token costs one token's work, not the whole sequence's.
+
+Shape letters: B batch, T new tokens, S tokens in the cache after them, G key/value heads, H head_dim, V vocab_size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ingot.errors import UsageError
+from ingot.schema.arch import Arch
+
+
+class LayerCache:
+    """Keys and values of one layer, written in place into a buffer for `capacity` tokens."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.tokens = capacity, 0
+        self.k_BGSH: Tensor | None = None
+        self.v_BGSH: Tensor | None = None
+
+    def append(self, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens; return keys and values of all tokens so far, [B, G, S, H] each."""
+        if self.k_BGSH is None or self.v_BGSH is None:
+            batch, groups, _, head_dim = k_BGTH.shape
+            self.k_BGSH = k_BGTH.new_empty(batch, groups, self.capacity, head_dim)
+            self.v_BGSH = torch.empty_like(self.k_BGSH)
+        end = self.tokens + k_BGTH.shape[2]
+        self.k_BGSH[:, :, self.tokens : end] = k_BGTH
+        self.v_BGSH[:, :, self.tokens : end] = v_BGTH
+        self.tokens = end
+        return self.k_BGSH[:, :, :end], self.v_BGSH[:, :, :end]
+
+
+class KVCache:
+    """One LayerCache per layer; `tokens` is how many tokens have passed through all of them."""
+
+    def __init__(self, arch: Arch, capacity: int, device: torch.device):
+        self.layers = [LayerCache(capacity) for _ in range(arch.num_layers)]
+        self._device = device
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[-1].tokens
+
+    def mask(self, new_tokens: int) -> Tensor:
+        """Bool [1, 1, T, S]: a new token looks at everything up to itself."""
+        seen = self.tokens
+        own_T = torch.arange(seen, seen + new_tokens, device=self._device)
+        all_S = torch.arange(seen + new_tokens, device=self._device)
+        return (all_S[None, :] <= own_T[:, None])[None, None]
+
+
+def choose_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """temperature 0 takes the most likely token; otherwise a draw from softmax(logits / temperature).
+
+    top_k: only the k most likely ones take part; 0 means all. Drawn on the CPU in float32, so that the same logits and
+    seed give the same token on every rank and device.
+    """
+    logits_V = logits_V.float().cpu()
+    if temperature == 0:
+        return int(logits_V.argmax())
+    if 0 < top_k < len(logits_V):
+        kept, ids = logits_V.topk(top_k)
+        logits_V = torch.full_like(logits_V, -torch.inf).scatter(0, ids, kept)
+    probabilities = (logits_V / temperature).softmax(-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(
+    model: torch.nn.Module,
+    arch: Arch,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> list[int]:
+    """Up to `max_tokens` token ids that follow `prompt`. Stops after `stop_id`, which is then the last one.
+
+    Every rank of a sharded model must call it with the same arguments and without stop_id, so that all make the same
+    number of forwards. Raises UsageError for an empty prompt, a negative temperature, or more tokens than the model's
+    positions.
+    """
+    if not prompt:
+        raise UsageError("the prompt has no tokens", rule="the model continues at least one token")
+    if temperature < 0 or top_k < 0 or max_tokens < 1:
+        raise UsageError(
+            f"temperature={temperature}, top_k={top_k}, max_tokens={max_tokens}",
+            rule="temperature and top_k are 0 or more, max_tokens is at least 1",
+        )
+    if len(prompt) + max_tokens > arch.max_seq_len:
+        raise UsageError(
+            f"{len(prompt)} prompt tokens and {max_tokens} new ones exceed the model's {arch.max_seq_len} positions",
+            fix=f"ask for at most {max(arch.max_seq_len - len(prompt), 0)} new tokens, or shorten the prompt",
+        )
+    device = next(model.parameters()).device
+    cache = KVCache(arch, len(prompt) + max_tokens, device)
+    generator = torch.Generator().manual_seed(seed)
+    fed, made = list(prompt), []
+    while True:
+        logits_BTV = model(torch.tensor([fed], device=device), cache=cache)
+        token = choose_token(logits_BTV[0, -1], temperature, top_k, generator)
+        made.append(token)
+        if token == stop_id or len(made) == max_tokens:
+            return made
+        fed = [token]

@@ -1,0 +1,56 @@
+"""The line that a run prints per interval: fixed columns, under 100 characters, read back by one regular expression."""
+
+import re
+from dataclasses import dataclass
+
+from ingot.units import format_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The facts of a `progress` event (schema/events.py), in its units. Seconds are means per step of the interval."""
+
+    step: int
+    steps: int
+    loss: float
+    bpb: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    mfu: float | None
+    data_wait_seconds: float
+    step_seconds: float
+    eta_seconds: float
+    cost_usd: float | None
+    peak_memory_bytes: int
+
+
+# Every field of `format_line`, by name; the last one is there only if the price is known.
+LINE_PATTERN = re.compile(
+    r"step +(?P<step>\d+)/(?P<steps>\d+) +(?P<percent>[\d.]+)%"
+    r" +loss +(?P<loss>[-+.\w]+) +bpb +(?P<bpb>[-+.\w]+) +gn +(?P<gn>[-+.\w]+) +lr +(?P<lr>[-+.\w]+)"
+    r" +(?P<tokens_per_second>[.\w]+) tok/s +mfu +(?P<mfu>n/a|[\d.]+%) +data +(?P<data>[\d.]+)%"
+    r" +eta +(?P<eta>[\dhms]+)(?: +\$(?P<cost>[\d,.]+))?"
+)
+
+
+def format_line(progress: Progress) -> str:
+    p, width = progress, len(str(progress.steps))
+    mfu = "n/a" if p.mfu is None else f"{p.mfu:.1%}"
+    cost = "" if p.cost_usd is None else f"  ${p.cost_usd:,.2f}"
+    return (
+        f"step {p.step:>{width}}/{p.steps} {p.step / p.steps:>6.1%}  loss {p.loss:6.3f}  bpb {p.bpb:.2f}"
+        f"  gn {p.grad_norm:<4.2g} lr {p.lr:.1e}  {format_count(p.tokens_per_second):>5} tok/s  mfu {mfu:>5}"
+        f"  data {p.data_wait_seconds / p.step_seconds:.1%}  eta {_clock(p.eta_seconds)}{cost}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    """80 -> '1m20s', 4000 -> '1h06m'."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02}m"

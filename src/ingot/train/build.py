@@ -1,0 +1,249 @@
+"""From a run file to everything that trains it: the one place where data, model, optimizer and checkpoints meet."""
+
+import os
+import platform
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ingot.checkpoint.loading import resume
+from ingot.checkpoint.saving import CheckpointFacts
+from ingot.data.tokenizer.encoder import Encoder, load_encoder
+from ingot.dist.mesh import build_mesh
+from ingot.dist.start import Place
+from ingot.errors import ConfigError
+from ingot.events import EventLog
+from ingot.loader.ledger import Ledger
+from ingot.loader.loader import Loader
+from ingot.loader.reader import check_vocabulary
+from ingot.model.init import initial_value
+from ingot.model.transformer import Transformer
+from ingot.optim.adamw import build_adamw
+from ingot.parallel.apply import parallelize
+from ingot.resilience.verdict import Verdict
+from ingot.schema import events
+from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.telemetry.cost import CostMeter
+from ingot.theory.flops import train_flops_per_token
+from ingot.theory.params import count_parameters
+from ingot.theory.peaks import peak_flops
+from ingot.train.evaluate import Heldout
+from ingot.train.heldout import read_heldout, unigram_nats
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The parts of a run on this rank, put together. Nothing here decides anything.
+
+    first_step: the next one to do. tokens_per_byte: of the training text. flops_per_token, peak_flops: norm convention
+    (theory/flops.py), of all devices together; None where no peak is published. segments: of the ledger so far.
+    log, say: an event, a line for people; they do nothing except on rank 0.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    place: Place
+    mesh: DeviceMesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    ledger: Ledger
+    segments: list[LedgerSegment]
+    checkpoint_facts: CheckpointFacts
+    verdict: Verdict
+    heldout: Heldout | None
+    encoder: Encoder | None
+    cost: CostMeter
+    tokens_per_byte: float
+    flops_per_token: float
+    peak_flops: float | None
+    first_step: int
+    log: Callable[..., None]
+    say: Callable[[str], None]
+
+
+def build(config: RunConfig, folder: RunFolder, place: Place, *, say: Callable[[str], None]) -> Training:
+    """Build the model, load the newest good checkpoint of `folder` into it, and open the data where it stopped.
+
+    Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
+    """
+    event_log = EventLog(folder.events)
+    event_log.write(
+        events.RANK_STARTED, rank=place.rank, pid=os.getpid(), host=socket.gethostname(), attempt=place.attempt
+    )
+    log = event_log.write if place.is_first else _silent
+    tokens = data_path(folder, config.data.tokens)
+    manifest = read_token_manifest(tokens)
+    check_vocabulary(manifest, config.model.vocab_size)
+    encoder = open_encoder(config, folder, manifest)
+
+    mesh = build_mesh(config.parallel, place.device.type)
+    model = build_model(config, mesh, place.device)
+    optimizer = build_adamw(model, config.optim)
+    facts = CheckpointFacts(
+        step=0,
+        tokens=0,
+        settings=config.training_settings(),
+        config_sha256=config.training_sha256(),
+        data_fingerprint=manifest.fingerprint(),
+        layout={name: mesh.size(axis) for axis, name in enumerate(mesh.mesh_dim_names or ())},
+    )
+    restored = resume(
+        folder,
+        model,
+        optimizer,
+        config_sha256=facts.config_sha256,
+        data_fingerprint=facts.data_fingerprint,
+        on_refused=lambda step, path, reason: log(
+            events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
+        ),
+    )
+    first_step = restored.step + 1 if restored else 1
+    run = Training(
+        config=config,
+        folder=folder,
+        place=place,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        loader=open_loader(config, tokens, place, first_step),
+        ledger=Ledger(),
+        segments=list(restored.ledger) if restored else [],
+        checkpoint_facts=facts,
+        verdict=Verdict(folder),
+        heldout=open_heldout(config, folder, manifest, encoder),
+        encoder=encoder,
+        cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
+        tokens_per_byte=manifest.tokens / max(manifest.text_bytes, 1),
+        flops_per_token=train_flops_per_token(config.model, config.train.seq_len),
+        peak_flops=total_peak(config, place),
+        first_step=first_step,
+        log=log,
+        say=say if place.is_first else _silent,
+    )
+    log_start(run)
+    return run
+
+
+def data_path(folder: RunFolder, path: str) -> Path:
+    """A path of the run file, which may be relative to it."""
+    return (folder.config.parent / path).resolve()
+
+
+def build_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The run's model, sharded over `mesh`, with its first weights."""
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    return parallelize(
+        model,
+        mesh,
+        config.train,
+        device,
+        lambda name, shape: initial_value(name, shape, config.model, config.seed),
+    )
+
+
+def open_loader(config: RunConfig, tokens: Path, place: Place, first_step: int) -> Loader:
+    return Loader(
+        tokens,
+        seq_len=config.train.seq_len,
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        seed=config.seed,
+        weights=config.data.weights,
+        rank=place.rank,
+        ranks=config.parallel.data_ranks,
+        first_step=first_step,
+        last_step=config.train.steps,
+        device=place.device,
+        mask_documents=config.data.mask_documents,
+    )
+
+
+def open_encoder(config: RunConfig, folder: RunFolder, manifest: TokenManifest) -> Encoder | None:
+    """The run's tokenizer, which must be the one that made its tokens. Raises ConfigError."""
+    if not config.data.tokenizer:
+        if config.evaluate.prompts:
+            raise ConfigError("evaluate.prompts are given, but no data.tokenizer", fix="name the tokenizer.json")
+        return None
+    path = data_path(folder, config.data.tokenizer)
+    encoder = load_encoder(path)
+    if encoder.sha256 != manifest.tokenizer_sha256:
+        raise ConfigError(
+            f"data.tokenizer = {path} is not the tokenizer that encoded {config.data.tokens}",
+            rule="samples and bytes are decoded with the tokenizer of the training tokens",
+            fix="name the tokenizer.json that the tokens were built with",
+        )
+    return encoder
+
+
+def open_heldout(config: RunConfig, folder: RunFolder, train: TokenManifest, encoder: Encoder | None) -> Heldout | None:
+    """The held-out text of the run file, None if it names none. Raises ConfigError for another tokenizer's tokens."""
+    if not config.data.heldout:
+        return None
+    path = data_path(folder, config.data.heldout)
+    manifest = read_token_manifest(path)
+    if manifest.tokenizer_sha256 != train.tokenizer_sha256:
+        raise ConfigError(
+            f"data.heldout = {path} was encoded with another tokenizer than data.tokens",
+            rule="held-out text is scored in the tokens that the model knows",
+            fix="build both from one corpus: ingot data build",
+        )
+    return Heldout.prepare(
+        read_heldout(path, manifest, config.evaluate.max_tokens, encoder),
+        unigram_nats(data_path(folder, config.data.tokens), train),
+        seq_len=config.train.seq_len,
+        eot_id=manifest.eot_id,
+        mask_documents=config.data.mask_documents,
+    )
+
+
+def devices_in_use(place: Place) -> int:
+    """What a price per hour is multiplied with: GPUs, or one machine."""
+    return place.world_size if place.device.type == "cuda" else max(place.world_size // place.local_world_size, 1)
+
+
+def total_peak(config: RunConfig, place: Place) -> float | None:
+    """Published peak of all GPUs of the run for its precision, FLOP/s. None on a CPU or for an unknown GPU."""
+    if place.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(place.device), config.train.precision)
+    return peak and peak * place.world_size
+
+
+def log_start(run: Training) -> None:
+    config, place, facts = run.config, run.place, run.checkpoint_facts
+    on_gpu = place.device.type == "cuda"
+    run.log(
+        events.RUN_STARTED,
+        run=config.name,
+        attempt=place.attempt,
+        world_size=place.world_size,
+        device=place.device.type,
+        precision=config.train.precision,
+        parameters=count_parameters(config.model),
+        flops_per_token=run.flops_per_token,
+        peak_flops=run.peak_flops,
+        versions={name: version(name) for name in ("ingot", "torch", "numpy")} | {"python": platform.python_version()},
+        hardware={
+            "device_name": torch.cuda.get_device_name(place.device) if on_gpu else platform.processor() or "cpu",
+            "cores": len(os.sched_getaffinity(0)),
+            "host": socket.gethostname(),
+        },
+        from_step=run.first_step - 1,
+        config_sha256=facts.config_sha256,
+        data_fingerprint=facts.data_fingerprint,
+    )
+
+
+def _silent(*_, **__) -> None:
+    """What every rank but the first does with events and lines."""

@@ -1,0 +1,106 @@
+"""What a run tells the world: events for machines, one line per interval for people. Only rank 0 writes."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ingot.dist.collectives import mean_over_ranks
+from ingot.schema import events
+from ingot.telemetry.line import Progress, format_line
+from ingot.telemetry.memory import peak_memory_bytes
+from ingot.theory.flops import model_flops_utilisation
+from ingot.train.build import Training
+from ingot.train.evaluate import evaluate, sample_prompts
+from ingot.train.step import StepFacts
+
+
+@dataclass
+class Interval:
+    """What passed between two log lines, on this rank's clock. Saving and evaluating lie outside of it."""
+
+    began: float
+    steps: int = 0
+    data_wait_seconds: float = 0.0
+
+    @classmethod
+    def begin(cls) -> "Interval":
+        return cls(time.monotonic())
+
+    def add(self, data_wait_seconds: float) -> None:
+        self.steps += 1
+        self.data_wait_seconds += data_wait_seconds
+
+
+def global_facts(recent: list[StepFacts]) -> tuple[list[float], list[float]]:
+    """Loss (mean over ranks, float64) and gradient norm of every step: one transfer from the device, one collective."""
+    facts = torch.stack([torch.stack([f.loss for f in recent]), torch.stack([f.grad_norm for f in recent])])
+    losses, norms = facts.double().cpu().numpy()
+    return mean_over_ranks(losses).tolist(), norms.tolist()
+
+
+def log_interval(run: Training, recent: list[StepFacts], interval: Interval) -> None:
+    """A `step` event for each step, one `progress` event and the line. Here the host waits for the device. Collective.
+
+    Raises RunFailed (on every rank) when a loss or a gradient norm is not finite, after writing the facts down.
+    """
+    losses, norms = global_facts(recent)
+    step_seconds = (time.monotonic() - interval.began) / interval.steps
+    for facts, loss, norm in zip(recent, losses, norms, strict=True):
+        run.log(events.STEP, step=facts.step, loss=loss, grad_norm=norm, lr=facts.lr)
+    config, step, steps = run.config, recent[-1].step, run.config.train.steps
+    tokens_per_second = config.tokens_per_step / step_seconds
+    mfu = None
+    if run.peak_flops is not None:
+        mfu = model_flops_utilisation(tokens_per_second, run.flops_per_token, run.peak_flops)
+    progress = Progress(
+        step=step,
+        steps=steps,
+        loss=losses[-1],
+        bpb=losses[-1] / math.log(2) * run.tokens_per_byte,
+        grad_norm=norms[-1],
+        lr=recent[-1].lr,
+        tokens=step * config.tokens_per_step,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu,
+        data_wait_seconds=interval.data_wait_seconds / interval.steps,
+        step_seconds=step_seconds,
+        eta_seconds=(steps - step) * step_seconds,
+        cost_usd=run.cost.usd(),
+        peak_memory_bytes=peak_memory_bytes(run.place.device),
+    )
+    run.log(events.PROGRESS, **asdict(progress))
+    run.say(format_line(progress))
+    run.verdict.require_finite([f.step for f in recent], losses, norms)
+
+
+def log_evaluation(run: Training, step: int) -> None:
+    """Score the held-out text, if the run has one. Collective."""
+    if run.heldout is None:
+        return
+    place = run.place
+    found = evaluate(
+        run.model,
+        run.heldout,
+        micro_batch=run.config.train.micro_batch,
+        device=place.device,
+        rank=place.rank,
+        ranks=place.world_size,
+    )
+    run.log(events.EVALUATION, step=step, **found.facts())
+    run.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
+
+
+def log_samples(run: Training, step: int) -> None:
+    """Continue the prompts of the run file, if it has any. Collective."""
+    wanted = run.config.evaluate
+    if run.encoder is None or not wanted.prompts:
+        return
+    arch = run.config.model
+    samples = sample_prompts(
+        run.model, arch, run.encoder, wanted.prompts, max_tokens=wanted.sample_tokens, seed=run.config.seed
+    )
+    for prompt, text in samples:
+        run.log(events.SAMPLE, step=step, prompt=prompt, text=text)
+        run.say(f"sample    {prompt!r} {text!r}")

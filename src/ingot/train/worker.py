@@ -1,0 +1,60 @@
+"""One rank of a training job: `python -m ingot.train.worker RUN_FOLDER [--quiet]`, started by torchrun.
+
+Exit codes: 0 finished (or nothing left to do), 10 stopped on request with everything saved, else the error's own.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ingot.config import load
+from ingot.dist.start import start, stop
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
+from ingot.resilience.rank import guarded
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+
+
+def run_rank(folder: RunFolder, quiet: bool) -> int:
+    """Train the run in `folder` as the rank that the environment names. Returns the exit code."""
+    from ingot.train.build import build
+    from ingot.train.loop import train
+
+    config = load(RunConfig, folder.config)
+    place = start(config.train.device, config.launch.timeout_seconds)
+    run = build(config, folder, place, say=_say_nothing if quiet else _say)
+    try:
+        if run.first_step > config.train.steps:
+            return EXIT_OK
+        ending = train(run)
+    finally:
+        run.loader.close()
+    stop()
+    return EXIT_PREEMPTED if ending.stopped else EXIT_OK
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    """--quiet."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ingot.train.worker", description=__doc__)
+    parser.add_argument("run_folder", type=Path, help="holds the resolved run.toml; everything is written here")
+    parser.add_argument("--quiet", action="store_true", help="print no progress lines")
+    args = parser.parse_args(argv)
+    folder = RunFolder(args.run_folder)
+    try:
+        with guarded(folder, int(os.environ.get("RANK", 0))):
+            return run_rank(folder, args.quiet)
+    except IngotError as error:
+        print(f"{error.code}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
