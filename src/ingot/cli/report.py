@@ -1,0 +1,40 @@
+"""`ingot report`: what a run did, as one HTML file and one Markdown file."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "the report of a run, as HTML and Markdown"
+EXAMPLES = (
+    "ingot report runs/demo",
+    "ingot report runs/demo --out reports/demo --corpus data/corpus",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run folder; a run that is still training can be reported too")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of report.html and report.md (default: RUN)")
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="DIR",
+        help="corpus folder for the data funnel (default: the one the run's tokens were made from, if it is in place)",
+    )
+    parser.add_argument(
+        "--twin",
+        type=Path,
+        metavar="FILE",
+        help="comparison with an undisturbed twin of the run (default: RUN/twin.json if it exists)",
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.report.write import write_report
+
+    report = write_report(args.run, out=args.out, corpus=args.corpus, twin=args.twin)
+    terminal.table(report.headline)
+    terminal.say(f"wrote {report.html} and {report.markdown}")
+    headline = [{"label": label, "value": value, "note": note} for label, value, note in report.headline]
+    terminal.result({"html": str(report.html), "markdown": str(report.markdown), "headline": headline})
+    return 0

@@ -1,0 +1,102 @@
+"""The style sheet of the report: light and dark, narrow and wide, on screen and on paper. No fonts, no scripts."""
+
+CSS = """
+:root{color-scheme:light dark;--page:#fbfaf8;--card:#fff;--ink:#1d1b19;--soft:#6a645d;--rule:#e4dfd8;--grid:#ece8e2;
+--metal:#b4530f;--raw:#e3b690;--cool:#2f6690;--good:#2c7040;--bad:#b3261e}
+@media (prefers-color-scheme:dark){:root{--page:#171513;--card:#1f1c1a;--ink:#ece7e1;--soft:#a49c93;--rule:#37322d;
+--grid:#2b2724;--metal:#f09a50;--raw:#7b4f2c;--cool:#7fb4dc;--good:#7cc492;--bad:#ff8a80}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
+"Helvetica Neue",Arial,sans-serif;-webkit-text-size-adjust:100%}
+main,header,footer{max-width:980px;margin:0 auto;padding:0 24px}
+header{padding-top:44px}
+.brand{font-size:13px;letter-spacing:.14em;text-transform:uppercase;color:var(--metal);font-weight:600;margin:0}
+h1{font-size:34px;line-height:1.15;letter-spacing:-.015em;margin:6px 0 4px;overflow-wrap:anywhere}
+.subtitle{color:var(--soft);margin:0 0 26px}
+h2{font-size:21px;letter-spacing:-.01em;margin:0 0 14px}
+h3{font-size:15px;margin:0 0 8px;font-weight:600}
+section{border-top:1px solid var(--rule);padding:30px 0 26px}
+p{margin:0 0 14px;max-width:70ch}
+a{color:var(--metal)}
+nav{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:14px;margin:22px 0 30px}
+nav a{color:var(--soft);text-decoration:none}
+nav a:hover,nav a:focus{color:var(--metal);text-decoration:underline}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(168px,1fr));gap:1px;background:var(--rule);
+border:1px solid var(--rule);border-radius:10px;overflow:hidden;margin:0}
+.tile{background:var(--card);padding:16px 18px 15px;display:flex;flex-direction:column}
+.tile dt{font-size:13px;color:var(--soft)}
+.tile dd{margin:0;font-size:24px;white-space:nowrap;line-height:1.25;font-weight:650;letter-spacing:-.02em;
+font-variant-numeric:tabular-nums}
+.tile dd.note{white-space:normal;font-size:13px;line-height:1.4;font-weight:400;letter-spacing:0;color:var(--soft);
+margin-top:3px}
+.good{color:var(--good)}.bad{color:var(--bad)}
+pre{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:11px 14px;margin:0;overflow-x:auto;
+font:13.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+.command{margin-top:14px}
+.command .caption{font-size:13px;color:var(--soft);margin:0 0 5px}
+.scroll{overflow-x:auto;margin:0 0 16px}
+table{border-collapse:collapse;width:100%;font-size:14.5px;font-variant-numeric:tabular-nums}
+th,td{text-align:left;padding:7px 16px 7px 0;border-bottom:1px solid var(--rule);vertical-align:top;
+overflow-wrap:break-word}
+th{font-size:13px;font-weight:600;color:var(--soft);white-space:nowrap}
+tbody th{font-size:inherit;color:inherit;font-weight:500;white-space:normal}
+td.r,th.r{text-align:right;white-space:nowrap}
+th:last-child,td:last-child{padding-right:0}
+caption{text-align:left;font-size:13px;color:var(--soft);padding:0 0 6px}
+td.hash{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
+.pairs{display:grid;grid-template-columns:minmax(130px,15em) 1fr;gap:0;margin:0 0 18px;font-size:14.5px}
+.pairs dt{color:var(--soft);padding:6px 0;border-bottom:1px solid var(--rule)}
+.pairs dd{margin:0;padding:6px 0 6px 14px;border-bottom:1px solid var(--rule);font-variant-numeric:tabular-nums;
+overflow-wrap:anywhere}
+.bars td,.bars th{padding-top:9px;padding-bottom:9px}
+.bars tbody th{width:62%}
+.track{display:block;height:7px;border-radius:4px;background:var(--grid);margin:5px 0 4px;overflow:hidden}
+.fill{display:block;height:7px;border-radius:4px;background:var(--metal)}
+.ran{display:block;font-size:13px;line-height:1.4;color:var(--soft);font-weight:400}
+details{margin:0 0 16px}
+summary{cursor:pointer;font-size:14.5px;color:var(--soft);margin-bottom:6px}
+summary:hover{color:var(--metal)}
+figure{margin:0 0 22px}
+.pair-of-charts{display:grid;grid-template-columns:1fr 1fr;gap:6px 34px}
+svg.chart{display:block;width:100%;height:auto}
+.narrow{display:none}
+.chart text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:var(--soft)}
+.chart .tick{font-variant-numeric:tabular-nums}
+.chart .mark-text{fill:var(--bad);font-weight:600}
+.chart line.grid{stroke:var(--grid);stroke-width:1}
+.chart line.mark{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
+.chart polyline{fill:none;stroke-linejoin:round;stroke-linecap:round;stroke-width:2;stroke:var(--metal)}
+.chart polyline.raw{stroke:var(--raw);stroke-width:1}
+.chart polyline.baseline{stroke:var(--cool);stroke-width:1.5;stroke-dasharray:7 5}
+.chart circle.dots{fill:var(--cool);stroke:var(--page);stroke-width:1.5}
+.legend{display:flex;flex-wrap:wrap;gap:2px 20px;list-style:none;margin:6px 0 0;padding:0;font-size:13px;
+color:var(--soft)}
+.legend i{display:inline-block;width:20px;height:0;border-top:3px solid var(--metal);vertical-align:middle;
+margin-right:7px}
+.legend i.raw{border-top-color:var(--raw);border-top-width:1.5px}
+.legend i.baseline{border-top:2px dashed var(--cool)}
+.legend i.dots{width:9px;height:9px;border:0;border-radius:50%;background:var(--cool)}
+blockquote{margin:0 0 12px;padding:11px 16px;background:var(--card);border:1px solid var(--rule);
+border-left:3px solid var(--metal);border-radius:0 8px 8px 0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:15px}
+blockquote b{font-weight:650}
+blockquote span{color:var(--soft)}
+footer{border-top:1px solid var(--rule);padding-top:16px;padding-bottom:50px;color:var(--soft);font-size:13px}
+@media (max-width:640px){
+main,header,footer{padding-left:16px;padding-right:16px}
+header{padding-top:26px}h1{font-size:27px}
+.tiles{grid-template-columns:1fr 1fr}.tile:last-child:nth-child(odd){grid-column:1/-1}
+.tile{padding:12px 13px}.tile dd{font-size:20px}
+.pairs{grid-template-columns:minmax(100px,38%) 1fr}
+.pair-of-charts{grid-template-columns:1fr}
+.wide{display:none}.narrow{display:block}
+th,td{padding-right:11px}th,th.r{white-space:normal;vertical-align:bottom}tbody th{vertical-align:top}
+.bars tbody th{width:50%}
+}
+@media print{
+:root{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;--grid:#ddd;--metal:#9a4408;--raw:#dcb48f;
+--cool:#24547a;--good:#1f5c31;--bad:#9c1c15}
+body{font-size:12px}nav{display:none}section{padding:16px 0 8px}
+figure,.tiles,blockquote,tr{break-inside:avoid}h2,h3{break-after:avoid}
+.track,.fill{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+}
+"""
