@@ -61,7 +61,10 @@ def write_manifest(folder: Path, manifest: CorpusManifest) -> None:
 
 
 def load_corpus(folder: Path) -> CorpusManifest:
-    """The manifest of a corpus folder, with the seconds of its funnel if they are there. Raises DataError when there is none or it does not fit."""
+    """The manifest of a corpus folder, with the seconds of its funnel if they are there.
+
+    Raises DataError when there is none or it does not fit.
+    """
     path = folder / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ class Pii:
 
     @property
     def ran(self) -> str:
-        return f"e-mail, phone, card (Luhn), public IPv4 -> placeholders; at most {self.rules.density:g} per word"
+        return f"e-mail, phone, card, public IPv4 -> placeholders, <= {self.rules.density:g} per word"
 
     def __call__(self, document: Document) -> Drop | None:
         text, found = scrub(document.text)

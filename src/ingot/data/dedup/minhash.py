@@ -41,10 +41,7 @@ class DedupRules:
 
     @property
     def ran(self) -> str:
-        return (
-            f"MinHash of lower-case word {self.ngram}-grams, {self.permutations} permutations, {self.bands} bands x "
-            f"{self.rows} rows; verified by Jaccard >= {self.jaccard:g}"
-        )
+        return f"MinHash {self.bands}x{self.rows} of word {self.ngram}-grams, verified: Jaccard >= {self.jaccard:g}"
 
 
 def shingles(text: str, ngram: int = 5) -> np.ndarray:

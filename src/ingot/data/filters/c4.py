@@ -45,7 +45,7 @@ class C4:
     """Stage with rules c4.*; cuts lines and citation marks like [3] out of the text, and blank lines with them."""
 
     name = "c4"
-    ran = "line and document rules; lines need no terminal punctuation; no bad-word list"
+    ran = "all rules but terminal punctuation and bad words"
 
     def __init__(self, rules: C4Rules | None = None):
         self.rules = rules or C4Rules()

@@ -35,7 +35,7 @@ class FineWeb:
 
     @property
     def ran(self) -> str:
-        return f"custom rules, duplicated-line characters <= {self.rules.duplicate_line_characters:g} (paper: 0.1)"
+        return f"custom rules, duplicate_line_characters {self.rules.duplicate_line_characters:g} (paper: 0.1)"
 
     def __call__(self, document: Document) -> Drop | None:
         rules, text = self.rules, document.text

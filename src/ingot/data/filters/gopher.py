@@ -62,7 +62,7 @@ class Gopher:
     @property
     def ran(self) -> str:
         parts = [("quality", self.quality.enabled), ("repetition", self.repetition.enabled)]
-        return f"{' and '.join(name for name, on in parts if on)} rules; words separated by whitespace"
+        return f"{' and '.join(name for name, on in parts if on)} rules; whitespace-separated words"
 
     def __call__(self, document: Document) -> Drop | None:
         text, words = document.text, document.text.split()

@@ -1,0 +1,141 @@
+"""Crawl files -> corpus -> tokenizer -> token shards, in one folder.
+
+OUT/corpus                   kept and dropped documents, funnel
+OUT/tokens/tokenizer.json    trained on the corpus, or the one that was given
+OUT/tokens/{train,heldout}   token folders
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from ingot.data.build import Input, Progress, build_corpus, corpus_identity, find_corpus
+from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
+from ingot.data.corpus import read_documents, verify_corpus
+from ingot.data.curate import Classifier
+from ingot.data.recipe import DataRecipe
+from ingot.data.shards import SPLITS, build_shards
+from ingot.data.tokenizer.bpe import train_bpe
+from ingot.data.tokenizer.encoder import Encoder, load_encoder
+from ingot.data.verify import verify_tokens
+from ingot.errors import ConfigError, DataError
+from ingot.schema.corpus import CorpusManifest
+from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
+
+_SAMPLE_DOCUMENTS = 32  # on which the fast encoder has to equal the slow one
+_CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What lies in OUT. engine: "tiktoken" or "tokenizers"; notice: why not the faster one, or "".
+
+    fresh: False when everything was there already and nothing was done.
+    """
+
+    corpus: CorpusManifest
+    train: TokenManifest
+    heldout: TokenManifest
+    tokenizer: Path
+    engine: str
+    notice: str
+    fresh: bool
+
+
+def prepare(
+    inputs: Sequence[Input],
+    out: Path,
+    recipe: DataRecipe | None = None,
+    *,
+    vocab_size: int = 32_768,
+    tokenizer: Path | None = None,
+    workers: int = 1,
+    seed: int = 1234,
+    classifier: Classifier | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Make `out` ready for training. tokenizer: a tokenizer.json; a BPE of `vocab_size` is trained if None.
+
+    The same call again does nothing, after an interruption it goes on. Raises what build_corpus, train_bpe,
+    load_encoder and build_shards raise; ConfigError when `out` holds tokens that something else made.
+    """
+    recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
+    corpus, tokens = out / "corpus", out / "tokens"
+    finished = all((tokens / split / MANIFEST).exists() for split in SPLITS)
+    if finished and inputs and not find_corpus(corpus, corpus_identity(inputs, recipe, classifier)):
+        raise ConfigError(
+            f"{out} holds finished tokens of another corpus (other crawl files, sources or recipe)",
+            rule="finished tokens are not overwritten: a run may be training on them",
+            fix=f"choose another --out, or remove {out} first",
+        )
+    manifest = build_corpus(
+        inputs,
+        corpus,
+        recipe,
+        workers=workers,
+        classifier=classifier,
+        progress=lambda fraction, text: report(_CORPUS_SHARE * fraction, text),
+    )
+    report(_CORPUS_SHARE, "tokenizer")
+    encoder, path, trained = _encoder(corpus, tokens, tokenizer, vocab_size, finished)
+    try:
+        train, heldout = build_shards(
+            corpus,
+            encoder,
+            tokens,
+            tokenizer=path,
+            seed=seed,
+            workers=workers,
+            progress=lambda fraction, text: report(_TOKENIZER_SHARE + (1 - _TOKENIZER_SHARE) * fraction, text),
+        )
+    finally:
+        if trained:
+            path.unlink()
+    return Prepared(manifest, train, heldout, tokens / "tokenizer.json", encoder.engine, encoder.notice, not finished)
+
+
+def _encoder(
+    corpus: Path, tokens: Path, tokenizer: Path | None, vocab_size: int, finished: bool
+) -> tuple[Encoder, Path, bool]:
+    """The encoder, its file, and whether that was trained now and is to be removed once its copy is in place."""
+    path, trained = tokenizer, False
+    if path is None and finished and read_token_manifest(tokens / SPLITS[0]).vocab_size == vocab_size:
+        path = tokens / "tokenizer.json"
+    elif path is None:
+        path, trained = tokens.with_name(".tokenizer.json"), True
+        train_bpe((document["text"] for _, document in read_documents(corpus)), vocab_size, path)
+    sample = [document["text"] for _, document in islice(read_documents(corpus, verify=False), _SAMPLE_DOCUMENTS)]
+    return load_encoder(path, sample), path, trained
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A folder whose hashes are all right. kind: "corpus" or "tokens"; checked: how much that was, for people."""
+
+    folder: str
+    kind: str
+    checked: str
+
+
+def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
+    """Check the corpus and the token folders at or below `folder`. Raises DataError naming the first damage."""
+    found = []
+    for corpus in (folder, folder / "corpus"):
+        if (corpus / CORPUS_MANIFEST).exists():
+            manifest = verify_corpus(corpus)
+            documents = sum(part.documents for part in manifest.parts)
+            files = len(manifest.parts) + len(manifest.dropped)
+            found.append(Checked(str(corpus), "corpus", f"{files:,} files, {documents:,} kept documents"))
+    for tokens in (folder, *(parent / split for parent in (folder, folder / "tokens") for split in SPLITS)):
+        if (tokens / MANIFEST).exists():
+            verified = verify_tokens(tokens, progress)
+            text = f"{verified.blocks:,} blocks in {verified.shards:,} shards, {verified.tokens:,} tokens"
+            found.append(Checked(str(tokens), "tokens", text))
+    if not found:
+        raise DataError(
+            f"{folder} holds neither a corpus nor tokens",
+            rule=f"a corpus has {CORPUS_MANIFEST}, a token folder {MANIFEST}; both are written last",
+            fix="give the folder that `ingot data build --out` wrote",
+        )
+    return found
