@@ -1,0 +1,212 @@
+"""Guide pages: the prose of the docstrings of installed packages, one HTML page per module.
+
+Nothing is imported. Docstrings are found in the source text by their place (a triple-quoted string on its own line
+below a line that ends in a colon, or at the top of the file) and read with `ast.literal_eval`: 82 MB of source in two
+seconds, where parsing whole modules takes half a minute.
+"""
+
+import ast
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+
+# torch brings the others along; without it whatever is installed is used.
+PACKAGES = ("torch", "numpy", "sympy", "networkx")
+_SKIPPED_FOLDERS = frozenset(["site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"])
+_SKIPPED_TOPS = frozenset(["antigravity", "this"])
+
+_DOCSTRING = re.compile(r"^[ \t]*[rRuU]?(\"\"\"|''')(.*?)(?<!\\)\1", re.DOTALL | re.MULTILINE)
+_DEFINITION = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+_ONLY_COMMENTS = re.compile(r"(?:\s*#[^\n]*)*\s*")
+_HEADER_REACH = 2000  # characters to look back for the `def` that a docstring belongs to
+
+_ROLE = re.compile(r":[\w:+-]+:`(?:[^`<]*<)?[~!]?([^`>]+)>?`")
+_LINK = re.compile(r"`([^`<]+?)\s*<[^`>]+>`__?")
+_TICKS = re.compile(r"`{1,2}([^`]+)`{1,2}_{0,2}")
+_STARS = re.compile(r"(?<!\w)\*{1,2}([^*\s][^*]*?)\*{1,2}(?!\w)")
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
+_CODE = re.compile(r"[{}|\\]|>>>|==|::|\w\(\w+=|^\.\. |^:\w+|^[-*+] |^@")
+_GOOGLE_LABEL = re.compile(r"^\*{0,2}[\w.]+\s*(?:\([^)]*\))?\s*:\s+")
+_SECTION = re.compile(r"^\s*[A-Z]\w+:?$")  # "Args:", "Parameters"
+_UNDERLINE = re.compile(r"^([=~^\-\"'#*+])\1{2,}$")
+_PROSE_SECTIONS = frozenset(["notes", "note", "description", "summary", "introduction", "explanation", "details"])
+
+
+@dataclass(frozen=True, slots=True)
+class GuidePage:
+    """module: dotted name. sections: (name of the object, its paragraphs), the module's own first under ""."""
+
+    module: str
+    sections: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def source_files() -> list[tuple[str, Path]]:
+    """(module name, file) of the standard library and the PACKAGES that are installed, by name."""
+    found = []
+    for root, prefix in _roots():
+        for folder, folders, files in os.walk(root):
+            folders[:] = sorted(f for f in folders if f not in _SKIPPED_FOLDERS)
+            dotted = ".".join([*prefix, *Path(folder).relative_to(root).parts])
+            for file in files:
+                stem = file.removesuffix(".py")
+                if stem == file or stem == "__main__" or (not dotted and stem in _SKIPPED_TOPS):
+                    continue
+                module = dotted if stem == "__init__" else f"{dotted}.{stem}".lstrip(".")
+                found.append((module, Path(folder) / file))
+    return sorted(found)
+
+
+def _roots() -> Iterator[tuple[Path, list[str]]]:
+    yield Path(sysconfig.get_path("stdlib")), []
+    for name in PACKAGES:
+        spec = find_spec(name) if name not in sys.modules else sys.modules[name].__spec__
+        if spec and spec.submodule_search_locations:
+            yield Path(next(iter(spec.submodule_search_locations))), [name]
+
+
+def read_page(module: str, file: Path) -> GuidePage:
+    """The prose of one source file; without sections if it has none. Paragraphs that occur twice are kept once."""
+    source = file.read_text(encoding="utf-8", errors="replace")
+    seen: set[str] = set()
+    sections = []
+    for name, docstring in docstrings(source):
+        paragraphs = tuple(p for p in prose(docstring) if not (p in seen or seen.add(p)))
+        if paragraphs:
+            sections.append((name, paragraphs))
+    return GuidePage(module, tuple(sections))
+
+
+def docstrings(source: str) -> Iterator[tuple[str, str]]:
+    """(name of the class or function, "" for the module; text) in the order of the file."""
+    for match in _DOCSTRING.finditer(source):
+        before = source[max(0, match.start() - _HEADER_REACH) : match.start()]
+        code = before.rstrip()
+        at_top = match.start() == len(before) and _ONLY_COMMENTS.fullmatch(code) is not None
+        if not (at_top or code.endswith(":")):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "\d" in somebody's docstring
+                text = ast.literal_eval(match[0].strip())
+        except (SyntaxError, ValueError):
+            continue  # not a string after all, such as half of a commented-out one
+        name = "" if at_top else _name_above(code)
+        if at_top or name:
+            yield name, text
+
+
+def _name_above(code: str) -> str:
+    """The name in the last `def` or `class` line of `code`, or ""."""
+    place = max(code.rfind("def "), code.rfind("class "))
+    match = _DEFINITION.match(code, code.rfind("\n", 0, max(place, 0)) + 1)
+    return match[1] if match else ""
+
+
+def prose(docstring: str) -> list[str]:
+    """The sentences of a docstring, one string per paragraph, without its markup.
+
+    Doctests, code, lists, headings, and the names and types in tables of parameters are left out: what remains is
+    what a person reads.
+    """
+    paragraphs = []
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
+        lines = block.split("\n")
+        if len(lines) > 2 and _UNDERLINE.match(lines[1]) and lines[0].strip().lower() in _PROSE_SECTIONS:
+            lines = lines[2:]
+        if ">>>" in block or any(_CODE.search(line) for line in lines):
+            continue
+        paragraphs += filter(_is_prose, map(_plain, _entries(lines)))
+    return paragraphs
+
+
+def _entries(lines: list[str]) -> Iterator[str]:
+    """A plain block is one entry. Of "name : type" with an indented description, only the description is left."""
+    if not any(line[:1].isspace() or _UNDERLINE.match(line) for line in lines):
+        yield " ".join(line.strip() for line in lines)
+        return
+    entry: list[str] = []
+    indent = 0
+    for line in [*lines, "end"]:
+        here = len(line) - len(line.lstrip())
+        if here <= indent or not entry:
+            if entry:
+                # "x : array_like" stands alone above its description, "x (Tensor): The input." before it.
+                first = _GOOGLE_LABEL.sub("", entry[0])
+                yield " ".join(entry[1:] if first == entry[0] and len(entry) > 1 else [first, *entry[1:]])
+            entry, indent = [], here
+        if not _UNDERLINE.match(line.strip()) and not _SECTION.match(line):
+            entry.append(line.strip())
+
+
+def _is_prose(text: str) -> bool:
+    words = text.split()
+    alphabetic = sum(word[0].isalpha() or word[-1].isalpha() for word in words)
+    return len(words) >= 5 and alphabetic >= 0.85 * len(words) and _SENTENCE_END.search(text) is not None
+
+
+def _plain(text: str) -> str:
+    text = _ROLE.sub(lambda match: match[1].rpartition(".")[2] if "." in match[1] else match[1], text)
+    text = _LINK.sub(r"\1", text)
+    return _STARS.sub(r"\1", _TICKS.sub(r"\1", text))
+
+
+def url_path(module: str) -> str:
+    """'torch.nn.functional' -> '/torch/nn/functional.html'."""
+    return "/" + module.replace(".", "/") + ".html"
+
+
+def render_page(page: GuidePage, neighbours: list[str]) -> str:
+    """The page as the documentation site shows it: navigation, article, footer. neighbours: module names to link."""
+    links = "\n".join(f'      <li><a href="{url_path(n)}">{escape(n)}</a></li>' for n in neighbours)
+    crumbs = " / ".join(escape(part) for part in page.module.split("."))
+    body = []
+    for name, paragraphs in page.sections:
+        if name:
+            body.append(f'    <h2 id="{escape(name)}">{escape(name)}</h2>')
+        body += [f"    <p>{escape(text, quote=False)}</p>" for text in paragraphs]
+    article = "\n".join(body)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+  <meta charset="utf-8">
+  <title>{escape(page.module)} | The Guide</title>
+  <link rel="stylesheet" href="/static/guide.css">
+  <script>document.documentElement.className = "js";</script>
+</head>
+<body>
+  <header><a class="logo" href="/">The Guide</a>
+    <form action="/search"><input name="q" placeholder="Search"><button>Go</button></form></header>
+  <nav class="sidebar"><h3>Modules</h3>
+    <ul>
+{links}
+    </ul>
+  </nav>
+  <main><article>
+    <div class="breadcrumbs">{crumbs}</div>
+    <h1>{escape(page.module)}</h1>
+{article}
+  </article></main>
+  <footer><p>Made from the documentation of installed packages.
+    <a href="/about.html">About</a> | <a href="/contact.html">Contact</a></p></footer>
+</body>
+</html>
+"""
+
+
+def render_mirror(page: GuidePage) -> str:
+    """The same text on another site with another template: a near-duplicate under a foreign URL."""
+    paragraphs = [text for _, texts in page.sections for text in texts]
+    article = "".join(f'<div class="para">{escape(text, quote=False)}</div>' for text in paragraphs)
+    return (
+        f"<html><head><title>{escape(page.module)} - mirrored docs</title></head><body><table width=100%><tr><td>"
+        f"<b>Mirror of documentation</b></td></tr></table><div id=content><h3>{escape(page.module)}</h3>{article}</div>"
+        f"<div class=footer>Mirrored with care. Updated daily.</div></body></html>"
+    )

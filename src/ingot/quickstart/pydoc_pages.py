@@ -1,0 +1,81 @@
+"""Run as a script: renders the documentation of the standard library as HTML pages, one JSON line each.
+
+It imports what it documents, so it runs in a process of its own, with an empty environment (pydoc prints the values
+of module data: no environment variable may end up in a page) and under the caller's deadline. Modules that open
+windows, print, or show the state of this process are left out.
+
+    env -i PYTHONHASHSEED=0 python -s -P pydoc_pages.py OUT.jsonl
+
+Each line is {"path": "/library/json.html", "html": "..."}. The fixed hash seed fixes the order in which sets print.
+"""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import pydoc
+import re
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+_SKIPPED = frozenset(
+    # Side effects on import, or windows.
+    ("antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "lib2to3", "ensurepip", "pydoc_data")
+    # Their pages show this process and this machine.
+    + ("os", "posix", "nt", "sys", "site", "sysconfig", "platform", "gc", "pwd", "grp", "spwd", "resource", "venv")
+)
+_ADDRESS = re.compile(r"(at|handle)( |&nbsp;)(?:0x)?[0-9a-fA-F]{6,16}\b")
+
+
+def module_names() -> list[str]:
+    """Importable modules of the standard library, packages with their submodules, by name."""
+    names = []
+    for name in sorted(sys.stdlib_module_names):
+        if name.startswith("_") or name in _SKIPPED:
+            continue
+        names.append(name)
+        folder = Path(sysconfig.get_path("stdlib")) / name
+        if folder.is_dir():
+            names += [f"{name}.{module.name}" for module in pkgutil.iter_modules([str(folder)])]
+    return [n for n in names if not n.rpartition(".")[2].startswith("_") and not n.endswith(".tests")]
+
+
+def module_page(name: str) -> str | None:
+    """The page that `pydoc -w` would write, without addresses and folders of this machine. None if it cannot load."""
+    try:
+        module = importlib.import_module(name)
+        page = pydoc.html.page(pydoc.describe(module), pydoc.html.document(module, name))
+    except (Exception, SystemExit):
+        return None  # a module of another platform, or one that wants a library that is not here
+    for folder in (sysconfig.get_path("stdlib"), sys.prefix, sys.base_prefix):
+        page = page.replace(folder, "/usr/lib/python3")
+    return _ADDRESS.sub(r"\1\g<2>0x0", page)
+
+
+def topic_pages() -> list[tuple[str, str]]:
+    """(name, page) of the language topics of `help()`, such as "FORMATTING"."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    pages = []
+    for name, text in sorted(topics.items()):
+        body = f"<h1>{name}</h1>\n<pre>{pydoc.html.escape(text)}</pre>"
+        pages.append((name, pydoc.html.page(f"topic {name}", body)))
+    return pages
+
+
+def main(out: str) -> None:
+    warnings.simplefilter("ignore")
+    # Without a docstring pydoc looks for comments in the source; that took 40% of the time and gave nothing.
+    inspect.getcomments = lambda object: None
+    with Path(out).open("w", encoding="utf-8") as file:
+        for name in module_names():
+            if page := module_page(name):
+                file.write(json.dumps({"path": f"/library/{name}.html", "html": page}) + "\n")
+                file.flush()  # a deadline keeps what is done
+        for name, page in topic_pages():
+            file.write(json.dumps({"path": f"/topics/{name}.html", "html": page}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
