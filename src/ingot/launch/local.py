@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -102,13 +103,22 @@ class LocalJob:
         return {int(rank): int(code) for rank, code in _EXIT.findall(text)}
 
 
-def is_alive(pid: int) -> bool:
-    """Whether `pid` runs. A process that ended and was not yet waited for does not."""
+@dataclass(frozen=True)
+class ProcessEnd:
+    """A process that no longer runs. exit_code: negative for a signal; None if its parent has collected it already."""
+
+    exit_code: int | None
+
+
+def end_of(pid: int) -> ProcessEnd | None:
+    """None while `pid` runs. A process that ended and was not yet waited for (a zombie) still tells its exit code."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+        return ProcessEnd(None)
+    if fields[0] not in "ZX":
+        return None
+    return ProcessEnd(os.waitstatus_to_exitcode(int(fields[49])))  # field 52 of proc(5): exit_code
 
 
 def _own_processes() -> list[int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ingot.checkpoint.manifest import candidate_folders
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
 from ingot.events import EventLog
-from ingot.launch.local import LocalJob, is_alive
+from ingot.launch.local import LocalJob, end_of
 from ingot.launch.watch import Watch
 from ingot.resilience.incident import Incident, explain, refuse_restart
 from ingot.resilience.rank import clear_endings, read_endings
@@ -27,7 +27,7 @@ from ingot.schema.layout import RunFolder
 from ingot.storage import write_atomic
 
 _POLL_SECONDS = 0.05
-# After a rank was lost, torchrun has this long to report exit codes before everything is killed.
+# After a rank was lost whose exit code was not seen, torchrun has this long to report it; then everything is killed.
 _REPORT_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -105,7 +105,7 @@ def _attend(
     folder: RunFolder, job: Job, running: LocalJob, watch: Watch, signals: "_Signals", say: Callable[[str], None]
 ) -> Incident | None:
     """Watch one attempt until it ends. None when it finished or stopped on request, else what went wrong."""
-    asked, dead, lost_at = False, [], 0.0
+    asked, dead, lost_at = False, {}, 0.0
     while running.poll() is None:
         watch.read()
         if signals.count >= 2:
@@ -116,14 +116,14 @@ def _attend(
             _tell(say, "stopping at the next log line, saving first; once more stops now and loses what is not saved")
         if not lost_at and (dead := _lost_ranks(folder, watch)):
             lost_at = time.monotonic()
-        if lost_at and time.monotonic() - lost_at > _REPORT_SECONDS:
+        if lost_at and (None not in dead.values() or time.monotonic() - lost_at > _REPORT_SECONDS):
             break
         time.sleep(_POLL_SECONDS)
     watch.read()
     if watch.ended:
         return None
-    dead = dead or _lost_ranks(folder, watch)
-    return explain(job.processes, read_endings(folder), dead, running.exit_codes(), watch.step, running.last_words())
+    codes = running.exit_codes() | {rank: code for rank, code in dead.items() if code is not None}
+    return explain(job.processes, read_endings(folder), list(dead), codes, watch.step, running.last_words())
 
 
 def newest_step(folder: RunFolder) -> int:
@@ -137,13 +137,13 @@ def _tell(say: Callable[[str], None], text: str) -> None:
         say(text)
 
 
-def _lost_ranks(folder: RunFolder, watch: Watch) -> list[int]:
-    """Ranks whose process is gone, but not because they came to a good end."""
-    gone = [rank for rank, pid in watch.ranks.items() if not is_alive(pid)]
-    if not gone:
-        return []
+def _lost_ranks(folder: RunFolder, watch: Watch) -> dict[int, int | None]:
+    """Ranks whose process is gone, but not because they came to a good end, with their exit codes where seen."""
+    ends = {rank: end for rank, pid in watch.ranks.items() if (end := end_of(pid))}
+    if not ends:
+        return {}
     endings = read_endings(folder)  # read after the processes: a rank that ended well has left word by now
-    return [rank for rank in gone if rank not in endings or endings[rank].kind]
+    return {rank: end.exit_code for rank, end in ends.items() if rank not in endings or endings[rank].kind}
 
 
 def _attempt_log(folder: RunFolder) -> Path:
