@@ -19,7 +19,15 @@ from ingot.errors import ConfigError
 T = typing.TypeVar("T")
 
 
-_type_hints = functools.cache(typing.get_type_hints)  # a manifest has 10,000 entries of one kind
+@functools.cache  # a manifest has 10,000 entries of one kind
+def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Field -> (its type, whether it must be given)."""
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    return {
+        f.name: (hints[f.name], f.default is missing and f.default_factory is missing)
+        for f in dataclasses.fields(kind)
+        if f.init
+    }
 
 
 class _Reader:
@@ -33,19 +41,17 @@ class _Reader:
         self.problems.append(f"{self.where(key)}: {message}")
 
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
-        hints = _type_hints(kind)
-        fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+        fields = _fields(kind)
         before = len(self.problems)
         arguments = {}
         for name, value in values.items():
             if name in fields:
-                arguments[name] = self.value(hints[name], value, prefix + name)
+                arguments[name] = self.value(fields[name][0], value, prefix + name)
             else:
                 self.problem(prefix + name, f"unknown key {prefix + name!r}{_suggest(name, fields, prefix)}")
-        for name, field in fields.items():
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if name not in values and required:
-                self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hints[name])})")
+        for name, (hint, required) in fields.items():
+            if required and name not in values:
+                self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
         if len(self.problems) > before:
             return None
         built = kind(**arguments)

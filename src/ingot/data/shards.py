@@ -24,7 +24,7 @@ from ingot.config import to_dict
 from ingot.data.corpus import load_corpus, read_documents
 from ingot.data.tokenizer.encoder import Encoder
 from ingot.data.tokenizer.parallel import encode_documents
-from ingot.data.verify import Verified, verify_tokens
+from ingot.data.verify import Verified, block_digests, verify_tokens
 from ingot.errors import ConfigError, DataError, RunBusyError
 from ingot.rng import derive
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
@@ -283,9 +283,3 @@ def _write_source(spool: _Spool, split: str, folder: Path, options: _Options) ->
             documents_sha256=sha256_bytes(index.tobytes()),
         )
         first, number = last, number + 1
-
-
-def block_digests(path: Path, block_bytes: int) -> bytes:
-    """SHA-256 of every `block_bytes` of a file, back to back."""
-    with path.open("rb") as file:
-        return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(block_bytes), b""))

@@ -25,6 +25,12 @@ class Verified:
     bytes: int
 
 
+def block_digests(path: Path, block_bytes: int) -> bytes:
+    """SHA-256 of every `block_bytes` of a file, back to back."""
+    with path.open("rb") as file:
+        return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(block_bytes), b""))
+
+
 def verify_tokens(folder: Path, progress: Callable[[float, str], None] | None = None) -> Verified:
     """Read a whole token folder. Raises DataError naming shard, block and byte offset of the first damage."""
     manifest = read_token_manifest(folder)

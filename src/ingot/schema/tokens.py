@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.config import from_dict, to_dict
+from ingot.config import from_dict
 from ingot.errors import ConfigError, DataError
 from ingot.storage import canonical_json, sha256_bytes
 
@@ -71,7 +71,9 @@ class TokenManifest:
 
     def fingerprint(self) -> str:
         """Identifies the token stream: what the order of samples is a function of."""
-        return sha256_bytes(canonical_json(to_dict(self)).encode())
+        # As to_dict, but an order of magnitude quicker for 10,000 shards: both classes are flat and hold no None.
+        values = vars(self) | {"shards": [vars(shard) for shard in self.shards]}
+        return sha256_bytes(canonical_json(values).encode())
 
 
 def token_manifest_from_dict(values: dict, where: str) -> TokenManifest:
