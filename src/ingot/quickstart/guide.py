@@ -147,12 +147,16 @@ def _entries(lines: list[str]) -> Iterator[str]:
 
 
 def _is_prose(text: str) -> bool:
+    if not _SENTENCE_END.search(text):
+        return False
     words = text.split()
     alphabetic = sum(word[0].isalpha() or word[-1].isalpha() for word in words)
-    return len(words) >= 5 and alphabetic >= 0.85 * len(words) and _SENTENCE_END.search(text) is not None
+    return len(words) >= 5 and alphabetic >= 0.85 * len(words)
 
 
 def _plain(text: str) -> str:
+    if "`" not in text and "*" not in text:
+        return text
     text = _ROLE.sub(lambda match: match[1].rpartition(".")[2] if "." in match[1] else match[1], text)
     text = _LINK.sub(r"\1", text)
     return _STARS.sub(r"\1", _TICKS.sub(r"\1", text))

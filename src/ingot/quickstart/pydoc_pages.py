@@ -20,12 +20,12 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-_SKIPPED = frozenset(
-    # Side effects on import, or windows.
-    ("antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "lib2to3", "ensurepip", "pydoc_data")
-    # Their pages show this process and this machine.
-    + ("os", "posix", "nt", "sys", "site", "sysconfig", "platform", "gc", "pwd", "grp", "spwd", "resource", "venv")
-)
+# Side effects on import, or windows; then modules whose pages show this process and this machine.
+_SKIPPED_NAMES = """
+    antigravity this idlelib turtle turtledemo tkinter test lib2to3 ensurepip pydoc_data
+    os posix nt sys site sysconfig platform gc pwd grp spwd resource venv
+"""
+_SKIPPED = frozenset(_SKIPPED_NAMES.split())
 _ADDRESS = re.compile(r"(at|handle)( |&nbsp;)(?:0x)?[0-9a-fA-F]{6,16}\b")
 
 
