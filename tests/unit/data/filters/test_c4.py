@@ -1,0 +1,82 @@
+import pytest
+
+from ingot.data.filters.c4 import C4, C4Rules, count_sentences
+from ingot.schema.document import Document
+
+LINE = "This is one good line of text."
+FIVE = "\n".join(f"This is good line number {i} of the text." for i in range(5))
+
+
+def run(text, **rules):
+    document = Document(id="", url="", source="", file="", record_id="", text=text)
+    drop = C4(C4Rules(**rules))(document)
+    return drop.rule if drop else "", document.text
+
+
+def test_good_text_is_not_touched():
+    assert run(FIVE) == ("", FIVE)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "two words",
+        "Please enable JavaScript to see this page.",
+        "We use cookies to make this page better.",
+        "Read our Privacy Policy before you go on.",
+        "one two three " + "x" * 1001,
+        "",
+    ],
+)
+def test_bad_lines_are_cut_and_the_document_stays(line):
+    assert run(f"{FIVE}\n{line}\n{LINE}") == ("", f"{FIVE}\n{LINE}")
+
+
+def test_lines_without_terminal_punctuation_stay():
+    text = FIVE + "\nA heading without a full stop"
+    assert run(text) == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (FIVE + "\nfunction f() { return 1 }", "c4.curly_bracket"),
+        (FIVE + "\nLorem Ipsum dolor sit amet.", "c4.lorem_ipsum"),
+        (LINE + "\n" + LINE, "c4.sentences"),
+        ("", "c4.sentences"),
+    ],
+)
+def test_documents_are_dropped_by_name(text, rule):
+    assert run(text)[0] == rule
+
+
+def test_a_bracket_in_a_line_that_is_cut_anyway_does_not_count():
+    assert run(FIVE + "\njavascript function f() { return 1 }")[0] == ""
+
+
+def test_citation_marks_go():
+    text = FIVE.replace("line number 1", "line[12] number 1[edit][citation needed]")
+    assert run(text) == ("", FIVE)
+
+
+def test_rules_can_be_switched_off():
+    text = FIVE + "\nfunction f() { return 1 }"
+    assert run(text, curly_bracket=False) == ("", text)
+    text = FIVE + "\nPlease enable JavaScript and read our terms of use."
+    assert run(text, javascript=False, policy_phrases=False) == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("One. Two! Three?", 3),
+        ("no mark at all", 1),
+        ("He paid 3.50 for it, e.g. in cash.", 1),
+        ('"Stop." She stopped.', 2),
+        ("One line\n\nand another", 2),
+        ("", 0),
+        ("Dots... And more.", 2),
+    ],
+)
+def test_count_sentences(text, count):
+    assert count_sentences(text) == count

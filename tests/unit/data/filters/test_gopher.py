@@ -1,0 +1,115 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingot.data.filters.gopher import (
+    Gopher,
+    GopherRules,
+    RepetitionRules,
+    broken_quality_rule,
+    duplicates,
+    ngram_characters,
+)
+from ingot.schema.document import Document
+
+# 90 different words with stop words: breaks no rule.
+GOOD = "the and to of " + " ".join(f"word{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(90))
+
+# Five phrases of five words, each followed by a word of its own.
+PHRASES = "".join(f" {c}one {c}two {c}three {c}four {c}five {c}{{0}}x{{1}}" for c in "abcde")
+
+
+def drop_of(text, **rules):
+    document = Document(id="", url="", source="", file="", record_id="", text=text)
+    drop = Gopher(GopherRules(**rules))(document)
+    assert document.text == text
+    return drop.rule if drop else ""
+
+
+def plain_top(words, n):
+    counts = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+    ngram, count = counts.most_common(1)[0]
+    return len(ngram) * count
+
+
+def plain_duplicates(words, n):
+    """The definition of the reference code, word by word."""
+    seen, characters, i = set(), 0, 0
+    while i < len(words) - n + 1:
+        ngram = tuple(words[i : i + n])
+        if ngram in seen:
+            characters += len("".join(ngram))
+            i += n
+        else:
+            seen.add(ngram)
+            i += 1
+    return characters
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["a", "bb", "ccc", "d", "é", "ff"]), max_size=60))
+def test_ngram_counts_equal_the_definition(words):
+    found = dict(ngram_characters(words))
+    for n in range(2, 11):
+        rule = f"top_{n}_gram" if n < 5 else f"duplicate_{n}_gram"
+        if len(words) < n:
+            assert rule not in found
+        else:
+            expected = plain_top(words, n) if n < 5 else plain_duplicates(words, n)
+            assert found.get(rule, 0) == expected, rule
+
+
+@given(st.lists(st.sampled_from(["", "x", "yy", "zzz"])))
+def test_duplicates_counts_later_copies(pieces):
+    seen, count, characters = set(), 0, 0
+    for piece in pieces:
+        if piece in seen:
+            count, characters = count + 1, characters + len(piece)
+        seen.add(piece)
+    assert duplicates(pieces) == (count, characters)
+
+
+def test_good_text_stays():
+    assert drop_of(GOOD) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "gopher.word_count"),
+        ("the and " * 20, "gopher.word_count"),
+        ("... --- ### " * 40, "gopher.word_count"),  # symbols are no words
+        ("the and be a " * 20, "gopher.mean_word_length"),
+        (GOOD + " incomprehensibilities" * 200, "gopher.mean_word_length"),
+        (GOOD + " #" * 12, "gopher.symbol_ratio"),
+        (GOOD.replace(" word", "… word"), "gopher.symbol_ratio"),
+        ("\n".join("- " + GOOD[i * 20 : i * 20 + 20] for i in range(30)), "gopher.bullet_lines"),
+        ("\n".join(GOOD[i * 110 : i * 110 + 110] + "…" for i in range(6)), "gopher.ellipsis_lines"),
+        (GOOD + " 12345" * 40, "gopher.alphabetic_words"),
+        (GOOD.replace("the and to of", "der und zu von"), "gopher.stop_words"),
+        ("\n\n".join([GOOD, GOOD, GOOD]), "gopher_repetition.duplicate_paragraphs"),
+        ("\n".join([GOOD, GOOD, GOOD]), "gopher_repetition.duplicate_lines"),
+        (GOOD + " cartwheel engine" * 20, "gopher_repetition.top_2_gram"),
+        (GOOD + PHRASES.format("q", "r") + PHRASES.format("s", "t"), "gopher_repetition.duplicate_5_gram"),
+    ],
+)
+def test_each_rule_names_what_it_drops(text, rule):
+    assert drop_of(text) == rule
+
+
+def test_thresholds_are_inclusive_and_can_be_moved():
+    words = ["the", "and"] + [f"abc{chr(97 + i)}" for i in range(8)]
+    text = " ".join(words)
+    assert broken_quality_rule(text, words, GopherRules(word_count=(10, 10))) is None
+    assert broken_quality_rule(text, words, GopherRules(word_count=(11, 99))) == ("gopher.word_count", "10 < 11")
+    assert broken_quality_rule(text, words, GopherRules(word_count=(1, 9))) == ("gopher.word_count", "10 > 9")
+
+
+def test_switched_off_halves_are_not_run_and_not_named():
+    repeated = Document(id="", url="", source="", file="", record_id="", text=GOOD + "\n" + GOOD)
+    only_quality = Gopher(GopherRules(), RepetitionRules(enabled=False))
+    assert only_quality(repeated) is None
+    assert only_quality.ran.startswith("quality rules")
+    assert Gopher(GopherRules(enabled=False), RepetitionRules())(repeated) is not None
