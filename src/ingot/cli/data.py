@@ -95,13 +95,10 @@ def _build(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _print_funnel(funnel, terminal: Terminal) -> None:
-    rows = []
-    for stage in funnel:
-        lost = stage.documents_in - stage.documents_out
-        worst = ", ".join(f"{rule.partition('.')[2]} {n:,}" for rule, n in list(stage.dropped.items())[:3])
-        rows.append((stage.name, f"{stage.documents_out:,}", f"-{lost:,}" if lost else "", worst, stage.ran))
-    header = ("stage", "left", "dropped", "by", "what ran")
+    from ingot.data.funnel import funnel_table
+
     terminal.say(f"{funnel[0].documents_in:,} records")
+    header, rows = funnel_table(funnel)
     terminal.table(rows, header, right=(1, 2))
 
 

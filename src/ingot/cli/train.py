@@ -39,6 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="let this changed setting apply to a run that trained without it; may be given again (default: none)",
     )
     parser.add_argument(
+        "--until-step", type=int, metavar="N", help="save and stop after step N, exit 10 (default: the run's last step)"
+    )
+    parser.add_argument(
         "--fresh", action="store_true", help="start at step 0; refused if there is a run (default: off)"
     )
     parser.add_argument(
@@ -56,6 +59,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         accept=args.accept_change,
         fresh=args.fresh,
         archive=args.archive,
+        until_step=args.until_step,
         quiet=terminal.json_mode or terminal.quiet,
         say=terminal.say,
     )

@@ -68,3 +68,14 @@ def most_dropped(stages: Sequence[FunnelStage]) -> list[tuple[str, int]]:
     """(rule, documents) of all stages, the rule that dropped most first."""
     rules = [(rule, count) for stage in stages for rule, count in stage.dropped.items()]
     return sorted(rules, key=lambda pair: (-pair[1], pair[0]))
+
+
+def funnel_table(stages: Sequence[FunnelStage]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The funnel for people: header and rows (stage, left, dropped, the rules that dropped most, what ran)."""
+    rows = []
+    for stage in stages:
+        lost = stage.documents_in - stage.documents_out
+        worst = sorted(stage.dropped.items(), key=lambda rule: -rule[1])[:3]
+        by = ", ".join(f"{rule.partition('.')[2]} {count:,}" for rule, count in worst)
+        rows.append((stage.name, f"{stage.documents_out:,}", f"-{lost:,}" if lost else "", by, stage.ran))
+    return ("stage", "left", "dropped", "by", "what ran"), rows

@@ -10,10 +10,11 @@ from ingot.schema.run import RunConfig
 WORKER = "ingot.train.worker"
 
 
-def training_job(folder: RunFolder, config: RunConfig, *, quiet: bool = False) -> Job:
-    """The ranks that train the run in `folder`. Their output is rank 0's lines on stdout, none if `quiet`."""
+def training_job(folder: RunFolder, config: RunConfig, *, until_step: int | None = None, quiet: bool = False) -> Job:
+    """The ranks that train the run in `folder`, to its end or `until_step`. Rank 0 prints, unless `quiet`."""
     processes = config.parallel.world_size
-    arguments = (str(folder.root), *(["--quiet"] if quiet else []))
+    until = [] if until_step is None else ["--until-step", str(until_step)]
+    arguments = (str(folder.root), *until, *(["--quiet"] if quiet else []))
     env = worker_environment(processes)
     if Path("/sys/class/net/lo").exists():
         # One machine: ranks talk over loopback, whatever the host's name resolves to, and nobody else can connect.

@@ -31,6 +31,7 @@ def train(
     accept: Collection[str] = (),
     fresh: bool = False,
     archive: bool = False,
+    until_step: int | None = None,
     quiet: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
@@ -38,7 +39,8 @@ def train(
 
     run_file: a run file, or the folder of a run. out: default `runs/NAME` beside the run file. overrides: "a.b=c".
     accept: changed settings that may apply to the running experiment. fresh: start at step 0; what is there is moved
-    aside if `archive`, else it is refused. quiet: the ranks print nothing. say: gets what happens, a line at a time.
+    aside if `archive`, else it is refused. until_step: save and stop there, as if asked to.
+    quiet: the ranks print nothing. say: gets what happens, a line at a time.
 
     Returns how it ended (see Outcome). Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
     """
@@ -61,7 +63,7 @@ def train(
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")
             return Outcome(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
         say(_opening(folder, config, step))
-        job = training_job(folder, config, quiet=quiet)
+        job = training_job(folder, config, until_step=until_step, quiet=quiet)
         return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
 
 

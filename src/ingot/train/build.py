@@ -44,8 +44,9 @@ from ingot.train.heldout import read_heldout, unigram_nats
 class Training:
     """The parts of a run on this rank, put together. Nothing here decides anything.
 
-    first_step: the next one to do. tokens_per_byte: of the training text. flops_per_token, peak_flops: norm convention
-    (theory/flops.py), of all devices together; None where no peak is published. segments: of the ledger so far.
+    first_step, until_step: the next one to do, and the one to stop at (the run's last, or earlier if asked for).
+    tokens_per_byte: of the training text. flops_per_token, peak_flops: norm convention (theory/flops.py), of all
+    devices together; None where no peak is published. segments: of the ledger so far.
     log, say: an event, a line for people; they do nothing except on rank 0.
     """
 
@@ -67,11 +68,14 @@ class Training:
     flops_per_token: float
     peak_flops: float | None
     first_step: int
+    until_step: int
     log: Callable[..., None]
     say: Callable[[str], None]
 
 
-def build(config: RunConfig, folder: RunFolder, place: Place, *, say: Callable[[str], None]) -> Training:
+def build(
+    config: RunConfig, folder: RunFolder, place: Place, *, until_step: int | None = None, say: Callable[[str], None]
+) -> Training:
     """Build the model, load the newest good checkpoint of `folder` into it, and open the data where it stopped.
 
     Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
@@ -127,6 +131,7 @@ def build(config: RunConfig, folder: RunFolder, place: Place, *, say: Callable[[
         flops_per_token=train_flops_per_token(config.model, config.train.seq_len),
         peak_flops=total_peak(config, place),
         first_step=first_step,
+        until_step=min(until_step or config.train.steps, config.train.steps),
         log=log,
         say=say if place.is_first else _silent,
     )

@@ -13,7 +13,7 @@ from ingot.train.step import StepFacts, train_step
 
 @dataclass(frozen=True)
 class Ending:
-    """step: the last one done and saved. stopped: on request, before the end of the run."""
+    """step: the last one done and saved. stopped: before the end of the run, on request or at `until_step`."""
 
     step: int
     stopped: bool
@@ -22,8 +22,9 @@ class Ending:
 def train(run: Training) -> Ending:
     """Train from `run.first_step` to the last step, or to a stop request. What was done is saved when it returns.
 
-    Between two log lines the facts of the steps stay on the device, and the host never waits for it. Whether to stop
-    is asked at every log line. Nothing is saved before the losses up to it were seen to be finite.
+    `run.until_step` is a stop that was asked for beforehand. Between two log lines the facts of the steps stay on the
+    device, and the host never waits for it. Whether to stop is asked at every log line. Nothing is saved before the
+    losses up to it were seen to be finite.
     """
     config = run.config
     steps, done, stopped = config.train.steps, run.first_step - 1, False
@@ -38,14 +39,14 @@ def train(run: Training) -> Ending:
         interval.add(batch.wait_seconds)
         done = batch.step
 
-        save_now = done == steps or done % config.checkpoint.every_steps == 0
+        save_now = done == run.until_step or done % config.checkpoint.every_steps == 0
         evaluate_now = done == steps or is_due(done, config.evaluate.every_steps)
         if not (save_now or evaluate_now or is_due(done, config.watch.log_every)):
             continue
 
         log_interval(run, recent, interval)
         recent.clear()
-        stopped = run.verdict.stop_requested() and done < steps
+        stopped = done < steps and (done == run.until_step or run.verdict.stop_requested())
         if save_now or stopped:
             save(run, done)
         if stopped:

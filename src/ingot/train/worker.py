@@ -1,4 +1,4 @@
-"""One rank of a training job: `python -m ingot.train.worker RUN_FOLDER [--quiet]`, started by torchrun.
+"""One rank of a training job, started by torchrun: `python -m ingot.train.worker RUN_FOLDER [--until-step N]`.
 
 Exit codes: 0 finished (or nothing left to do), 10 stopped on request with everything saved, else the error's own.
 """
@@ -16,17 +16,17 @@ from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 
 
-def run_rank(folder: RunFolder, quiet: bool) -> int:
+def run_rank(folder: RunFolder, until_step: int | None, quiet: bool) -> int:
     """Train the run in `folder` as the rank that the environment names. Returns the exit code."""
     from ingot.train.build import build
     from ingot.train.loop import train
 
     config = load(RunConfig, folder.config)
     place = start(config.train.device, config.launch.timeout_seconds)
-    run = build(config, folder, place, say=_say_nothing if quiet else _say)
+    run = build(config, folder, place, until_step=until_step, say=_say_nothing if quiet else _say)
     try:
-        if run.first_step > config.train.steps:
-            return EXIT_OK
+        if run.first_step > run.until_step:
+            return EXIT_OK if run.until_step == config.train.steps else EXIT_PREEMPTED
         ending = train(run)
     finally:
         run.loader.close()
@@ -45,12 +45,13 @@ def _say_nothing(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ingot.train.worker", description=__doc__)
     parser.add_argument("run_folder", type=Path, help="holds the resolved run.toml; everything is written here")
+    parser.add_argument("--until-step", type=int, help="save and stop there (default: the run's last step)")
     parser.add_argument("--quiet", action="store_true", help="print no progress lines")
     args = parser.parse_args(argv)
     folder = RunFolder(args.run_folder)
     try:
         with guarded(folder, int(os.environ.get("RANK", 0))):
-            return run_rank(folder, args.quiet)
+            return run_rank(folder, args.until_step, args.quiet)
     except IngotError as error:
         print(f"{error.code}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -1,0 +1,43 @@
+"""`ingot quickstart`."""
+
+import argparse
+import os
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "the whole way on this machine: crawl, tokens, plan, training, recovery, export, report"
+EXAMPLES = ("ingot quickstart", "ingot quickstart --warc CC-MAIN-*.warc.gz --dir my-crawl")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--warc",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="your own WARC or WET files (default: a crawl of this machine's documentation is made)",
+    )
+    parser.add_argument("--dir", default="quickstart", help="folder for everything (default: ./quickstart)")
+    parser.add_argument("--workers", type=int, default=0, help="processes for the data stages (default: one per core)")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.quickstart.story import Story
+
+    folder = Path(args.dir)
+    story = Story(
+        folder,
+        warcs=[Path(file) for file in args.warc],
+        workers=args.workers or os.cpu_count() or 1,
+        narrator=terminal,
+        quiet=args.json or args.quiet,
+    )
+    facts = story.tell()
+    terminal.result(facts)
+    terminal.say(f"\nReport: {facts['report']}")
+    terminal.next(
+        f"ingot sample {folder / 'run'} --prompt 'The function returns'",
+        "ingot init my-run",
+    )
+    return 0

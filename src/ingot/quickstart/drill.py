@@ -1,0 +1,102 @@
+"""The drill: kill a rank of a running job, and hold what it does afterwards against an undisturbed twin.
+
+The twin starts from the same checkpoint that the killed run came back from, on the same layout, and runs the same
+steps without a fault. Losses and gradient norms of both are compared as numbers that are equal or not: no tolerance.
+"""
+
+import os
+import shutil
+import signal
+import threading
+from dataclasses import asdict
+
+from ingot.errors import RunFailed
+from ingot.events import EventLog, read_events
+from ingot.report.facts import Twin
+from ingot.schema import events
+from ingot.schema.layout import RunFolder
+from ingot.storage import write_json
+
+POLL_SECONDS = 0.05
+
+
+class RankKiller(threading.Thread):
+    """Sends SIGKILL to `rank` of the run in `folder` once step `after_step` was logged; at most once per run folder.
+
+    First it gives `twin` a copy of the newest checkpoint, so that the twin can start where the killed run restarts.
+    """
+
+    def __init__(self, folder: RunFolder, twin: RunFolder, *, rank: int, after_step: int):
+        super().__init__(daemon=True)
+        self.folder, self.twin, self.rank, self.after_step = folder, twin, rank, after_step
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            step = last_step(self.folder)
+            if step >= self.after_step:
+                if not any(read_events(self.folder.events, events.DRILL)):
+                    self._kill(step)
+                return
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join(timeout=5)
+
+    def _kill(self, step: int) -> None:
+        copy_newest_checkpoint(self.folder, self.twin)
+        started = [e for e in read_events(self.folder.events, events.RANK_STARTED) if e["rank"] == self.rank]
+        pid = started[-1]["pid"]
+        log = EventLog(self.folder.events)
+        try:
+            os.kill(pid, 0)
+            log.write(events.DRILL, action="kill", rank=self.rank, pid=pid, step=step)  # before its effects are logged
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # the run was over first; the story says so
+        finally:
+            log.close()
+
+
+def last_step(folder: RunFolder) -> int:
+    return max((e["step"] for e in read_events(folder.events, events.PROGRESS)), default=0)
+
+
+def copy_newest_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
+    """Give `twin` the newest checkpoint of `folder` and the ledger so far: a run that was interrupted right there."""
+    newest = max(p for p in folder.checkpoints.iterdir() if p.name.startswith("step-"))
+    for source, target in ((newest, twin.checkpoints / newest.name), (folder.ledger, twin.ledger)):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+
+
+def compare_with_twin(folder: RunFolder, twin: RunFolder) -> Twin:
+    """Hold the steps of the twin against those of the drilled run. Raises RunFailed if there is nothing to compare."""
+    kill = next(read_events(folder.events, events.DRILL), None)
+    theirs = _facts_by_step(twin)
+    ours = _facts_by_step(folder)
+    if kill is None or not theirs:
+        raise RunFailed("the drill left no twin to compare with", fix="remove the quickstart folder and start again")
+    resumed = next(e["from_step"] for e in read_events(folder.events, events.RUN_STARTED) if e["time"] > kill["time"])
+    differences = [
+        abs(a - b) for step, values in theirs.items() for a, b in zip(values, ours[step], strict=True) if step in ours
+    ]
+    missing = [step for step in theirs if step not in ours]
+    if missing:
+        raise RunFailed(f"the drilled run has no facts of step {missing[0]}, which its twin made")
+    comparison = Twin(
+        kill_step=kill["step"],
+        resumed_from=resumed,
+        first_step=min(theirs),
+        last_step=max(theirs),
+        steps=len(theirs),
+        equal=all(theirs[step] == ours[step] for step in theirs),
+        max_difference=max(differences),
+    )
+    write_json(folder.root / "twin.json", asdict(comparison))
+    return comparison
+
+
+def _facts_by_step(folder: RunFolder) -> dict[int, tuple[float, float]]:
+    # A step that was redone after the kill is logged twice; the later one is the one that counts.
+    return {e["step"]: (e["loss"], e["grad_norm"]) for e in read_events(folder.events, events.STEP)}
