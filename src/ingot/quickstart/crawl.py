@@ -31,7 +31,7 @@ from ingot.storage import atomic_file, require_free
 GUIDE, MIRROR, PYDOC = "guide.ingot.invalid", "docs-mirror.ingot.invalid", "pydoc.ingot.invalid"
 _WARC_DATE, _HTTP_DATE = "2026-01-01T00:00:00Z", "Thu, 01 Jan 2026 00:00:00 GMT"
 _USER_AGENT = "ingot-quickstart/1.0"
-_PYDOC_DEADLINE_SECONDS = 60.0
+_PYDOC_DEADLINE_SECONDS = 180.0
 _NEIGHBOURS = 12  # links per page, before and after the module
 _EVERY_UTM, _EVERY_MIRROR, _DEAD_LINKS = 40, 30, 12
 _NEEDED_BYTES = 200 << 20
