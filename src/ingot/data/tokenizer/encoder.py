@@ -7,7 +7,7 @@ document. Special tokens written out in a text are encoded as the ordinary chara
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,9 @@ class Encoder:
     eot_id: int
     special: tuple[str, ...]
     notice: str
-    _tokenizer: Any  # tokenizers.Tokenizer
-    _tiktoken: Any  # tiktoken.Encoding, or None
-    _ids: np.ndarray  # tiktoken's rank -> id
+    _tokenizer: Any = field(repr=False)  # tokenizers.Tokenizer
+    _tiktoken: Any = field(repr=False)  # tiktoken.Encoding, or None
+    _ids: np.ndarray = field(repr=False)  # tiktoken's rank -> id
 
     @property
     def engine(self) -> str:
