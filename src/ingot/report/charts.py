@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from ingot.report.facts import Facts
+from ingot.report.facts import Facts, is_finite
 from ingot.report.page import Chart, Charts, Table
 from ingot.report.svg import Line, Mark, line_chart, smooth, thin
 from ingot.units import format_count
@@ -114,7 +114,7 @@ def throughput_summary(facts: Facts) -> list[tuple[str, str]]:
     waits = [e["data_wait_seconds"] / e["step_seconds"] for e in events if e["step_seconds"] > 0]
     if waits:
         rows.append(("Waiting for data, median", f"{median(waits):.2%} of a step"))
-    if mfus := [e["mfu"] for e in events if isinstance(e.get("mfu"), float)]:
+    if mfus := [e["mfu"] for e in events if is_finite(e.get("mfu"))]:
         rows.append(("MFU, median", f"{median(mfus):.1%}"))
     return rows
 

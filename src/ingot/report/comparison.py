@@ -3,7 +3,7 @@
 from statistics import median
 
 from ingot.report.charts import settled
-from ingot.report.facts import Facts
+from ingot.report.facts import Facts, is_finite
 from ingot.report.page import Block, Section, Table, Text
 from ingot.units import format_bytes, format_seconds
 
@@ -49,12 +49,12 @@ def comparison_rows(facts: Facts) -> list[tuple]:
         rows.append(("Time of a step", plan.step_seconds, measured, format_seconds))
     if facts.finished and facts.active_seconds and plan.total_seconds:
         rows.append(("Training time", plan.total_seconds, facts.active_seconds, format_seconds))
-    peaks = [e["peak_memory_bytes"] for e in facts.progress.values() if isinstance(e.get("peak_memory_bytes"), int)]
+    peaks = [e["peak_memory_bytes"] for e in facts.progress.values() if is_finite(e.get("peak_memory_bytes"))]
     if peaks and plan.total_memory_bytes:
         rows.append(("Memory of a rank", plan.total_memory_bytes, max(peaks), format_bytes))
     if facts.checkpoints and plan.checkpoint_bytes:
         rows.append(("Size of a checkpoint", plan.checkpoint_bytes, facts.checkpoints[-1]["bytes"], format_bytes))
-    mfus = [e["mfu"] for e in events if isinstance(e.get("mfu"), float)]
+    mfus = [e["mfu"] for e in events if is_finite(e.get("mfu"))]
     if mfus and plan.mfu:
         rows.append(("MFU", plan.mfu, median(mfus), "{:.1%}".format))
     return rows

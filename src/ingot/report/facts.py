@@ -5,8 +5,10 @@ Whatever is missing stays empty, and the story leaves it out. Events that lack w
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from ingot import config as configuration
 from ingot.config import from_dict
@@ -18,18 +20,25 @@ from ingot.schema.corpus import CorpusManifest
 from ingot.schema.layout import RunFolder
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
-from ingot.schema.tokens import TokenManifest, token_manifest_from_dict
+from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 
+# Fields that an event of a kind must have, as finite numbers, to be told from; and those that may be NaN or infinite.
 _NUMBERS = {
     kinds.RUN_STARTED: ("from_step", "world_size"),
-    kinds.STEP: ("step", "loss", "grad_norm", "lr"),
+    kinds.STEP: ("step",),
     kinds.PROGRESS: ("step", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
-    kinds.EVALUATION: ("step", "bpb", "loss", "tokens", "unigram_bpb"),
+    kinds.EVALUATION: ("step", "tokens"),
     kinds.SAMPLE: ("step",),
+    kinds.STAGE: ("seconds",),
     kinds.FINISHED: ("step", "tokens"),
 }
+_PERHAPS_NOT_FINITE = {
+    kinds.STEP: ("loss", "grad_norm", "lr"),
+    kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
+}
+_YEAR_5000_SECONDS = 95_617_584_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +107,7 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
         facts.twin = _read_json(Twin, twin)
     read_run_events(facts)
     if stages:
-        facts.stages += [e for e in read_events(stages, kinds.STAGE) if _is_number(e.get("seconds"))]
+        facts.stages += [event for event in _readable_events(stages, facts) if event["kind"] == kinds.STAGE]
     return facts
 
 
@@ -109,8 +118,8 @@ def _read_artifacts(facts: Facts, corpus: Path | None) -> None:
         facts.hashes["run.toml"] = sha256_file(folder.config)
         manifest = folder.root / facts.run.data.tokens / "manifest.json"
         if manifest.is_file():
-            facts.tokens = token_manifest_from_dict(_json(manifest), str(manifest))
-            facts.hashes["token stream"] = facts.tokens.fingerprint()
+            facts.tokens = read_token_manifest(manifest.parent)
+            facts.hashes["token stream found"] = facts.tokens.fingerprint()
             facts.hashes["tokenizer"] = facts.tokens.tokenizer_sha256
             facts.hashes["corpus"] = facts.tokens.corpus_sha256
             beside = manifest.parent.parent.parent / "corpus"
@@ -150,11 +159,8 @@ def read_run_events(facts: Facts) -> None:
         kinds.RUN_STARTED: facts.starts,
     }
     started = alive = None
-    for event in read_events(facts.folder.events):
-        kind = event.get("kind") if isinstance(event, dict) else None
-        if not _is_readable(event, kind):
-            facts.unreadable_events += 1
-            continue
+    for event in _readable_events(facts.folder.events, facts):
+        kind = event["kind"]
         incidents.see(event)
         if kind in lists:
             lists[kind].append(event)
@@ -173,12 +179,31 @@ def read_run_events(facts: Facts) -> None:
     facts.incidents = incidents.found
 
 
-def _is_readable(event, kind) -> bool:
-    if not isinstance(kind, str) or not _is_number(event.get("time")):
+def _readable_events(path: Path, facts: Facts) -> Iterator[dict]:
+    """The events of `path` that hold what their kind promises; the others are counted."""
+    for event in read_events(path):
+        if _is_readable(event):
+            yield event
+        else:
+            facts.unreadable_events += 1
+
+
+def _is_readable(event) -> bool:
+    kind = event.get("kind") if isinstance(event, dict) else None
+    if not isinstance(kind, str) or not is_finite(event.get("time")) or abs(event["time"]) > _YEAR_5000_SECONDS:
         return False
-    steps_are_whole = isinstance(event.get("step", 0), int | type(None))
-    return steps_are_whole and all(_is_number(event.get(name)) for name in _NUMBERS.get(kind, ()))
+    step = event.get("step")
+    if step is not None and not (isinstance(step, int) and is_finite(step)):
+        return False
+    finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
+    return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
 
 
-def _is_number(value) -> bool:
+def is_number(value) -> TypeGuard[float]:
+    """An int or float; True and False are neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value) -> TypeGuard[float]:
+    """A number that is neither NaN nor infinite, nor so large that it stands for a fault."""
+    return is_number(value) and abs(value) < 1e18

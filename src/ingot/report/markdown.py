@@ -1,6 +1,7 @@
 """A `Page` as Markdown: the same facts as text and tables, readable in a terminal and on a code host."""
 
 import re
+from dataclasses import replace
 
 from ingot.report.page import Bars, Block, Chart, Charts, Code, Page, Pairs, Sample, Section, Table, Text
 
@@ -33,7 +34,7 @@ def _block(block: Block) -> str:
             rows = [(bar.label, *bar.values, bar.note) for bar in block.rows]
             return _table(Table((*block.header, ""), rows, right=tuple(range(1, len(block.header)))))
         case Chart(title=title, table=table):
-            return f"**{_escape(title)}**\n\n{_table(table)}"
+            return f"**{_escape(title)}**\n\n{_table(replace(table, caption=''))}"
         case Charts(charts):
             return "\n\n".join(map(_block, charts))
         case Sample(prompt, text):

@@ -8,7 +8,7 @@ import time
 from ingot import __version__
 from ingot.report.charts import loss_chart, optimizer_charts, throughput_charts, throughput_summary
 from ingot.report.comparison import comparison_section
-from ingot.report.facts import Facts
+from ingot.report.facts import Facts, is_finite, is_number
 from ingot.report.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
 from ingot.report.recovery import recovery_section, recovery_tile
 from ingot.units import format_bytes, format_count, format_seconds
@@ -39,7 +39,7 @@ def _subtitle(facts: Facts) -> str:
     if facts.starts:
         first = facts.starts[0]
         parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first["time"])))
-        if isinstance(first.get("parameters"), int):
+        if is_finite(first.get("parameters")):
             parts.append(f"{format_count(first['parameters'])} parameters")
         ranks = f"{first['world_size']:.0f} {first.get('device', '')} {_plural(first['world_size'], 'rank')}"
         parts.append(" ".join(ranks.split()))
@@ -78,7 +78,7 @@ def _tiles(facts: Facts) -> list[Tile]:
     if facts.active_seconds:
         cost = facts.progress[max(facts.progress)].get("cost_usd") if facts.progress else None
         attempts = f"{len(facts.starts)} {_plural(len(facts.starts), 'attempt')}"
-        note = attempts + (f", ${cost:,.2f}" if isinstance(cost, int | float) else "")
+        note = attempts + (f", ${cost:,.2f}" if is_number(cost) else "")
         tiles.append(Tile("Training time", format_seconds(facts.active_seconds), note))
     if recovered := recovery_tile(facts):
         tiles.append(recovered)
@@ -143,8 +143,7 @@ def evaluation_section(facts: Facts) -> Section | None:
     header = ("Held-out text", "Tokens", "Bits per byte", "Unigram", "Lower by")
     rows = [_evaluation_row("all", last)]
     sources = last.get("by_source")
-    for source, part in sorted(sources.items()) if isinstance(sources, dict) else ():
-        rows.append(_evaluation_row(source, part))
+    rows += [_evaluation_row(str(name), part) for name, part in sorted(_items(sources)) if isinstance(part, dict)]
     blocks: list[Block] = [
         Text(
             f"At step {last['step']:,}, on {last['tokens']:,} tokens the model never trained on. The unigram knows "
@@ -162,7 +161,7 @@ def evaluation_section(facts: Facts) -> Section | None:
 def _evaluation_row(name: str, part: dict) -> tuple[str, ...]:
     bpb, unigram = part.get("bpb"), part.get("unigram_bpb")
     lower = ""
-    if isinstance(bpb, int | float) and isinstance(unigram, int | float) and unigram > 0:
+    if is_number(bpb) and is_number(unigram) and unigram > 0:
         lower = f"{1 - bpb / unigram:.1%}"
     return (
         name,
@@ -174,7 +173,7 @@ def _evaluation_row(name: str, part: dict) -> tuple[str, ...]:
 
 
 def _number(value, spec: str) -> str:
-    return format(value, spec) if isinstance(value, int | float) else ""
+    return format(value, spec) if is_number(value) else ""
 
 
 def samples_section(facts: Facts) -> Section | None:
@@ -250,7 +249,7 @@ def machine_section(facts: Facts) -> Section | None:
     if not facts.starts:
         return None
     last = facts.starts[-1]
-    rows = [(str(k), _hardware(k, v)) for k, v in _items(last.get("hardware"))]
+    rows = [(str(k).replace("_", " "), _hardware(k, v)) for k, v in _items(last.get("hardware"))]
     rows += [(f"version of {k}", str(v)) for k, v in _items(last.get("versions"))]
     return Section("machine", "Machine and versions", [Pairs(rows)]) if rows else None
 
@@ -260,7 +259,7 @@ def _items(value) -> list[tuple]:
 
 
 def _hardware(name: str, value) -> str:
-    if str(name).endswith("bytes") and isinstance(value, int | float):
+    if str(name).endswith("bytes") and is_finite(value):
         return format_bytes(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -268,11 +267,15 @@ def _hardware(name: str, value) -> str:
 def provenance_section(facts: Facts) -> Section | None:
     """What would show if anything had been another: hashes of inputs, settings and results."""
     rows = sorted(facts.hashes.items())
-    if facts.starts:
-        for name, key in (("settings trained with", "config_sha256"), ("data trained on", "data_fingerprint")):
-            if facts.starts[-1].get(key):
-                rows.append((name, str(facts.starts[-1][key])))
+    trained = facts.starts[-1] if facts.starts else {}
+    if trained.get("config_sha256"):
+        rows.append(("settings trained with", str(trained["config_sha256"])))
+    if trained.get("data_fingerprint"):
+        rows.append(("token stream trained on", str(trained["data_fingerprint"])))
     blocks: list[Block] = [Table(("What", "SHA-256"), rows)] if rows else []
+    found = facts.hashes.get("token stream found")
+    if found and trained.get("data_fingerprint") not in (None, found):
+        blocks.append(Text("The token folder that run.toml names is not the one that was trained on: it has changed."))
     if facts.exported:
         difference = _number(facts.exported.get("max_logit_difference"), ".3g")
         blocks.append(

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,12 @@ def plan() -> Plan:
         step_seconds=0.104, checkpoint_bytes=14_802_432,
         formulas={"step_seconds": "4,096 tokens x 7.2 MFLOP / 355 GFLOP/s + 190 operations x 110 us"},
     )  # fmt: skip
+
+
+@pytest.fixture
+def logs():
+    """The functions and constants of this file: test modules cannot import one another."""
+    return sys.modules[__name__]
 
 
 @pytest.fixture(scope="session")

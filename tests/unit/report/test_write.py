@@ -1,0 +1,266 @@
+"""The report of a whole run, of parts of runs, and of hostile and damaged ones."""
+
+import json
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingot.config import to_toml
+from ingot.errors import ConfigError, DataError, UsageError
+from ingot.report.facts import gather
+from ingot.report.html import render_html
+from ingot.report.markdown import render_markdown
+from ingot.report.story import tell
+from ingot.report.write import write_report
+from ingot.schema.layout import RunFolder
+
+VOID = {"meta", "br", "line", "circle", "polyline"}
+
+
+class Structure(HTMLParser):
+    """Checks that tags nest, and collects them with their attributes and the text."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.text = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> closes another tag"
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parse(html: str) -> Structure:
+    structure = Structure()
+    structure.feed(html)
+    structure.close()
+    assert not structure.open
+    return structure
+
+
+@pytest.fixture
+def report(drilled_run, tmp_path):
+    return write_report(
+        drilled_run, out=tmp_path, stages=drilled_run.parent / "events.jsonl", command="ingot quickstart"
+    )
+
+
+def test_html_and_markdown_tell_the_same_facts(report):
+    html, markdown = report.html.read_text(), report.markdown.read_text()
+    text = " ".join("".join(parse(html).text).split())
+    for fact in (
+        "2.070", "27% lower", "3.6M", "5,412", "44.3%", "1,702", "Noticed after", "210.0 ms", "4.4 s",
+        "30, all with the same bits", "2.9700", "98.1 ms", "104.0 ms", "406.0 MiB", "412.0 MiB", "ingot quickstart",
+        "7" * 64, "9a1f" * 16, "crawl", "15 s", "lid.176.ftz", "AMD EPYC", "on purpose", "2 attempts",
+    ):  # fmt: skip
+        assert fact in text, fact
+        assert fact in markdown, fact
+    assert [value for label, value, _ in report.headline if label == "Recovered in"] == ["4.4 s"]
+
+
+def test_html_is_self_contained_and_accessible(report):
+    html = report.html.read_text()
+    structure = parse(html)
+    names = {tag for tag, _ in structure.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "form", "base"}
+    assert not any(name.startswith("on") or name == "src" for _, attrs in structure.tags for name in attrs)
+    assert all(attrs["href"].startswith("#") for tag, attrs in structure.tags if tag == "a")
+    assert not re.search(r"url\(|@import|https?:", html)
+    policy = next(a["content"] for t, a in structure.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
+    anchors = {attrs["id"] for _, attrs in structure.tags if "id" in attrs}
+    assert {a["href"][1:] for t, a in structure.tags if t == "a"} <= anchors
+    assert all(a.get("aria-label") and a.get("role") == "img" for t, a in structure.tags if t == "svg")
+    assert all(a.get("scope") in ("col", "row") for t, a in structure.tags if t == "th")
+    assert "prefers-color-scheme:dark" in html
+    assert "@media print" in html
+
+
+def test_hostile_text_stays_text(report, logs):
+    html, markdown = report.html.read_text(), report.markdown.read_text()
+    assert logs.HOSTILE in "".join(parse(html).text)
+    assert logs.HOSTILE not in html
+    outside_fences = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", markdown)
+    assert "<script" not in outside_fences
+
+
+def test_hostile_names_stay_text(tmp_path, logs):
+    attack = '"><img src=x onerror=alert(1)><!--'
+    start = logs.started(logs.START, 0, 0) | {
+        "versions": {attack: attack},
+        "hardware": {attack: attack},
+        "device": attack,
+    }
+    evaluation = {"kind": "evaluation", "time": logs.START + 1, "step": 1, "bpb": 2.0, "loss": 4.0, "tokens": 9,
+                  "unigram_bpb": 3.0, "by_source": {attack: {"bpb": 2, "unigram_bpb": 3, "tokens": 9}}}  # fmt: skip
+    stage = {"kind": "stage", "time": logs.START, "name": attack, "seconds": 1, "summary": attack}
+    fault = {"kind": "fault", "time": logs.START + 2, "rank": attack, "cause": attack, "step": 3}
+    run = logs.write_events(tmp_path, [start, evaluation, stage, fault])
+    RunFolder(run).config.write_text(to_toml(logs.run_config()).replace('"quickstart"', json.dumps(attack)))
+    html = write_report(run, command=attack).html.read_text()
+    assert "img" not in {tag for tag, _ in parse(html).tags}
+    assert "<img" not in (tmp_path / "report.md").read_text().replace("```\n" + attack, "")
+
+
+def test_parts_that_are_missing_are_left_out(tmp_path, logs):
+    run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0)])
+    report = write_report(run)
+    titles = re.findall(r"^## (.*)", report.markdown.read_text(), re.MULTILINE)
+    assert titles == ["Machine and versions", "Provenance"]
+    assert "no step logged yet" in report.markdown.read_text()
+    parse(report.html.read_text())
+
+
+@pytest.mark.parametrize("gone", ["run.toml", "plan.json", "twin.json", "step", "progress", "evaluation", "sample",
+                                  "checkpoint", "fault", "run_started", "finished", "drill"])  # fmt: skip
+def test_any_one_part_may_be_missing(gone, drilled_run, tmp_path, logs):
+    run = logs.write_events(tmp_path / "run", [e for e in logs.drilled_events() if e["kind"] != gone])
+    for name in {"run.toml", "plan.json", "twin.json"} - {gone}:
+        (run / name).write_bytes((drilled_run / name).read_bytes())
+    report = write_report(run)
+    parse(report.html.read_text())
+    assert report.markdown.stat().st_size > 1000
+
+
+def test_a_corpus_that_is_not_the_runs_own_is_not_shown(drilled_run, tmp_path):
+    corpus = drilled_run.parent / "data" / "corpus" / "corpus.json"
+    whole = corpus.read_text()
+    try:
+        corpus.write_text(whole + " ")
+        assert "## Data" not in write_report(drilled_run, out=tmp_path).markdown.read_text()
+        named = write_report(drilled_run, out=tmp_path, corpus=corpus.parent)
+        assert "## Data" in named.markdown.read_text()
+    finally:
+        corpus.write_text(whole)
+
+
+def test_changed_tokens_are_said(drilled_run, report):
+    assert "not the one that was trained on" in report.markdown.read_text()
+
+
+def test_a_different_twin_is_called_different(drilled_run, tmp_path):
+    twin = json.loads((drilled_run / "twin.json").read_text()) | {"equal": False, "max_difference": 3e-7}
+    (tmp_path / "t.json").write_text(json.dumps(twin))
+    report = write_report(drilled_run, out=tmp_path, twin=tmp_path / "t.json")
+    assert "losses differ from the undisturbed run" in report.markdown.read_text()
+    assert "3e-07" in report.markdown.read_text()
+
+
+def test_a_fault_that_ended_the_run_is_not_called_recovered(tmp_path, logs):
+    events = logs.drilled_events()
+    end = next(i for i, e in enumerate(events) if e["kind"] == "fault") + 1
+    report = write_report(logs.write_events(tmp_path, events[:end]))
+    assert "0 of 1" in report.markdown.read_text()
+    assert "did not go on" in report.markdown.read_text()
+    assert f"at step {logs.KILL - 1}" in report.markdown.read_text()
+
+
+def test_not_a_number_is_left_out_of_lines(tmp_path, logs):
+    events = logs.drilled_events()
+    for event in events:
+        if event["kind"] == "step" and event["step"] % 7 == 0:
+            event |= {"loss": float("nan"), "grad_norm": float("inf")}
+    report = write_report(logs.write_events(tmp_path, events))
+    points = re.findall(r'points="([^"]*)"', report.html.read_text())
+    assert points
+    assert not any("nan" in p or "inf" in p for p in points)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "7", '"x"', "{}", '{"kind": "step", "time": 1}', '{"kind": "step", "time": 1, "step": "9", "loss": 1}',
+     '{"kind": "evaluation", "time": 1, "step": 1, "bpb": null}', '{"kind": ["step"], "time": 1}',
+     '{"kind": "step", "time": "x", "step": 1, "loss": 1, "grad_norm": 1, "lr": 1}',
+     '{"kind": "fault", "time": 1, "step": 1' + "0" * 400 + "}", '{"kind": "fault", "time": 1e17, "step": 1}',
+     '{"kind": "sample", "time": 1}', '{"kind": "stage", "time": 1, "name": "x"}'],
+)  # fmt: skip
+def test_unreadable_events_are_counted_not_used(line, tmp_path, logs):
+    run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0)])
+    with RunFolder(run).events.open("a") as file:
+        file.write(line + "\n")
+    assert "1 events could not be read" in write_report(run).markdown.read_text()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def test_no_value_of_any_field_breaks_the_report(tmp_path, logs):
+    body = [e for e in logs.drilled_events() if e.get("step", 0) not in range(30, 400)]
+    few = [e for e in body if e["kind"] != "step" or e["step"] % 40 == 1]
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.data())
+    def check(data):
+        events = json.loads(json.dumps(few))
+        event = events[data.draw(st.integers(0, len(events) - 1))]
+        event[data.draw(st.sampled_from(sorted(event)))] = data.draw(json_values)
+        page = tell(gather(logs.write_events(tmp_path, events)), "ingot train")
+        parse(render_html(page))
+        assert render_markdown(page)
+
+    check()
+
+
+def test_what_is_no_run_is_refused(tmp_path, drilled_run, logs):
+    with pytest.raises(UsageError, match=r"events\.jsonl"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0)])
+    with pytest.raises(DataError, match="corpus"):
+        write_report(run, corpus=tmp_path / "nowhere")
+    (run / "twin.json").write_text("[1]")
+    with pytest.raises(DataError, match="twin"):
+        write_report(run)
+    (run / "twin.json").write_text('{"steps": 60}')
+    with pytest.raises(ConfigError, match="kill_step"):
+        write_report(run)
+
+
+def test_a_long_run_stays_small_and_quick(tmp_path, logs):
+    line = '{"kind":"step","time":%f,"step":%d,"loss":%f,"grad_norm":1.0,"lr":0.001}\n'
+    run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0)])
+    with RunFolder(run).events.open("a") as file:
+        file.writelines(line % (logs.START + n, n, 4 + (n % 97) / 50) for n in range(1, 50_001))
+    began = time.perf_counter()
+    report = write_report(run)
+    assert time.perf_counter() - began < 5
+    assert report.html.stat().st_size < 200_000
+
+
+def test_no_torch_is_needed(drilled_run, tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path; from ingot.report.write import write_report\n"
+        f"write_report(Path({str(drilled_run)!r}), out=Path({str(tmp_path)!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_redone_steps_that_differ_are_said(tmp_path, logs):
+    events = logs.drilled_events()
+    again = [e for e in events if e["kind"] == "step" and e["step"] == logs.RESUMED + 5]
+    assert len(again) == 2
+    again[1]["loss"] += 1e-15 * again[1]["loss"]
+    markdown = write_report(logs.write_events(tmp_path, events)).markdown.read_text()
+    assert "30, not all with the same bits" in markdown
+    assert f"finished at step {logs.STEPS}" in markdown
