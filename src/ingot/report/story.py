@@ -86,11 +86,17 @@ def _tiles(facts: Facts) -> list[Tile]:
 
 
 def stages_section(facts: Facts) -> Section | None:
+    """Chapters in order. One that was entered again (a continued quickstart) is one row with all of its time."""
     if not facts.stages:
         return None
-    rows = [(str(e.get("name", "")), str(e.get("summary", "")), format_seconds(e["seconds"])) for e in facts.stages]
-    total = sum(e["seconds"] for e in facts.stages)
-    rows.append(("all", "", format_seconds(total)))
+    seconds: dict[str, float] = {}
+    summaries: dict[str, str] = {}
+    for event in facts.stages:
+        name = str(event.get("name", ""))
+        seconds[name] = seconds.get(name, 0.0) + event["seconds"]
+        summaries[name] = str(event.get("summary", ""))
+    rows = [(name, summaries[name], format_seconds(spent)) for name, spent in seconds.items()]
+    rows.append(("all", "", format_seconds(sum(seconds.values()))))
     return Section("chapters", "Chapters", [Table(("Chapter", "What came of it", "Time"), rows, right=(2,))])
 
 

@@ -151,6 +151,13 @@ def test_changed_tokens_are_said(drilled_run, report):
     assert "not the one that was trained on" in report.markdown.read_text()
 
 
+def test_a_chapter_entered_twice_is_one_row(tmp_path, logs):
+    stage = {"kind": "stage", "time": logs.START, "name": "data", "seconds": 40.0, "summary": "first"}
+    again = stage | {"seconds": 2.0, "summary": "second"}
+    run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0), stage, again])
+    assert "| data | second | 42 s |" in write_report(run).markdown.read_text()
+
+
 def test_a_different_twin_is_called_different(drilled_run, tmp_path):
     twin = json.loads((drilled_run / "twin.json").read_text()) | {"equal": False, "max_difference": 3e-7}
     (tmp_path / "t.json").write_text(json.dumps(twin))
