@@ -1,0 +1,71 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from ingot.cli.main import main
+
+
+@pytest.fixture
+def crawl_files(tmp_path):
+    path = Path(__file__).parents[1] / "data" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("crawl_for_cli", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pages = [(f"http://a.example/{n}", module.english(n), 200) for n in range(4)]
+    pages += [("http://a.example/x", "too short to stay", 200), ("http://a.example/y", "gone", 404)]
+    return [str(module.write_crawl(tmp_path / "crawl.warc.gz", pages))]
+
+
+@pytest.fixture
+def built(crawl_files, tmp_path, capsys):
+    out = str(tmp_path / "data")
+    assert main(["data", "build", *crawl_files, "--out", out, "--vocab-size", "300", "--workers", "1"]) == 0
+    capsys.readouterr()
+    return out
+
+
+def test_build_prints_the_funnel_and_what_comes_next(crawl_files, tmp_path, capsys):
+    arguments = ["data", "build", *crawl_files, "--out", str(tmp_path / "d"), "--vocab-size", "300", "--workers", "1"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "6 records" in text
+    assert "lid.176" in text
+    assert "no classifier" in text
+    assert "Next:" in text
+    assert main([*arguments, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fresh"] is False
+    assert facts["corpus"]["funnel"][0]["documents_in"] == 6
+    assert main(arguments) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
+    assert main(["data", "inspect", built]) == 0
+    assert "read.http_status" in capsys.readouterr().out
+    assert main(["data", "inspect", built, "--dropped-by", "read.http_status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"][0]["url"] == "http://a.example/y"
+    assert main(["data", "inspect", built, "--dropped-by", "read.http_statu"]) == 2
+    assert "did you mean 'read.http_status'" in capsys.readouterr().err
+
+
+def test_verify_tells_damage(built, capsys):
+    assert main(["data", "verify", built]) == 0
+    assert "kept documents" in capsys.readouterr().out
+    next(Path(built, "corpus").glob("web-*")).write_bytes(b"x")
+    assert main(["data", "verify", built]) == 20
+    assert "E-DATA" in capsys.readouterr().err
+
+
+def test_errors_have_their_exit_codes(crawl_files, tmp_path, capsys):
+    out = str(tmp_path / "d")
+    build = ["data", "build", *crawl_files, "--out", out, "--workers", "1"]
+    assert main([*build, "--set", "quality.gopher.symbol_rato=1"]) == 3
+    assert "did you mean 'quality.gopher.symbol_ratio'" in capsys.readouterr().err
+    assert main([*build, "--set", "language.keep=['fr']"]) == 20
+    assert "--dropped-by language.other" in capsys.readouterr().err
+    assert main(["data", "inspect", out, "--dropped-by", "language.other"]) == 0
+    assert main(["data", "build", str(tmp_path / "absent"), "--out", out]) == 3
+    assert main(["data", "inspect", str(tmp_path)]) == 20

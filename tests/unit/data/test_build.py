@@ -1,0 +1,262 @@
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from ingot.data import build
+from ingot.data.build import Input, build_corpus
+from ingot.data.corpus import load_corpus, read_documents, read_dropped, verify_corpus
+from ingot.data.dedup.minhash import DedupRules, jaccard, shingles
+from ingot.data.recipe import DataRecipe, LanguageRules, load_recipe
+from ingot.errors import ConfigError, DataError, ResourceError, RunBusyError
+from ingot.schema.document import document_id
+
+
+def inputs_of(crawl):
+    return [Input(path, "web") for path in crawl]
+
+
+def fates(out):
+    kept = {row["url"]: "kept" for _, row in read_documents(out)}
+    return kept | {row["url"]: row["rule"] for row in read_dropped(out)}
+
+
+def tree(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "seconds.json"}
+
+
+def test_every_page_meets_its_fate(crawl, tmp_path):
+    out = tmp_path / "corpus"
+    manifest = build_corpus(inputs_of(crawl), out)
+    assert fates(out) == {
+        "http://a.example/1": "kept",
+        "http://a.example/2": "kept",
+        "http://a.example/missing": "read.http_status",
+        "http://a.example/empty": "extract.empty",
+        "http://a.example/short": "gopher.word_count",
+        "http://a.example/german": "language.other",
+        "http://a.example/1#comments": "url.duplicate",
+        "http://b.example/3": "kept",
+        "http://A.example:80/2?utm_source=x": "url.duplicate",
+        "http://b.example/mirror": "near_duplicates.similar",
+        "http://b.example/code": "c4.curly_bracket",
+        "http://b.example/spam": "toxicity.words",
+        "http://b.example/6": "kept",
+    }
+    texts = {row["url"]: row["text"] for _, row in read_documents(out)}
+    assert "<EMAIL>" in texts["http://a.example/2"]
+    assert "@" not in texts["http://a.example/2"]
+    counts = [(stage.documents_in, stage.documents_out) for stage in manifest.funnel]
+    assert counts[0][0] == 13
+    assert counts[-1][1] == 4 == sum(part.documents for part in manifest.parts)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(counts))
+    assert all(stage.documents_in - stage.documents_out == sum(stage.dropped.values()) for stage in manifest.funnel)
+    assert all(stage.ran for stage in manifest.funnel)
+    assert sum(part.text_bytes for part in manifest.parts) == sum(len(text.encode()) for text in texts.values())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_lineage_of_a_kept_document(crawl, tmp_path):
+    build_corpus([Input(crawl[0], "guide"), Input(crawl[1], "web")], tmp_path / "corpus")
+    for source, row in read_documents(tmp_path / "corpus"):
+        assert row["id"] == document_id(row["file"], row["record_id"], row["url"])
+        assert source == row["source"] == ("guide" if row["file"] == "crawl-0.warc.gz" else "web")
+        assert row["language"] == "en"
+
+
+def test_the_corpus_does_not_depend_on_workers_or_order(crawl, tmp_path):
+    build_corpus(inputs_of(crawl), tmp_path / "one", workers=1)
+    build_corpus(inputs_of(crawl)[::-1], tmp_path / "two", workers=2)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+def test_building_again_does_nothing(crawl, tmp_path, monkeypatch):
+    out = tmp_path / "corpus"
+    first = build_corpus(inputs_of(crawl), out)
+    monkeypatch.setattr(build, "run_tasks", None)  # would fail if anything ran
+    assert build_corpus(inputs_of(crawl), out) == first == load_corpus(out)
+
+
+def test_another_recipe_replaces_the_corpus(crawl, tmp_path):
+    out = tmp_path / "corpus"
+    build_corpus(inputs_of(crawl), out)
+    build_corpus(inputs_of(crawl), out, load_recipe(None, ["quality.c4.curly_bracket=false"]))
+    assert fates(out)["http://b.example/code"] == "kept"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_switched_off_stages_stay_in_the_funnel(crawl, tmp_path):
+    recipe = load_recipe(None, [f"{part}.enabled=false" for part in ("language", "dedup", "toxicity", "pii")])
+    manifest = build_corpus(inputs_of(crawl), tmp_path / "corpus", recipe)
+    off = [stage.name for stage in manifest.funnel if stage.ran == "switched off"]
+    assert off == ["language", "pii", "near_duplicates", "toxicity"]
+    found = fates(tmp_path / "corpus")
+    assert found["http://b.example/mirror"] == found["http://b.example/spam"] == "kept"
+
+
+def score(text):
+    return 1.0 if "kalo" in text else 0.0
+
+
+def test_a_classifier_is_named_and_used(crawl, tmp_path):
+    manifest = build_corpus(inputs_of(crawl), tmp_path / "corpus", classifier=score, workers=2)
+    assert "score" in manifest.funnel[-1].ran
+    assert manifest.config_sha256 != build_corpus(inputs_of(crawl), tmp_path / "plain").config_sha256
+
+
+def test_interrupted_builds_continue(crawl, tmp_path, monkeypatch):
+    out, curated = tmp_path / "corpus", []
+    real = build.run_tasks
+
+    def stop_after_first(function, tasks, **options):
+        real(function, tasks[:1], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "run_tasks", stop_after_first)
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(inputs_of(crawl), out)
+    assert not out.exists()
+
+    def count(function, tasks, **options):
+        curated.append(len(tasks))
+        return real(function, tasks, **options)
+
+    monkeypatch.setattr(build, "run_tasks", count)
+    build_corpus(inputs_of(crawl), out)
+    assert curated[0] == 1  # the other file was there
+    monkeypatch.setattr(build, "run_tasks", real)
+    build_corpus(inputs_of(crawl), tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def _build(crawl, out):
+    build_corpus(inputs_of(crawl), out)
+
+
+def test_a_killed_build_leaves_nothing_half_written(crawl, tmp_path):
+    out = tmp_path / "corpus"
+    context = multiprocessing.get_context("fork")
+    for delay in (0.0, 0.02, 0.05, 0.1):
+        process = context.Process(target=_build, args=(crawl, out))
+        process.start()
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+        if out.exists():
+            verify_corpus(out)
+    build_corpus(inputs_of(crawl), out)
+    build_corpus(inputs_of(crawl), tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_everything_filtered_out_says_by_what(crawl, tmp_path):
+    out = tmp_path / "corpus"
+    recipe = replace(DataRecipe(), language=LanguageRules(keep=("fr",)))
+    for _ in range(2):  # also when it is there already
+        with pytest.raises(DataError) as error:
+            build_corpus(inputs_of(crawl), out, recipe)
+        assert "none of 13 records is left" in error.value.found
+        assert "language.other 9" in error.value.found
+        assert "--dropped-by language.other" in error.value.fix
+    assert len(list(read_dropped(out))) == 13
+
+
+def test_garbage_is_named_and_other_files_are_kept(crawl, tmp_path):
+    garbage = tmp_path / "garbage.warc.gz"
+    garbage.write_bytes(b"this is no crawl file at all\n" * 50)
+    with pytest.raises(DataError, match=r"garbage\.warc\.gz"):
+        build_corpus([*inputs_of(crawl), Input(garbage)], tmp_path / "corpus", workers=2)
+    assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda inputs: [], "no crawl files"),
+        (lambda inputs: [*inputs, Input(inputs[0].path.with_name("absent.warc"))], "no crawl file at"),
+        (lambda inputs: [*inputs, inputs[0]], "2 inputs are called"),
+        (lambda inputs: [Input(inputs[0].path, "../x")], "cannot name a source"),
+        (lambda inputs: [Input(inputs[0].path, "dropped")], "cannot name a source"),
+    ],
+)
+def test_bad_inputs(crawl, tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        build_corpus(change(inputs_of(crawl)), tmp_path / "corpus")
+
+
+def test_a_folder_of_the_users_is_not_touched(crawl, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="is not a corpus"):
+        build_corpus(inputs_of(crawl), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_no_space_is_found_before_work_starts(crawl, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ResourceError, match="building the corpus"):
+        build_corpus(inputs_of(crawl), tmp_path / "corpus")
+    assert not list(tmp_path.glob("*corpus*"))
+
+
+def test_two_builds_at_once(crawl, tmp_path):
+    out = tmp_path / "corpus"
+    with build._work_folder(out), pytest.raises(RunBusyError):
+        build_corpus(inputs_of(crawl), out)
+    build_corpus(inputs_of(crawl), out)
+
+
+def test_planted_records_meet_their_fate(test_data, tmp_path):
+    """Every kind of truth_warc.jsonl, on the four shared crawl files."""
+    out = tmp_path / "corpus"
+    crawl = sorted((test_data / "warc").glob("shared-0000?.warc.gz"))
+    manifest = build_corpus(inputs_of(crawl), out, workers=2)
+    kept = {row["record_id"]: row for _, row in read_documents(out)}
+    dropped = {row["id"]: row["rule"] for row in read_dropped(out)}
+    assert manifest.funnel[0].documents_in == len(kept) + len(dropped) == 1089
+    truth = [json.loads(line) for line in (test_data / "truth_warc.jsonl").read_text().splitlines()]
+    clusters: dict[int, list[str]] = {}
+    expected = {
+        "low_quality": ("gopher", "gopher_repetition", "c4", "fineweb", "language"),
+        "lang": ("language",),
+        "charset": ("language",),
+        "status_404": ("read",),
+        "status_301": ("read",),
+        "not_html": ("read",),
+        "empty_body": ("read",),
+        "deep_nesting": ("extract",),
+    }
+    urls = [row["url"] for row in kept.values()]
+    english = 0
+    for one in truth:
+        rule = dropped.get(document_id(f"shared-0000{one['file']}.warc.gz", one["record_id"], one["url"]), "")
+        if one["kind"] in expected and one.get("lang") != "en":
+            assert rule.split(".")[0] in expected[one["kind"]], one
+        if one["kind"] == "url_dup":
+            assert sum(url in (one["url"], one["of"]) for url in urls) <= 1, one
+        if one["kind"] in ("nd_base", "exact_text_copy") or one.get("jaccard5_to_base", 0) >= 0.8:
+            clusters.setdefault(one["cluster"], []).append(one["record_id"])
+        if one["kind"] == "pii" and one["record_id"] in kept:
+            english += 1
+            assert not any(value in kept[one["record_id"]]["text"] for value in one["pii"].values()), one
+        if one["kind"] == "pii_trap" and one["record_id"] in kept:
+            assert one["keep"] in kept[one["record_id"]]["text"]
+    assert english >= 35  # of 40 planted pages
+    assert len(clusters) >= 60
+    for cluster, members in clusters.items():
+        assert sum(record in kept for record in members) <= 1, cluster
+    sets = [shingles(row["text"]) for row in kept.values()]
+    assert max(jaccard_of(sets, 300)) < 1  # and no text is there twice
+    assert DedupRules().ran in [stage.ran for stage in manifest.funnel]
+
+
+def jaccard_of(sets, count):
+    import numpy as np
+
+    unique = [np.unique(s) for s in sets[:count]]
+    return [jaccard(a, b) for i, a in enumerate(unique) for b in unique[:i] if len(a) == len(b)] or [0.0]

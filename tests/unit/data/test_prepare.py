@@ -1,0 +1,85 @@
+import json
+
+import pytest
+
+from ingot.data.build import Input
+from ingot.data.prepare import prepare, verify
+from ingot.data.recipe import load_recipe
+from ingot.errors import ConfigError, DataError
+
+
+def inputs_of(crawl):
+    return [Input(path) for path in crawl]
+
+
+def snapshot(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_one_call_makes_everything_and_the_next_one_nothing(crawl, tmp_path):
+    out, fractions = tmp_path / "data", []
+    first = prepare(inputs_of(crawl), out, vocab_size=300, progress=lambda f, text: fractions.append(f))
+    assert first.fresh
+    assert first.train.vocab_size == 300
+    assert first.train.tokens > 0 < first.heldout.tokens
+    assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] == 1.0
+    before = snapshot(out)
+    assert sorted(p.name for p in out.iterdir()) == ["corpus", "tokens"]
+    second = prepare(inputs_of(crawl), out, vocab_size=300)
+    assert not second.fresh
+    assert second.train == first.train
+    assert snapshot(out) == before
+
+
+def test_tokens_are_reproducible(crawl, tmp_path):
+    fingerprints = {
+        prepare(inputs_of(crawl), tmp_path / str(workers), vocab_size=300, workers=workers).train.fingerprint()
+        for workers in (1, 2)
+    }
+    assert len(fingerprints) == 1
+
+
+def test_finished_tokens_are_never_pulled_away_from_under_a_run(crawl, tmp_path):
+    out = tmp_path / "data"
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    before = snapshot(out)
+    for change in (
+        {"recipe": load_recipe(None, ["quality.c4.enabled=false"])},
+        {"vocab_size": 310},
+        {"seed": 5},
+    ):
+        with pytest.raises(ConfigError, match="holds finished tokens"):
+            prepare(inputs_of(crawl), out, **({"vocab_size": 300} | change))
+        assert snapshot(out) == before
+
+
+def test_a_given_tokenizer_is_used(crawl, tmp_path):
+    trained = prepare(inputs_of(crawl), tmp_path / "a", vocab_size=300).tokenizer
+    again = prepare(inputs_of(crawl), tmp_path / "b", tokenizer=trained)
+    assert again.tokenizer.read_bytes() == trained.read_bytes()
+    assert trained.exists()
+
+
+def test_verify_finds_folders_and_damage(crawl, tmp_path):
+    out = tmp_path / "data"
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    assert [one.kind for one in verify(out)] == ["corpus", "tokens", "tokens"]
+    assert [one.kind for one in verify(out / "corpus")] == ["corpus"]
+    assert [one.kind for one in verify(out / "tokens" / "train")] == ["tokens"]
+    shard = next((out / "tokens" / "train").glob("*.tokens"))
+    data = bytearray(shard.read_bytes())
+    data[10] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=shard.stem):
+        verify(out)
+    with pytest.raises(DataError, match="neither a corpus nor tokens"):
+        verify(tmp_path / "absent")
+
+
+def test_lineage_from_tokens_to_corpus(crawl, tmp_path):
+    from ingot.storage import sha256_file
+
+    out = tmp_path / "data"
+    prepared = prepare(inputs_of(crawl), out, vocab_size=300)
+    assert prepared.train.corpus_sha256 == sha256_file(out / "corpus" / "corpus.json")
+    assert json.loads((out / "corpus" / "corpus.json").read_text())["inputs"] == prepared.corpus.inputs
