@@ -64,14 +64,14 @@ class Shuffle:
 
     def take(self, first: int, last: int) -> np.ndarray:
         """Windows of samples first..last-1 (int64); the sample i is in epoch i // windows."""
-        parts = []
+        parts = [np.empty(0, np.int64)]
         while first < last:
             epoch, position = divmod(first, self.windows)
             group, offset = divmod(position, self.group_windows)
             ids = self._group(epoch, group)[offset : offset + last - first]
             parts.append(ids)
             first += len(ids)
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+        return np.concatenate(parts)
 
     def _group(self, epoch: int, group: int) -> np.ndarray:
         """All windows of one group, in order: the second level, applied to the blocks that the first one gives."""

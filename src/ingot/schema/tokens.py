@@ -86,6 +86,8 @@ def read_token_manifest(folder: Path) -> TokenManifest:
     fix = "make it with: ingot data build FILES... --out DIR"
     try:
         values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder} is not a token folder: no {MANIFEST}",
