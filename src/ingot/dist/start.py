@@ -121,9 +121,9 @@ def _store(place: Place, timeout: timedelta):
                 rule="several processes need a place to meet",
                 fix="start them with torchrun",
             )
-        return dist.HashStore()
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         place.world_size,
@@ -131,7 +131,7 @@ def _store(place: Place, timeout: timedelta):
         timeout=timeout,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"attempt-{place.attempt}", store)
+    return dist.PrefixStore(f"attempt-{place.attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def stop() -> None:

@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [T, H], of the angles position * theta^(-2i/H), i = 0..H/2-1, written twice side by side.
+    """cos and sin, float32 [T, H/2], of the angles position * theta^(-2i/H), i = 0..H/2-1.
 
     Su et al. 2021 (RoFormer, section 3.2.2). The angles are float32 as in the Llama of `transformers`, so that an
     exported model sees the same ones. They are recomputed in every forward: a few small operations, and no buffer to
@@ -34,18 +34,18 @@ def rotary_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Ten
     """
     exponents = torch.arange(0, head_dim, 2, device=positions_T.device).float() / head_dim
     angles = torch.outer(positions_T.float(), 1.0 / (theta**exponents))
-    angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
-def rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + H/2) of every head by their angles: the rotate-half convention, computed in >= float32.
 
     bf16 angles lose the difference between neighbouring positions in long sequences, hence the wider dtype.
     """
-    first, second = x_BNTH.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BNTH * cos_TH + turned * sin_TH).type_as(x_BNTH)
+    wide = x_BNTH if x_BNTH.dtype == torch.float64 else x_BNTH.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.type_as(x_BNTH)
 
 
 class SwiGLU(nn.Module):

@@ -2,7 +2,7 @@
 
 The logits of a batch are its largest tensor: 8,192 tokens x 128,256 ids in float32 are 4.2 GB, held three times by the
 plain form (logits, their float32 copy, their gradient). Here the tokens pass in chunks, and the gradient of each chunk
-is computed while its logits are at hand, as in Liger Kernel's fused linear cross entropy (Hsu et al. 2024, section 3.2).
+is computed while its logits are at hand, as in Liger Kernel's fused linear cross entropy (Hsu et al. 2024, sec. 3.2).
 On a CPU the chunk stays in cache, which makes it faster than the plain form as well.
 
 Shape letters: M tokens (batch and sequence flattened), D d_model, V vocab_size.
@@ -72,7 +72,7 @@ class CrossEntropy(nn.Module):
         return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self.piece)  # type: ignore[return-value]
 
 
-def token_nats(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Nats of every target by itself, float32 (float64 for float64): for evaluation. [B, T]."""
-    log_probabilities = _wide(logits_BTV).log_softmax(-1)
-    return -log_probabilities.gather(-1, targets_BT[..., None]).squeeze(-1)
+def token_nats(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Nats of every target by itself, float32 (float64 for float64): for evaluation. [T]."""
+    log_probabilities = _wide(logits_TV).log_softmax(-1)
+    return -log_probabilities.gather(-1, targets_T[:, None]).squeeze(-1)

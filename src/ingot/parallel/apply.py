@@ -42,9 +42,10 @@ def should_compile(train: Train, device: torch.device) -> bool:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    for block in model.blocks.values():  # type: ignore[union-attr]
+    for block in model.get_submodule("blocks").children():
         block.compile()
-    model.cross_entropy.piece = torch.compile(model.cross_entropy.piece)  # type: ignore[union-attr]
+    cross_entropy = model.get_submodule("cross_entropy")
+    cross_entropy.piece = torch.compile(cross_entropy.piece)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ def shard_data_parallel(model: nn.Module, mesh: DeviceMesh, precision: str) -> N
     if parameters < ONE_UNIT_PARAMETERS:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         return
-    for block in model.blocks.values():  # type: ignore[union-attr]
+    for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

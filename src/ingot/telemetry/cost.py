@@ -8,7 +8,7 @@ from ingot.schema import events
 
 
 class CostMeter:
-    """Counts from now on, on top of what earlier attempts of the run in `log` have cost; lost work has its price too."""
+    """Counts from now on, on top of what earlier attempts of the run in `log` have cost; lost work was paid too."""
 
     def __init__(self, usd_per_hour: float, devices: int, log: Path):
         """usd_per_hour: of one device; 0 means that the price is unknown."""

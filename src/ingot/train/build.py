@@ -124,7 +124,7 @@ def build(
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
         verdict=Verdict(folder),
-        heldout=open_heldout(config, folder, manifest, encoder),
+        heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
         tokens_per_byte=manifest.tokens / max(manifest.text_bytes, 1),
@@ -191,21 +191,28 @@ def open_encoder(config: RunConfig, folder: RunFolder, manifest: TokenManifest) 
     return encoder
 
 
-def open_heldout(config: RunConfig, folder: RunFolder, train: TokenManifest, encoder: Encoder | None) -> Heldout | None:
-    """The held-out text of the run file, None if it names none. Raises ConfigError for another tokenizer's tokens."""
-    if not config.data.heldout:
-        return None
-    path = data_path(folder, config.data.heldout)
-    manifest = read_token_manifest(path)
+def open_heldout(
+    config: RunConfig, folder: RunFolder, encoder: Encoder | None, *, tokens: Path | None = None, max_tokens: int
+) -> Heldout | None:
+    """The held-out text of the run file, or of the token folder `tokens`; None if there is neither.
+
+    Raises ConfigError for tokens of another tokenizer than the training tokens'.
+    """
+    if tokens is None:
+        if not config.data.heldout:
+            return None
+        tokens = data_path(folder, config.data.heldout)
+    manifest, train_path = read_token_manifest(tokens), data_path(folder, config.data.tokens)
+    train = read_token_manifest(train_path)
     if manifest.tokenizer_sha256 != train.tokenizer_sha256:
         raise ConfigError(
-            f"data.heldout = {path} was encoded with another tokenizer than data.tokens",
+            f"the tokens in {tokens} were encoded with another tokenizer than data.tokens",
             rule="held-out text is scored in the tokens that the model knows",
             fix="build both from one corpus: ingot data build",
         )
     return Heldout.prepare(
-        read_heldout(path, manifest, config.evaluate.max_tokens, encoder),
-        unigram_nats(data_path(folder, config.data.tokens), train),
+        read_heldout(tokens, manifest, max_tokens, encoder),
+        unigram_nats(train_path, train),
         seq_len=config.train.seq_len,
         eot_id=manifest.eot_id,
         mask_documents=config.data.mask_documents,

@@ -103,7 +103,7 @@ def score_windows(
         logits_BTV = model(torch.from_numpy(inputs).to(device), None, documents)
         targets_BT = torch.from_numpy(heldout.windows.targets[batch]).to(device)
         # Row by row: float32 log-probabilities of a whole batch would be its largest tensor.
-        nats_BT = torch.cat([token_nats(l[None], t[None]) for l, t in zip(logits_BTV, targets_BT, strict=True)])
+        nats_BT = torch.stack([token_nats(row, t) for row, t in zip(logits_BTV, targets_BT, strict=True)])
         counted_BT = torch.from_numpy(heldout.windows.counted[batch]).to(device)
         nats[start : start + len(batch)] = (nats_BT.double() * counted_BT).sum(dim=1).cpu().numpy()
     return nats

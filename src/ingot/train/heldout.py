@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.data.tokenizer.encoder import Encoder
-from ingot.errors import ConfigError
+from ingot.errors import ConfigError, DataError
 from ingot.loader.reader import TokenReader
 from ingot.schema.tokens import Shard, TokenManifest
 
@@ -42,7 +42,7 @@ def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder
     """Per source an equal share of `max_tokens`, rounded to whole documents, at least one.
 
     Documents lie shuffled in their shards, so the first ones are a fair sample. encoder: needed to count the bytes
-    where a shard is read in part; raises ConfigError without it.
+    where a shard is read in part; raises ConfigError without it. Raises DataError when there is nothing to score.
     """
     share = max_tokens // len(manifest.sources)
     texts = []
@@ -57,6 +57,8 @@ def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder
             text_bytes += shard.text_bytes if len(part) == shard.tokens else count_bytes(part, manifest, encoder)
         if ids:
             texts.append(SourceText(source, np.concatenate(ids), text_bytes))
+    if not texts:
+        raise DataError(f"{folder} holds no held-out text", rule="a shard has at least two tokens")
     return texts
 
 

@@ -7,9 +7,7 @@ from ingot.model.init import initialize
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch
 
-ARCH = Arch(
-    vocab_size=61, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=40, max_seq_len=40
-)
+ARCH = Arch(vocab_size=61, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=40, max_seq_len=40)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,45 @@
+"""`ingot eval`: bits per byte of a checkpoint on held-out text, by source, beside a unigram model."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "held-out bits per byte of a checkpoint, by source, beside a unigram baseline"
+EXAMPLES = (
+    "ingot eval runs/demo",
+    "ingot eval runs/demo/checkpoints/step-00000400",
+    "ingot eval runs/demo --tokens other-tokens/heldout --json",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run folder (its newest checkpoint is taken) or one checkpoint folder")
+    parser.add_argument(
+        "--tokens", type=Path, metavar="DIR", help="token folder to score (default: data.heldout of the run file)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="score at most about N tokens, an equal share per source (default: evaluate.max_tokens of the run file)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: a GPU if any)"
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.train.trained import evaluate_trained, load_trained
+
+    trained = load_trained(args.run, args.device)
+    found = evaluate_trained(trained, args.tokens, args.max_tokens)
+    rows = [
+        (name, f"{s.bpb:.4f}", f"{s.unigram_bpb:.4f}", f"{s.loss:.4f}", f"{s.tokens:,}")
+        for name, s in [*found.by_source.items(), ("all", found.total)]
+    ]
+    terminal.say(f"{trained.config.name}, step {trained.step:,}, {trained.config.train.precision} on {trained.device}")
+    terminal.table(rows, ("source", "bits/byte", "unigram", "nats/token", "tokens"), right=(1, 2, 3, 4))
+    terminal.result({"step": trained.step} | found.facts())
+    terminal.next(f"ingot sample {args.run} --prompt 'The'")
+    return 0
