@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ingot.errors import ConfigError
+from ingot.units import parse_count
 
 T = typing.TypeVar("T")
 
@@ -33,8 +34,9 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 class _Reader:
     """Builds a dataclass from nested dicts and collects every problem on the way."""
 
-    def __init__(self, where):
+    def __init__(self, where, root: type):
         self.where = where  # dotted key -> "run.toml:14" or "--set"
+        self.root = root  # the whole configuration, to find a key that stands in the wrong section
         self.problems: list[str] = []
 
     def problem(self, key: str, message: str) -> None:
@@ -42,13 +44,12 @@ class _Reader:
 
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
         fields = _fields(kind)
+        for name in (n for n in values if n not in fields):
+            suggestion = _suggest(name, fields, prefix, self.root)
+            self.problem(prefix + name, f"unknown key {prefix + name!r}{suggestion}")
+        # An unknown key does not hide what is wrong between the known ones.
         before = len(self.problems)
-        arguments = {}
-        for name, value in values.items():
-            if name in fields:
-                arguments[name] = self.value(fields[name][0], value, prefix + name)
-            else:
-                self.problem(prefix + name, f"unknown key {prefix + name!r}{_suggest(name, fields, prefix)}")
+        arguments = {n: self.value(fields[n][0], value, prefix + n) for n, value in values.items() if n in fields}
         for name, (hint, required) in fields.items():
             if required and name not in values:
                 self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
@@ -78,7 +79,7 @@ class _Reader:
             if value is None and type(None) in args:
                 return None
             for option in args:
-                attempt = _Reader(self.where)
+                attempt = _Reader(self.where, self.root)
                 built = attempt.value(option, value, key)
                 if option is not type(None) and not attempt.problems:
                     return built
@@ -97,7 +98,8 @@ class _Reader:
             return float(value)
         elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
             return value
-        self.problem(key, f"{key} = {value!r} is {type(value).__name__}, must be {_type_name(hint)}")
+        meant = _number_meant(hint, value)
+        self.problem(key, f"{key} = {value!r} is {type(value).__name__}, must be {_type_name(hint)}{meant}")
         return None
 
 
@@ -107,14 +109,38 @@ def _type_name(hint) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
 
 
-def _suggest(name: str, known, prefix: str) -> str:
+def _number_meant(hint, value) -> str:
+    """'; write 2000' for "2k", 2000.0 or "2_000" where a number belongs."""
+    if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, str | float):
+        return ""
+    try:
+        number = parse_count(value) if hint is int else float(value)
+    except (ConfigError, ValueError, OverflowError):
+        return ""
+    return f"; write {number}"
+
+
+def _sections_with(kind: type, name: str, prefix: str = "") -> list[str]:
+    """Dotted keys below `kind` whose last part is `name`."""
+    found = []
+    for field, (hint, _) in _fields(kind).items():
+        if field == name:
+            found.append(prefix + field)
+        elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found += _sections_with(hint, name, f"{prefix}{field}.")
+    return found
+
+
+def _suggest(name: str, known, prefix: str, root: type) -> str:
+    if elsewhere := _sections_with(root, name):
+        return f"; did you mean {elsewhere[0]!r}, in another section?"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
 
 
 def from_dict(kind: type[T], values: dict, *, where=lambda key: key) -> T:
     """`values` as a `kind`. Raises ConfigError that lists every problem; `where(key)` names each one's place."""
-    reader = _Reader(where)
+    reader = _Reader(where, kind)
     built = reader.dataclass(kind, values, "")
     if reader.problems:
         count = len(reader.problems)
@@ -165,7 +191,7 @@ def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = ())
             raise ConfigError(f"--set {override!r} has no '='", rule="write --set section.key=value")
         _put(values, key.strip().split("."), _parse_override(raw.strip()))
         from_command_line.add(key.strip())
-    lines = _key_lines(text)
+    lines = key_lines(text)
 
     def where(key: str) -> str:
         base = key.split("[")[0]
@@ -193,7 +219,7 @@ def _parse_override(raw: str):
         return raw  # --set schedule.kind=wsd: a bare word is a string
 
 
-def _key_lines(text: str) -> dict[str, int]:
+def key_lines(text: str) -> dict[str, int]:
     """Dotted key or section -> line number (1-based). For messages only, so multi-line values need no care."""
     lines, section = {}, ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -51,10 +51,7 @@ def examine(machine: Machine, folder: Path) -> list[Check]:
 
 
 def _python() -> Check:
-    found = f"Python {sys.version.split()[0]} at {sys.executable}"
-    if sys.version_info < (3, 11):
-        return Check("python", "fail", found, "use Python 3.11 or 3.12")
-    return Check("python", "ok", found)
+    return Check("python", "ok", f"Python {sys.version.split()[0]} at {sys.executable}")
 
 
 def _cores(machine: Machine) -> Check:
@@ -152,7 +149,9 @@ def _loopback() -> Check:
             client.settimeout(2)
             client.connect(server.getsockname())
     except OSError as error:
-        return Check("loopback", "fail", f"cannot connect to localhost: {error}", "add '127.0.0.1 localhost' to /etc/hosts")
+        return Check(
+            "loopback", "fail", f"cannot connect to localhost: {error}", "add '127.0.0.1 localhost' to /etc/hosts"
+        )
     if not address.startswith("127."):
         return Check("loopback", "fail", f"localhost is {address}", "add '127.0.0.1 localhost' to /etc/hosts")
     return _own_name()
@@ -167,7 +166,9 @@ def _own_name() -> Check:
         fix = f"add '127.0.0.1 {name}' to /etc/hosts: gloo looks the name up"
         return Check("loopback", "warn", f"this host's own name {name!r} has no address", fix)
     if time.monotonic() - started > 1:
-        return Check("loopback", "warn", f"looking up {name} took over a second", f"add '127.0.0.1 {name}' to /etc/hosts")
+        return Check(
+            "loopback", "warn", f"looking up {name} took over a second", f"add '127.0.0.1 {name}' to /etc/hosts"
+        )
     return Check("loopback", "ok", found)
 
 
@@ -178,7 +179,9 @@ def _temporary_folder() -> Check:
             file.flush()
         return Check("temp folder", "ok", f"{tempfile.gettempdir()} is writable")
     except OSError as error:
-        return Check("temp folder", "fail", f"cannot write a temporary file: {error}", "set TMPDIR to a writable folder")
+        return Check(
+            "temp folder", "fail", f"cannot write a temporary file: {error}", "set TMPDIR to a writable folder"
+        )
 
 
 def _clock() -> Check:

@@ -7,10 +7,11 @@ from ingot.theory.term import Term
 
 
 def memory_bill(run: RunConfig, cluster: Cluster) -> dict[str, Term]:
-    """Terms that sum to the peak: the larger of two moments.
+    """Terms that sum to the peak: the largest of three moments.
 
     At the loss every activation is saved and a chunk of logits is there. At the end of the backward, activations are
-    gone and whole gradients are there. Masters, moments and gathered weights are there at both.
+    gone and whole gradients are there. Held-out scoring saves nothing, but holds the logits of a micro-batch. Masters,
+    moments and gathered weights are there at all of them.
     """
     arch, precision, device = run.model, run.train.precision, cluster.device
     ranks, tokens = run.parallel.data_ranks, run.train.micro_batch * run.train.seq_len
@@ -28,7 +29,12 @@ def memory_bill(run: RunConfig, cluster: Cluster) -> dict[str, Term]:
         "gradients": memory.gradients(arch, precision, ranks, run.accumulation),
         "activations": memory.backward_buffers(arch, precision, tokens, device),
     }
-    bill |= max(at_loss, at_end, key=lambda moment: sum(term.value for term in moment.values()))
+    scoring = (
+        {"logits": memory.evaluation_logits(arch, precision, run.train.micro_batch, run.train.seq_len)}
+        if run.data.heldout
+        else {}
+    )
+    bill |= max(at_loss, at_end, scoring, key=lambda moment: sum(term.value for term in moment.values()))
     live = sum(term.value for term in bill.values())
     if cluster.fragmentation:
         formula = f"{cluster.fragmentation:.0%} of the above: what the allocator holds and cannot use"

@@ -34,6 +34,9 @@ class Hints:
     why: str = ""
 
 
+NO_HINTS = Hints()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """reasons: dotted key of the run file -> why this value."""
@@ -50,8 +53,8 @@ def propose(
     name: str,
     tokens: int,
     vocab_size: int = 0,
-    preset: Hints = Hints(),
-    wanted: Hints = Hints(),
+    preset: Hints = NO_HINTS,
+    wanted: Hints = NO_HINTS,
     precision: str = "bf16",
     usd_per_hour: float = 0.0,
 ) -> Proposal:
@@ -145,9 +148,7 @@ def _power_of_two(value: float) -> int:
     return power
 
 
-def _steps(
-    wanted: Hints, preset: Hints, goal: int, tokens: int, tokens_per_step: int, reasons: dict[str, str]
-) -> int:
+def _steps(wanted: Hints, preset: Hints, goal: int, tokens: int, tokens_per_step: int, reasons: dict[str, str]) -> int:
     if steps := _choose("train.steps", wanted.steps, preset, "steps", reasons):
         limit = MAX_USEFUL_EPOCHS * tokens // tokens_per_step
         if wanted.steps or steps <= limit:

@@ -36,7 +36,7 @@ def step_seconds(run: RunConfig, cluster: Cluster) -> dict[str, Term] | None:
         "everything elementwise": _at(work.moved_bytes, cluster.memory_bandwidth, "B"),
     }
     launch = work.operations * cluster.op_seconds
-    launch_formula = f"{work.operations:,.0f} operations x {format_seconds(cluster.op_seconds)}"
+    launch_formula = f"{work.operations:,.0f} operations x {cluster.op_seconds * 1e6:.1f} µs"
     if cluster.device == "cpu":
         terms["operations"] = Term(launch, launch_formula)
         terms["step"] = Term(cluster.step_overhead_seconds, "measured once per step: collectives and the loop")
@@ -54,7 +54,7 @@ def _at(amount: float, rate: float, unit: str) -> Term:
 
 
 def _exposed(run: RunConfig, cluster: Cluster, work: Work, busy: float) -> Term:
-    """Collectives that computation does not hide: all that exceed it, and always the first gather and last reduction."""
+    """Collectives that computation does not hide: what exceeds it, and always the first gather and last reduction."""
     ranks = run.parallel.data_ranks
     bandwidth = cluster.link_bandwidth if ranks <= cluster.devices_per_node else cluster.network_bandwidth
     if ranks == 1 or bandwidth <= 0:

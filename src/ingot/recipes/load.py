@@ -73,7 +73,9 @@ def _model_file(path: Path) -> ModelPreset:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot read the model file {path}: {error.strerror}", fix="give a preset or a file") from None
+        raise UsageError(
+            f"cannot read the model file {path}: {error.strerror}", fix="give a preset or a file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}", rule="a model file is TOML with an [arch] section") from None
     return from_dict(ModelPreset, values, where=lambda key: f"{path} ({key})")

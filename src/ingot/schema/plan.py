@@ -9,7 +9,8 @@ from ingot.schema.cluster import Cluster
 class Plan:
     """memory_bytes: per rank, by kind ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "runtime").
 
-    step_seconds, mfu: predicted; mfu is None on CPU. formulas: quantity -> the formula with its numbers filled in.
+    step_seconds, mfu: predicted; step_seconds is 0.0 when no rate is known, mfu is None on CPU.
+    formulas: quantity -> the formula with its numbers filled in.
     warnings: what a user should know before starting.
     """
 

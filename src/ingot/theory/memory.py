@@ -41,9 +41,9 @@ def optimizer(arch: Arch, precision: str, ranks: int) -> Term:
 def gradients(arch: Arch, precision: str, ranks: int, accumulation: int) -> Term:
     """Gradients at the end of a backward.
 
-    One unit: whole gradients in the compute precision, the float32 buffer that is summed over ranks, and the shard; with
-    accumulation the whole sums wait in float32 between micro-batches instead. Several units: the shards, and for the two
-    blocks in flight their whole gradients and buffers.
+    One unit: whole gradients in the compute precision, the float32 buffer that is summed over ranks, and the shard;
+    with accumulation the whole sums wait in float32 between micro-batches instead. Several units: the shards, and for
+    the two blocks in flight their whole gradients and buffers.
     """
     n, e, s = count_parameters(arch), COMPUTE_BYTES[precision], STORED_BYTES[precision]
     shard = f"{n:,} x {s} B / {ranks} ranks"
@@ -118,7 +118,7 @@ def activations(arch: Arch, precision: str, tokens: int, device: str = "cpu") ->
 
 
 def backward_buffers(arch: Arch, precision: str, tokens: int, device: str = "cpu") -> Term:
-    """Gradients in flight while the last block runs backward: the residual stream's and the feed-forward's widest two."""
+    """Gradients in flight while the last block runs backward: two of the residual stream, three of the feed-forward."""
     e = COMPUTE_BYTES[precision]
     per_token = 2 * arch.d_model * max(e, 4 if device == "cpu" else e) + 3 * arch.d_ffn * e
     return Term(tokens * per_token, f"{tokens:,} tokens x (2 residual + 3 feed-forward gradients: {per_token:,} B)")
@@ -143,10 +143,16 @@ def logits(arch: Arch, precision: str, tokens: int, device: str = "cpu") -> Term
     chunk = min(chunk_tokens(arch, device), tokens)
     head = arch.vocab_size * arch.d_model
     value = chunk * arch.vocab_size * (2 * e + 3 * wide) + head * (wide + e)
-    return Term(
-        value,
-        f"{chunk:,} of {tokens:,} tokens x {arch.vocab_size:,} x {2 * e + 3 * wide} B + head gradient {head:,} x {wide + e} B",
-    )
+    part = f"{chunk:,} of {tokens:,} tokens x {arch.vocab_size:,} x {2 * e + 3 * wide} B"
+    return Term(value, f"{part} + head gradient {head:,} x {wide + e} B")
+
+
+def evaluation_logits(arch: Arch, precision: str, micro_batch: int, seq_len: int) -> Term:
+    """Held-out scoring keeps the logits of a whole micro-batch, and widens and normalises them sequence by sequence."""
+    e = COMPUTE_BYTES[precision]
+    wide = max(e, 4)
+    value = seq_len * arch.vocab_size * (micro_batch * e + 2 * wide)
+    return Term(value, f"{seq_len:,} tokens x {arch.vocab_size:,} x ({micro_batch} sequences x {e} B + {2 * wide} B)")
 
 
 def checkpoint_bytes(arch: Arch, precision: str) -> Term:

@@ -1,0 +1,47 @@
+"""`ingot check RUN_FILE`: every problem at once, before anything starts."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "every problem of a run file at once, with file and line; starts nothing"
+EXAMPLES = ("ingot check run.toml", "ingot check run.toml --set optim.lr=1e-3", "ingot check run.toml --json")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", type=Path, nargs="?", default=Path("run.toml"), help="run file (default: run.toml)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one value; repeatable"
+    )
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", help="check for 8xh100, 128x8xh100 or a machine.json (default: this machine)"
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from dataclasses import asdict
+
+    from ingot.errors import EXIT_OK, ConfigError
+    from ingot.machine.facts import usable_cores
+    from ingot.planner.check import check_run
+    from ingot.recipes.clusters import find_cluster
+
+    cluster = find_cluster(args.cluster, args.run_file.parent)
+    cores = usable_cores()
+    findings = check_run(args.run_file, cluster, cores=cores, overrides=tuple(args.overrides))
+    errors = sum(f.severity == "error" for f in findings)
+    for finding in findings:
+        mark = terminal.style(f"{finding.severity:<7}", "red" if finding.severity == "error" else "yellow")
+        terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
+        if finding.fix:
+            terminal.say(f"{'':<9}fix: {finding.fix}")
+    terminal.result({"errors": errors, "findings": [asdict(f) for f in findings]})
+    count = f"{len(findings)} finding{'s' if len(findings) != 1 else ''}"
+    terminal.say(
+        f"{count}, {errors} of them errors. Nothing was started." if findings else f"{args.run_file}: no problem found"
+    )
+    if errors:
+        return ConfigError.exit_code
+    terminal.next(f"ingot train {args.run_file}")
+    return EXIT_OK

@@ -1,0 +1,83 @@
+"""`ingot doctor`: is this machine fit to train, and how fast is it?"""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "is this machine fit to train? With --bench: how fast is it?"
+EXAMPLES = ("ingot doctor", "ingot doctor --bench --out machine.json", "ingot doctor --json")
+
+_STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(), help="where runs will live; its disk is checked (default: .)"
+    )
+    parser.add_argument(
+        "--bench", action="store_true", help="time the trainer's own step (about 10 s) for `ingot plan`"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that will train (default: every GPU, or 2 on the CPU)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("machine.json"), metavar="FILE", help="of --bench (default: machine.json)"
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from dataclasses import asdict
+
+    from ingot.errors import EXIT_OK, ResourceError, UsageError
+    from ingot.machine.doctor import examine
+    from ingot.machine.facts import read_machine, this_cluster
+
+    if args.ranks < 0:
+        raise UsageError(f"--ranks {args.ranks}", rule="a number of processes, at least 1")
+    machine = read_machine()
+    checks = examine(machine, args.folder)
+    rows = [(terminal.style(f"{c.status:<4}", _STYLE[c.status]), c.name, c.found) for c in checks]
+    width = max(len(c.name) for c in checks)
+    for (status, name, found), check in zip(rows, checks, strict=True):
+        terminal.say(f"{status}  {name:<{width}}  {found}")
+        if check.fix:
+            terminal.say(f"{'':<6}{'':<{width}}  fix: {check.fix}")
+    failed = [c.name for c in checks if c.status == "fail"]
+    facts: dict = {"machine": asdict(machine), "checks": [asdict(c) for c in checks]}
+    if args.bench and not failed:
+        facts["cluster"] = _bench(args, terminal, this_cluster(machine, args.ranks))
+    terminal.result(facts)
+    if failed:
+        raise ResourceError(
+            f"not fit to train: {', '.join(failed)}", rule="every check passes or only warns", fix="see the lines above"
+        )
+    terminal.next(f"ingot plan --cluster {args.out}" if args.bench else "ingot doctor --bench", "ingot quickstart")
+    return EXIT_OK
+
+
+def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
+    from ingot.errors import require
+    from ingot.machine.cluster_file import write_cluster
+    from ingot.train.calibrate import calibrate
+    from ingot.units import format_bytes, format_count
+
+    require("torch", "train")
+    terminal.say(f"timing the trainer's step on {uncalibrated.devices} x {uncalibrated.device} ...")
+    cluster = calibrate(uncalibrated)
+    write_cluster(args.out, cluster)
+    for dtype, rate in cluster.peak_flops.items():
+        terminal.say(f"  matrix products   {format_count(rate * cluster.matmul_efficiency)}FLOP/s per rank in {dtype}")
+    terminal.say(f"  memory traffic    {format_bytes(cluster.memory_bandwidth)}/s per rank")
+    terminal.say(f"  one operation     {cluster.op_seconds * 1e6:.1f} µs")
+    terminal.say(f"  a bare process    {format_bytes(cluster.runtime_bytes)}")
+    if cluster.resolution:
+        terminal.say(f"  fits the timings  within {cluster.resolution:.0%} on average")
+    terminal.say(f"wrote {args.out}")
+    from ingot.config import to_dict
+
+    return to_dict(cluster)

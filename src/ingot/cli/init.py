@@ -1,0 +1,31 @@
+"""`ingot init DIR`: a project folder with a run file to edit."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "start a project folder: a run file from a preset, and a .gitignore"
+EXAMPLES = ("ingot init my-run", "ingot init my-run --model smollm2-135m")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="the folder to make; must not hold a run.toml yet")
+    parser.add_argument("--model", default="tiny", metavar="PRESET", help="model preset (default: tiny)")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK
+    from ingot.recipes.project import make_project
+
+    files = make_project(args.folder, args.model)
+    for path in files:
+        terminal.say(f"created {path} ({len(path.read_text(encoding='utf-8').splitlines())} lines)")
+    terminal.result({"created": [str(path) for path in files]})
+    terminal.next(
+        f"cd {args.folder}",
+        "ingot data build CRAWL.warc.gz --out data",
+        f"ingot plan --model {args.model} --tokens data/tokens --out run.toml --force   (fits the run to the data)",
+        "ingot train run.toml",
+    )
+    return EXIT_OK

@@ -1,0 +1,151 @@
+"""`ingot plan`: what a run needs and takes, and the run file that `ingot train` executes."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "memory, steps, time and cost of a run before it starts; writes the run file"
+EXAMPLES = (
+    "ingot plan --model tiny --tokens data/tokens --out run.toml",
+    "ingot plan --model llama3-8b --tokens 1.5T --cluster 8xh100",
+    "ingot plan --run run.toml --explain mem",
+)
+
+_BAR_WIDTH = 32
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to plan")
+    what.add_argument("--run", type=Path, metavar="FILE", help="an existing run file")
+    what.add_argument("--model", metavar="PRESET|FILE", help="a model preset, or a TOML file with an [arch] section")
+    what.add_argument(
+        "--tokens", metavar="DIR|COUNT", help="with --model: a folder made by `ingot data build`, or a count like 1.5T"
+    )
+    what.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="8xh100, 128x8xh100, or a machine.json (default: ./machine.json, else this machine)",
+    )
+    choice = parser.add_argument_group("choices, instead of the rules'")
+    choice.add_argument("--name", default="", help="name of the run (default: the model's)")
+    choice.add_argument("--steps", type=int, default=0, metavar="N", help="optimizer steps")
+    choice.add_argument("--seq", type=int, default=0, metavar="T", help="sequence length in tokens")
+    choice.add_argument("--batch", type=int, default=0, metavar="N", help="global batch in sequences")
+    choice.add_argument("--lr", type=float, default=0.0, help="peak learning rate")
+    choice.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of computation (default: bf16)")
+    choice.add_argument(
+        "--price", type=float, default=0.0, metavar="USD", help="per GPU and hour (per machine and hour on CPU)"
+    )
+    choice.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="with --run: change a value"
+    )
+    output = parser.add_argument_group("what to show and write")
+    output.add_argument("--out", type=Path, metavar="FILE", help="write the run file here, and plan.json beside it")
+    output.add_argument("--force", action="store_true", help="overwrite --out")
+    output.add_argument("--explain", choices=("mem", "time", "all"), help="the formulas, with their numbers")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.config import to_dict
+    from ingot.errors import EXIT_OK
+    from ingot.recipes.project import write_plan
+
+    planned = _planned(args)
+    _show(planned, terminal)
+    if args.explain:
+        _explain(planned.plan.formulas, args.explain, terminal)
+    for warning in planned.plan.warnings:
+        terminal.say(f"{terminal.style('warn', 'yellow')}      {warning}")
+    if args.out:
+        beside = write_plan(args.out, planned, force=args.force)
+        terminal.say(f"wrote     {args.out}, {beside}")
+    terminal.result({"run": to_dict(planned.run), "plan": to_dict(planned.plan), "reasons": planned.reasons})
+    file = args.out or args.run
+    terminal.next(
+        *(("ingot check " + str(file), "ingot train " + str(file)) if file else ("ingot plan ... --out run.toml",))
+    )
+    return EXIT_OK
+
+
+def _planned(args: argparse.Namespace):
+    from ingot.errors import UsageError
+    from ingot.planner.propose import Hints
+    from ingot.recipes.clusters import find_cluster
+    from ingot.recipes.project import plan_file, plan_model
+
+    if bool(args.run) == bool(args.model):
+        raise UsageError("give either --run or --model", fix="ingot plan --run run.toml, or --model tiny --tokens DIR")
+    for option in ("steps", "seq", "batch", "lr", "price"):
+        if getattr(args, option) < 0:
+            raise UsageError(f"--{option} {getattr(args, option)}", rule="a positive number")
+    cluster = find_cluster(args.cluster, args.run.parent if args.run else Path())
+    if args.run:
+        given = [f"--{o}" for o in ("tokens", "name", "steps", "seq", "batch", "lr") if getattr(args, o)]
+        if given:
+            raise UsageError(f"{', '.join(given)} with --run", rule="a run file has these values", fix="use --set")
+        return plan_file(args.run, cluster, tuple(args.overrides), args.price)
+    if not args.tokens or args.overrides:
+        found = "--set without --run" if args.overrides else "--model without --tokens"
+        raise UsageError(
+            found, rule="a new run is planned for some tokens", fix="--tokens data/tokens, or --tokens 1.5T"
+        )
+    wanted = Hints(steps=args.steps, seq_len=args.seq, global_batch=args.batch, lr=args.lr)
+    return plan_model(
+        args.model,
+        args.tokens,
+        cluster,
+        beside=args.out.parent if args.out else Path(),
+        name=args.name,
+        wanted=wanted,
+        precision=args.precision,
+        usd_per_hour=args.price,
+    )
+
+
+def _show(planned, terminal: Terminal) -> None:
+    from ingot.units import format_bytes, format_count, format_seconds
+
+    plan, run = planned.plan, planned.run
+    arch, train = run.model, run.train
+    terminal.say(
+        f"model     {format_count(plan.parameters)} parameters: {arch.num_layers} layers, width {arch.d_model},"
+        f" {arch.num_heads}/{arch.num_kv_heads} heads, vocabulary {arch.vocab_size:,}"
+    )
+    terminal.say(
+        f"layout    {run.parallel.world_size} ranks on {plan.cluster.name}, {train.precision};"
+        f" batch {train.global_batch} = {train.micro_batch} x {run.accumulation} accumulated"
+        f" x {run.parallel.data_ranks} ranks"
+    )
+    terminal.say(
+        f"steps     {plan.steps:,} x {plan.tokens_per_step:,} tokens = {format_count(plan.steps * plan.tokens_per_step)}"
+        f" tokens, learning rate {run.optim.lr:g}"
+    )
+    if "epochs" in plan.formulas:
+        terminal.say(f"data      {plan.formulas['epochs'].rpartition('= ')[2]} passes")
+    terminal.say(f"memory    {format_bytes(plan.total_memory_bytes)} per rank")
+    largest = max(plan.memory_bytes.values())
+    rows = [
+        (f"  {kind}", format_bytes(size), "█" * max(round(_BAR_WIDTH * size / largest), 1 if size else 0))
+        for kind, size in sorted(plan.memory_bytes.items(), key=lambda item: -item[1])
+    ]
+    terminal.table(rows, right=(1,))
+    if plan.step_seconds:
+        speed = format_count(plan.tokens_per_step / plan.step_seconds)
+        mfu = f", MFU {plan.mfu:.0%} (causal attention counted half)" if plan.mfu else ""
+        terminal.say(f"time      {format_seconds(plan.step_seconds)} per step, {speed} tokens/s{mfu}")
+        terminal.say(f"          {format_seconds(plan.total_seconds)} for all steps")
+    else:
+        terminal.say("time      unknown until this machine is measured")
+    terminal.say(f"disk      {format_bytes(plan.checkpoint_bytes)} per checkpoint, {run.checkpoint.keep} are kept")
+    if plan.usd:
+        terminal.say(f"cost      ${plan.usd:,.2f} = {plan.formulas['usd']}")
+
+
+def _explain(formulas: dict[str, str], topic: str, terminal: Terminal) -> None:
+    prefixes = {"mem": ("memory.", "checkpoint_bytes"), "time": ("time.", "flops_per_token", "tokens_per_step", "mfu")}
+    chosen = {k: v for k, v in formulas.items() if topic == "all" or k.startswith(prefixes[topic])}
+    width = max(map(len, chosen), default=0)
+    terminal.say()
+    for name, formula in chosen.items():
+        terminal.say(f"{name:<{width}}  {formula}")

@@ -1,0 +1,53 @@
+"""`ingot status RUN`: one look at a run."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "where a run stands: step, loss, speed, last checkpoint, faults"
+EXAMPLES = ("ingot status my-run/run", "ingot status my-run/run --json")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="the run folder (made by ingot train)")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    import time
+    from dataclasses import asdict
+
+    from ingot.errors import EXIT_OK
+    from ingot.report.status import read_status, sparkline
+    from ingot.units import format_count, format_seconds
+
+    status = read_status(args.run)
+    now = time.time()
+    parts = [terminal.style(status.name, "bold"), status.state, f"{status.ranks} ranks"]
+    parts.append(f"step {status.step:,}/{status.steps:,}")
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.3f}")
+    if status.bpb is not None:
+        parts.append(f"bpb {status.bpb:.2f}")
+    if status.heldout_bpb is not None:
+        parts.append(f"held-out bpb {status.heldout_bpb:.2f}")
+    if status.tokens_per_second and status.state == "running":
+        parts.append(f"{format_count(status.tokens_per_second)} tok/s")
+    if status.eta_seconds is not None:
+        parts.append(f"eta {format_seconds(status.eta_seconds)}")
+    terminal.say("   ".join(parts))
+    if status.losses:
+        terminal.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
+    if status.checkpoint_step is not None and status.checkpoint_time is not None:
+        age = format_seconds(max(now - status.checkpoint_time, 0))
+        terminal.say(f"saved  step {status.checkpoint_step:,}, verified, {age} ago")
+    if status.restarts or status.faults:
+        causes = ", ".join(dict.fromkeys(status.faults))
+        terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
+    terminal.result(asdict(status))
+    follow_up = {
+        "running": f"ingot status {args.run}",
+        "finished": f"ingot report {args.run}",
+    }
+    terminal.next(follow_up.get(status.state, f"ingot train {args.run}"))
+    return EXIT_OK

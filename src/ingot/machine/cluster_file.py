@@ -1,0 +1,27 @@
+"""A Cluster as a JSON file: what `doctor --bench` writes and `plan --cluster` reads."""
+
+import json
+from pathlib import Path
+
+from ingot.config import from_dict, to_dict
+from ingot.errors import ConfigError
+from ingot.schema.cluster import Cluster
+from ingot.storage import write_json
+
+
+def write_cluster(path: Path, cluster: Cluster) -> None:
+    write_json(path, to_dict(cluster))
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Raises ConfigError when there is none, or when it is not one."""
+    fix = "ingot doctor --bench writes one"
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"no machine file at {path}", fix=fix) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})", rule="a machine file is JSON", fix=fix) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no object", rule="a machine file is one JSON object", fix=fix)
+    return from_dict(Cluster, values, where=lambda key: f"{path} ({key})")

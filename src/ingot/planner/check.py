@@ -1,0 +1,183 @@
+"""Everything that can be known to be wrong with a run file before anything starts, all at once.
+
+Nothing is written, nothing started, and only small files are read: the run file, manifests and tables of hashes.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ingot.config import key_lines, load
+from ingot.errors import ConfigError, DataError
+from ingot.planner.advice import warnings
+from ingot.planner.memory import memory_bill, rank_memory_bytes
+from ingot.planner.step_time import step_seconds
+from ingot.schema.cluster import Cluster
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.storage import sha256_file
+from ingot.theory.memory import checkpoint_bytes
+from ingot.units import format_bytes
+
+_HIGH_LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """where: "run.toml:14", or the key it is about. fix: the way out, "" when the message says it."""
+
+    severity: Literal["error", "warning"]
+    where: str
+    message: str
+    fix: str = ""
+
+
+def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str, ...] = ()) -> list[Finding]:
+    """Findings in the run file at `path`, for training on `machine` with `cores` usable CPU cores."""
+    try:
+        run = load(RunConfig, path, overrides)
+    except ConfigError as error:
+        return _config_findings(error)
+    findings = [*_devices(run, machine, cores), *_values(run)]
+    manifest = None
+    for key in ("tokens", "heldout"):
+        found, read = _token_folder(run, path.parent, key)
+        findings += found
+        manifest = read if key == "tokens" else manifest
+    findings += _tokenizer(run, path.parent, manifest)
+    findings += _sources(run, manifest)
+    findings += _disk(run, path.parent)
+    bill = memory_bill(run, machine)
+    advice = warnings(run, machine, bill, _seconds(run, machine), manifest.tokens if manifest else 0, manifest)
+    fits = sum(term.value for term in bill.values()) <= rank_memory_bytes(machine, run.parallel.world_size)
+    findings += [
+        Finding("error" if a.startswith("does not fit") and not fits else "warning", "plan", a) for a in advice
+    ]
+    lines = key_lines(path.read_text(encoding="utf-8"))
+    return [replace(f, where=f"{path}:{lines[f.where]}" if f.where in lines else f.where) for f in findings]
+
+
+def _seconds(run: RunConfig, machine: Cluster) -> float:
+    parts = step_seconds(run, machine)
+    return sum(term.value for term in parts.values()) if parts else 0.0
+
+
+def _config_findings(error: ConfigError) -> list[Finding]:
+    """ingot.config reports every problem as "place: message", one a line."""
+    findings = []
+    for line in error.found.splitlines():
+        match = re.match(r"(--set \S+?|\S*\.toml(?::\d+)?): (.*)", line)
+        findings.append(Finding("error", match[1], match[2]) if match else Finding("error", "", line))
+    if len(findings) == 1 and error.fix:
+        findings = [replace(findings[0], fix=error.fix)]
+    return findings
+
+
+def _devices(run: RunConfig, machine: Cluster, cores: int) -> Iterator[Finding]:
+    ranks = run.parallel.world_size
+    if run.train.device == "cuda" and machine.device != "cuda":
+        yield Finding(
+            "error", "train.device", "train.device = 'cuda', but this machine shows no GPU", "set it to 'auto'"
+        )
+    elif machine.device == "cuda" and run.train.device != "cpu" and ranks > machine.devices:
+        fix = f"set it to {machine.devices}, or plan on another machine with --cluster"
+        yield Finding("error", "parallel.dp_shard", f"{ranks} ranks want {ranks} GPUs, here are {machine.devices}", fix)
+    elif machine.device == "cpu" and ranks > cores:
+        fix = f"parallel.dp_shard = {cores} is faster"
+        yield Finding("warning", "parallel.dp_shard", f"{ranks} ranks share {cores} cores", fix)
+
+
+def _values(run: RunConfig) -> Iterator[Finding]:
+    """Values that are legal one by one and hardly meant."""
+    if run.optim.lr > _HIGH_LEARNING_RATE:
+        fix = "peak rates of AdamW lie between 1e-5 and 1e-2"
+        yield Finding("warning", "optim.lr", f"optim.lr = {run.optim.lr} is high for AdamW", fix)
+    if run.checkpoint.every_steps > run.train.steps:
+        message = f"checkpoint.every_steps = {run.checkpoint.every_steps} exceeds the {run.train.steps} steps"
+        yield Finding("warning", "checkpoint.every_steps", message, "a fault then repeats the whole run; lower it")
+    if run.schedule.warmup_steps * 2 > run.train.steps:
+        message = f"warm-up takes {run.schedule.warmup_steps} of {run.train.steps} steps"
+        yield Finding("warning", "schedule.warmup_steps", message, "1-5% of the steps are usual")
+
+
+def _token_folder(run: RunConfig, base: Path, key: str) -> tuple[list[Finding], TokenManifest | None]:
+    value = getattr(run.data, key)
+    where = f"data.{key}"
+    if not value:
+        return (
+            [Finding("error", where, "data.tokens is empty", "name a token folder")] if key == "tokens" else []
+        ), None
+    folder = base / value
+    try:
+        manifest = read_token_manifest(folder)
+    except DataError as error:
+        return [Finding("error", where, f"{where}: {error.found}", error.fix)], None
+    findings = [
+        Finding("error", where, m, "ingot data verify shows all; build it again") for m in _shards(folder, manifest)
+    ]
+    if manifest.vocab_size > run.model.vocab_size:
+        message = f"token ids reach {manifest.vocab_size - 1:,}, model.vocab_size is {run.model.vocab_size:,}"
+        findings.append(Finding("error", "model.vocab_size", message, f"set it to {manifest.vocab_size} or more"))
+    windows = sum(max(shard.tokens - 1, 0) // run.train.seq_len for shard in manifest.shards)
+    if windows == 0:
+        message = f"{where}: no shard holds a sequence of {run.train.seq_len} tokens"
+        findings.append(Finding("error", "train.seq_len", message, "shorten train.seq_len or add data"))
+    elif key == "tokens" and windows < run.train.global_batch:
+        message = f"one batch takes {run.train.global_batch} sequences, the data has {windows}"
+        findings.append(Finding("error", "train.global_batch", message, f"use {windows} or fewer, or add data"))
+    return findings, manifest
+
+
+def _shards(folder: Path, manifest: TokenManifest) -> Iterator[str]:
+    """What of the manifest does not hold, as far as sizes and the tables of hashes tell."""
+    width = 2 if manifest.dtype == "uint16" else 4
+    for shard in manifest.shards:
+        tokens = folder / f"{shard.name}.tokens"
+        if not tokens.is_file():
+            yield f"{tokens} is missing"
+        elif tokens.stat().st_size != shard.tokens * width:
+            yield f"{tokens} has {tokens.stat().st_size:,} bytes, the manifest says {shard.tokens * width:,}"
+        for suffix, expected in ((".blocks", shard.blocks_sha256), (".documents", shard.documents_sha256)):
+            table = folder / f"{shard.name}{suffix}"
+            if not table.is_file():
+                yield f"{table} is missing"
+            elif sha256_file(table) != expected:
+                yield f"{table} is not the file that was built (SHA-256 differs)"
+
+
+def _tokenizer(run: RunConfig, base: Path, manifest: TokenManifest | None) -> Iterator[Finding]:
+    if not run.data.tokenizer:
+        if run.evaluate.prompts:
+            yield Finding("error", "evaluate.prompts", "prompts need a tokenizer", "set data.tokenizer")
+        return
+    path = base / run.data.tokenizer
+    if not path.is_file():
+        yield Finding("error", "data.tokenizer", f"no tokenizer at {path}", "it lies beside the token folders")
+    elif manifest and sha256_file(path) != manifest.tokenizer_sha256:
+        message = f"{path} is not the tokenizer that encoded {run.data.tokens}"
+        yield Finding("error", "data.tokenizer", message, "name the tokenizer.json that the tokens were built with")
+
+
+def _sources(run: RunConfig, manifest: TokenManifest | None) -> Iterator[Finding]:
+    if manifest is None:
+        return
+    for source in run.data.weights:
+        if source not in manifest.sources:
+            message = f"data.weights names {source!r}; the sources are {', '.join(manifest.sources)}"
+            yield Finding("error", "data.weights", message, "a weight for each source that is used")
+
+
+def _disk(run: RunConfig, base: Path) -> Iterator[Finding]:
+    one = checkpoint_bytes(run.model, run.train.precision).value
+    needed = one * (run.checkpoint.keep + 1)
+    place = base.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        total = f"{run.checkpoint.keep} + 1 checkpoints x {format_bytes(one)} = {format_bytes(needed)}"
+        message = f"{total}, {format_bytes(free)} free at {place}"
+        yield Finding("error", "checkpoint.keep", message, "lower checkpoint.keep or free space")

@@ -1,0 +1,130 @@
+"""From a preset to files: a run planned for data and a cluster, and a project folder to start from."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ingot.config import load, to_dict, to_toml
+from ingot.errors import UsageError
+from ingot.planner.plan import make_plan
+from ingot.planner.propose import NO_HINTS, Hints, propose
+from ingot.recipes.clusters import find_cluster
+from ingot.recipes.load import load_model
+from ingot.schema.cluster import Cluster
+from ingot.schema.plan import Plan
+from ingot.schema.run import Data, RunConfig
+from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.storage import write_atomic, write_json
+from ingot.theory.params import count_parameters
+from ingot.theory.scaling import compute_optimal_tokens
+from ingot.units import parse_count
+
+_GITIGNORE = "/data/\n/runs/\n/machine.json\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run with its plan. reasons: dotted key -> why that value; empty for a run file of the user's."""
+
+    run: RunConfig
+    plan: Plan
+    reasons: dict[str, str]
+
+
+def plan_model(
+    model: str,
+    tokens: str,
+    cluster: Cluster,
+    *,
+    beside: Path,
+    name: str = "",
+    wanted: Hints = NO_HINTS,
+    precision: str = "bf16",
+    usd_per_hour: float = 0.0,
+) -> Planned:
+    """A run of preset or file `model` on `tokens`: a folder that `data build` made, or a count ("1.5T").
+
+    beside: the folder of the run file; paths in the run are relative to it. Raises UsageError, ConfigError, DataError.
+    """
+    preset = load_model(model)
+    data, manifest, count = _data(tokens, beside)
+    proposal = propose(
+        preset.arch,
+        cluster,
+        data,
+        name=name or Path(model).stem,
+        tokens=count,
+        vocab_size=manifest.vocab_size if manifest else 0,
+        preset=preset.train,
+        wanted=wanted,
+        precision=precision,
+        usd_per_hour=usd_per_hour,
+    )
+    plan = make_plan(proposal.run, cluster, tokens=count, manifest=manifest)
+    return Planned(run=proposal.run, plan=plan, reasons=proposal.reasons)
+
+
+def plan_file(path: Path, cluster: Cluster, overrides: tuple[str, ...] = (), usd_per_hour: float = 0.0) -> Planned:
+    """The plan of an existing run file; its data is read where it is there."""
+    run = load(RunConfig, path, overrides)
+    if usd_per_hour:
+        run = replace(run, cost=replace(run.cost, usd_per_hour=usd_per_hour))
+    folder = path.parent / run.data.tokens
+    manifest = read_token_manifest(folder) if folder.is_dir() else None
+    return Planned(run=run, plan=make_plan(run, cluster, manifest=manifest), reasons={})
+
+
+def _data(tokens: str, beside: Path) -> tuple[Data, TokenManifest | None, int]:
+    folder = Path(tokens)
+    if not folder.is_dir():
+        if "/" in tokens or tokens.startswith("."):
+            raise UsageError(
+                f"no folder {tokens}", rule="--tokens is a token folder or a count", fix="ingot data build"
+            )
+        return Data(tokens="data/tokens/train"), None, max(parse_count(tokens), 1)
+    train = folder / "train" if (folder / "train").is_dir() else folder
+    manifest = read_token_manifest(train)
+    heldout, tokenizer = train.parent / "heldout", train.parent / "tokenizer.json"
+    data = Data(
+        tokens=_relative(train, beside),
+        heldout=_relative(heldout, beside) if heldout.is_dir() else "",
+        tokenizer=_relative(tokenizer, beside) if tokenizer.is_file() else "",
+    )
+    return data, manifest, max(manifest.tokens, 1)
+
+
+def _relative(path: Path, beside: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), beside.resolve())).as_posix()
+
+
+def write_plan(out: Path, planned: Planned, *, force: bool = False) -> Path:
+    """Write the run file, with the reason of each chosen value beside it, and plan.json. Returns the latter's path.
+
+    Raises UsageError when `out` exists and `force` is off: a run file may have been edited by hand.
+    """
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists", rule="a run file is not overwritten", fix="--force, or another --out")
+    write_atomic(out, to_toml(planned.run, planned.reasons))
+    beside = out.parent / "plan.json"
+    write_json(beside, to_dict(planned.plan))
+    return beside
+
+
+def make_project(folder: Path, model: str) -> list[Path]:
+    """Make `folder` with a run.toml for the data that `ingot data build --out data` will make, and a .gitignore."""
+    if (folder / "run.toml").exists():
+        raise UsageError(f"{folder / 'run.toml'} exists", rule="init starts new projects", fix="choose another folder")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", rule="init makes a folder", fix="choose another name")
+    preset = load_model(model)
+    data = Data(tokens="data/tokens/train", heldout="data/tokens/heldout", tokenizer="data/tokens/tokenizer.json")
+    # The data is not there yet: planned for as many tokens as the model can use.
+    count = compute_optimal_tokens(count_parameters(preset.arch))
+    proposal = propose(
+        preset.arch, find_cluster(None, folder), data, name=folder.resolve().name, tokens=count, preset=preset.train
+    )
+    files = {folder / "run.toml": to_toml(proposal.run, proposal.reasons), folder / ".gitignore": _GITIGNORE}
+    for path, text in files.items():
+        if not path.exists():
+            write_atomic(path, text)
+    return list(files)

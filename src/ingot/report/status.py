@@ -1,0 +1,112 @@
+"""Where a run stands, from its event log and its lock. Reads only; a run may be going on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.config import load
+from ingot.errors import UsageError
+from ingot.events import read_events
+from ingot.resilience.lock import is_locked
+from ingot.schema import events
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault),
+    "interrupted" (neither running nor at an end, as after a power loss) or "not started".
+
+    losses: of the steps that count, a step done again replaces its first try. Times are Unix seconds; None: not yet.
+    """
+
+    name: str
+    state: str
+    steps: int
+    step: int
+    ranks: int
+    loss: float | None
+    bpb: float | None
+    heldout_bpb: float | None
+    tokens_per_second: float | None
+    eta_seconds: float | None
+    last_event: float | None
+    checkpoint_step: int | None
+    checkpoint_time: float | None
+    restarts: int
+    faults: tuple[str, ...]
+    losses: tuple[float, ...]
+
+
+def read_status(root: Path) -> Status:
+    """Raises UsageError when `root` is no run folder."""
+    folder = RunFolder(root)
+    if not folder.config.is_file():
+        there = "exists, but holds no run.toml" if root.is_dir() else "does not exist"
+        raise UsageError(f"{root} {there}", rule="status reads a run folder", fix="ingot train RUN_FILE starts a run")
+    run = load(RunConfig, folder.config)
+    losses: dict[int, float] = {}
+    last: dict[str, dict] = {}
+    restarts, faults, latest = 0, [], None
+    for event in read_events(folder.events):
+        kind = event.get("kind", "")
+        latest = event.get("time", latest)
+        last[kind] = event
+        if kind == events.STEP:
+            losses[event["step"]] = event["loss"]
+        elif kind == events.RUN_STARTED:
+            # Steps after the checkpoint that this attempt began with are done again.
+            losses = {step: loss for step, loss in losses.items() if step <= event["from_step"]}
+        elif kind == events.RESTART:
+            restarts += 1
+        elif kind == events.FAULT:
+            faults.append(str(event.get("cause", "unknown")))
+        if kind in (events.STOPPED, events.FINISHED, events.FAULT, events.RUN_STARTED):
+            last["end"] = event
+    progress, saved = last.get(events.PROGRESS, {}), last.get(events.CHECKPOINT, {})
+    running = is_locked(folder.lock)
+    return Status(
+        name=run.name,
+        state="running" if running else _ended(last),
+        steps=run.train.steps,
+        step=max(losses, default=0),
+        ranks=run.parallel.world_size,
+        loss=losses[max(losses)] if losses else None,
+        bpb=progress.get("bpb"),
+        heldout_bpb=last.get(events.EVALUATION, {}).get("bpb"),
+        tokens_per_second=progress.get("tokens_per_second"),
+        eta_seconds=progress.get("eta_seconds") if running else None,
+        last_event=latest,
+        checkpoint_step=saved.get("step"),
+        checkpoint_time=saved.get("time"),
+        restarts=restarts,
+        faults=tuple(faults),
+        losses=tuple(losses[step] for step in sorted(losses)),
+    )
+
+
+def _ended(last: dict[str, dict]) -> str:
+    """From the last event that says how an attempt went."""
+    if "end" not in last:
+        return "not started"
+    return {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}.get(
+        last["end"]["kind"], "interrupted"
+    )
+
+
+def sparkline(values: tuple[float, ...], width: int = _SPARK_WIDTH) -> str:
+    """Means of equal stretches as bars, highest value highest. Values that are not finite show as '×'."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    means = []
+    for i in range(width):
+        part = values[i * len(values) // width : (i + 1) * len(values) // width]
+        means.append(sum(part) / len(part))
+    finite = [m for m in means if abs(m) != float("inf") and m == m]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((m - low) * scale)] if m in finite else "×" for m in means)

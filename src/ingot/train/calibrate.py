@@ -1,0 +1,195 @@
+"""Measure this machine with the trainer's own step, and turn the timings into the rates that the planner divides by.
+
+On a CPU, as many ranks as will train run optimizer steps of small models, all at once, because they share caches and
+memory. The models differ in one property each, so that the rates of matrix products, attention, memory traffic,
+operations and steps can be told apart by least squares. On a GPU one process measures the four rates directly.
+
+This module runs in the process that asks and does not import torch; the ranks are `train/calibrate_rank.py`.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+
+from ingot.dist.start import worker_environment
+from ingot.errors import ResourceError
+from ingot.planner.memory import memory_bill
+from ingot.planner.step_time import rank_work
+from ingot.schema.arch import Arch
+from ingot.schema.cluster import Cluster
+from ingot.schema.run import Data, Parallel, RunConfig, Train
+
+_DEADLINE_SECONDS = 120
+_BASE = Arch(
+    vocab_size=4096, d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=344, max_seq_len=1024
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One calibration run and the seconds of its typical step; peak_bytes: of the process when it ended."""
+
+    run: RunConfig
+    seconds: float
+    peak_bytes: int
+
+
+def shapes(ranks: int) -> tuple[RunConfig, ...]:
+    """The first is minute: its memory is that of a process. The second takes the most memory. Then variations."""
+
+    def run(arch: Arch, micro_batch: int, seq_len: int, precision: Literal["bf16", "fp32"] = "bf16") -> RunConfig:
+        train = Train(
+            steps=1, seq_len=seq_len, global_batch=micro_batch * ranks, micro_batch=micro_batch, precision=precision
+        )
+        return RunConfig(
+            name="calibration", model=arch, data=Data(tokens=""), train=train, parallel=Parallel(dp_shard=ranks)
+        )
+
+    wide = replace(_BASE, d_model=256, num_heads=8, num_kv_heads=4, d_ffn=688)
+    return (
+        run(replace(_BASE, vocab_size=256, num_layers=1), 1, 16),
+        run(_BASE, 8, 256),
+        run(_BASE, 2, 256),
+        run(replace(_BASE, num_layers=2, vocab_size=1024), 4, 256),
+        run(wide, 2, 256),
+        run(_BASE, 1, 1024),
+        run(replace(_BASE, num_layers=1, vocab_size=16_384), 1, 256),
+        run(_BASE, 2, 256, "fp32"),
+    )
+
+
+def calibrate(uncalibrated: Cluster) -> Cluster:
+    """`uncalibrated` (machine/facts.py) with the rates of this machine. Raises ResourceError when it cannot measure."""
+    return calibrate_gpu(uncalibrated) if uncalibrated.device == "cuda" else calibrate_cpu(uncalibrated)
+
+
+def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
+    """`uncalibrated` (a "cpu" cluster) with measured rates, for its number of ranks. Takes some seconds.
+
+    Raises ResourceError when the ranks cannot be started or do not finish in time.
+    """
+    ranks = uncalibrated.devices_per_node
+    runs = shapes(ranks)
+    answer = _start_ranks(ranks)
+    timings = [Timing(run, a["seconds"], a["peak_bytes"]) for run, a in zip(runs, answer, strict=True)]
+    return fit(timings, uncalibrated)
+
+
+def calibrate_gpu(uncalibrated: Cluster) -> Cluster:
+    """`uncalibrated` (a "cuda" cluster) with the rates of its first GPU. The links between GPUs are not measured."""
+    (answer,) = _start_ranks(1, "--cuda")
+    return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), **answer)
+
+
+def _start_ranks(ranks: int, *arguments: str) -> list[dict]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    job |= worker_environment(ranks) | {"LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "ingot.train.calibrate_rank", *arguments]
+    processes = []
+    try:
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = {**os.environ, **job, **place}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen(command, env=environment, **pipes))
+        outputs = [process.communicate(timeout=_DEADLINE_SECONDS) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise ResourceError(
+            f"calibration did not finish within {_DEADLINE_SECONDS} s", fix="try again when the machine is idle"
+        ) from None
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True)):
+        if process.returncode:
+            last = errors.strip().splitlines()[-1:] or ["no message"]
+            raise ResourceError(
+                f"rank {rank} of the calibration failed: {last[0]}", fix="ingot doctor looks for the cause"
+            )
+    return json.loads(outputs[0][0])
+
+
+def fit(timings: list[Timing], uncalibrated: Cluster) -> Cluster:
+    """The cluster whose rates explain `timings` (as `shapes` orders them) with the least relative error."""
+    bf16 = [t for t in timings if t.run.train.precision == "bf16"]
+    features = np.array([_features(t.run) for t in bf16])
+    seconds = np.array([t.seconds for t in bf16])
+    per_unit = non_negative_fit(features, seconds)
+    per_flop, per_attention_flop, per_byte, per_operation, per_step = (float(value) for value in per_unit)
+    # A rate that the timings do not resolve counts as free; the planner then needs a large number, not a division by 0.
+    rate = 1 / max(per_flop, 1e-16)
+    attention_rate = 1 / max(per_attention_flop, 1e-16)
+    peaks = {"bf16": rate}
+    if others := [t for t in timings if t.run.train.precision == "fp32"]:
+        peaks["fp32"] = 1 / max(float(np.median([_matmul_seconds_per_flop(t, per_unit) for t in others])), 1e-16)
+    runtime, fragmentation = _memory(timings, uncalibrated)
+    error = np.abs(features @ per_unit / seconds - 1)
+    return replace(
+        uncalibrated,
+        peak_flops=peaks,
+        matmul_efficiency=1.0,
+        attention_efficiency=attention_rate / rate,
+        memory_bandwidth=1 / max(per_byte, 1e-16),
+        op_seconds=per_operation,
+        step_overhead_seconds=per_step,
+        runtime_bytes=runtime,
+        fragmentation=fragmentation,
+        resolution=float(error.mean()),
+        measured=time.strftime("%Y-%m-%d"),
+    )
+
+
+def _features(run: RunConfig) -> list[float]:
+    work = rank_work(run, "cpu")
+    return [work.matmul_flops, work.attention_flops, work.moved_bytes, work.operations, 1.0]
+
+
+def _matmul_seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
+    """Of a run in another precision, whose other costs are known: bytes and operations are the same kind of work.
+
+    Attention is taken to slow down by the same factor as the products.
+    """
+    flops, attention_flops, *rest = _features(timing.run)
+    left = timing.seconds - float(np.dot(rest, per_unit[2:]))
+    weighted = flops + attention_flops * per_unit[1] / max(per_unit[0], 1e-16)
+    return max(left, 0.05 * timing.seconds) / weighted
+
+
+def non_negative_fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Seconds per unit of each column, none negative, with the least sum of squared relative errors.
+
+    Tries every subset of columns (a handful), which finds the exact optimum.
+    """
+    scaled = features / seconds[:, None]
+    scale = scaled.max(axis=0)
+    best, best_error = np.zeros(features.shape[1]), np.inf
+    for count in range(1, features.shape[1] + 1):
+        for columns in map(list, combinations(range(features.shape[1]), count)):
+            solution = np.linalg.lstsq(scaled[:, columns] / scale[columns], np.ones(len(seconds)), rcond=None)[0]
+            error = float(((scaled[:, columns] / scale[columns] @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and error < best_error - 1e-12:
+                best, best_error = np.zeros(features.shape[1]), error
+                best[columns] = solution / scale[columns]
+    return best
+
+
+def _memory(timings: list[Timing], uncalibrated: Cluster) -> tuple[int, float]:
+    """runtime_bytes from the minute run, and what the allocator loses from the growth to the largest one."""
+    bare = replace(uncalibrated, runtime_bytes=0, fragmentation=0.0)
+    minute, large = (sum(term.value for term in memory_bill(t.run, bare).values()) for t in timings[:2])
+    grown = timings[1].peak_bytes - timings[0].peak_bytes
+    fragmentation = max(grown / (large - minute) - 1, 0.0)
+    return round(timings[0].peak_bytes - minute * (1 + fragmentation)), round(fragmentation, 3)
