@@ -24,7 +24,7 @@ from ingot.config import to_dict
 from ingot.data.corpus import load_corpus, read_documents
 from ingot.data.tokenizer.encoder import Encoder
 from ingot.data.tokenizer.parallel import encode_documents
-from ingot.data.verify import Verified, block_digests, verify_tokens
+from ingot.data.verify import block_digests
 from ingot.errors import ConfigError, DataError, RunBusyError
 from ingot.rng import derive
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
@@ -37,8 +37,6 @@ from ingot.storage import (
     write_atomic,
     write_json,
 )
-
-__all__ = ["build_shards", "Verified", "verify_tokens"]
 
 Progress = Callable[[float, str], None]
 

@@ -12,10 +12,11 @@ import pytest
 
 from ingot.config import to_dict
 from ingot.data import shards as module
-from ingot.data.shards import build_shards, verify_tokens
+from ingot.data.shards import build_shards
 from ingot.data.tokenizer import parallel
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import load_encoder
+from ingot.data.verify import verify_tokens
 from ingot.errors import ConfigError, DataError, ResourceError, RunBusyError
 from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.document import document_id

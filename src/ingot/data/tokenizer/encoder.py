@@ -116,11 +116,11 @@ class Encoder:
         return _reopen, (self.path, self.sha256, self.eot, self.notice)
 
 
-def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str = "") -> Encoder:
+def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str | int = "") -> Encoder:
     """Open a tokenizer.json of any kind. Raises ConfigError when it is none or has no end-of-text token.
 
     tiktoken is used where the conversion is exact by rule (byte_bpe.py) and gives the same ids on `sample` and on a
-    built-in sample of difficult text. eot: the end-of-text token; found by the names that are in use if not given.
+    built-in sample of difficult text. eot: the end-of-text token or its id; found by the usual names if not given.
     """
     encoder = _open(path, eot, use_tiktoken=True)
     if encoder._tiktoken and (text := _first_difference(encoder, sample)) is not None:
@@ -137,7 +137,7 @@ def _reopen(path: Path, sha256: str, eot: str, notice: str) -> Encoder:
     return encoder
 
 
-def _open(path: Path, eot: str, *, use_tiktoken: bool) -> Encoder:
+def _open(path: Path, eot: str | int, *, use_tiktoken: bool) -> Encoder:
     tokenizers, tiktoken = require("tokenizers", "data"), require("tiktoken", "data")
     spec, sha256 = _read_spec(path)
     tokenizer = _parse(tokenizers, path, spec)
@@ -205,14 +205,17 @@ def _parse(tokenizers, path: Path, spec: dict[str, Any]):
         ) from None
 
 
-def _find_eot(vocab: dict[str, int], eot: str, path: Path) -> str:
-    found = [name for name in ([eot] if eot else _EOT_NAMES) if name in vocab]
+def _find_eot(vocab: dict[str, int], eot: str | int, path: Path) -> str:
+    if isinstance(eot, int):
+        found = [token for token, number in vocab.items() if number == eot]
+    else:
+        found = [name for name in ([eot] if eot else _EOT_NAMES) if name in vocab]
     if found:
         return found[0]
     angled = sorted(token for token in vocab if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2)
     raise ConfigError(
         f"{path} has no end-of-text token "
-        + (repr(eot) if eot else f"by any usual name ({', '.join(_EOT_NAMES[:4])}, ..)"),
+        + (repr(eot) if eot != "" else f"by any usual name ({', '.join(_EOT_NAMES[:4])}, ..)"),
         rule="every document ends with one token that no text can contain",
         fix="name it with --eot TOKEN" + (f"; tokens that look like one: {', '.join(angled[:8])}" if angled else ""),
     )

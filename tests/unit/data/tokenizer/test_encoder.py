@@ -186,6 +186,9 @@ def test_the_end_of_text_can_be_named(bpe, tmp_path):
     assert "--eot" in caught.value.fix
     assert "<stop>" in caught.value.fix
     assert load_encoder(path, eot="<stop>").eot_id == 0
+    assert load_encoder(path, eot=0).eot == "<stop>"  # as a manifest names it
+    with pytest.raises(ConfigError, match="no end-of-text token 99999"):
+        load_encoder(path, eot=99_999)
     with pytest.raises(ConfigError, match="'<halt>'"):
         load_encoder(path, eot="<halt>")
     with pytest.raises(DataError, match="end-of-text token 'x'"):

@@ -1,0 +1,41 @@
+import json
+
+import pytest
+
+from ingot.cli.main import main
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("the cat sat on the mat, the dog did not\n" * 40)
+    return path
+
+
+def test_train_then_show(text, tmp_path, capsys):
+    out = tmp_path / "t.json"
+    assert main(["tokenizer", "train", str(text), "--vocab-size", "280", "--out", str(out), "--json"]) == 0
+    trained = json.loads(capsys.readouterr().out)
+    assert trained["vocabulary"] <= 280
+    assert main(["tokenizer", "show", str(out), "--text", "the cat", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert "".join(shown["pieces"]) == "the cat"
+    assert shown["sha256"] == trained["sha256"]
+    assert main(["tokenizer", "show", str(out), "--text", "the cat"]) == 0
+    printed = capsys.readouterr().out
+    assert "tiktoken" in printed
+    assert "'the'" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["show", "missing.json"], 2),
+        (["train", "missing.txt"], 2),
+        (["train", "{text}", "--vocab-size", "10"], 3),
+        (["show", "{text}"], 3),
+    ],
+)
+def test_mistakes_have_their_exit_codes(text, arguments, code, capsys):
+    assert main(["tokenizer", *(a.format(text=text) for a in arguments)]) == code
+    assert "rule:" in capsys.readouterr().err
