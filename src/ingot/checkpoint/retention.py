@@ -27,9 +27,8 @@ def publish(folder: RunFolder, step: int) -> None:
 def prune(folder: RunFolder, keep: int) -> None:
     """Remove what is older than the newest `keep` whole checkpoints."""
     whole = [listed.step for listed in list_checkpoints(folder.checkpoints) if listed.manifest]
-    oldest = whole[:keep][-1] if whole else 0
     for path in candidate_folders(folder.checkpoints):
-        if int(path.name.removeprefix("step-")) < oldest:
+        if len(whole) >= keep and int(path.name.removeprefix("step-")) < whole[keep - 1]:
             path.rename(path.with_name(REMOVED + path.name))
     remove_leftovers(folder)
 

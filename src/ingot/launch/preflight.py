@@ -31,7 +31,7 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
 
 def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) -> TokenManifest:
     try:
-        manifest = read_token_manifest(folder.root / value)
+        manifest = read_token_manifest((folder.root / value).resolve())
         check_vocabulary(manifest, config.model.vocab_size)
     except IngotError as error:
         error.found = f"{key}: {error.found}"

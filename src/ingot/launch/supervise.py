@@ -118,6 +118,8 @@ def _attend(
             lost_at = time.monotonic()
         if lost_at and (None not in dead.values() or time.monotonic() - lost_at > _REPORT_SECONDS):
             break
+        if watch.ended and len(read_endings(folder)) == job.processes:
+            break  # all is saved and said; what is left is Python and torchrun tearing down
         time.sleep(_POLL_SECONDS)
     watch.read()
     if watch.ended:
