@@ -32,8 +32,7 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.d
     weight_map = {}
     for file_name, group in zip(names, groups, strict=True):
         cast = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in group}
-        save_file(cast, folder / file_name, metadata={"format": "pt"})
-        _flush(folder / file_name)
+        _save(cast, folder / file_name)
         weight_map |= dict.fromkeys(group, file_name)
     if len(groups) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
@@ -57,7 +56,11 @@ def _numbered(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _flush(path: Path) -> None:
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors makes files that only their owner may read, whatever the umask
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

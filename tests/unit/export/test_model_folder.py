@@ -109,6 +109,11 @@ def test_round_trip_keeps_every_bit_and_shards_by_size(name, tmp_path):
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
 
 
+def test_weights_can_be_read_by_whoever_reads_the_config(tmp_path):
+    folder = write(tmp_path / "hf", random_model(LLAMA))
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+
+
 def test_bfloat16_is_stored_as_bfloat16(tmp_path):
     model = random_model(LLAMA)
     _, state = import_huggingface(write(tmp_path / "hf", model, dtype="bfloat16"))
