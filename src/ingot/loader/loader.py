@@ -78,7 +78,7 @@ class Loader:
             )
         self.manifest = read_token_manifest(folder)
         self.order = Order(self.manifest, seq_len, seed, weights)
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.micro_batch, self.deadline_seconds = micro_batch, deadline_seconds
         self._reader = TokenReader(folder, seq_len, manifest=self.manifest)
         self._global_batch, self._mask_documents = global_batch, mask_documents
@@ -175,6 +175,11 @@ class Loader:
         return False
 
 
+def _with_index(device: torch.device) -> torch.device:
+    """The current device is a property of the thread: "cuda" would be another one in the loader's."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
 class _Host:
     """Batches stay where they were read: no copy at all."""
 
@@ -193,6 +198,7 @@ class _Device:
     """Pinned buffers, used in turn, and copies on a stream of their own, beside the trainer's kernels."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device):
+        torch.cuda.set_device(device)  # of this thread; without it, pinning would open the first GPU on every rank
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
         self.copied: list[torch.cuda.Event | None] = [None, None]

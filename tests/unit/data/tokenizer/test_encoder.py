@@ -1,6 +1,8 @@
 """Any tokenizer.json: right ids, the right engine, and no text that can end a document."""
 
 import functools
+import gzip
+import itertools
 import json
 import pickle
 
@@ -206,3 +208,18 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content):
 def test_a_missing_file_is_a_usage_error(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         load_encoder(tmp_path / "t.json")
+
+
+def test_real_text_gives_the_same_ids(test_data, tmp_path):
+    texts = []
+    for name in ("books", "news", "wiki", "code"):
+        with gzip.open(test_data / "text" / f"{name}.jsonl.gz", "rt") as file:
+            texts += [json.loads(line)["text"] for line in itertools.islice(file, 40)]
+    with gzip.open(test_data / "text" / "udhr_labelled.jsonl.gz", "rt") as file:
+        texts += [json.loads(line)["text"] for line in itertools.islice(file, 0, None, 4)]
+    path = train_bpe(texts[::2], 2000, tmp_path / "t.json")
+    encoder = load_encoder(path, texts[:20])
+    assert encoder.engine == "tiktoken"
+    for text in texts:
+        assert encoder.encode(text).tolist() == reference(path, text)
+        assert encoder.decode(encoder.encode(text)) == text
