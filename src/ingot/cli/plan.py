@@ -118,8 +118,8 @@ def _show(planned, terminal: Terminal) -> None:
         f" x {run.parallel.data_ranks} ranks"
     )
     terminal.say(
-        f"steps     {plan.steps:,} x {plan.tokens_per_step:,} tokens = {format_count(plan.steps * plan.tokens_per_step)}"
-        f" tokens, learning rate {run.optim.lr:g}"
+        f"steps     {plan.steps:,} x {plan.tokens_per_step:,} tokens"
+        f" = {format_count(plan.steps * plan.tokens_per_step)}, learning rate {run.optim.lr:g}"
     )
     if "epochs" in plan.formulas:
         terminal.say(f"data      {plan.formulas['epochs'].rpartition('= ')[2]} passes")

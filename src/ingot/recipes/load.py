@@ -12,7 +12,7 @@ from ingot.errors import ConfigError, UsageError
 from ingot.planner.propose import Hints
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.theory.peaks import peak_flops
+from ingot.theory.peaks import find_accelerator, peak_flops
 from ingot.units import parse_bytes
 
 # A process on a GPU before its model: device context, cuBLAS workspaces, NCCL buffers. 1-5 GB are reported.
@@ -83,6 +83,13 @@ def _model_file(path: Path) -> ModelPreset:
 
 def device_names() -> tuple[str, ...]:
     return tuple(_table("devices.toml"))
+
+
+def device_preset(device_name: str) -> str | None:
+    """The device of devices.toml that the driver calls `device_name`; memory sizes do not tell two of them apart."""
+    wanted = find_accelerator(device_name)
+    names = (name for name, spec in _table("devices.toml").items() if find_accelerator(spec["device_name"]) == wanted)
+    return next(names, None) if wanted else None
 
 
 def load_cluster(name: str) -> Cluster:

@@ -79,7 +79,7 @@ def _data(tokens: str, beside: Path) -> tuple[Data, TokenManifest | None, int]:
     if not folder.is_dir():
         if "/" in tokens or tokens.startswith("."):
             raise UsageError(
-                f"no folder {tokens}", rule="--tokens is a token folder or a count", fix="ingot data build"
+                f"no folder {tokens}", rule="--tokens is a token folder or a count", fix="ingot data build makes one"
             )
         return Data(tokens="data/tokens/train"), None, max(parse_count(tokens), 1)
     train = folder / "train" if (folder / "train").is_dir() else folder

@@ -7,7 +7,8 @@ from ingot.schema.cluster import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """memory_bytes: per rank, by kind ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "runtime").
+    """memory_bytes: per rank, by kind: "weights", "gradients", "optimizer", "activations", "logits", "gathered",
+    "fragmentation", "runtime".
 
     step_seconds, mfu: predicted; step_seconds is 0.0 when no rate is known, mfu is None on CPU.
     formulas: quantity -> the formula with its numbers filled in.

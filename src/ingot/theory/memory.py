@@ -99,7 +99,8 @@ def block_activation_bytes(arch: Arch, precision: str, device: str = "cpu") -> d
         "input of q, k, v": d * e,
         "QK-norm": qk_norm,
         "q, k, v": (q + 2 * kv) * e,
-        "attention out": q * e,
+        # The CPU kernel's heads-first output is kept beside its copy, token by token, that the o matrix takes.
+        "attention out": q * e * (2 if device == "cpu" else 1),
         "log-sum-exp": arch.num_heads * max(e, 4),
         "mlp norm": norm_activation_bytes(d, e, device),
         "input of gate, up": d * e,
