@@ -91,7 +91,9 @@ def _build(args: argparse.Namespace, terminal: Terminal) -> None:
             "fingerprint": train.fingerprint(),
         }
     )
-    terminal.next(f"ingot data inspect {args.out}", f"ingot plan --data {args.out}")
+    terminal.next(
+        f"ingot data inspect {args.out}", f"ingot plan --model tiny --tokens {args.out}/tokens/train --out run.toml"
+    )
 
 
 def _print_funnel(funnel, terminal: Terminal) -> None:

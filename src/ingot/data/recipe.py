@@ -17,7 +17,6 @@ from ingot.data.filters.fineweb import FineWebRules
 from ingot.data.filters.gopher import GopherRules, RepetitionRules
 from ingot.data.pii import PiiRules
 from ingot.data.toxicity import ToxicityRules
-from ingot.storage import canonical_json, sha256_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +44,11 @@ class QualityRules:
 class DataRecipe:
     """Each section has `enabled`; a stage that is switched off stays in the funnel and says so."""
 
-    name: str = "web"
     language: LanguageRules = field(default_factory=LanguageRules)
     quality: QualityRules = field(default_factory=QualityRules)
     pii: PiiRules = field(default_factory=PiiRules)
     dedup: DedupRules = field(default_factory=DedupRules)
     toxicity: ToxicityRules = field(default_factory=ToxicityRules)
-
-    def sha256(self) -> str:
-        return sha256_bytes(canonical_json(config.to_dict(self)).encode())
 
 
 def load_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> DataRecipe:
