@@ -75,7 +75,9 @@ def _folded_table(table: Table) -> str:
 def _table(table: Table, captioned: bool = True) -> str:
     caption = f"<caption>{escape(table.caption)}</caption>" if table.caption and captioned else ""
     rows = "".join(f"<tr>{''.join(_cell(table, i, text) for i, text in enumerate(row))}</tr>" for row in table.rows)
-    return f'<div class="scroll"><table>{caption}{_head(table.header, table.right)}<tbody>{rows}</tbody></table></div>'
+    compact = ' class="compact"' if len(table.right) == len(table.header) else ""
+    head = _head(table.header, table.right)
+    return f'<div class="scroll"><table{compact}>{caption}{head}<tbody>{rows}</tbody></table></div>'
 
 
 def _head(header: tuple[str, ...], right: tuple[int, ...]) -> str:

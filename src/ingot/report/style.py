@@ -42,6 +42,7 @@ th{font-size:13px;font-weight:600;color:var(--soft);white-space:nowrap}
 tbody th{font-size:inherit;color:inherit;font-weight:500;white-space:normal}
 td.r,th.r{text-align:right;white-space:nowrap}
 th:last-child,td:last-child{padding-right:0}
+table.compact{width:auto}table.compact th,table.compact td{padding-left:0;padding-right:44px}
 caption{text-align:left;font-size:13px;color:var(--soft);padding:0 0 6px}
 td.hash{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 .pairs{display:grid;grid-template-columns:minmax(130px,15em) 1fr;gap:0;margin:0 0 18px;font-size:14.5px}
