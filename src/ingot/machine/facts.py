@@ -100,9 +100,7 @@ def _memory(root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/mem
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
     ):
         limit = _read(limit_file)
-        if limit.isdigit() and int(limit) < min(total, # A rank before its model, where nothing was measured: interpreter, torch and gloo on a CPU (seen: 340-352 MiB).
-_CPU_RUNTIME_BYTES = 350 * _MIB
-_NO_LIMIT_BYTES):
+        if limit.isdigit() and int(limit) < min(total, _NO_LIMIT_BYTES):
             total = int(limit)
             used = _read(used_file)
             available = min(available, total - int(used) if used.isdigit() else total)
