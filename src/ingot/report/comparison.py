@@ -20,8 +20,8 @@ def comparison_section(facts: Facts) -> Section | None:
         blocks.append(
             Text(
                 "The plan was written before training. Step time is the median after each attempt's first log line; "
-                "memory is the peak of rank 0. Training time holds evaluation, checkpoints and repeated steps, but not the "
-                "start of processes."
+                "memory is the peak of rank 0. Training time holds evaluation, checkpoints and repeated steps, but not "
+                "the start of processes."
             )
         )
         header = ("Quantity", "Predicted", "Measured", "Ratio")
