@@ -1,7 +1,7 @@
 """Guide pages: the prose of the docstrings of installed packages, one HTML page per module.
 
-Nothing is imported. Docstrings are found in the source text by their place (a triple-quoted string on its own line
-below a line that ends in a colon, or at the top of the file) and read with `ast.literal_eval`: 82 MB of source in two
+Nothing is imported. Docstrings are found in the source text by their place (a triple-quoted string that starts a line
+below one that ends in a colon, or the file) and read with `ast.literal_eval`: 82 MB of source in two
 seconds, where parsing whole modules takes half a minute.
 """
 
@@ -23,7 +23,8 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx")
 _SKIPPED_FOLDERS = frozenset(["site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"])
 _SKIPPED_TOPS = frozenset(["antigravity", "this"])
 
-_DOCSTRING = re.compile(r"^[ \t]*[rRuU]?(\"\"\"|''')(.*?)(?<!\\)\1", re.DOTALL | re.MULTILINE)
+# Every triple-quoted string, so that the end of one is never taken for the beginning of the next.
+_STRING = re.compile(r"([A-Za-z]{0,2})(\"\"\"|''')(.*?)(?<!\\)\2", re.DOTALL)
 _DEFINITION = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _ONLY_COMMENTS = re.compile(r"(?:\s*#[^\n]*)*\s*")
 _HEADER_REACH = 2000  # characters to look back for the `def` that a docstring belongs to
@@ -34,7 +35,7 @@ _TICKS = re.compile(r"`{1,2}([^`]+)`{1,2}_{0,2}")
 _STARS = re.compile(r"(?<!\w)\*{1,2}([^*\s][^*]*?)\*{1,2}(?!\w)")
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
 _CODE = re.compile(r"[{}|\\]|>>>|==|::|\w\(\w+=|^\.\. |^:\w+|^[-*+] |^@")
-_GOOGLE_LABEL = re.compile(r"^\*{0,2}[\w.]+\s*(?:\([^)]*\))?\s*:\s+")
+_GOOGLE_LABEL = re.compile(r"^\*{0,2}[\w.]+(?: \([^)]*\))?:\s+")
 _SECTION = re.compile(r"^\s*[A-Z]\w+:?$")  # "Args:", "Parameters"
 _UNDERLINE = re.compile(r"^([=~^\-\"'#*+])\1{2,}$")
 _PROSE_SECTIONS = frozenset(["notes", "note", "description", "summary", "introduction", "explanation", "details"])
@@ -86,16 +87,17 @@ def read_page(module: str, file: Path) -> GuidePage:
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
     """(name of the class or function, "" for the module; text) in the order of the file."""
-    for match in _DOCSTRING.finditer(source):
+    for match in _STRING.finditer(source):
         before = source[max(0, match.start() - _HEADER_REACH) : match.start()]
         code = before.rstrip()
         at_top = match.start() == len(before) and _ONLY_COMMENTS.fullmatch(code) is not None
-        if not (at_top or code.endswith(":")):
+        below_header = code.endswith(":") and "\n" in before[len(code) :]
+        if match[1].lower() not in ("", "r", "u") or not (at_top or below_header):
             continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "\d" in somebody's docstring
-                text = ast.literal_eval(match[0].strip())
+                text = ast.literal_eval(match[0])
         except (SyntaxError, ValueError):
             continue  # not a string after all, such as half of a commented-out one
         name = "" if at_top else _name_above(code)

@@ -15,16 +15,17 @@ _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufffe\uffff]"
 )
 _LINE_ENDS = re.compile("\r\n?|[\u2028\u2029\x85]")
-_BLANK_LINES = re.compile(r"[ \t]*\n[ \t]*\n\s*")
-_SPACE_AT_LINE_END = re.compile(r"[ \t]+\n")
+# The look-behind lets a match start only where a run of spaces starts, or a long run would take quadratic time.
+_SPACE_AT_LINE_END = re.compile(r"(?<![ \t])[ \t]+\n")
+_BLANK_LINES = re.compile(r"\n{3,}")
 
 
 def clean_text(text: str) -> str:
     """Unix line ends, plain spaces, no invisible characters, at most one blank line between paragraphs."""
     text = _LINE_ENDS.sub("\n", text).replace("\xa0", " ")
     text = _INVISIBLE.sub("", text)
-    text = _BLANK_LINES.sub("\n\n", text)
-    return _SPACE_AT_LINE_END.sub("\n", text).strip()
+    text = _SPACE_AT_LINE_END.sub("\n", text)
+    return _BLANK_LINES.sub("\n\n", text).strip()
 
 
 class Extract:
@@ -59,24 +60,26 @@ class Extract:
         return None if document.text else Drop(self.name, "extract.empty")
 
     def _too_deep(self, text: str, tree: HTMLTree) -> Drop | None:
-        """Hostile nesting. The exact walk over the tree is slow (4 µs per element), so bounds come first."""
+        """Hostile nesting. The walk over the tree is slow (4 µs per element), so it is done where a bound is broken."""
         elements = text.count("<")  # at least
-        if elements <= min(self.max_depth, self.max_work**0.5):
-            return None
-        harmless_depth = min(self.max_depth, self.max_work // elements)
-        # A chain of child combinators matches exactly the elements below that depth, at native speed.
         root = tree.document.document_element if tree.document else None
-        if root is None or root.query_selector(">".join(["*"] * (max(harmless_depth, 32) + 1))) is None:
+        if root is None or elements <= min(self.max_depth, self.max_work**0.5):
             return None
-        depths: list[int] = []
-        traverse_dom(root, lambda context: depths.append(context.depth), elements_only=True)
-        if max(depths) >= self.max_depth:
-            return Drop(self.name, "extract.too_deep", f"depth {max(depths)}")
-        if sum(depths) > self.max_work:
-            return Drop(
-                self.name, "extract.too_deep", f"{len(depths)} elements at mean depth {sum(depths) / len(depths):.0f}"
-            )
+        if root.query_selector(_deeper_than(self.max_depth)) is not None:
+            return Drop(self.name, "extract.too_deep", f"over {self.max_depth} levels")
+        harmless_depth = max(self.max_work // elements, 32)
+        if harmless_depth < self.max_depth and root.query_selector(_deeper_than(harmless_depth)) is not None:
+            depths: list[int] = []
+            traverse_dom(root, lambda context: depths.append(context.depth), elements_only=True)
+            if sum(depths) > self.max_work:
+                value = f"{len(depths)} elements at mean depth {sum(depths) / len(depths):.0f}"
+                return Drop(self.name, "extract.too_deep", value)
         return None
+
+
+def _deeper_than(depth: int) -> str:
+    """A selector of exactly the elements with at least `depth` ancestors, matched at native speed."""
+    return ">".join(["*"] * (depth + 1))
 
 
 def _main_content(tree: HTMLTree) -> str:

@@ -8,12 +8,11 @@ import re
 
 HTML_TYPES = frozenset({"text/html", "application/xhtml+xml"})
 _HEAD_BYTES = 1024
-# Space, comments and an XML declaration may come first. No part can match in two ways, so the match stays linear.
 _HTML = re.compile(
-    rb"\s*(?:<!--.{0,900}?-->\s*|<\?xml[^>]{0,200}\?>\s*){0,10}"
     rb"<(?:!doctype\s+html|html|head|body|title|script|iframe|h1|div|font|table|style|meta|link|center|br|p|a|b)[\s>/]",
-    re.IGNORECASE | re.DOTALL,
+    re.IGNORECASE,
 )
+_BEFORE_HTML = ((b"<!--", b"-->"), (b"<?xml", b"?>"))
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 _MAGIC = (
     (b"%PDF-", "application/pdf"),
@@ -42,7 +41,16 @@ def looks_like_html(body: bytes) -> bool:
     head = body[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf")
     if head[:2] in _WIDE_BOMS:
         head = head.decode("utf-16", "ignore").encode("latin-1", "ignore")
-    return _HTML.match(head) is not None
+    return _HTML.match(_without_comments(head)) is not None
+
+
+def _without_comments(head: bytes) -> bytes:
+    """`head` behind leading space, comments and XML declaration. A loop, not a pattern: that one could backtrack."""
+    head = head.lstrip()
+    while opened := next((pair for pair in _BEFORE_HTML if head.startswith(pair[0])), None):
+        end = head.find(opened[1], len(opened[0]))
+        head = head[end + len(opened[1]) :].lstrip() if end >= 0 else b""
+    return head
 
 
 def page_type(body: bytes, claimed: str, identified: str) -> tuple[str, str]:

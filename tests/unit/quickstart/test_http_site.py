@@ -1,0 +1,46 @@
+import time
+
+import pytest
+
+from ingot.errors import ResourceError
+from ingot.quickstart.http_site import Fetcher, serve
+
+PAGES = {
+    "http://a.invalid/x": ("text/html", b"<p>on a</p>"),
+    "http://b.invalid/x": ("text/plain", "on b, ü".encode()),
+    "http://a.invalid/x?q=1": ("text/html", b"<p>query</p>" * 9000),
+}
+DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
+
+
+def test_hosts_queries_and_dead_links_over_one_connection():
+    with serve(PAGES, DATE) as address, Fetcher(address, "test/1") as fetcher:
+        for url, (kind, body) in PAGES.items():
+            host, _, path = url.removeprefix("http://").partition("/")
+            head, _, got = fetcher.get(host, "/" + path).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and kind.encode() in head and got == body
+            assert DATE.encode() in head
+        assert fetcher.get("a.invalid", "/none").startswith(b"HTTP/1.1 404")
+
+
+def test_no_40_ms_wait_per_page():
+    with serve(PAGES, DATE) as address, Fetcher(address, "test/1") as fetcher:
+        start = time.monotonic()
+        for _ in range(100):
+            fetcher.get("a.invalid", "/x")
+        assert time.monotonic() - start < 2.5  # Nagle and delayed ACK would make it 4
+
+
+def test_a_server_that_is_gone_is_said():
+    with serve(PAGES, DATE) as address:
+        pass
+    with pytest.raises(ResourceError, match="loopback"):
+        Fetcher(address, "test/1")
+
+
+def test_a_server_that_goes_away_is_said():
+    with serve(PAGES, DATE) as address:
+        fetcher = Fetcher(address, "test/1")
+        fetcher._socket.shutdown(2)
+        with pytest.raises(ResourceError, match="does not answer"):
+            fetcher.get("a.invalid", "/x")
