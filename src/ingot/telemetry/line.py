@@ -26,24 +26,35 @@ class Progress:
     peak_memory_bytes: int
 
 
-# Every field of `format_line`, by name; the last one is there only if the price is known.
+# Every field of `format_line`, by name. The price is there only if it is known.
 LINE_PATTERN = re.compile(
-    r"step +(?P<step>\d+)/(?P<steps>\d+) +(?P<percent>[\d.]+)%"
+    r"step +(?P<step>\d+)/(?P<steps>\d+)"
     r" +loss +(?P<loss>[-+.\w]+) +bpb +(?P<bpb>[-+.\w]+) +gn +(?P<gn>[-+.\w]+) +lr +(?P<lr>[-+.\w]+)"
-    r" +(?P<tokens_per_second>[.\w]+) tok/s +mfu +(?P<mfu>n/a|[\d.]+%) +data +(?P<data>[\d.]+)%"
+    r" +(?P<tokens_per_second>[.\w]+) tok/s +mfu +(?P<mfu>n/a|[\d.]+%) +data +(?P<data>\d+)%"
     r" +eta +(?P<eta>[\dhms]+)(?: +\$(?P<cost>[\d,.]+))?"
 )
 
 
 def format_line(progress: Progress) -> str:
     p, width = progress, len(str(progress.steps))
-    mfu = "n/a" if p.mfu is None else f"{p.mfu:.1%}"
-    cost = "" if p.cost_usd is None else f"  ${p.cost_usd:,.2f}"
+    mfu = "n/a" if p.mfu is None else f"{p.mfu:5.1%}"
+    cost = "" if p.cost_usd is None else f" ${p.cost_usd:,.2f}"
     return (
-        f"step {p.step:>{width}}/{p.steps} {p.step / p.steps:>6.1%}  loss {p.loss:6.3f}  bpb {p.bpb:.2f}"
-        f"  gn {p.grad_norm:<4.2g} lr {p.lr:.1e}  {format_count(p.tokens_per_second):>5} tok/s  mfu {mfu:>5}"
-        f"  data {p.data_wait_seconds / p.step_seconds:.1%}  eta {_clock(p.eta_seconds)}{cost}"
+        f"step {p.step:>{width}}/{p.steps}"
+        f"  loss {_five(p.loss)} bpb {p.bpb:.2f} gn {p.grad_norm:<4.2g} lr {_power(p.lr)}"
+        f"  {format_count(p.tokens_per_second):>5} tok/s mfu {mfu} data {p.data_wait_seconds / p.step_seconds:>3.0%}"
+        f"  eta {_clock(p.eta_seconds)}{cost}"
     )
+
+
+def _five(loss: float) -> str:
+    """Five characters: 6.644, 11.76."""
+    return f"{loss:5.3f}" if loss < 9.9995 else f"{loss:5.2f}"
+
+
+def _power(lr: float) -> str:
+    """6.0e-04 -> '6.0e-4'."""
+    return re.sub(r"e([-+])0", r"e\1", f"{lr:.1e}")
 
 
 def _clock(seconds: float) -> str:

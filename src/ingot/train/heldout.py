@@ -64,14 +64,14 @@ def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder
 
 def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted: int) -> np.ndarray:
     """The documents that end within the first `wanted` tokens of `shard`, or its first document."""
+    count = wanted
     while True:
-        ids = first_tokens(folder, manifest, shard, wanted)
-        if len(ids) == shard.tokens:
-            return ids
-        ends = np.flatnonzero(ids == manifest.eot_id)
+        ids = first_tokens(folder, manifest, shard, count)
+        ends = np.flatnonzero(ids == manifest.eot_id) + 1
         if len(ends):
-            return ids[: ends[-1] + 1]
-        wanted = 2 * len(ids)
+            within = ends[ends <= wanted]
+            return ids[: within[-1] if len(within) else ends[0]]
+        count = 2 * len(ids)
 
 
 def count_bytes(ids: np.ndarray, manifest: TokenManifest, encoder: Encoder | None) -> int:

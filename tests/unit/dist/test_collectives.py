@@ -1,0 +1,30 @@
+import numpy as np
+
+from ingot.dist.collectives import any_rank, gather_array, mean_over_ranks
+
+
+def test_one_vote_is_enough(fork_ranks):
+    assert fork_ranks(lambda rank, ranks: any_rank(rank == 2), 3) == [True] * 3
+    assert fork_ranks(lambda rank, ranks: any_rank(False), 3) == [False] * 3
+
+
+def test_arrays_come_in_rank_order(fork_ranks):
+    def gather(rank, ranks):
+        return gather_array(np.array([[rank, 10 * rank]], np.int64))
+
+    for got in fork_ranks(gather, 3):
+        assert got.dtype == np.int64
+        assert got.tolist() == [[[0, 0]], [[1, 10]], [[2, 20]]]
+
+
+def test_the_mean_does_not_depend_on_how_values_are_batched(fork_ranks):
+    def means(rank, ranks):
+        values = np.random.default_rng(rank).standard_normal(97)
+        together = mean_over_ranks(values)
+        alone = np.concatenate([mean_over_ranks(part) for part in np.array_split(values, 13)])
+        return together, alone
+
+    expected = np.mean([np.random.default_rng(rank).standard_normal(97) for rank in range(4)], axis=0)
+    for together, alone in fork_ranks(means, 4):
+        assert together.tolist() == alone.tolist()
+        assert np.allclose(together, expected, rtol=1e-15)

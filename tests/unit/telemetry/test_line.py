@@ -1,0 +1,72 @@
+import re
+
+import pytest
+
+from ingot.telemetry.line import LINE_PATTERN, Progress, format_line
+
+USUAL = {
+    "step": 100,
+    "steps": 880,
+    "loss": 6.6441,
+    "bpb": 2.4412,
+    "grad_norm": 1.13,
+    "lr": 6e-4,
+    "tokens": 409_600,
+    "tokens_per_second": 41_032.0,
+    "mfu": None,
+    "data_wait_seconds": 0.0001,
+    "step_seconds": 0.1,
+    "eta_seconds": 80.2,
+    "cost_usd": None,
+    "peak_memory_bytes": 1 << 28,
+}
+
+
+def line(**changes):
+    return format_line(Progress(**(USUAL | changes)))
+
+
+def test_a_usual_line():
+    text = line()
+    assert text == "step 100/880  loss 6.644 bpb 2.44 gn 1.1  lr 6.0e-4    41k tok/s mfu n/a data  0%  eta 1m20s"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"step": 1, "loss": 11.762},
+        {"step": 880, "eta_seconds": 0.0},
+        {"steps": 99_999, "mfu": 0.4123},
+        {"loss": float("nan"), "bpb": float("nan"), "grad_norm": float("inf")},
+        {"loss": 0.0004, "grad_norm": 1.2e-7, "lr": 0.0},
+        {"grad_norm": 12345.0, "tokens_per_second": 12_345_678.0},
+        {"step": 1_000_000, "steps": 2_000_000, "mfu": 0.5, "eta_seconds": 86_400 * 99.0, "cost_usd": 12.0},
+        {"data_wait_seconds": 0.1},
+        {"cost_usd": 0.0512},
+    ],
+    ids=str,
+)
+def test_one_pattern_reads_every_line(changes):
+    values = USUAL | changes
+    text = line(**changes)
+    match = LINE_PATTERN.fullmatch(text)
+    assert match, text
+    # A million steps at a known price is the one line that may be longer.
+    assert len(text) < (100 if values["steps"] < 10**6 else 120), text
+    assert int(match["step"]) == values["step"] and int(match["steps"]) == values["steps"]
+    assert float(match["loss"]) == pytest.approx(values["loss"], rel=1e-3, abs=6e-4, nan_ok=True)
+    assert float(match["lr"]) == pytest.approx(values["lr"], rel=0.06)
+    assert (match["mfu"] == "n/a") == (values["mfu"] is None)
+    assert (match["cost"] is None) == (values["cost_usd"] is None)
+
+
+def test_columns_stay_in_place():
+    lines = [line(step=s, loss=x, grad_norm=g) for s, x, g in ((1, 11.76, 3.0), (99, 8.1, 0.51), (880, 0.5, 12.0))]
+    for word in ("loss", "bpb", "lr", "tok/s", "mfu", "data"):
+        assert len({text.index(word) for text in lines}) == 1, lines
+
+
+@pytest.mark.parametrize("seconds, expected", [(0, "0s"), (59.4, "59s"), (80, "1m20s"), (4000, "1h06m"), (-1, "0s")])
+def test_clock(seconds, expected):
+    assert re.search(r"eta (\w+)", line(eta_seconds=seconds))[1] == expected
