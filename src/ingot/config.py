@@ -38,22 +38,27 @@ class _Reader:
         self.where = where  # dotted key -> "run.toml:14" or "--set"
         self.root = root  # the whole configuration, to find a key that stands in the wrong section
         self.problems: list[str] = []
+        self.unknown_keys = 0
 
     def problem(self, key: str, message: str) -> None:
         self.problems.append(f"{self.where(key)}: {message}")
+
+    def broken(self) -> int:
+        """Problems but for unknown keys, which do not hide what is wrong between the known ones."""
+        return len(self.problems) - self.unknown_keys
 
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
         fields = _fields(kind)
         for name in (n for n in values if n not in fields):
             suggestion = _suggest(name, fields, prefix, self.root)
             self.problem(prefix + name, f"unknown key {prefix + name!r}{suggestion}")
-        # An unknown key does not hide what is wrong between the known ones.
-        before = len(self.problems)
+            self.unknown_keys += 1
+        before = self.broken()
         arguments = {n: self.value(fields[n][0], value, prefix + n) for n, value in values.items() if n in fields}
         for name, (hint, required) in fields.items():
             if required and name not in values:
                 self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
-        if len(self.problems) > before:
+        if self.broken() > before:
             return None
         built = kind(**arguments)
         for name, message in built.problems() if hasattr(built, "problems") else ():
