@@ -21,6 +21,7 @@ from urllib.parse import quote
 import numpy as np
 
 from ingot.config import to_dict
+from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.corpus import load_corpus, read_documents
 from ingot.data.tokenizer.encoder import Encoder
 from ingot.data.tokenizer.parallel import encode_documents
@@ -84,38 +85,29 @@ def build_shards(
     )
     _check(options)
     report = progress or (lambda fraction, text: None)
-    origin = {"tokenizer_sha256": encoder.sha256, "corpus_sha256": sha256_file(corpus / "corpus.json")}
+    text_bytes = sum(part.text_bytes for part in load_corpus(corpus).parts)
+    origin = {
+        "corpus_sha256": sha256_file(corpus / CORPUS_MANIFEST),
+        "tokenizer_sha256": encoder.sha256,
+        "vocab_size": encoder.vocab_size,
+        "eot_id": encoder.eot_id,
+    }
     if existing := _finished(out, origin, options):
         return existing
-    text_bytes = sum(part.text_bytes for part in load_corpus(corpus).parts)
+    if sha256_file(tokenizer) != encoder.sha256:
+        raise DataError(f"{tokenizer} is not the tokenizer that was loaded", fix="load it again, then build")
     # Spool and shards stand side by side for a while. English takes a token per 4 bytes, so per 2 bytes is ample.
     require_free(out, text_bytes * np.dtype(options.dtype).itemsize, "tokenising the corpus")
     out.mkdir(parents=True, exist_ok=True)
-    if sha256_file(tokenizer) != encoder.sha256:
-        raise DataError(f"{tokenizer} is not the tokenizer that was loaded", fix="load it again, then build")
-    write_atomic(out / "tokenizer.json", tokenizer.read_bytes())
     with _building(out) as work:
+        write_atomic(out / "tokenizer.json", tokenizer.read_bytes())
         spools = _spool(corpus, encoder, work, options, workers, text_bytes, report)
-        manifests = []
-        for split in SPLITS:
-            folder = work / split
-            folder.mkdir()
-            shards = [s for spool in spools for s in _write_source(spool, split, folder, options)]
-            manifest = TokenManifest(
-                **origin,
-                **vars(options),
-                vocab_size=encoder.vocab_size,
-                eot_id=encoder.eot_id,
-                split=split,
-                shards=tuple(shards),
-            )
-            write_json(folder / MANIFEST, to_dict(manifest))
-            manifests.append(manifest)
+        train, heldout = (_write_split(spools, split, work / split, origin, options) for split in SPLITS)
         for split in SPLITS:
             shutil.rmtree(out / split, ignore_errors=True)  # without a manifest: never finished
             (work / split).rename(out / split)
     report(1.0, "token shards written")
-    return manifests[0], manifests[1]
+    return train, heldout
 
 
 def _dtype(dtype: str, vocab_size: int) -> str:
@@ -144,12 +136,10 @@ def _check(options: _Options) -> None:
         )
 
 
-def _finished(out: Path, origin: dict[str, str], options: _Options) -> tuple[TokenManifest, TokenManifest] | None:
+def _finished(out: Path, origin: dict, options: _Options) -> tuple[TokenManifest, TokenManifest] | None:
     """The manifests in `out` when both splits are there. Raises ConfigError when something else made them."""
-    if not all((out / split / MANIFEST).exists() for split in SPLITS):
-        return None
-    train, heldout = (read_token_manifest(out / split) for split in SPLITS)
-    for manifest in (train, heldout):
+    found = [read_token_manifest(out / split) for split in SPLITS if (out / split / MANIFEST).exists()]
+    for manifest in found:
         for name, value in (origin | vars(options)).items():
             if getattr(manifest, name) != value:
                 raise ConfigError(
@@ -157,7 +147,7 @@ def _finished(out: Path, origin: dict[str, str], options: _Options) -> tuple[Tok
                     rule="finished tokens are not overwritten: a run may be training on them",
                     fix=f"choose another --out, or remove {out} first",
                 )
-    return train, heldout
+    return (found[0], found[1]) if len(found) == len(SPLITS) else None
 
 
 @contextlib.contextmanager
@@ -243,6 +233,15 @@ def _chosen(spool: _Spool, split: str, options: _Options) -> np.ndarray:
     numbers = np.flatnonzero(heldout if split == "heldout" else ~heldout)
     order = _hashes(ids[numbers], f"shuffle {derive(options.seed, 'shuffle', split)}")
     return numbers[np.argsort(order, kind="stable")]
+
+
+def _write_split(spools: list[_Spool], split: str, folder: Path, origin: dict, options: _Options) -> TokenManifest:
+    """Write the token folder of one split; its manifest comes last."""
+    folder.mkdir()
+    shards = tuple(shard for spool in spools for shard in _write_source(spool, split, folder, options))
+    manifest = TokenManifest(**origin, **vars(options), split=split, shards=shards)
+    write_json(folder / MANIFEST, to_dict(manifest))
+    return manifest
 
 
 def _write_source(spool: _Spool, split: str, folder: Path, options: _Options) -> Iterator[Shard]:

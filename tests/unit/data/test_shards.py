@@ -162,6 +162,9 @@ def test_what_was_never_finished_is_built_again(corpus, build, tmp_path):
     (tmp_path / "tokens/.building/web.spool").write_bytes(b"half")
     build(folder)
     assert bytes_of(tmp_path / "tokens") == whole
+    (tmp_path / "tokens/heldout/manifest.json").unlink()
+    with pytest.raises(ConfigError, match="not overwritten"):  # the other half is finished
+        build(folder, seed=4)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +183,11 @@ def test_every_source_needs_two_documents(build, tmp_path, documents, fine):
 def test_an_empty_corpus_is_an_error(build, tmp_path):
     with pytest.raises(DataError, match="holds no documents"):
         build(write_corpus(tmp_path / "corpus", {})[0])
+
+
+def test_what_is_no_corpus_is_an_error(build, tmp_path):
+    with pytest.raises(DataError, match=r"holds no corpus\.json"):
+        build(tmp_path)
 
 
 def test_a_damaged_corpus_leaves_nothing_half_written(corpus, build, tmp_path):
