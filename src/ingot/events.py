@@ -37,7 +37,7 @@ class EventLog:
 
 
 def read_events(path: Path, *kinds: str) -> Iterator[dict]:
-    """The events of `path` in order, only `kinds` if any are given. A torn line (killed writer) is skipped."""
+    """The events of `path` in order, only `kinds` if any are given. A torn line is skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -46,5 +46,5 @@ def read_events(path: Path, *kinds: str) -> Iterator[dict]:
                 event = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if not kinds or event.get("kind") in kinds:
+            if isinstance(event, dict) and (not kinds or event.get("kind") in kinds):
                 yield event

@@ -1,7 +1,8 @@
 """The drill: kill a rank of a running job, and hold what it does afterwards against an undisturbed twin.
 
-The twin starts from the same checkpoint that the killed run came back from, on the same layout, and runs the same
-steps without a fault. Losses and gradient norms of both are compared as numbers that are equal or not: no tolerance.
+The twin starts from the checkpoint before the one that the killed run comes back from, on the same layout, and runs
+through the fault's steps in one go, where the killed run had to load and redo. Losses and gradient norms of both are
+compared as numbers that are equal or not: no tolerance.
 """
 
 import os
@@ -23,7 +24,7 @@ POLL_SECONDS = 0.05
 class RankKiller(threading.Thread):
     """Sends SIGKILL to `rank` of the run in `folder` once step `after_step` was logged; at most once per run folder.
 
-    First it gives `twin` a copy of the newest checkpoint, so that the twin can start where the killed run restarts.
+    First it gives `twin` a copy of the checkpoint before the newest. Needs two checkpoints by then.
     """
 
     def __init__(self, folder: RunFolder, twin: RunFolder, *, rank: int, after_step: int):
@@ -44,7 +45,7 @@ class RankKiller(threading.Thread):
         self.join(timeout=5)
 
     def _kill(self, step: int) -> None:
-        copy_newest_checkpoint(self.folder, self.twin)
+        copy_earlier_checkpoint(self.folder, self.twin)
         started = [e for e in read_events(self.folder.events, events.RANK_STARTED) if e["rank"] == self.rank]
         pid = started[-1]["pid"]
         log = EventLog(self.folder.events)
@@ -62,10 +63,10 @@ def last_step(folder: RunFolder) -> int:
     return max((e["step"] for e in read_events(folder.events, events.PROGRESS)), default=0)
 
 
-def copy_newest_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
-    """Give `twin` the newest checkpoint of `folder` and the ledger so far: a run that was interrupted right there."""
-    newest = max(p for p in folder.checkpoints.iterdir() if p.name.startswith("step-"))
-    for source, target in ((newest, twin.checkpoints / newest.name), (folder.ledger, twin.ledger)):
+def copy_earlier_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
+    """Give `twin` the second newest checkpoint of `folder` and the ledger: a run that was stopped there."""
+    earlier, _ = sorted(p for p in folder.checkpoints.iterdir() if p.name.startswith("step-"))[-2:]
+    for source, target in ((earlier, twin.checkpoints / earlier.name), (folder.ledger, twin.ledger)):
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
 

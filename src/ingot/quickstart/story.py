@@ -233,18 +233,25 @@ class Story:
             vocab_size=prepared.train.vocab_size,
             preset=preset.train,
         )
-        evaluate = replace(proposal.run.evaluate, prompts=PROMPTS)
-        text = to_toml(replace(proposal.run, evaluate=evaluate), comments=proposal.reasons)
+        run, every = proposal.run, max(min(TWIN_STEPS // 2, proposal.run.train.steps // 4), 1)
+        run = replace(
+            run,
+            checkpoint=replace(run.checkpoint, every_steps=every),
+            evaluate=replace(run.evaluate, prompts=PROMPTS),
+        )
+        reasons = proposal.reasons | {"checkpoint.every_steps": "often, so that the drill has little to redo"}
+        text = to_toml(run, comments=reasons)
         write_atomic(self.places.run_file, text)
 
     def train(self, config: RunConfig) -> None:
-        """Train, and have a rank killed soon after the checkpoint in the middle of the run."""
-        middle = config.train.steps // 2 // config.checkpoint.every_steps * config.checkpoint.every_steps
+        """Train, and have a rank killed between two checkpoints in the middle of the run."""
+        every = config.checkpoint.every_steps
+        middle = max(config.train.steps // 2 // every, 2) * every
         killer = RankKiller(
             self.places.run,
             self.places.twin,
             rank=config.parallel.world_size - 1,
-            after_step=middle + config.watch.log_every,
+            after_step=middle + every // 2,
         )
         with self.chapter("train") as lines:
             killer.start()
@@ -273,7 +280,7 @@ class Story:
                 for e in read_events(self.places.run.events, events.RUN_STARTED)
                 if e["time"] > kill["time"]
             )
-            until = min(resumed + TWIN_STEPS, config.train.steps)
+            until = min(resumed + TWIN_STEPS // 2, config.train.steps)
             train(self.places.run_file, self.places.twin.root, until_step=until, quiet=True)
             twin = compare_with_twin(self.places.run, self.places.twin)
             lines.append(
