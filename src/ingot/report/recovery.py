@@ -37,9 +37,9 @@ def recovery_section(facts: Facts) -> Section | None:
         verdict = "equal, bit for bit" if twin.equal else f"different by up to {twin.max_difference:.3g}"
         blocks.append(
             Text(
-                f"A twin went on from the same checkpoint without a fault. Over steps {twin.first_step:,} to "
-                f"{twin.last_step:,}, around the kill at step {twin.kill_step:,}, losses and gradient norms of the two "
-                f"are {verdict}."
+                f"A twin ran steps {twin.first_step:,} to {twin.last_step:,} without a fault, from an earlier checkpoint "
+                f"and through step {twin.resumed_from:,}, where this run had to start again after the kill at step "
+                f"{twin.kill_step:,}. Losses and gradient norms of the two are {verdict}."
             )
         )
         blocks.append(
