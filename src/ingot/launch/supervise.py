@@ -108,6 +108,8 @@ def _attend(
     asked, dead, lost_at = False, {}, 0.0
     while running.poll() is None:
         watch.read()
+        while watch.refused:
+            _tell(say, f"refused   {watch.refused.pop(0)}; trying the next older one")
         if signals.count >= 2:
             raise KeyboardInterrupt
         if signals.count and not asked:
@@ -124,8 +126,12 @@ def _attend(
     watch.read()
     if watch.ended:
         return None
+    endings = read_endings(folder)
+    if len(endings) == job.processes and not any(e.kind for e in endings.values()):
+        watch.ended = events.FINISHED if running.poll() == EXIT_OK else events.STOPPED  # there was nothing left to do
+        return None
     codes = running.exit_codes() | {rank: code for rank, code in dead.items() if code is not None}
-    return explain(job.processes, read_endings(folder), list(dead), codes, watch.step, running.last_words())
+    return explain(job.processes, endings, list(dead), codes, watch.step, running.last_words())
 
 
 def newest_step(folder: RunFolder) -> int:

@@ -12,12 +12,14 @@ class Watch:
     """The log from where it ends now. `read` takes in what was added since.
 
     ranks: rank -> process id. step: last logged. ended: "finished" or "stopped".
+    refused: why checkpoints were not used; whoever has told it empties the list.
     """
 
     path: Path
     ranks: dict[int, int] = field(default_factory=dict)
     step: int = 0
     ended: str = ""
+    refused: list[str] = field(default_factory=list)
     _position: int = -1
 
     def __post_init__(self):
@@ -49,5 +51,7 @@ class Watch:
             self.step = event["from_step"]
         elif kind == events.PROGRESS:
             self.step = event["step"]
+        elif kind == events.CHECKPOINT_REFUSED:
+            self.refused.append(event["reason"])
         elif kind in (events.FINISHED, events.STOPPED):
             self.ended, self.step = kind, event["step"]

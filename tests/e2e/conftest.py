@@ -1,0 +1,181 @@
+"""A tiny token folder and run file, and real `ingot train` processes on them."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ingot.config import to_dict
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.layout import RunFolder
+from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
+from ingot.storage import sha256_bytes, write_json
+
+VOCAB, EOT = 64, 0
+RUN_FILE = """name = "tiny"
+seed = 7
+
+[model]
+vocab_size = 64
+d_model = 32
+num_layers = 2
+num_heads = 4
+num_kv_heads = 2
+head_dim = 8
+d_ffn = 64
+max_seq_len = 32
+
+[data]
+tokens = "tokens"
+
+[train]
+steps = 120
+seq_len = 32
+global_batch = 8
+micro_batch = 2
+precision = "fp32"
+device = "cpu"
+
+[parallel]
+dp_shard = 2
+
+[checkpoint]
+every_steps = 20
+
+[watch]
+log_every = 2
+"""
+
+
+def write_tokens(folder: Path, tokens: int = 60_000) -> None:
+    """A token folder with one shard of a random walk over the vocabulary, in documents of 100 tokens."""
+    folder.mkdir(parents=True)
+    steps = np.random.default_rng(3).integers(-2, 3, tokens)
+    ids = (1 + np.cumsum(steps) % (VOCAB - 1)).astype("<u2")
+    ids[99::100] = EOT
+    index = np.zeros(tokens // 100, DOCUMENT_DTYPE)
+    index["start"], index["tokens"] = np.arange(len(index)) * 100, 100
+    data, block = ids.tobytes(), 4096
+    digests = b"".join(hashlib.sha256(data[i : i + block]).digest() for i in range(0, len(data), block))
+    for suffix, content in (("tokens", data), ("blocks", digests), ("documents", index.tobytes())):
+        (folder / f"walk.{suffix}").write_bytes(content)
+    shard = Shard(
+        name="walk",
+        source="walk",
+        tokens=tokens,
+        documents=len(index),
+        text_bytes=tokens,
+        blocks_sha256=sha256_bytes(digests),
+        documents_sha256=sha256_bytes(index.tobytes()),
+    )
+    manifest = TokenManifest(
+        dtype="uint16",
+        vocab_size=VOCAB,
+        eot_id=EOT,
+        tokenizer_sha256="0" * 64,
+        corpus_sha256="0" * 64,
+        split="train",
+        block_bytes=block,
+        seed=0,
+        shards=(shard,),
+    )
+    write_json(folder / "manifest.json", to_dict(manifest))
+
+
+@dataclass
+class Project:
+    """A folder with tokens and run.toml, and `ingot` on it."""
+
+    root: Path
+
+    @property
+    def run_file(self) -> Path:
+        return self.root / "run.toml"
+
+    def start(self, out: str, *options: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "ingot.cli.main", "train", str(self.run_file), "--out", str(self.root / out)]
+        return subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def train(self, out: str, *options: str, code: int = 0) -> str:
+        """Run to the end; the output. Fails unless it exits with `code`."""
+        return ended(self.start(out, *options), code)
+
+    def folder(self, out: str) -> RunFolder:
+        return RunFolder(self.root / out)
+
+    def facts(self, out: str) -> dict[int, tuple[float, float]]:
+        """step -> (loss, gradient norm), the latest where a step was redone."""
+        log = read_events(self.folder(out).events, events.STEP)
+        return {e["step"]: (e["loss"], e["grad_norm"]) for e in log}
+
+    def rank_pid(self, out: str, rank: int) -> int:
+        started = [e for e in read_events(self.folder(out).events, events.RANK_STARTED) if e["rank"] == rank]
+        return started[-1]["pid"]
+
+    def wait_for_step(self, out: str, step: int, process: subprocess.Popen, seconds: float = 60) -> int:
+        """Wait until a progress line of at least `step` is in the log; the step it shows."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            seen = max((e["step"] for e in read_events(self.folder(out).events, events.PROGRESS)), default=0)
+            if seen >= step:
+                return seen
+            if process.poll() is not None:
+                pytest.fail(f"ended before step {step}:\n{process.communicate()[0]}")
+            time.sleep(0.02)
+        process.kill()
+        pytest.fail(f"step {step} was not reached in {seconds} s:\n{process.communicate()[0]}")
+
+
+def ended(process: subprocess.Popen, code: int, seconds: float = 90) -> str:
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(5)
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"did not end within {seconds} s:\n{process.communicate()[0]}")
+    if process.returncode != code:
+        pytest.fail(f"exit code {process.returncode}, expected {code}:\n{output}")
+    return output
+
+
+def workers_of(folder: RunFolder) -> list[int]:
+    """Living processes that carry the run's folder on their command line: torchrun and its ranks."""
+    name, found = str(folder.root).encode(), []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = Path(f"/proc/{entry.name}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"ingot.train.worker" in line and name in line:
+                found.append(int(entry.name))
+    return found
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Project:
+    root = tmp_path_factory.mktemp("project")
+    write_tokens(root / "tokens")
+    (root / "run.toml").write_text(RUN_FILE)
+    return Project(root)

@@ -1,0 +1,147 @@
+"""Real `ingot train` processes, disturbed in every way a user meets, held against an undisturbed run."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from ingot.checkpoint.manifest import list_checkpoints
+from ingot.config import load
+from ingot.events import read_events
+from ingot.loader.ledger import prove, read_ledger
+from ingot.loader.order import Order
+from ingot.schema import events
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import read_token_manifest
+
+from .conftest import Project, ended, workers_of
+
+pytestmark = pytest.mark.slow
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Project) -> dict[int, tuple[float, float]]:
+    output = project.train("undisturbed")
+    assert "step 120/120" in output and "Next:" in output
+    facts = project.facts("undisturbed")
+    assert list(facts) == list(range(1, STEPS + 1))
+    prove_ledger(project, "undisturbed")
+    return facts
+
+
+def prove_ledger(project: Project, out: str) -> None:
+    """What the newest checkpoint says was consumed is what the order says, sample by sample, from step 1 on."""
+    folder = project.folder(out)
+    newest = list_checkpoints(folder.checkpoints)[0].manifest
+    assert newest is not None and newest.step == STEPS
+    config = load(RunConfig, folder.config)
+    tokens = read_token_manifest(folder.root / config.data.tokens)
+    order = Order(tokens, config.train.seq_len, config.seed, config.data.weights)
+    consumed = list(read_ledger(folder.ledger, newest.ledger))
+    assert [step for step, _ in consumed] == list(range(1, STEPS + 1))
+    prove(consumed, order, config.train.global_batch)
+
+
+def wait_until_gone(project: Project, out: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while workers_of(project.folder(out)):
+        assert time.monotonic() < deadline, f"processes outlived the run by {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_nothing_but_time(project, undisturbed, rank):
+    out = f"killed-{rank}"
+    process = project.start(out)
+    project.wait_for_step(out, 50, process)
+    killed_at = time.time()
+    os.kill(project.rank_pid(out, rank), signal.SIGKILL)
+    output = ended(process, 0)
+    log = project.folder(out).events
+    (fault,) = read_events(log, events.FAULT)
+    assert (fault["rank"], fault["cause"]) == (rank, "was killed (SIGKILL)")
+    assert fault["time"] - killed_at < 5
+    assert [e["attempt"] for e in read_events(log, events.RESTART)] == [1]
+    resumed = [e["from_step"] for e in read_events(log, events.RUN_STARTED)]
+    assert resumed[0] == 0 and resumed[1] >= 40 and resumed[1] % 20 == 0
+    told = [line for line in output.splitlines() if "SIGKILL" in line]
+    assert len(told) == 1 and f"restarting from step {resumed[1]} (1 of 3)" in told[0]
+    assert "Traceback" not in output
+    assert project.facts(out) == undisturbed  # every loss and every gradient norm, bit for bit
+    prove_ledger(project, out)
+    assert not workers_of(project.folder(out))
+
+
+def test_2_to_1_to_2_ranks(project, undisturbed):
+    """Another number of ranks adds in another order: 1e-6 relative over 20 steps; the samples are exactly the same."""
+    out = "resharded"
+    project.train(out, "--until-step", "40", code=10)
+    project.train(out, "--until-step", "80", "--set", "parallel.dp_shard=1", code=10)
+    project.train(out)
+    worlds = [e["world_size"] for e in read_events(project.folder(out).events, events.RUN_STARTED)]
+    assert worlds == [2, 1, 2]
+    facts = project.facts(out)
+    assert list(facts) == list(range(1, STEPS + 1))
+    assert all(facts[step] == undisturbed[step] for step in range(1, 41))
+    for step in [*range(41, 61), *range(81, 101)]:
+        for ours, theirs in zip(facts[step], undisturbed[step], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6), f"step {step}"
+    prove_ledger(project, out)
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
+    out = "stopped"
+    process = project.start(out)
+    project.wait_for_step(out, 30, process)
+    second = project.train(out, code=30)
+    assert "E-BUSY" in second and f":{process.pid} " in second
+    process.send_signal(signal.SIGINT)
+    output = ended(process, 10)
+    assert "Next:" in output and f"ingot train {project.folder(out).root}" in output
+    stopped = next(read_events(project.folder(out).events, events.STOPPED))["step"]
+    assert 30 <= stopped < STEPS
+    assert list_checkpoints(project.folder(out).checkpoints)[0].step == stopped
+    assert not workers_of(project.folder(out))
+    assert f"after step {stopped} of {STEPS}" in project.train(out)
+    assert project.facts(out) == undisturbed
+    prove_ledger(project, out)
+    assert "is finished" in project.train(out)
+
+
+def test_no_process_outlives_the_supervisor(project, undisturbed):
+    """SIGKILL leaves it no chance to clean up, a second Ctrl-C no time to save. Both times the same command goes on."""
+    out = "orphaned"
+    process = project.start(out)
+    project.wait_for_step(out, 30, process)
+    process.kill()
+    process.communicate()
+    wait_until_gone(project, out, seconds=3)
+    process = project.start(out)
+    project.wait_for_step(out, 60, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output = ended(process, 130)
+    assert "the same command continues" in output
+    assert not workers_of(project.folder(out))
+    project.train(out)
+    assert project.facts(out) == undisturbed
+    prove_ledger(project, out)
+
+
+def test_a_damaged_newest_checkpoint_is_refused_aloud(project, undisturbed):
+    out = "damaged"
+    project.train(out, "--until-step", "40", code=10)
+    file = project.folder(out).checkpoint(40) / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 128
+    file.write_bytes(content)
+    output = project.train(out)
+    (refused,) = read_events(project.folder(out).events, events.CHECKPOINT_REFUSED)
+    assert refused["step"] == 40 and "rank-00001.safetensors" in refused["reason"] and "tensor " in refused["reason"]
+    assert any(line.startswith("refused") and "step-00000040" in line for line in output.splitlines())
+    assert project.facts(out) == undisturbed
+    prove_ledger(project, out)
