@@ -46,5 +46,5 @@ def read_events(path: Path, *kinds: str) -> Iterator[dict]:
                 event = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if isinstance(event, dict) and (not kinds or event.get("kind") in kinds):
+            if not kinds or (isinstance(event, dict) and event.get("kind") in kinds):
                 yield event
