@@ -42,6 +42,7 @@ def _configure_build(build: argparse.ArgumentParser) -> None:
         "--source", default="web", metavar="NAME", help="what the files are called in mixes (default: web)"
     )
     build.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: train a byte-level BPE)")
+    build.add_argument("--eot", default="", metavar="TOKEN", help="its end-of-text token, if it has an unusual name")
     build.add_argument("--vocab-size", type=int, default=32_768, help="tokens of a trained BPE (default: 32768)")
     build.add_argument("--seed", type=int, default=1234, help="of the shuffle of documents (default: 1234)")
     build.add_argument("--workers", type=int, default=0, help="processes (default: one per core)")
@@ -65,6 +66,7 @@ def _build(args: argparse.Namespace, terminal: Terminal) -> None:
         recipe,
         vocab_size=args.vocab_size,
         tokenizer=Path(args.tokenizer) if args.tokenizer else None,
+        eot=args.eot,
         workers=args.workers or os.cpu_count() or 1,
         seed=args.seed,
         progress=terminal.progress,

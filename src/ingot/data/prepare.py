@@ -50,12 +50,15 @@ def prepare(
     *,
     vocab_size: int = 32_768,
     tokenizer: Path | None = None,
+    eot: str = "",
     workers: int = 1,
     seed: int = 1234,
     classifier: Classifier | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
     """Make `out` ready for training. tokenizer: a tokenizer.json; a BPE of `vocab_size` is trained if None.
+
+    eot: the token that ends a document, for a tokenizer whose token for it has an unusual name.
 
     The same call again does nothing, after an interruption it goes on. Raises what build_corpus, train_bpe,
     load_encoder and build_shards raise; ConfigError when `out` holds tokens that something else made.
@@ -78,7 +81,7 @@ def prepare(
         progress=lambda fraction, text: report(_CORPUS_SHARE * fraction, text),
     )
     report(_CORPUS_SHARE, "tokenizer")
-    encoder, path, trained = _encoder(corpus, tokens, tokenizer, vocab_size, finished)
+    encoder, path, trained = _encoder(corpus, tokens, tokenizer, eot, vocab_size, finished)
     try:
         train, heldout = build_shards(
             corpus,
@@ -96,7 +99,7 @@ def prepare(
 
 
 def _encoder(
-    corpus: Path, tokens: Path, tokenizer: Path | None, vocab_size: int, finished: bool
+    corpus: Path, tokens: Path, tokenizer: Path | None, eot: str, vocab_size: int, finished: bool
 ) -> tuple[Encoder, Path, bool]:
     """The encoder, its file, and whether that was trained now and is to be removed once its copy is in place."""
     path, trained = tokenizer, False
@@ -106,7 +109,7 @@ def _encoder(
         path, trained = tokens.with_name(".tokenizer.json"), True
         train_bpe((document["text"] for _, document in read_documents(corpus)), vocab_size, path)
     sample = [document["text"] for _, document in islice(read_documents(corpus, verify=False), _SAMPLE_DOCUMENTS)]
-    return load_encoder(path, sample), path, trained
+    return load_encoder(path, sample, eot=eot), path, trained
 
 
 @dataclass(frozen=True)

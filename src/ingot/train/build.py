@@ -181,7 +181,7 @@ def open_encoder(config: RunConfig, folder: RunFolder, manifest: TokenManifest) 
             raise ConfigError("evaluate.prompts are given, but no data.tokenizer", fix="name the tokenizer.json")
         return None
     path = data_path(folder, config.data.tokenizer)
-    encoder = load_encoder(path)
+    encoder = load_encoder(path, eot=manifest.eot_id)
     if encoder.sha256 != manifest.tokenizer_sha256:
         raise ConfigError(
             f"data.tokenizer = {path} is not the tokenizer that encoded {config.data.tokens}",
