@@ -1,0 +1,151 @@
+import pytest
+
+import ingot.launch.train as launch_train
+from ingot.config import load
+from ingot.errors import ConfigError, ConfirmationNeeded, DataError, ResourceError, RunBusyError, UsageError
+from ingot.events import EventLog
+from ingot.launch.supervise import Outcome
+from ingot.resilience.lock import RunLock, is_locked
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+from ingot.storage import shutil as storage_shutil
+
+from .conftest import write_checkpoint, write_token_manifest
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Catch what would be started."""
+    started = []
+
+    def supervise(folder, job, **options):
+        assert is_locked(folder.lock)
+        started.append(job)
+        EventLog(folder.events).write("run_started", from_step=0)
+        return Outcome(exit_code=0, step=100, saved_step=100, restarts=0, seconds=1.0, run=folder.root)
+
+    monkeypatch.setattr(launch_train, "supervise", supervise)
+    return started
+
+
+def test_a_run_lives_in_runs_name_beside_its_file(run_file, jobs, tmp_path):
+    outcome = launch_train.train(run_file)
+    assert outcome.run == tmp_path / "runs" / "demo"
+    assert jobs[0].processes == 1 and jobs[0].arguments == (str(outcome.run),)
+    assert not is_locked(RunFolder(outcome.run).lock)
+
+
+def test_relative_data_paths_still_lead_to_the_data(run_file, jobs, tmp_path):
+    run = launch_train.train(run_file, tmp_path / "deep" / "er").run
+    kept = load(RunConfig, run / "run.toml")
+    assert kept.data.tokens == "../../tokens"
+    assert (run / kept.data.tokens).resolve() == tmp_path / "tokens"
+    assert launch_train.train(run).run == run  # the folder alone continues it
+    assert load(RunConfig, run / "run.toml") == kept
+
+
+def test_absolute_data_paths_stay(run_file, jobs, tmp_path):
+    run = launch_train.train(run_file, overrides=[f"data.tokens={tmp_path / 'tokens'}"]).run
+    assert load(RunConfig, run / "run.toml").data.tokens == str(tmp_path / "tokens")
+
+
+def test_the_file_inside_a_run_means_that_run(run_file, jobs):
+    run = launch_train.train(run_file).run
+    assert launch_train.train(run / "run.toml").run == run
+
+
+def test_the_plan_goes_with_the_run(run_file, jobs):
+    run_file.with_name("plan.json").write_text("{}")
+    run = launch_train.train(run_file).run
+    assert (run / "plan.json").read_text() == "{}"
+    launch_train.train(run, fresh=True, archive=True)
+    assert (run / "plan.json").read_text() == "{}"
+
+
+def test_fresh_refuses_and_archive_moves_aside(run_file, jobs, config, folder):
+    launch_train.train(run_file)
+    write_checkpoint(folder, 40, config, "d" * 64)
+    with pytest.raises(ConfirmationNeeded, match="step 40"):
+        launch_train.train(run_file, fresh=True)
+    assert folder.checkpoint(40).exists()
+    launch_train.train(run_file, fresh=True, archive=True)
+    assert not folder.checkpoints.exists()
+    (moved,) = [p for p in folder.root.parent.iterdir() if p != folder.root]
+    assert RunFolder(moved).checkpoint(40).exists()
+    launch_train.train(run_file.parent / "run.toml", folder.root.parent / "new", fresh=True)  # nothing to refuse
+
+
+def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    write_checkpoint(folder, 100, config, tokens.fingerprint())
+    EventLog(folder.events).write("finished", step=100)
+    said = []
+    outcome = launch_train.train(run_file, say=said.append)
+    assert outcome.finished and outcome.step == 100 and not jobs
+    assert "finished" in said[0]
+
+
+def test_leftovers_of_a_killed_save_are_removed(run_file, jobs, folder):
+    (folder.checkpoints / ".saving-step-00000007").mkdir(parents=True)
+    launch_train.train(run_file)
+    assert not list(folder.checkpoints.iterdir())
+
+
+def test_a_busy_folder_is_left_alone(run_file, jobs, folder):
+    (folder.checkpoints / ".saving-step-00000007").mkdir(parents=True)
+    with RunLock(folder.lock), pytest.raises(RunBusyError):
+        launch_train.train(run_file, fresh=True, archive=True)
+    assert (folder.checkpoints / ".saving-step-00000007").exists() and not jobs
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("data.tokens=nowhere", DataError, r"data\.tokens: .*nowhere is not a token folder"),
+        ("data.heldout=nowhere", DataError, r"data\.heldout"),
+        ("model.vocab_size=63", ConfigError, "vocab_size"),
+        ("train.device=cuda", ConfigError, "needs 1 GPUs"),
+        ("train.stepz=5", ConfigError, "did you mean 'train.steps'"),
+        ("name='a/../b'", ConfigError, "name a folder"),
+        ("model.d_model=3000000000", ResourceError, "checkpoints needs"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeypatch, override, error, message):
+    monkeypatch.setattr("ingot.launch.preflight.find_gpus", lambda: ())
+    with pytest.raises(error, match=message):
+        launch_train.train(run_file, overrides=[override])
+    assert not jobs
+
+
+def test_more_ranks_than_cores_is_said(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("ingot.launch.preflight.usable_cores", lambda: 1)
+    said = []
+    launch_train.train(run_file, overrides=["parallel.dp_shard=2"], say=said.append)
+    assert any("2 ranks share 1 cores" in line for line in said) and jobs[0].processes == 2
+
+
+def test_gpus_are_counted(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("ingot.launch.preflight.find_gpus", lambda: ("gpu",))
+    with pytest.raises(ConfigError, match="needs 2 GPUs, this machine offers 1"):
+        launch_train.train(run_file, overrides=["parallel.dp_shard=2", "train.device=auto"])
+
+
+def test_a_missing_part_is_named(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Exception, match="not installed") as missing:
+        launch_train.train(run_file)
+    assert missing.value.fix == "pip install 'ingot[train]'"  # type: ignore[attr-defined]
+
+
+def test_a_full_disk_is_noticed_first(run_file, jobs, monkeypatch):
+    usage = storage_shutil._ntuple_diskusage(1 << 40, 1 << 40, 10)
+    monkeypatch.setattr("ingot.storage.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(ResourceError, match="4 checkpoints"):
+        launch_train.train(run_file)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, jobs):
+    with pytest.raises(UsageError, match=r"no run\.toml"):
+        launch_train.train(tmp_path)
+    with pytest.raises(ConfigError, match="no run file"):
+        launch_train.train(tmp_path / "nothing.toml")
