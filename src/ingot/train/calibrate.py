@@ -2,7 +2,8 @@
 
 On a CPU, as many ranks as will train run optimizer steps of small models, all at once, because they share caches and
 memory. The models differ in one property each, so that the rates of matrix products, attention, memory traffic,
-operations and steps can be told apart by least squares. On a GPU one process measures the four rates directly.
+operations and steps can be told apart by least squares; none is taken to exceed what it reaches by itself. On a GPU
+one process measures the four rates directly.
 
 This module runs in the process that asks and does not import torch; the ranks are `train/calibrate_rank.py`.
 """
@@ -79,17 +80,17 @@ def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
     ranks = uncalibrated.devices_per_node
     runs = shapes(ranks)
     answer = _start_ranks(ranks)
-    timings = [Timing(run, a["seconds"], a["peak_bytes"]) for run, a in zip(runs, answer, strict=True)]
-    return fit(timings, uncalibrated)
+    timings = [Timing(r, t["seconds"], t["peak_bytes"]) for r, t in zip(runs, answer["timings"], strict=True)]
+    return fit(timings, answer["limits"], uncalibrated)
 
 
 def calibrate_gpu(uncalibrated: Cluster) -> Cluster:
     """`uncalibrated` (a "cuda" cluster) with the rates of its first GPU. The links between GPUs are not measured."""
-    (answer,) = _start_ranks(1, "--cuda")
-    return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), **answer)
+    rates = _start_ranks(1, "--cuda")
+    return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), **rates)
 
 
-def _start_ranks(ranks: int, *arguments: str) -> list[dict]:
+def _start_ranks(ranks: int, *arguments: str) -> dict:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -122,27 +123,27 @@ def _start_ranks(ranks: int, *arguments: str) -> list[dict]:
     return json.loads(outputs[0][0])
 
 
-def fit(timings: list[Timing], uncalibrated: Cluster) -> Cluster:
-    """The cluster whose rates explain `timings` (as `shapes` orders them) with the least relative error."""
+def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) -> Cluster:
+    """The cluster whose rates explain `timings` (as `shapes` orders them) with the least relative error.
+
+    limits: the rates that products, attention, memory traffic and operations reach alone (train/device_rates.py);
+    inside a step they are at most that, however the timings scatter.
+    """
     bf16 = [t for t in timings if t.run.train.precision == "bf16"]
     features = np.array([_features(t.run) for t in bf16])
     seconds = np.array([t.seconds for t in bf16])
-    per_unit = non_negative_fit(features, seconds)
+    least = np.array([1 / limits["matmul"], 1 / limits["attention"], 1 / limits["bandwidth"], limits["op_seconds"], 0])
+    per_unit = bounded_fit(features, seconds, least)
     per_flop, per_attention_flop, per_byte, per_operation, per_step = (float(value) for value in per_unit)
-    # A rate that the timings do not resolve counts as free; the planner then needs a large number, not a division by 0.
-    rate = 1 / max(per_flop, 1e-16)
-    attention_rate = 1 / max(per_attention_flop, 1e-16)
-    peaks = {"bf16": rate}
-    if others := [t for t in timings if t.run.train.precision == "fp32"]:
-        peaks["fp32"] = 1 / max(float(np.median([_matmul_seconds_per_flop(t, per_unit) for t in others])), 1e-16)
+    fp32 = [_seconds_per_flop(t, per_unit) for t in timings if t.run.train.precision == "fp32"]
     runtime, fragmentation = _memory(timings, uncalibrated)
     error = np.abs(features @ per_unit / seconds - 1)
     return replace(
         uncalibrated,
-        peak_flops=peaks,
+        peak_flops={"bf16": 1 / per_flop, "fp32": 1 / float(np.median(fp32))},
         matmul_efficiency=1.0,
-        attention_efficiency=attention_rate / rate,
-        memory_bandwidth=1 / max(per_byte, 1e-16),
+        attention_efficiency=per_flop / per_attention_flop,
+        memory_bandwidth=1 / per_byte,
         op_seconds=per_operation,
         step_overhead_seconds=per_step,
         runtime_bytes=runtime,
@@ -157,32 +158,33 @@ def _features(run: RunConfig) -> list[float]:
     return [work.matmul_flops, work.attention_flops, work.moved_bytes, work.operations, 1.0]
 
 
-def _matmul_seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
-    """Of a run in another precision, whose other costs are known: bytes and operations are the same kind of work.
+def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
+    """Of products in another precision than the fit's; bytes and operations are the same kind of work in both.
 
-    Attention is taken to slow down by the same factor as the products.
+    Attention is taken to slow down by the same factor as the products. At least a twentieth of the step is theirs.
     """
     flops, attention_flops, *rest = _features(timing.run)
     left = timing.seconds - float(np.dot(rest, per_unit[2:]))
-    weighted = flops + attention_flops * per_unit[1] / max(per_unit[0], 1e-16)
-    return max(left, 0.05 * timing.seconds) / weighted
+    return max(left, timing.seconds / 20) / (flops + attention_flops * per_unit[1] / per_unit[0])
 
 
-def non_negative_fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Seconds per unit of each column, none negative, with the least sum of squared relative errors.
+def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Seconds per unit of each column, none below `least`, with the least sum of squared relative errors.
 
-    Tries every subset of columns (a handful), which finds the exact optimum.
+    Tries every subset of columns that rise above their bound (there are a handful), so the optimum is exact.
     """
     scaled = features / seconds[:, None]
+    left = 1 - scaled @ least
     scale = scaled.max(axis=0)
-    best, best_error = np.zeros(features.shape[1]), np.inf
+    best, best_error = least.copy(), float((left**2).sum())
     for count in range(1, features.shape[1] + 1):
         for columns in map(list, combinations(range(features.shape[1]), count)):
-            solution = np.linalg.lstsq(scaled[:, columns] / scale[columns], np.ones(len(seconds)), rcond=None)[0]
-            error = float(((scaled[:, columns] / scale[columns] @ solution - 1) ** 2).sum())
-            if (solution >= 0).all() and error < best_error - 1e-12:
-                best, best_error = np.zeros(features.shape[1]), error
-                best[columns] = solution / scale[columns]
+            chosen = scaled[:, columns] / scale[columns]
+            above = np.linalg.lstsq(chosen, left, rcond=None)[0]
+            error = float(((chosen @ above - left) ** 2).sum())
+            if (above >= 0).all() and error < best_error - 1e-12:
+                best, best_error = least.copy(), error
+                best[columns] += above / scale[columns]
     return best
 
 

@@ -19,27 +19,35 @@ from ingot.schema.run import RunConfig
 from ingot.telemetry.memory import peak_memory_bytes
 from ingot.train.build import build_model
 from ingot.train.calibrate import shapes
-from ingot.train.device_rates import measure_gpu
+from ingot.train.device_rates import measure_device, measure_gpu
 from ingot.train.step import train_step
 
-_STEPS = 4
+_MOST_STEPS, _SECONDS_PER_SHAPE = 4, 0.5
 
 
 def time_run(run: RunConfig, device: torch.device) -> dict:
     """Seconds of a typical step and the peak memory of the process. Collective.
 
-    The second fastest of four: a neighbour's burst on the machine must not become a property of it.
+    The second fastest of up to four: a neighbour's burst on the machine must not become a property of it. The first
+    step is left out, because it sets up what later ones use.
     """
     model = build_model(run, build_mesh(run.parallel, device.type), device)
     optimizer = build_adamw(model, run.optim)
     batch = random_batch(run, device)
-    seconds = []
-    for _ in range(1 + _STEPS):
+
+    def step() -> float:
         dist.barrier()
         began = time.perf_counter()
         train_step(model, optimizer, batch, run.optim.lr, run.optim.clip_norm)
-        seconds.append(time.perf_counter() - began)
-    return {"seconds": sorted(seconds[1:])[1], "peak_bytes": peak_memory_bytes(device)}
+        return time.perf_counter() - began
+
+    step()
+    seconds = [step()]
+    # Every rank has to make as many steps as the first one finds time for.
+    more = torch.tensor(min(int(_SECONDS_PER_SHAPE / seconds[0]), _MOST_STEPS - 1))
+    dist.broadcast(more, src=0)
+    seconds += [step() for _ in range(int(more))]
+    return {"seconds": sorted(seconds)[:2][-1], "peak_bytes": peak_memory_bytes(device)}
 
 
 def random_batch(run: RunConfig, device: torch.device) -> Batch:
@@ -51,12 +59,14 @@ def random_batch(run: RunConfig, device: torch.device) -> Batch:
 
 def main() -> int:
     if "--cuda" in sys.argv:
-        print(json.dumps([measure_gpu(torch.device("cuda", 0))]))
+        print(json.dumps(measure_gpu(torch.device("cuda", 0))))
         return 0
     place = start("cpu", timeout_seconds=60)
-    answer = [time_run(run, place.device) for run in shapes(place.world_size)]
+    timings = [time_run(run, place.device) for run in shapes(place.world_size)]
+    dist.barrier()  # the limits, too, are of all ranks at once
+    limits = measure_device(place.device, torch.bfloat16, width=1024, heads=4, seq_len=512)
     if place.is_first:
-        print(json.dumps(answer))
+        print(json.dumps({"timings": timings, "limits": limits}))
     stop()
     return 0
 

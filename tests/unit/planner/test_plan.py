@@ -1,0 +1,142 @@
+"""Plans: the bill sums, the formulas hold, and published runs come out about right."""
+
+from dataclasses import replace
+
+import pytest
+
+from ingot.config import from_dict, to_dict
+from ingot.planner.memory import memory_bill
+from ingot.planner.plan import make_plan
+from ingot.planner.step_time import step_seconds
+from ingot.recipes.load import load_cluster, load_model
+from ingot.schema.arch import Arch
+from ingot.schema.cluster import Cluster
+from ingot.schema.plan import Plan
+from ingot.schema.run import Data, Parallel, RunConfig, Train
+from ingot.theory.flops import train_flops_per_token
+
+TINY = load_model("tiny").arch
+MACHINE = Cluster(
+    name="here", device="cpu", devices_per_node=2, memory_bytes=8 << 30, memory_bandwidth=8e9,
+    peak_flops={"bf16": 150e9}, op_seconds=4e-5, step_overhead_seconds=0.002, runtime_bytes=350 << 20,
+    fragmentation=0.3, usd_per_hour=0.1, measured="2026-01-01",
+)  # fmt: skip
+
+
+def run_of(arch: Arch, seq_len: int, global_batch: int, micro_batch: int, ranks: int, steps: int = 100) -> RunConfig:
+    return RunConfig(
+        name="run",
+        model=replace(arch, max_seq_len=max(seq_len, arch.max_seq_len)),
+        data=Data(tokens="tokens"),
+        train=Train(steps=steps, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch),
+        parallel=Parallel(dp_shard=ranks),
+    )
+
+
+RUN = run_of(TINY, 256, 16, 8, 2)
+
+
+def test_the_bill_sums_and_every_part_has_its_formula():
+    plan = make_plan(RUN, MACHINE, tokens=10**6)
+    assert plan.total_memory_bytes == sum(plan.memory_bytes.values())
+    assert set(plan.memory_bytes) >= {"weights", "optimizer", "gathered", "activations", "runtime", "fragmentation"}
+    assert all(f"memory.{kind}" in plan.formulas for kind in plan.memory_bytes)
+    parts = step_seconds(RUN, MACHINE)
+    assert parts and plan.step_seconds == pytest.approx(sum(t.value for t in parts.values()))
+    assert all(f"time.{part}" in plan.formulas for part in parts)
+
+
+def test_a_plan_survives_its_file():
+    plan = make_plan(RUN, MACHINE, tokens=10**6)
+    assert from_dict(Plan, to_dict(plan)) == plan
+
+
+def test_total_time_money_and_passes():
+    plan = make_plan(RUN, MACHINE, tokens=10**6)
+    assert plan.total_seconds == pytest.approx(100 * plan.step_seconds)
+    assert plan.usd == pytest.approx(0.1 * plan.total_seconds / 3600)  # one machine, whatever its ranks
+    assert plan.formulas["epochs"].endswith("= 0.41")
+    gpus = make_plan(run_of(TINY, 256, 16, 8, 2), load_cluster("2xh100"))
+    assert gpus.usd == pytest.approx(2 * 2.8 * gpus.total_seconds / 3600)
+
+
+def test_utilisation_is_consistent_with_time():
+    run = run_of(load_model("llama3-8b").arch, 8192, 16, 1, 8)
+    plan = make_plan(run, load_cluster("8xh100"))
+    flops = train_flops_per_token(run.model, 8192) * run.tokens_per_step
+    assert plan.mfu == pytest.approx(flops / plan.step_seconds / (8 * 989e12))
+    assert make_plan(RUN, MACHINE).mfu is None
+
+
+def test_no_rate_no_time():
+    plan = make_plan(RUN, replace(MACHINE, peak_flops={}))
+    assert plan.step_seconds == 0 and plan.total_memory_bytes > 0
+    assert any("doctor --bench" in w for w in plan.warnings)
+
+
+def test_more_micro_batch_more_activations_more_ranks_less_state():
+    bill = {k: t.value for k, t in memory_bill(RUN, MACHINE).items()}
+    double = {k: t.value for k, t in memory_bill(run_of(TINY, 256, 32, 16, 2), MACHINE).items()}
+    more = {k: t.value for k, t in memory_bill(run_of(TINY, 256, 32, 8, 4), MACHINE).items()}
+    assert double["activations"] == pytest.approx(2 * bill["activations"])
+    assert more["optimizer"] == pytest.approx(bill["optimizer"] / 2)
+    assert more["activations"] == bill["activations"]
+
+
+def test_the_peak_is_the_largest_moment():
+    """A wide model with one short sequence peaks at the end of its backward, a batch of long ones at its loss."""
+    short = memory_bill(run_of(load_model("smollm2-135m").arch, 16, 1, 1, 1), MACHINE)
+    assert "logits" not in short and short["gradients"].value > 0
+    assert memory_bill(RUN, MACHINE)["gradients"].value == 0
+    scored = replace(run_of(replace(TINY, vocab_size=65_536), 256, 64, 32, 2), data=Data(tokens="t", heldout="h"))
+    assert "sequences" in memory_bill(scored, MACHINE)["logits"].formula
+
+
+# llm-foundry's published FSDP runs without recomputation: (layers, width, heads, sequence, micro-batch, GPUs,
+# accumulation, device, seconds per step). MPT's two-matrix MLP of 4D is 8D² parameters, as a SwiGLU of 8D/3.
+MPT = [
+    (32, 2560, 20, 2048, 10, 8, 2, "a100", 3.79),
+    (24, 2048, 16, 2048, 14, 8, 4, "a100", 5.59),
+    (24, 2048, 16, 512, 56, 8, 4, "a100", 4.95),
+    (32, 2560, 20, 2048, 6, 64, 1, "a100-40", 1.26),
+    (24, 2048, 16, 2048, 14, 8, 1, "h100", 0.63),
+]
+
+
+@pytest.mark.parametrize("row", MPT)
+def test_published_runs_come_out_within_a_third(row):
+    layers, width, heads, seq_len, micro_batch, gpus, accumulation, device, measured = row
+    arch = Arch(
+        vocab_size=50_368, d_model=width, num_layers=layers, num_heads=heads, num_kv_heads=heads,
+        head_dim=width // heads, d_ffn=8 * width // 3, max_seq_len=seq_len,
+    )  # fmt: skip
+    run = run_of(arch, seq_len, micro_batch * gpus * accumulation, micro_batch, gpus)
+    cluster = load_cluster(f"{max(gpus // 8, 1)}x8x{device}")
+    assert make_plan(run, cluster).step_seconds == pytest.approx(measured, rel=0.33)
+
+
+@pytest.mark.parametrize(
+    ("run", "cluster", "tokens", "word"),
+    [
+        (run_of(load_model("llama3-70b").arch, 8192, 8, 1, 8), load_cluster("8xh100"), 0, "does not fit"),
+        (run_of(TINY, 256, 16, 8, 2, steps=2000), MACHINE, 10**6, "8.2 passes"),
+        (run_of(TINY, 256, 16, 8, 2, steps=100), MACHINE, 10**6, "tokens per parameter"),
+        (run_of(replace(TINY, vocab_size=128_256), 256, 16, 8, 2), MACHINE, 0, "uint32"),
+        (run_of(TINY, 256, 16, 4, 4), MACHINE, 0, "measured with 2 ranks"),
+        (run_of(TINY, 256, 16, 1, 16), load_cluster("8xh100"), 0, "16 GPUs"),
+        (RUN, load_cluster("2xh100"), 0, "published figures"),
+    ],
+)
+def test_warnings(run, cluster, tokens, word):
+    assert any(word in w for w in make_plan(run, cluster, tokens=tokens).warnings)
+
+
+def test_collectives_hide_behind_work_inside_a_node_and_not_over_a_slow_network():
+    arch = load_model("llama3-8b").arch
+    node = step_seconds(run_of(arch, 8192, 8, 1, 8), load_cluster("8xh100"))
+    slow = step_seconds(run_of(arch, 8192, 64, 1, 64), replace(load_cluster("8x8xh100"), network_bandwidth=5e9))
+    assert node and slow
+    assert node["collectives"].value < 0.05 * node["matrix products"].value
+    assert slow["collectives"].value > slow["matrix products"].value
+    one = step_seconds(run_of(arch, 8192, 8, 1, 1), load_cluster("h200"))
+    assert one and one["collectives"].value == 0

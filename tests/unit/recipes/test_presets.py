@@ -1,0 +1,121 @@
+"""Presets by name and file, clusters by size, and projects made from them."""
+
+import json
+import tomllib
+
+import pytest
+
+from ingot.config import from_dict, load, to_dict
+from ingot.errors import ConfigError, UsageError
+from ingot.machine.cluster_file import write_cluster
+from ingot.recipes.clusters import find_cluster, with_published_rates
+from ingot.recipes.load import device_names, load_cluster, load_model, model_names
+from ingot.recipes.project import make_project, plan_file, plan_model, write_plan
+from ingot.schema.cluster import Cluster
+from ingot.schema.plan import Plan
+from ingot.schema.run import RunConfig
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_preset_is_a_legal_model(name):
+    preset = load_model(name)
+    assert preset.about and not list(preset.arch.problems())
+    assert preset.train.seq_len <= preset.arch.max_seq_len
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_device_makes_a_cluster_with_a_published_peak(name):
+    cluster = load_cluster(f"2x4x{name}")
+    assert (cluster.nodes, cluster.devices_per_node, cluster.devices) == (2, 4, 8)
+    assert cluster.peak_flops["bf16"] > 1e14 and not list(cluster.problems())
+
+
+def test_sizes_of_clusters():
+    assert load_cluster("h200").devices == 1
+    assert load_cluster("8xH100").devices == 8
+    for wrong in ("0xh100", "8xh900", "h100x8", ""):
+        with pytest.raises(UsageError, match="no device"):
+            load_cluster(wrong)
+
+
+def test_unknown_presets_suggest_the_nearest():
+    with pytest.raises(UsageError, match="did you mean 'llama3-8b'"):
+        load_model("llama-3-8b")
+
+
+def test_a_model_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    arch = to_dict(load_model("tiny").arch)
+    path.write_text("[arch]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in arch.items()))
+    assert load_model(str(path)).arch == load_model("tiny").arch
+    path.write_text(path.read_text().replace("d_model", "dmodel"))
+    with pytest.raises(ConfigError, match=r"did you mean .arch\.d_model."):
+        load_model(str(path))
+    path.write_text("[arch")
+    with pytest.raises(ConfigError, match="is TOML"):
+        load_model(str(path))
+    with pytest.raises(UsageError, match="cannot read"):
+        load_model(str(tmp_path / "absent.toml"))
+
+
+def test_machine_files_are_found_read_and_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = Cluster(name="saved", device="cpu", memory_bytes=1 << 30, measured="2026-01-01")
+    write_cluster(tmp_path / "machine.json", cluster)
+    assert find_cluster(None) == find_cluster("machine.json") == find_cluster(None, tmp_path) == cluster
+    (tmp_path / "machine.json").write_text('{"name": "x"}')
+    with pytest.raises(ConfigError, match="missing key 'device'"):
+        find_cluster("machine.json")
+    (tmp_path / "machine.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="no object"):
+        find_cluster("machine.json")
+    with pytest.raises(ConfigError, match="no machine file"):
+        find_cluster("absent.json")
+    (tmp_path / "machine.json").unlink()
+    assert find_cluster(None).memory_bytes > 0
+
+
+def test_known_gpus_get_their_published_rates_and_keep_their_memory():
+    found = Cluster(name="box", device="cuda", devices_per_node=4, memory_bytes=90 << 30, device_name="NVIDIA H200")
+    rated = with_published_rates(found)
+    assert rated.peak_flops == load_cluster("h200").peak_flops
+    assert (rated.memory_bytes, rated.devices_per_node, rated.name) == (90 << 30, 4, "box")
+    unknown = Cluster(name="box", device="cuda", memory_bytes=1, device_name="Unheard Of")
+    assert with_published_rates(unknown) is unknown
+
+
+def test_a_project_folder_holds_a_run_file_that_loads(tmp_path):
+    files = make_project(tmp_path / "mine", "tiny")
+    run = load(RunConfig, tmp_path / "mine/run.toml")
+    assert run.name == "mine" and run.model == load_model("tiny").arch
+    assert "# " in files[0].read_text() and (tmp_path / "mine/.gitignore").exists()
+    with pytest.raises(UsageError, match="exists"):
+        make_project(tmp_path / "mine", "tiny")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        make_project(tmp_path / "file", "tiny")
+    with pytest.raises(UsageError, match="no model preset"):
+        make_project(tmp_path / "other", "nope")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_plan_is_written_once_and_read_back(tmp_path):
+    planned = plan_model("smollm2-135m", "2B", load_cluster("8xh100"), beside=tmp_path)
+    beside = write_plan(tmp_path / "run.toml", planned)
+    assert load(RunConfig, tmp_path / "run.toml") == planned.run
+    assert from_dict(Plan, json.loads(beside.read_text())) == planned.plan
+    text = (tmp_path / "run.toml").read_text()
+    assert "DeepSeek" in text and tomllib.loads(text)["train"]["steps"] == planned.run.train.steps
+    with pytest.raises(UsageError, match="exists"):
+        write_plan(tmp_path / "run.toml", planned)
+    write_plan(tmp_path / "run.toml", planned, force=True)
+    again = plan_file(tmp_path / "run.toml", load_cluster("8xh100"), ("train.steps=5000",), usd_per_hour=1.0)
+    assert again.plan.steps == 5000 and again.run.cost.usd_per_hour == 1.0
+
+
+def test_tokens_are_a_folder_or_a_count(tmp_path):
+    cluster = load_cluster("8xh100")
+    with pytest.raises(UsageError, match="no folder"):
+        plan_model("tiny", str(tmp_path / "absent"), cluster, beside=tmp_path)
+    with pytest.raises(ConfigError, match="is not a count"):
+        plan_model("tiny", "many", cluster, beside=tmp_path)

@@ -1,0 +1,112 @@
+"""Status tells from log and lock how a run stands."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ingot.config import to_toml
+from ingot.errors import UsageError
+from ingot.events import EventLog
+from ingot.recipes.load import load_model
+from ingot.report.status import read_status, sparkline
+from ingot.resilience.lock import RunLock
+from ingot.schema import events
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import Data, RunConfig, Train
+
+
+@pytest.fixture
+def folder(tmp_path):
+    train = Train(steps=10, seq_len=8, global_batch=2, micro_batch=2)
+    run = RunConfig(name="demo", model=load_model("tiny").arch, data=Data(tokens="t"), train=train)
+    folder = RunFolder(tmp_path)
+    folder.config.write_text(to_toml(replace(run, seed=1)))
+    return folder
+
+
+def steps(log, first, last, shift=0.0):
+    for step in range(first, last + 1):
+        log.write(events.STEP, step=step, loss=8.0 - step / 2 + shift)
+
+
+def test_a_run_that_never_started(folder):
+    status = read_status(folder.root)
+    assert (status.state, status.step, status.loss, status.losses) == ("not started", 0, None, ())
+
+
+def test_a_finished_run(folder):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    steps(log, 1, 10)
+    log.write(events.PROGRESS, step=10, bpb=2.5, tokens_per_second=1e4, eta_seconds=0.0)
+    log.write(events.EVALUATION, step=10, bpb=2.6)
+    log.write(events.CHECKPOINT, step=10)
+    log.write(events.FINISHED, step=10)
+    status = read_status(folder.root)
+    assert (status.state, status.step, status.steps, status.loss) == ("finished", 10, 10, 3.0)
+    assert (status.bpb, status.heldout_bpb, status.checkpoint_step) == (2.5, 2.6, 10)
+    assert status.eta_seconds is None  # nothing is on its way
+
+
+def test_a_fault_and_its_recovery_count_each_step_once(folder):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    steps(log, 1, 7)
+    log.write(events.FAULT, rank=1, cause="SIGKILL")
+    assert read_status(folder.root).state == "failed"
+    log.write(events.RESTART, attempt=1)
+    log.write(events.RUN_STARTED, from_step=4)
+    assert read_status(folder.root).step == 4
+    steps(log, 5, 6, shift=0.25)
+    status = read_status(folder.root)
+    assert (status.state, status.step, status.restarts, status.faults) == ("interrupted", 6, 1, ("SIGKILL",))
+    assert status.losses == (7.5, 7.0, 6.5, 6.0, 5.75, 5.25)
+
+
+def test_a_running_one_holds_its_lock_and_a_stopped_one_does_not(folder):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    log.write(events.PROGRESS, step=1, eta_seconds=30.0)
+    with RunLock(folder.lock):
+        status = read_status(folder.root)
+        assert (status.state, status.eta_seconds) == ("running", 30.0)
+    log.write(events.STOPPED, step=1, reason="requested")
+    assert read_status(folder.root).state == "stopped"
+
+
+def test_a_torn_line_and_unknown_kinds_do_no_harm(folder):
+    log = EventLog(folder.events)
+    log.write("future_kind", anything=1)
+    steps(log, 1, 1)
+    with folder.events.open("a") as file:
+        file.write('{"kind": "step", "lo')
+    assert read_status(folder.root).step == 1
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"holds no run\.toml"):
+        read_status(tmp_path)
+    with pytest.raises(UsageError, match="does not exist"):
+        read_status(tmp_path / "absent")
+
+
+def test_sparklines():
+    assert sparkline(()) == ""
+    assert sparkline((1.0,)) == "▁"
+    assert sparkline((8.0, 1.0), 2) == "█▁"
+    assert sparkline((3.0,) * 50) == "▁" * 24
+    assert sparkline((1.0, float("nan"), 2.0), 3) == "▁×█"
+    assert len(sparkline(tuple(float(i) for i in range(1000)))) == 24
+
+
+def test_the_verb_prints_json_that_a_script_can_use(folder, capsys):
+    from ingot.cli.main import main
+
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    steps(log, 1, 3)
+    assert main(["status", str(folder.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    assert main(["status", str(folder.root)]) == 0
+    assert "step 3/10" in capsys.readouterr().out

@@ -1,0 +1,95 @@
+"""Calibration: rates are recovered from timings, and the ranks really time the trainer's step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ingot.errors import ResourceError
+from ingot.planner.memory import memory_bill
+from ingot.planner.step_time import step_seconds
+from ingot.schema.cluster import Cluster
+from ingot.train import calibrate
+from ingot.train.calibrate import Timing, bounded_fit, calibrate_cpu, fit, shapes
+
+BARE = Cluster(name="here", device="cpu", devices_per_node=2, memory_bytes=8 << 30)
+TRUE = replace(
+    BARE, memory_bandwidth=9e9, peak_flops={"bf16": 2e11, "fp32": 5e10}, attention_efficiency=0.4, op_seconds=4e-5,
+    step_overhead_seconds=3e-3, runtime_bytes=350 << 20, fragmentation=0.4,
+)  # fmt: skip
+
+LIMITS = {"matmul": 1e12, "attention": 5e11, "bandwidth": 5e10, "op_seconds": 1e-6}
+
+
+def timings_of(cluster: Cluster, noise: float = 0.0) -> list[Timing]:
+    random = np.random.default_rng(1)
+    timings = []
+    for run in shapes(2):
+        parts = step_seconds(run, cluster)
+        assert parts is not None
+        peak = sum(t.value for t in memory_bill(run, cluster).values())
+        seconds = sum(t.value for t in parts.values()) * (1 + noise * random.standard_normal())
+        timings.append(Timing(run, seconds, round(peak)))
+    return timings
+
+
+def test_exact_timings_give_back_the_rates():
+    found = fit(timings_of(TRUE), LIMITS, BARE)
+    for name in ("memory_bandwidth", "op_seconds", "step_overhead_seconds", "attention_efficiency", "fragmentation"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.02), name
+    assert found.peak_flops["bf16"] == pytest.approx(2e11, rel=0.01)
+    assert found.runtime_bytes == pytest.approx(350 << 20, rel=0.01)
+    assert found.measured and found.resolution < 0.01
+
+
+def test_noisy_timings_still_predict_other_shapes():
+    from ingot.recipes.load import load_model
+    from ingot.schema.run import Data, Parallel, RunConfig, Train
+
+    found = fit(timings_of(TRUE, noise=0.05), LIMITS, BARE)
+    train = Train(steps=1, seq_len=256, global_batch=24, micro_batch=12)
+    run = RunConfig(
+        name="x", model=load_model("tiny").arch, data=Data(tokens=""), train=train, parallel=Parallel(dp_shard=2)
+    )
+    seconds = [sum(t.value for t in (step_seconds(run, c) or {}).values()) for c in (found, TRUE)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.15)
+
+
+def test_wild_timings_give_no_rate_beyond_its_limit():
+    random = np.random.default_rng(2)
+    for _ in range(20):
+        wild = [replace(t, seconds=t.seconds * random.uniform(0.2, 5)) for t in timings_of(TRUE)]
+        found = fit(wild, LIMITS, BARE)
+        assert 0 < found.peak_flops["bf16"] <= 1e12 * (1 + 1e-9) and 0 < found.memory_bandwidth <= 5e10 * (1 + 1e-9)
+        assert found.op_seconds >= 1e-6 and found.peak_flops["fp32"] > 0 and found.fragmentation >= 0
+
+
+def test_the_fit_stays_at_the_bound_of_what_the_data_denies():
+    features = np.array([[1.0, 5.0], [2.0, 3.0], [3.0, 1.0], [4.0, 0.5]])
+    per_unit = bounded_fit(features, np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.0, 0.0]))
+    assert per_unit == pytest.approx([1.0, 0.0], abs=1e-9)
+    assert bounded_fit(features, np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.5, 0.01]))[1] == 0.01
+
+
+def test_the_device_rates_are_of_this_world():
+    torch = pytest.importorskip("torch")
+    from ingot.train.device_rates import measure_device
+
+    torch.set_num_threads(1)
+    rates = measure_device(torch.device("cpu"), torch.float32, width=128, heads=2, seq_len=64)
+    assert 1e7 < rates["matmul"] < 1e14 and 1e6 < rates["attention"] < 1e14
+    assert 1e6 < rates["bandwidth"] < 1e14 and 1e-8 < rates["op_seconds"] < 1e-2
+
+
+def test_a_rank_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(calibrate.sys, "executable", "/bin/false")
+    with pytest.raises(ResourceError, match="rank 0 of the calibration failed"):
+        calibrate_cpu(BARE)
+
+
+@pytest.mark.slow
+def test_one_rank_of_this_machine():
+    pytest.importorskip("torch")
+    cluster = calibrate_cpu(replace(BARE, devices_per_node=1))
+    assert 1e8 < cluster.peak_flops["bf16"] < 1e16
+    assert 100 << 20 < cluster.runtime_bytes < 2 << 30
