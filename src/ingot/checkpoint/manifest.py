@@ -70,9 +70,28 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
     Tensor files are looked at by name and size only; `verify_checkpoint` reads them.
     """
-    path = folder / MANIFEST
+    values = _read_values(folder)
     try:
-        values = json.loads(path.read_bytes())
+        manifest = from_dict(CheckpointManifest, values)
+    except ConfigError as error:
+        raise _damaged(folder, f"manifest.json: {error.found}") from None
+    _check_rules(folder, manifest)
+    return manifest
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether `folder` has a manifest that matches its own hash, and files of the sizes it names. A quick look."""
+    try:
+        files = _read_values(folder)["files"]
+        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
+    except (CheckpointError, OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _read_values(folder: Path) -> dict:
+    """The manifest's values, without its own hash, which was right. Raises CheckpointError."""
+    try:
+        values = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise _damaged(folder, "it has no manifest.json, so it was never finished") from None
     except OSError as error:
@@ -84,12 +103,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise _damaged(folder, "manifest.json does not match its own hash")
     if values.get("version") != VERSION:
         raise _damaged(folder, f"its format is version {values.get('version')!r}, this ingot reads {VERSION}")
-    try:
-        manifest = from_dict(CheckpointManifest, values)
-    except ConfigError as error:
-        raise _damaged(folder, f"manifest.json: {error.found}") from None
-    _check_rules(folder, manifest)
-    return manifest
+    return values
 
 
 def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:

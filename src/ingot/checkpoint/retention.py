@@ -5,7 +5,7 @@ Everything is renamed before it is removed, so that half a removal is no checkpo
 
 import shutil
 
-from ingot.checkpoint.manifest import candidate_folders, list_checkpoints
+from ingot.checkpoint.manifest import candidate_folders, is_finished
 from ingot.schema.layout import RunFolder
 from ingot.storage import fsync_dir
 
@@ -26,10 +26,12 @@ def publish(folder: RunFolder, step: int) -> None:
 
 def prune(folder: RunFolder, keep: int) -> None:
     """Remove what is older than the newest `keep` whole checkpoints."""
-    whole = [listed.step for listed in list_checkpoints(folder.checkpoints) if listed.manifest]
+    whole = 0
     for path in candidate_folders(folder.checkpoints):
-        if len(whole) >= keep and int(path.name.removeprefix("step-")) < whole[keep - 1]:
+        if whole >= keep:
             path.rename(path.with_name(REMOVED + path.name))
+        else:
+            whole += is_finished(path)
     remove_leftovers(folder)
 
 
