@@ -35,7 +35,11 @@ def run_rank(folder: RunFolder, until_step: int | None, quiet: bool) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except OSError:
+        # Whoever read the lines is gone (`| head`, a closed terminal); training does not end for that.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_nothing(text: str) -> None:
