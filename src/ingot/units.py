@@ -43,6 +43,14 @@ def format_count(n: float) -> str:
     return f"{n:.0f}" if float(n).is_integer() else f"{n:.3g}"
 
 
+def format_flops(n: float) -> str:
+    """Floating-point operations, or their rate: 989e12 -> '989 TFLOP'. Steps of a thousand: M, G, T, P, E."""
+    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if abs(n) >= limit:
+            return f"{n / limit:.3g} {unit}FLOP" if abs(n) < 999.5 * limit else f"{n / limit:,.0f} {unit}FLOP"
+    return f"{n / 1e6:.3g} MFLOP"
+
+
 def format_bytes(n: float) -> str:
     """Binary units: 67_108_864 -> '64.0 MiB'."""
     for limit, unit in ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):

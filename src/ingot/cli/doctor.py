@@ -64,14 +64,14 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
     from ingot.errors import require
     from ingot.machine.cluster_file import write_cluster
     from ingot.train.calibrate import calibrate
-    from ingot.units import format_bytes, format_count
+    from ingot.units import format_bytes, format_flops
 
     require("torch", "train")
     terminal.say(f"timing the trainer's step on {uncalibrated.devices} x {uncalibrated.device} ...")
     cluster = calibrate(uncalibrated)
     write_cluster(args.out, cluster)
     for dtype, rate in cluster.peak_flops.items():
-        terminal.say(f"  matrix products   {format_count(rate * cluster.matmul_efficiency)}FLOP/s per rank in {dtype}")
+        terminal.say(f"  matrix products   {format_flops(rate * cluster.matmul_efficiency)}/s per rank in {dtype}")
     terminal.say(f"  memory traffic    {format_bytes(cluster.memory_bandwidth)}/s per rank")
     terminal.say(f"  one operation     {cluster.op_seconds * 1e6:.1f} µs")
     terminal.say(f"  a bare process    {format_bytes(cluster.runtime_bytes)}")

@@ -10,7 +10,7 @@ from ingot.schema.tokens import TokenManifest
 from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
 from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.params import count_parameters
-from ingot.units import format_bytes, format_count, format_seconds
+from ingot.units import format_bytes, format_count, format_flops, format_seconds
 
 
 def make_plan(run: RunConfig, cluster: Cluster, *, tokens: int = 0, manifest: TokenManifest | None = None) -> Plan:
@@ -37,10 +37,10 @@ def make_plan(run: RunConfig, cluster: Cluster, *, tokens: int = 0, manifest: To
         "tokens_per_step": f"{run.train.global_batch} sequences x {run.train.seq_len} = {run.tokens_per_step:,} tokens",
         "flops_per_token": (
             f"6 x matmul parameters + 6 x {run.model.num_layers} layers x {run.model.num_heads * run.model.head_dim}"
-            f" x {run.train.seq_len} (causal half) = {format_count(flops)}"
+            f" x {run.train.seq_len} (causal half) = {format_flops(flops)}"
         ),
         "total_flops": (
-            f"{format_count(run.train.steps * run.tokens_per_step)} tokens x {format_count(flops)}FLOP"
+            f"{format_count(run.train.steps * run.tokens_per_step)} tokens x {format_flops(flops)}"
             f" = {run.train.steps * run.tokens_per_step * flops:.2e} FLOP"
         ),
         "checkpoint_bytes": f"{size.formula} = {format_bytes(size.value)}",
@@ -50,8 +50,8 @@ def make_plan(run: RunConfig, cluster: Cluster, *, tokens: int = 0, manifest: To
         total_peak = peak * run.parallel.world_size
         mfu = model_flops_utilisation(run.tokens_per_step / seconds, flops, total_peak)
         formulas["mfu"] = (
-            f"{format_count(run.tokens_per_step / seconds)} tokens/s x {format_count(flops)}FLOP"
-            f" / {format_count(total_peak)}FLOP/s = {mfu:.1%}"
+            f"{format_count(run.tokens_per_step / seconds)} tokens/s x {format_flops(flops)}"
+            f" / {format_flops(total_peak)}/s = {mfu:.1%}"
         )
     if tokens:
         passes = run.train.steps * run.tokens_per_step / tokens

@@ -4,7 +4,7 @@ from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.theory.term import Term
 from ingot.theory.work import Work, step_work
-from ingot.units import format_bytes, format_count, format_seconds
+from ingot.units import format_bytes, format_flops, format_seconds
 
 
 def rank_work(run: RunConfig, device: str) -> Work:
@@ -48,8 +48,8 @@ def step_seconds(run: RunConfig, cluster: Cluster) -> dict[str, Term] | None:
 
 
 def _at(amount: float, rate: float, unit: str) -> Term:
-    shown = f"{format_count(amount)}FLOP" if unit == "FLOP" else format_bytes(amount)
-    per = f"{format_count(rate)}FLOP/s" if unit == "FLOP" else f"{format_bytes(rate)}/s"
+    shown = format_flops(amount) if unit == "FLOP" else format_bytes(amount)
+    per = f"{format_flops(rate)}/s" if unit == "FLOP" else f"{format_bytes(rate)}/s"
     return Term(amount / rate, f"{shown} / {per}")
 
 

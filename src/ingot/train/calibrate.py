@@ -22,7 +22,7 @@ import numpy as np
 
 from ingot.dist.start import worker_environment
 from ingot.errors import ResourceError
-from ingot.planner.memory import memory_bill
+from ingot.planner.memory import live_bill
 from ingot.planner.step_time import rank_work
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
@@ -136,7 +136,7 @@ def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) 
     per_unit = bounded_fit(features, seconds, least)
     per_flop, per_attention_flop, per_byte, per_operation, per_step = (float(value) for value in per_unit)
     fp32 = [_seconds_per_flop(t, per_unit) for t in timings if t.run.train.precision == "fp32"]
-    runtime, fragmentation = _memory(timings, uncalibrated)
+    runtime, fragmentation = _memory(timings)
     error = np.abs(features @ per_unit / seconds - 1)
     return replace(
         uncalibrated,
@@ -188,10 +188,9 @@ def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) ->
     return best
 
 
-def _memory(timings: list[Timing], uncalibrated: Cluster) -> tuple[int, float]:
+def _memory(timings: list[Timing]) -> tuple[int, float]:
     """runtime_bytes from the minute run, and what the allocator loses from the growth to the largest one."""
-    bare = replace(uncalibrated, runtime_bytes=0, fragmentation=0.0)
-    minute, large = (sum(term.value for term in memory_bill(t.run, bare).values()) for t in timings[:2])
+    minute, large = (sum(term.value for term in live_bill(t.run, "cpu").values()) for t in timings[:2])
     grown = timings[1].peak_bytes - timings[0].peak_bytes
     fragmentation = max(grown / (large - minute) - 1, 0.0)
     return round(timings[0].peak_bytes - minute * (1 + fragmentation)), round(fragmentation, 3)

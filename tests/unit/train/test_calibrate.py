@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ingot.errors import ResourceError
-from ingot.planner.memory import memory_bill
+from ingot.planner.memory import live_bill
 from ingot.planner.step_time import step_seconds
 from ingot.schema.cluster import Cluster
 from ingot.train import calibrate
@@ -27,7 +27,8 @@ def timings_of(cluster: Cluster, noise: float = 0.0) -> list[Timing]:
     for run in shapes(2):
         parts = step_seconds(run, cluster)
         assert parts is not None
-        peak = sum(t.value for t in memory_bill(run, cluster).values())
+        live = sum(t.value for t in live_bill(run, "cpu").values())
+        peak = live * (1 + cluster.fragmentation) + cluster.runtime_bytes
         seconds = sum(t.value for t in parts.values()) * (1 + noise * random.standard_normal())
         timings.append(Timing(run, seconds, round(peak)))
     return timings
