@@ -116,6 +116,21 @@ def test_all_ranks_fall_back_to_the_same_checkpoint(fork_ranks, tmp_path):
     assert step == 10 and refused[0][0] == 20 and "rank-00001.safetensors" in refused[0][1]
 
 
+def load_with_torn_record(rank, ranks, root):
+    try:
+        resume(RunFolder(root), *make(seed=0), config_sha256="other", data_fingerprint="d", on_refused=lambda *_: None)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_what_only_rank_0_reads_fails_on_all(fork_ranks, tmp_path):
+    fork_ranks(continue_and_save, 2, tmp_path, 10)
+    RunFolder(tmp_path).accepted.write_text("torn")
+    results = fork_ranks(load_with_torn_record, 2, tmp_path)
+    assert results[0] == results[1] and "Expecting value" in results[0]
+
+
 def save_with_trouble(rank, ranks, root, trouble):
     import errno
 

@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 def from_rank_zero(find: Callable[[], T]) -> T:
-    """`find()` of rank 0, on every rank. An IngotError that it raises is raised on every rank. Collective."""
+    """`find()` of rank 0, on every rank. What it raises (IngotError, OSError, ValueError) all ranks raise. Collective."""
     if not dist.is_initialized():
         return find()
     answer: list = [None, None]
     if dist.get_rank() == 0:
         try:
             answer[0] = find()
-        except IngotError as error:
+        except (IngotError, OSError, ValueError) as error:
             answer[1] = error
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
