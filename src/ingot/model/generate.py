@@ -3,6 +3,7 @@
 Shape letters: B batch, T new tokens, S tokens in the cache after them, G key/value heads, H head_dim, V vocab_size.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -102,10 +103,16 @@ def generate(
     cache = KVCache(arch, len(prompt) + max_tokens, device)
     generator = torch.Generator().manual_seed(seed)
     fed, made = list(prompt), []
-    while True:
-        logits_BTV = model(torch.tensor([fed], device=device), cache=cache)
-        token = choose_token(logits_BTV[0, -1], temperature, top_k, generator)
-        made.append(token)
-        if token == stop_id or len(made) == max_tokens:
-            return made
-        fed = [token]
+    with _without_compilation(device):
+        while True:
+            logits_BTV = model(torch.tensor([fed], device=device), cache=cache)
+            token = choose_token(logits_BTV[0, -1], temperature, top_k, generator)
+            made.append(token)
+            if token == stop_id or len(made) == max_tokens:
+                return made
+            fed = [token]
+
+
+def _without_compilation(device: torch.device):
+    """Compiled blocks run as written: the cache has another length at every token, and each would be compiled anew."""
+    return torch.compiler.set_stance("force_eager") if device.type == "cuda" else contextlib.nullcontext()

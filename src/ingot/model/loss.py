@@ -9,6 +9,7 @@ Shape letters: M tokens (batch and sequence flattened), D d_model, V vocab_size.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
@@ -20,16 +21,16 @@ def chunk_tokens(vocab_size: int, device: str) -> int:
     return max(CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab_size), 16)
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+def _log_probabilities(logits: Tensor) -> Tensor:
+    """log softmax over the last dim, in float32, or in float64 for float64 logits."""
+    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def nats_and_slope(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Per token -log softmax(logits)[target], and its gradient by the logits in their dtype. In float32 or float64."""
-    wide = _wide(logits_MV)
-    log_total = wide.logsumexp(-1, keepdim=True)
-    nats = log_total - wide.gather(-1, targets_M[:, None])
-    slope = (wide - log_total).exp()
+    """Per token -log p(target), and its gradient by the logits (softmax minus one-hot) in their dtype."""
+    log_p_MV = _log_probabilities(logits_MV)
+    nats = -log_p_MV.gather(-1, targets_M[:, None])
+    slope = log_p_MV.exp_()
     slope.scatter_add_(-1, targets_M[:, None], -torch.ones_like(nats))
     return nats.squeeze(-1), slope.type_as(logits_MV)
 
@@ -74,5 +75,4 @@ class CrossEntropy(nn.Module):
 
 def token_nats(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
     """Nats of every target by itself, float32 (float64 for float64): for evaluation. [T]."""
-    log_probabilities = _wide(logits_TV).log_softmax(-1)
-    return -log_probabilities.gather(-1, targets_T[:, None]).squeeze(-1)
+    return -_log_probabilities(logits_TV).gather(-1, targets_T[:, None]).squeeze(-1)

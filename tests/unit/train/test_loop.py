@@ -123,6 +123,17 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(fork_ranks, make_
     assert ledger_proof(moved, load(RunConfig, moved.config)).layout == {"dp_shard": 4}
 
 
+def test_evaluating_on_the_way_leaves_training_alone(fork_ranks, make_run):
+    plain, watched = make_run("plain", dp_shard=2), make_run("watched", dp_shard=2)
+    watched.config.write_text(watched.config.read_text().replace("every_steps = 0", "every_steps = 4"))
+    fork_ranks(run_rank, 2, plain)
+    fork_ranks(run_rank, 2, watched)
+    assert [e["step"] for e in read_events(watched.events, "evaluation")] == [4, 8, 12]
+    assert step_facts(watched) == step_facts(plain)
+    last = [list(read_events(folder.events, "evaluation"))[-1]["bpb"] for folder in (plain, watched)]
+    assert last[0] == last[1]
+
+
 def test_a_stop_request_saves_at_the_next_line(fork_ranks, make_run):
     folder = make_run(dp_shard=2)
     folder.stop_request.write_text("stop\n")
