@@ -65,11 +65,11 @@ def ingot_step(run, device) -> Callable[[], Any]:
 def transformers_step(run, device) -> Callable[[], Any]:
     """What a careful user writes: autocast over float32 weights, the whole model compiled, fused AdamW."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     arch = run.model
-    kinds = (Qwen3Config, Qwen3ForCausalLM) if arch.qk_norm else (LlamaConfig, LlamaForCausalLM)
-    config = kinds[0](
+    config = AutoConfig.for_model(
+        "qwen3" if arch.qk_norm else "llama",
         vocab_size=arch.vocab_size,
         hidden_size=arch.d_model,
         intermediate_size=arch.d_ffn,
@@ -81,10 +81,9 @@ def transformers_step(run, device) -> Callable[[], Any]:
         rms_norm_eps=arch.norm_eps,
         tie_word_embeddings=arch.tied_embeddings,
         use_cache=False,
-        attn_implementation="sdpa",
     )
     with torch.device(device):
-        model = kinds[1](config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     optim = run.optim
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay, fused=True
