@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def from_rank_zero(find: Callable[[], T]) -> T:
-    """`find()` of rank 0, on every rank. What it raises (IngotError, OSError, ValueError) all ranks raise. Collective."""
+    """`find()` of rank 0, on every rank. An IngotError, OSError or ValueError is raised on every rank. Collective."""
     if not dist.is_initialized():
         return find()
     answer: list = [None, None]
