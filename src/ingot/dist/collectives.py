@@ -27,9 +27,3 @@ def gather_array(array: np.ndarray) -> np.ndarray:
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:
     """Elementwise mean of float values over ranks, in float64 and in rank order: the same bits on every rank."""
     return gather_array(values.astype(np.float64)).mean(axis=0)
-
-
-def sum_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Elementwise sum over ranks, in float64 (int64 stays int64) and in rank order."""
-    wide = values if values.dtype == np.int64 else values.astype(np.float64)
-    return gather_array(wide).sum(axis=0)
