@@ -40,7 +40,7 @@ def train(run: Training) -> Ending:
         done = batch.step
 
         save_now = done == run.until_step or done % config.checkpoint.every_steps == 0
-        evaluate_now = done == steps or is_due(done, config.evaluate.every_steps)
+        evaluate_now = done < steps and is_due(done, config.evaluate.every_steps)
         if not (save_now or evaluate_now or is_due(done, config.watch.log_every)):
             continue
 
@@ -56,7 +56,8 @@ def train(run: Training) -> Ending:
             log_evaluation(run, done)
         interval = Interval.begin()
 
-    if not stopped:
+    if not stopped:  # also when a run that was killed after its last checkpoint comes back
+        log_evaluation(run, done)
         log_samples(run, done)
         seconds = round(time.monotonic() - began, 3)
         run.log(events.FINISHED, step=done, tokens=done * config.tokens_per_step, seconds=seconds)

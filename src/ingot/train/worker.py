@@ -25,8 +25,8 @@ def run_rank(folder: RunFolder, until_step: int | None, quiet: bool) -> int:
     place = start(config.train.device, config.launch.timeout_seconds)
     run = build(config, folder, place, until_step=until_step, say=_say_nothing if quiet else _say)
     try:
-        if run.first_step > run.until_step:
-            return EXIT_OK if run.until_step == config.train.steps else EXIT_PREEMPTED
+        if run.first_step > run.until_step and run.until_step < config.train.steps:
+            return EXIT_PREEMPTED
         ending = train(run)
     finally:
         run.loader.close()
