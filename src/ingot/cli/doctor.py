@@ -8,6 +8,8 @@ from ingot.cli.terminal import Terminal
 HELP = "is this machine fit to train? With --bench: how fast is it?"
 EXAMPLES = ("ingot doctor", "ingot doctor --bench --out machine.json", "ingot doctor --json")
 
+# A fit that misses its own timings by more than this was disturbed.
+_ROUGH = 0.15
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -77,6 +79,8 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
     terminal.say(f"  a bare process    {format_bytes(cluster.runtime_bytes)}")
     if cluster.resolution:
         terminal.say(f"  fits the timings  within {cluster.resolution:.0%} on average")
+    if cluster.resolution > _ROUGH:
+        terminal.say("  the timings scatter: measure again when the machine is idle")
     terminal.say(f"wrote {args.out}")
     from ingot.config import to_dict
 

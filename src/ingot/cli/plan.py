@@ -29,21 +29,52 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     choice = parser.add_argument_group("choices, instead of the rules'")
     choice.add_argument("--name", default="", help="name of the run (default: the model's)")
-    choice.add_argument("--steps", type=int, default=0, metavar="N", help="optimizer steps")
-    choice.add_argument("--seq", type=int, default=0, metavar="T", help="sequence length in tokens")
-    choice.add_argument("--batch", type=int, default=0, metavar="N", help="global batch in sequences")
-    choice.add_argument("--lr", type=float, default=0.0, help="peak learning rate")
-    choice.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of computation (default: bf16)")
     choice.add_argument(
-        "--price", type=float, default=0.0, metavar="USD", help="per GPU and hour (per machine and hour on CPU)"
+        "--steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="optimizer steps (default: the preset's, else one pass over the tokens)",
     )
     choice.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="with --run: change a value"
+        "--seq", type=int, default=0, metavar="T", help="sequence length in tokens (default: the preset's)"
+    )
+    choice.add_argument(
+        "--batch",
+        type=int,
+        default=0,
+        metavar="N",
+        help="global batch in sequences (default: the preset's, else by compute budget)",
+    )
+    choice.add_argument(
+        "--lr",
+        type=float,
+        default=0.0,
+        metavar="RATE",
+        help="peak learning rate (default: the preset's, else by compute budget)",
+    )
+    choice.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of computation (default: bf16)")
+    choice.add_argument(
+        "--price",
+        type=float,
+        default=0.0,
+        metavar="USD",
+        help="US dollars per GPU and hour, per machine and hour on CPU (default: the device's list price)",
+    )
+    choice.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="with --run: change a value; repeatable",
     )
     output = parser.add_argument_group("what to show and write")
     output.add_argument("--out", type=Path, metavar="FILE", help="write the run file here, and plan.json beside it")
     output.add_argument("--force", action="store_true", help="overwrite --out")
-    output.add_argument("--explain", choices=("mem", "time", "all"), help="the formulas, with their numbers")
+    output.add_argument(
+        "--explain", choices=("mem", "time", "all"), help="show the formulas with their numbers (default: no)"
+    )
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:

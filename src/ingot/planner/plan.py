@@ -10,6 +10,7 @@ from ingot.schema.tokens import TokenManifest
 from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
 from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.params import count_parameters
+from ingot.theory.term import Term
 from ingot.units import format_bytes, format_count, format_flops, format_seconds
 
 
@@ -21,55 +22,65 @@ def make_plan(run: RunConfig, cluster: Cluster, *, tokens: int = 0, manifest: To
     """
     tokens = manifest.tokens if manifest else tokens
     bill = memory_bill(run, cluster)
-    parts = step_seconds(run, cluster)
-    seconds = sum(term.value for term in parts.values()) if parts else 0.0
-    flops = train_flops_per_token(run.model, run.train.seq_len)
-    peak = cluster.peak_flops.get(run.train.precision, 0.0) if cluster.device == "cuda" else 0.0
+    parts = step_seconds(run, cluster) or {}
+    seconds = sum(term.value for term in parts.values())
     size = checkpoint_bytes(run.model, run.train.precision)
-    price = run.cost.usd_per_hour or cluster.usd_per_hour
-    priced_units = run.parallel.world_size if cluster.device == "cuda" else cluster.nodes
-    hours = run.train.steps * seconds / 3600
+    mfu, cost = _utilisation(run, cluster, seconds), _cost(run, cluster, seconds)
     formulas = {f"memory.{kind}": term.formula for kind, term in bill.items()}
-    formulas |= {
-        f"time.{part}": f"{term.formula} = {format_seconds(term.value)}" for part, term in (parts or {}).items()
-    }
-    formulas |= {
-        "tokens_per_step": f"{run.train.global_batch} sequences x {run.train.seq_len} = {run.tokens_per_step:,} tokens",
-        "flops_per_token": (
-            f"6 x matmul parameters + 6 x {run.model.num_layers} layers x {run.model.num_heads * run.model.head_dim}"
-            f" x {run.train.seq_len} (causal half) = {format_flops(flops)}"
-        ),
-        "total_flops": (
-            f"{format_count(run.train.steps * run.tokens_per_step)} tokens x {format_flops(flops)}"
-            f" = {run.train.steps * run.tokens_per_step * flops:.2e} FLOP"
-        ),
-        "checkpoint_bytes": f"{size.formula} = {format_bytes(size.value)}",
-    }
-    mfu = None
-    if peak and seconds:
-        total_peak = peak * run.parallel.world_size
-        mfu = model_flops_utilisation(run.tokens_per_step / seconds, flops, total_peak)
-        formulas["mfu"] = (
-            f"{format_count(run.tokens_per_step / seconds)} tokens/s x {format_flops(flops)}"
-            f" / {format_flops(total_peak)}/s = {mfu:.1%}"
-        )
-    if tokens:
-        passes = run.train.steps * run.tokens_per_step / tokens
-        formulas["epochs"] = f"{run.train.steps:,} steps x {run.tokens_per_step:,} / {tokens:,} tokens = {passes:.2f}"
-    if price and seconds:
-        formulas["usd"] = f"{priced_units} x {hours:,.2f} h x ${price:g}"
+    formulas |= {f"time.{part}": f"{term.formula} = {format_seconds(term.value)}" for part, term in parts.items()}
+    formulas |= _counts(run, tokens)
+    formulas["checkpoint_bytes"] = f"{size.formula} = {format_bytes(size.value)}"
+    formulas |= {name: term.formula for name, term in (("mfu", mfu), ("usd", cost)) if term}
     return Plan(
         run_sha256=run.training_sha256(),
         cluster=cluster,
         parameters=count_parameters(run.model),
-        flops_per_token=flops,
+        flops_per_token=train_flops_per_token(run.model, run.train.seq_len),
         tokens_per_step=run.tokens_per_step,
         steps=run.train.steps,
         memory_bytes={kind: round(term.value) for kind, term in bill.items()},
         step_seconds=seconds,
-        mfu=mfu,
+        mfu=mfu.value if mfu else None,
         checkpoint_bytes=round(size.value),
-        usd=priced_units * hours * price,
+        usd=cost.value if cost else 0.0,
         formulas=formulas,
         warnings=tuple(warnings(run, cluster, bill, seconds, tokens, manifest)),
     )
+
+
+def _counts(run: RunConfig, tokens: int) -> dict[str, str]:
+    """Formulas of what follows from the run file alone. tokens: in the training set, 0 when unknown."""
+    arch, train = run.model, run.train
+    flops, total = train_flops_per_token(arch, train.seq_len), train.steps * run.tokens_per_step
+    formulas = {
+        "tokens_per_step": f"{train.global_batch} sequences x {train.seq_len} = {run.tokens_per_step:,} tokens",
+        "flops_per_token": (
+            f"6 x matmul parameters + 6 x {arch.num_layers} layers x {arch.num_heads * arch.head_dim}"
+            f" x {train.seq_len} (causal half) = {format_flops(flops)}"
+        ),
+        "total_flops": f"{format_count(total)} tokens x {format_flops(flops)} = {total * flops:.2e} FLOP",
+    }
+    if tokens:
+        passes = f"{total / tokens:.2f}"
+        formulas["epochs"] = f"{train.steps:,} steps x {run.tokens_per_step:,} / {tokens:,} tokens = {passes}"
+    return formulas
+
+
+def _utilisation(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
+    """MFU in the "norm" convention of theory/flops.py. None on a CPU, which has no peak, and without a time."""
+    peak = cluster.peak_flops.get(run.train.precision, 0.0) * run.parallel.world_size
+    if cluster.device != "cuda" or not peak or not seconds:
+        return None
+    flops, speed = train_flops_per_token(run.model, run.train.seq_len), run.tokens_per_step / seconds
+    mfu = model_flops_utilisation(speed, flops, peak)
+    return Term(mfu, f"{format_count(speed)} tokens/s x {format_flops(flops)} / {format_flops(peak)}/s = {mfu:.1%}")
+
+
+def _cost(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
+    """US dollars: GPUs, or machines, by the hour. None when price or time is not known."""
+    price = run.cost.usd_per_hour or cluster.usd_per_hour
+    if not price or not seconds:
+        return None
+    units = run.parallel.world_size if cluster.device == "cuda" else cluster.nodes
+    hours = run.train.steps * seconds / 3600
+    return Term(units * hours * price, f"{units} x {hours:,.2f} h x ${price:g}")

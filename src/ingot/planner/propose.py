@@ -72,18 +72,7 @@ def propose(
     ranks = cluster.devices
     reasons["parallel.dp_shard"] = f"every device of {cluster.name}"
     goal = _training_tokens(arch, tokens)
-    batch = _choose("train.global_batch", wanted.global_batch, preset, "global_batch", reasons)
-    if not batch:
-        batch = _batch_by_rule(arch, goal, seq_len, ranks, reasons)
-    if batch % ranks:
-        low = batch // ranks * ranks
-        near = f"{low} or {low + ranks}" if low else f"{ranks}"
-        if wanted.global_batch:
-            raise ConfigError(
-                f"a batch of {batch} sequences cannot be shared by {ranks} ranks", rule="equal parts", fix=f"use {near}"
-            )
-        batch = low or ranks
-        reasons["train.global_batch"] += f", made a multiple of {ranks} ranks"
+    batch = _batch(wanted, preset, ranks, suggested_batch_tokens(arch, seq_len, goal) / seq_len, reasons)
     steps = _steps(wanted, preset, goal, tokens, batch * seq_len, reasons)
     lr = _choose("optim.lr", wanted.lr, preset, "lr", reasons)
     if not lr:
@@ -134,10 +123,22 @@ def _training_tokens(arch: Arch, tokens: int) -> int:
     return max(tokens, min(compute_optimal_tokens(count_parameters(arch)), MAX_USEFUL_EPOCHS * tokens))
 
 
-def _batch_by_rule(arch: Arch, goal: int, seq_len: int, ranks: int, reasons: dict[str, str]) -> int:
-    per_rank = suggested_batch_tokens(arch, seq_len, goal) / seq_len / ranks
-    reasons["train.global_batch"] = "fit over compute budgets, Bi et al. 2024 (DeepSeek LLM), eq. 1"
-    return ranks * _power_of_two(per_rank)
+def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: dict[str, str]) -> int:
+    """Sequences per step, a multiple of `ranks`. suggested: by the rule, used when neither user nor preset says."""
+    key = "train.global_batch"
+    batch = _choose(key, wanted.global_batch, preset, "global_batch", reasons)
+    if not batch:
+        reasons[key] = "fit over compute budgets, Bi et al. 2024 (DeepSeek LLM), eq. 1"
+        return ranks * _power_of_two(suggested / ranks)
+    if batch % ranks == 0:
+        return batch
+    low = batch // ranks * ranks
+    if wanted.global_batch:
+        near = f"{low} or {low + ranks}" if low else f"{ranks}"
+        found = f"a batch of {batch} sequences cannot be shared by {ranks} ranks"
+        raise ConfigError(found, rule="equal parts", fix=f"use {near}")
+    reasons[key] += f", made a multiple of {ranks} ranks"
+    return low or ranks
 
 
 def _power_of_two(value: float) -> int:
