@@ -22,7 +22,7 @@ def test_init_plan_check(capsys, tmp_path):
     assert "created demo/run.toml" in out(capsys)
     assert main(["plan", "--run", "demo/run.toml"]) == 0
     text = out(capsys)
-    assert "880 x 4,096 tokens" in text.replace("  ", " ") or "steps" in text
+    assert "880 x 2,048 tokens" in text
     assert main(["check", "demo/run.toml"]) == 3
     text = out(capsys)
     assert "ingot data build" in text and "Nothing was started" in text
