@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import asdict
 
 from ingot.errors import RunFailed
@@ -25,20 +26,25 @@ class RankKiller(threading.Thread):
     """Sends SIGKILL to `rank` of the run in `folder` once step `after_step` was logged; at most once per run folder.
 
     First it gives `twin` a copy of the checkpoint before the newest. Needs two checkpoints by then.
+    Only what was logged since this object was made counts: process ids of an earlier start belong to strangers now.
     """
 
     def __init__(self, folder: RunFolder, twin: RunFolder, *, rank: int, after_step: int):
         super().__init__(daemon=True)
         self.folder, self.twin, self.rank, self.after_step = folder, twin, rank, after_step
+        self._since = round(time.time(), 3)  # as the log rounds
         self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            step = last_step(self.folder)
+            step = max((e["step"] for e in self._events(events.PROGRESS)), default=0)
             if step >= self.after_step:
                 if not any(read_events(self.folder.events, events.DRILL)):
                     self._kill(step)
                 return
+
+    def _events(self, kind: str) -> list[dict]:
+        return [e for e in read_events(self.folder.events, kind) if e["time"] >= self._since]
 
     def stop(self) -> None:
         self._ended.set()
@@ -46,8 +52,7 @@ class RankKiller(threading.Thread):
 
     def _kill(self, step: int) -> None:
         copy_earlier_checkpoint(self.folder, self.twin)
-        started = [e for e in read_events(self.folder.events, events.RANK_STARTED) if e["rank"] == self.rank]
-        pid = started[-1]["pid"]
+        pid = [e["pid"] for e in self._events(events.RANK_STARTED) if e["rank"] == self.rank][-1]
         log = EventLog(self.folder.events)
         try:
             os.kill(pid, 0)
@@ -57,10 +62,6 @@ class RankKiller(threading.Thread):
             return  # the run was over first; the story says so
         finally:
             log.close()
-
-
-def last_step(folder: RunFolder) -> int:
-    return max((e["step"] for e in read_events(folder.events, events.PROGRESS)), default=0)
 
 
 def copy_earlier_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
@@ -79,12 +80,10 @@ def compare_with_twin(folder: RunFolder, twin: RunFolder) -> Twin:
     if kill is None or not theirs:
         raise RunFailed("the drill left no twin to compare with", fix="remove the quickstart folder and start again")
     resumed = next(e["from_step"] for e in read_events(folder.events, events.RUN_STARTED) if e["time"] > kill["time"])
-    differences = [
-        abs(a - b) for step, values in theirs.items() for a, b in zip(values, ours[step], strict=True) if step in ours
-    ]
     missing = [step for step in theirs if step not in ours]
     if missing:
         raise RunFailed(f"the drilled run has no facts of step {missing[0]}, which its twin made")
+    differences = [abs(a - b) for step, values in theirs.items() for a, b in zip(values, ours[step], strict=True)]
     comparison = Twin(
         kill_step=kill["step"],
         resumed_from=resumed,
