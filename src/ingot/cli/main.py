@@ -9,10 +9,11 @@ import difflib
 import importlib
 import os
 import sys
+from types import ModuleType
 
 from ingot import __version__
 from ingot.cli.terminal import Terminal
-from ingot.errors import EXIT_OK, IngotError, Preempted
+from ingot.errors import EXIT_OK, IngotError, Preempted, ResourceError
 
 VERBS = {
     "quickstart": "the whole way on this machine: crawl, tokens, plan, training, recovery, export, report",
@@ -40,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse that suggests the option or verb that was probably meant."""
 
     def error(self, message: str):
-        known = [option for action in self._actions for option in action.option_strings]
+        known = [option for parser in _with_subcommands(self) for option in parser._option_string_actions]
         unknown = [word for word in message.split() if word.startswith("--")]
         for word in unknown if "unrecognized" in message else ():
             close = difflib.get_close_matches(word.split("=")[0], known, n=1)
@@ -48,17 +49,22 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nSee: {self.prog} --help\n")
 
 
+def _with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [parser, *(sub for action in verbs for sub in action.choices.values())]
+
+
 def _common_options() -> argparse.ArgumentParser:
     """Options of every verb; given to the verbs so that they may stand anywhere on the line."""
     common = argparse.ArgumentParser(add_help=False)
     group = common.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    group.add_argument("-q", "--quiet", action="store_true", help="print errors and results only")
+    group.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     group.add_argument("-v", "--verbose", action="store_true", help="print a traceback with errors")
     return common
 
 
-def _verb_parser(verb: str) -> tuple[argparse.ArgumentParser, object]:
+def _verb_parser(verb: str) -> tuple[argparse.ArgumentParser, ModuleType]:
     module = importlib.import_module(f"ingot.cli.{verb}")
     epilog = "examples:\n" + "\n".join(f"  {example}" for example in module.EXAMPLES)
     common = _common_options()
@@ -77,19 +83,18 @@ def _verb_parser(verb: str) -> tuple[argparse.ArgumentParser, object]:
 
 def _give_subcommands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser, epilog: str) -> None:
     # `ingot data build --json` has to work like `ingot data --json build`: the subcommand's copy must not reset it.
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for sub in action.choices.values():
-                sub.formatter_class = argparse.RawDescriptionHelpFormatter
-                sub.epilog = sub.epilog or epilog
-                for flag in ("--json", "-q", "-v"):
-                    original = common._option_string_actions[flag]
-                    sub.add_argument(
-                        *original.option_strings,
-                        action="store_true",
-                        default=argparse.SUPPRESS,
-                        help=original.help,
-                    )
+    for sub in _with_subcommands(parser)[1:]:
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        sub.allow_abbrev = False
+        sub.epilog = sub.epilog or epilog
+        for flag in ("--json", "-q", "-v"):
+            original = common._option_string_actions[flag]
+            sub.add_argument(
+                *original.option_strings,
+                action="store_true",
+                default=argparse.SUPPRESS,
+                help=original.help,
+            )
 
 
 def _top_help() -> str:
@@ -123,12 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return module.run(args, terminal)
     except IngotError as error:
-        if args.verbose:
-            import traceback
-
-            traceback.print_exc()
-        terminal.error(error)
-        return error.exit_code
+        return _failed(error, terminal, args.verbose)
     except Preempted as stop:
         terminal.say(str(stop))
         return stop.exit_code
@@ -139,6 +139,24 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is not an error
         return EXIT_OK
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        shown = ResourceError(
+            f"{place}{error.strerror or error}",
+            rule="files and folders can be read and written, and the disk has room",
+            fix="see to permissions and space, then run the same command again; -v shows where it happened",
+        )
+        return _failed(shown, terminal, args.verbose)
+
+
+def _failed(error: IngotError, terminal: Terminal, verbose: bool) -> int:
+    """Show `error`, with the traceback of what is being handled if asked for; returns its exit code."""
+    if verbose:
+        import traceback
+
+        traceback.print_exc()
+    terminal.error(error)
+    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -14,15 +14,20 @@ from ingot.errors import IngotError
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34"}
 
 
+def _coloured(text: str, style: str) -> str:
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
+
+
 class Terminal:
     def __init__(self, *, json_mode: bool = False, quiet: bool = False):
         self.json_mode, self.quiet = json_mode, quiet
         self.interactive = sys.stdout.isatty() and not json_mode and not quiet
-        self.colour = self.interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+        self.colour = self.interactive and not self._plain
         self._bar_shown = False
 
     def style(self, text: str, style: str) -> str:
-        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self.colour else text
+        return _coloured(text, style) if self.colour else text
 
     def say(self, text: str = "") -> None:
         """One or more lines for people; silent under --json and -q."""
@@ -77,5 +82,5 @@ class Terminal:
             facts = {"error": error.code, "found": error.found, "rule": error.rule, "fix": error.fix}
             self.result({k: v for k, v in facts.items() if v} | {"exit_code": error.exit_code})
         head, _, rest = str(error).partition("\n")
-        label = self.style(error.code, "red")
+        label = _coloured(error.code, "red") if sys.stderr.isatty() and not self._plain else error.code
         sys.stderr.write(f"{label}  {head}\n" + (rest + "\n" if rest else ""))

@@ -1,5 +1,6 @@
 """The command line: instant help without torch, examples, suggestions, exit codes."""
 
+import errno
 import importlib
 import json
 import subprocess
@@ -44,8 +45,10 @@ def test_every_option_says_what_it_means(verb):
 
 def test_no_verb_prints_the_map(capsys):
     assert main([]) == 2
+    shown = capsys.readouterr().out
     assert main(["--help"]) == 0
-    assert all(verb in capsys.readouterr().out for verb in VERBS)
+    assert capsys.readouterr().out == shown
+    assert all(f"\n  {verb} " in shown for verb in VERBS)
 
 
 def test_a_mistyped_verb_or_option_is_suggested(capsys):
@@ -55,6 +58,36 @@ def test_a_mistyped_verb_or_option_is_suggested(capsys):
         main(["doctor", "--jsno"])
     assert caught.value.code == 2
     assert "did you mean --json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["data", "build", "crawl.warc.gz", "--out", "data", "--wrokers=2"])
+    assert "did you mean --workers" in capsys.readouterr().err
+
+
+def test_options_are_never_abbreviated(capsys):
+    for line in (["plan", "--mod", "tiny"], ["data", "build", "crawl.warc.gz", "--out", "data", "--work", "2"]):
+        with pytest.raises(SystemExit):
+            main(line)
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out/web.tokens"), "out/web.tokens: No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "out"), "out: Permission denied"),
+    ],
+)
+def test_what_the_system_refuses_is_a_message_and_no_traceback(monkeypatch, capsys, error, message):
+    def refuse(args, terminal):
+        raise error
+
+    monkeypatch.setattr("ingot.cli.doctor.run", refuse)
+    assert main(["doctor"]) == 3
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+    assert main(["doctor", "-v"]) == 3
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_json_mode_prints_one_object_and_no_text(capsys):
