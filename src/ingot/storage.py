@@ -5,13 +5,14 @@ then renamed. A reader sees the old file or the new one, never a torn one.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 
-from ingot.errors import ResourceError
+from ingot.errors import ResourceError, RunBusyError
 
 _CHUNK = 1 << 20
 
@@ -65,6 +66,22 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 def write_json(path: Path, value) -> None:
     """Indented and sorted, so that people can read and diff it."""
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path, doing: str):
+    """Hold `folder` while the block runs; the kernel lets go when this process dies. RunBusyError if another has it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunBusyError(
+                f"another process is {doing}", rule="one build per folder", fix="wait for it, or use another --out"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def require_free(path: Path, needed_bytes: int, purpose: str) -> None:

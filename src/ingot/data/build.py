@@ -7,8 +7,6 @@ same command after Ctrl-C or a crash goes on where it stopped.
 """
 
 import contextlib
-import fcntl
-import os
 import re
 import shutil
 import time
@@ -31,10 +29,10 @@ from ingot.data.recipe import DataRecipe
 from ingot.data.toxicity import classifier_name
 from ingot.data.url import UrlDuplicates
 from ingot.data.workers import run_tasks
-from ingot.errors import ConfigError, DataError, RunBusyError
+from ingot.errors import ConfigError, DataError
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.document import Drop
-from ingot.storage import canonical_json, fsync_dir, require_free, sha256_bytes, sha256_file
+from ingot.storage import canonical_json, exclusive, fsync_dir, require_free, sha256_bytes, sha256_file
 
 Progress = Callable[[float, str], None]
 _CURATE_SHARE = 0.9  # of the time of a build, for the progress bar
@@ -152,20 +150,9 @@ def _work_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` for what is unfinished: removed when the block ends well, else kept for the next try."""
     work = out.absolute().with_name(f".{out.name}.work")
     work.mkdir(parents=True, exist_ok=True)
-    lock = os.open(work, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunBusyError(
-                f"another process is building {out}",
-                rule="one build per folder",
-                fix="wait for it, or use another --out",
-            ) from None
+    with exclusive(work, f"building {out}"):
         yield work
         shutil.rmtree(work)
-    finally:
-        os.close(lock)
 
 
 def _build(inputs, work: Path, recipe, identity: Identity, workers: int, classifier, progress) -> CorpusManifest:

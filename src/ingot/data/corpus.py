@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.config import from_dict, to_dict
-from ingot.errors import DataError
+from ingot.errors import ConfigError, DataError
 from ingot.schema.corpus import CorpusManifest
 from ingot.storage import atomic_file, sha256_file, write_json
 
 MANIFEST = "corpus.json"
 SECONDS = "seconds.json"
 EXCERPT_CHARACTERS = 300
-_REBUILD = "build the corpus again: ingot data build FILES... --out DIR"
+_REBUILD = "remove the corpus folder and build it again: ingot data build FILES... --out DIR"
 
 
 @contextmanager
@@ -78,7 +78,10 @@ def load_corpus(folder: Path) -> CorpusManifest:
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} cannot be read ({error})", fix=_REBUILD) from None
-    return from_dict(CorpusManifest, values, where=lambda key: f"{path} ({key})")
+    try:
+        return from_dict(CorpusManifest, values, where=lambda key: f"{path} ({key})")
+    except ConfigError as error:
+        raise DataError(error.found, rule="a corpus is not edited after it was built", fix=_REBUILD) from None
 
 
 def verify_corpus(folder: Path, manifest: CorpusManifest | None = None) -> CorpusManifest:

@@ -22,6 +22,7 @@ from ingot.data.verify import verify_tokens
 from ingot.errors import ConfigError, DataError
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
+from ingot.storage import exclusive, sha256_file
 
 _SAMPLE_DOCUMENTS = 32  # on which the fast encoder has to equal the slow one
 _CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
@@ -61,12 +62,14 @@ def prepare(
     eot: the token that ends a document, for a tokenizer whose token for it has an unusual name.
 
     The same call again does nothing, after an interruption it goes on. Raises what build_corpus, train_bpe,
-    load_encoder and build_shards raise; ConfigError when `out` holds tokens that something else made.
+    load_encoder and build_shards raise; ConfigError when `out` holds tokens that something else made, RunBusyError when
+    another process is at it.
     """
     recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
     corpus, tokens = out / "corpus", out / "tokens"
     finished = all((tokens / split / MANIFEST).exists() for split in SPLITS)
-    if finished and inputs and not find_corpus(corpus, corpus_identity(inputs, recipe, classifier)):
+    built = finished and inputs and (corpus / CORPUS_MANIFEST).exists()
+    if built and not find_corpus(corpus, corpus_identity(inputs, recipe, classifier)):
         raise ConfigError(
             f"{out} holds finished tokens of another corpus (other crawl files, sources or recipe)",
             rule="finished tokens are not overwritten: a run may be training on them",
@@ -81,20 +84,21 @@ def prepare(
         progress=lambda fraction, text: report(_CORPUS_SHARE * fraction, text),
     )
     report(_CORPUS_SHARE, "tokenizer")
-    encoder, path, trained = _encoder(corpus, tokens, tokenizer, eot, vocab_size, finished)
-    try:
-        train, heldout = build_shards(
-            corpus,
-            encoder,
-            tokens,
-            tokenizer=path,
-            seed=seed,
-            workers=workers,
-            progress=lambda fraction, text: report(_TOKENIZER_SHARE + (1 - _TOKENIZER_SHARE) * fraction, text),
-        )
-    finally:
-        if trained:
-            path.unlink()
+    with exclusive(out, f"preparing {out}"):
+        encoder, path, trained = _encoder(corpus, tokens, tokenizer, eot, vocab_size, finished)
+        try:
+            train, heldout = build_shards(
+                corpus,
+                encoder,
+                tokens,
+                tokenizer=path,
+                seed=seed,
+                workers=workers,
+                progress=lambda fraction, text: report(_TOKENIZER_SHARE + (1 - _TOKENIZER_SHARE) * fraction, text),
+            )
+        finally:
+            if trained:
+                path.unlink()
     return Prepared(manifest, train, heldout, tokens / "tokenizer.json", encoder.engine, encoder.notice, not finished)
 
 
@@ -122,7 +126,10 @@ class Checked:
 
 
 def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
-    """Check the corpus and the token folders at or below `folder`. Raises DataError naming the first damage."""
+    """Check the corpus and the token folders at or below `folder`, and that the tokens were made with what lies beside.
+
+    Raises DataError naming the first damage.
+    """
     found = []
     for corpus in (folder, folder / "corpus"):
         if (corpus / CORPUS_MANIFEST).exists():
@@ -133,6 +140,7 @@ def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
     for tokens in (folder, *(parent / split for parent in (folder, folder / "tokens") for split in SPLITS)):
         if (tokens / MANIFEST).exists():
             verified = verify_tokens(tokens, progress)
+            _verify_origin(tokens)
             text = f"{verified.blocks:,} blocks in {verified.shards:,} shards, {verified.tokens:,} tokens"
             found.append(Checked(str(tokens), "tokens", text))
     if not found:
@@ -142,3 +150,18 @@ def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
             fix="give the folder that `ingot data build --out` wrote",
         )
     return found
+
+
+def _verify_origin(tokens: Path) -> None:
+    """Hold the tokenizer and the corpus beside a token folder, where they are, against the hashes in its manifest."""
+    manifest = read_token_manifest(tokens)
+    for path, sha256 in (
+        (tokens.parent / "tokenizer.json", manifest.tokenizer_sha256),
+        (tokens.parent.parent / "corpus" / CORPUS_MANIFEST, manifest.corpus_sha256),
+    ):
+        if path.exists() and (found := sha256_file(path)) != sha256:
+            raise DataError(
+                f"{path} has SHA-256 {found[:12]}.., the tokens in {tokens} were made with {sha256[:12]}..",
+                rule="tokens lie beside the tokenizer and the corpus that they were made with",
+                fix="restore that file, or build into another folder",
+            )

@@ -7,9 +7,7 @@ its source is so small that only the one with the lowest hash is held out).
 """
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
@@ -26,11 +24,12 @@ from ingot.data.corpus import load_corpus, read_documents
 from ingot.data.tokenizer.encoder import Encoder
 from ingot.data.tokenizer.parallel import encode_documents
 from ingot.data.verify import block_digests
-from ingot.errors import ConfigError, DataError, RunBusyError
+from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
 from ingot.storage import (
     atomic_file,
+    exclusive,
     fsync_dir,
     require_free,
     sha256_bytes,
@@ -88,8 +87,8 @@ def build_shards(
     text_bytes = sum(part.text_bytes for part in load_corpus(corpus).parts)
     origin = {
         "corpus_sha256": sha256_file(corpus / CORPUS_MANIFEST),
-        "tokenizer_sha256": encoder.sha256,
         "vocab_size": encoder.vocab_size,
+        "tokenizer_sha256": encoder.sha256,
         "eot_id": encoder.eot_id,
     }
     if existing := _finished(out, origin, options):
@@ -153,15 +152,9 @@ def _finished(out: Path, origin: dict, options: _Options) -> tuple[TokenManifest
 @contextlib.contextmanager
 def _building(out: Path) -> Iterator[Path]:
     """A work folder inside `out`, gone afterwards whatever happens. Raises RunBusyError when another build has it."""
-    folder, lock = out / ".building", os.open(out, os.O_RDONLY)
+    folder = out / ".building"
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunBusyError(
-                f"another process is building tokens in {out}", fix="wait for it, or use another --out"
-            ) from None
+        stack.enter_context(exclusive(out, f"building tokens in {out}"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed: its lock died with it
         folder.mkdir()

@@ -5,7 +5,7 @@ import pytest
 
 from ingot.data.build import Input, build_corpus
 from ingot.data.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
-from ingot.errors import ConfigError, DataError
+from ingot.errors import DataError
 
 
 @pytest.fixture
@@ -80,5 +80,5 @@ def test_what_is_no_corpus(corpus, tmp_path):
         with pytest.raises(DataError, match="cannot be read"):
             load_corpus(corpus)
     (corpus / "corpus.json").write_text('{"funnel": [], "inputs": {}, "pats": []}')
-    with pytest.raises(ConfigError, match="did you mean 'parts'"):
+    with pytest.raises(DataError, match="did you mean 'parts'"):
         load_corpus(corpus)

@@ -1,11 +1,13 @@
 import json
+import shutil
 
 import pytest
 
 from ingot.data.build import Input
 from ingot.data.prepare import prepare, verify
 from ingot.data.recipe import load_recipe
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError, DataError, RunBusyError
+from ingot.storage import exclusive, sha256_file
 
 
 def inputs_of(crawl):
@@ -76,9 +78,43 @@ def test_verify_finds_folders_and_damage(crawl, tmp_path):
         verify(tmp_path / "absent")
 
 
-def test_lineage_from_tokens_to_corpus(crawl, tmp_path):
-    from ingot.storage import sha256_file
+@pytest.mark.parametrize("name", ["tokens/tokenizer.json", "corpus/corpus.json"])
+def test_verify_knows_what_the_tokens_were_made_with(crawl, tmp_path, name):
+    out = tmp_path / "data"
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    (out / name).write_text((out / name).read_text() + " ")
+    with pytest.raises(DataError, match=f"{name} has SHA-256"):
+        verify(out)
+    with pytest.raises(DataError, match=f"{name} has SHA-256"):
+        verify(out / "tokens" / "heldout")
 
+
+def test_a_damaged_corpus_can_be_built_again_beside_its_tokens(crawl, tmp_path):
+    out = tmp_path / "data"
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    before = snapshot(out)
+    part = next((out / "corpus").glob("web-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(DataError, match=part.name) as error:
+        prepare(inputs_of(crawl), out, vocab_size=300)
+    assert error.value.fix.startswith("remove the corpus folder")
+    shutil.rmtree(out / "corpus")
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    assert {name: data for name, data in snapshot(out).items() if "seconds" not in name} == {
+        name: data for name, data in before.items() if "seconds" not in name
+    }
+
+
+def test_two_at_once_in_one_folder_are_refused(crawl, tmp_path):
+    out = tmp_path / "data"
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    before = snapshot(out)
+    with exclusive(out, "testing"), pytest.raises(RunBusyError, match="another process is preparing"):
+        prepare(inputs_of(crawl), out, vocab_size=300)
+    assert snapshot(out) == before
+
+
+def test_lineage_from_tokens_to_corpus(crawl, tmp_path):
     out = tmp_path / "data"
     prepared = prepare(inputs_of(crawl), out, vocab_size=300)
     assert prepared.train.corpus_sha256 == sha256_file(out / "corpus" / "corpus.json")
