@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,7 +25,8 @@ def encode_documents(
 ) -> Iterator[tuple[str, str, np.ndarray, int]]:
     """(source, id, token ids uint32, UTF-8 bytes of the text) per document, in the order of `documents`.
 
-    The result is the same for any number of workers. Raises DataError when a worker process was killed.
+    The result is the same for any number of workers. Raises DataError when a worker process was killed. Workers end
+    with this process, however it ends.
     """
     if workers <= 1:
         for batch in _batches(documents):
@@ -75,8 +78,17 @@ def _encode_texts(encoder: Encoder, texts: list[str]) -> list[tuple[np.ndarray, 
 
 def _start_worker(encoder: Encoder) -> None:
     global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _encoder = encoder
+
+
+def _end_with_parent() -> None:
+    # A pool's worker waits for work for ever, also when its parent was killed.
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> list[tuple[np.ndarray, int]]:
