@@ -7,6 +7,7 @@ A dataclass may check its own rules in `problems() -> list[tuple[field, message]
 import dataclasses
 import difflib
 import functools
+import math
 import re
 import tomllib
 import types
@@ -66,6 +67,9 @@ class _Reader:
         return built
 
     def value(self, hint, value, key: str) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            self.problem(key, f"{key} = {value} is no finite number")
+            return None
         if type(value) is hint:
             return value
         origin, args = get_origin(hint), get_args(hint)

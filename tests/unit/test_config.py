@@ -104,3 +104,27 @@ def test_missing_keys_are_named():
         from_dict(RunConfig, values)
     assert "missing key 'model.d_ffn'" in str(caught.value)
     assert "missing key 'train.steps'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr=nan", "optim.lr = nan is no finite number"),
+        ("optim.clip_norm=inf", "no finite number"),
+        ("data.weights.web=nan", "no finite number"),
+        ("optim.eps=0.0", "must be positive"),
+        ("optim.weight_decay=-0.1", "at least 0"),
+        ("schedule.warmup_steps=-1", "at least 0"),
+        ("schedule.final_fraction=1.5", r"in \[0, 1\]"),
+        ("evaluate.max_tokens=0", "at least 1"),
+        ("launch.max_restarts=-1", "at least 0"),
+        ("launch.timeout_seconds=0", "must be positive"),
+        ("cost.usd_per_hour=-2", "at least 0"),
+        ("checkpoint.keep=0", "at least 1"),
+        ("model.rope_theta=0", "must be positive"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(run_file, override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(RunConfig, run_file, [override])
+    assert override.partition("=")[0] in str(caught.value)

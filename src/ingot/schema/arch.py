@@ -29,6 +29,9 @@ class Arch:
         for name in sizes:
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
+        for name in ("rope_theta", "norm_eps"):
+            if getattr(self, name) <= 0:
+                yield name, f"is {getattr(self, name)}, must be positive"
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             legal = [g for g in range(1, self.num_heads + 1) if self.num_heads % g == 0]
             yield "num_kv_heads", f"{self.num_kv_heads} does not divide num_heads={self.num_heads}; use one of {legal}"

@@ -47,3 +47,7 @@ class CorpusManifest:
     parts: tuple[CorpusPart, ...]
     funnel: tuple[FunnelStage, ...]
     dropped: tuple[CorpusPart, ...] = ()
+
+    def problems(self):
+        if self.version != 1:
+            yield "version", f"is {self.version}, this ingot reads version 1"

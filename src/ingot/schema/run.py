@@ -3,6 +3,7 @@
 It stands here, and not beside the trainer, because planner, `check` and `report` read it without torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +30,13 @@ FREE_SETTINGS = (
 )
 
 
+def _at_least(config, least: int, *names: str) -> Iterator[tuple[str, str]]:
+    """The problems of those fields `names` that are below `least`."""
+    for name in names:
+        if getattr(config, name) < least:
+            yield name, f"is {getattr(config, name)}, must be at least {least}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """tokens, heldout: token folders, tokenizer: a tokenizer.json; relative to the run file.
@@ -51,7 +59,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Batch sizes are in sequences of `seq_len` tokens. global_batch = micro_batch x accumulation x data-parallel ranks."""
+    """Batches count sequences of `seq_len` tokens: global_batch = micro_batch x accumulation x data-parallel ranks."""
 
     steps: int
     seq_len: int
@@ -62,9 +70,7 @@ class Train:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def problems(self):
-        for name in ("steps", "seq_len", "global_batch", "micro_batch"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}, must be at least 1"
+        return _at_least(self, 1, "steps", "seq_len", "global_batch", "micro_batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +88,13 @@ class Optim:
     clip_norm: float = 1.0
 
     def problems(self):
-        if self.lr <= 0:
-            yield "lr", f"is {self.lr}, must be positive"
+        for name in ("lr", "eps"):
+            if getattr(self, name) <= 0:
+                yield name, f"is {getattr(self, name)}, must be positive"
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be in [0, 1)"
+        yield from _at_least(self, 0, "weight_decay", "clip_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +109,11 @@ class Schedule:
     decay_steps: int = 0
     final_fraction: float = 0.1
 
+    def problems(self):
+        yield from _at_least(self, 0, "warmup_steps", "decay_steps")
+        if not 0 <= self.final_fraction <= 1:
+            yield "final_fraction", f"is {self.final_fraction}, must be in [0, 1]"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
@@ -109,8 +122,7 @@ class Parallel:
     dp_shard: int = 1
 
     def problems(self):
-        if self.dp_shard < 1:
-            yield "dp_shard", f"is {self.dp_shard}, must be at least 1"
+        return _at_least(self, 1, "dp_shard")
 
     @property
     def world_size(self) -> int:
@@ -130,9 +142,7 @@ class Checkpoint:
     keep: int = 3
 
     def problems(self):
-        for name in ("every_steps", "keep"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}, must be at least 1"
+        return _at_least(self, 1, "every_steps", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +154,10 @@ class Evaluate:
     prompts: tuple[str, ...] = ()
     sample_tokens: int = 48
 
+    def problems(self):
+        yield from _at_least(self, 0, "every_steps")
+        yield from _at_least(self, 1, "max_tokens", "sample_tokens")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
@@ -152,16 +166,20 @@ class Watch:
     log_every: int = 10
 
     def problems(self):
-        if self.log_every < 1:
-            yield "log_every", f"is {self.log_every}, must be at least 1"
+        return _at_least(self, 1, "log_every")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """max_restarts: of the whole job after a lost rank. timeout_seconds: a collective that waits longer is a hung rank."""
+    """max_restarts: of the job after a lost rank. timeout_seconds: a collective that waits longer is a hung rank."""
 
     max_restarts: int = 3
     timeout_seconds: float = 120.0
+
+    def problems(self):
+        yield from _at_least(self, 0, "max_restarts")
+        if self.timeout_seconds <= 0:
+            yield "timeout_seconds", f"is {self.timeout_seconds}, must be positive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +187,9 @@ class Cost:
     """usd_per_hour: price of one GPU (or of the machine, on CPU) per hour. 0 means unknown, and no cost is printed."""
 
     usd_per_hour: float = 0.0
+
+    def problems(self):
+        return _at_least(self, 0, "usd_per_hour")
 
 
 @dataclass(frozen=True, kw_only=True)

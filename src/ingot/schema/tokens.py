@@ -52,6 +52,12 @@ class TokenManifest:
     shards: tuple[Shard, ...]
 
     def problems(self):
+        if self.version != 1:
+            yield "version", f"is {self.version}, this ingot reads version 1"
+        if not 0 <= self.eot_id < self.vocab_size:
+            yield "eot_id", f"is {self.eot_id}, must be an id below vocab_size = {self.vocab_size}"
+        if self.block_bytes < 4 or self.block_bytes % 4:
+            yield "block_bytes", f"is {self.block_bytes}, must be a multiple of 4: blocks hold whole tokens"
         if self.dtype not in ("uint16", "uint32"):
             yield "dtype", f"{self.dtype!r} must be 'uint16' or 'uint32'"
         if self.dtype == "uint16" and self.vocab_size > 65_536:

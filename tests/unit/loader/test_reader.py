@@ -1,5 +1,7 @@
 """The right tokens, in any order of asking, and never one that was not built."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -101,6 +103,17 @@ def test_a_broken_manifest_is_a_data_error(token_folder, content):
     folder, _ = token_folder([("web", 10_000)])
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(DataError):
+        TokenReader(folder, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("version", 2), ("block_bytes", 0), ("block_bytes", 4097), ("eot_id", 1000), ("eot_id", -1)]
+)
+def test_a_manifest_that_cannot_be_right_is_a_data_error(token_folder, name, value):
+    folder, _ = token_folder([("web", 10_000)])
+    values = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(values | {name: value}))
+    with pytest.raises(DataError, match=f"{name}: is {value}"):
         TokenReader(folder, 64)
 
 
