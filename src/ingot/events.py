@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ingot.errors import ResourceError
+
 
 class EventLog:
     """Appends events to `path`. Several processes may append to one log: each event is a single write."""
@@ -29,8 +31,15 @@ class EventLog:
             os.write(self._fd, b"\n")
 
     def write(self, kind: str, **facts) -> None:
+        """Append one event. Raises ResourceError when it could not be written whole: the disk is full."""
         line = json.dumps({"kind": kind, "time": round(time.time(), 3), **facts}, ensure_ascii=False) + "\n"
-        os.write(self._fd, line.encode())
+        data = line.encode()
+        if (written := os.write(self._fd, data)) < len(data):
+            raise ResourceError(
+                f"{self.path}: only {written} of {len(data)} bytes of an event could be written",
+                rule="the event log needs room on its disk",
+                fix="free some space, then run the same command again: it continues",
+            )
 
     def close(self) -> None:
         os.close(self._fd)

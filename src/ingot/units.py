@@ -35,20 +35,21 @@ def parse_seconds(text: str | int | float) -> float:
     return _parse(text, _SECONDS, "a duration", "90 s, 5 min or 24h")
 
 
+def _scaled(n: float, steps: tuple[tuple[float, str], ...]) -> str:
+    """`n` in the largest of `steps` (the smallest step if it is below all), with three digits."""
+    limit, unit = next((step for step in steps if abs(n) >= step[0]), steps[-1])
+    value = n / limit
+    return f"{value:.3g}{unit}" if abs(value) < 999.5 else f"{value:,.0f}{unit}"
+
+
 def format_count(n: float) -> str:
     """1_234_567 -> '1.23M'."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(n) >= limit:
-            return f"{n / limit:.3g}{unit}" if abs(n) < 999.5 * limit else f"{n / limit:,.0f}{unit}"
-    return f"{n:.0f}" if float(n).is_integer() else f"{n:.3g}"
+    return _scaled(n, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")))
 
 
 def format_flops(n: float) -> str:
     """Floating-point operations, or their rate: 989e12 -> '989 TFLOP'. Steps of a thousand: M, G, T, P, E."""
-    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if abs(n) >= limit:
-            return f"{n / limit:.3g} {unit}FLOP" if abs(n) < 999.5 * limit else f"{n / limit:,.0f} {unit}FLOP"
-    return f"{n / 1e6:.3g} MFLOP"
+    return _scaled(n, ((1e18, " EFLOP"), (1e15, " PFLOP"), (1e12, " TFLOP"), (1e9, " GFLOP"), (1e6, " MFLOP")))
 
 
 def format_bytes(n: float) -> str:

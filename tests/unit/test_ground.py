@@ -1,6 +1,7 @@
 """Units, random streams, files and the event log."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -12,7 +13,15 @@ from ingot.errors import ConfigError, IngotError, MissingPartError, ResourceErro
 from ingot.events import EventLog, read_events
 from ingot.rng import derive
 from ingot.storage import atomic_file, require_free, write_json
-from ingot.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_seconds
+from ingot.units import (
+    format_bytes,
+    format_count,
+    format_flops,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+    parse_seconds,
+)
 
 
 def test_quantities_as_people_write_them():
@@ -31,7 +40,8 @@ def test_quantities_as_people_write_them():
 
 def test_quantities_as_people_read_them():
     assert format_count(1_234_567) == "1.23M"
-    assert format_count(999_600_000) == "1,000M"
+    assert [format_count(n) for n in (7, 0.5, 999.9, 999_600_000)] == ["7", "0.5", "1,000", "1,000M"]
+    assert [format_flops(n) for n in (2.5e6, 999.9e6, 989e12)] == ["2.5 MFLOP", "1,000 MFLOP", "989 TFLOP"]
     assert format_bytes(1 << 26) == "64.0 MiB"
     assert [format_seconds(s) for s in (0.0042, 7.25, 59.8, 75, 3600, 90_000)] == [
         "4.2 ms", "7.2 s", "60 s", "1 min 15 s", "1 h", "1 d 1 h",
@@ -77,6 +87,16 @@ def test_events_survive_a_torn_line_and_keep_every_bit(tmp_path):
     assert [e["kind"] for e in read_events(path)] == ["step", "finished"]
     assert next(read_events(path, "step"))["loss"].hex() == loss.hex()
     assert list(read_events(tmp_path / "absent")) == []
+
+
+def test_an_event_that_does_not_fit_on_the_disk_is_an_error(tmp_path, monkeypatch):
+    log, write = EventLog(tmp_path / "events.jsonl"), os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+        with pytest.raises(ResourceError, match="only 10 of"):
+            log.write("step", step=1)
+    EventLog(log.path).write("step", step=2)
+    assert [e["step"] for e in read_events(log.path)] == [2]
 
 
 def test_errors_have_distinct_codes_and_cross_processes():

@@ -3,7 +3,8 @@
 Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th optimizer step.
 
   run_started    run, attempt, world_size, device, precision, parameters, flops_per_token, peak_flops (null: unknown),
-                 versions {..}, hardware {..}, from_step (0 or the resumed checkpoint's), config_sha256, data_fingerprint
+                 versions {..}, hardware {..}, from_step (0, or of the resumed checkpoint), config_sha256,
+                 data_fingerprint
   rank_started   rank, pid, host, attempt
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
