@@ -11,8 +11,7 @@ import numpy as np
 
 from ingot.data.dedup.minhash import DedupRules, jaccard
 
-# A pair whose estimate is this far below the threshold is not verified: over five standard errors of 128 permutations.
-_ESTIMATE_MARGIN = 0.2
+_STANDARD_ERRORS = 5  # a pair whose estimate is so far below the threshold is not verified
 _CACHED_SETS = 4096
 
 
@@ -32,6 +31,9 @@ def near_duplicates(
     signatures: uint32 [documents, permutations], in crawl order: the result depends on that order and nothing else.
     shingle_set(i): document i's shingles, sorted without repeats; only asked for candidates.
     """
+    least_estimate = (
+        rules.jaccard - _STANDARD_ERRORS * (0.25 / rules.permutations) ** 0.5
+    )  # at most sqrt(j (1 - j) / n)
     clusters = _Clusters(len(signatures))
     shingle_set = lru_cache(_CACHED_SETS)(shingle_set)
     links: dict[int, tuple[int, float]] = {}
@@ -54,7 +56,7 @@ def near_duplicates(
         rows = signatures[members]
         for position in range(1, len(members)):
             estimates = (rows[:position] == rows[position]).mean(axis=1)
-            for earlier in members[:position][estimates >= rules.jaccard - _ESTIMATE_MARGIN].tolist():
+            for earlier in members[:position][estimates >= least_estimate].tolist():
                 compare(earlier, int(members[position]))
     duplicates = {}
     for document, (like, similarity) in sorted(links.items()):

@@ -42,7 +42,7 @@ class C4Rules:
 
 
 class C4:
-    """Stage with rules c4.*; cuts lines and citation marks like [3] out of the text, and blank lines with them."""
+    """Stage with rules c4.*; cuts citation marks like [3], then lines, out of the text, and blank lines with them."""
 
     name = "c4"
     ran = "all rules but terminal punctuation and bad words"
@@ -58,6 +58,8 @@ class C4:
         has_long_word = len(text) > rules.word_length
         kept = []
         for line in text.splitlines():
+            if "[" in line:
+                line = _CITATION.sub("", line)
             words = line.split()
             if len(words) < rules.line_words:
                 continue
@@ -75,8 +77,6 @@ class C4:
             return Drop(self.name, "c4.curly_bracket", "holds '{'")
         if rules.lorem_ipsum and "lorem ipsum" in lower and "lorem ipsum" in text.lower():
             return Drop(self.name, "c4.lorem_ipsum", "holds 'lorem ipsum'")
-        if "[" in text:
-            text = _CITATION.sub("", text)
         sentences = count_sentences(text)
         if sentences < rules.sentences:
             return Drop(self.name, "c4.sentences", f"{sentences} < {rules.sentences}")

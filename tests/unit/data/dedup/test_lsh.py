@@ -47,6 +47,11 @@ def test_a_pair_below_the_threshold_stays_even_if_a_band_agrees():
     assert list(find(texts, DedupRules(jaccard=0.6, bands=32, rows=4))) == [1]
 
 
+def test_few_permutations_only_nominate_and_never_veto():
+    texts = [text for n in range(100) for text in (changed(words(n)), changed(words(n), 50, 150))]
+    assert set(find(texts, DedupRules(jaccard=0.9, bands=8, rows=1))) == set(range(1, 200, 2))
+
+
 def test_clusters_connect_through_the_middle():
     a = words(4)
     first, middle, last = changed(a), changed(a, 20, 35), changed(a, 20, 35, 60, 80, 100)

@@ -59,6 +59,11 @@ def test_citation_marks_go():
     assert run(text) == ("", FIVE)
 
 
+@pytest.mark.parametrize("line", ["[1] [2] [edit]", "See also [3]"])
+def test_citation_marks_are_no_words(line):
+    assert run(f"{FIVE}\n{line}\n{LINE}") == ("", f"{FIVE}\n{LINE}")
+
+
 def test_rules_can_be_switched_off():
     text = FIVE + "\nfunction f() { return 1 }"
     assert run(text, curly_bracket=False) == ("", text)
