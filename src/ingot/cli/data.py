@@ -10,6 +10,7 @@ HELP = "build, inspect, verify and trace a corpus and its token shards"
 EXAMPLES = (
     "ingot data build crawl/*.warc.gz --out data",
     "ingot data build crawl/*.warc.gz --out data --set quality.gopher.symbol_ratio=0.15",
+    "ingot data build --source news news/*.warc.gz --source law law/*.warc.gz --out data",
     "ingot data inspect data --dropped-by gopher.word_count",
     "ingot data verify data",
     "ingot data trace --run run --step 100",
@@ -32,14 +33,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_build(build: argparse.ArgumentParser) -> None:
-    build.add_argument("files", nargs="+", metavar="FILE", help="WARC or WET files, plain or gzip")
+    build.add_argument(
+        "files", nargs="*", metavar="FILE", help="WARC or WET files, plain or gzip; their source is 'web'"
+    )
     build.add_argument("--out", required=True, metavar="DIR", help="folder for corpus/ and tokens/")
     build.add_argument("--recipe", metavar="FILE", help="data recipe as TOML (default: the preset 'web')")
     build.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value of the recipe; repeatable"
     )
     build.add_argument(
-        "--source", default="web", metavar="NAME", help="what the files are called in mixes (default: web)"
+        "--source",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "FILE"),
+        help="files of a source of its own, for data.weights and evaluation by source; repeatable (default: none)",
     )
     build.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: train a byte-level BPE)")
     build.add_argument("--eot", default="", metavar="TOKEN", help="its end-of-text token, if it has an unusual name")
@@ -58,10 +66,14 @@ def _build(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.build import Input
     from ingot.data.prepare import prepare
     from ingot.data.recipe import load_recipe
+    from ingot.errors import UsageError
 
     recipe = load_recipe(Path(args.recipe) if args.recipe else None, args.set)
+    sources = [("web", args.files), *((name, files) for name, *files in args.source)]
+    if without := [name for name, files in sources[1:] if not files]:
+        raise UsageError(f"--source {without[0]} names no files", fix=f"--source {without[0]} FILE...")
     prepared = prepare(
-        [Input(Path(file), args.source) for file in args.files],
+        [Input(Path(file), name) for name, files in sources for file in files],
         Path(args.out),
         recipe,
         vocab_size=args.vocab_size,

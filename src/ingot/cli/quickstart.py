@@ -14,6 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warc",
         nargs="+",
+        action="extend",
         default=[],
         metavar="FILE",
         help="your own WARC or WET files (default: a crawl of this machine's documentation is made)",

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,28 @@ def test_build_prints_the_funnel_and_what_comes_next(crawl_files, tmp_path, caps
     assert facts["corpus"]["funnel"][0]["documents_in"] == 6
     assert main(arguments) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_files_of_several_sources(crawl_files, tmp_path, capsys):
+    law = shutil.copy(crawl_files[0], tmp_path / "law.warc.gz")
+    build = [
+        "data",
+        "build",
+        "--source",
+        "law",
+        str(law),
+        "--out",
+        str(tmp_path / "d"),
+        "--vocab-size",
+        "300",
+        "--json",
+    ]
+    assert main(build) == 0
+    assert json.loads(capsys.readouterr().out)["corpus"]["sources"] == {"law.warc.gz": "law"}
+    assert main([*build[:6], str(tmp_path / "e"), *build[7:], *crawl_files]) == 0
+    assert json.loads(capsys.readouterr().out)["corpus"]["sources"] == {"law.warc.gz": "law", "crawl.warc.gz": "web"}
+    assert main([*build, "--source", "news"]) == 2
+    assert "--source news names no files" in capsys.readouterr().err
 
 
 def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
