@@ -50,17 +50,19 @@ def explain(
     for ending in failures:
         if error := ending.as_user_error():
             return Incident(rank=ending.rank, cause=error.found, signature="", step=step, error=error)
+    own = [ending for ending in failures if not ending.is_echo]
     silent = [rank for rank in (dead or sorted(exit_codes)) if rank not in endings]
-    killed = [r for r in silent if exit_codes.get(r, 0) != -signal.SIGTERM] or silent
-    if killed:
-        name = _signal_name(exit_codes.get(killed[0]))
+    # Beside a rank that failed by itself, one that is gone was most likely ended by the launcher (SIGTERM).
+    killed = [r for r in silent if exit_codes.get(r, -signal.SIGTERM if own else 0) != -signal.SIGTERM]
+    if killed or (silent and not own):
+        first = (killed or silent)[0]
+        name = _signal_name(exit_codes.get(first))
         signature = name if name in _SELF_INFLICTED or name.startswith("exit") else ""
-        return Incident(rank=killed[0], cause=_killed_by(name), signature=signature, step=step)
-    for ending in failures:
-        if not ending.is_echo:
-            first_line = ending.found.splitlines()[0] if ending.found else ""
-            cause = f"raised {ending.kind}: {first_line}"
-            return Incident(rank=ending.rank, cause=cause, signature=_without_numbers(cause), step=step)
+        return Incident(rank=first, cause=_killed_by(name), signature=signature, step=step)
+    if own:
+        first_line = own[0].found.splitlines()[0] if own[0].found else ""
+        cause = f"raised {own[0].kind}: {first_line}"
+        return Incident(rank=own[0].rank, cause=cause, signature=_without_numbers(cause), step=step)
     hung = [rank for rank in range(ranks) if rank not in endings]
     if failures and failures[0].is_timeout and hung:
         return Incident(rank=hung[0], cause="hung: its peers waited for it in vain", signature="", step=step)

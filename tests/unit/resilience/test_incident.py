@@ -30,6 +30,12 @@ def test_peers_that_the_launcher_ended_are_not_the_cause():
     assert (incident.rank, incident.cause) == (1, "was killed (SIGSEGV)")
 
 
+@pytest.mark.parametrize("exit_codes", [{0: -signal.SIGTERM}, {}])
+def test_a_rank_that_failed_by_itself_is_the_cause_though_the_launcher_ended_another(exit_codes):
+    incident = find([failed(1, "index 3 is out of range", "IndexError")], dead=[0, 1], exit_codes=exit_codes)
+    assert (incident.rank, incident.cause) == (1, "raised IndexError: index 3 is out of range")
+
+
 def test_a_rank_may_die_without_a_known_exit_code():
     assert find([failed(0, LOST)], dead=[1]).cause == "died without a word"
 
