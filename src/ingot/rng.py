@@ -7,6 +7,6 @@ import hashlib
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """A 63-bit seed for the stream `names` under `seed`: the same arguments give the same value everywhere, for ever."""
+    """A 63-bit seed for the stream `names` under `seed`: the same arguments give the same value everywhere."""
     text = "\0".join([str(seed), *(f"{type(n).__name__}:{n}" for n in names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -37,8 +37,8 @@ def recovery_section(facts: Facts) -> Section | None:
         verdict = "equal, bit for bit" if twin.equal else f"different by up to {twin.max_difference:.3g}"
         blocks.append(
             Text(
-                f"A twin ran steps {twin.first_step:,} to {twin.last_step:,} without a fault, from an earlier checkpoint "
-                f"and through step {twin.resumed_from:,}, where this run had to start again after the kill at step "
+                f"A twin ran steps {twin.first_step:,} to {twin.last_step:,} without a fault, from an earlier "
+                f"checkpoint and through step {twin.resumed_from:,}, where this run had to start again after the kill at step "
                 f"{twin.kill_step:,}. Losses and gradient norms of the two are {verdict}."
             )
         )
