@@ -38,8 +38,8 @@ def recovery_section(facts: Facts) -> Section | None:
         blocks.append(
             Text(
                 f"A twin ran steps {twin.first_step:,} to {twin.last_step:,} without a fault, from an earlier "
-                f"checkpoint and through step {twin.resumed_from:,}, where this run had to start again after the kill at step "
-                f"{twin.kill_step:,}. Losses and gradient norms of the two are {verdict}."
+                f"checkpoint and through step {twin.resumed_from:,}, where this run had to start again after the kill "
+                f"at step {twin.kill_step:,}. Losses and gradient norms of the two are {verdict}."
             )
         )
         blocks.append(
