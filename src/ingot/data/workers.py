@@ -4,12 +4,14 @@ One process per task: a crawl file is minutes of work, a process starts in milli
 no threads). A worker that dies or goes silent is tried once more, then the build stops with the task's name.
 """
 
+import contextlib
 import multiprocessing
 import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -56,7 +58,8 @@ def run_tasks(
         while waiting or running:
             while waiting and len(running) < workers:
                 number, attempt = waiting.pop()
-                running.append(_Worker(context, function, tasks[number], number, attempt))
+                with deaf_to_ctrl_c():
+                    running.append(_Worker(context, function, tasks[number], number, attempt))
             wait([pipe for worker in running for pipe in (worker.pipe, worker.process.sentinel)], timeout=1)
             for worker in list(running):
                 worker.listen()
@@ -73,6 +76,20 @@ def run_tasks(
         for worker in running:
             worker.kill()
     return [results[number] for number in range(len(tasks))]
+
+
+@contextlib.contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Ctrl-C goes to the whole group, and the parent ends its workers: those started in this block do not hear it.
+
+    Not even while they import.
+    """
+    resource_tracker.ensure_running()  # a process beside the first worker; its start would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run_here(function, tasks, progress) -> list:
@@ -172,14 +189,14 @@ def _exit_text(code: int | None) -> str:
 
 
 def _work(function, task, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers
     try:
         answer = ("done", function(task, throttled(lambda count: pipe.send(("at", count)))))
     except IngotError as error:
         answer = ("failed", error)
     except Exception as error:
         answer = ("failed", _portable(error))
-    pipe.send(answer)
+    with contextlib.suppress(BrokenPipeError):  # the parent was killed: nobody is left to be told
+        pipe.send(answer)
     pipe.close()
 
 

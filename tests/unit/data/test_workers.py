@@ -89,6 +89,16 @@ def test_a_hung_worker_has_a_deadline():
     assert time.monotonic() - started < 20
 
 
+def interrupt_me(job, report):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+    return "deaf"
+
+
+def test_ctrl_c_is_left_to_the_parent():
+    assert run_tasks(interrupt_me, [Job(1)], workers=2, progress=quiet) == ["deaf"]
+
+
 def test_reports_are_rare():
     calls = []
     report = throttled(calls.append)

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from ingot.data.tokenizer.encoder import Encoder, well_formed
+from ingot.data.workers import deaf_to_ctrl_c
 from ingot.errors import DataError
 
 _BATCH_CHARACTERS = 1 << 20  # sent to a worker at once
@@ -38,7 +38,8 @@ def encode_documents(
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(encoder,))
     try:
         for batch in _batches(documents):
-            waiting.append((batch, pool.submit(_encode_in_worker, [text for _, _, text in batch])))
+            with deaf_to_ctrl_c():  # it goes to the whole group; this process ends its workers
+                waiting.append((batch, pool.submit(_encode_in_worker, [text for _, _, text in batch])))
             if len(waiting) >= workers * _AHEAD:
                 done, future = waiting.popleft()
                 yield from _with_names(done, future.result())
@@ -78,7 +79,6 @@ def _encode_texts(encoder: Encoder, texts: list[str]) -> list[tuple[np.ndarray, 
 
 def _start_worker(encoder: Encoder) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _encoder = encoder
