@@ -24,10 +24,16 @@ def publish(folder: RunFolder, step: int) -> None:
     fsync_dir(path.parent)
 
 
-def prune(folder: RunFolder, keep: int) -> None:
-    """Remove what is older than the newest `keep` whole checkpoints."""
+def prune(folder: RunFolder, step: int, keep: int) -> None:
+    """Remove what is older than the newest `keep` whole checkpoints, that of `step`, just saved, being the newest.
+
+    A folder of a later step was refused when this run resumed (a flipped bit keeps its size): it counts for nothing,
+    or it would push out the checkpoints that can be used.
+    """
     whole = 0
     for path in candidate_folders(folder.checkpoints):
+        if int(path.name.removeprefix("step-")) > step:
+            continue
         if whole >= keep:
             path.rename(path.with_name(REMOVED + path.name))
         else:

@@ -100,7 +100,7 @@ class IngotWriter(StorageWriter):
         write_manifest(self.temporary, manifest)
         fsync_dir(self.temporary)
         publish(self.folder, self.facts.step)
-        prune(self.folder, self.keep)
+        prune(self.folder, self.facts.step, self.keep)
         metadata.storage_data = sum(f.bytes for f in manifest.files.values())
 
     def _manifest(self, metadata: Metadata, results: list[WriteResult]) -> CheckpointManifest:

@@ -127,9 +127,6 @@ def _attend(
     if watch.ended:
         return None
     endings = read_endings(folder)
-    if len(endings) == job.processes and not any(e.kind for e in endings.values()):
-        watch.ended = events.FINISHED if running.poll() == EXIT_OK else events.STOPPED  # there was nothing left to do
-        return None
     codes = running.exit_codes() | {rank: code for rank, code in dead.items() if code is not None}
     return explain(job.processes, endings, list(dead), codes, watch.step, running.last_words())
 

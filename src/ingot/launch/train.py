@@ -44,6 +44,7 @@ def train(
 
     Returns how it ended (see Outcome). Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
     """
+    _check_options(until_step, fresh, archive)
     path, config = read_run(run_file, overrides)
     folder = find_folder(run_file, path, out, config)
     config = _with_paths_from(config, path.parent, folder.root)
@@ -56,7 +57,7 @@ def train(
         tokens = preflight(folder, config, say)
         require_same_experiment(folder, config, tokens.fingerprint(), accept)
         _keep_run_file(folder, config)
-        if plan.exists() and plan != folder.plan:
+        if plan.exists() and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
         step = newest_step(folder)
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
@@ -65,6 +66,13 @@ def train(
         say(_opening(folder, config, step))
         job = training_job(folder, config, until_step=until_step, quiet=quiet)
         return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
+
+
+def _check_options(until_step: int | None, fresh: bool, archive: bool) -> None:
+    if until_step is not None and until_step < 1:
+        raise UsageError(f"--until-step {until_step}", rule="steps count from 1")
+    if archive and not fresh:
+        raise UsageError("--archive without --fresh", rule="a run that continues is not moved", fix="add --fresh")
 
 
 def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunConfig]:

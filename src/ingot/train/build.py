@@ -89,6 +89,7 @@ def build(
     manifest = read_token_manifest(tokens)
     check_vocabulary(manifest, config.model.vocab_size)
     encoder = open_encoder(config, folder, manifest)
+    check_prompts(config, encoder)
 
     mesh = build_mesh(config.parallel, place.device.type)
     model = build_model(config, mesh, place.device)
@@ -131,7 +132,7 @@ def build(
         flops_per_token=train_flops_per_token(config.model, config.train.seq_len),
         peak_flops=total_peak(config, place),
         first_step=first_step,
-        until_step=min(until_step or config.train.steps, config.train.steps),
+        until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
         log=log,
         say=say if place.is_first else _silent,
     )
@@ -189,6 +190,19 @@ def open_encoder(config: RunConfig, folder: RunFolder, manifest: TokenManifest) 
             fix="name the tokenizer.json that the tokens were built with",
         )
     return encoder
+
+
+def check_prompts(config: RunConfig, encoder: Encoder | None) -> None:
+    """Samples are drawn after the last step: a prompt that does not fit has to be known before the first."""
+    positions, wanted = config.model.max_seq_len, config.evaluate.sample_tokens
+    for prompt in config.evaluate.prompts if encoder else ():
+        own = max(len(encoder.encode(prompt)), 1)
+        if own + wanted > positions:
+            raise ConfigError(
+                f"evaluate.prompts: {prompt[:40]!r} has {own} tokens, and {wanted} more are to follow",
+                rule=f"the model has {positions} positions (model.max_seq_len)",
+                fix="shorten the prompt or lower evaluate.sample_tokens",
+            )
 
 
 def open_heldout(

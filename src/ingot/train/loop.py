@@ -32,6 +32,10 @@ def train(run: Training) -> Ending:
     recent: list[StepFacts] = []
     interval = Interval.begin()
 
+    if run.until_step < run.first_step <= steps:  # it came this far before
+        run.log(events.STOPPED, step=done, reason="requested")
+        return Ending(done, stopped=True)
+
     for batch in run.loader:
         lr = learning_rate(batch.step, steps, config.optim.lr, config.schedule)
         recent.append(train_step(run.model, run.optimizer, batch, lr, config.optim.clip_norm))

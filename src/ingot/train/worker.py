@@ -1,6 +1,6 @@
 """One rank of a training job, started by torchrun: `python -m ingot.train.worker RUN_FOLDER [--until-step N]`.
 
-Exit codes: 0 finished (or nothing left to do), 10 stopped on request with everything saved, else the error's own.
+Exit codes: 0 finished, 10 stopped on request (or past --until-step) with everything saved, else the error's own.
 """
 
 import argparse
@@ -25,8 +25,6 @@ def run_rank(folder: RunFolder, until_step: int | None, quiet: bool) -> int:
     place = start(config.train.device, config.launch.timeout_seconds)
     run = build(config, folder, place, until_step=until_step, say=_say_nothing if quiet else _say)
     try:
-        if run.first_step > run.until_step and run.until_step < config.train.steps:
-            return EXIT_PREEMPTED
         ending = train(run)
     finally:
         run.loader.close()

@@ -65,6 +65,16 @@ def test_damaged_ones_do_not_count_as_kept(folder, training):
     assert steps(folder) == [40, 30, 20]
 
 
+def test_a_refused_later_one_does_not_push_out_what_can_be_used(folder, training):
+    for step in (10, 20):
+        save(folder, step, *training)
+    damaged = folder.checkpoint(20) / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # of the right size: only its hash tells
+    save(folder, 15, *training, keep=1)  # resumed from 10
+    assert verify_checkpoint(folder.checkpoint(15)).step == 15
+    assert steps(folder) == [20, 15]
+
+
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_made_again(folder, training):
     save(folder, 10, *training)
     (folder.checkpoint(10) / "rank-00000.safetensors").write_bytes(b"")

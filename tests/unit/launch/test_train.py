@@ -62,6 +62,23 @@ def test_the_plan_goes_with_the_run(run_file, jobs):
     assert (run / "plan.json").read_text() == "{}"
 
 
+def test_a_plan_that_lies_there_already_stays(run_file, jobs, monkeypatch):
+    run = launch_train.train(run_file).run
+    (run / "plan.json").write_text("{}")
+    monkeypatch.chdir(run.parent)
+    launch_train.train(run / "run.toml", RunFolder(run).root.relative_to(run.parent))
+    assert (run / "plan.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"until_step": 0}, "--until-step 0"), ({"archive": True}, "--archive")]
+)
+def test_options_that_would_do_nothing_are_refused(run_file, jobs, options, message):
+    with pytest.raises(UsageError, match=message):
+        launch_train.train(run_file, **options)
+    assert not jobs and not (run_file.parent / "runs").exists()
+
+
 def test_fresh_refuses_and_archive_moves_aside(run_file, jobs, config, folder):
     launch_train.train(run_file)
     write_checkpoint(folder, 40, config, "d" * 64)

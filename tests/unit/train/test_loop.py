@@ -107,6 +107,26 @@ def test_stopping_and_resuming_gives_the_bits_of_an_undisturbed_run(fork_ranks, 
     ledger_proof(broken, load(RunConfig, broken.config))
 
 
+def test_a_run_past_the_step_to_stop_at_stops_again(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+    fork_ranks(run_rank, 2, folder, 7)
+    assert [e for e, _ in fork_ranks(run_rank, 2, folder, 4)] == [(7, True)] * 2
+    assert [e["step"] for e in read_events(folder.events, "stopped")] == [7, 7]
+    assert max(step_facts(folder)) == 7
+
+
+def test_prompts_that_do_not_fit_are_refused_before_training(fork_ranks, make_run):
+    folder = make_run(prompts=("Stone " * 60,))
+
+    def expect_refusal(rank, ranks):
+        with pytest.raises(ConfigError, match="64 positions"):
+            run_rank(rank, ranks, folder)
+        return True
+
+    assert fork_ranks(expect_refusal, 1) == [True]
+    assert not list(read_events(folder.events, "step"))
+
+
 def test_another_number_of_ranks_goes_on_with_the_same_samples(fork_ranks, make_run):
     whole, moved = make_run("whole", dp_shard=1, precision="fp64"), make_run("moved", dp_shard=2, precision="fp64")
     fork_ranks(run_rank, 1, whole)
