@@ -41,7 +41,7 @@ class Terminal:
             print(json.dumps(facts, ensure_ascii=False, default=str), flush=True)
 
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None:
-        """Aligned columns; those in `right` (0-based) are right-aligned, as numbers are."""
+        """Aligned columns; those in `right` (0-based) are right-aligned, as numbers are. A terminal gets no wrapped row."""
         cells = [[str(c) for c in row] for row in ([header, *rows] if header else rows)]
         if not cells:
             return
@@ -51,6 +51,8 @@ class Terminal:
                 c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
             ]
             line = "  ".join(columns).rstrip()
+            if self.interactive and len(line) > (width := shutil.get_terminal_size().columns):
+                line = line[: width - 1] + "…"
             self.say(self.style(line, "bold") if header and number == 0 else line)
 
     def next(self, *commands: str) -> None:
