@@ -163,4 +163,6 @@ def _trace(args: argparse.Namespace, terminal: Terminal) -> None:
     documents = trace_step(Path(args.run), args.step)
     rows = [(d.sample, d.tokens_in_sample, d.source, d.document_id[:12], d.url) for d in documents]
     terminal.table(rows, ("sample", "tokens", "source", "document", "url"), right=(0, 1))
+    if documents and not documents[0].in_ledger:
+        terminal.say(f"no checkpoint covers step {args.step} yet: this is what it will be trained on")
     terminal.result({"step": args.step, "documents": [vars(d) for d in documents]})

@@ -41,7 +41,7 @@ class Terminal:
             print(json.dumps(facts, ensure_ascii=False, default=str), flush=True)
 
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None:
-        """Aligned columns; those in `right` (0-based) are right-aligned, as numbers are. A terminal gets no wrapped row."""
+        """Aligned columns; those in `right` (0-based) are right-aligned, as numbers are. Cropped on a terminal."""
         cells = [[str(c) for c in row] for row in ([header, *rows] if header else rows)]
         if not cells:
             return

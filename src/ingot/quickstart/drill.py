@@ -72,14 +72,24 @@ def copy_earlier_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
         shutil.copytree(source, target)
 
 
+def kill_and_restart(folder: RunFolder) -> tuple[dict | None, int]:
+    """The `drill` event of the run and the step it came back from. (None, 0) if nothing was killed."""
+    kill = next(read_events(folder.events, events.DRILL), None)
+    if kill is None:
+        return None, 0
+    for start in read_events(folder.events, events.RUN_STARTED):
+        if start["time"] > kill["time"]:
+            return kill, start["from_step"]
+    raise RunFailed(f"the run in {folder.root} did not start again after the kill at step {kill['step']}")
+
+
 def compare_with_twin(folder: RunFolder, twin: RunFolder) -> Twin:
     """Hold the steps of the twin against those of the drilled run. Raises RunFailed if there is nothing to compare."""
-    kill = next(read_events(folder.events, events.DRILL), None)
+    kill, resumed = kill_and_restart(folder)
     theirs = _facts_by_step(twin)
     ours = _facts_by_step(folder)
     if kill is None or not theirs:
         raise RunFailed("the drill left no twin to compare with", fix="remove the quickstart folder and start again")
-    resumed = next(e["from_step"] for e in read_events(folder.events, events.RUN_STARTED) if e["time"] > kill["time"])
     missing = [step for step in theirs if step not in ours]
     if missing:
         raise RunFailed(f"the drilled run has no facts of step {missing[0]}, which its twin made")

@@ -5,6 +5,7 @@ there already is not done again, so the same command continues an interrupted qu
 """
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from ingot.machine.facts import read_machine, this_cluster
 from ingot.planner.plan import make_plan
 from ingot.planner.propose import propose
 from ingot.quickstart.crawl import make_crawl, source_of
-from ingot.quickstart.drill import RankKiller, compare_with_twin
+from ingot.quickstart.drill import RankKiller, compare_with_twin, kill_and_restart
 from ingot.recipes.load import load_model
 from ingot.report.facts import Twin
 from ingot.report.write import write_report
@@ -95,7 +96,7 @@ class Story:
     CHAPTERS = ("doctor", "crawl", "data", "plan", "train", "drill", "eval", "export", "report")
 
     def __init__(self, folder: Path, *, warcs: Sequence[Path], workers: int, narrator: Narrator, quiet: bool):
-        self.places = Places(folder.resolve())
+        self.folder, self.places = folder, Places(folder.resolve())
         self.warcs, self.workers = tuple(warcs), workers
         self.narrator, self.quiet = narrator, quiet
         self.log = EventLog(folder / "stages.jsonl")
@@ -157,12 +158,20 @@ class Story:
         with self.chapter("crawl") as lines:
             complete = self.places.crawl / "complete"
             if not complete.exists():
-                make_crawl(self.places.crawl, progress=self.narrator.progress)
-                write_atomic(complete, "")
+                said = ""
+
+                def progress(fraction: float, text: str) -> None:
+                    nonlocal said
+                    said = text
+                    self.narrator.progress(fraction, text)
+
+                make_crawl(self.places.crawl, progress=progress)
+                write_atomic(complete, said)  # how many pages, and whether some could not be made
             files = sorted(self.places.crawl.glob("crawl-*.warc.gz"))
             size = sum(file.stat().st_size for file in files)
             lines.append(
-                f"documentation of this machine, fetched over HTTP: {len(files)} WARC files, {format_bytes(size)}"
+                f"{complete.read_text()} of this machine's documentation, fetched over HTTP into {len(files)} WARC "
+                f"files, {format_bytes(size)}"
             )
         return [Input(file, source_of(file)) for file in files]
 
@@ -271,15 +280,10 @@ class Story:
     def drill(self, config: RunConfig) -> Twin | None:
         """Let the twin run the steps around the kill without a fault, and compare. None if nothing was killed."""
         with self.chapter("drill") as lines:
-            kill = next(read_events(self.places.run.events, events.DRILL), None)
+            kill, resumed = kill_and_restart(self.places.run)
             if kill is None:
                 lines.append("skipped: the run was over before a rank could be killed")
                 return None
-            resumed = next(
-                e["from_step"]
-                for e in read_events(self.places.run.events, events.RUN_STARTED)
-                if e["time"] > kill["time"]
-            )
             until = min(resumed + TWIN_STEPS // 2, config.train.steps)
             train(self.places.run_file, self.places.twin.root, until_step=until, quiet=True)
             twin = compare_with_twin(self.places.run, self.places.twin)
@@ -323,7 +327,8 @@ class Story:
 
     def report(self) -> Path:
         with self.chapter("report") as lines:
-            command = " ".join(["ingot quickstart", *(f"--warc {path}" for path in self.warcs)])
+            warcs = ["--warc", *map(str, self.warcs)] if self.warcs else []
+            command = shlex.join(["ingot", "quickstart", *warcs, "--dir", str(self.folder)])
             report = write_report(
                 self.places.run.root,
                 out=self.places.root,

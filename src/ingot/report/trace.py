@@ -25,6 +25,7 @@ class TracedDocument:
 
     sample: position in the global batch. token_start: first token of the part in its shard, tokens_in_sample: how many
     (inputs and the last target). file, record_id: the crawl file and the record in it.
+    in_ledger: a checkpoint's ledger says that the step was trained on this sample; else it is what the order will give.
     """
 
     step: int
@@ -37,6 +38,7 @@ class TracedDocument:
     source: str
     file: str
     record_id: str
+    in_ledger: bool
 
 
 def trace_step(run: Path, step: int) -> list[TracedDocument]:
@@ -53,7 +55,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
     manifest = read_token_manifest(tokens)
     order = Order(manifest, config.train.seq_len, config.seed, config.data.weights)
     ids = order.step(step, config.train.global_batch)
-    _check_ledger(folder, manifest, step, ids)
+    in_ledger = _check_ledger(folder, manifest, step, ids)
     parts = list(_parts(tokens, manifest, order, ids))
     origin = _find_documents(tokens.parent.parent / "corpus", manifest, {part.document for part in parts})
     return [
@@ -68,6 +70,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
             source=part.shard.source,
             file=origin[part.document]["file"],
             record_id=origin[part.document]["record_id"],
+            in_ledger=in_ledger,
         )
         for part in parts
     ]
@@ -110,8 +113,8 @@ def _read_index(tokens: Path, shard: Shard) -> np.ndarray:
     return np.frombuffer(data, DOCUMENT_DTYPE)
 
 
-def _check_ledger(folder: RunFolder, manifest: TokenManifest, step: int, ids: np.ndarray) -> None:
-    """Hold the order against what a checkpoint's ledger says about `step`; steps after the last one are not covered."""
+def _check_ledger(folder: RunFolder, manifest: TokenManifest, step: int, ids: np.ndarray) -> bool:
+    """Hold the order against what the checkpoints' ledger says about `step`. False if none covers it (yet)."""
     for listed in list_checkpoints(folder.checkpoints):
         if listed.manifest is None:
             continue
@@ -131,7 +134,8 @@ def _check_ledger(folder: RunFolder, manifest: TokenManifest, step: int, ids: np
                     rule="samples are a function of seed, tokens and step alone",
                     fix="run.toml was changed after the run; restore its seed, seq_len, global_batch and weights",
                 )
-        return
+        return True
+    return False
 
 
 def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment | None:
