@@ -12,13 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
-
-
-def chunk_tokens(vocab_size: int, device: str) -> int:
-    """Tokens whose float32 logits fill CHUNK_BYTES, at least 16."""
-    return max(CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab_size), 16)
+from ingot.theory.memory import chunk_tokens
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:

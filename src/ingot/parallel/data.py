@@ -9,9 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-# Below this many parameters the whole model is one unit: one collective per step instead of one per block and pass,
-# which on small models cost more than the memory they save. Their parameters stay gathered from forward to backward.
-ONE_UNIT_PARAMETERS = 20_000_000
+from ingot.theory.memory import ONE_UNIT_PARAMETERS
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:

@@ -16,8 +16,11 @@ from ingot.theory.term import Term
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 STORED_BYTES = {"bf16": 4, "fp32": 4, "fp64": 8}
-# What the trainer does (parallel/data.py, model/loss.py); tests hold these equal to it.
+# The trainer takes these two from here.
+# Below this many parameters the whole model is one unit: one collective per step instead of one per block and pass,
+# which on small models cost more than the memory they save. Their parameters stay gathered from forward to backward.
 ONE_UNIT_PARAMETERS = 20_000_000
+# Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
 LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
 
 
@@ -125,13 +128,13 @@ def backward_buffers(arch: Arch, precision: str, tokens: int, device: str = "cpu
     return Term(tokens * per_token, f"{tokens:,} tokens x (2 residual + 3 feed-forward gradients: {per_token:,} B)")
 
 
-def chunk_tokens(arch: Arch, device: str) -> int:
-    """Tokens whose float32 logits exist at once."""
-    return max(LOGITS_CHUNK_BYTES[device] // (4 * arch.vocab_size), 16)
+def chunk_tokens(vocab_size: int, device: str) -> int:
+    """Tokens whose float32 logits fill LOGITS_CHUNK_BYTES, at least 16."""
+    return max(LOGITS_CHUNK_BYTES[device] // (4 * vocab_size), 16)
 
 
 def chunks(arch: Arch, tokens: int, device: str) -> int:
-    return math.ceil(tokens / chunk_tokens(arch, device))
+    return math.ceil(tokens / chunk_tokens(arch.vocab_size, device))
 
 
 def logits(arch: Arch, precision: str, tokens: int, device: str = "cpu") -> Term:
@@ -141,7 +144,7 @@ def logits(arch: Arch, precision: str, tokens: int, device: str = "cpu") -> Term
     """
     e = COMPUTE_BYTES[precision]
     wide = max(e, 4)
-    chunk = min(chunk_tokens(arch, device), tokens)
+    chunk = min(chunk_tokens(arch.vocab_size, device), tokens)
     head = arch.vocab_size * arch.d_model
     value = chunk * arch.vocab_size * (2 * e + 3 * wide) + head * (wide + e)
     part = f"{chunk:,} of {tokens:,} tokens x {arch.vocab_size:,} x {2 * e + 3 * wide} B"

@@ -55,13 +55,10 @@ def test_activations_are_what_autograd_saves(arch, precision):
     assert predicted == pytest.approx(saved_bytes(arch, dtype, 8, 128), rel=0.02)
 
 
-def test_facts_of_the_trainer_are_still_so():
-    pytest.importorskip("torch")
-    from ingot.model.loss import CHUNK_BYTES
-    from ingot.parallel.data import ONE_UNIT_PARAMETERS
-
-    assert memory.LOGITS_CHUNK_BYTES == CHUNK_BYTES
-    assert memory.ONE_UNIT_PARAMETERS == ONE_UNIT_PARAMETERS
+def test_chunks_bound_the_logits():
+    for vocab in (256, 4096, 128_256):
+        assert memory.chunk_tokens(vocab, "cuda") * vocab * 4 <= 1 << 30
+    assert memory.chunk_tokens(10**9, "cpu") == 16
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
