@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ingot.dist.start import worker_environment
+from ingot.machine.facts import usable_cores
 from ingot.schema.job import Job
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
@@ -15,7 +16,7 @@ def training_job(folder: RunFolder, config: RunConfig, *, until_step: int | None
     processes = config.parallel.world_size
     until = [] if until_step is None else ["--until-step", str(until_step)]
     arguments = (str(folder.root), *until, *(["--quiet"] if quiet else []))
-    env = worker_environment(processes)
+    env = worker_environment(processes, usable_cores())  # a container's CPU quota counts, too
     if Path("/sys/class/net/lo").exists():
         # One machine: ranks talk over loopback, whatever the host's name resolves to, and nobody else can connect.
         env["GLOO_SOCKET_IFNAME"] = "lo"

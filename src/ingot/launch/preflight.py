@@ -11,7 +11,7 @@ from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import require_free
-from ingot.theory.params import count_parameters
+from ingot.theory.memory import checkpoint_bytes
 
 
 def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> TokenManifest:
@@ -54,8 +54,7 @@ def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
 
 def _check_disk(folder: RunFolder, config: RunConfig) -> None:
     """Room for all checkpoints that will lie there at once: `keep`, and the one being written."""
-    value_bytes = 8 if config.train.precision == "fp64" else 4  # master weights and two moments
-    one = 3 * value_bytes * count_parameters(config.model)
+    one = round(checkpoint_bytes(config.model, config.train.precision).value)
     there = sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
     needed = one * (config.checkpoint.keep + 1) - there
     require_free(folder.checkpoints, max(needed, 0), f"{config.checkpoint.keep + 1} checkpoints")

@@ -141,6 +141,12 @@ def test_more_ranks_than_cores_is_said(run_file, jobs, monkeypatch):
     assert any("2 ranks share 1 cores" in line for line in said) and jobs[0].processes == 2
 
 
+def test_threads_are_shared_by_the_quota_of_the_container(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("ingot.launch.job.usable_cores", lambda: 6)
+    launch_train.train(run_file, overrides=["parallel.dp_shard=2"])
+    assert jobs[0].env["OMP_NUM_THREADS"] == "3"
+
+
 def test_gpus_are_counted(run_file, jobs, monkeypatch):
     monkeypatch.setattr("ingot.launch.preflight.find_gpus", lambda: ("gpu",))
     with pytest.raises(ConfigError, match="needs 2 GPUs, this machine offers 1"):
