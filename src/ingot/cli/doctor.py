@@ -38,6 +38,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK, ResourceError, UsageError
     from ingot.machine.doctor import examine
     from ingot.machine.facts import read_machine, this_cluster
+    from ingot.recipes.clusters import with_published_rates
 
     if args.ranks < 0:
         raise UsageError(f"--ranks {args.ranks}", rule="a number of processes, at least 1")
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     failed = [c.name for c in checks if c.status == "fail"]
     facts: dict = {"machine": asdict(machine), "checks": [asdict(c) for c in checks]}
     if args.bench and not failed:
-        facts["cluster"] = _bench(args, terminal, this_cluster(machine, args.ranks))
+        facts["cluster"] = _bench(args, terminal, with_published_rates(this_cluster(machine, args.ranks)))
     terminal.result(facts)
     if failed:
         raise ResourceError(

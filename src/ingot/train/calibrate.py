@@ -22,6 +22,7 @@ import numpy as np
 
 from ingot.dist.start import worker_environment
 from ingot.errors import ResourceError
+from ingot.machine.facts import usable_cores
 from ingot.planner.memory import live_bill
 from ingot.planner.step_time import rank_work
 from ingot.schema.arch import Arch
@@ -85,9 +86,10 @@ def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
 
 
 def calibrate_gpu(uncalibrated: Cluster) -> Cluster:
-    """`uncalibrated` (a "cuda" cluster) with the rates of its first GPU. The links between GPUs are not measured."""
+    """`uncalibrated` (a "cuda" cluster) with the rates of its first GPU; links and fragmentation stay as published."""
     rates = _start_ranks(1, "--cuda")
-    return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), **rates)
+    peaks = uncalibrated.peak_flops | rates.pop("peak_flops")
+    return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), peak_flops=peaks, **rates)
 
 
 def _start_ranks(ranks: int, *arguments: str) -> dict:
@@ -95,7 +97,7 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    job |= worker_environment(ranks) | {"LOCAL_WORLD_SIZE": str(ranks)}
+    job |= worker_environment(ranks, usable_cores()) | {"LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "ingot.train.calibrate_rank", *arguments]
     processes = []
     try:
