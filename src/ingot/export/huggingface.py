@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 
 from ingot import config as configuration
-from ingot.checkpoint.loading import list_checkpoints, load_model
+from ingot.checkpoint.find import find_checkpoint
+from ingot.checkpoint.loading import load_model
 from ingot.errors import CheckpointError, UsageError
 from ingot.events import EventLog
 from ingot.export.card import model_card
@@ -21,7 +22,6 @@ from ingot.export.model_folder import DTYPES, import_huggingface, write_model
 from ingot.export.tokenizer import tokenizer_file, write_tokenizer
 from ingot.model.transformer import Transformer
 from ingot.schema.events import EXPORTED
-from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import fsync_dir, require_free, sha256_file, write_atomic, write_json
@@ -51,7 +51,7 @@ def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", 
     An earlier export in `out` is replaced; any other folder with something in it is refused (UsageError).
     Raises CheckpointError when the checkpoint does not verify or the written folder gives other logits.
     """
-    folder, checkpoint = _find(run_or_checkpoint)
+    folder, checkpoint = find_checkpoint(run_or_checkpoint)
     _require_replaceable(out)
     run = configuration.load(RunConfig, folder.config)
     tokens = read_token_manifest(folder.root / run.data.tokens)
@@ -85,27 +85,9 @@ def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", 
     )
 
 
-def _find(path: Path) -> tuple[RunFolder, Path]:
-    """The run folder and the checkpoint that `path` (one of the two) names; the newest one of a run."""
-    folder = RunFolder(path)
-    if folder.config.is_file():
-        checkpoints = list_checkpoints(folder.checkpoints)
-        if not checkpoints:
-            raise CheckpointError(
-                f"{path} has no checkpoint yet", rule="only a saved model is exported", fix=f"ingot train {path}"
-            )
-        return folder, checkpoints[0].path
-    parent = RunFolder(path.resolve().parent.parent)
-    if parent.config.is_file() and path.resolve().parent == parent.checkpoints and path.is_dir():
-        return parent, path
-    raise UsageError(
-        f"{path} is neither a run folder nor a checkpoint in one",
-        rule="a run folder has run.toml, its checkpoints lie in checkpoints/step-*",
-        fix="ingot export RUN --out DIR",
-    )
-
-
 def _require_replaceable(out: Path) -> None:
+    if out.name in ("", ".."):
+        raise UsageError(f"{out} cannot be written", rule="an export is a folder of its own", fix="name it: --out DIR")
     if out.exists() and not (out.is_dir() and ((out / RECORD).is_file() or not any(out.iterdir()))):
         raise UsageError(
             f"{out} exists and is not an earlier export",

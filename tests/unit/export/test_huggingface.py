@@ -203,6 +203,14 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path):
         weights.write_bytes(whole)
 
 
+def test_an_export_needs_a_folder_of_its_own(run, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (Path(), Path("..")):
+        with pytest.raises(UsageError, match="cannot be written"):
+            export_run(run, out)
+
+
 def test_what_is_no_run_is_refused(run, tmp_path):
     with pytest.raises(UsageError, match="neither a run folder"):
         export_run(tmp_path, tmp_path / "hf")
