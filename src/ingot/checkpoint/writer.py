@@ -19,7 +19,7 @@ from torch.futures import Future
 from ingot.checkpoint.manifest import write_manifest
 from ingot.checkpoint.retention import SAVING, prune, publish
 from ingot.checkpoint.tensor_file import dtype_name, write_tensors
-from ingot.errors import CheckpointError
+from ingot.errors import CheckpointError, ResourceError
 from ingot.schema.checkpoint import CheckpointManifest, Chunk, FileEntry, LedgerSegment, TensorEntry
 from ingot.schema.layout import RunFolder
 from ingot.storage import fsync_dir, require_free
@@ -85,7 +85,14 @@ class IngotWriter(StorageWriter):
         if items:
             name = f"rank-{self.rank:05d}.safetensors"
             tensors = [(_key(item), planner.resolve_data(item)) for item in items]
-            entry, checksums = write_tensors(self.temporary / name, tensors)  # pyright: ignore[reportArgumentType]
+            try:
+                entry, checksums = write_tensors(self.temporary / name, tensors)  # pyright: ignore[reportArgumentType]
+            except OSError as error:
+                raise ResourceError(
+                    f"{self.temporary / name} cannot be written ({error.strerror})",
+                    rule="a checkpoint is saved whole or not at all; the last one is untouched",
+                    fix="free space on that disk or mend it, then run the same command: it continues",
+                ) from None
             for item, (key, _), crc32 in zip(items, tensors, checksums, strict=True):
                 block = item.tensor_data.chunk  # pyright: ignore[reportOptionalMemberAccess]
                 chunk = Chunk(file=name, key=key, offsets=tuple(block.offsets), sizes=tuple(block.sizes), crc32=crc32)

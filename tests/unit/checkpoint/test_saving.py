@@ -114,7 +114,7 @@ def test_a_disk_that_fills_up_while_writing_costs_nothing_else(folder, training,
         write(self, data)
 
     monkeypatch.setattr(tensor_file._HashedFile, "write", full)
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(ResourceError, match="No space left"):
         save(folder, 20, *training)
     monkeypatch.undo()
     manifest, after = load(folder)
