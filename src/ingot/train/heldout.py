@@ -14,8 +14,9 @@ from ingot.errors import ConfigError, DataError
 from ingot.loader.reader import TokenReader
 from ingot.schema.tokens import Shard, TokenManifest
 
-# Enough for the counts of every token that matters; a larger corpus is sampled at the start of each shard.
-UNIGRAM_TOKENS = 20_000_000
+# Enough for the counts of every token that matters; of a larger corpus the starts of evenly chosen shards are counted.
+# Few shards, because the first token of a shard costs the hash of a whole block.
+UNIGRAM_TOKENS, UNIGRAM_SHARDS = 20_000_000, 64
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted:
         if len(ends):
             within = ends[ends <= wanted]
             return ids[: within[-1] if len(within) else ends[0]]
+        if len(ids) == shard.tokens:
+            raise DataError(
+                f"shard {shard.name} in {folder} holds no end of text (token {manifest.eot_id})",
+                rule="every document is followed by the end of text",
+                fix="build the tokens again: ingot data build",
+            )
         count = 2 * len(ids)
 
 
@@ -118,9 +125,10 @@ def cut_windows(texts: Sequence[SourceText], seq_len: int, eot_id: int) -> Windo
 
 def unigram_nats(folder: Path, manifest: TokenManifest) -> np.ndarray:
     """-log p of every token id under its frequency in the training tokens, add-one smoothed: float64 [vocab_size]."""
-    share = max(UNIGRAM_TOKENS // len(manifest.shards), 2)
+    shards = manifest.shards[:: -(-len(manifest.shards) // UNIGRAM_SHARDS) or 1]
+    share = max(UNIGRAM_TOKENS // max(len(shards), 1), 2)
     counts = np.ones(manifest.vocab_size, np.int64)
-    for shard in manifest.shards:
+    for shard in shards:
         if shard.tokens >= 2:
             counts += np.bincount(first_tokens(folder, manifest, shard, share), minlength=manifest.vocab_size)
     return np.log(counts.sum()) - np.log(counts)

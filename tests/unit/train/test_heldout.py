@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from ingot.data.tokenizer.encoder import load_encoder
 from ingot.errors import ConfigError, DataError
 from ingot.schema.tokens import read_token_manifest
+from ingot.train import heldout as heldout_module
 from ingot.train.heldout import SourceText, cut_windows, first_tokens, read_heldout, unigram_nats
 
 
@@ -71,3 +73,18 @@ def test_unigram_is_a_smoothed_distribution(token_folders):
     ids = np.concatenate([np.fromfile(folder / f"{s.name}.tokens", "<u2") for s in manifest.shards])
     count = int((ids == manifest.eot_id).sum())
     assert nats[manifest.eot_id] == pytest.approx(-math.log((count + 1) / (len(ids) + manifest.vocab_size)))
+
+
+def test_unigram_of_many_shards_opens_few(token_folders, monkeypatch):
+    folder, opened = token_folders / "train", []
+    manifest = read_token_manifest(folder)
+    many = replace(manifest, shards=manifest.shards * 500)
+    monkeypatch.setattr(heldout_module, "first_tokens", lambda *a: opened.append(a[2].name) or np.zeros(2, np.int64))
+    unigram_nats(folder, many)
+    assert len(opened) == 63  # every sixteenth of a thousand
+
+
+def test_a_shard_without_an_end_of_text_is_an_error(heldout):
+    folder, manifest, encoder = heldout
+    with pytest.raises(DataError, match="no end of text"):
+        read_heldout(folder, replace(manifest, eot_id=999, vocab_size=1000), 10, encoder)
