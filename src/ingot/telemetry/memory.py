@@ -9,9 +9,12 @@ import torch
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU what the allocator handed out at most; on a CPU the peak resident size of the whole process."""
+    """On a GPU what it had in use at most, as the planner's bill counts; on a CPU the process's peak resident size."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        # Device context, libraries, NCCL buffers: what the caching allocator does not know of.
+        beside = total - free - torch.cuda.memory_reserved(device)
+        return torch.cuda.max_memory_reserved(device) + max(beside, 0)
     status = Path("/proc/self/status")
     if status.exists():
         # Not getrusage: on Linux its peak also counts what the parent held when it started this process.
