@@ -18,12 +18,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | None) -> Tensor:
     """Scaled dot-product attention of whole sequences on this device: flash kernels where PyTorch has them."""
-    if mask is None:
+    if mask is None and (not q_BNTH.is_cuda or q_BNTH.dtype in (torch.bfloat16, torch.float16)):
         return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, is_causal=True, enable_gqa=True)
-    # The kernel that takes a mask on CUDA without storing T x S scores knows no groups: give it one key per query head.
+    # On CUDA the kernel that takes a mask, or float32, without storing T x S scores knows no groups: give it one key
+    # per query head.
     group = q_BNTH.shape[1] // k_BGSH.shape[1]
     k_BNSH, v_BNSH = k_BGSH.repeat_interleave(group, dim=1), v_BGSH.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, attn_mask=mask)
+    return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, attn_mask=mask, is_causal=mask is None)
 
 
 def document_mask(document_ids_BT: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Shape letters: B batch, T new tokens, S tokens in the cache after them, G key/va
 """
 
 import contextlib
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -103,7 +104,7 @@ def generate(
     cache = KVCache(arch, len(prompt) + max_tokens, device)
     generator = torch.Generator().manual_seed(seed)
     fed, made = list(prompt), []
-    with _without_compilation(device):
+    with _without_compilation():
         while True:
             logits_BTV = model(torch.tensor([fed], device=device), cache=cache)
             token = choose_token(logits_BTV[0, -1], temperature, top_k, generator)
@@ -113,6 +114,10 @@ def generate(
             fed = [token]
 
 
-def _without_compilation(device: torch.device):
-    """Compiled blocks run as written: the cache has another length at every token, and each would be compiled anew."""
-    return torch.compiler.set_stance("force_eager") if device.type == "cuda" else contextlib.nullcontext()
+def _without_compilation():
+    """Compiled blocks run as written: the cache has another length at every token, and each would be compiled anew.
+
+    Where nothing was compiled the compiler is not even there, and importing it takes half a second.
+    """
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
