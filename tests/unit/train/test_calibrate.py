@@ -98,8 +98,8 @@ def test_one_rank_of_this_machine():
 
 def test_a_measured_gpu_keeps_what_is_not_measured(monkeypatch):
     published = Cluster(
-        name="8xh100", device="cuda", devices_per_node=8, memory_bytes=80 << 30, peak_flops={"bf16": 9e14, "fp32": 6e13},
-        link_bandwidth=450e9, fragmentation=0.08,
+        name="8xh100", device="cuda", devices_per_node=8, memory_bytes=80 << 30,
+        peak_flops={"bf16": 9e14, "fp32": 6e13}, link_bandwidth=450e9, fragmentation=0.08,
     )  # fmt: skip
     rates = {"peak_flops": {"bf16": 9.89e14}, "matmul_efficiency": 0.7, "memory_bandwidth": 3e12}
     monkeypatch.setattr(calibrate, "_start_ranks", lambda ranks, *arguments: dict(rates))
