@@ -110,6 +110,8 @@ def _planned(args: argparse.Namespace):
     for option in ("steps", "seq", "batch", "lr", "price"):
         if getattr(args, option) < 0:
             raise UsageError(f"--{option} {getattr(args, option)}", rule="a positive number")
+    if args.force and not args.out:
+        raise UsageError("--force without --out", rule="only a file that is written can be overwritten")
     cluster = find_cluster(args.cluster, args.run.parent if args.run else Path())
     if args.run:
         given = [f"--{o}" for o in ("tokens", "name", "steps", "seq", "batch", "lr") if getattr(args, o)]

@@ -8,7 +8,7 @@ from ingot.schema.cluster import Cluster
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """memory_bytes: per rank, by kind: "weights", "gradients", "optimizer", "activations", "logits", "gathered",
-    "fragmentation", "runtime".
+    "fragmentation", "runtime", and on a CPU "loader and buffers".
 
     step_seconds, mfu: predicted; step_seconds is 0.0 when no rate is known, mfu is None on CPU.
     formulas: quantity -> the formula with its numbers filled in.

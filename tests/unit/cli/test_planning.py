@@ -50,6 +50,7 @@ def test_a_plan_under_json_is_one_object(capsys):
         (["plan", "--model", "tyni", "--tokens", "1M"], 2, "did you mean 'tiny'"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--cluster", "8xh10"], 2, "did you mean 'h100'"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "-1"], 2, "--steps"),
+        (["plan", "--model", "tiny", "--tokens", "1M", "--force"], 2, "--force without --out"),
         (["plan", "--run", "absent.toml"], 3, "no run file"),
         (["plan", "--run", "absent.toml", "--steps", "3"], 2, "--set"),
         (["check", "absent.toml"], 3, "no run file"),
