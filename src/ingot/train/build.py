@@ -194,8 +194,10 @@ def open_encoder(config: RunConfig, folder: RunFolder, manifest: TokenManifest) 
 
 def check_prompts(config: RunConfig, encoder: Encoder | None) -> None:
     """Samples are drawn after the last step: a prompt that does not fit has to be known before the first."""
+    if encoder is None:
+        return
     positions, wanted = config.model.max_seq_len, config.evaluate.sample_tokens
-    for prompt in config.evaluate.prompts if encoder else ():
+    for prompt in config.evaluate.prompts:
         own = max(len(encoder.encode(prompt)), 1)
         if own + wanted > positions:
             raise ConfigError(

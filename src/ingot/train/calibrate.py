@@ -116,12 +116,14 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True)):
-        if process.returncode:
-            last = errors.strip().splitlines()[-1:] or ["no message"]
-            raise ResourceError(
-                f"rank {rank} of the calibration failed: {last[0]}", fix="ingot doctor looks for the cause"
-            )
+    last_lines = {
+        rank: (errors.strip().splitlines() or ["no message"])[-1]
+        for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True))
+        if process.returncode
+    }
+    if last_lines:  # of all: one has the cause, its peers only lost it
+        failed = "; ".join(f"rank {rank} of the calibration failed: {line}" for rank, line in last_lines.items())
+        raise ResourceError(failed, fix="ingot doctor looks for the cause")
     return json.loads(outputs[0][0])
 
 
