@@ -9,7 +9,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ingot.machine.facts import read_machine
@@ -18,7 +18,7 @@ from ingot.storage import write_json
 RESULTS = Path(__file__).parent / "results"
 
 
-def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def alternate(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Wall seconds per function and round. Every round runs each once, in turn, so that a busy spell hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
