@@ -4,7 +4,6 @@ Each chapter does real work with the functions that the verbs call, and leaves i
 there already is not done again, so the same command continues an interrupted quickstart.
 """
 
-import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -14,19 +13,21 @@ from pathlib import Path
 from typing import Protocol
 
 from ingot import config as configuration
-from ingot.config import from_dict, to_toml
+from ingot.config import to_toml
 from ingot.data.build import Input
 from ingot.data.funnel import funnel_table
 from ingot.data.prepare import Prepared, prepare
 from ingot.errors import Preempted, RunFailed, require
 from ingot.events import EventLog, read_events
 from ingot.launch.train import train
+from ingot.machine.cluster_file import read_cluster, write_cluster
 from ingot.machine.doctor import examine
 from ingot.machine.facts import read_machine, this_cluster
 from ingot.planner.plan import make_plan
 from ingot.planner.propose import propose
 from ingot.quickstart.crawl import make_crawl, source_of
 from ingot.quickstart.drill import RankKiller, compare_with_twin, kill_and_restart
+from ingot.recipes.clusters import with_published_rates
 from ingot.recipes.load import load_model
 from ingot.report.facts import Twin
 from ingot.report.write import write_report
@@ -221,14 +222,13 @@ class Story:
     def measured_machine(self) -> Cluster:
         """This machine with its measured rates; they are measured once per folder."""
         if self.places.machine.exists():
-            return from_dict(Cluster, json.loads(self.places.machine.read_text()))
-        from ingot.train.calibrate import calibrate_cpu, calibrate_gpu
+            return read_cluster(self.places.machine)
+        from ingot.train.calibrate import calibrate
 
         machine = read_machine()
         ranks = len(machine.gpus) or 2  # two even on one core: the drill needs a survivor
-        cluster = this_cluster(machine, ranks)
-        cluster = calibrate_gpu(cluster) if machine.gpus else calibrate_cpu(cluster)
-        write_json(self.places.machine, configuration.to_dict(cluster))
+        cluster = calibrate(with_published_rates(this_cluster(machine, ranks)))
+        write_cluster(self.places.machine, cluster)
         return cluster
 
     def write_run_file(self, prepared: Prepared, cluster: Cluster) -> None:
