@@ -93,6 +93,27 @@ class Preempted(Exception):
     exit_code = EXIT_PREEMPTED
 
 
+# Packages that an extra brings, where the base installation does not: package -> extra.
+PARTS = {
+    "torch": "train",
+    "safetensors": "train",
+    "fastwarc": "data",
+    "resiliparse": "data",
+    "fasttext": "data",
+    "xxhash": "data",
+    "tokenizers": "data",
+    "tiktoken": "data",
+}
+
+
+def missing_part(package: str, part: str) -> MissingPartError:
+    return MissingPartError(
+        f"this needs the package {package!r}, which is not installed",
+        rule=f"it belongs to the part 'ingot[{part}]'",
+        fix=f"pip install 'ingot[{part}]'",
+    )
+
+
 def require(module: str, part: str):
     """Import `module` or say which extra brings it: `require("tokenizers", "data")`."""
     import importlib
@@ -102,8 +123,4 @@ def require(module: str, part: str):
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] != module.split(".")[0]:
             raise
-        raise MissingPartError(
-            f"this needs the package {module!r}, which is not installed",
-            rule=f"it belongs to the part 'ingot[{part}]'",
-            fix=f"pip install 'ingot[{part}]'",
-        ) from None
+        raise missing_part(module, part) from None

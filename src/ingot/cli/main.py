@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ingot import __version__
 from ingot.cli.terminal import Terminal
-from ingot.errors import EXIT_OK, IngotError, Preempted, ResourceError
+from ingot.errors import EXIT_OK, PARTS, IngotError, Preempted, ResourceError, missing_part
 
 VERBS = {
     "quickstart": "the whole way on this machine: crawl, tokens, plan, training, recovery, export, report",
@@ -139,6 +139,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is not an error
         return EXIT_OK
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in PARTS:
+            raise
+        return _failed(missing_part(package, PARTS[package]), terminal, args.verbose)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         shown = ResourceError(

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from ingot.cli.main import main
 
 
@@ -41,6 +43,7 @@ def test_report_of_no_run_says_the_way_out(tmp_path, capsys):
 
 
 def test_export_of_no_run_says_the_way_out(tmp_path, capsys):
+    pytest.importorskip("torch")
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "hf")]) == 2
     assert "neither a run folder nor a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
