@@ -7,6 +7,7 @@
     ├── ResourceError         exit  3   no disk, no memory, port in use
     ├── ConfirmationNeeded    exit 11   would change a running experiment; say so explicitly
     ├── DataError             exit 20   crawl files, corpora, token shards
+    │   └── DataMissing       exit  3   there is no data at the place that was named
     ├── CheckpointError       exit 21   a checkpoint does not verify, or none can be used
     ├── RunBusyError          exit 30   another process owns the run directory
     └── RunFailed             exit 93   the same failure again and again: restarting will not help
@@ -73,6 +74,10 @@ class ConfirmationNeeded(IngotError):
 
 class DataError(IngotError):
     code, exit_code = "E-DATA", 20
+
+
+class DataMissing(DataError):
+    code, exit_code = "E-MISSING", 3
 
 
 class CheckpointError(IngotError):

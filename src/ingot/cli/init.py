@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.next(
         f"cd {args.folder}",
         "ingot data build CRAWL.warc.gz --out data",
-        f"ingot plan --model {args.model} --tokens data/tokens --out run.toml --force   (fits the run to the data)",
+        f"ingot plan --model {args.model} --tokens data --out run.toml --force   (fits the run to the data)",
         "ingot train run.toml",
     )
     return EXIT_OK

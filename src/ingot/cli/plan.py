@@ -7,7 +7,7 @@ from ingot.cli.terminal import Terminal
 
 HELP = "memory, steps, time and cost of a run before it starts; writes the run file"
 EXAMPLES = (
-    "ingot plan --model tiny --tokens data/tokens --out run.toml",
+    "ingot plan --model tiny --tokens data --out run.toml",
     "ingot plan --model llama3-8b --tokens 1.5T --cluster 8xh100",
     "ingot plan --run run.toml --explain mem",
 )
@@ -20,7 +20,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--run", type=Path, metavar="FILE", help="an existing run file")
     what.add_argument("--model", metavar="PRESET|FILE", help="a model preset, or a TOML file with an [arch] section")
     what.add_argument(
-        "--tokens", metavar="DIR|COUNT", help="with --model: a folder made by `ingot data build`, or a count like 1.5T"
+        "--tokens",
+        metavar="DIR|COUNT",
+        help="with --model: DATA of `ingot data build --out DATA`, DATA/tokens or DATA/tokens/train;"
+        " or a count like 1.5T",
     )
     what.add_argument(
         "--cluster",
@@ -120,9 +123,7 @@ def _planned(args: argparse.Namespace):
         return plan_file(args.run, cluster, tuple(args.overrides), args.price)
     if not args.tokens or args.overrides:
         found = "--set without --run" if args.overrides else "--model without --tokens"
-        raise UsageError(
-            found, rule="a new run is planned for some tokens", fix="--tokens data/tokens, or --tokens 1.5T"
-        )
+        raise UsageError(found, rule="a new run is planned for some tokens", fix="--tokens data, or --tokens 1.5T")
     wanted = Hints(steps=args.steps, seq_len=args.seq, global_batch=args.batch, lr=args.lr)
     return plan_model(
         args.model,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ingot.config import load, to_dict, to_toml
-from ingot.errors import UsageError
+from ingot.errors import ConfigError, DataMissing, UsageError
 from ingot.planner.plan import make_plan
 from ingot.planner.propose import NO_HINTS, Hints, propose
 from ingot.recipes.clusters import find_cluster
@@ -13,7 +13,7 @@ from ingot.recipes.load import load_model
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
-from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.schema.tokens import TokenManifest, read_token_manifest, training_tokens
 from ingot.storage import write_atomic, write_json
 from ingot.theory.params import count_parameters
 from ingot.theory.scaling import compute_optimal_tokens
@@ -42,7 +42,8 @@ def plan_model(
     precision: str = "bf16",
     usd_per_hour: float = 0.0,
 ) -> Planned:
-    """A run of preset or file `model` on `tokens`: a folder that `data build` made, or a count ("1.5T").
+    """A run of preset or file `model` on `tokens`: a count ("1.5T"), or DATA of `data build --out DATA`,
+    DATA/tokens or DATA/tokens/train.
 
     beside: the folder of the run file; paths in the run are relative to it. Raises UsageError, ConfigError, DataError.
     """
@@ -77,12 +78,8 @@ def plan_file(path: Path, cluster: Cluster, overrides: tuple[str, ...] = (), usd
 def _data(tokens: str, beside: Path) -> tuple[Data, TokenManifest | None, int]:
     folder = Path(tokens)
     if not folder.is_dir():
-        if "/" in tokens or tokens.startswith("."):
-            raise UsageError(
-                f"no folder {tokens}", rule="--tokens is a token folder or a count", fix="ingot data build makes one"
-            )
-        return Data(tokens="data/tokens/train"), None, max(parse_count(tokens), 1)
-    train = folder / "train" if (folder / "train").is_dir() else folder
+        return Data(tokens="data/tokens/train"), None, _count(tokens)
+    train = training_tokens(folder)
     manifest = read_token_manifest(train)
     heldout, tokenizer = train.parent / "heldout", train.parent / "tokenizer.json"
     data = Data(
@@ -91,6 +88,20 @@ def _data(tokens: str, beside: Path) -> tuple[Data, TokenManifest | None, int]:
         tokenizer=_relative(tokenizer, beside) if tokenizer.is_file() else "",
     )
     return data, manifest, max(manifest.tokens, 1)
+
+
+def _count(tokens: str) -> int:
+    try:
+        count = parse_count(tokens)
+    except ConfigError:
+        raise DataMissing(
+            f"--tokens {tokens}: no such folder, and not a count",
+            rule="--tokens is the folder of `ingot data build --out`, or a count like 1.5T",
+            fix="ingot data build FILES... --out DIR makes the folder",
+        ) from None
+    if count < 1:
+        raise UsageError(f"--tokens {tokens}", rule="at least 1 token")
+    return count
 
 
 def _relative(path: Path, beside: Path) -> str:

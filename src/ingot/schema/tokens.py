@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.config import from_dict
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.storage import canonical_json, sha256_bytes
 
 MANIFEST = "manifest.json"
@@ -86,8 +86,19 @@ def token_manifest_from_dict(values: dict, where: str) -> TokenManifest:
     return from_dict(TokenManifest, values, where=lambda key: f"{where} ({key})")
 
 
+def training_tokens(folder: Path) -> Path:
+    """The token folder to train on, from DATA (`ingot data build --out DATA`), DATA/tokens or DATA/tokens/train."""
+    for tokens in (folder, folder / "train", folder / "tokens" / "train"):
+        if (tokens / MANIFEST).exists():
+            return tokens
+    return folder
+
+
 def read_token_manifest(folder: Path) -> TokenManifest:
-    """The manifest of a token folder; nothing else is read. Raises DataError when the folder is none."""
+    """The manifest of a token folder; nothing else is read.
+
+    Raises DataMissing when the folder is none, DataError when it is damaged: shards without manifest, or a torn one.
+    """
     path = folder / MANIFEST
     fix = "make it with: ingot data build FILES... --out DIR"
     try:
@@ -95,7 +106,8 @@ def read_token_manifest(folder: Path) -> TokenManifest:
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(
+        kind = DataError if any(folder.glob("*.tokens")) else DataMissing
+        raise kind(
             f"{folder} is not a token folder: no {MANIFEST}",
             rule="the manifest is written last, so a folder without it was never finished",
             fix=fix,

@@ -28,6 +28,26 @@ def test_init_plan_check(capsys, tmp_path):
     assert "ingot data build" in text and "Nothing was started" in text
 
 
+@pytest.mark.parametrize("folder", ["data", "data/tokens", "data/tokens/train"])
+def test_a_plan_takes_the_build_folder_and_the_folders_in_it(capsys, tmp_path, folder):
+    shard = {"name": "web-0", "source": "web", "tokens": 9000, "documents": 1, "text_bytes": 36_000}
+    shard |= {"blocks_sha256": "b", "documents_sha256": "d"}
+    manifest = {"dtype": "uint16", "vocab_size": 512, "eot_id": 0, "tokenizer_sha256": "t", "corpus_sha256": "c"}
+    manifest |= {"split": "train", "block_bytes": 1 << 20, "seed": 1, "shards": [shard]}
+    (tmp_path / "data/tokens/train").mkdir(parents=True)
+    (tmp_path / "data/tokens/train/manifest.json").write_text(json.dumps(manifest))
+    assert main(["plan", "--model", "tiny", "--tokens", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["data"]["tokens"] == "data/tokens/train"
+
+
+def test_missing_tokens_exit_3_and_damaged_ones_20(capsys, tmp_path):
+    command = ["plan", "--model", "tiny", "--tokens", "data"]
+    (tmp_path / "data").mkdir()
+    assert main(command) == 3
+    (tmp_path / "data/web-0.tokens").write_bytes(b"1234")
+    assert main(command) == 20
+
+
 def test_a_large_plan_needs_no_machine_of_that_size(capsys):
     command = ["plan", "--model", "llama3-8b", "--tokens", "1.5T", "--cluster", "16x8xh100", "--explain", "all"]
     assert main(command) == 0
@@ -51,6 +71,9 @@ def test_a_plan_under_json_is_one_object(capsys):
         (["plan", "--model", "tiny", "--tokens", "1M", "--cluster", "8xh10"], 2, "did you mean 'h100'"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "-1"], 2, "--steps"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--force"], 2, "--force without --out"),
+        (["plan", "--model", "tiny", "--tokens", "nowhere"], 3, "no such folder"),
+        (["plan", "--model", "tiny", "--tokens", "./nowhere"], 3, "no such folder"),
+        (["plan", "--model", "tiny", "--tokens", "0"], 2, "at least 1 token"),
         (["plan", "--run", "absent.toml"], 3, "no run file"),
         (["plan", "--run", "absent.toml", "--steps", "3"], 2, "--set"),
         (["check", "absent.toml"], 3, "no run file"),
