@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.config import from_dict, to_dict
+from ingot.data.damage import raise_all
 from ingot.errors import ConfigError, DataError
 from ingot.schema.corpus import CorpusManifest
 from ingot.storage import atomic_file, sha256_file, write_json
@@ -85,10 +86,15 @@ def load_corpus(folder: Path) -> CorpusManifest:
 
 
 def verify_corpus(folder: Path, manifest: CorpusManifest | None = None) -> CorpusManifest:
-    """Check the hash of every kept and dropped part. Raises DataError naming the first one that differs."""
+    """Check the hash of every kept and dropped part. Raises one DataError naming all that differ."""
     manifest = manifest or load_corpus(folder)
+    damage: list[DataError] = []
     for part in (*manifest.parts, *manifest.dropped):
-        _check(folder / part.name, part.sha256)
+        try:
+            _check(folder / part.name, part.sha256)
+        except DataError as error:
+            damage.append(error)
+    raise_all(damage)
     return manifest
 
 

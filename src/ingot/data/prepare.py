@@ -5,7 +5,7 @@ OUT/tokens/tokenizer.json    trained on the corpus, or the one that was given
 OUT/tokens/{train,heldout}   token folders
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from ingot.data.build import Input, Progress, build_corpus, corpus_identity, fin
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.corpus import read_documents, verify_corpus
 from ingot.data.curate import Classifier
+from ingot.data.damage import raise_all
 from ingot.data.recipe import DataRecipe
 from ingot.data.shards import SPLITS, build_shards
 from ingot.data.tokenizer.bpe import train_bpe
@@ -128,21 +129,18 @@ class Checked:
 def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
     """Check the corpus and the token folders at or below `folder`, and that the tokens were made with what lies beside.
 
-    Raises DataError naming the first damage.
+    Raises one DataError that lists all damage.
     """
-    found = []
+    found: list[Checked] = []
+    damage: list[DataError] = []
     for corpus in (folder, folder / "corpus"):
         if (corpus / CORPUS_MANIFEST).exists():
-            manifest = verify_corpus(corpus)
-            documents = sum(part.documents for part in manifest.parts)
-            files = len(manifest.parts) + len(manifest.dropped)
-            found.append(Checked(str(corpus), "corpus", f"{files:,} files, {documents:,} kept documents"))
+            _collect(found, damage, lambda corpus=corpus: _checked_corpus(corpus))
     for tokens in (folder, *(parent / split for parent in (folder, folder / "tokens") for split in SPLITS)):
         if (tokens / MANIFEST).exists():
-            verified = verify_tokens(tokens, progress)
-            _verify_origin(tokens)
-            text = f"{verified.blocks:,} blocks in {verified.shards:,} shards, {verified.tokens:,} tokens"
-            found.append(Checked(str(tokens), "tokens", text))
+            _collect(found, damage, lambda tokens=tokens: _checked_tokens(tokens, progress))
+            _collect(found, damage, lambda tokens=tokens: _verify_origin(tokens))
+    raise_all(damage)
     if not found:
         raise DataError(
             f"{folder} holds neither a corpus nor tokens",
@@ -152,16 +150,42 @@ def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
     return found
 
 
+def _collect(found: list[Checked], damage: list[DataError], check: Callable[[], Checked | None]) -> None:
+    try:
+        checked = check()
+    except DataError as error:
+        damage.append(error)
+    else:
+        found += [checked] if checked else []
+
+
+def _checked_corpus(corpus: Path) -> Checked:
+    manifest = verify_corpus(corpus)
+    documents = sum(part.documents for part in manifest.parts)
+    files = len(manifest.parts) + len(manifest.dropped)
+    return Checked(str(corpus), "corpus", f"{files:,} files, {documents:,} kept documents")
+
+
+def _checked_tokens(tokens: Path, progress: Progress | None) -> Checked:
+    verified = verify_tokens(tokens, progress)
+    text = f"{verified.blocks:,} blocks in {verified.shards:,} shards, {verified.tokens:,} tokens"
+    return Checked(str(tokens), "tokens", text)
+
+
 def _verify_origin(tokens: Path) -> None:
     """Hold the tokenizer and the corpus beside a token folder, where they are, against the hashes in its manifest."""
     manifest = read_token_manifest(tokens)
+    damage: list[DataError] = []
     for path, sha256 in (
         (tokens.parent / "tokenizer.json", manifest.tokenizer_sha256),
         (tokens.parent.parent / "corpus" / CORPUS_MANIFEST, manifest.corpus_sha256),
     ):
         if path.exists() and (found := sha256_file(path)) != sha256:
-            raise DataError(
-                f"{path} has SHA-256 {found[:12]}.., the tokens in {tokens} were made with {sha256[:12]}..",
-                rule="tokens lie beside the tokenizer and the corpus that they were made with",
-                fix="restore that file, or build into another folder",
+            damage.append(
+                DataError(
+                    f"{path} has SHA-256 {found[:12]}.., the tokens in {tokens} were made with {sha256[:12]}..",
+                    rule="tokens lie beside the tokenizer and the corpus that they were made with",
+                    fix="restore that file, or build into another folder",
+                )
             )
+    raise_all(damage)

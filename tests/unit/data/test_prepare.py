@@ -78,6 +78,18 @@ def test_verify_finds_folders_and_damage(crawl, tmp_path):
         verify(tmp_path / "absent")
 
 
+def test_verify_tells_the_damage_of_corpus_and_tokens_at_once(crawl, tmp_path):
+    out = tmp_path / "data"
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    gone = [*(out / "corpus").glob("web-*"), *(out / "tokens").rglob("*.tokens")]
+    assert len(gone) >= 4
+    for path in gone:
+        path.unlink()
+    with pytest.raises(DataError) as error:
+        verify(out)
+    assert all(f"{path} is missing" in error.value.found for path in gone)
+
+
 @pytest.mark.parametrize("name", ["tokens/tokenizer.json", "corpus/corpus.json"])
 def test_verify_knows_what_the_tokens_were_made_with(crawl, tmp_path, name):
     out = tmp_path / "data"

@@ -124,5 +124,29 @@ def test_damage_is_named(tmp_path, name, change, message):
 def test_a_missing_file_is_named(tmp_path, name):
     folder = write(tmp_path / "t", *good())
     (folder / name).unlink()
-    with pytest.raises(DataError, match=name.partition(".")[0]):
+    with pytest.raises(DataError, match=name if name == "manifest.json" else f"{name} is missing"):
         verify_tokens(folder)
+
+
+def test_all_damage_is_told_at_once(tmp_path):
+    folder = write(tmp_path / "t", *good())
+    data = bytearray((folder / "web-00000.tokens").read_bytes())
+    data[10] ^= 1
+    data[9000] ^= 1
+    (folder / "web-00000.tokens").write_bytes(data)
+    (folder / "web-00000.documents").unlink()
+    with pytest.raises(DataError) as error:
+        verify_tokens(folder)
+    for place in ("3 places", "documents is missing", "block 0 (bytes 0 to 4,096)", "block 2 (bytes 8,192 to 12,000)"):
+        assert place in error.value.found
+    assert "block 1" not in error.value.found
+
+
+def test_a_long_list_of_damage_ends_in_a_count(tmp_path):
+    folder = write(tmp_path / "t", np.arange(60_000) % 499 + 1, [60_000])
+    (folder / "web-00000.tokens").write_bytes(bytes(120_000))
+    with pytest.raises(DataError) as error:
+        verify_tokens(folder)
+    assert error.value.found.startswith("30 places")
+    assert error.value.found.count("SHA-256") == 20
+    assert error.value.found.endswith("and 10 more")
