@@ -91,6 +91,7 @@ def _build(args: argparse.Namespace, terminal: Terminal) -> None:
         f"\ntokens: {train.tokens:,} to train on, {heldout.tokens:,} held out "
         f"({train.dtype}, vocabulary {train.vocab_size:,}, encoded with {prepared.engine})"
     )
+    _print_warnings(prepared.warnings, terminal)
     if prepared.notice:
         terminal.say(f"notice: {prepared.notice}")
     terminal.say(f"fingerprint: {train.fingerprint()}")
@@ -103,11 +104,17 @@ def _build(args: argparse.Namespace, terminal: Terminal) -> None:
             "vocab_size": train.vocab_size,
             "tokenizer": str(prepared.tokenizer),
             "fingerprint": train.fingerprint(),
+            "warnings": list(prepared.warnings),
         }
     )
     terminal.next(
         f"ingot data inspect {args.out}", f"ingot plan --model tiny --tokens {args.out}/tokens/train --out run.toml"
     )
+
+
+def _print_warnings(warnings: tuple[str, ...], terminal: Terminal) -> None:
+    for warning in warnings:
+        terminal.say(f"warning: {warning}")
 
 
 def _print_funnel(funnel, terminal: Terminal) -> None:
@@ -122,17 +129,21 @@ def _inspect(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
     from ingot.data.inspect import inspect
 
+    what = f"dropped by {args.dropped_by}" if args.dropped_by else "kept"
     found = inspect(Path(args.folder), dropped_by=args.dropped_by, count=args.count, url=args.url)
-    if not args.dropped_by:
+    if args.url and not found.total:
+        terminal.say(f"no page {what} has {args.url!r} in its URL")
+    elif not args.dropped_by:
         _print_funnel(found.funnel, terminal)
         terminal.say()
         terminal.table([(f"{n:,}", rule) for rule, n in found.rules], ("dropped", "rule"), right=(0,))
         terminal.say()
-    what = f"dropped by {args.dropped_by}" if args.dropped_by else "kept"
-    terminal.say(f"{len(found.examples)} of {found.total:,} documents {what}:")
+    _print_warnings(found.warnings, terminal)
+    if found.examples:
+        terminal.say(f"{len(found.examples)} of {found.total:,} documents {what}:")
     for number, row in enumerate(found.examples, 1):
         excerpt = " ".join(row["text"][:300].split())
-        reason = "  ".join(filter(None, (row.get("rule"), row.get("value"))))
+        reason = "  ".join(filter(None, (row.get("rule"), row.get("value"), f"in {row['file']}")))
         terminal.say("\n" + "\n   ".join(filter(None, (f"#{number} {row['url']}", reason, excerpt))))
     terminal.result(
         {
@@ -141,6 +152,7 @@ def _inspect(args: argparse.Namespace, terminal: Terminal) -> None:
             "total": found.total,
             "setting": found.setting,
             "examples": list(found.examples),
+            "warnings": list(found.warnings),
         }
     )
     if found.setting:

@@ -3,7 +3,7 @@
     corpus.json            CorpusManifest; written last, so a folder without it is not a corpus
     seconds.json           CPU seconds by stage; apart, so that equal builds have an equal corpus.json
     SOURCE-NNNNN.jsonl.gz  kept documents (id, url, source, file, record_id, language, text)
-    dropped-NNNNN.jsonl.gz dropped ones (id, url, source, stage, rule, value, the first 300 characters of text)
+    dropped-NNNNN.jsonl.gz dropped ones (id, url, source, file, stage, rule, value, the first 300 characters of text)
 
 The same documents give the same bytes on every machine that has the same zlib.
 """
@@ -123,6 +123,17 @@ def read_documents(corpus: Path, *, verify: bool = True) -> Iterator[tuple[str, 
 
 
 def read_dropped(corpus: Path) -> Iterator[dict]:
-    """Every dropped document in order: id, url, source, stage, rule, value, text (an excerpt)."""
+    """Every dropped document in order: id, url, source, file, stage, rule, value, text (an excerpt)."""
     for part in load_corpus(corpus).dropped:
         yield from read_jsonl(corpus / part.name)
+
+
+def cut_files(corpus: Path) -> tuple[str, ...]:
+    """A warning for every crawl file that breaks off ("FILE is cut at offset N; ..."): its funnel counts one record."""
+    manifest = load_corpus(corpus)
+    if not any("read.truncated_file" in stage.dropped for stage in manifest.funnel):
+        return ()
+    rows = (row for row in read_dropped(corpus) if row["rule"] == "read.truncated_file")
+    return tuple(
+        f"{row['file']} is cut at {row['value'].partition(':')[0]}; its whole records were kept" for row in rows
+    )

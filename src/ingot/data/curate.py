@@ -95,6 +95,7 @@ def dropped_row(row: dict, drop: Drop) -> dict:
         "id": row["id"],
         "url": row["url"],
         "source": row["source"],
+        "file": row["file"],
         "stage": drop.stage,
         "rule": drop.rule,
         "value": drop.value,

@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.data.corpus import load_corpus, read_documents, read_dropped
+from ingot.data.corpus import cut_files, load_corpus, read_documents, read_dropped
 from ingot.data.funnel import most_dropped
 from ingot.data.recipe import setting_of
 from ingot.errors import UsageError
@@ -15,8 +15,9 @@ from ingot.schema.corpus import FunnelStage
 class Inspection:
     """funnel, rules: (rule, documents) of the whole corpus, the rule that dropped most first.
 
-    examples: rows of dropped documents (id, url, source, stage, rule, value, text), or of kept ones (.., text).
+    examples: rows of dropped documents (id, url, source, file, stage, rule, value, text), or of kept ones (.., text).
     total: how many documents the examples were taken from. setting: recipe key that decides the rule asked for, or "".
+    warnings: crawl files that are cut.
     """
 
     funnel: tuple[FunnelStage, ...]
@@ -24,6 +25,7 @@ class Inspection:
     examples: tuple[dict, ...]
     total: int
     setting: str
+    warnings: tuple[str, ...]
 
 
 def inspect(corpus: Path, *, dropped_by: str = "", count: int = 10, url: str = "") -> Inspection:
@@ -42,7 +44,8 @@ def inspect(corpus: Path, *, dropped_by: str = "", count: int = 10, url: str = "
     else:
         rows = (row for _, row in read_documents(corpus))
     chosen, total = _spread((row for row in rows if url in row["url"]), count)
-    return Inspection(manifest.funnel, tuple(rules), tuple(chosen), total, setting_of(dropped_by) if dropped_by else "")
+    setting = setting_of(dropped_by) if dropped_by else ""
+    return Inspection(manifest.funnel, tuple(rules), tuple(chosen), total, setting, cut_files(corpus))
 
 
 def corpus_folder(path: Path) -> Path:

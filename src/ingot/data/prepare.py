@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ingot.data.build import Input, Progress, build_corpus, corpus_identity, find_corpus
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
-from ingot.data.corpus import read_documents, verify_corpus
+from ingot.data.corpus import cut_files, read_documents, verify_corpus
 from ingot.data.curate import Classifier
 from ingot.data.damage import raise_all
 from ingot.data.recipe import DataRecipe
@@ -33,7 +33,7 @@ _CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
 class Prepared:
     """What lies in OUT. engine: "tiktoken" or "tokenizers"; notice: why not the faster one, or "".
 
-    fresh: False when everything was there already and nothing was done.
+    fresh: False when everything was there already and nothing was done. warnings: crawl files that are cut.
     """
 
     corpus: CorpusManifest
@@ -43,6 +43,7 @@ class Prepared:
     engine: str
     notice: str
     fresh: bool
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(
@@ -68,6 +69,7 @@ def prepare(
     """
     recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
     corpus, tokens = out / "corpus", out / "tokens"
+    _check_tokenizer(tokenizer, eot)
     finished = all((tokens / split / MANIFEST).exists() for split in SPLITS)
     built = finished and inputs and (corpus / CORPUS_MANIFEST).exists()
     if built and not find_corpus(corpus, corpus_identity(inputs, recipe, classifier)):
@@ -100,7 +102,28 @@ def prepare(
         finally:
             if trained:
                 path.unlink()
-    return Prepared(manifest, train, heldout, tokens / "tokenizer.json", encoder.engine, encoder.notice, not finished)
+    return Prepared(
+        manifest,
+        train,
+        heldout,
+        tokens / "tokenizer.json",
+        encoder.engine,
+        encoder.notice,
+        not finished,
+        cut_files(corpus),
+    )
+
+
+def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
+    """What cannot be used is told now, not after hours of building the corpus."""
+    if tokenizer is not None:
+        load_encoder(tokenizer, eot=eot)
+    elif eot:
+        raise ConfigError(
+            f"--eot {eot!r} without --tokenizer",
+            rule="a tokenizer that is trained here has an end-of-text token of its own",
+            fix="add --tokenizer FILE, or leave --eot out",
+        )
 
 
 def _encoder(

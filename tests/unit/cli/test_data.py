@@ -74,6 +74,25 @@ def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
     assert "did you mean 'read.http_status'" in capsys.readouterr().err
 
 
+def test_inspect_says_that_no_page_matches(built, capsys):
+    assert main(["data", "inspect", built, "--url", "nosuch"]) == 0
+    text = capsys.readouterr().out
+    assert "no page kept has 'nosuch' in its URL" in text
+    assert "records" not in text and "0 of 0" not in text
+
+
+def test_a_crawl_file_that_is_cut_is_told(crawl_files, tmp_path, capsys):
+    path = Path(crawl_files[0])
+    path.write_bytes(path.read_bytes()[:-40])
+    out = str(tmp_path / "d")
+    assert main(["data", "build", str(path), "--out", out, "--vocab-size", "300", "--workers", "1"]) == 0
+    assert "warning: crawl.warc.gz is cut at offset" in capsys.readouterr().out
+    assert main(["data", "inspect", out]) == 0
+    assert "warning: crawl.warc.gz is cut at offset" in capsys.readouterr().out
+    assert main(["data", "inspect", out, "--dropped-by", "read.truncated_file"]) == 0
+    assert "in crawl.warc.gz" in capsys.readouterr().out
+
+
 def test_verify_tells_damage(built, capsys):
     assert main(["data", "verify", built]) == 0
     assert "kept documents" in capsys.readouterr().out

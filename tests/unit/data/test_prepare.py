@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -6,7 +7,8 @@ import pytest
 from ingot.data.build import Input
 from ingot.data.prepare import prepare, verify
 from ingot.data.recipe import load_recipe
-from ingot.errors import ConfigError, DataError, RunBusyError
+from ingot.data.tokenizer.bpe import train_bpe
+from ingot.errors import ConfigError, DataError, RunBusyError, UsageError
 from ingot.storage import exclusive, sha256_file
 
 
@@ -76,6 +78,26 @@ def test_verify_finds_folders_and_damage(crawl, tmp_path):
         verify(out)
     with pytest.raises(DataError, match="neither a corpus nor tokens"):
         verify(tmp_path / "absent")
+
+
+def test_a_file_that_is_cut_is_named_with_its_offset(crawl, tmp_path):
+    crawl[1].write_bytes(crawl[1].read_bytes()[:-40])
+    for _ in range(2):  # a finished folder says it again
+        prepared = prepare(inputs_of(crawl), tmp_path / "data", vocab_size=300)
+        assert len(prepared.warnings) == 1
+        assert re.fullmatch(r"crawl-1.warc.gz is cut at offset \d+; its whole records were kept", prepared.warnings[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"tokenizer": "nope.json"}, {"tokenizer": "t.json", "eot": "<none>"}, {"eot": "x"}]
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_corpus_is_built(crawl, tmp_path, options):
+    train_bpe(["the cat sat on the mat " * 30], 270, tmp_path / "t.json")
+    if "tokenizer" in options:
+        options = options | {"tokenizer": tmp_path / options["tokenizer"]}
+    with pytest.raises((ConfigError, UsageError), match=r"nope\.json|no end-of-text|without --tokenizer"):
+        prepare(inputs_of(crawl), tmp_path / "data", **options)
+    assert not (tmp_path / "data").exists()
 
 
 def test_verify_tells_the_damage_of_corpus_and_tokens_at_once(crawl, tmp_path):
