@@ -40,6 +40,7 @@ class _Reader:
         self.root = root  # the whole configuration, to find a key that stands in the wrong section
         self.problems: list[str] = []
         self.unknown_keys = 0
+        self.sections: dict[str, Any] = {}  # first-level section -> as built, for those without a problem
 
     def problem(self, key: str, message: str) -> None:
         self.problems.append(f"{self.where(key)}: {message}")
@@ -54,17 +55,24 @@ class _Reader:
             suggestion = _suggest(name, fields, prefix, self.root)
             self.problem(prefix + name, f"unknown key {prefix + name!r}{suggestion}")
             self.unknown_keys += 1
-        before = self.broken()
-        arguments = {n: self.value(fields[n][0], value, prefix + n) for n, value in values.items() if n in fields}
+        before, arguments, broken = self.broken(), {}, set()
+        for name in (n for n in values if n in fields):
+            so_far = self.broken()
+            value = self.value(fields[name][0], values[name], prefix + name)
+            if self.broken() > so_far:
+                broken.add(name)
+            else:
+                arguments[name] = value
         for name, (hint, required) in fields.items():
             if required and name not in values:
                 self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
-        if self.broken() > before:
+        if any(required and name not in arguments for name, (_, required) in fields.items()):
             return None
-        built = kind(**arguments)
+        built = kind(**arguments)  # with defaults in place of broken values: the rules between the others still speak
         for name, message in built.problems() if hasattr(built, "problems") else ():
-            self.problem(prefix + name, f"{prefix}{name}: {message}")
-        return built
+            if name not in broken:
+                self.problem(prefix + name, f"{prefix}{name}: {message}")
+        return built if self.broken() == before else None
 
     def value(self, hint, value, key: str) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -75,7 +83,10 @@ class _Reader:
         origin, args = get_origin(hint), get_args(hint)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             if isinstance(value, dict):
-                return self.dataclass(hint, value, key + ".")
+                built = self.dataclass(hint, value, key + ".")
+                if built is not None and "." not in key:
+                    self.sections[key] = built
+                return built
         elif origin is Literal:
             if value in args:
                 return value
@@ -152,13 +163,16 @@ def from_dict(kind: type[T], values: dict, *, where=lambda key: key) -> T:
     reader = _Reader(where, kind)
     built = reader.dataclass(kind, values, "")
     if reader.problems:
-        count = len(reader.problems)
-        raise ConfigError(
-            "\n".join(reader.problems),
-            rule="every key is known and has the right type and value; nothing was started",
-            fix=f"mend the {'line' if count == 1 else f'{count} lines'} above",
-        )
+        raise _listed(reader.problems)
     return built
+
+
+def _listed(problems: list[str]) -> ConfigError:
+    return ConfigError(
+        "\n".join(problems),
+        rule="every key is known and has the right type and value; nothing was started",
+        fix=f"mend the {'line' if len(problems) == 1 else f'{len(problems)} lines'} above",
+    )
 
 
 def to_dict(config) -> dict:
@@ -182,6 +196,25 @@ def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = ())
 
     Without a `path` there are the defaults of `kind` and the overrides only.
     """
+    values, where = _read(path, overrides)
+    return from_dict(kind, values, where=where)
+
+
+def load_sections(kind: type, path: Path, overrides: typing.Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """As `load`, for those who go on in spite of problems: the sound sections by name, and every "place: problem".
+
+    A section that the file leaves out has its defaults. Raises ConfigError when the file cannot be read at all.
+    """
+    values, where = _read(path, overrides)
+    reader = _Reader(where, kind)
+    reader.dataclass(kind, values, "")
+    left_out = {f.name: f.default_factory for f in dataclasses.fields(kind) if f.name not in values}
+    defaults = {name: make() for name, make in left_out.items() if make is not dataclasses.MISSING}
+    return defaults | reader.sections, reader.problems
+
+
+def _read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typing.Callable[[str], str]]:
+    """The values of TOML `path` with the overrides, and the place of a dotted key for messages."""
     try:
         text = path.read_text(encoding="utf-8") if path else ""
         values = tomllib.loads(text)
@@ -210,7 +243,7 @@ def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = ())
             base = base.rpartition(".")[0]
         return f"{path}:{lines[base]}" if base else f"{path or '--set'}"
 
-    return from_dict(kind, values, where=where)
+    return values, where
 
 
 def _put(values: dict, path: list[str], value) -> None:

@@ -36,11 +36,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
         if finding.fix:
             terminal.say(f"{'':<9}fix: {finding.fix}")
-    terminal.result({"errors": errors, "findings": [asdict(f) for f in findings]})
-    count = f"{len(findings)} finding{'s' if len(findings) != 1 else ''}"
-    terminal.say(
-        f"{count}, {errors} of them errors. Nothing was started." if findings else f"{args.run_file}: no problem found"
-    )
+    facts = {"errors": errors, "findings": [asdict(f) for f in findings]}
+    if errors:
+        facts |= {"error": ConfigError.code, "exit_code": ConfigError.exit_code}
+    terminal.result(facts)
+    counts = ((errors, "error"), (len(findings) - errors, "warning"))
+    summary = ", ".join(f"{n} {what}{'s' if n != 1 else ''}" for n, what in counts if n)
+    terminal.say(f"{summary}. Nothing was started." if findings else f"{args.run_file}: no problem found")
     if errors:
         return ConfigError.exit_code
     terminal.next(f"ingot train {args.run_file}")

@@ -27,7 +27,24 @@ def warnings(
     yield from _memory(run, cluster, bill)
     yield from _devices(run, cluster)
     if tokens:
-        yield from _tokens(run, tokens)
+        yield from _passes(run, tokens)
+        yield from _compute_optimal(run)
+    yield from _rates(run, cluster, seconds, manifest)
+
+
+def check_warnings(
+    run: RunConfig, cluster: Cluster, bill: dict[str, Term], seconds: float, manifest: TokenManifest | None
+) -> Iterator[str]:
+    """Those that may stop or spoil the run; what the size of model and data implies was said by the plan."""
+    yield from _memory(run, cluster, bill)
+    if cluster.device == "cpu":
+        yield from _devices(run, cluster)
+    if manifest and manifest.tokens:
+        yield from _passes(run, manifest.tokens)
+    yield from _rates(run, cluster, seconds, manifest)
+
+
+def _rates(run: RunConfig, cluster: Cluster, seconds: float, manifest: TokenManifest | None) -> Iterator[str]:
     if run.model.vocab_size > _UINT16_IDS and manifest is None:
         yield f"a vocabulary of {run.model.vocab_size:,} ids needs uint32 token shards: 4 bytes per token"
     if not seconds:
@@ -58,7 +75,7 @@ def _devices(run: RunConfig, cluster: Cluster) -> Iterator[str]:
         yield f"{cluster.name} was measured with {cluster.devices_per_node} ranks, the run has {ranks}; times differ"
 
 
-def _tokens(run: RunConfig, tokens: int) -> Iterator[str]:
+def _passes(run: RunConfig, tokens: int) -> Iterator[str]:
     consumed = run.train.steps * run.tokens_per_step
     passes = consumed / tokens
     if passes > MAX_USEFUL_EPOCHS:
@@ -66,7 +83,10 @@ def _tokens(run: RunConfig, tokens: int) -> Iterator[str]:
             f"{passes:.1f} passes over the data: beyond {MAX_USEFUL_EPOCHS} repetition brings little"
             f" (Muennighoff et al. 2023); lower train.steps to {MAX_USEFUL_EPOCHS * tokens // run.tokens_per_step:,}"
         )
-    parameters = count_parameters(run.model)
+
+
+def _compute_optimal(run: RunConfig) -> Iterator[str]:
+    consumed, parameters = run.train.steps * run.tokens_per_step, count_parameters(run.model)
     optimal = compute_optimal_tokens(parameters)
     if consumed < optimal / 2:
         yield (

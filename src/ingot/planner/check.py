@@ -1,18 +1,20 @@
 """Everything that can be known to be wrong with a run file before anything starts, all at once.
 
+A section with a problem of its own hides only what cannot be told without it.
 Nothing is written, nothing started, and only small files are read: the run file, manifests and tables of hashes.
 """
 
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
-from ingot.config import key_lines, load
+from ingot.config import key_lines, load_sections
 from ingot.errors import ConfigError, DataError
-from ingot.planner.advice import warnings
+from ingot.planner.advice import check_warnings
 from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.planner.step_time import step_seconds
 from ingot.schema.cluster import Cluster
@@ -38,26 +40,53 @@ class Finding:
 def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str, ...] = ()) -> list[Finding]:
     """Findings in the run file at `path`, for training on `machine` with `cores` usable CPU cores."""
     try:
-        run = load(RunConfig, path, overrides)
+        sections, problems = load_sections(RunConfig, path, overrides)
     except ConfigError as error:
-        return _config_findings(error)
-    findings = [*_devices(run, machine, cores), *_values(run)]
+        return [Finding("error", "", error.found, error.fix)]
+    findings = [_config_finding(line) for line in problems]
+    run = SimpleNamespace(**sections)
+    sound = sections.keys()
+    if sound >= {"train", "parallel"}:
+        findings += _devices(run, machine, cores)
+    findings += _values(run, sound)
     manifest = None
-    for key in ("tokens", "heldout"):
-        found, read = _token_folder(run, path.parent, key)
-        findings += found
-        manifest = read if key == "tokens" else manifest
-    findings += _tokenizer(run, path.parent, manifest)
-    findings += _sources(run, manifest)
-    findings += _disk(run, path.parent)
+    if "data" in sound:
+        for key in ("tokens", "heldout"):
+            found, read = _token_folder(run, path.parent, key, sound)
+            findings += found
+            manifest = read if key == "tokens" else manifest
+        findings += _tokenizer(run, path.parent, manifest, sound)
+        findings += _sources(run, manifest)
+    if sound >= {"model", "train", "checkpoint"}:
+        findings += _disk(run, path.parent)
+    if sound >= {f.name for f in fields(RunConfig) if is_dataclass(f.type)}:
+        findings += _plan(RunConfig(name="checked", **sections), machine, manifest)
+    return _in_order(findings, path, overrides)
+
+
+def _plan(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> Iterator[Finding]:
     bill = memory_bill(run, machine)
-    advice = warnings(run, machine, bill, _seconds(run, machine), manifest.tokens if manifest else 0, manifest)
     fits = sum(term.value for term in bill.values()) <= rank_memory_bytes(machine, run.parallel.world_size)
-    findings += [
-        Finding("error" if a.startswith("does not fit") and not fits else "warning", "plan", a) for a in advice
-    ]
+    for advice in check_warnings(run, machine, bill, _seconds(run, machine), manifest):
+        severity = "error" if advice.startswith("does not fit") and not fits else "warning"
+        yield Finding(severity, "plan", advice)
+
+
+def _in_order(findings: list[Finding], path: Path, overrides: tuple[str, ...]) -> list[Finding]:
+    """Each once, with its place: the file's by line, then those of --set, then those of the plan."""
     lines = key_lines(path.read_text(encoding="utf-8"))
-    return [replace(f, where=f"{path}:{lines[f.where]}" if f.where in lines else f.where) for f in findings]
+    given = {override.partition("=")[0].strip() for override in overrides}
+    placed = {}
+    for found in findings:
+        place = f"--set {found.where}" if found.where in given else f"{path}:{lines.get(found.where, '')}".rstrip(":")
+        known = found.where in given or found.where in lines
+        placed[replace(found, where=place) if known else found] = None
+
+    def order(found: Finding) -> tuple[int, int]:
+        line = re.search(r":(\d+)$", found.where)
+        return (0, int(line[1])) if line else (1 if found.where.startswith("--set") else 2, 0)
+
+    return sorted(placed, key=order)
 
 
 def _seconds(run: RunConfig, machine: Cluster) -> float:
@@ -65,18 +94,13 @@ def _seconds(run: RunConfig, machine: Cluster) -> float:
     return sum(term.value for term in parts.values()) if parts else 0.0
 
 
-def _config_findings(error: ConfigError) -> list[Finding]:
-    """ingot.config reports every problem as "place: message", one a line."""
-    findings = []
-    for line in error.found.splitlines():
-        match = re.match(r"(--set \S+?|\S*\.toml(?::\d+)?): (.*)", line)
-        findings.append(Finding("error", match[1], match[2]) if match else Finding("error", "", line))
-    if len(findings) == 1 and error.fix:
-        findings = [replace(findings[0], fix=error.fix)]
-    return findings
+def _config_finding(problem: str) -> Finding:
+    """ingot.config reports every problem as "place: message"."""
+    match = re.match(r"(--set \S+?|.*?\.toml(?::\d+)?): (.*)", problem, re.DOTALL)
+    return Finding("error", match[1], match[2]) if match else Finding("error", "", problem)
 
 
-def _devices(run: RunConfig, machine: Cluster, cores: int) -> Iterator[Finding]:
+def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:
     ranks = run.parallel.world_size
     if run.train.device == "cuda" and machine.device != "cuda":
         yield Finding(
@@ -90,20 +114,20 @@ def _devices(run: RunConfig, machine: Cluster, cores: int) -> Iterator[Finding]:
         yield Finding("warning", "parallel.dp_shard", f"{ranks} ranks share {cores} cores", fix)
 
 
-def _values(run: RunConfig) -> Iterator[Finding]:
+def _values(run, sound: Set[str]) -> Iterator[Finding]:
     """Values that are legal one by one and hardly meant."""
-    if run.optim.lr > _HIGH_LEARNING_RATE:
+    if "optim" in sound and run.optim.lr > _HIGH_LEARNING_RATE:
         fix = "peak rates of AdamW lie between 1e-5 and 1e-2"
         yield Finding("warning", "optim.lr", f"optim.lr = {run.optim.lr} is high for AdamW", fix)
-    if run.checkpoint.every_steps > run.train.steps:
+    if sound >= {"checkpoint", "train"} and run.checkpoint.every_steps > run.train.steps:
         message = f"checkpoint.every_steps = {run.checkpoint.every_steps} exceeds the {run.train.steps} steps"
         yield Finding("warning", "checkpoint.every_steps", message, "a fault then repeats the whole run; lower it")
-    if run.schedule.warmup_steps * 2 > run.train.steps:
+    if sound >= {"schedule", "train"} and run.schedule.warmup_steps * 2 > run.train.steps:
         message = f"warm-up takes {run.schedule.warmup_steps} of {run.train.steps} steps"
         yield Finding("warning", "schedule.warmup_steps", message, "1-5% of the steps are usual")
 
 
-def _token_folder(run: RunConfig, base: Path, key: str) -> tuple[list[Finding], TokenManifest | None]:
+def _token_folder(run, base: Path, key: str, sound: Set[str]) -> tuple[list[Finding], TokenManifest | None]:
     value = getattr(run.data, key)
     where = f"data.{key}"
     if not value:
@@ -118,9 +142,11 @@ def _token_folder(run: RunConfig, base: Path, key: str) -> tuple[list[Finding], 
     findings = [
         Finding("error", where, m, "ingot data verify shows all; build it again") for m in _shards(folder, manifest)
     ]
-    if manifest.vocab_size > run.model.vocab_size:
+    if "model" in sound and manifest.vocab_size > run.model.vocab_size:
         message = f"token ids reach {manifest.vocab_size - 1:,}, model.vocab_size is {run.model.vocab_size:,}"
         findings.append(Finding("error", "model.vocab_size", message, f"set it to {manifest.vocab_size} or more"))
+    if "train" not in sound:
+        return findings, manifest
     windows = sum(max(shard.tokens - 1, 0) // run.train.seq_len for shard in manifest.shards)
     if windows == 0:
         message = f"{where}: no shard holds a sequence of {run.train.seq_len} tokens"
@@ -148,9 +174,9 @@ def _shards(folder: Path, manifest: TokenManifest) -> Iterator[str]:
                 yield f"{table} is not the file that was built (SHA-256 differs)"
 
 
-def _tokenizer(run: RunConfig, base: Path, manifest: TokenManifest | None) -> Iterator[Finding]:
+def _tokenizer(run, base: Path, manifest: TokenManifest | None, sound: Set[str]) -> Iterator[Finding]:
     if not run.data.tokenizer:
-        if run.evaluate.prompts:
+        if "evaluate" in sound and run.evaluate.prompts:
             yield Finding("error", "evaluate.prompts", "prompts need a tokenizer", "set data.tokenizer")
         return
     path = base / run.data.tokenizer
@@ -161,7 +187,7 @@ def _tokenizer(run: RunConfig, base: Path, manifest: TokenManifest | None) -> It
         yield Finding("error", "data.tokenizer", message, "name the tokenizer.json that the tokens were built with")
 
 
-def _sources(run: RunConfig, manifest: TokenManifest | None) -> Iterator[Finding]:
+def _sources(run, manifest: TokenManifest | None) -> Iterator[Finding]:
     if manifest is None:
         return
     for source in run.data.weights:
@@ -170,7 +196,7 @@ def _sources(run: RunConfig, manifest: TokenManifest | None) -> Iterator[Finding
             yield Finding("error", "data.weights", message, "a weight for each source that is used")
 
 
-def _disk(run: RunConfig, base: Path) -> Iterator[Finding]:
+def _disk(run, base: Path) -> Iterator[Finding]:
     one = checkpoint_bytes(run.model, run.train.precision).value
     needed = one * (run.checkpoint.keep + 1)
     place = base.absolute()

@@ -25,7 +25,10 @@ def test_init_plan_check(capsys, tmp_path):
     assert "880 x 2,048 tokens" in text
     assert main(["check", "demo/run.toml"]) == 3
     text = out(capsys)
-    assert "ingot data build" in text and "Nothing was started" in text
+    assert "ingot data build" in text and "Nothing was started" in text and "errors" in text
+    assert main(["check", "demo/run.toml", "--json"]) == 3
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["error"], facts["exit_code"]) == ("E-CONFIG", 3) and facts["findings"]
 
 
 @pytest.mark.parametrize("folder", ["data", "data/tokens", "data/tokens/train"])

@@ -133,6 +133,28 @@ def test_all_problems_come_at_once(project):
     assert len(errors(project)) == 3
 
 
+def test_what_is_wrong_in_one_phase_hides_nothing_of_the_others(project):
+    command = ("data.heldout=nowhere", "parallel.dp_shard=99", "model.vocab_size=256", "optim.lr=high", "optim.beta1=9")
+    gpus = Cluster(name="gpu", device="cuda", devices_per_node=2, memory_bytes=80 * GIB)
+    found = findings(project, overrides=command, machine=gpus)
+    places = [f.where for f in found if f.severity == "error"]
+    assert re.search(r"run\.toml:\d+", places[0])  # the batch, which 99 ranks cannot share
+    assert set(places[1:]) == {f"--set {override.partition('=')[0]}" for override in command}
+    assert len(found) == len({(f.where, f.message) for f in found})
+
+
+def test_findings_come_in_the_order_of_the_lines(project):
+    path = project / "run.toml"
+    text = path.read_text().replace('"tokens/train"', '"x"').replace("num_kv_heads = 2", "num_kv_heads = 3")
+    path.write_text(text.replace("beta1 = 0.9", "beta1 = 9").replace("keep = 3", "keep = 0"))
+    lines = [int(f.where.rpartition(":")[2]) for f in errors(project)]
+    assert len(lines) == 4 and lines == sorted(lines)
+
+
+def test_too_few_tokens_for_the_model_is_said_by_the_plan_only(project):
+    assert not any("per parameter" in f.message for f in findings(project))
+
+
 def test_a_typo_does_not_hide_a_broken_rule(project):
     path = project / "run.toml"
     text = path.read_text().replace("log_every", "log_evry").replace("global_batch = 8", "global_batch = 10")
