@@ -128,6 +128,7 @@ def _print_funnel(funnel, terminal: Terminal) -> None:
 def _inspect(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
     from ingot.data.inspect import inspect
+    from ingot.data.recipe import preset_of
 
     what = f"dropped by {args.dropped_by}" if args.dropped_by else "kept"
     found = inspect(Path(args.folder), dropped_by=args.dropped_by, count=args.count, url=args.url)
@@ -156,7 +157,10 @@ def _inspect(args: argparse.Namespace, terminal: Terminal) -> None:
         }
     )
     if found.setting:
-        terminal.next(f"ingot data build ... --set {found.setting}=VALUE   (to another --out)")
+        value = preset_of(found.setting)
+        setting = f"{found.setting}={value}" if value else f"{found.setting}.enabled=false"
+        note = "put your value for the preset's; to another --out" if value else "to another --out"
+        terminal.next(f"ingot data build ... --set '{setting}'   ({note})")
     elif found.rules and not args.dropped_by:
         terminal.next(f"ingot data inspect {args.folder} --dropped-by {found.rules[0][0]}")
 

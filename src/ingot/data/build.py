@@ -121,8 +121,18 @@ def _check_inputs(inputs: Sequence[Input]) -> None:
         raise ConfigError("no crawl files given", fix="ingot data build FILES... --out DIR")
     names = Counter(i.path.name for i in inputs)
     for one in inputs:
+        if one.path.is_dir():
+            raise ConfigError(
+                f"{one.path} is a folder",
+                rule="inputs are WARC or WET files, plain or gzip",
+                fix=f"name its files: {one.path}/*.warc.gz",
+            )
         if not one.path.is_file():
             raise ConfigError(f"no crawl file at {one.path}", rule="inputs are WARC or WET files, plain or gzip")
+        if not one.path.stat().st_size:
+            raise ConfigError(
+                f"{one.path} is empty", rule="a crawl file holds records", fix="fetch it again, or leave it out"
+            )
         if names[one.path.name] > 1:
             raise ConfigError(
                 f"{names[one.path.name]} inputs are called {one.path.name}",

@@ -5,6 +5,7 @@ values: `--set quality.gopher.symbol_ratio=0.15`. The name of a rule in the funn
 """
 
 import dataclasses
+import json
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ingot.data.filters.fineweb import FineWebRules
 from ingot.data.filters.gopher import GopherRules, RepetitionRules
 from ingot.data.pii import PiiRules
 from ingot.data.toxicity import ToxicityRules
+from ingot.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,12 @@ class DataRecipe:
 
 def load_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> DataRecipe:
     """The recipe of TOML `path` (the preset `web` if None) with `section.key=value` overrides. Raises ConfigError."""
+    if path is not None and not path.is_file():
+        raise ConfigError(
+            f"no data recipe at {path}",
+            rule="a recipe is a TOML file with the sections of the preset 'web'",
+            fix="give its path, or leave --recipe out and change single values with --set",
+        )
     return config.load(DataRecipe, path, overrides)
 
 
@@ -67,6 +75,14 @@ def setting_of(rule: str) -> str:
         else:
             return prefix + _KEYS.get(rule, rule)
     return ""
+
+
+def preset_of(setting: str) -> str:
+    """The value of a recipe key in the preset `web`, as TOML ("quality.gopher.word_count" -> "[50, 100000]"), or ""."""
+    value: typing.Any = config.to_dict(DataRecipe())
+    for name in setting.split("."):
+        value = value[name]
+    return "" if isinstance(value, dict) else json.dumps(value)  # of numbers, strings and lists also TOML
 
 
 # Rules that are not called like the field that decides them.

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -72,6 +73,28 @@ def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
     assert json.loads(capsys.readouterr().out)["examples"][0]["url"] == "http://a.example/y"
     assert main(["data", "inspect", built, "--dropped-by", "read.http_statu"]) == 2
     assert "did you mean 'read.http_status'" in capsys.readouterr().err
+
+
+def test_inspect_hints_a_setting_that_can_be_given_as_it_stands(crawl_files, built, tmp_path, capsys):
+    assert main(["data", "inspect", built]) == 0
+    assert "gopher.word_count" in capsys.readouterr().out
+    assert main(["data", "inspect", built, "--dropped-by", "gopher.word_count"]) == 0
+    hint = re.search(r"--set '(.*?)'", capsys.readouterr().out)
+    assert hint and hint[1] == "quality.gopher.word_count=[50, 100000]"
+    again = ["data", "build", *crawl_files, "--out", str(tmp_path / "again"), "--vocab-size", "300", "--workers", "1"]
+    assert main([*again, "--set", hint[1]]) == 0
+
+
+def test_what_is_no_crawl_file_and_no_recipe_is_told_apart(crawl_files, tmp_path, capsys):
+    (tmp_path / "empty.warc.gz").touch()
+    build = ["data", "build", "--out", str(tmp_path / "d")]
+    for arguments, message in (
+        ([str(tmp_path)], f"{tmp_path} is a folder"),
+        ([str(tmp_path / "empty.warc.gz")], "empty.warc.gz is empty"),
+        ([*crawl_files, "--recipe", "nope.toml"], "no data recipe at nope.toml"),
+    ):
+        assert main([*build, *arguments]) == 3
+        assert message in capsys.readouterr().err
 
 
 def test_inspect_says_that_no_page_matches(built, capsys):
