@@ -1,6 +1,7 @@
 """`ingot tokenizer train` and `ingot tokenizer show`."""
 
 import argparse
+import itertools
 from pathlib import Path
 
 from ingot.cli.terminal import Terminal
@@ -16,9 +17,15 @@ EXAMPLES = (
 def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     train = verbs.add_parser("train", help="train a byte-level BPE on a corpus or on text files")
-    train.add_argument("inputs", nargs="+", metavar="CORPUS|FILE", help="a corpus folder, or UTF-8 text files")
+    train.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="CORPUS|FILE",
+        help="folder of `data build --out`, a corpus folder, or UTF-8 text files",
+    )
     train.add_argument("--vocab-size", type=int, default=32_768, help="tokens, with the 256 bytes (default: 32768)")
     train.add_argument("--out", default="tokenizer.json", help="file to write (default: tokenizer.json)")
+    train.add_argument("--force", action="store_true", help="replace the file at --out (default: refuse)")
     show = verbs.add_parser("show", help="what a tokenizer.json is, and how it cuts text")
     show.add_argument("file", help="a tokenizer.json of any kind")
     show.add_argument("--text", default="", help="text to encode (default: a built-in sample)")
@@ -29,18 +36,28 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.data.tokenizer.inspect import describe, train_on
 
     if args.action == "train":
-        path = train_on([Path(name) for name in args.inputs], args.vocab_size, Path(args.out))
+        path = train_on([Path(name) for name in args.inputs], args.vocab_size, Path(args.out), force=args.force)
         description = describe(path)
         _print(description, terminal)
+        if description.vocabulary < args.vocab_size:
+            terminal.say(
+                f"notice: the text gave only {description.vocabulary:,} of {args.vocab_size:,} tokens; "
+                "give more text, or plan with the smaller vocabulary"
+            )
         terminal.next(f"ingot data build FILES... --out data --tokenizer {path}", f"ingot tokenizer show {path}")
     else:
-        _print(describe(Path(args.file), args.text, eot=args.eot), terminal)
+        _print(describe(Path(args.file), args.text, eot=args.eot), terminal, args.text)
     return 0
 
 
-def _print(description, terminal: Terminal) -> None:
+def _print(description, terminal: Terminal, text: str = "") -> None:
     facts = vars(description)
     rows = [(name.replace("_", " "), value) for name, value in facts.items() if name != "pieces" and value != ""]
     terminal.table([(name, f"{value:,}" if isinstance(value, int) else value) for name, value in rows])
-    terminal.say(" ".join(map(repr, description.pieces)))
+    # A token may be part of a character: then it has no text of its own.
+    pieces = ("(part of a character)" if "\ufffd" in piece else repr(piece) for piece in description.pieces)
+    shown = [
+        f"{piece} x{count}" if (count := len(list(run))) > 1 else piece for piece, run in itertools.groupby(pieces)
+    ]
+    terminal.say(f"\nhow it cuts {'the text' if text else 'a sample'}: " + " ".join(shown))
     terminal.result(facts)

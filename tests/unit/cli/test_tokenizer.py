@@ -27,6 +27,27 @@ def test_train_then_show(text, tmp_path, capsys):
     assert "'the'" in printed
 
 
+def test_train_replaces_a_file_only_with_force(text, tmp_path, capsys):
+    out = tmp_path / "t.json"
+    out.write_text("mine")
+    train = ["tokenizer", "train", str(text), "--vocab-size", "270", "--out", str(out)]
+    assert main(train) == 3
+    assert "--force" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert main([*train, "--force"]) == 0
+    assert "only" not in capsys.readouterr().out
+
+
+def test_train_says_when_the_text_is_too_small_and_shows_no_broken_characters(text, tmp_path, capsys):
+    train = ["tokenizer", "train", str(text), "--vocab-size", "5000", "--out", str(tmp_path / "t.json")]
+    assert main(train) == 0
+    printed = capsys.readouterr().out
+    assert "of 5,000 tokens" in printed
+    assert "how it cuts a sample" in printed
+    assert "(part of a character) x" in printed
+    assert "\ufffd" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.data.corpus import MANIFEST, read_documents
+from ingot.data.inspect import corpus_folder
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import load_encoder
-from ingot.errors import DataError, UsageError
+from ingot.errors import ConfigError, DataError, UsageError
 
 _CHUNK_CHARACTERS = 1 << 20  # of a text file, which may be larger than memory
 
@@ -50,15 +51,25 @@ def describe(path: Path, text: str = "", *, eot: str = "") -> Description:
     )
 
 
-def train_on(inputs: Sequence[Path], vocab_size: int, out: Path) -> Path:
-    """Train a BPE on corpus folders and text files, and save it at `out`. Raises UsageError for other paths."""
+def train_on(inputs: Sequence[Path], vocab_size: int, out: Path, *, force: bool = False) -> Path:
+    """Train a BPE on corpus folders (or what `data build --out` wrote) and text files, and save it at `out`.
+
+    Raises UsageError for other paths, ConfigError when `out` exists and `force` is not given.
+    """
+    inputs = [corpus_folder(path) for path in inputs]
+    if out.exists() and not force:
+        raise ConfigError(
+            f"{out} exists",
+            rule="a tokenizer is not overwritten: tokens may have been made with it",
+            fix="choose another --out, or add --force",
+        )
     for path in inputs:
         if not path.is_file() and not (path / MANIFEST).is_file():
             raise UsageError(
                 f"{path} is neither a text file nor a corpus folder"
                 + ("" if path.exists() else " (it does not exist)"),
                 rule=f"a corpus folder holds {MANIFEST}",
-                fix="name the corpus folder that data build wrote, or UTF-8 text files",
+                fix="name the folder of data build --out, or UTF-8 text files",
             )
     return train_bpe(_texts(inputs), vocab_size, out)
 

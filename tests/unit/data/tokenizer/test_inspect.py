@@ -1,5 +1,9 @@
+import gzip
+
 import pytest
 
+from ingot.data.build import Input, build_corpus
+from ingot.data.recipe import load_recipe
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.inspect import describe, train_on
 from ingot.errors import DataError, UsageError
@@ -19,6 +23,23 @@ def test_training_on_text_files_equals_training_on_their_text(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     first = train_on([tmp_path / "a.txt"], 280, tmp_path / "a.json")
     assert first.read_bytes() == train_bpe([text], 280, tmp_path / "b.json").read_bytes()
+
+
+def test_the_folder_around_a_corpus_is_as_good_as_the_corpus(tmp_path):
+    crawl = tmp_path / "crawl.warc.gz"
+    lines = [f"the {n} people of the city and that river {n * 7} would be there" for n in range(30)]
+    pages = "".join(f"<p>{line}.</p>" for line in lines)
+    block = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html><body>{pages}</body></html>".encode()
+    head = (
+        "WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://a.example/\r\n"
+        f"Content-Type: application/http\r\nContent-Length: {len(block)}\r\n\r\n"
+    )
+    crawl.write_bytes(gzip.compress(head.encode() + block + b"\r\n\r\n"))
+    sections = ("language", "quality.gopher", "quality.gopher_repetition", "quality.c4", "quality.fineweb", "toxicity")
+    recipe = load_recipe(None, [f"{section}.enabled=false" for section in sections])
+    build_corpus([Input(crawl)], tmp_path / "data" / "corpus", recipe)
+    around = train_on([tmp_path / "data"], 270, tmp_path / "a.json")
+    assert around.read_bytes() == train_on([tmp_path / "data" / "corpus"], 270, tmp_path / "b.json").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
