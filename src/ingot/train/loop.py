@@ -53,11 +53,11 @@ def train(run: Training) -> Ending:
         stopped = done < steps and (done == run.until_step or run.verdict.stop_requested())
         if save_now or stopped:
             save(run, done)
+        if evaluate_now:  # also before a stop: the run that goes on from here starts after this step
+            log_evaluation(run, done)
         if stopped:
             run.log(events.STOPPED, step=done, reason="requested")
             break
-        if evaluate_now:
-            log_evaluation(run, done)
         interval = Interval.begin()
 
     if not stopped:  # also when a run that was killed after its last checkpoint comes back

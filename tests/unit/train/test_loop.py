@@ -154,6 +154,17 @@ def test_evaluating_on_the_way_leaves_training_alone(fork_ranks, make_run):
     assert last[0] == last[1]
 
 
+def test_stopping_where_an_evaluation_is_due_does_not_skip_it(fork_ranks, make_run):
+    whole, broken = make_run("whole"), make_run("broken")
+    for folder in (whole, broken):
+        folder.config.write_text(folder.config.read_text().replace("every_steps = 0", "every_steps = 4"))
+    fork_ranks(run_rank, 1, whole)
+    fork_ranks(run_rank, 1, broken, 8)
+    fork_ranks(run_rank, 1, broken)
+    ours, theirs = ([(e["step"], e["bpb"]) for e in read_events(f.events, "evaluation")] for f in (broken, whole))
+    assert ours == theirs and [step for step, _ in ours] == [4, 8, 12]
+
+
 def test_a_stop_request_saves_at_the_next_line(fork_ranks, make_run):
     folder = make_run(dp_shard=2)
     folder.stop_request.write_text("stop\n")
