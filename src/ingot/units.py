@@ -8,6 +8,7 @@ _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _BYTES = {"": 1, "b": 1}
 _BYTES |= {f"{p}b": 1000**i for i, p in enumerate("kmgtp", 1)}
 _BYTES |= {f"{p}ib": 1024**i for i, p in enumerate("kmgtp", 1)}
+_YEAR_SECONDS = 365.25 * 86400
 _SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -47,6 +48,15 @@ def format_count(n: float) -> str:
     return _scaled(n, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")))
 
 
+def format_usd(dollars: float) -> str:
+    """47_678_751 -> '$47.7M', 1234 -> '$1,234', 12.5 -> '$12.50', 0.004 -> 'under $0.01'."""
+    if dollars < 0.01:
+        return "under $0.01"
+    if dollars < 100:
+        return f"${dollars:.2f}"
+    return f"${dollars:,.0f}" if dollars < 1e6 else f"${format_count(dollars)}"
+
+
 def format_flops(n: float) -> str:
     """Floating-point operations, or their rate: 989e12 -> '989 TFLOP'. Steps of a thousand: M, G, T, P, E."""
     return _scaled(n, ((1e18, " EFLOP"), (1e15, " PFLOP"), (1e12, " TFLOP"), (1e9, " GFLOP"), (1e6, " MFLOP")))
@@ -61,12 +71,14 @@ def format_bytes(n: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0042 -> '4.2 ms', 75 -> '1 min 15 s', 90_000 -> '1 d 1 h'."""
+    """0.0042 -> '4.2 ms', 75 -> '1 min 15 s', 90_000 -> '1 d 1 h', a century -> '100 years'."""
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     whole = round(seconds)
+    if whole >= 2 * _YEAR_SECONDS:
+        return f"{whole / _YEAR_SECONDS:,.0f} years"
     for size, unit, small, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
             rest = whole % size // small

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ingot.units import format_flops
+from ingot.units import format_flops, format_seconds, format_usd
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,15 @@ from ingot.units import format_flops
 )
 def test_flops(value, text):
     assert format_flops(value) == text
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"), [(47_678_751.05, "$47.7M"), (1234.5, "$1,234"), (12.5, "$12.50"), (0.004, "under $0.01")]
+)
+def test_usd(dollars, text):
+    assert format_usd(dollars) == text
+
+
+def test_centuries_are_years():
+    assert format_seconds(88_688 * 86_400) == "243 years"
+    assert format_seconds(400 * 86_400) == "400 d"

@@ -1,6 +1,7 @@
 """`ingot plan`: what a run needs and takes, and the run file that `ingot train` executes."""
 
 import argparse
+import math
 from pathlib import Path
 
 from ingot.cli.terminal import Terminal
@@ -35,24 +36,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--steps",
         type=int,
-        default=0,
         metavar="N",
         help="optimizer steps (default: the preset's, else one pass over the tokens)",
     )
-    choice.add_argument(
-        "--seq", type=int, default=0, metavar="T", help="sequence length in tokens (default: the preset's)"
-    )
+    choice.add_argument("--seq", type=int, metavar="T", help="sequence length in tokens (default: the preset's)")
     choice.add_argument(
         "--batch",
         type=int,
-        default=0,
         metavar="N",
         help="global batch in sequences (default: the preset's, else by compute budget)",
     )
     choice.add_argument(
         "--lr",
         type=float,
-        default=0.0,
         metavar="RATE",
         help="peak learning rate (default: the preset's, else by compute budget)",
     )
@@ -60,7 +56,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--price",
         type=float,
-        default=0.0,
         metavar="USD",
         help="US dollars per GPU and hour, per machine and hour on CPU (default: the device's list price)",
     )
@@ -82,7 +77,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.config import to_dict
-    from ingot.errors import EXIT_OK
+    from ingot.errors import EXIT_OK, ConfigError
+    from ingot.planner.memory import rank_memory_bytes
     from ingot.recipes.project import write_plan
 
     planned = _planned(args)
@@ -91,15 +87,31 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         _explain(planned.plan.formulas, args.explain, terminal)
     for warning in planned.plan.warnings:
         terminal.say(f"{terminal.style('warn', 'yellow')}      {warning}")
+    there = rank_memory_bytes(planned.plan.cluster, planned.run.parallel.world_size)
+    fits = planned.plan.total_memory_bytes <= there
     if args.out:
         beside = write_plan(args.out, planned, force=args.force)
         terminal.say(f"wrote     {args.out}, {beside}")
-    terminal.result({"run": to_dict(planned.run), "plan": to_dict(planned.plan), "reasons": planned.reasons})
+    facts = {"run": to_dict(planned.run), "plan": to_dict(planned.plan), "reasons": planned.reasons}
+    if not fits:
+        terminal.result(facts | {"error": ConfigError.code, "exit_code": ConfigError.exit_code})
+        terminal.next(*_ways_to_fit(args))
+        return ConfigError.exit_code
+    terminal.result(facts)
     file = args.out or args.run
     terminal.next(
         *(("ingot check " + str(file), "ingot train " + str(file)) if file else ("ingot plan ... --out run.toml",))
     )
     return EXIT_OK
+
+
+def _ways_to_fit(args: argparse.Namespace) -> tuple[str, ...]:
+    what = f"--run {args.run}" if args.run else f"--model {args.model} --tokens {args.tokens}"
+    shorter = "--set train.seq_len=T" if args.run else "--seq T"
+    return (
+        f"ingot plan {what} --cluster NAME   (more or larger devices: 8xh100, 128x8xh100)",
+        f"ingot plan {what} {shorter}   (shorter sequences need less memory; or a smaller model)",
+    )
 
 
 def _planned(args: argparse.Namespace):
@@ -111,8 +123,9 @@ def _planned(args: argparse.Namespace):
     if bool(args.run) == bool(args.model):
         raise UsageError("give either --run or --model", fix="ingot plan --run run.toml, or --model tiny --tokens DIR")
     for option in ("steps", "seq", "batch", "lr", "price"):
-        if getattr(args, option) < 0:
-            raise UsageError(f"--{option} {getattr(args, option)}", rule="a positive number")
+        value = getattr(args, option)
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"--{option} {value}", rule="above 0" if option in ("lr", "price") else "at least 1")
     if args.force and not args.out:
         raise UsageError("--force without --out", rule="only a file that is written can be overwritten")
     cluster = find_cluster(args.cluster, args.run.parent if args.run else Path())
@@ -120,11 +133,11 @@ def _planned(args: argparse.Namespace):
         given = [f"--{o}" for o in ("tokens", "name", "steps", "seq", "batch", "lr") if getattr(args, o)]
         if given:
             raise UsageError(f"{', '.join(given)} with --run", rule="a run file has these values", fix="use --set")
-        return plan_file(args.run, cluster, tuple(args.overrides), args.price)
+        return plan_file(args.run, cluster, tuple(args.overrides), args.price or 0.0)
     if not args.tokens or args.overrides:
         found = "--set without --run" if args.overrides else "--model without --tokens"
         raise UsageError(found, rule="a new run is planned for some tokens", fix="--tokens data, or --tokens 1.5T")
-    wanted = Hints(steps=args.steps, seq_len=args.seq, global_batch=args.batch, lr=args.lr)
+    wanted = Hints(steps=args.steps or 0, seq_len=args.seq or 0, global_batch=args.batch or 0, lr=args.lr or 0.0)
     return plan_model(
         args.model,
         args.tokens,
@@ -133,12 +146,12 @@ def _planned(args: argparse.Namespace):
         name=args.name,
         wanted=wanted,
         precision=args.precision,
-        usd_per_hour=args.price,
+        usd_per_hour=args.price or 0.0,
     )
 
 
 def _show(planned, terminal: Terminal) -> None:
-    from ingot.units import format_bytes, format_count, format_seconds
+    from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
     plan, run = planned.plan, planned.run
     arch, train = run.model, run.train
@@ -173,7 +186,7 @@ def _show(planned, terminal: Terminal) -> None:
         terminal.say("time      unknown until this machine is measured")
     terminal.say(f"disk      {format_bytes(plan.checkpoint_bytes)} per checkpoint, {run.checkpoint.keep} are kept")
     if plan.usd:
-        terminal.say(f"cost      ${plan.usd:,.2f} = {plan.formulas['usd']}")
+        terminal.say(f"cost      {format_usd(plan.usd)} = {plan.formulas['usd']}")
 
 
 def _explain(formulas: dict[str, str], topic: str, terminal: Terminal) -> None:

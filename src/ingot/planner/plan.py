@@ -83,4 +83,4 @@ def _cost(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
         return None
     units = run.parallel.world_size if cluster.device == "cuda" else cluster.nodes
     hours = run.train.steps * seconds / 3600
-    return Term(units * hours * price, f"{units} x {hours:,.2f} h x ${price:g}")
+    return Term(units * hours * price, f"{units} x {format_seconds(hours * 3600)} x ${price:g} per hour")

@@ -59,6 +59,16 @@ def test_a_large_plan_needs_no_machine_of_that_size(capsys):
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
+def test_a_plan_that_does_not_fit_is_shown_and_exits_3(capsys):
+    command = ["plan", "--model", "llama3-405b", "--tokens", "1.5T", "--cluster", "8xh100"]
+    assert main(command) == 3
+    text = out(capsys)
+    assert "does not fit" in text and "--cluster" in text and "--out run.toml" not in text
+    assert main([*command, "--json"]) == 3
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["exit_code"] == 3 and facts["plan"]["parameters"] > 4e11
+
+
 def test_a_plan_under_json_is_one_object(capsys):
     assert main(["plan", "--model", "tiny", "--tokens", "1.3M", "--json", "--out", "run.toml"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -73,6 +83,9 @@ def test_a_plan_under_json_is_one_object(capsys):
         (["plan", "--model", "tyni", "--tokens", "1M"], 2, "did you mean 'tiny'"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--cluster", "8xh10"], 2, "did you mean 'h100'"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "-1"], 2, "--steps"),
+        (["plan", "--model", "tiny", "--tokens", "1M", "--batch", "0"], 2, "at least 1"),
+        (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "0"], 2, "at least 1"),
+        (["plan", "--model", "tiny", "--tokens", "1M", "--lr", "nan"], 2, "above 0"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--force"], 2, "--force without --out"),
         (["plan", "--model", "tiny", "--tokens", "nowhere"], 3, "no such folder"),
         (["plan", "--model", "tiny", "--tokens", "./nowhere"], 3, "no such folder"),
