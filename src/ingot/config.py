@@ -65,7 +65,10 @@ class _Reader:
                 arguments[name] = value
         for name, (hint, required) in fields.items():
             if required and name not in values:
-                self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
+                if dataclasses.is_dataclass(hint):
+                    self.problem(prefix + name, f"missing section [{prefix}{name}]")
+                else:
+                    self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
         if any(required and name not in arguments for name, (_, required) in fields.items()):
             return None
         built = kind(**arguments)  # with defaults in place of broken values: the rules between the others still speak
@@ -119,14 +122,35 @@ class _Reader:
         elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
             return value
         meant = _number_meant(hint, value)
-        self.problem(key, f"{key} = {value!r} is {type(value).__name__}, must be {_type_name(hint)}{meant}")
+        self.problem(key, f"{key} = {value!r} is {_value_name(value)}, must be {_type_name(hint)}{meant}")
         return None
 
 
+_NAMES = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false", type(None): "absent"}
+_EXAMPLES = {int: "30", float: "0.5", str: '"text"', bool: "true"}
+
+
 def _type_name(hint) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(repr(a) for a in get_args(hint))
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+    """What a user has to write for `hint`, with an example where its form is not plain."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(a) for a in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list like [{_EXAMPLES.get(args[0], '...')}, ...]"
+    if origin is tuple:
+        return f"a list of {len(args)} values like [{', '.join(_EXAMPLES.get(a, '...') for a in args)}]"
+    if origin is dict:
+        return "a section of keys and values, { name = " + _EXAMPLES.get(args[1], "...") + " }"
+    if dataclasses.is_dataclass(hint):
+        return "a section of keys and values"
+    return _NAMES.get(hint, str(hint))
+
+
+def _value_name(value) -> str:
+    kinds = {bool: "true or false", int: "a whole number", float: "a fraction", str: "text", list: "a list"}
+    return kinds.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
 
 
 def _number_meant(hint, value) -> str:
@@ -152,9 +176,12 @@ def _sections_with(kind: type, name: str, prefix: str = "") -> list[str]:
 
 
 def _suggest(name: str, known, prefix: str, root: type) -> str:
-    if elsewhere := _sections_with(root, name):
-        return f"; did you mean {elsewhere[0]!r}, in another section?"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    elsewhere = _sections_with(root, name)
+    if close and elsewhere:
+        return f"; did you mean {prefix + close[0]!r}, or {elsewhere[0]!r} in another section?"
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]!r}, in another section? known keys here: {', '.join(known)}"
     return f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
 
 
@@ -225,7 +252,14 @@ def _read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typ
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason})", rule="a run file is TOML") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}", rule="a run file is TOML") from None
+        line = re.search(r"at line (\d+)", str(error))
+        number = int(line[1]) if line else len(text.splitlines())
+        row = "".join(text.splitlines()[number - 1 : number]).strip()
+        raise ConfigError(
+            f"{path}:{number}: {error}: {row}",
+            rule="a run file is TOML: key = value, text in quotes, every key once",
+            fix="mend that line, or the one before it",
+        ) from None
     from_command_line = set()
     for override in overrides:
         key, sign, raw = override.partition("=")

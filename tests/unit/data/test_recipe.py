@@ -38,6 +38,13 @@ def test_all_typos_at_once_with_suggestions():
     assert "dedup.bands" in error.value.found
 
 
+def test_a_key_of_the_same_section_is_suggested_before_one_of_another():
+    with pytest.raises(ConfigError) as error:
+        load_recipe(None, ["quality.gopher.min_words=30"])
+    near, other = error.value.found.find("quality.gopher.stop_words"), error.value.found.find("toxicity.min_words")
+    assert 0 < near < other
+
+
 @pytest.mark.parametrize(
     ("rule", "setting"),
     [
