@@ -36,7 +36,7 @@ class IngotError(Exception):
         self.found, self.rule, self.fix = found, rule, fix
 
     def __str__(self) -> str:
-        lines = [self.found]
+        lines = [self.found.replace("\n", "\n  ")]
         if self.rule:
             lines.append(f"  rule: {self.rule}")
         if self.fix:

@@ -1,6 +1,6 @@
 """Strict configuration: everything wrong is reported at once, with its place and the likely key."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,7 @@ def test_all_problems_are_reported_at_once_with_file_and_line(run_file):
     for needle, hint in (
         ("weigth_decay", "did you mean 'optim.weight_decay'"),
         ("bf61", "did you mean 'bf16'"),
-        ("num_heads = 4.5", "must be int"),
+        ("num_heads = 4.5", "is a fraction, must be a whole number"),
     ):
         line = next(i for i, row in enumerate(broken.splitlines(), 1) if needle in row)
         assert f"{run_file}:{line}: " in message
@@ -82,7 +82,7 @@ def test_an_override_is_blamed_on_the_command_line(run_file):
 
 @pytest.mark.parametrize("value", ["true", '"8"', "[8]", "8.0"])
 def test_an_integer_is_an_integer(run_file, value):
-    with pytest.raises(ConfigError, match="must be int"):
+    with pytest.raises(ConfigError, match="must be a whole number"):
         load(RunConfig, run_file, [f"train.micro_batch={value}"])
 
 
@@ -95,6 +95,45 @@ def test_missing_and_unreadable_files_say_what_to_do(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load(RunConfig, tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=many", "is text, must be a whole number"),
+        ("train=3", "is a whole number, must be a section of keys and values"),
+        ("evaluate.prompts=3", 'must be a list like ["text", ...]'),
+        ("data.mask_documents=no", "must be true or false"),
+    ],
+)
+def test_types_are_named_in_words_and_not_in_python(run_file, override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, run_file, [override])
+    assert message in str(caught.value)
+
+
+def test_a_pair_says_how_it_is_written():
+    @dataclass(frozen=True, kw_only=True)
+    class Rule:
+        word_count: tuple[int, int] = (30, 100_000)
+
+    with pytest.raises(ConfigError, match=r"must be a list of 2 values like \[30, 30\]"):
+        from_dict(Rule, {"word_count": 3})
+
+
+def test_a_missing_section_is_called_one_and_a_list_is_indented():
+    with pytest.raises(ConfigError) as caught:
+        from_dict(RunConfig, {"name": "demo"})
+    first, *more = str(caught.value).splitlines()
+    assert "missing section [model]" in first
+    assert all(line.startswith("  ") for line in more)
+
+
+def test_a_line_that_is_no_toml_is_shown(run_file):
+    run_file.write_text("seed = 1\nname = demo\n")
+    with pytest.raises(ConfigError, match=r"run\.toml:2: .*name = demo") as caught:
+        load(RunConfig, run_file)
+    assert caught.value.fix
 
 
 def test_missing_keys_are_named():

@@ -91,7 +91,7 @@ MUTATIONS = [
     ("seq_len = 64", "seq_len = \"64\"", "write 64"),
     ("lr = 0.003", "lr = \"3e-3\"", "write 0.003"),
     ("vocab_size = 512", "vocab_size = 512.0", "write 512"),
-    ("mask_documents = false", "mask_documents = \"no\"", "must be bool"),
+    ("mask_documents = false", "mask_documents = \"no\"", "must be true or false"),
     ("steps = 100", "steps = 0", "at least 1"),
     ("lr = 0.003", "lr = -0.003", "must be positive"),
     ("beta1 = 0.9", "beta1 = 9", "[0, 1)"),
