@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from ingot.config import from_dict, load, to_dict
-from ingot.errors import ConfigError, UsageError
+from ingot.errors import DataMissing, UsageError
 from ingot.machine.cluster_file import write_cluster
 from ingot.recipes.clusters import find_cluster, with_published_rates
 from ingot.recipes.load import device_names, load_cluster, load_model, model_names
@@ -115,7 +115,7 @@ def test_a_plan_is_written_once_and_read_back(tmp_path):
 
 def test_tokens_are_a_folder_or_a_count(tmp_path):
     cluster = load_cluster("8xh100")
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(DataMissing, match="no such folder"):
         plan_model("tiny", str(tmp_path / "absent"), cluster, beside=tmp_path)
-    with pytest.raises(ConfigError, match="is not a count"):
+    with pytest.raises(DataMissing, match="not a count"):
         plan_model("tiny", "many", cluster, beside=tmp_path)
