@@ -7,6 +7,8 @@ from typing import Any
 
 from ingot.checkpoint.manifest import list_checkpoints
 from ingot.errors import ConfigError, ConfirmationNeeded
+from ingot.events import EventLog
+from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
@@ -37,15 +39,15 @@ def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerpr
 
 def require_same_experiment(
     folder: RunFolder, config: RunConfig, data_fingerprint: str, accepted: Collection[str]
-) -> None:
-    """Compare with the newest readable checkpoint. Accepted changes are recorded in the folder, for the ranks to see.
+) -> list[Change]:
+    """Compare with the newest readable checkpoint. Returns the changes, all of them accepted. Writes nothing.
 
     Raises ConfirmationNeeded for changes that were not accepted, ConfigError for another model.
     """
-    newest = next((c.manifest for c in list_checkpoints(folder.checkpoints) if c.manifest), None)
+    newest = _newest_manifest(folder)
     changes = changes_since(newest, config, data_fingerprint) if newest else []
     if newest is None or not changes:
-        return
+        return []
     reshaped = [c for c in changes if c.key.startswith("model.")]
     if reshaped:
         raise ConfigError(
@@ -62,13 +64,32 @@ def require_same_experiment(
             rule="nothing was started; changing a running experiment is decided, not slipped in",
             fix=f"{flags}, or train into another folder (--out DIR)",
         )
+    return changes
+
+
+def record_accepted(folder: RunFolder, config: RunConfig, data_fingerprint: str, changes: Collection[Change]) -> None:
+    """Write accepted changes down: in the folder for the ranks to see, in the event log for the report to tell.
+
+    Asking again before the next checkpoint records nothing twice.
+    """
+    newest = _newest_manifest(folder)
+    if newest is None or not changes:
+        return
     record = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
-    record.append(
-        {
-            "step": newest.step,
-            "config_sha256": config.training_sha256(),
-            "data_fingerprint": data_fingerprint,
-            "changes": {c.key: [c.before, c.after] for c in changes},
-        }
-    )
-    write_json(folder.accepted, record)
+    accepted = {
+        "step": newest.step,
+        "config_sha256": config.training_sha256(),
+        "data_fingerprint": data_fingerprint,
+        "changes": {c.key: [c.before, c.after] for c in changes},
+    }
+    if record and record[-1] == json.loads(json.dumps(accepted)):
+        return
+    write_json(folder.accepted, [*record, accepted])
+    log = EventLog(folder.events)
+    for change in changes:
+        log.write(events.SETTING_CHANGED, key=change.key, old=change.before, new=change.after, step=newest.step)
+    log.close()
+
+
+def _newest_manifest(folder: RunFolder) -> CheckpointManifest | None:
+    return next((c.manifest for c in list_checkpoints(folder.checkpoints) if c.manifest), None)

@@ -12,7 +12,7 @@ from ingot.checkpoint.retention import remove_leftovers
 from ingot.config import load, to_toml
 from ingot.errors import EXIT_OK, ConfigError, ConfirmationNeeded, UsageError
 from ingot.events import read_events
-from ingot.launch.continuity import require_same_experiment
+from ingot.launch.continuity import record_accepted, require_same_experiment
 from ingot.launch.job import training_job
 from ingot.launch.preflight import preflight
 from ingot.launch.supervise import Outcome, newest_step, supervise
@@ -55,14 +55,17 @@ def train(
             plan = moved / folder.plan.name if moved and path.parent == folder.root else plan
         remove_leftovers(folder)
         tokens = preflight(folder, config, say)
-        require_same_experiment(folder, config, tokens.fingerprint(), accept)
-        _keep_run_file(folder, config)
-        if plan.exists() and plan.resolve() != folder.plan.resolve():
-            shutil.copyfile(plan, folder.plan)
+        changes = require_same_experiment(folder, config, tokens.fingerprint(), accept)
         step = newest_step(folder)
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")
+            if changes or (folder.config.exists() and load(RunConfig, folder.config) != config):
+                say("its settings stay as they were; to train on with others, raise train.steps or take another --out")
             return Outcome(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
+        record_accepted(folder, config, tokens.fingerprint(), changes)
+        _keep_run_file(folder, config)
+        if plan.exists() and plan.resolve() != folder.plan.resolve():
+            shutil.copyfile(plan, folder.plan)
         say(_opening(folder, config, step))
         job = training_job(folder, config, until_step=until_step, quiet=quiet)
         return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)

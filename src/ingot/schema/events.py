@@ -18,6 +18,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
   stopped        step, reason                                         on request, saved
   finished       step, tokens, seconds
+  setting_changed  key, old, new, step                                accepted by the user, for the steps after `step`
   exported       path, max_logit_difference
   stage          name, seconds, summary                               a chapter of quickstart
 """
@@ -35,5 +36,6 @@ RESTART = "restart"
 DRILL = "drill"
 STOPPED = "stopped"
 FINISHED = "finished"
+SETTING_CHANGED = "setting_changed"
 EXPORTED = "exported"
 STAGE = "stage"

@@ -4,7 +4,9 @@ from dataclasses import replace
 import pytest
 
 from ingot.errors import ConfigError, ConfirmationNeeded
-from ingot.launch.continuity import require_same_experiment
+from ingot.events import read_events
+from ingot.launch.continuity import record_accepted, require_same_experiment
+from ingot.schema import events
 
 from .conftest import write_checkpoint
 
@@ -74,7 +76,17 @@ def test_what_changes_training_needs_consent(folder, trained, key, value):
     assert key in asked.value.found and f"--accept-change {key}" in asked.value.fix
     assert not folder.accepted.exists()
     accepted_key = asked.value.fix.split()[1].rstrip(",")
-    require_same_experiment(folder, config, DATA, (accepted_key,))
+    changes = require_same_experiment(folder, config, DATA, (accepted_key,))
+    assert not folder.accepted.exists()
+    record_accepted(folder, config, DATA, changes)
+    record_accepted(folder, config, DATA, changes)  # the same command again, before the next checkpoint
+    (event,) = read_events(folder.events, events.SETTING_CHANGED)
+    assert (event["key"], event["old"], event["new"], event["step"]) == (
+        changes[0].key,
+        changes[0].before,
+        changes[0].after,
+        40,
+    )
     (record,) = json.loads(folder.accepted.read_text())
     assert record["config_sha256"] == config.training_sha256() and record["step"] == 40
 

@@ -102,6 +102,20 @@ def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
     assert "finished" in said[0]
 
 
+def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    launch_train.train(run_file)
+    write_checkpoint(folder, 100, config, tokens.fingerprint())
+    EventLog(folder.events).write("finished", step=100)
+    jobs.clear()
+    before, said = {p: p.read_bytes() for p in (folder.config, folder.events)}, []
+    launch_train.train(run_file, overrides=["optim.lr=1e-3"], accept=["optim.lr"], say=said.append)
+    assert not jobs and not folder.accepted.exists()
+    assert {p: p.read_bytes() for p in before} == before
+    assert "settings stay as they were" in said[1]
+    launch_train.train(folder.root)  # nothing to confirm later
+
+
 def test_leftovers_of_a_killed_save_are_removed(run_file, jobs, folder):
     (folder.checkpoints / ".saving-step-00000007").mkdir(parents=True)
     launch_train.train(run_file)
