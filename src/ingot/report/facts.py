@@ -33,6 +33,7 @@ _NUMBERS = {
     kinds.SAMPLE: ("step",),
     kinds.STAGE: ("seconds",),
     kinds.FINISHED: ("step", "tokens"),
+    kinds.SETTING_CHANGED: ("step",),
 }
 _PERHAPS_NOT_FINITE = {
     kinds.STEP: ("loss", "grad_norm", "lr"),
@@ -73,6 +74,7 @@ class Facts:
     progress: dict[int, dict] = field(default_factory=dict)
     checkpoints: list[dict] = field(default_factory=list)
     refused: list[dict] = field(default_factory=list)
+    changed_settings: list[dict] = field(default_factory=list)
     evaluations: list[dict] = field(default_factory=list)
     samples: list[dict] = field(default_factory=list)
     stages: list[dict] = field(default_factory=list)
@@ -153,6 +155,7 @@ def read_run_events(facts: Facts) -> None:
     lists = {
         kinds.CHECKPOINT: facts.checkpoints,
         kinds.CHECKPOINT_REFUSED: facts.refused,
+        kinds.SETTING_CHANGED: facts.changed_settings,
         kinds.EVALUATION: facts.evaluations,
         kinds.SAMPLE: facts.samples,
         kinds.STAGE: facts.stages,

@@ -18,7 +18,8 @@ def tell(facts: Facts, command: str) -> Page:
     """The page of a run. command: what reproduces it."""
     sections = (
         stages_section, funnel_section, training_section, recovery_section, evaluation_section, samples_section,
-        comparison_section, checkpoints_section, settings_section, machine_section, provenance_section,
+        comparison_section, checkpoints_section, settings_section, changed_settings_section, machine_section,
+        provenance_section,
     )  # fmt: skip
     name = facts.run.name if facts.run else facts.folder.root.resolve().name
     footer = f"Written by ingot {__version__} from the event log of the run."
@@ -246,6 +247,23 @@ def settings_section(facts: Facts) -> Section | None:
                     ("Seed", f"{run.seed}"),
                 ]
             )
+        ],
+    )
+
+
+def changed_settings_section(facts: Facts) -> Section | None:
+    """What was changed on the way, with the user's consent: the settings above are the newest ones."""
+    if not facts.changed_settings:
+        return None
+    rows = [
+        (f"{e['step']:,.0f}", str(e.get("key")), str(e.get("old")), str(e.get("new"))) for e in facts.changed_settings
+    ]
+    return Section(
+        "changed-settings",
+        "Changed settings",
+        [
+            Text("The run did not train with one set of settings throughout. These changes were accepted on the way."),
+            Table(("After step", "Setting", "Before", "From then on"), rows),
         ],
     )
 

@@ -225,6 +225,15 @@ def test_no_value_of_any_field_breaks_the_report(tmp_path, logs):
     check()
 
 
+def test_a_setting_changed_on_the_way_is_told(tmp_path, logs):
+    start = logs.started(logs.START, 0, 0)
+    change = {"kind": "setting_changed", "time": logs.START, "key": "optim.lr", "old": 0.003, "new": 0.001, "step": 400}
+    report = write_report(logs.write_events(tmp_path, [start, change]))
+    for text in (report.markdown.read_text(), report.html.read_text()):
+        assert "Changed settings" in text and "optim.lr" in text and "0.003" in text and "0.001" in text
+    assert "Changed settings" not in write_report(logs.write_events(tmp_path, [start])).markdown.read_text()
+
+
 def test_what_is_no_run_is_refused(tmp_path, drilled_run, logs):
     with pytest.raises(UsageError, match=r"events\.jsonl"):
         write_report(tmp_path)
