@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from ingot.config import from_dict, load, to_dict
-from ingot.errors import DataMissing, UsageError
+from ingot.errors import ConfigError, DataMissing, UsageError
 from ingot.machine.cluster_file import write_cluster
 from ingot.recipes.clusters import find_cluster, with_published_rates
 from ingot.recipes.load import device_names, load_cluster, load_model, model_names
