@@ -8,12 +8,14 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
 from types import ModuleType
+from typing import ClassVar
 
 from ingot import __version__
 from ingot.cli.terminal import Terminal
-from ingot.errors import EXIT_OK, PARTS, IngotError, Preempted, ResourceError, missing_part
+from ingot.errors import EXIT_OK, PARTS, IngotError, Preempted, ResourceError, UsageError, missing_part
 
 VERBS = {
     "quickstart": "the whole way on this machine: crawl, tokens, plan, training, recovery, export, report",
@@ -34,11 +36,14 @@ VERBS = {
 
 _EXIT_CODES = """exit codes:
   0 done · 2 usage · 3 configuration or resources · 10 stopped on request, saved · 11 needs confirmation
-  20 data integrity · 21 checkpoint integrity · 30 run folder busy · 93 failed for good, do not restart"""
+  20 data integrity · 21 checkpoint integrity · 30 run folder busy · 93 failed for good, do not restart
+  130 interrupted: what was finished is kept, the same command continues"""
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse that suggests the option or verb that was probably meant."""
+
+    line: ClassVar[list[str]] = []  # the words after the verb, to know whether --json was among them
 
     def error(self, message: str):
         known = [option for parser in _with_subcommands(self) for option in parser._option_string_actions]
@@ -46,6 +51,11 @@ class _Parser(argparse.ArgumentParser):
         for word in unknown if "unrecognized" in message else ():
             close = difflib.get_close_matches(word.split("=")[0], known, n=1)
             message += f"; did you mean {close[0]}?" if close else ""
+        if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            close = difflib.get_close_matches(match[1], re.split(r"[', ]+", match[2]), n=1)
+            message += f"; did you mean {close[0]!r}?" if close else ""
+        if "--json" in _Parser.line:
+            Terminal(json_mode=True).result({"error": UsageError.code, "found": message, "exit_code": 2})
         self.exit(2, f"{self.prog}: {message}\nSee: {self.prog} --help\n")
 
 
@@ -120,9 +130,14 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
+        if "--json" in rest:
+            Terminal(json_mode=True).result(
+                {"error": UsageError.code, "found": f"no verb {verb!r}{hint}", "exit_code": UsageError.exit_code}
+            )
         sys.stderr.write(f"ingot: no verb {verb!r}{hint}\nSee: ingot --help\n")
         return 2
     parser, module = _verb_parser(verb)
+    _Parser.line = rest
     args = parser.parse_args(rest)
     terminal = Terminal(json_mode=args.json, quiet=args.quiet)
     try:

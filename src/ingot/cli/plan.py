@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", type=Path, metavar="FILE", help="write the run file here, and plan.json beside it")
     output.add_argument("--force", action="store_true", help="overwrite --out")
     output.add_argument(
-        "--explain", choices=("mem", "time", "all"), help="show the formulas with their numbers (default: no)"
+        "--explain", choices=("mem", "memory", "time", "all"), help="show the formulas with their numbers (default: no)"
     )
 
 
@@ -190,7 +190,8 @@ def _show(planned, terminal: Terminal) -> None:
 
 
 def _explain(formulas: dict[str, str], topic: str, terminal: Terminal) -> None:
-    prefixes = {"mem": ("memory.", "checkpoint_bytes"), "time": ("time.", "flops_per_token", "tokens_per_step", "mfu")}
+    memory = ("memory.", "checkpoint_bytes")
+    prefixes = {"mem": memory, "memory": memory, "time": ("time.", "flops_per_token", "tokens_per_step", "mfu")}
     chosen = {k: v for k, v in formulas.items() if topic == "all" or k.startswith(prefixes[topic])}
     width = max(map(len, chosen), default=0)
     terminal.say()

@@ -63,6 +63,27 @@ def test_a_mistyped_verb_or_option_is_suggested(capsys):
     assert "did you mean --workers" in capsys.readouterr().err
 
 
+def test_a_mistyped_action_is_suggested(capsys):
+    with pytest.raises(SystemExit):
+        main(["data", "verfy", "data"])
+    assert "did you mean 'verify'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [["trian", "--json"], ["data", "verfy", "--json"], ["doctor", "--jsno", "--json"]])
+def test_a_usage_error_under_json_is_an_object(capsys, line):
+    try:
+        code = main(line)
+    except SystemExit as stop:
+        code = stop.code
+    facts = json.loads(capsys.readouterr().out)
+    assert code == facts["exit_code"] == 2 and facts["error"] == "E-USAGE" and "did you mean" in facts["found"]
+
+
+def test_help_names_the_exit_code_of_an_interruption(capsys):
+    main(["--help"])
+    assert "130 interrupted" in capsys.readouterr().out
+
+
 def test_options_are_never_abbreviated(capsys):
     for line in (["plan", "--mod", "tiny"], ["data", "build", "crawl.warc.gz", "--out", "data", "--work", "2"]):
         with pytest.raises(SystemExit):

@@ -69,6 +69,11 @@ def test_a_plan_that_does_not_fit_is_shown_and_exits_3(capsys):
     assert facts["exit_code"] == 3 and facts["plan"]["parameters"] > 4e11
 
 
+def test_memory_is_another_word_for_mem(capsys):
+    assert main(["plan", "--model", "tiny", "--tokens", "1M", "--explain", "memory"]) == 0
+    assert "memory.activations" in out(capsys)
+
+
 def test_a_plan_under_json_is_one_object(capsys):
     assert main(["plan", "--model", "tiny", "--tokens", "1.3M", "--json", "--out", "run.toml"]) == 0
     facts = json.loads(capsys.readouterr().out)
