@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.checkpoint.manifest import candidate_folders
+from ingot.checkpoint.manifest import candidate_folders, list_checkpoints
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
-from ingot.events import EventLog
+from ingot.events import EventLog, read_events
 from ingot.launch.local import LocalJob, end_of
 from ingot.launch.watch import Watch
 from ingot.resilience.incident import Incident, explain, refuse_restart
@@ -36,7 +36,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Outcome:
     """How a job ended. exit_code: 0 finished, 10 stopped on request.
 
-    step: the last one done; saved_step: the newest checkpoint's, which is lower only if stopping itself went wrong.
+    step: the last one done; saved_step: of the newest verified checkpoint, lower only if stopping itself went wrong.
     """
 
     exit_code: int
@@ -87,14 +87,14 @@ def supervise(
                 if signals.count:
                     break
                 log.write(events.RESTART, attempt=attempt + 1, of=max_restarts)
-                _tell(say, _fault_line(incident, newest_step(folder), attempt + 1, max_restarts))
+                _tell(say, _fault_line(incident, _saved_step(folder, watch), attempt + 1, max_restarts))
     finally:
         log.close()
         folder.stop_request.unlink(missing_ok=True)
     return Outcome(
         exit_code=EXIT_OK if watch.ended == events.FINISHED else EXIT_PREEMPTED,
-        step=watch.step if watch.ended else newest_step(folder),
-        saved_step=newest_step(folder),
+        step=watch.step if watch.ended else _saved_step(folder, watch),
+        saved_step=_saved_step(folder, watch),
         restarts=len(incidents),
         seconds=time.monotonic() - started,
         run=folder.root,
@@ -135,6 +135,22 @@ def newest_step(folder: RunFolder) -> int:
     """Step of the newest checkpoint, 0 if there is none."""
     newest = candidate_folders(folder.checkpoints)[:1]
     return int(newest[0].name.removeprefix("step-")) if newest else 0
+
+
+def resume_step(folder: RunFolder) -> int:
+    """Step of the newest checkpoint that is not known to be damaged, 0 if there is none. Tensors are not hashed.
+
+    Known: its manifest says so, or it was refused on loading and not saved anew since.
+    """
+    refused: set[int] = set()
+    for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
+        (refused.add if event["kind"] == events.CHECKPOINT_REFUSED else refused.discard)(event.get("step", 0))
+    good = (c.step for c in list_checkpoints(folder.checkpoints) if c.manifest and c.step not in refused)
+    return next(good, 0)
+
+
+def _saved_step(folder: RunFolder, watch: Watch) -> int:
+    return resume_step(folder) if watch.saved is None else watch.saved
 
 
 def _tell(say: Callable[[str], None], text: str) -> None:

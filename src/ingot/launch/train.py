@@ -8,14 +8,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ingot.checkpoint.manifest import verify_checkpoint
 from ingot.checkpoint.retention import remove_leftovers
 from ingot.config import load, to_toml
-from ingot.errors import EXIT_OK, ConfigError, ConfirmationNeeded, UsageError
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, ConfigError, ConfirmationNeeded, UsageError
 from ingot.events import read_events
 from ingot.launch.continuity import record_accepted, require_same_experiment
 from ingot.launch.job import training_job
 from ingot.launch.preflight import preflight
-from ingot.launch.supervise import Outcome, newest_step, supervise
+from ingot.launch.supervise import Outcome, newest_step, resume_step, supervise
 from ingot.resilience.lock import RunLock
 from ingot.schema import events
 from ingot.schema.layout import RunFolder
@@ -44,8 +45,10 @@ def train(
 
     Returns how it ended (see Outcome). Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
     """
-    _check_options(until_step, fresh, archive)
+    if archive and not fresh:
+        raise UsageError("--archive without --fresh", rule="a run that continues is not moved", fix="add --fresh")
     path, config = read_run(run_file, overrides)
+    _check_until_step(until_step, config)
     folder = find_folder(run_file, path, out, config)
     config = _with_paths_from(config, path.parent, folder.root)
     with RunLock(folder.lock):
@@ -62,20 +65,41 @@ def train(
             if changes or (folder.config.exists() and load(RunConfig, folder.config) != config):
                 say("its settings stay as they were; to train on with others, raise train.steps or take another --out")
             return Outcome(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
+        if past := _past_step(folder, config, until_step):
+            say(f"{folder.root} is already past it: step {past} is saved, --until-step {until_step} starts nothing")
+            return Outcome(
+                exit_code=EXIT_PREEMPTED, step=past, saved_step=past, restarts=0, seconds=0.0, run=folder.root
+            )
         record_accepted(folder, config, tokens.fingerprint(), changes)
         _keep_run_file(folder, config)
         if plan.exists() and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
-        say(_opening(folder, config, step))
+        say(_opening(folder, config, resume_step(folder)))
         job = training_job(folder, config, until_step=until_step, quiet=quiet)
         return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
 
 
-def _check_options(until_step: int | None, fresh: bool, archive: bool) -> None:
-    if until_step is not None and until_step < 1:
-        raise UsageError(f"--until-step {until_step}", rule="steps count from 1")
-    if archive and not fresh:
-        raise UsageError("--archive without --fresh", rule="a run that continues is not moved", fix="add --fresh")
+def _check_until_step(until_step: int | None, config: RunConfig) -> None:
+    if until_step is not None and not 1 <= until_step <= config.train.steps:
+        raise UsageError(
+            f"--until-step {until_step}",
+            rule=f"a run stops at one of its steps: 1 to {config.train.steps} (train.steps)",
+            fix="name one of them, or leave it out to train to the end",
+        )
+
+
+def _past_step(folder: RunFolder, config: RunConfig, until_step: int | None) -> int:
+    """The step that is saved, verified and not before `until_step`; 0 if there is still something to do."""
+    if until_step is None or until_step == config.train.steps:
+        return 0  # to the end: after the last step comes the evaluation
+    step = resume_step(folder)
+    if step < until_step:
+        return 0
+    try:
+        verify_checkpoint(folder.checkpoint(step))
+    except CheckpointError:
+        return 0  # the ranks will refuse it, and train on from an older one
+    return step
 
 
 def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunConfig]:

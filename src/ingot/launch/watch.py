@@ -11,13 +11,15 @@ from ingot.schema import events
 class Watch:
     """The log from where it ends now. `read` takes in what was added since.
 
-    ranks: rank -> process id. step: last logged. ended: "finished" or "stopped".
+    ranks: rank -> process id. step: last logged. saved: of the newest checkpoint that was
+    verified, on loading or after saving; None until one was (0: the run began anew). ended: "finished" or "stopped".
     refused: why checkpoints were not used; whoever has told it empties the list.
     """
 
     path: Path
     ranks: dict[int, int] = field(default_factory=dict)
     step: int = 0
+    saved: int | None = None
     ended: str = ""
     refused: list[str] = field(default_factory=list)
     _position: int = -1
@@ -48,9 +50,11 @@ class Watch:
         if kind == events.RANK_STARTED:
             self.ranks[event["rank"]] = event["pid"]
         elif kind == events.RUN_STARTED:
-            self.step = event["from_step"]
+            self.step = self.saved = event["from_step"]
         elif kind == events.PROGRESS:
             self.step = event["step"]
+        elif kind == events.CHECKPOINT:
+            self.saved = event["step"]
         elif kind == events.CHECKPOINT_REFUSED:
             self.refused.append(event["reason"])
         elif kind in (events.FINISHED, events.STOPPED):

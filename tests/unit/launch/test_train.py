@@ -71,7 +71,12 @@ def test_a_plan_that_lies_there_already_stays(run_file, jobs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"until_step": 0}, "--until-step 0"), ({"archive": True}, "--archive")]
+    ("options", "message"),
+    [
+        ({"until_step": 0}, "--until-step 0"),
+        ({"until_step": 101}, "--until-step 101"),
+        ({"archive": True}, "--archive"),
+    ],
 )
 def test_options_that_would_do_nothing_are_refused(run_file, jobs, options, message):
     with pytest.raises(UsageError, match=message):
@@ -114,6 +119,31 @@ def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
     assert {p: p.read_bytes() for p in before} == before
     assert "settings stay as they were" in said[1]
     launch_train.train(folder.root)  # nothing to confirm later
+
+
+def test_a_step_that_is_already_past_starts_nothing(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    write_checkpoint(folder, 60, config, tokens.fingerprint())
+    for until in (40, 60):
+        said = []
+        outcome = launch_train.train(run_file, until_step=until, say=said.append)
+        assert (outcome.exit_code, outcome.step, outcome.saved_step) == (10, 60, 60)
+        assert "already past it" in said[0] and not jobs
+    launch_train.train(run_file, until_step=61)
+    assert len(jobs) == 1
+
+
+def test_a_refused_checkpoint_is_not_what_training_continues_from(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    for step in (40, 60):
+        write_checkpoint(folder, step, config, tokens.fingerprint())
+    log, said = EventLog(folder.events), []
+    log.write("checkpoint_refused", step=60, path="p", reason="damaged")
+    launch_train.train(run_file, until_step=50, say=said.append)
+    assert "continue  after step 40 of 100" in said[0] and len(jobs) == 1
+    log.write("checkpoint", step=60)  # saved anew
+    launch_train.train(run_file, say=said.append)
+    assert "continue  after step 60 of 100" in said[1]
 
 
 def test_leftovers_of_a_killed_save_are_removed(run_file, jobs, folder):

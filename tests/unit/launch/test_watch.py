@@ -35,3 +35,20 @@ def test_half_a_line_waits_for_its_end(tmp_path):
         file.flush()
         watch.read()
     assert watch.step == 4
+
+
+def test_knows_the_checkpoint_that_was_verified_last(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log, watch = EventLog(path), Watch(path)
+    watch.read()
+    assert watch.saved is None
+    for kind, facts in (
+        ("checkpoint_refused", {"step": 180, "path": "p", "reason": "damaged"}),
+        ("run_started", {"from_step": 160}),
+    ):
+        log.write(kind, **facts)
+    watch.read()
+    assert watch.saved == 160
+    log.write("checkpoint", step=170)
+    watch.read()
+    assert watch.saved == 170
