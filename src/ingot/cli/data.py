@@ -53,7 +53,7 @@ def _configure_build(build: argparse.ArgumentParser) -> None:
     build.add_argument("--eot", default="", metavar="TOKEN", help="its end-of-text token, if it has an unusual name")
     build.add_argument("--vocab-size", type=int, default=32_768, help="tokens of a trained BPE (default: 32768)")
     build.add_argument("--seed", type=int, default=1234, help="of the shuffle of documents (default: 1234)")
-    build.add_argument("--workers", type=int, default=0, help="processes (default: one per core)")
+    build.add_argument("--workers", type=int, help="processes (default: one per core)")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -68,6 +68,8 @@ def _build(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.recipe import load_recipe
     from ingot.errors import UsageError
 
+    if args.workers is not None and args.workers < 1:
+        raise UsageError(f"--workers {args.workers}", rule="at least 1")
     recipe = load_recipe(Path(args.recipe) if args.recipe else None, args.set)
     sources = [("web", args.files), *((name, files) for name, *files in args.source)]
     if without := [name for name, files in sources[1:] if not files]:

@@ -56,7 +56,9 @@ class _Parser(argparse.ArgumentParser):
             message += f"; did you mean {close[0]!r}?" if close else ""
         if "--json" in _Parser.line:
             Terminal(json_mode=True).result({"error": UsageError.code, "found": message, "exit_code": 2})
-        self.exit(2, f"{self.prog}: {message}\nSee: {self.prog} --help\n")
+        actions = {sub.prog.split()[-1]: sub.prog for sub in _with_subcommands(self)[1:]}
+        prog = next((actions[word] for word in _Parser.line if word in actions), self.prog)
+        self.exit(2, f"{prog}: {message}\nSee: {prog} --help\n")
 
 
 def _with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

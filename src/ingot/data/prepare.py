@@ -20,7 +20,7 @@ from ingot.data.shards import SPLITS, build_shards
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
 from ingot.data.verify import verify_tokens
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import exclusive, sha256_file
@@ -165,7 +165,7 @@ def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
             _collect(found, damage, lambda tokens=tokens: _verify_origin(tokens))
     raise_all(damage)
     if not found:
-        raise DataError(
+        raise DataMissing(
             f"{folder} holds neither a corpus nor tokens",
             rule=f"a corpus has {CORPUS_MANIFEST}, a token folder {MANIFEST}; both are written last",
             fix="give the folder that `ingot data build --out` wrote",

@@ -134,3 +134,12 @@ def test_errors_have_their_exit_codes(crawl_files, tmp_path, capsys):
     assert main(["data", "inspect", out, "--dropped-by", "language.other"]) == 0
     assert main(["data", "build", str(tmp_path / "absent"), "--out", out]) == 3
     assert main(["data", "inspect", str(tmp_path)]) == 20
+
+
+def test_no_workers_are_refused(crawl_files, tmp_path, capsys):
+    assert main(["data", "build", *crawl_files, "--out", str(tmp_path / "data"), "--workers", "-3"]) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_missing_and_not_damaged(tmp_path):
+    assert main(["data", "verify", str(tmp_path / "nowhere")]) == 3
