@@ -36,6 +36,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.eta_seconds is not None:
         parts.append(f"eta {format_seconds(status.eta_seconds)}")
     terminal.say("   ".join(parts))
+    if status.log_damage:
+        terminal.say(f"log    {status.log_damage}")
     if status.losses:
         terminal.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
     if status.checkpoint_step is not None and status.checkpoint_time is not None:

@@ -95,7 +95,7 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
 
     corpus: a corpus folder; without it, the one beside the run's tokens if its hash is the one they were made from.
     twin: a twin.json. stages: the event log that holds `stage` events, if it is not the run's.
-    Raises UsageError when `run` has no event log, DataError for an artifact that cannot be read.
+    Raises UsageError when `run` has no event log, DataError for an artifact or a log of which nothing can be read.
     """
     facts = Facts(folder=RunFolder(run))
     if not facts.folder.events.is_file():
@@ -161,7 +161,7 @@ def read_run_events(facts: Facts) -> None:
         kinds.STAGE: facts.stages,
         kinds.RUN_STARTED: facts.starts,
     }
-    started = alive = None
+    started = alive = kind = None
     for event in _readable_events(facts.folder.events, facts):
         kind = event["kind"]
         incidents.see(event)
@@ -178,6 +178,12 @@ def read_run_events(facts: Facts) -> None:
             started = alive = event["time"]
         elif kind in (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED):
             alive = event["time"]
+    if kind is None:
+        raise DataError(
+            f"{facts.folder.events} holds no event that can be read",
+            rule="a report is told from the event log alone",
+            fix="restore the file from a copy; the checkpoints of the run are not touched by this",
+        )
     facts.active_seconds += alive - started if started and alive else 0.0
     facts.incidents = incidents.found
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ingot.checkpoint.manifest import list_checkpoints
 from ingot.config import load
 from ingot.errors import UsageError
 from ingot.events import read_events
@@ -18,7 +19,8 @@ _SPARK_WIDTH = 24
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault),
-    "interrupted" (neither running nor at an end, as after a power loss) or "not started".
+    "interrupted" (neither running nor at an end, as after a power loss), "not started", or "unknown" (there are
+    checkpoints, but the event log is missing or tells nothing of them: `log_damage` says so, `step` is the newest's).
 
     losses: of the steps that count, a step done again replaces its first try. Times are Unix seconds; None: not yet.
     """
@@ -39,19 +41,22 @@ class Status:
     restarts: int
     faults: tuple[str, ...]
     losses: tuple[float, ...]
+    log_damage: str = ""
 
 
 def read_status(root: Path) -> Status:
     """Raises UsageError when `root` is no run folder."""
     folder = RunFolder(root)
     if not folder.config.is_file():
-        there = "exists, but holds no run.toml" if root.is_dir() else "does not exist"
+        there = "exists, but holds no run.toml: nothing was started in it yet" if root.is_dir() else "does not exist"
         raise UsageError(f"{root} {there}", rule="status reads a run folder", fix="ingot train RUN_FILE starts a run")
     run = load(RunConfig, folder.config)
     losses: dict[int, float] = {}
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None
     for event in read_events(folder.events):
+        if not isinstance(event, dict):
+            continue
         kind = event.get("kind", "")
         latest = event.get("time", latest)
         last[kind] = event
@@ -68,11 +73,14 @@ def read_status(root: Path) -> Status:
             last["end"] = event
     progress, saved = last.get(events.PROGRESS, {}), last.get(events.CHECKPOINT, {})
     running = is_locked(folder.lock)
+    saved_steps = (
+        () if "end" in last or losses else [c.step for c in list_checkpoints(folder.checkpoints) if c.manifest]
+    )
     return Status(
         name=run.name,
-        state="running" if running else _ended(last),
+        state="running" if running else "unknown" if saved_steps else _ended(last),
         steps=run.train.steps,
-        step=max(losses, default=0),
+        step=max((*losses, *saved_steps), default=0),
         ranks=run.parallel.world_size,
         loss=losses[max(losses)] if losses else None,
         bpb=progress.get("bpb"),
@@ -85,7 +93,13 @@ def read_status(root: Path) -> Status:
         restarts=restarts,
         faults=tuple(faults),
         losses=tuple(losses[step] for step in sorted(losses)),
+        log_damage=_log_damage(folder) if saved_steps else "",
     )
+
+
+def _log_damage(folder: RunFolder) -> str:
+    what = "is damaged" if folder.events.exists() else "is missing"
+    return f"{folder.events.name} {what}: the step is that of the newest checkpoint"
 
 
 def _ended(last: dict[str, dict]) -> str:

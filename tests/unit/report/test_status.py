@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from ingot.checkpoint.manifest import write_manifest
 from ingot.config import to_toml
 from ingot.errors import UsageError
 from ingot.events import EventLog
@@ -12,6 +13,7 @@ from ingot.recipes.load import load_model
 from ingot.report.status import read_status, sparkline
 from ingot.resilience.lock import RunLock
 from ingot.schema import events
+from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import Data, RunConfig, Train
 
@@ -82,6 +84,26 @@ def test_a_torn_line_and_unknown_kinds_do_no_harm(folder):
     with folder.events.open("a") as file:
         file.write('{"kind": "step", "lo')
     assert read_status(folder.root).step == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "damage"), [(None, "is missing"), ("", "is damaged"), ("\x00 what?\n7\n", "is damaged")]
+)
+def test_without_a_log_the_checkpoints_tell_the_step(folder, log, damage, capsys):
+    from ingot.cli.main import main
+
+    manifest = CheckpointManifest(
+        step=6, tokens=0, config_sha256="", settings={}, data_fingerprint="", layout={"dp_shard": 1}, files={},
+        tensors={}, rng=(), ledger=(),
+    )  # fmt: skip
+    folder.checkpoint(6).mkdir(parents=True)
+    write_manifest(folder.checkpoint(6), manifest)
+    if log is not None:
+        folder.events.write_text(log)
+    status = read_status(folder.root)
+    assert (status.state, status.step) == ("unknown", 6) and damage in status.log_damage
+    assert main(["status", str(folder.root)]) == 0
+    assert damage in capsys.readouterr().out
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):

@@ -234,6 +234,14 @@ def test_a_setting_changed_on_the_way_is_told(tmp_path, logs):
     assert "Changed settings" not in write_report(logs.write_events(tmp_path, [start])).markdown.read_text()
 
 
+@pytest.mark.parametrize("log", ["", "\x00 what?\n", '{"kind": "step"}\n'])
+def test_a_log_without_events_makes_no_report(tmp_path, log):
+    RunFolder(tmp_path).events.write_text(log)
+    with pytest.raises(DataError, match="no event that can be read"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_what_is_no_run_is_refused(tmp_path, drilled_run, logs):
     with pytest.raises(UsageError, match=r"events\.jsonl"):
         write_report(tmp_path)
