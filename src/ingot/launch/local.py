@@ -93,9 +93,15 @@ class LocalJob:
         self._process.wait(timeout=_KILL_SECONDS)
 
     def last_words(self) -> str:
-        """The last line of the log, "" if it is empty."""
+        """The last line of the log; if it is empty, how torchrun itself ended ("" while it runs)."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return next((line.strip() for line in reversed(lines) if line.strip()), self._ended())
+
+    def _ended(self) -> str:
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return f"torchrun was killed (signal {-code})" if code < 0 else f"torchrun exited with code {code}"
 
     def exit_codes(self) -> dict[int, int]:
         """By rank, from torchrun's summary; negative numbers are signals. Empty while there is none."""

@@ -9,6 +9,7 @@ import pytest
 
 from ingot.errors import DataError, RunFailed
 from ingot.events import read_events
+from ingot.launch.local import LocalJob
 from ingot.launch.supervise import supervise
 from ingot.schema import events
 from ingot.schema.job import Job
@@ -112,3 +113,11 @@ def test_a_signal_becomes_a_stop_request(act):
     assert "saving first" in act.said[0]
     assert not act.folder.stop_request.exists()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_launcher_that_is_killed_without_a_word_has_a_cause(tmp_path):
+    job = Job(module="a_module_that_is_never_reached", arguments=(), processes=1, env={})
+    running = LocalJob(job, attempt=0, log=tmp_path / "log")
+    assert running.last_words() == ""
+    running.kill()
+    assert running.last_words() == "torchrun was killed (signal 9)"
