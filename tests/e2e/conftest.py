@@ -109,6 +109,8 @@ class Project:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A job started with & in a script ignores Ctrl-C, and so would its children; a user's terminal does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
