@@ -192,6 +192,7 @@ class Story:
             )
             lines.append(f"vocabulary of {prepared.train.vocab_size:,}, encoded with {prepared.engine}")
             lines += [f"notice: {prepared.notice}"] if prepared.notice else []
+            lines += [f"warning: {warning}" for warning in prepared.warnings]
         header, rows = funnel_table(prepared.corpus.funnel)
         self.narrator.table(
             [("            " + row[0], *row[1:]) for row in rows],

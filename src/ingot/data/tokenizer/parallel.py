@@ -45,6 +45,7 @@ def encode_documents(
                 yield from _with_names(done, future.result())
         for done, future in waiting:
             yield from _with_names(done, future.result())
+        pool.shutdown()  # waits: a worker that is slow to start still reads the tokenizer's file
     except BrokenProcessPool:
         raise DataError(
             "a tokenizer process died (killed, or out of memory)",
