@@ -14,7 +14,8 @@ from ingot.optim.adamw import build_adamw
 from ingot.parallel import data
 from ingot.parallel.apply import parallelize
 from ingot.schema.arch import Arch
-from ingot.schema.run import Optim, Parallel, Train
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Optim, Train
 from ingot.train.step import train_step
 
 # Odd sizes on purpose: dims that 2 and 4 ranks do not divide.

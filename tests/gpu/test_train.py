@@ -10,7 +10,8 @@ from ingot.loader.loader import Batch
 from ingot.model.generate import generate
 from ingot.optim.adamw import build_adamw
 from ingot.schema.arch import Arch
-from ingot.schema.run import Data, Parallel, RunConfig, Train
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Data, RunConfig, Train
 from ingot.train.build import build_model
 from ingot.train.step import train_step
 

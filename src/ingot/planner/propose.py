@@ -6,7 +6,8 @@ from ingot.errors import ConfigError
 from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.run import Checkpoint, Cost, Data, Evaluate, Optim, Parallel, RunConfig, Schedule, Train, Watch
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Checkpoint, Cost, Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
 from ingot.theory.params import count_parameters
 from ingot.theory.scaling import (
     MAX_USEFUL_EPOCHS,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ingot.config import to_dict
 from ingot.schema.arch import Arch
+from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
 
 # Changing these leaves the experiment the same: where things lie, how the work is split, what is watched. The token
@@ -59,13 +60,18 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Batches count sequences of `seq_len` tokens: global_batch = micro_batch x accumulation x data-parallel ranks."""
+    """Batches count sequences of `seq_len` tokens: global_batch = micro_batch x accumulation x data-parallel ranks.
+
+    precision: of the computation; parameters are kept and updated in fp32 (fp64 for "fp64", which serves proofs). fp16
+    scales the loss dynamically. tf32: fp32 products on NVIDIA GPUs round their inputs to 10 bits of mantissa.
+    """
 
     steps: int
     seq_len: int
     global_batch: int
     micro_batch: int
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    tf32: bool = False
     compile: Literal["auto", "on", "off"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -113,25 +119,6 @@ class Schedule:
         yield from _at_least(self, 0, "warmup_steps", "decay_steps")
         if not 0 <= self.final_fraction <= 1:
             yield "final_fraction", f"is {self.final_fraction}, must be in [0, 1]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parallel:
-    """Degrees of the mesh axes. World size is their product."""
-
-    dp_shard: int = 1
-
-    def problems(self):
-        return _at_least(self, 1, "dp_shard")
-
-    @property
-    def world_size(self) -> int:
-        return self.dp_shard
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that read different samples."""
-        return self.dp_shard
 
 
 @dataclass(frozen=True, kw_only=True)

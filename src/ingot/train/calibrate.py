@@ -27,7 +27,8 @@ from ingot.planner.memory import live_bill
 from ingot.planner.step_time import rank_work
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.run import Data, Parallel, RunConfig, Train
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Data, RunConfig, Train
 
 _DEADLINE_SECONDS = 120
 _BASE = Arch(

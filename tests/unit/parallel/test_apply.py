@@ -9,7 +9,8 @@ from ingot.model.transformer import Transformer
 from ingot.parallel import data
 from ingot.parallel.apply import compile_blocks, parallelize, should_compile
 from ingot.schema.arch import Arch
-from ingot.schema.run import Parallel, Train
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Train
 
 ARCH = Arch(vocab_size=19, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ffn=24)
 

@@ -11,8 +11,9 @@ from ingot.planner.step_time import step_seconds
 from ingot.recipes.load import load_cluster, load_model
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
+from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Plan
-from ingot.schema.run import Data, Parallel, RunConfig, Train
+from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.flops import train_flops_per_token
 
 TINY = load_model("tiny").arch

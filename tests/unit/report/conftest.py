@@ -13,8 +13,9 @@ from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
 from ingot.schema.layout import RunFolder
+from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Plan
-from ingot.schema.run import Data, Parallel, RunConfig, Schedule, Train
+from ingot.schema.run import Data, RunConfig, Schedule, Train
 from ingot.schema.tokens import Shard, TokenManifest
 from ingot.storage import sha256_file, write_json
 

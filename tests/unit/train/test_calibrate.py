@@ -45,7 +45,8 @@ def test_exact_timings_give_back_the_rates():
 
 def test_noisy_timings_still_predict_other_shapes():
     from ingot.recipes.load import load_model
-    from ingot.schema.run import Data, Parallel, RunConfig, Train
+    from ingot.schema.parallel import Parallel
+    from ingot.schema.run import Data, RunConfig, Train
 
     found = fit(timings_of(TRUE, noise=0.05), LIMITS, BARE)
     train = Train(steps=1, seq_len=256, global_batch=24, micro_batch=12)

@@ -1,0 +1,90 @@
+"""How a run is split over processes: the degrees of the mesh, and how each form of parallelism behaves."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# The forms of a pipeline, by the names of their papers (theory/schedule.py makes their tables).
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"]
+TWO_STAGES = ("interleaved", "looped_bfs", "interleaved_zb", "zb_v", "dualpipe_v")
+# Their backward comes in two halves: gradients of the inputs first, those of the weights when there is time.
+SPLIT_BACKWARD = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
+# Rank r holds stages r and 2P-1-r: the data goes down the ranks and comes back up.
+V_SHAPED = ("zb_v", "dualpipe_v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Degrees of the mesh axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. World size is their product.
+
+    dp_replicate: copies of the model that share each batch. dp_shard: ranks that share one copy, by `zero`:
+      1: optimizer state is split, 2: gradients too, 3: parameters too (FSDP2). "auto": 1 for models below 20M
+      parameters and in pipelines, else 3. dp_replicate with dp_shard = 1 is DDP; both above 1 is HSDP.
+    unit_layers: blocks gathered and reduced together, 0: all. prefetch: units gathered ahead of the one in use.
+    reshard: zero 3 frees a unit after its forward and gathers it again for the backward.
+    grads: dtype in which gradients are kept and reduced. Bytes per parameter with bf16 weights: 16 with bf16
+      gradients, 18 with fp32 ones.
+    reduce: "canonical" sums gradients of `virtual_ranks` equal parts of the batch in one fixed tree, so that 1, 2, 4..
+      copies (dp_replicate) give the same bits.
+    sequence: with tp, norms and residuals are split along the sequence. async_tp: overlap tp's collectives with its
+      matrix products (GPUs with symmetric memory only).
+    schedule: of the pipeline. stages_per_rank: 0 means what the schedule needs. stage_layers: blocks of each stage;
+      empty means equal parts.
+    recompute: "full" keeps the input of a block only; "selective" keeps the results of matrix products and attention.
+      recompute_every: of every n-th block.
+    offload: where optimizer state lives and is updated: "cpu" memory, or "nvme" files in `offload_folder`.
+      offload_parameters: with "cpu" and zero 3, parameters as well.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: Literal["auto", 1, 2, 3] = "auto"
+    unit_layers: int = 1
+    prefetch: int = 1
+    reshard: bool = True
+    grads: Literal["fp32", "bf16"] = "fp32"
+    reduce: Literal["fast", "canonical"] = "fast"
+    virtual_ranks: int = 0
+    sequence: bool = True
+    async_tp: bool = False
+    schedule: Schedule = "1f1b"
+    stages_per_rank: int = 0
+    stage_layers: tuple[int, ...] = ()
+    recompute: Literal["none", "full", "selective"] = "none"
+    recompute_every: int = 1
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    offload_parameters: bool = False
+    offload_folder: str = ""
+
+    def problems(self):
+        for name in ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "recompute_every"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be at least 1"
+        for name in ("unit_layers", "prefetch", "virtual_ranks", "stages_per_rank"):
+            if getattr(self, name) < 0:
+                yield name, f"is {getattr(self, name)}, must be at least 0"
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in all."""
+        return self.pp * self.stages_on_each_rank
+
+    @property
+    def stages_on_each_rank(self) -> int:
+        return self.stages_per_rank or (2 if self.pp > 1 and self.schedule in TWO_STAGES else 1)
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.pp > 1 and self.schedule in SPLIT_BACKWARD
