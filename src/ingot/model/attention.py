@@ -37,7 +37,7 @@ def document_mask(document_ids_BT: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, arch: Arch, attend: Attend):
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
+        self.head_dim = arch.head_dim
         self.attend = attend
         self.q = nn.Linear(arch.d_model, arch.num_heads * arch.head_dim, bias=False)
         self.k = nn.Linear(arch.d_model, arch.num_kv_heads * arch.head_dim, bias=False)
@@ -49,9 +49,10 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache=None) -> Tensor:
         """cache: this layer's keys and values so far (model/generate.py), or None. Returns [B, T, D]."""
         batch, tokens, _ = x_BTD.shape
-        q_BTNH = self.q(x_BTD).view(batch, tokens, self.num_heads, self.head_dim)
-        k_BTGH = self.k(x_BTD).view(batch, tokens, self.num_kv_heads, self.head_dim)
-        v_BTGH = self.v(x_BTD).view(batch, tokens, self.num_kv_heads, self.head_dim)
+        # As many heads as the matrices have columns for: a tensor-parallel rank holds some of them.
+        q_BTNH = self.q(x_BTD).view(batch, tokens, -1, self.head_dim)
+        k_BTGH = self.k(x_BTD).view(batch, tokens, -1, self.head_dim)
+        v_BTGH = self.v(x_BTD).view(batch, tokens, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTGH = self.q_norm(q_BTNH), self.k_norm(k_BTGH)
         q_BNTH = rotate(q_BTNH.transpose(1, 2), *rotary)

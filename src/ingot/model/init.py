@@ -1,7 +1,8 @@
-"""The first weights: a pure function of (seed, parameter name), the same on any number of ranks and on any device.
+"""The first weights: a pure function of (seed, parameter name, position), the same bits on every layout and device.
 
-Every parameter is drawn whole, on the CPU, from its own random stream; each rank then keeps the part it owns. (Random
-operations on a sharded tensor draw the same rows on every rank on CPU, and other numbers for every layout.)
+A matrix is drawn on the CPU in groups of rows, each group from its own random stream, so a rank draws no more than the
+groups it owns a part of. (Random operations on a sharded tensor draw the same rows on every rank on CPU, and other
+numbers for every layout.)
 
 Scheme: matrices from N(0, 0.02^2); the matrices that write into the residual stream (attention.o, mlp.down) have their
 deviation divided by sqrt(2 * num_layers), so that its variance does not grow with depth (Radford et al. 2019, GPT-2,
@@ -9,6 +10,7 @@ section 2.3). Norm weights are 1.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +20,33 @@ from ingot.schema.arch import Arch
 
 DEVIATION = 0.02
 RESIDUAL_WRITERS = ("attention.o.weight", "mlp.down.weight")
+# Elements of a group of rows: a whole matrix of a small model, 256 rows of width 4,096.
+GROUP_ELEMENTS = 1 << 20
 
 
-def initial_value(name: str, shape: torch.Size, arch: Arch, seed: int) -> Tensor:
-    """The whole parameter `name` as float32 on the CPU."""
+def initial_value(
+    name: str,
+    shape: Sequence[int],
+    arch: Arch,
+    seed: int,
+    offsets: Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """float32 on the CPU: the parameter `name` of whole `shape`, or its block of `sizes` that begins at `offsets`."""
+    offsets, sizes = offsets or (0,) * len(shape), shape if sizes is None else sizes
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.ones(tuple(sizes))
+    block = torch.empty(tuple(sizes))
     deviation = DEVIATION / (math.sqrt(2 * arch.num_layers) if name.endswith(RESIDUAL_WRITERS) else 1.0)
-    generator = torch.Generator().manual_seed(derive(seed, "init", name))
-    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+    (rows, columns), (first, left), (height, width) = shape, offsets, sizes
+    group_rows = max(GROUP_ELEMENTS // columns, 1)
+    for group in range(first // group_rows, -(-(first + height) // group_rows) if height else 0):
+        start, stop = group * group_rows, min((group + 1) * group_rows, rows)
+        generator = torch.Generator().manual_seed(derive(seed, "init", name, group))
+        drawn = torch.empty(stop - start, columns).normal_(0.0, deviation, generator=generator)
+        top, bottom = max(start, first), min(stop, first + height)
+        block[top - first : bottom - first] = drawn[top - start : bottom - start, left : left + width]
+    return block
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Cross entropy of the next token without ever holding all the logits.
+"""From hidden states to the loss, or to logits, without ever holding all the logits in training.
 
 The logits of a batch are its largest tensor: 8,192 tokens x 128,256 ids in float32 are 4.2 GB, held three times by the
 plain form (logits, their float32 copy, their gradient). Here the tokens pass in chunks, and the gradient of each chunk
@@ -54,19 +54,35 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return hidden_grad * scale.to(hidden_grad.dtype), weight_grad * scale.to(weight_grad.dtype), None, None, None
 
 
-class CrossEntropy(nn.Module):
-    """The sum of nats over all tokens, from hidden states and the head's weight (passed in, because it may be tied)."""
+class Readout(nn.Module):
+    """What is asked of the last hidden states, with the head's weight (passed in, because it may be tied).
+
+    It has no parameters. Tensor parallelism gives it another `piece`, and a `whole` that puts logits together.
+    """
 
     def __init__(self):
         super().__init__()
-        self.piece = nats_and_slope  # parallelize() puts a compiled one here on a GPU
+        # (logits [M, V], targets [M]) -> nats [M] and slope [M, V]; a compiled one on a GPU.
+        self.piece = nats_and_slope
+        # logits of this rank's part of the vocabulary -> logits of all of it
+        self.whole = _itself
 
     def forward(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
         """Scalar in float32 (float64 for float64 input): the sum over M of -log p(target). Differentiable."""
         chunk = chunk_tokens(len(weight_VD), hidden_MD.device.type)
         return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self.piece)  # type: ignore[return-value]
 
+    @torch.no_grad()
+    def nats(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
+        """-log p(target) of every token by itself, float32 (float64 for float64), for evaluation: [M]."""
+        chunk = chunk_tokens(len(weight_VD), hidden_MD.device.type)
+        parts = zip(hidden_MD.split(chunk), targets_M.split(chunk), strict=True)
+        return torch.cat([self.piece(hidden @ weight_VD.T, targets)[0] for hidden, targets in parts])
 
-def token_nats(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Nats of every target by itself, float32 (float64 for float64): for evaluation. [T]."""
-    return -_log_probabilities(logits_TV).gather(-1, targets_T[:, None]).squeeze(-1)
+    def logits(self, hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        """[B, T, V] in the compute dtype."""
+        return self.whole(F.linear(hidden_BTD, weight_VD))
+
+
+def _itself(logits: Tensor) -> Tensor:
+    return logits

@@ -1,61 +1,136 @@
 """How a plain model becomes a distributed one: THE order, in one function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ingot.parallel.data import shard_data_parallel
+from ingot.dist.mesh import Mesh
+from ingot.parallel.fsdp import Fsdp, shard_stage
+from ingot.parallel.piece import Piece
+from ingot.parallel.recompute import recompute
+from ingot.parallel.split_backward import split_linears
+from ingot.parallel.stages import TiedEnds, cut_stage
+from ingot.parallel.tensor import cut_tensors, sum_partial_gradients, use_async_tensor_parallel
+from ingot.parallel.zero import Zero
 from ingot.schema.run import Train
+
+# (name, whole shape, offsets, sizes) -> that block of the parameter's first value, on the CPU
+InitialValue = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Parallelized:
+    """This rank's part of a model. stages: by stage number. pieces: what it owns of the parameters.
+
+    hidden: dtype of what stages hand to each other.
+    """
+
+    stages: dict[int, nn.Module]
+    data: Zero | Fsdp
+    pieces: list[Piece]
+    hidden: torch.dtype
+    _partial: list[Piece]
+    _tied: TiedEnds | None
+    _mesh: Mesh
+
+    def reduce(self) -> None:
+        """After the last backward of a step: every piece gets its whole gradient, the mean over data ranks."""
+        self.data.reduce()
+        sum_partial_gradients(self._partial, self._mesh)
+        if self._tied is not None:
+            self._tied.sum_gradients()
+
+    def publish(self) -> None:
+        """After masters changed: what computes follows them."""
+        self.data.publish()
 
 
 def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh,
+    make: Callable[[], nn.Module],
+    mesh: Mesh,
     train: Train,
     device: torch.device,
-    initial_value: Callable[[str, torch.Size], Tensor],
-) -> nn.Module:
-    """Compile, shard, materialise and initialise `model`, built on the meta device. Returns it, changed in place.
+    *,
+    sharding: Mapping[str, str],
+    rank_of_stage: Sequence[int],
+    micro_batches: int,
+    initial_value: InitialValue | None,
+) -> Parallelized:
+    """This rank's stages of the model that `make` builds on the meta device, with memory and first values.
 
-    initial_value(name, whole shape) -> the whole parameter on the CPU. It must not depend on the rank: each rank cuts
-    its own part from it, without communication.
+    mesh.parallel: with every "auto" resolved (theory/layout.py). rank_of_stage: of the pipeline's table.
+    initial_value: must not depend on the rank; None leaves values unset, for a trace without memory.
     """
-    # 1. Precision of what is stored: float32 masters, unless the run is a float64 proof.
-    model.to(torch.float64 if train.precision == "fp64" else torch.float32)
-    # 2. Compile, block by block: one graph serves all blocks, and FSDP's hooks stay outside of it.
-    if should_compile(train, device):
-        compile_blocks(model)
-    # 3. Shard parameters, gradients and optimizer state over the data-parallel ranks; compute precision is set here.
-    shard_data_parallel(model, mesh, train.precision)
-    # 4. Memory for this rank's parts, and their first values.
-    model.to_empty(device=device)
-    fill(model, initial_value)
-    return model
-
-
-def should_compile(train: Train, device: torch.device) -> bool:
-    """ "auto" compiles on a GPU. On a CPU the compiler takes minutes and wins nothing at the sizes a CPU trains."""
-    return train.compile == "on" or (train.compile == "auto" and device.type == "cuda")
-
-
-def compile_blocks(model: nn.Module) -> None:
-    for block in model.get_submodule("blocks").children():
-        block.compile()
-    cross_entropy = model.get_submodule("cross_entropy")
-    cross_entropy.piece = torch.compile(cross_entropy.piece)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
-@torch.no_grad()
-def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
-    """Set every parameter from `value(name, whole shape)`; of a sharded one, the part that this rank owns."""
-    for name, parameter in model.named_parameters():
-        whole = value(name, parameter.shape).to(parameter.device, parameter.dtype)
-        if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank has the whole value, nothing is sent.
-            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(part.to_local())
+    settings = mesh.parallel
+    compute, master = COMPUTE[train.precision], COMPUTE["fp64" if train.precision == "fp64" else "fp32"]
+    grads = master if train.precision in ("fp32", "fp64") else GRADS[settings.grads]
+    stages, every_cut, tied = {}, {}, False
+    for number in [s for s, rank in enumerate(rank_of_stage) if rank == mesh.index("pp")]:
+        # 1. Pipeline: keep the blocks of this stage.
+        stage = make()
+        tied = getattr(stage, "head", None) is None
+        if len(rank_of_stage) > 1:
+            cut_stage(stage, number, settings.stage_layers)
+        # 2. Tensor and sequence: local shapes, and the collectives between them.
+        every_cut |= cut_tensors(stage, sharding, mesh)
+        if tied and number > 0 and number == len(rank_of_stage) - 1 and 0 in stages:
+            stage.embed = stages[0].embed  # a V-shaped pipeline begins and ends here
+        # 3. Backward in two halves, where the schedule wants it.
+        if settings.splits_backward:
+            split_linears(stage)
+        # 4. Recompute activations.
+        blocks = stage.get_submodule("blocks")
+        assert isinstance(blocks, nn.ModuleDict)
+        if settings.recompute != "none":
+            recompute(blocks, settings.recompute, settings.recompute_every)
+        # 5. Compile, block by block: one graph serves all blocks, and hooks of data parallelism stay outside of it.
+        if should_compile(train, device, settings.splits_backward):
+            compile_blocks(stage, whole_readout=settings.tp == 1)
+        # 6. Precision, and ZeRO-3's cut; memory for this rank's parts.
+        if settings.zero == 3:
+            stage.to(master)
+            shard_stage(stage, mesh, compute, grads, device)
         else:
-            parameter.copy_(whole)
+            stage.to(compute)
+        stage.to_empty(device="cpu" if settings.offload_parameters else device)
+        stages[number] = stage
+    if settings.async_tp:
+        use_async_tensor_parallel(mesh, device)
+    # 7. Who owns what, and how gradients meet.
+    every = list(stages.values())
+    if settings.zero == 3:
+        data = Fsdp(every, every_cut, mesh)
+    else:
+        assert settings.zero != "auto"
+        data = Zero(every, every_cut, mesh, zero=settings.zero, master=master, grads=grads, micro_batches=micro_batches)
+    # 8. First values, each rank its own blocks, without communication.
+    if initial_value is not None:
+        for piece in data.pieces:
+            piece.value.copy_(initial_value(piece.name, piece.shape, piece.offsets, piece.sizes))
+    data.publish()
+    partial = [piece for piece in data.pieces if every_cut[piece.name].partial]
+    two_ranks = tied and rank_of_stage[0] != rank_of_stage[-1]
+    ends = TiedEnds(mesh, rank_of_stage, data.pieces) if two_ranks else None
+    return Parallelized(stages, data, data.pieces, compute, partial, ends, mesh)
+
+
+def should_compile(train: Train, device: torch.device, splits_backward: bool = False) -> bool:
+    """ "auto" compiles on a GPU. On a CPU the compiler takes minutes and wins nothing at the sizes a CPU trains.
+
+    A backward in two halves cannot be compiled as one.
+    """
+    return train.compile == "on" or (train.compile == "auto" and device.type == "cuda" and not splits_backward)
+
+
+def compile_blocks(stage: nn.Module, *, whole_readout: bool) -> None:
+    """Only forwards: hooks on blocks, which gather and wait, stay outside of the graphs."""
+    for block in stage.get_submodule("blocks").children():
+        block.forward = torch.compile(block.forward)
+    readout = stage.get_submodule("readout")
+    if whole_readout:
+        readout.piece = torch.compile(readout.piece)  # pyright: ignore[reportArgumentType, reportCallIssue]

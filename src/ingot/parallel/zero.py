@@ -1,0 +1,274 @@
+"""Data parallelism with whole parameters on every rank: DDP, ZeRO-1 and ZeRO-2 (Rajbhandari et al. 2020).
+
+                parameters   gradients     master and moments     reduced
+    DDP         whole        whole         whole                  once per step, all-reduce
+    ZeRO-1      whole        whole         own rows               once per step, reduce-scatter
+    ZeRO-2      whole        own rows      own rows               every micro-batch, reduce-scatter
+
+Whole parameters are in the compute dtype, master and moments in float32 (the master is the parameter itself where both
+dtypes are the same), gradients in the dtype of `parallel.grads`. The gradients of a unit lie in one buffer of shape
+[ranks, elements of one rank's rows], so one collective moves them. A unit is reduced as soon as its backward is done,
+while earlier layers still compute; after the update it is gathered while the units before it already run forward.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ingot.dist.mesh import Mesh
+from ingot.parallel.canonical import Tree
+from ingot.parallel.piece import Piece
+from ingot.parallel.tensor import Cut
+from ingot.parallel.units import Unit, cut_units, own_rows
+
+
+@dataclass
+class Slot:
+    """A parameter's place in the buffer of its unit: columns start..start+length of [ranks, elements]."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    length: int
+    piece: Piece
+    fresh: bool = True  # nothing was added since the last step
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One unit. whole: gradients of all rows [S, elements]; shard: of the own rows [elements]."""
+
+    slots: list[Slot]
+    elements: int
+    waiting: set[str] = field(default_factory=set)  # parameters whose gradient of this micro-batch has not come
+    whole: Tensor | None = None
+    shard: Tensor | None = None
+    gathering: tuple[dist.Work, Tensor] | None = None
+
+
+class Zero:
+    """`stages`: modules with materialised parameters in the compute dtype, values not yet set.
+
+    Set `pieces[..].value` and call `publish` before the first forward.
+    """
+
+    def __init__(
+        self,
+        stages: list[nn.Module],
+        cuts: dict[str, Cut],
+        mesh: Mesh,
+        *,
+        zero: int,
+        master: torch.dtype,
+        grads: torch.dtype,
+        micro_batches: int,
+    ):
+        settings = mesh.parallel
+        self.mesh, self.keeps_whole, self.grads = mesh, zero < 2 or mesh.size("dp_shard") == 1, grads
+        self.ranks, self.index = mesh.size("dp_shard"), mesh.index("dp_shard")
+        self.hold = settings.splits_backward  # weights' gradients of several micro-batches come in turn
+        self.prefetch = settings.prefetch
+        self.pieces: list[Piece] = []
+        self._seen: set[nn.Parameter] = set()  # tied ends of a V-shaped pipeline are one parameter on two stages
+        self.buckets: dict[nn.Module, list[Bucket]] = {}
+        self.in_order: list[Bucket] = []
+        self._scattering: tuple[dist.Work, Bucket, Tensor] | None = None
+        self._reducing: list[dist.Work] = []
+        self._last = False
+        self._scatter_is_last = False
+        self._to_gather: list[Bucket] = []
+        for stage in stages:
+            units = cut_units(stage, settings.unit_layers)
+            self.buckets[stage] = [self._bucket(stage, unit, cuts, master) for unit in units]
+        self.tree = Tree(mesh, micro_batches) if settings.reduce == "canonical" else None
+
+    # -- layout --
+
+    def _bucket(self, stage: nn.Module, unit: Unit, cuts: dict[str, Cut], master: torch.dtype) -> Bucket:
+        bucket, start = Bucket([], 0), 0
+        for name in unit.names:
+            parameter = stage.get_parameter(name)
+            if parameter in self._seen:
+                continue
+            self._seen.add(parameter)
+            rows = own_rows(len(parameter), self.ranks, self.index)
+            length = -(-len(parameter) // self.ranks) * parameter[0].numel()
+            slot = Slot(name, parameter, start, length, self._piece(name, parameter, cuts[name], rows, master))
+            bucket.slots.append(slot)
+            self.pieces.append(slot.piece)
+            start += length
+            parameter.register_post_accumulate_grad_hook(lambda p, b=bucket, s=slot: self._arrived(b, s))
+        bucket.elements = start
+        if not bucket.slots:
+            return bucket
+        place = len(self.in_order)
+        self.in_order.append(bucket)
+        unit.modules[0].register_forward_pre_hook(lambda module, args: self._before_forward(place))
+        return bucket
+
+    def _piece(self, name: str, parameter: nn.Parameter, cut: Cut, rows: range, master: torch.dtype) -> Piece:
+        own = parameter.detach()[rows.start : rows.stop]
+        value = own if parameter.dtype == master else torch.empty_like(own, dtype=master)
+        return Piece(
+            name=name,
+            shape=cut.shape,
+            offsets=(cut.offsets[0] + rows.start, *cut.offsets[1:]),
+            sizes=tuple(own.shape),
+            value=value,
+            owner=is_owner(cut, parameter, self.mesh),
+        )
+
+    # -- gradients --
+
+    def before_backward(self, stage: nn.Module, last: bool) -> None:
+        self._last = last
+        if not self.hold:
+            for bucket in self.buckets[stage]:
+                bucket.waiting = {slot.name for slot in bucket.slots}
+
+    def after_backward(self, stage: nn.Module, last: bool) -> None:
+        """What hooks did not send on its way goes now: all of it where they hold, else parameters without gradient."""
+        for bucket in reversed(self.buckets[stage]):
+            if self.hold or bucket.waiting:
+                bucket.waiting = set()
+                self._complete(bucket, last)
+        if self.tree is not None:
+            self.tree.after_micro_batch(stage, [b.whole for b in self.buckets[stage] if b.whole is not None])
+            for slot in (slot for bucket in self.buckets[stage] for slot in bucket.slots):
+                slot.fresh = slot.fresh or self.tree.between_parts(stage)
+
+    @torch.no_grad()
+    def _arrived(self, bucket: Bucket, slot: Slot) -> None:
+        """A parameter's gradient of one micro-batch moves into its unit's buffer."""
+        gradient = slot.parameter.grad
+        slot.parameter.grad = None
+        if bucket.whole is None:
+            bucket.whole = torch.zeros(self.ranks, bucket.elements, dtype=self.grads, device=slot.parameter.device)
+        assert gradient is not None
+        flat = gradient.reshape(-1)
+        if flat.numel() < self.ranks * slot.length:
+            flat = F.pad(flat, (0, self.ranks * slot.length - flat.numel()))
+        target, rows = bucket.whole[:, slot.start : slot.start + slot.length], flat.view(self.ranks, slot.length)
+        if slot.fresh:
+            target.copy_(rows)
+        else:
+            target.add_(rows)
+        slot.fresh = False
+        if slot.name in bucket.waiting:
+            bucket.waiting.discard(slot.name)
+            if not bucket.waiting:
+                self._complete(bucket, self._last)
+
+    def _complete(self, bucket: Bucket, last: bool) -> None:
+        """All gradients of a unit are there: start what has to be exchanged now."""
+        if bucket.whole is None or self.tree is not None:
+            return
+        if self.ranks == 1:
+            if last and self.mesh.size("dp_replicate") > 1:
+                self._reducing.append(
+                    _started(dist.all_reduce(bucket.whole, group=self.mesh.group("dp_replicate"), async_op=True))
+                )
+        elif last or not self.keeps_whole:
+            self._scatter(bucket, last)
+
+    def _scatter(self, bucket: Bucket, last: bool) -> None:
+        self._finish_scatter()
+        assert bucket.whole is not None
+        own = torch.empty(bucket.elements, dtype=self.grads, device=bucket.whole.device)
+        work = dist.reduce_scatter_tensor(own, bucket.whole, group=self.mesh.group("dp_shard"), async_op=True)
+        self._scattering = (_started(work), bucket, own)
+        self._scatter_is_last = last
+        if not self.keeps_whole:
+            for slot in bucket.slots:
+                slot.fresh = True
+
+    def _finish_scatter(self) -> None:
+        """Wait for the reduce-scatter on its way, keep its result, and let the copies of the model sum theirs."""
+        if self._scattering is None:
+            return
+        work, bucket, own = self._scattering
+        self._scattering = None
+        work.wait()
+        bucket.shard = own if bucket.shard is None else bucket.shard.add_(own)
+        if not self.keeps_whole or self._scatter_is_last:
+            bucket.whole = None
+        if self._scatter_is_last and self.mesh.size("dp_replicate") > 1:
+            group = self.mesh.group("dp_replicate")
+            self._reducing.append(_started(dist.all_reduce(bucket.shard, group=group, async_op=True)))
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Set the gradient of every piece: the mean over data ranks. Ends all exchanges of this step."""
+        self._finish_scatter()
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
+        if self.tree is not None:
+            self.tree.reduce({s: [b.whole for b in bs if b.whole is not None] for s, bs in self.buckets.items()})
+        for bucket in self.in_order:
+            shard = bucket.shard if self.ranks > 1 else None if bucket.whole is None else bucket.whole[0]
+            if shard is None:
+                continue
+            shard.mul_(1 / self.mesh.data_ranks)
+            for slot in bucket.slots:
+                own = slot.piece.value.numel()
+                slot.piece.grad = shard[slot.start : slot.start + own].view(slot.piece.sizes)
+
+    # -- parameters --
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Let the compute-dtype parameters follow the masters. Gathers of later units wait for the next forward."""
+        for bucket in self.in_order:
+            bucket.shard = None
+            for slot in bucket.slots:
+                slot.fresh, slot.piece.grad = True, None
+                if self.ranks == 1 and slot.parameter.dtype != slot.piece.value.dtype:
+                    slot.parameter.data.copy_(slot.piece.value)
+        if self.ranks > 1:
+            self._to_gather = list(self.in_order)
+            self._gather_ahead(0)
+
+    def _gather_ahead(self, place: int) -> None:
+        """Start gathers up to `prefetch` units beyond the one at `place`."""
+        while self._to_gather and len(self.in_order) - len(self._to_gather) <= place + self.prefetch:
+            self._gather(self._to_gather.pop(0))
+
+    @torch.no_grad()
+    def _gather(self, bucket: Bucket) -> None:
+        first = bucket.slots[0].parameter
+        own = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
+        for slot in bucket.slots:
+            own[slot.start : slot.start + slot.piece.value.numel()] = slot.piece.value.reshape(-1)
+        whole = torch.empty(self.ranks, bucket.elements, dtype=first.dtype, device=first.device)
+        work = dist.all_gather_into_tensor(whole, own, group=self.mesh.group("dp_shard"), async_op=True)
+        bucket.gathering = (_started(work), whole)
+
+    @torch.no_grad()
+    def _before_forward(self, place: int) -> None:
+        if not self._to_gather and all(b.gathering is None for b in self.in_order[place : place + 1]):
+            return
+        self._gather_ahead(place)
+        bucket = self.in_order[place]
+        if bucket.gathering is None:
+            return
+        work, whole = bucket.gathering
+        bucket.gathering = None
+        work.wait()
+        for slot in bucket.slots:
+            rows = whole[:, slot.start : slot.start + slot.length].reshape(-1)
+            slot.parameter.data.copy_(rows[: slot.parameter.numel()].view_as(slot.parameter))
+
+
+def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
+    """Of the ranks that hold the same block, the first: copy 0, and tp 0 of what tp does not cut."""
+    replicated = tuple(parameter.shape) == cut.shape
+    return mesh.index("dp_replicate") == 0 and mesh.index("cp") == 0 and not (replicated and mesh.index("tp") > 0)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None is for ranks outside of the group
+    return work
