@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor, wait_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,14 +162,20 @@ def test_full_saves_one_tensor_per_block_for_the_backward():
     assert [size for size in saved if size] == [x.nbytes]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("how", ["full", "selective"])
-def test_compiled_blocks_recompute(how):
+def test_compiled_blocks_recompute(how, wrapped):
     """The compiler traces the recompute: which operations run again is then its partitioner's affair."""
     plain = step(make_model(dtype=torch.float32))
     model = make_model(how, dtype=torch.float32)
+    counters.clear()
     for block in model.blocks.values():
-        block.compile(backend="aot_eager", fullgraph=True)
+        if wrapped:
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        else:
+            block.compile(backend="aot_eager", fullgraph=True)
     compiled = step(model)
+    assert counters["stats"]["unique_graphs"] == 1  # serves all blocks
     torch._dynamo.reset()
     torch.testing.assert_close(compiled[0], plain[0])
     for name, grad in plain[1].items():
