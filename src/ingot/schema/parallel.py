@@ -60,6 +60,7 @@ class Parallel:
     offload_folder: str = ""
 
     def problems(self):
+        """Values that are wrong whatever the rest of the run is; the other rules are in schema/layout_rules.py."""
         for name in ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "recompute_every"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ingot.config import to_dict
 from ingot.schema.arch import Arch
+from ingot.schema.layout_rules import layout_rules
 from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
 
@@ -196,14 +197,6 @@ class RunConfig:
     cost: Cost = field(default_factory=Cost)
 
     def problems(self):
-        per_rank = self.train.micro_batch * self.parallel.data_ranks
-        if self.train.global_batch % per_rank:
-            low = max(self.train.global_batch // per_rank, 1) * per_rank
-            yield (
-                "train.global_batch",
-                f"{self.train.global_batch} is not micro_batch {self.train.micro_batch} x accumulation x "
-                f"{self.parallel.data_ranks} data-parallel ranks; nearest: {low} or {low + per_rank}",
-            )
         if self.train.seq_len > self.model.max_seq_len:
             yield "train.seq_len", f"{self.train.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}"
         decay_steps = self.schedule.decay_steps if self.schedule.kind == "wsd" else 0
@@ -211,6 +204,7 @@ class RunConfig:
             yield "schedule.warmup_steps", f"warm-up and decay are longer than the {self.train.steps} steps of the run"
         if self.schedule.kind == "wsd" and self.schedule.decay_steps < 1:
             yield "schedule.decay_steps", "WSD needs decay_steps of at least 1 (about 10-20% of the steps)"
+        yield from layout_rules(self)
 
     @property
     def accumulation(self) -> int:
