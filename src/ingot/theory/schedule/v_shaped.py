@@ -1,0 +1,156 @@
+"""Schedules in which a rank serves both ends of the model: ZB-V, DualPipeV and DualPipe."""
+
+from collections import Counter, deque
+
+from ingot.theory.schedule.table import Action, Kind, Table
+
+
+class _Row:
+    """Writes one rank's row; each call takes the next micro-batch of a stage, from its first one on."""
+
+    def __init__(self, first_micro_batch: dict[int, int]):
+        self.actions: list[Action] = []
+        self.overlaps: list[int] = []
+        self._first = first_micro_batch
+        self._count: Counter[tuple[str, int]] = Counter()
+        self._weights: deque[Action] = deque()
+
+    def forward(self, stage: int) -> None:
+        self._add("F", "F", stage)
+
+    def backward(self, stage: int) -> None:
+        self._add("B", "B", stage)
+
+    def backward_input(self, stage: int) -> None:
+        self._add("I", "B", stage)
+        self._weights.append(Action("W", stage, self.actions[-1].micro_batch))
+
+    def backward_weight(self) -> None:
+        """Of the oldest I that has none yet."""
+        self.actions.append(self._weights.popleft())
+
+    def forward_and_backward(self, forward: int, backward: int) -> None:
+        """Two stages at the same time."""
+        self.overlaps.append(len(self.actions))
+        self.forward(forward)
+        self.backward(backward)
+
+    def _add(self, kind: Kind, way: str, stage: int) -> None:
+        self.actions.append(Action(kind, stage, self._first[stage] + self._count[way, stage]))
+        self._count[way, stage] += 1
+
+
+def zb_v(pp: int, micro_batches: int) -> Table:
+    """Rank r holds stages r and 2P-1-r. With fewer than 2P-1 micro-batches, the table of 2P-1 without the others."""
+    rows = []
+    for rank in range(pp):
+        row = _zb_v_row(pp, rank, max(micro_batches, 2 * pp - 1))
+        rows.append(tuple(action for action in row if action.micro_batch < micro_batches))
+    return Table("zb_v", 2 * pp, micro_batches, _v_ranks(pp), tuple(rows))
+
+
+def _zb_v_row(pp: int, rank: int, micro_batches: int) -> list[Action]:
+    """The rank fills the time until the first gradient returns with forwards, as many as 1F1B's first rank holds, then
+    repeats F I W on both stages; in the end it leaves out the W that the last I of other ranks would wait for."""
+    lower, upper = rank, 2 * pp - 1 - rank
+    row = _Row({lower: 0, upper: 0})
+    forwards = 2 * (pp - rank) - 1 + rank  # of the lower stage
+    for _ in range(2 * (pp - rank) - 1):
+        row.forward(lower)
+    for _ in range(rank):
+        row.forward(upper)
+        row.forward(lower)
+    for _ in range(pp - rank):
+        row.forward(upper)
+        row.backward_input(upper)
+        row.backward_weight()
+    for _ in range(pp, micro_batches):  # the upper stage has done P forwards by now
+        if forwards < micro_batches:
+            row.forward(lower)
+            forwards += 1
+        row.backward_input(lower)
+        row.backward_weight()
+        row.forward(upper)
+        row.backward_input(upper)
+        row.backward_weight()
+    for _ in range(rank):
+        row.backward_input(lower)
+        row.backward_input(upper)
+    for _ in range(pp - rank):
+        row.backward_input(lower)
+        row.backward_weight()
+    for _ in range(2 * rank):
+        row.backward_weight()
+    return row.actions
+
+
+def dualpipe_v(pp: int, micro_batches: int) -> Table:
+    """Rank r holds stages r and 2P-1-r: DualPipe cut in half (Qi et al. 2025)."""
+    rows = [_dualpipe_row(pp, rank, micro_batches, rank, 2 * pp - 1 - rank) for rank in range(pp)]
+    return Table(
+        "dualpipe_v", 2 * pp, micro_batches, _v_ranks(pp),
+        tuple(tuple(row.actions) for row in rows), overlaps=tuple(tuple(row.overlaps) for row in rows),
+    )  # fmt: skip
+
+
+def dualpipe(pp: int, micro_batches: int) -> Table:
+    """Two copies of the model: stages 0..P-1 go down the ranks, stages P..2P-1 come up, from rank P-1 to rank 0. Half
+    of the micro-batches take each way. Both halves of the ranks play the same rows, seen from their own end."""
+    half, share = pp // 2, micro_batches // 2
+    rows = []
+    for rank in range(pp):
+        down, up = rank, 2 * pp - 1 - rank
+        near, far = (down, up) if rank < half else (up, down)
+        first = {down: 0, up: share}
+        rows.append(_dualpipe_row(half, min(rank, pp - 1 - rank), share, near, far, first))
+    return Table(
+        "dualpipe", 2 * pp, micro_batches, _v_ranks(pp), tuple(tuple(row.actions) for row in rows),
+        copies=2, overlaps=tuple(tuple(row.overlaps) for row in rows),
+    )  # fmt: skip
+
+
+def _dualpipe_row(
+    ranks: int, rank: int, micro_batches: int, near: int, far: int, first: dict[int, int] | None = None
+) -> _Row:
+    """The eight phases of DeepSeek-V3's figure 5, one loop each, for ranks counted from one end to the middle.
+
+    near: the stage closer to the input of its micro-batches; far: the one closer to the loss of its own.
+    """
+    row = _Row(first or {near: 0, far: 0})
+    for _ in range(2 * (ranks - rank - 1)):
+        row.forward(near)
+    for _ in range(rank + 1):
+        row.forward(near)
+        row.forward(far)
+    for _ in range(ranks - rank - 1):
+        row.backward_input(far)
+        row.backward_weight()
+        row.forward(far)
+    for index in range(micro_batches - 2 * ranks + rank + 1):
+        if index == 0 and rank == ranks - 1:
+            # The first gradient of all: in turn, since others wait for it.
+            row.forward(near)
+            row.backward(far)
+        else:
+            row.forward_and_backward(near, far)
+        row.forward_and_backward(far, near)
+    for _ in range(ranks - rank - 1):
+        row.backward(far)
+        row.forward_and_backward(far, near)
+    # From the middle of this phase on, the weights' gradients are left for the end.
+    for index in range(2 * (rank + 1)):
+        stage = near if index % 2 else far
+        if index < rank + 1:
+            row.backward(stage)
+        else:
+            row.backward_input(stage)
+    for _ in range(ranks - rank - 1):
+        row.backward_weight()
+        row.backward_input(near)
+    for _ in range(rank + 1):
+        row.backward_weight()
+    return row
+
+
+def _v_ranks(pp: int) -> tuple[int, ...]:
+    return tuple(min(stage, 2 * pp - 1 - stage) for stage in range(2 * pp))
