@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ingot.dist.exchange import all_sum, gather, scatter_sum, start_all_sum
 from ingot.dist.mesh import Mesh
 from ingot.errors import ConfigError
 from ingot.parallel.piece import Piece
@@ -95,18 +95,6 @@ class Region:
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         return (_ScatterTokens if self.sequence else _SumForward).apply(x_BTD, self.group)  # type: ignore[return-value]
-
-
-def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
-
-
-def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
-
-
-def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, group))
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -211,7 +199,7 @@ def sum_partial_gradients(pieces: list[Piece], mesh: Mesh) -> None:
     if mesh.size("tp") == 1 or not gradients:
         return
     total = torch.cat([g.reshape(-1) for g in gradients])
-    dist.all_reduce(total, group=mesh.group("tp"))
+    start_all_sum(total, mesh.group("tp")).wait()
     for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 

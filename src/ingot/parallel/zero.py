@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ingot.dist.exchange import start_all_sum, start_gather, start_scatter_sum
 from ingot.dist.mesh import Mesh
 from ingot.parallel.canonical import Tree
 from ingot.parallel.piece import Piece
@@ -168,9 +169,7 @@ class Zero:
             return
         if self.ranks == 1:
             if last and self.mesh.size("dp_replicate") > 1:
-                self._reducing.append(
-                    _started(dist.all_reduce(bucket.whole, group=self.mesh.group("dp_replicate"), async_op=True))
-                )
+                self._reducing.append(start_all_sum(bucket.whole, self.mesh.group("dp_replicate")))
         elif last or not self.keeps_whole:
             self._scatter(bucket, last)
 
@@ -178,8 +177,7 @@ class Zero:
         self._finish_scatter()
         assert bucket.whole is not None
         own = torch.empty(bucket.elements, dtype=self.grads, device=bucket.whole.device)
-        work = dist.reduce_scatter_tensor(own, bucket.whole, group=self.mesh.group("dp_shard"), async_op=True)
-        self._scattering = (_started(work), bucket, own)
+        self._scattering = (start_scatter_sum(own, bucket.whole, self.mesh.group("dp_shard")), bucket, own)
         self._scatter_is_last = last
         if not self.keeps_whole:
             for slot in bucket.slots:
@@ -196,8 +194,7 @@ class Zero:
         if not self.keeps_whole or self._scatter_is_last:
             bucket.whole = None
         if self._scatter_is_last and self.mesh.size("dp_replicate") > 1:
-            group = self.mesh.group("dp_replicate")
-            self._reducing.append(_started(dist.all_reduce(bucket.shard, group=group, async_op=True)))
+            self._reducing.append(start_all_sum(bucket.shard, self.mesh.group("dp_replicate")))
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -244,8 +241,7 @@ class Zero:
         for slot in bucket.slots:
             own[slot.start : slot.start + slot.piece.value.numel()] = slot.piece.value.reshape(-1)
         whole = torch.empty(self.ranks, bucket.elements, dtype=first.dtype, device=first.device)
-        work = dist.all_gather_into_tensor(whole, own, group=self.mesh.group("dp_shard"), async_op=True)
-        bucket.gathering = (_started(work), whole)
+        bucket.gathering = (start_gather(whole, own, self.mesh.group("dp_shard")), whole)
 
     @torch.no_grad()
     def _before_forward(self, place: int) -> None:
@@ -267,8 +263,3 @@ def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
     """Of the ranks that hold the same block, the first: copy 0, and tp 0 of what tp does not cut."""
     replicated = tuple(parameter.shape) == cut.shape
     return mesh.index("dp_replicate") == 0 and mesh.index("cp") == 0 and not (replicated and mesh.index("tp") > 0)
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # None is for ranks outside of the group
-    return work

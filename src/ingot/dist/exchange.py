@@ -1,0 +1,53 @@
+"""Collectives on the device, named by what they do; one name for all supported versions of PyTorch.
+
+`gather`, `scatter_sum` and `all_sum` return new tensors and are operators that a compiler can see and overlap.
+`start_gather` and `start_scatter_sum` fill buffers that are there and return at once.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_operators = torch.ops._c10d_functional
+# New names since 2.12; the old ones warn there.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks side by side along `dim`, in rank order."""
+    ranks = group.size()
+    parts = _operators.wait_tensor(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    return parts if dim == 0 else torch.cat(parts.chunk(ranks, dim=0), dim=dim)
+
+
+def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, of which each gets its part along `dim`."""
+    ranks = group.size()
+    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim=dim), dim=0)
+    return _operators.wait_tensor(_operators.reduce_scatter_tensor(x, "sum", ranks, group.group_name))
+
+
+def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """The sum over ranks (or "max", "min"), on all of them."""
+    return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), op, group.group_name))
+
+
+def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Fill `whole` with the `own` of all ranks in rank order; its first dim has as many equal parts as ranks."""
+    return _started(_gather_into(whole.view(-1), own.view(-1), group=group, async_op=True))
+
+
+def start_scatter_sum(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Fill `own` with this rank's part of the sum of `whole` over ranks."""
+    return _started(_scatter_into(own.view(-1), whole.view(-1), group=group, async_op=True))
+
+
+def start_all_sum(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Sum `x` over ranks, in place."""
+    return _started(dist.all_reduce(x, group=group, async_op=True))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None is for ranks outside of the group
+    return work
