@@ -1,0 +1,241 @@
+"""What a program does, operation by operation: who holds memory, what is sent, how much is computed, in which order.
+
+A TorchDispatchMode sees every operation below autograd, those of the backward included. Under fake tensors it follows a
+rank of a cluster on a laptop; on real CPU tensors it works alike. What it counts as memory are the storages of tensors,
+rounded up to 512 bytes as the caching allocators do: not fragmentation, not the workspaces of kernels.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ingot.telemetry.calls import call_of, collective_tensors, is_collective
+from ingot.theory.rendezvous import Call
+
+ROUNDING_BYTES = 512
+# Kinds of memory, by what a tensor is for. A tensor may be told what it is later (`label`), even on its way.
+KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "logits", "backward", "other")
+LASTING = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that was issued, in order. what: "compute" (an operation with FLOPs), "call" (a collective, a send or a
+    receive), "wait" (for a collective) or "mark". name: of the operation, or the text of the mark."""
+
+    what: str
+    name: str
+    place: str
+    call: Call | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory within a moment. by_kind: bytes at that time. place: what was running. rest: held at its end."""
+
+    bytes: int
+    by_kind: dict[str, int]
+    place: str
+    rest: int
+
+
+class _Held(weakref.ref):
+    """Tells the tracker when a storage dies. number: of the storage; key: its address while it lives."""
+
+    __slots__ = ("key", "number")
+
+
+class Tracker(TorchDispatchMode):
+    """Use as a context; inside, name the moments, kinds and places of what comes.
+
+    events: everything worth telling, in the order of issue. flops: by place-independent operation name. calls: of this
+    rank, in order, for theory/rendezvous.py.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.events: list[Event] = []
+        self.flops: Counter[str] = Counter()
+        self.operations = 0
+        self.moments: list[tuple[str, int]] = []
+        self.kind: str | None = None
+        self.place = ""
+        self._backward = False
+        self._live: dict[int, _Held] = {}
+        self._kinds: list[str] = []
+        self._held_bytes: list[int] = []
+        self._log: list[tuple[int, int, str]] = []  # storage number, bytes more, place
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    # -- what the program is told to be doing ------------------------------------------------------------------------
+
+    def begin(self, moment: str) -> None:
+        """From here on it is `moment`; counts of FLOPs and events go on."""
+        self.moments.append((moment, len(self._log)))
+
+    @contextmanager
+    def within(self, kind: str | None = None, place: str = "") -> Iterator[None]:
+        """What is allocated inside is `kind` (None: activations, or backward), and happens at `place`."""
+        before = self.kind, self.place
+        self.kind, self.place = kind or self.kind, place or self.place
+        try:
+            yield
+        finally:
+            self.kind, self.place = before
+
+    def mark(self, text: str) -> None:
+        self.events.append(Event("mark", text, self.place))
+
+    def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """These tensors are of that kind, from their first byte on. They may have been made outside."""
+        for tensor in tensors:
+            if tensor is not None:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                self._kinds[self._hold(local)] = kind
+
+    # -- what it did -------------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> list[Call]:
+        return [event.call for event in self.events if event.call is not None]
+
+    def peaks(self) -> dict[str, Peak]:
+        """By moment. A moment that comes twice counts as one that lasts until the end of the second."""
+        held: Counter[str] = Counter()
+        found: dict[str, Peak] = {}
+        stops = [start for _, start in self.moments[1:]] + [len(self._log)]
+        self._replay(0, self.moments[0][1], held)
+        for (moment, start), stop in zip(self.moments, stops, strict=True):
+            peak = self._replay(start, stop, held)
+            before = found.get(moment, peak)
+            found[moment] = replace(max(before, peak, key=lambda p: p.bytes), rest=peak.rest)
+        return found
+
+    def _replay(self, start: int, stop: int, held: Counter[str]) -> Peak:
+        """The peak of a part of the log; `held`, bytes by kind, is brought to its end."""
+        total = top = sum(held.values())
+        by_kind, at = dict(held), "at the beginning"
+        for number, more, place in self._log[start:stop]:
+            held[self._kinds[number]] += more
+            total += more
+            if total > top:
+                top, by_kind, at = total, dict(held), place
+        return Peak(top, {kind: size for kind, size in by_kind.items() if size}, at, total)
+
+    # -- how it is seen ----------------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        self._replace(torch.autograd, "backward", self._in_backward(torch.autograd.backward))
+        # FSDP2 frees gathered parameters by shrinking their storage to nothing.
+        self._replace(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            setattr(owner, name, original)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it takes itself apart into local operations first
+        result = func(*args, **(kwargs or {}))
+        if func is _DEVICE_OF:
+            return result
+        if is_collective(func):
+            self._communicated(func, args, kwargs or {}, result)
+        elif (packet := func._overloadpacket) in flop_registry:
+            self.operations += 1
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self.flops[packet.__name__] += flops
+            self.events.append(Event("compute", packet.__name__, self.place))
+        elif not func.is_view:
+            self.operations += 1
+        if isinstance(result, Tensor):
+            self._hold(result)
+        elif isinstance(result, (tuple, list)):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._hold(tensor)
+        return result
+
+    def _communicated(self, func, args, kwargs, result) -> None:
+        call = call_of(func, args, kwargs, result, self.place)
+        if call is None:
+            self.events.append(Event("wait", func._overloadpacket.__name__, self.place))
+            return
+        self.events.append(Event("call", call.op, self.place, call))
+        # Buffers of in-place collectives exist for them alone, unless they are known to be something that stays.
+        for tensor in collective_tensors(func, args):
+            number = self._hold(tensor)
+            if self._kinds[number] in ("activations", "backward", "other"):
+                self._kinds[number] = "communication"
+
+    def _hold(self, tensor: Tensor) -> int:
+        """The number of the tensor's storage, which is followed from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if (held := self._live.get(key)) is not None:
+            return held.number
+        held = _Held(storage, self._died)
+        held.key, held.number = key, len(self._kinds)
+        self._live[key] = held
+        self._kinds.append(self._kind_now())
+        self._held_bytes.append(0)
+        self._resized(held.number, storage.nbytes())
+        return held.number
+
+    def _kind_now(self) -> str:
+        if self.kind is not None:
+            return self.kind
+        # Recomputed activations are made during the backward, with gradients enabled.
+        return "backward" if self._backward and not torch.is_grad_enabled() else "activations"
+
+    def _resized(self, number: int, size: int) -> None:
+        rounded = -(-size // ROUNDING_BYTES) * ROUNDING_BYTES
+        if more := rounded - self._held_bytes[number]:
+            self._held_bytes[number] = rounded
+            self._log.append((number, more, self.place))
+
+    def _died(self, held: _Held) -> None:
+        if self._live.get(held.key) is held:
+            del self._live[held.key]
+        self._resized(held.number, 0)
+
+    def _in_backward(self, original: Callable) -> Callable:
+        def backward(*args, **kwargs):
+            before, self._backward = self._backward, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._backward = before
+
+        return backward
+
+    def _resizing(self, original: Callable) -> Callable:
+        def resize_(storage, size):
+            result = original(storage, size)
+            if (held := self._live.get(storage._cdata)) is not None:
+                if self._kinds[held.number] not in LASTING:
+                    self._kinds[held.number] = "communication"
+                self._resized(held.number, size)
+            return result
+
+        return resize_
+
+    def _replace(self, owner, name: str, new) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+
+_DEVICE_OF = torch.ops.prim.device.default
