@@ -1,11 +1,11 @@
-"""Sampling with a cache of keys and values: each new token costs one token's work, not the whole sequence's.
+"""Sampling, with a cache of keys and values where one process has the model: a new token costs one token's work.
 
 Shape letters: B batch, T new tokens, S tokens in the cache after them, G key/value heads, H head_dim, V vocab_size.
 """
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,9 +70,25 @@ def choose_token(logits_V: Tensor, temperature: float, top_k: int, generator: to
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-@torch.no_grad()
+# All token ids so far -> logits [V] of the next one.
+NextLogits = Callable[[Sequence[int]], Tensor]
+
+
+def cached(model: torch.nn.Module, arch: Arch, capacity: int) -> NextLogits:
+    """Of a model that this process can run by itself, for one text of at most `capacity` tokens."""
+    device = next(model.parameters()).device
+    cache = KVCache(arch, capacity, device)
+
+    def next_logits(ids: Sequence[int]) -> Tensor:
+        new = torch.tensor([ids[cache.tokens :]], device=device)
+        with torch.no_grad(), _without_compilation():
+            return model(new, cache=cache)[0, -1]
+
+    return next_logits
+
+
 def generate(
-    model: torch.nn.Module,
+    next_logits: NextLogits,
     arch: Arch,
     prompt: Sequence[int],
     *,
@@ -84,7 +100,7 @@ def generate(
 ) -> list[int]:
     """Up to `max_tokens` token ids that follow `prompt`. Stops after `stop_id`, which is then the last one.
 
-    Every rank of a sharded model must call it with the same arguments and without stop_id, so that all make the same
+    Every rank of a parallel model must call it with the same arguments and without stop_id, so that all make the same
     number of forwards. Raises UsageError for an empty prompt, a negative temperature, or more tokens than the model's
     positions.
     """
@@ -100,18 +116,13 @@ def generate(
             f"{len(prompt)} prompt tokens and {max_tokens} new ones exceed the model's {arch.max_seq_len} positions",
             fix=f"ask for at most {max(arch.max_seq_len - len(prompt), 0)} new tokens, or shorten the prompt",
         )
-    device = next(model.parameters()).device
-    cache = KVCache(arch, len(prompt) + max_tokens, device)
     generator = torch.Generator().manual_seed(seed)
-    fed, made = list(prompt), []
-    with _without_compilation():
-        while True:
-            logits_BTV = model(torch.tensor([fed], device=device), cache=cache)
-            token = choose_token(logits_BTV[0, -1], temperature, top_k, generator)
-            made.append(token)
-            if token == stop_id or len(made) == max_tokens:
-                return made
-            fed = [token]
+    ids = list(prompt)
+    while True:
+        token = choose_token(next_logits(ids), temperature, top_k, generator)
+        ids.append(token)
+        if token == stop_id or len(ids) == len(prompt) + max_tokens:
+            return ids[len(prompt) :]
 
 
 def _without_compilation():

@@ -4,17 +4,17 @@ Bits per byte compare models with different tokenizers: nats of all text tokens 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ingot.data.tokenizer.encoder import Encoder
 from ingot.dist.collectives import gather_array
 from ingot.loader.reader import document_numbers
-from ingot.model.generate import generate
-from ingot.model.loss import token_nats
+from ingot.model.generate import NextLogits, generate
 from ingot.schema.arch import Arch
 from ingot.train.heldout import SourceText, Windows, cut_windows
 
@@ -59,17 +59,35 @@ class Heldout:
         return cls(texts, cut_windows(texts, seq_len, eot_id), unigram, eot_id, mask_documents)
 
 
+# (inputs, targets int64 [B, T], document ids or None) -> nats of every target [B, T]; where this rank has no result, 0
+Nats = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def local_nats(model: torch.nn.Module) -> Nats:
+    """Of a model that this process can run by itself."""
+    return lambda inputs, targets, documents: model(inputs, targets, documents, per_token=True).view(inputs.shape)
+
+
 def evaluate(
-    model: torch.nn.Module, heldout: Heldout, *, micro_batch: int, device: torch.device, rank: int = 0, ranks: int = 1
+    nats_of: Nats,
+    heldout: Heldout,
+    *,
+    micro_batch: int,
+    device: torch.device,
+    part: int = 0,
+    readers: Sequence[int] | None = None,
 ) -> Evaluation:
-    """Score the held-out text with all ranks together; every rank gets the result. Collective if ranks > 1."""
+    """Score the held-out text; every rank gets the result. Collective if there are `readers`.
+
+    readers: the ranks whose results count, by the part of the text that they score; this rank scores `part`.
+    """
     windows = heldout.windows
-    rows = len(windows.source)
+    rows, parts = len(windows.source), len(readers) if readers else 1
     # Every rank makes the same number of forwards: a sharded model gathers its weights in each.
-    per_rank = -(-rows // ranks)
-    mine = np.arange(rank * per_rank, (rank + 1) * per_rank).clip(max=rows - 1)
-    nats = score_windows(model, heldout, mine, micro_batch, device)
-    everyone = gather_array(nats).reshape(-1)[:rows] if ranks > 1 else nats
+    per_rank = -(-rows // parts)
+    mine = np.arange(part * per_rank, (part + 1) * per_rank).clip(max=rows - 1)
+    nats = score_windows(nats_of, heldout, mine, micro_batch, device)
+    everyone = gather_array(nats)[list(readers)].reshape(-1)[:rows] if readers else nats
     base = (heldout.unigram[windows.targets] * windows.counted).sum(axis=1)
     tokens = windows.counted.sum(axis=1)
 
@@ -88,9 +106,8 @@ def evaluate(
     return Evaluation(whole, by_source)
 
 
-@torch.no_grad()
 def score_windows(
-    model: torch.nn.Module, heldout: Heldout, rows: np.ndarray, micro_batch: int, device: torch.device
+    nats_of: Nats, heldout: Heldout, rows: np.ndarray, micro_batch: int, device: torch.device
 ) -> np.ndarray:
     """Nats of the counted targets of each row, float64 [len(rows)]."""
     nats = np.zeros(len(rows))
@@ -100,26 +117,30 @@ def score_windows(
         documents = None
         if heldout.mask_documents:
             documents = torch.from_numpy(document_numbers(inputs, heldout.eot_id)).to(device)
-        logits_BTV = model(torch.from_numpy(inputs).to(device), None, documents)
         targets_BT = torch.from_numpy(heldout.windows.targets[batch]).to(device)
-        # Row by row: float32 log-probabilities of a whole batch would be its largest tensor.
-        nats_BT = torch.stack([token_nats(row, t) for row, t in zip(logits_BTV, targets_BT, strict=True)])
+        nats_BT = nats_of(torch.from_numpy(inputs).to(device), targets_BT, documents)
         counted_BT = torch.from_numpy(heldout.windows.counted[batch]).to(device)
         nats[start : start + len(batch)] = (nats_BT.double() * counted_BT).sum(dim=1).cpu().numpy()
     return nats
 
 
 def sample_prompts(
-    model: torch.nn.Module, arch: Arch, encoder: Encoder, prompts: Sequence[str], *, max_tokens: int, seed: int
+    next_logits: Callable[[], NextLogits],
+    arch: Arch,
+    encoder: Encoder,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    seed: int,
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt; the continuation ends before the first end of text. Collective.
 
-    All ranks draw the same tokens and make the same number of forwards, so none stops early.
+    next_logits: makes one for a new text. All ranks draw the same tokens and make the same number of forwards, so none stops early.
     """
     samples = []
     for number, prompt in enumerate(prompts):
         ids = generate(
-            model,
+            next_logits(),
             arch,
             encoder.encode(prompt).tolist() or [encoder.eot_id],
             max_tokens=max_tokens,

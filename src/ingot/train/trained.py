@@ -13,13 +13,13 @@ from ingot.config import load
 from ingot.data.tokenizer.encoder import Encoder
 from ingot.dist.start import choose_device
 from ingot.errors import ConfigError, UsageError
-from ingot.model.generate import generate
+from ingot.model.generate import cached, generate
 from ingot.model.transformer import Transformer
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
 from ingot.train.build import data_path, open_encoder, open_heldout
-from ingot.train.evaluate import Evaluation, evaluate
+from ingot.train.evaluate import Evaluation, evaluate, local_nats
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -64,7 +64,7 @@ def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: i
             rule="bits per byte are measured on text that the model was not trained on",
             fix="name a token folder with --tokens DIR",
         )
-    return evaluate(trained.model, heldout, micro_batch=config.train.micro_batch, device=trained.device)
+    return evaluate(local_nats(trained.model), heldout, micro_batch=config.train.micro_batch, device=trained.device)
 
 
 def sample_trained(
@@ -80,10 +80,11 @@ def sample_trained(
         )
     texts = []
     for prompt in prompts:
+        fed = encoder.encode(prompt).tolist() or [encoder.eot_id]
         ids = generate(
-            trained.model,
+            cached(trained.model, trained.config.model, len(fed) + max_tokens),
             trained.config.model,
-            encoder.encode(prompt).tolist() or [encoder.eot_id],
+            fed,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ingot.errors import UsageError
-from ingot.model.generate import KVCache, choose_token, generate
+from ingot.model.generate import KVCache, cached, choose_token, generate
 from ingot.model.init import initialize
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch
@@ -37,20 +37,23 @@ def test_greedy_equals_recomputing_everything(model):
     with torch.no_grad():
         for _ in range(10):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert generate(model, ARCH, prompt, max_tokens=10) == ids[3:]
+    assert generate(cached(model, ARCH, 40), ARCH, prompt, max_tokens=10) == ids[3:]
 
 
 def test_a_seed_repeats_and_seeds_differ(model):
     def draw(seed):
-        return generate(model, ARCH, [1], max_tokens=20, temperature=1.5, seed=seed)
+        return generate(cached(model, ARCH, 40), ARCH, [1], max_tokens=20, temperature=1.5, seed=seed)
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
 
 
 def test_stops_after_the_stop_token(model):
-    made = generate(model, ARCH, [3, 14, 15], max_tokens=10)
-    assert generate(model, ARCH, [3, 14, 15], max_tokens=10, stop_id=made[4]) == made[: made.index(made[4]) + 1]
+    made = generate(cached(model, ARCH, 40), ARCH, [3, 14, 15], max_tokens=10)
+    assert (
+        generate(cached(model, ARCH, 40), ARCH, [3, 14, 15], max_tokens=10, stop_id=made[4])
+        == made[: made.index(made[4]) + 1]
+    )
 
 
 def test_top_k_takes_the_likeliest_only():
@@ -79,5 +82,5 @@ def test_temperature_follows_the_softmax():
 )
 def test_impossible_requests_are_refused(model, arguments, word):
     with pytest.raises(UsageError) as caught:
-        generate(model, ARCH, **({"prompt": [1], "max_tokens": 5} | arguments))
+        generate(cached(model, ARCH, 40), ARCH, **({"prompt": [1], "max_tokens": 5} | arguments))
     assert word in str(caught.value)
