@@ -4,6 +4,8 @@ They run on the CPU side of the default group and end with an error after that g
 order and in float64, so a result does not depend on how values were batched into messages.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,6 +26,10 @@ def gather_array(array: np.ndarray) -> np.ndarray:
     return torch.stack(parts).numpy()
 
 
-def mean_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Elementwise mean of float values over ranks, in float64 and in rank order: the same bits on every rank."""
-    return gather_array(values.astype(np.float64)).mean(axis=0)
+def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> np.ndarray:
+    """Elementwise mean of the float values of `ranks` (None: all), in float64 and in that order.
+
+    The same bits on every rank. Collective, also for ranks whose own values do not count.
+    """
+    everyone = gather_array(values.astype(np.float64))
+    return (everyone if ranks is None else everyone[list(ranks)]).mean(axis=0)

@@ -72,11 +72,11 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> "t
     return torch.device("cuda", local_rank)
 
 
-def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float) -> Place:
+def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf32: bool = False) -> Place:
     """Join the job that torchrun describes in the environment; without torchrun, be a job of one process.
 
     timeout_seconds: every collective that waits longer fails. Gloo on CPU, NCCL on GPUs. Sets the number of threads,
-    on which the bits of a CPU run depend.
+    on which the bits of a CPU run depend, and on a GPU whether products of float32 matrices may use TF32.
     """
     import torch
     import torch.distributed as dist
@@ -96,6 +96,7 @@ def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float) -> Pla
     torch.set_num_threads(number("OMP_NUM_THREADS", threads_per_rank(local_world_size)))
     timeout = timedelta(seconds=timeout_seconds)
     on_gpu = place.device.type == "cuda"
+    use_tf32(tf32 and on_gpu)
     if on_gpu:
         torch.cuda.set_device(place.device)
     dist.init_process_group(
@@ -108,6 +109,18 @@ def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float) -> Pla
         device_id=place.device if on_gpu else None,
     )
     return place
+
+
+def use_tf32(allowed: bool) -> None:
+    """Whether products of float32 matrices may round their inputs to the 10 bits of mantissa of TF32.
+
+    Through the one setting that the newer `fp32_precision` and the compiler both follow; after setting `fp32_precision`
+    itself, the compiler fails where it asks for this one (torch 2.9 and later). It goes for CPUs with such units as
+    well, so a run on a CPU says no.
+    """
+    import torch
+
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
 def _store(place: Place, timeout: timedelta):

@@ -22,7 +22,7 @@ def run_rank(folder: RunFolder, until_step: int | None, quiet: bool) -> int:
     from ingot.train.loop import train
 
     config = load(RunConfig, folder.config)
-    place = start(config.train.device, config.launch.timeout_seconds)
+    place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
     run = build(config, folder, place, until_step=until_step, say=_say_nothing if quiet else _say)
     try:
         ending = train(run)

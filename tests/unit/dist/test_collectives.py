@@ -28,3 +28,11 @@ def test_the_mean_does_not_depend_on_how_values_are_batched(fork_ranks):
     for together, alone in fork_ranks(means, 4):
         assert together.tolist() == alone.tolist()
         assert np.allclose(together, expected, rtol=1e-15)
+
+
+def test_the_mean_of_some_ranks_is_known_to_all(fork_ranks):
+    def mean(rank, ranks):
+        mine = np.array([rank, 10.0 * rank]) if rank in (1, 3) else np.full(2, np.nan)
+        return mean_over_ranks(mine, [1, 3]).tolist()
+
+    assert fork_ranks(mean, 4) == [[2.0, 20.0]] * 4

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from ingot.dist.start import choose_device, start, threads_per_rank, worker_environment
+from ingot.dist.start import choose_device, start, threads_per_rank, use_tf32, worker_environment
 from ingot.errors import ConfigError
 
 
@@ -30,6 +30,18 @@ def test_a_missing_gpu_is_an_error_only_if_asked_for():
         choose_device("cuda", 0)
 
 
+def test_tf32_is_one_setting_for_eager_and_compiled_code():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for allowed, precision, name in ((True, "tf32", "high"), (False, "ieee", "highest")):
+            use_tf32(allowed)
+            assert torch.backends.cuda.matmul.fp32_precision == precision
+            assert torch.backends.cuda.matmul.allow_tf32 is allowed
+            assert torch.get_float32_matmul_precision() == name
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # Process groups and thread counts belong to a process: each case gets its own.
 ALONE = """
 import torch, torch.distributed as dist
@@ -51,6 +63,15 @@ def run(script, **environment):
 
 def test_without_torchrun_a_process_is_a_job_of_one():
     assert run(ALONE, OMP_NUM_THREADS="1") == (0, "0 1 0 True 1.0 1\n")
+
+
+def test_a_cpu_run_computes_float32_in_full():
+    for setting in ("True", "False"):
+        script = ALONE.replace('start("cpu", 5)', f'start("cpu", 5, tf32={setting})') + (
+            "print(torch.get_float32_matmul_precision())"
+        )
+        code, out = run(script, OMP_NUM_THREADS="1", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
+        assert (code, out.splitlines()[-1]) == (0, "highest"), out
 
 
 def test_attempts_add_up():
