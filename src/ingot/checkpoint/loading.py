@@ -1,20 +1,12 @@
 """Resume from the newest checkpoint that verifies, or load one for a single process."""
 
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
-import safetensors
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import Module
-from torch.optim import Optimizer
 
-from ingot.checkpoint.agree import first_error, from_rank_zero, planned_together
+from ingot.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank, world
 from ingot.checkpoint.manifest import (
     candidate_folders,
     list_checkpoints,
@@ -22,10 +14,10 @@ from ingot.checkpoint.manifest import (
     verify_checkpoint,
     verify_file,
 )
-from ingot.checkpoint.reader import IngotReader, read_block
-from ingot.checkpoint.state import MODEL, put_training_state, training_state
+from ingot.checkpoint.random_state import restore_random_state
+from ingot.checkpoint.reader import read_blocks
+from ingot.checkpoint.state import MODEL, Block, TrainingState
 from ingot.checkpoint.tensor_file import dtype_name
-from ingot.checkpoint.writer import restore_random_state
 from ingot.errors import CheckpointError, ConfirmationNeeded
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.layout import RunFolder
@@ -35,14 +27,15 @@ __all__ = ["list_checkpoints", "load_model", "resume", "verify_checkpoint"]
 
 def resume(
     folder: RunFolder,
-    model: Module,
-    optimizer: Optimizer,
+    state: TrainingState,
     *,
     config_sha256: str,
     data_fingerprint: str,
     on_refused: Callable[[int, Path, str], None],
 ) -> CheckpointManifest | None:
-    """Load the newest checkpoint of `folder` that verifies. None only if there has never been one. Collective.
+    """Fill `state` from the newest checkpoint of `folder` that verifies. None only if there has never been one.
+
+    Collective. Parameters in compute precision do not follow by themselves: the caller sees to that.
 
     A checkpoint that does not verify is reported by `on_refused(step, path, reason)` on every rank, and the next older
     one is tried. Random states come back where the number of ranks is the same. Raises CheckpointError if there are
@@ -54,14 +47,14 @@ def resume(
         try:
             manifest = _verified_by_all(path)
             _check_same_experiment(folder, manifest, config_sha256, data_fingerprint)
-            _load(path, manifest, model, optimizer)
+            _load(path, manifest, state)
         except CheckpointError as error:
             step = int(path.name.removeprefix("step-"))
             on_refused(step, path, error.found)
             refused.append(error.found)
             continue
-        if len(manifest.rng) == _world():
-            restore_random_state(manifest.rng[dist.get_rank() if dist.is_initialized() else 0])
+        if len(manifest.rng) == world():
+            restore_random_state(manifest.rng[rank()])
         return manifest
     if candidates:
         raise CheckpointError(
@@ -73,21 +66,15 @@ def resume(
     return None
 
 
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _verified_by_all(path: Path) -> CheckpointManifest:
     """Every rank hashes its share of the files; the first problem that any of them finds is raised on all."""
     manifest = from_rank_zero(lambda: read_manifest(path))
-    rank = dist.get_rank() if dist.is_initialized() else 0
 
     def check() -> None:
-        for name in sorted(manifest.files)[rank :: _world()]:
+        for name in sorted(manifest.files)[rank() :: world()]:
             verify_file(path, manifest, name)
 
-    if error := first_error(check):
-        raise error
+    on_all_ranks(check)
     return manifest
 
 
@@ -108,28 +95,41 @@ def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, conf
     from_rank_zero(check)
 
 
-def _load(path: Path, manifest: CheckpointManifest, model: Module, optimizer: Optimizer) -> None:
-    state = training_state(model, optimizer)
-    _check_fits(path, manifest, state)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with planned_together():
-        load(state, storage_reader=IngotReader(path, manifest), planner=planner, no_dist=not dist.is_initialized())
-    put_training_state(model, optimizer, state)
+def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> None:
+    """Names, shapes and types of all ranks are compared before a byte is read: nothing foreign is ever put in."""
+    names = sorted(name for name in manifest.tensors if not state.is_optional(name))
+    moments = on_all_ranks(state.optimizer.moments)
+    blocks: list[Block] = []
+
+    def mine() -> int:
+        every = state.blocks(moments, first_rank=rank() == 0)
+        blocks.extend(b for b in every if b.name in manifest.tensors or not state.is_optional(b.name))
+        _check_fits(path, manifest, blocks)
+        own = {block.name for block in blocks}
+        return sum(1 << i for i, name in enumerate(names) if name in own)  # one bit per name: cheap from 16k ranks
+
+    def covered(by_rank: list[int]) -> None:
+        for i, name in enumerate(names):
+            if not any(bits >> i & 1 for bits in by_rank):
+                raise CheckpointError(f"checkpoint {path} is of another model: it also holds {name}")
+
+    def fill() -> None:
+        read_blocks(path, manifest, blocks)
+        state.optimizer.put_moments(moments)
+
+    from_all_ranks(mine, covered)
+    on_all_ranks(fill)
 
 
-def _check_fits(path: Path, manifest: CheckpointManifest, state: dict[str, Tensor]) -> None:
-    """Names, shapes and types are compared before a byte is read: nothing of the wrong size is ever allocated."""
-    missing = sorted(state.keys() - manifest.tensors.keys())
-    unknown = sorted(manifest.tensors.keys() - state.keys())
-    if missing or unknown:
-        parts = [f"{word} {names[0]}" for word, names in (("it lacks", missing), ("it also holds", unknown)) if names]
-        raise CheckpointError(f"checkpoint {path} is of another model: {', '.join(parts)}")
-    for name, tensor in state.items():
-        entry = manifest.tensors[name]
-        if (entry.shape, entry.dtype) != (tuple(tensor.shape), dtype_name(tensor.dtype)):
+def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[Block]) -> None:
+    for block in blocks:
+        if block.name not in manifest.tensors:
+            raise CheckpointError(f"checkpoint {path} is of another model: it lacks {block.name}")
+        entry, dtype = manifest.tensors[block.name], dtype_name(block.tensor.dtype)
+        if (entry.shape, entry.dtype) != (block.shape, dtype):
             raise CheckpointError(
-                f"checkpoint {path} holds {name} as {entry.dtype}{list(entry.shape)}, "
-                f"the model has {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+                f"checkpoint {path} holds {block.name} as {entry.dtype}{list(entry.shape)}, "
+                f"the model has {dtype}{list(block.shape)}"
             )
 
 
@@ -145,18 +145,13 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
     for name in sorted(targets.keys() ^ stored.keys()):
         where = "the model has no such tensor" if name in stored else "the checkpoint lacks it"
         raise CheckpointError(f"checkpoint {checkpoint} is of another model: {name}: {where}")
-    with contextlib.ExitStack() as opened, torch.no_grad():
-        files = {
-            name: opened.enter_context(safetensors.safe_open(checkpoint / name, framework="pt", device="cpu"))
-            for name in manifest.files
-        }
-        for name, entry in stored.items():
-            target = targets[name]
-            if tuple(target.shape) != entry.shape:
-                raise CheckpointError(
-                    f"checkpoint {checkpoint} holds {name} as {list(entry.shape)}, the model has {list(target.shape)}"
-                )
-            for chunk in entry.chunks:
-                where = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-                target[where].copy_(read_block(files[chunk.file], chunk, (0,) * len(chunk.sizes), chunk.sizes))
+    blocks = []
+    for name, entry in stored.items():
+        target = targets[name]
+        if tuple(target.shape) != entry.shape:
+            raise CheckpointError(
+                f"checkpoint {checkpoint} holds {name} as {list(entry.shape)}, the model has {list(target.shape)}"
+            )
+        blocks.append(Block(MODEL + name, entry.shape, (0,) * target.dim(), target))
+    read_blocks(checkpoint, manifest, blocks)
     return manifest

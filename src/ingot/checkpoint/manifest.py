@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ingot.checkpoint.blocks import tiling_problem
 from ingot.config import from_dict, to_dict
 from ingot.errors import CheckpointError, ConfigError, IngotError, require
 from ingot.schema.checkpoint import CheckpointManifest, Chunk, FileEntry
@@ -123,8 +124,8 @@ def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:
             if chunk.file not in stored or not _inside(chunk, tensor.shape):
                 raise _damaged(folder, f"tensor {name} has a block outside the tensor or its files")
             stored[chunk.file] += math.prod(chunk.sizes) * DTYPES[tensor.dtype][0]
-        if sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
-            raise _damaged(folder, f"the blocks of tensor {name} do not cover its shape {list(tensor.shape)}")
+        if problem := tiling_problem(tensor.shape, [(c.offsets, c.sizes) for c in tensor.chunks]):
+            raise _damaged(folder, f"the blocks of tensor {name} {problem}")
     for name, total in stored.items():
         if total > manifest.files[name].bytes:
             raise _damaged(folder, f"the tensors in {name} are larger than the file")

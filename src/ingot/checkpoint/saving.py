@@ -4,15 +4,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.nn import Module
-from torch.optim import Optimizer
-
-from ingot.checkpoint.agree import planned_together
-from ingot.checkpoint.state import training_state
-from ingot.checkpoint.writer import CheckpointFacts, IngotWriter
+from ingot.checkpoint.agree import from_all_ranks
+from ingot.checkpoint.state import TrainingState
+from ingot.checkpoint.writer import CheckpointFacts, Writer
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.layout import RunFolder
 
@@ -31,8 +25,7 @@ class SavedCheckpoint:
 def save_checkpoint(
     folder: RunFolder,
     facts: CheckpointFacts,
-    model: Module,
-    optimizer: Optimizer,
+    state: TrainingState,
     ledger: tuple[LedgerSegment, ...],
     *,
     keep: int,
@@ -40,18 +33,11 @@ def save_checkpoint(
     """Write, verify and publish the checkpoint of step `facts.step`, then remove all but the newest `keep`.
 
     All ranks call it together and return together. Without a process group it saves one process. Raises ResourceError
-    (no space) or CheckpointError (a value is not finite, the disk lies) on every rank; older checkpoints stay as they
-    were, and what was written of this one does not count.
+    (no space) or CheckpointError (a value is not finite, the disk lies, the owned blocks are not the whole) on every
+    rank; older checkpoints stay as they were, and what was written of this one does not count.
     """
     started = time.perf_counter()
-    writer = IngotWriter(folder, facts, ledger, keep)
-    # Flat already: the planner must not rename anything.
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with planned_together():
-        metadata = save(
-            training_state(model, optimizer),
-            storage_writer=writer,
-            planner=planner,
-            no_dist=not dist.is_initialized(),
-        )
-    return SavedCheckpoint(writer.path, metadata.storage_data, time.perf_counter() - started)
+    writer = Writer(folder, facts, ledger, keep)
+    from_all_ranks(lambda: writer.open(state), writer.make_folder)
+    saved_bytes = from_all_ranks(writer.write, writer.finish)
+    return SavedCheckpoint(writer.path, saved_bytes, time.perf_counter() - started)

@@ -1,57 +1,121 @@
-"""Everything a model and its optimizer hold, as one flat dict of tensors, and back.
+"""Everything a rank holds of a run's state, as named blocks of whole tensors. The names are those on the disk.
 
-    model.<fqn>              parameters and persistent buffers
-    optim.exp_avg.<fqn>      AdamW's moments and step, by parameter name
-    optim.exp_avg_sq.<fqn>
-    optim.step.<fqn>
+    model.<parameter>              master weights
+    optim.exp_avg.<parameter>      AdamW's moments, cut like the parameter
+    optim.exp_avg_sq.<parameter>
+    optim.step.<parameter>         a scalar, the same for every block
+    extra.<name>                   small tensors that are the same on every rank, such as a loss scale
 
-Names are fully qualified parameter names as `torch.distributed.checkpoint.state_dict` gives them: wrappers (FSDP,
-compile) do not show. Learning rates are not state: they are a function of the step.
+Nothing else of a layout is known here: loading on another one means asking for other blocks. Learning rates are not
+state: they are a function of the step.
 """
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.nn import Module
-from torch.optim import Optimizer
 
 from ingot.errors import CheckpointError
 
-MODEL, OPTIM = "model.", "optim."
+MODEL, OPTIM, EXTRA = "model.", "optim.", "extra."
+Moments = Mapping[str, Mapping[str, Tensor]]  # parameter -> "exp_avg", "exp_avg_sq", "step" -> tensor
 
 
-def training_state(model: Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """References, not copies: DTensors where parameters are sharded. An optimizer that never stepped gets its state
-    here (zero moments), so that it can be loaded into."""
-    state: dict[str, Tensor] = {MODEL + name: _tensor(name, t) for name, t in get_model_state_dict(model).items()}
-    for name, kinds in _optimizer_state(model, optimizer)["state"].items():
-        for kind, value in kinds.items():
-            state[f"{OPTIM}{kind}.{name}"] = _tensor(f"{kind} of {name}", value)
-    return state
+class Piece(Protocol):
+    """A block of the parameter `name`: `value`, of shape `sizes`, at `offsets` in the whole of shape `shape`.
+
+    owner: True on exactly one of the ranks that hold this block; it writes the block, all of them read it.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def value(self) -> Tensor: ...
+    @property
+    def owner(self) -> bool: ...
 
 
-def put_training_state(model: Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
-    """Make `state` (as from `training_state`) the state of `model` and `optimizer`."""
-    set_model_state_dict(model, {k.removeprefix(MODEL): v for k, v in state.items() if k.startswith(MODEL)})
-    whole = _optimizer_state(model, optimizer)
-    moments = {name: {kind: state[f"{OPTIM}{kind}.{name}"] for kind in kinds} for name, kinds in whole["state"].items()}
-    restored: Any = {**whole, "state": moments}
-    set_optimizer_state_dict(model, optimizer, restored)
+class Optimizer(Protocol):
+    def moments(self) -> Moments:
+        """Of every piece that is not empty; zeros if it never stepped. Saving reads them, loading writes into them.
+
+        All of them are held at once while a checkpoint is saved or loaded: moments on a disk are best mapped.
+        """
+        ...
+
+    def put_moments(self, moments: Moments) -> None:
+        """Called after loading with what `moments` gave, filled."""
+        ...
 
 
-def _optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    return get_optimizer_state_dict(model, optimizer)
+@dataclass(frozen=True)
+class Block:
+    """`tensor` is the part that starts at `offsets` of the tensor `name`, whose whole shape is `shape`.
+
+    written: this rank is the one that saves it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+    written: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
 
 
-def _tensor(name: str, value) -> Tensor:
-    if not isinstance(value, Tensor):
+@dataclass(frozen=True)
+class TrainingState:
+    """References, not copies: loading fills these tensors in place.
+
+    pieces: of this rank; a pipeline stage has only its own parameters.
+    extras: the same names and values on every rank. optional_extras: those that a checkpoint may lack (they keep their
+    value) or hold in vain (they are not read), because the run may have been without them.
+    """
+
+    pieces: Sequence[Piece]
+    optimizer: Optimizer
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    optional_extras: frozenset[str] = frozenset()
+
+    def blocks(self, moments: Moments, *, first_rank: bool) -> list[Block]:
+        """This rank's blocks, `moments` being the optimizer's. Raises CheckpointError where a tensor does not fit."""
+        blocks = [block for piece in self.pieces for block in _blocks_of(piece, moments)]
+        for name, tensor in self.extras.items():
+            blocks.append(Block(EXTRA + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, written=first_rank))
+        return blocks
+
+    def is_optional(self, name: str) -> bool:
+        return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.optional_extras
+
+
+def _blocks_of(piece: Piece, moments: Moments) -> Iterator[Block]:
+    def block(name: str, tensor: Tensor) -> Block:
+        if tuple(tensor.shape) != tuple(piece.sizes):
+            raise CheckpointError(
+                f"{name} has the shape {list(tensor.shape)}, its piece is {list(piece.sizes)}",
+                rule="a piece's value and its moments are one block",
+            )
+        return Block(name, tuple(piece.shape), tuple(piece.offsets), tensor, written=piece.owner)
+
+    yield block(MODEL + piece.name, piece.value)
+    if piece.value.numel() == 0:
+        return
+    if piece.name not in moments:
         raise CheckpointError(
-            f"{name} is a {type(value).__name__}", rule="checkpoints hold tensors; nothing in them is unpickled"
+            f"the optimizer has no state of {piece.name}", rule="what was trained is saved with its moments"
         )
-    return value
+    # The scalar is on every rank that has a block; the owner of the block at the origin is one rank.
+    first = piece.owner and not any(piece.offsets)
+    for kind, tensor in moments[piece.name].items():
+        name = f"{OPTIM}{kind}.{piece.name}"
+        yield Block(name, (), (), tensor.reshape(()), written=first) if kind == "step" else block(name, tensor)

@@ -1,10 +1,55 @@
 """A small model that has trained a few steps, and saved checkpoints of it: one process, no process group."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from ingot.checkpoint.saving import CheckpointFacts, save_checkpoint
+from ingot.checkpoint.state import TrainingState
 from ingot.schema.layout import RunFolder
+
+
+@dataclass
+class WholePiece:
+    """A whole parameter, as one process owns it."""
+
+    name: str
+    value: torch.Tensor
+    owner: bool = True
+
+    @property
+    def shape(self):
+        return tuple(self.value.shape)
+
+    sizes = shape
+
+    @property
+    def offsets(self):
+        return (0,) * self.value.dim()
+
+
+class WholeOptimizer:
+    """torch's AdamW by parameter name; one that never stepped gets zeros."""
+
+    def __init__(self, model, adamw):
+        self.model, self.adamw = model, adamw
+
+    def moments(self):
+        for p in self.model.parameters():
+            if not self.adamw.state[p]:
+                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.adamw.state[p].update(step=torch.tensor(0.0), **zeros)
+        return {name: dict(self.adamw.state[p]) for name, p in self.model.named_parameters()}
+
+    def put_moments(self, moments):
+        for name, p in self.model.named_parameters():
+            self.adamw.state[p].update(moments[name])
+
+
+def state_of(model, adamw, **extras) -> TrainingState:
+    pieces = [WholePiece(name, p.detach()) for name, p in model.named_parameters()]
+    return TrainingState(pieces, WholeOptimizer(model, adamw), **extras)
 
 
 def facts(step: int) -> CheckpointFacts:
@@ -36,13 +81,13 @@ def train_one(model, optimizer) -> float:
 
 
 def save(folder: RunFolder, step: int, model, optimizer, keep: int = 3):
-    return save_checkpoint(folder, facts(step), model, optimizer, (), keep=keep)
+    return save_checkpoint(folder, facts(step), state_of(model, optimizer), (), keep=keep)
 
 
 def values(model, optimizer) -> dict[str, torch.Tensor]:
-    from ingot.checkpoint.state import training_state
-
-    return {name: tensor.clone() for name, tensor in training_state(model, optimizer).items()}
+    state = state_of(model, optimizer)
+    blocks = state.blocks(state.optimizer.moments(), first_rank=True)
+    return {block.name: block.tensor.clone() for block in blocks}
 
 
 @pytest.fixture

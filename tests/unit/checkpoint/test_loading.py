@@ -14,15 +14,14 @@ from ingot.errors import CheckpointError, ConfirmationNeeded
 from ingot.schema.checkpoint import CheckpointManifest, FileEntry
 from ingot.storage import sha256_bytes, write_json
 
-from .conftest import make_training, save, train_one, values
+from .conftest import make_training, save, state_of, train_one, values
 
 
 def go_on(folder, model, optimizer, config="c" * 64, data="d" * 64):
     refused = []
     manifest = resume(
         folder,
-        model,
-        optimizer,
+        state_of(model, optimizer),
         config_sha256=config,
         data_fingerprint=data,
         on_refused=lambda step, path, reason: refused.append((step, reason)),

@@ -14,7 +14,7 @@ from ingot.checkpoint.manifest import list_checkpoints
 from ingot.checkpoint.retention import remove_leftovers
 from ingot.errors import CheckpointError, ResourceError
 
-from .conftest import make_training, save, train_one, values
+from .conftest import make_training, save, state_of, train_one, values
 
 
 def make_small():
@@ -26,8 +26,7 @@ def load(folder, into=None):
     model, optimizer = into or make_training(seed=9, steps=0)
     manifest = resume(
         folder,
-        model,
-        optimizer,
+        state_of(model, optimizer),
         config_sha256="c" * 64,
         data_fingerprint="d" * 64,
         on_refused=lambda step, path, reason: None,
