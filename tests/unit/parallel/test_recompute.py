@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor, wait_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ingot.dist.exchange import gather, scatter_sum
 from ingot.model.transformer import Transformer
 from ingot.parallel.recompute import recompute
 from ingot.schema.arch import Arch
@@ -205,26 +205,32 @@ def test_sharded_blocks_recompute(fork_ranks, how):
     fork_ranks(compare_sharded, 2, how)
 
 
+def world():
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return group
+
+
 class Gather(torch.autograd.Function):
     """Rows of all ranks together; backward: the sum over ranks of this rank's rows."""
 
     @staticmethod
     def forward(ctx, x):
-        return wait_tensor(all_gather_tensor(x, 0, torch.distributed.group.WORLD))
+        return gather(x, 0, world())
 
     @staticmethod
     def backward(ctx, *grads):
-        return wait_tensor(reduce_scatter_tensor(grads[0].contiguous(), "sum", 0, torch.distributed.group.WORLD))
+        return scatter_sum(grads[0], 0, world())
 
 
 class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return wait_tensor(reduce_scatter_tensor(x.contiguous(), "sum", 0, torch.distributed.group.WORLD))
+        return scatter_sum(x, 0, world())
 
     @staticmethod
     def backward(ctx, *grads):
-        return wait_tensor(all_gather_tensor(grads[0].contiguous(), 0, torch.distributed.group.WORLD))
+        return gather(grads[0], 0, world())
 
 
 class TwoCuts(nn.Module):
