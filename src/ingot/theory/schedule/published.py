@@ -25,10 +25,10 @@ class Published:
     otherwise: str = ""
 
 
-_GPIPE = "Huang et al. 2019, arXiv 1811.06965, section 2.3"
+_GPIPE = "Huang et al. 2019, arXiv 1811.06965"
 _MEGATRON = "Narayanan et al. 2021, arXiv 2104.04473, section 2.2"
-_ZERO = "Qi et al. 2023, arXiv 2401.10241"
-_DUALPIPE = "DeepSeek-AI 2024, arXiv 2412.19437, table 2, by which P is the number of stages"
+_ZERO_BUBBLE = "Qi et al. 2023, arXiv 2401.10241"
+_DUALPIPE = "DeepSeek-AI 2024, arXiv 2412.19437, and github.com/deepseek-ai/DualPipe"
 
 
 def _one_forward_one_backward(ranks: int, f: float, i: float, w: float, fb: float) -> float:
@@ -45,14 +45,14 @@ PUBLISHED: dict[str, Published] = {
     "interleaved": Published("(P-1)(F+B), F and B of one of the v stages", _MEGATRON, _one_forward_one_backward),
     "looped_bfs": Published(
         "(P-1)(F+B), F and B of one of the v stages",
-        "Lamy-Poirier 2022, arXiv 2211.05953, section 3",
+        "Lamy-Poirier 2022, arXiv 2211.05953",
         _one_forward_one_backward,
         exact="from P micro-batches on",
         otherwise="more",
     ),
     "zb_h1": Published(
         "(P-1)(F+I-W)",
-        f"{_ZERO}, table 2",
+        f"{_ZERO_BUBBLE}, section 2",
         lambda p, f, i, w, fb: (p - 1) * (f + i - w),
         of="span",
         exact="W <= F, from P micro-batches on",
@@ -60,7 +60,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "zb_h2": Published(
         "(P-1)(F+I-2W)",
-        f"{_ZERO}, table 2",
+        f"{_ZERO_BUBBLE}, section 2",
         lambda p, f, i, w, fb: (p - 1) * (f + i - 2 * w),
         of="span",
         exact="W <= F and 2W <= F+I, from 2P-1 micro-batches on",
@@ -68,7 +68,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "zb_v": Published(
         "0",
-        f"{_ZERO}, section 6",
+        _ZERO_BUBBLE,
         lambda p, f, i, w, fb: 0.0,
         of="span",
         exact="F = I = W, from 2P-1 micro-batches on",
@@ -83,7 +83,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "dualpipe_v": Published(
         "(P-1)(F&B+B-3W)",
-        f"{_DUALPIPE}: here half of it",
+        f"{_DUALPIPE}, where P counts stages, 2 per rank; Qi et al. 2025, huggingface.co/blog/ufotalent/cut-in-half",
         lambda p, f, i, w, fb: _dualpipe(p, i, w, fb),
         exact="F = I = W and F&B = F+B",
         otherwise="with F = I = W and a shorter F&B, at most this",

@@ -25,7 +25,7 @@ class Timeline:
     @property
     def span(self) -> float:
         """The longest time between a rank's first start and last end: what a step costs if ranks need not wait for
-        each other after it. Zero-bubble schedules are published in this sense (Qi et al. 2023, section 5.3)."""
+        each other after it. Zero-bubble schedules are published in this sense (Qi et al. 2023)."""
         return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
