@@ -11,6 +11,7 @@ from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import require_free
+from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
 
 
@@ -21,6 +22,7 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
             raise MissingPartError(
                 f"training needs the package {package!r}, which is not installed", fix="pip install 'ingot[train]'"
             )
+    require_layout(config)
     tokens = _checked_tokens(folder, config, "data.tokens", config.data.tokens)
     if config.data.heldout:
         _checked_tokens(folder, config, "data.heldout", config.data.heldout)
@@ -44,12 +46,23 @@ def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
     gpus = () if config.train.device == "cpu" else find_gpus()
     if (gpus or config.train.device == "cuda") and len(gpus) < ranks:
         raise ConfigError(
-            f"parallel.dp_shard={config.parallel.dp_shard} needs {ranks} GPUs, this machine offers {len(gpus)}",
+            f"{_degrees(config)} needs {ranks} GPUs, this machine offers {len(gpus)}",
             rule="one process per GPU",
-            fix=f"--set parallel.dp_shard={max(len(gpus), 1)}, or --set train.device=cpu",
+            fix=f"{_fewer(config, max(len(gpus), 1))}, or --set train.device=cpu",
         )
     if not gpus and ranks > usable_cores():
-        say(f"note: {ranks} ranks share {usable_cores()} cores; parallel.dp_shard={usable_cores()} would be faster")
+        say(f"note: {ranks} ranks share {usable_cores()} cores; {usable_cores()} ranks would be faster")
+
+
+def _degrees(config: RunConfig) -> str:
+    """The degrees above 1: "parallel.pp=2 x parallel.tp=4"."""
+    named = {name: getattr(config.parallel, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    return " x ".join(f"parallel.{name}={n}" for name, n in named.items() if n > 1) or "parallel.dp_shard=1"
+
+
+def _fewer(config: RunConfig, ranks: int) -> str:
+    only_shards = config.parallel.world_size == config.parallel.dp_shard
+    return f"--set parallel.dp_shard={ranks}" if only_shards else f"degrees that multiply to at most {ranks}"
 
 
 def _check_disk(folder: RunFolder, config: RunConfig) -> None:

@@ -2,16 +2,21 @@
 
 from collections.abc import Iterator
 
+from ingot.planner.links import AxisTime, axis_times
 from ingot.planner.memory import rank_memory_bytes
+from ingot.planner.step_time import simulated
 from ingot.schema.cluster import Cluster
+from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest
+from ingot.theory.layout import positions, resolve_parallel
 from ingot.theory.params import count_parameters
 from ingot.theory.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
 from ingot.theory.term import Term
-from ingot.units import format_bytes, format_count
+from ingot.units import format_bytes, format_count, format_seconds
 
 _TIGHT = 0.9
+_LARGE_BUBBLE = 0.2
 _UINT16_IDS = 65_536
 
 
@@ -26,6 +31,7 @@ def warnings(
     """One sentence each, with the way out. tokens: in the training set, 0 when unknown."""
     yield from _memory(run, cluster, bill)
     yield from _devices(run, cluster)
+    yield from _layout(run, cluster, seconds)
     if tokens:
         yield from _passes(run, tokens)
         yield from _compute_optimal(run)
@@ -39,6 +45,7 @@ def check_warnings(
     yield from _memory(run, cluster, bill)
     if cluster.device == "cpu":
         yield from _devices(run, cluster)
+    yield from _layout(run, cluster, seconds)
     if manifest and manifest.tokens:
         yield from _passes(run, manifest.tokens)
     yield from _rates(run, cluster, seconds, manifest)
@@ -61,6 +68,8 @@ def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator
         fix = "lower train.micro_batch" if run.train.micro_batch > 1 else "shorten train.seq_len"
     else:
         fix = "use more devices (parallel.dp_shard)" if cluster.device == "cuda" else "use a smaller model"
+    if largest == "activations" and run.train.micro_batch == 1 and run.parallel.recompute == "none":
+        fix = 'recompute them (parallel.recompute = "selective" or "full")'
     if needed > there:
         yield f"does not fit: {format_bytes(needed)} per rank of {format_bytes(there)}, mostly {largest}; {fix}"
     elif needed > _TIGHT * there:
@@ -70,9 +79,69 @@ def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator
 def _devices(run: RunConfig, cluster: Cluster) -> Iterator[str]:
     ranks = run.parallel.world_size
     if cluster.device == "cuda" and ranks > cluster.devices:
-        yield f"{ranks} ranks want {ranks} GPUs, {cluster.name} has {cluster.devices}; lower parallel.dp_shard"
+        yield f"{ranks} ranks want {ranks} GPUs, {cluster.name} has {cluster.devices}; lower {degrees(run.parallel)}"
     elif cluster.device == "cpu" and cluster.measured and ranks != cluster.devices_per_node:
         yield f"{cluster.name} was measured with {cluster.devices_per_node} ranks, the run has {ranks}; times differ"
+
+
+def degrees(parallel: Parallel) -> str:
+    """The keys of the run file that make the number of ranks."""
+    named = [name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(parallel, name) > 1]
+    return " or ".join(f"parallel.{name}" for name in named or ["dp_shard"])
+
+
+def _layout(run: RunConfig, cluster: Cluster, seconds: float) -> Iterator[str]:
+    yield from _without_effect(run)
+    everyone = positions(run)
+    if run.parallel.pp > 1:
+        share = simulated(run, cluster, everyone).bubble_fraction
+        if share > _LARGE_BUBBLE:
+            yield (
+                f"pipeline ranks wait {share:.0%} of the step ({run.parallel.schedule}, {run.parallel.pp} ranks,"
+                f" {run.accumulation} micro-batches); use more micro-batches, fewer ranks or another parallel.schedule"
+            )
+    slowest: dict[str, AxisTime] = {}
+    for position in everyone:
+        for axis, time in axis_times(position, cluster).items():
+            slowest[axis] = max(slowest.get(axis, time), time, key=lambda t: t.sent)
+    yield from _slow_links(run, cluster, slowest, seconds)
+
+
+def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, AxisTime], seconds: float) -> Iterator[str]:
+    """Axes that talk in every layer should stay inside of a node."""
+    per_node, zero = cluster.devices_per_node, resolve_parallel(run).zero
+    for axis in ("tp", "dp_shard"):
+        time = slowest.get(axis)
+        if not time or not time.crosses:
+            continue
+        took = f" ({format_seconds(time.seconds)})" if time.seconds else ""
+        each = f"every rank sends {format_bytes(time.sent)} per step{took} over the network between nodes"
+        if axis == "tp":
+            found = f"tp = {run.parallel.tp} spans nodes of {per_node}: {each}"
+            yield f"{found}, in the way of every layer; use tp of at most {per_node}"
+        elif zero == 3 and seconds and time.seconds > seconds / 2:  # less hides behind the computation
+            inside = max(per_node // (run.parallel.tp * run.parallel.cp), 1)
+            yield (
+                f"dp_shard = {run.parallel.dp_shard} with zero 3 spans nodes of {per_node}: {each};"
+                f" dp_shard = {inside} and dp_replicate = {run.parallel.data_ranks // inside} gathers inside of them"
+            )
+
+
+def _without_effect(run: RunConfig) -> Iterator[str]:
+    """Settings that were changed and do nothing in this layout."""
+    parallel, default, zero = run.parallel, Parallel(), resolve_parallel(run).zero
+    if parallel.tp == 1 and not parallel.sequence:
+        yield "parallel.sequence = false has no effect: there is no tensor parallelism (tp = 1)"
+    if zero != 3 and parallel.reshard != default.reshard:
+        yield f"parallel.reshard = false has no effect with zero {zero}, which keeps parameters whole"
+    if parallel.data_ranks == 1:
+        for name in ("unit_layers", "prefetch"):
+            if getattr(parallel, name) != getattr(default, name):
+                yield f"parallel.{name} = {getattr(parallel, name)} has no effect with one data-parallel rank"
+    if parallel.dp_shard == 1 and parallel.zero == 2:
+        yield "parallel.zero = 2 splits nothing: parallel.dp_shard is 1, all ranks hold whole gradients"
+    if run.train.tf32 and run.train.precision != "fp32":
+        yield f"train.tf32 = true has no effect with precision {run.train.precision!r}: it is about fp32 products"
 
 
 def _passes(run: RunConfig, tokens: int) -> Iterator[str]:

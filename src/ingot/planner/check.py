@@ -14,13 +14,14 @@ from typing import Literal
 
 from ingot.config import key_lines, load_sections
 from ingot.errors import ConfigError, DataError
-from ingot.planner.advice import check_warnings
+from ingot.planner.advice import check_warnings, degrees
 from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.planner.step_time import step_seconds
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
+from ingot.theory.layout import derived_problems
 from ingot.theory.memory import checkpoint_bytes
 from ingot.units import format_bytes
 
@@ -60,11 +61,19 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
     if sound >= {"model", "train", "checkpoint"}:
         findings += _disk(run, path.parent)
     if sound >= {f.name for f in fields(RunConfig) if is_dataclass(f.type)}:
-        findings += _plan(RunConfig(name="checked", **sections), machine, manifest)
+        findings += _whole(RunConfig(name="checked", **sections), machine, manifest)
     return _in_order(findings, path, overrides)
 
 
-def _plan(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> Iterator[Finding]:
+def _whole(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> Iterator[Finding]:
+    """What only the run as a whole can tell, when its sections are sound."""
+    if any(run.problems()):
+        return  # they have been reported, and what follows from an impossible layout is no news
+    problems = list(derived_problems(run))
+    for key, message in problems:
+        yield Finding("error", key, f"{key}: {message}")
+    if problems:
+        return
     bill = memory_bill(run, machine)
     fits = sum(term.value for term in bill.values()) <= rank_memory_bytes(machine, run.parallel.world_size)
     for advice in check_warnings(run, machine, bill, _seconds(run, machine), manifest):
@@ -101,17 +110,22 @@ def _config_finding(problem: str) -> Finding:
 
 
 def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:
-    ranks = run.parallel.world_size
+    ranks, named = run.parallel.world_size, degrees(run.parallel)
+    where = named.partition(" or ")[0]
     if run.train.device == "cuda" and machine.device != "cuda":
         yield Finding(
             "error", "train.device", "train.device = 'cuda', but this machine shows no GPU", "set it to 'auto'"
         )
     elif machine.device == "cuda" and run.train.device != "cpu" and ranks > machine.devices:
-        fix = f"set it to {machine.devices}, or plan on another machine with --cluster"
-        yield Finding("error", "parallel.dp_shard", f"{ranks} ranks want {ranks} GPUs, here are {machine.devices}", fix)
+        lower = f"set it to {machine.devices}" if where == named == "parallel.dp_shard" else f"lower {named}"
+        fix = f"{lower}, or plan on another machine with --cluster"
+        yield Finding("error", where, f"{ranks} ranks want {ranks} GPUs, here are {machine.devices}", fix)
     elif machine.device == "cpu" and ranks > cores:
-        fix = f"parallel.dp_shard = {cores} is faster"
-        yield Finding("warning", "parallel.dp_shard", f"{ranks} ranks share {cores} cores", fix)
+        fix = f"parallel.dp_shard = {cores} is faster" if named == "parallel.dp_shard" else f"{cores} ranks are faster"
+        yield Finding("warning", where, f"{ranks} ranks share {cores} cores", fix)
+    if run.parallel.async_tp and machine.device != "cuda":
+        message = f"overlapped tensor parallelism needs GPUs with symmetric memory, and {machine.name} has none"
+        yield Finding("error", "parallel.async_tp", message, "remove parallel.async_tp")
 
 
 def _values(run, sound: Set[str]) -> Iterator[Finding]:

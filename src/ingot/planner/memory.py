@@ -2,7 +2,8 @@
 
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
-from ingot.theory import memory
+from ingot.theory import activations, memory
+from ingot.theory.layout import Position, positions
 from ingot.theory.term import Term
 
 # Loader, tokenizer, held-out text and checkpoint buffers of a rank: seen from 13 MiB at the start of a quickstart run
@@ -27,32 +28,45 @@ def memory_bill(run: RunConfig, cluster: Cluster) -> dict[str, Term]:
 
 
 def live_bill(run: RunConfig, device: str) -> dict[str, Term]:
-    """Tensors that are alive at the peak, by kind: at the largest of three moments.
+    """Tensors that are alive at the peak, by kind, on the pipeline rank that holds the most."""
+    return max((position_bill(position, device) for position in positions(run)), key=_total)
 
-    At the loss every activation is saved and a chunk of logits is there. At the end of the backward, activations are
-    gone and whole gradients are there. Held-out scoring saves nothing, but holds the logits of a micro-batch. Masters,
-    moments and gathered weights are there at all of them.
+
+def position_bill(position: Position, device: str) -> dict[str, Term]:
+    """Tensors of one pipeline rank that are alive at the largest of its moments.
+
+    At the loss every activation is saved and a chunk of logits is there. When the backward begins, its buffers are, and
+    what is recomputed. When it ends, activations are gone and gradients are on their way. At the update gradients are
+    widened and parameters gathered again. Masters, moments and gathered weights are there at all of them.
+
+    (Held-out scoring saves nothing and passes its logits in the same chunks.)
     """
-    arch, precision, train = run.model, run.train.precision, run.train
-    ranks, tokens = run.parallel.data_ranks, train.micro_batch * train.seq_len
-    at_loss = {
-        "gradients": memory.gradients_at_loss(arch, precision, ranks, run.accumulation),
-        "activations": memory.activations(arch, precision, tokens, device),
-        "logits": memory.logits(arch, precision, tokens, device),
+    kept = memory.gradients_kept(position)
+    saved, backward = activations.activations(position, device), activations.backward_buffers(position, device)
+    at_loss = {"gradients": kept, "activations": saved, "logits": memory.logits(position, device)}
+    begun = {
+        "gradients": kept,
+        "activations": _joined(saved, backward, activations.recompute_buffers(position, device)),
     }
-    at_end = {
-        "gradients": memory.gradients(arch, precision, ranks, run.accumulation),
-        "activations": memory.backward_buffers(arch, precision, tokens, device),
-    }
-    moments = [at_loss, at_end]
-    if run.data.heldout:
-        moments.append({"logits": memory.evaluation_logits(arch, precision, train.micro_batch, train.seq_len)})
+    in_pipeline = position.parallel.pp > 1  # other micro-batches are still in flight, as far as `begun` counts them
+    ended = {"gradients": memory.gradients(position), "activations": backward}
+    updated = {"gradients": _joined(memory.gradients(position), memory.update_buffers(position))}
+    moments = [at_loss, begun, updated] if in_pipeline else [at_loss, begun, ended, updated]
     return {
-        "weights": memory.weights(arch, precision, ranks),
-        "optimizer": memory.optimizer(arch, precision, ranks),
-        "gathered": memory.gathered(arch, precision),
-        **max(moments, key=lambda moment: sum(term.value for term in moment.values())),
+        "weights": memory.weights(position),
+        "optimizer": memory.optimizer(position),
+        "gathered": memory.gathered(position),
+        **max(moments, key=_total),
     }
+
+
+def _joined(*terms: Term) -> Term:
+    present = [term for term in terms if term.value] or terms[:1]
+    return Term(sum(term.value for term in present), " + ".join(term.formula for term in present))
+
+
+def _total(bill: dict[str, Term]) -> float:
+    return sum(term.value for term in bill.values())
 
 
 def rank_memory_bytes(cluster: Cluster, ranks: int) -> float:

@@ -1,50 +1,67 @@
 """How long one optimizer step takes: the work of a rank divided by the rates of its device."""
 
+from ingot.planner.links import AxisTime, axis_bandwidth, axis_times
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
+from ingot.theory.layout import Position, positions
+from ingot.theory.schedule import Timeline, simulate
 from ingot.theory.term import Term
-from ingot.theory.work import Work, step_work
+from ingot.theory.traffic import hidden_bytes
+from ingot.theory.work import Work, stage_work, step_work
 from ingot.units import format_bytes, format_flops, format_seconds
 
 
 def rank_work(run: RunConfig, device: str) -> Work:
-    return step_work(
-        run.model,
-        precision=run.train.precision,
-        seq_len=run.train.seq_len,
-        micro_batch=run.train.micro_batch,
-        accumulation=run.accumulation,
-        ranks=run.parallel.data_ranks,
-        device=device,
-    )
+    """Of the pipeline rank that multiplies most."""
+    return max((step_work(p, device) for p in positions(run)), key=lambda work: work.matmul_flops)
 
 
 def step_seconds(run: RunConfig, cluster: Cluster) -> dict[str, Term] | None:
     """Parts that sum to the step's time, or None when the cluster has no rate for the run's precision.
 
-    On a GPU, operations are started ahead of their execution and collectives run beside it, so each counts only by what
-    it exceeds the device's own work; one block's gather and one reduction always stand alone. On a CPU everything
-    happens in turn, and collectives are part of the measured cost per step.
+    They are those of the busiest pipeline rank, and the time it waits for others. On a GPU, operations are started
+    ahead of their execution and data-parallel collectives run beside it, so each counts only by what it exceeds the
+    device's own work; one unit's gather and one reduction always stand alone. Those of tensor parallelism stand in the
+    way of the next product and count in full. On a CPU everything happens in turn, and collectives are part of the
+    measured cost per step.
     """
-    rate = cluster.peak_flops.get(run.train.precision, 0.0)
-    if rate <= 0 or cluster.memory_bandwidth <= 0:
+    if _rate(run, cluster) <= 0 or cluster.memory_bandwidth <= 0:
         return None
-    work = rank_work(run, cluster.device)
-    terms = {
+    everyone = positions(run)
+    work = {position.rank: step_work(position, cluster.device) for position in everyone}
+    busiest = max(everyone, key=lambda position: _seconds(run, cluster, work[position.rank]))
+    mine = work[busiest.rank]
+    terms = _work_terms(run, cluster, mine)
+    launch = mine.operations * cluster.op_seconds
+    launch_formula = f"{mine.operations:,.0f} operations x {cluster.op_seconds * 1e6:.1f} µs"
+    if cluster.device == "cpu":
+        terms["operations"] = Term(launch, launch_formula)
+        terms["step"] = Term(cluster.step_overhead_seconds, "measured once per step: collectives and the loop")
+    else:
+        busy = sum(term.value for term in terms.values())
+        times = axis_times(busiest, cluster)
+        terms["launches"] = Term(
+            max(launch - busy, 0.0), f"{launch_formula}, beyond the device's {format_seconds(busy)}"
+        )
+        if "tp" in times and not run.parallel.async_tp:
+            terms["tensor-parallel collectives"] = Term(times["tp"].seconds, _sent("tp", busiest, times, cluster))
+        terms["collectives"] = _exposed(busiest, cluster, times, busy)
+    if run.parallel.pp > 1:
+        terms["pipeline bubble"] = pipeline_bubble(run, cluster, everyone)
+    return terms
+
+
+def _rate(run: RunConfig, cluster: Cluster) -> float:
+    return cluster.peak_flops.get(run.train.precision, 0.0)
+
+
+def _work_terms(run: RunConfig, cluster: Cluster, work: Work) -> dict[str, Term]:
+    rate = _rate(run, cluster)
+    return {
         "matrix products": _at(work.matmul_flops, rate * cluster.matmul_efficiency, "FLOP"),
         "attention": _at(work.attention_flops, rate * cluster.attention_efficiency, "FLOP"),
         "everything elementwise": _at(work.moved_bytes, cluster.memory_bandwidth, "B"),
     }
-    launch = work.operations * cluster.op_seconds
-    launch_formula = f"{work.operations:,.0f} operations x {cluster.op_seconds * 1e6:.1f} µs"
-    if cluster.device == "cpu":
-        terms["operations"] = Term(launch, launch_formula)
-        terms["step"] = Term(cluster.step_overhead_seconds, "measured once per step: collectives and the loop")
-        return terms
-    busy = sum(term.value for term in terms.values())
-    terms["launches"] = Term(max(launch - busy, 0.0), f"{launch_formula}, beyond the device's {format_seconds(busy)}")
-    terms["collectives"] = _exposed(run, cluster, work, busy)
-    return terms
 
 
 def _at(amount: float, rate: float, unit: str) -> Term:
@@ -53,15 +70,60 @@ def _at(amount: float, rate: float, unit: str) -> Term:
     return Term(amount / rate, f"{shown} / {per}")
 
 
-def _exposed(run: RunConfig, cluster: Cluster, work: Work, busy: float) -> Term:
-    """Collectives that computation does not hide: what exceeds it, and always the first gather and last reduction."""
-    ranks = run.parallel.data_ranks
-    bandwidth = cluster.link_bandwidth if ranks <= cluster.devices_per_node else cluster.network_bandwidth
-    if ranks == 1 or bandwidth <= 0:
-        return Term(0.0, "one rank" if ranks == 1 else "no bandwidth known")
-    total = work.sent_bytes / bandwidth
-    alone = total / (run.model.num_layers + 1) / run.accumulation
-    value = max(total - busy, alone)
-    return Term(
-        value, f"{format_bytes(work.sent_bytes)} / {format_bytes(bandwidth)}/s = {format_seconds(total)}, not hidden"
+def _seconds(run: RunConfig, cluster: Cluster, work: Work) -> float:
+    """Of work alone, without collectives. On a GPU operations are started ahead, on a CPU in turn."""
+    busy, launch = sum(t.value for t in _work_terms(run, cluster, work).values()), work.operations * cluster.op_seconds
+    return busy + launch if cluster.device == "cpu" else max(busy, launch)
+
+
+def _sent(axis: str, position: Position, times: dict[str, AxisTime], cluster: Cluster) -> str:
+    bandwidth = axis_bandwidth(position.parallel, axis, cluster)
+    if not bandwidth:
+        return f"{axis}: {format_bytes(times[axis].sent)}, no bandwidth known"
+    spent = f"{format_bytes(times[axis].sent)} / {format_bytes(bandwidth)}/s = {format_seconds(times[axis].seconds)}"
+    return f"{axis}: {spent}"
+
+
+def _exposed(position: Position, cluster: Cluster, times: dict[str, AxisTime], busy: float) -> Term:
+    """Data-parallel collectives that computation does not hide: what exceeds it, and always the first gather and last
+    reduction. ZeRO-2 and 3 have every micro-batch to hide behind, the others the last one (and the next forward)."""
+    axes = [axis for axis in ("dp_shard", "dp_replicate") if axis in times]
+    if not axes:
+        return Term(0.0, "one data-parallel rank")
+    formula = " + ".join(_sent(axis, position, times, cluster) for axis in axes)
+    total = sum(times[axis].seconds for axis in axes)
+    every = position.accumulation if position.parallel.zero in (2, 3) else 1
+    alone = total / sum(map(position.units, position.stages)) / every
+    hiding = busy * every / position.accumulation
+    return Term(max(total - hiding, alone), f"{formula}, not hidden")
+
+
+def pipeline_bubble(run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...]) -> Term:
+    """How much longer the simulated schedule takes than the work of its busiest rank."""
+    timeline, parallel = simulated(run, cluster, everyone), everyone[0].parallel
+    waiting, share = timeline.step_time - max(timeline.busy), timeline.bubble_fraction
+    formula = f"{parallel.schedule}, {parallel.pp} ranks x {parallel.stages_on_each_rank} stages, "
+    formula += (
+        f"{run.accumulation} micro-batches, simulated: {format_seconds(timeline.step_time)}, ranks wait {share:.0%}"
     )
+    return Term(waiting, formula)
+
+
+def simulated(run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...]) -> Timeline:
+    """The run's pipeline with the time of each stage, or its matrix products where the cluster has no rate."""
+    parallel, known = everyone[0].parallel, _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
+    times: dict[int, list[float]] = {}
+    for position in everyone:
+        tensor = axis_times(position, cluster).get("tp") if known and cluster.device != "cpu" else None
+        blocks = max(sum(len(stage.layers) for stage in position.stages), 1)
+        for stage in position.stages:
+            parts = stage_work(position, stage, cluster.device)
+            each = [_seconds(run, cluster, part) if known else part.matmul_flops for part in parts]
+            if tensor:  # by blocks, and half of it in each direction
+                between = tensor.seconds / position.accumulation * len(stage.layers) / blocks / 2
+                each = [each[0] + between, each[1] + between, each[2]]
+            times[stage.number] = each
+    forward, inputs, weights = ([times[number][part] for number in sorted(times)] for part in range(3))
+    bandwidth = axis_bandwidth(parallel, "pp", cluster) if known else 0.0
+    send = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks / bandwidth if bandwidth else 0.0
+    return simulate(everyone[0].table, forward=forward, backward_input=inputs, backward_weight=weights, send=send)

@@ -1,131 +1,103 @@
-"""Memory of one rank of ingot's trainer, term by term, in bytes.
+"""Memory of one rank of ingot's trainer besides its activations (theory/activations.py), term by term, in bytes.
 
-The trainer shards with FSDP2 (ZeRO stage 3): float32 master parameters, gradients and AdamW moments are split over
-the data-parallel ranks; whole parameters exist only while they are used, in the compute precision. Below, P is the
-number of data-parallel ranks, M the tokens of one micro-batch on one rank, e the bytes of one element in the compute
-precision (bf16 2, fp32 4, fp64 8), s those of a stored one (4; fp64 8).
-
-Shape letters: V vocab_size, D d_model, L num_layers, N num_heads, G num_kv_heads, H head_dim, F d_ffn.
+Everything here is of one Position (theory/layout.py): a pipeline rank, its stages, and its part of them under tensor
+parallelism. N is dp_shard; e the bytes of one element in the compute precision, g of a kept gradient, s of a master.
 """
 
 import math
 
 from ingot.schema.arch import Arch
-from ingot.theory.params import block_parameters, count_parameters
+from ingot.theory.layout import Position
+from ingot.theory.params import count_parameters
+from ingot.theory.state import (
+    COMPUTE_BYTES,
+    STORED_BYTES,
+    kept_gradient_bytes,
+    sent_gradient_bytes,
+    state_per_parameter,
+)
 from ingot.theory.term import Term
 
-COMPUTE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-STORED_BYTES = {"bf16": 4, "fp32": 4, "fp64": 8}
-# The trainer takes these two from here.
-# Below this many parameters the whole model is one unit: one collective per step instead of one per block and pass,
-# which on small models cost more than the memory they save. Their parameters stay gathered from forward to backward.
-ONE_UNIT_PARAMETERS = 20_000_000
 # Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
+# The trainer takes it from here.
 LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
 
 
-def is_one_unit(arch: Arch) -> bool:
-    """Small models are gathered as a whole, larger ones block by block."""
-    return count_parameters(arch) < ONE_UNIT_PARAMETERS
+def weights(position: Position) -> Term:
+    """The master parameters that this rank updates. In fp32 and fp64 without ZeRO-3 they are the whole parameters."""
+    n, per = position.parameters, state_per_parameter(position.parallel, position.train.precision).master
+    return Term(n * per, f"{n:,} parameters x {per:.4g} B (master{_shared(position)})")
 
 
-def weights(arch: Arch, precision: str, ranks: int) -> Term:
-    """The master parameters that this rank owns."""
-    n, s = count_parameters(arch), STORED_BYTES[precision]
-    return Term(n * s / ranks, f"{n:,} parameters x {s} B (master) / {ranks} ranks")
+def optimizer(position: Position) -> Term:
+    """AdamW's two moments of the parameters that this rank updates."""
+    n, per = position.parameters, state_per_parameter(position.parallel, position.train.precision).moments
+    where = "" if position.parallel.offload == "none" else f"; in {position.parallel.offload} instead"
+    return Term(n * per, f"{n:,} parameters x {per:.4g} B (2 moments{_shared(position)}{where})")
 
 
-def optimizer(arch: Arch, precision: str, ranks: int) -> Term:
-    """AdamW's two moments of the parameters that this rank owns."""
-    n, s = count_parameters(arch), STORED_BYTES[precision]
-    return Term(2 * n * s / ranks, f"2 moments x {n:,} x {s} B / {ranks} ranks")
+def _shared(position: Position) -> str:
+    return f" / {position.parallel.dp_shard} ranks" if position.parallel.dp_shard > 1 else ""
 
 
-def gradients(arch: Arch, precision: str, ranks: int, accumulation: int) -> Term:
-    """Gradients at the end of a backward.
-
-    One unit: whole gradients in the compute precision, the float32 buffer that is summed over ranks, and the shard;
-    with accumulation the whole sums wait in float32 between micro-batches instead. Several units: the shards, and for
-    the two blocks in flight their whole gradients and buffers.
-    """
-    n, e, s = count_parameters(arch), COMPUTE_BYTES[precision], STORED_BYTES[precision]
-    shard = f"{n:,} x {s} B / {ranks} ranks"
-    if is_one_unit(arch):
-        whole = s if accumulation > 1 else e
-        return Term(n * (whole + s + s / ranks), f"{n:,} x ({whole} B whole + {s} B summed over ranks) + {shard}")
-    block = block_parameters(arch)
-    return Term(n * s / ranks + 2 * block * (e + s), f"{shard} + 2 blocks x {block:,} x ({e} + {s}) B in flight")
-
-
-def gradients_at_loss(arch: Arch, precision: str, ranks: int, accumulation: int) -> Term:
-    """What earlier micro-batches of the step left when the last one reaches its loss."""
-    n, s = count_parameters(arch), STORED_BYTES[precision]
-    if accumulation == 1:
-        return Term(0.0, "none yet: one micro-batch per step")
-    if is_one_unit(arch):
-        return Term(n * s, f"{n:,} x {s} B, whole sums of earlier micro-batches")
-    return Term(n * s / ranks, f"{n:,} x {s} B / {ranks} ranks, sums of earlier micro-batches")
-
-
-def gathered(arch: Arch, precision: str) -> Term:
+def gathered(position: Position) -> Term:
     """Whole parameters in the compute precision.
 
-    One unit: all of them. Several: this block and the next one, and the outermost unit (embedding, last norm, head).
+    Without ZeRO-3, all of them (none beside the master in fp32 and fp64). With it, the outermost unit (embedding, last
+    norm, head), the unit in use and those gathered ahead; all of them where forwards do not free them.
     """
-    n, e = count_parameters(arch), COMPUTE_BYTES[precision]
-    if is_one_unit(arch):
+    parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
+    n, unit, outside = position.parameters, _unit(position), sum(stage.outside for stage in position.stages)
+    if parallel.zero != 3:
+        per = state_per_parameter(parallel, position.train.precision).copy
+        return Term(n * per, f"{n:,} parameters x {per:.4g} B, whole" if per else "the masters themselves")
+    alive = outside + unit * (1 + parallel.prefetch)
+    if not parallel.reshard or parallel.unit_layers == 0 or alive >= n:
         return Term(n * e, f"{n:,} parameters x {e} B, whole")
-    block = block_parameters(arch)
-    outer = n - arch.num_layers * block
-    return Term((outer + 2 * block) * e, f"(outer unit {outer:,} + 2 blocks x {block:,}) x {e} B")
+    return Term(alive * e, f"(outer unit {outside:,} + {1 + parallel.prefetch} units x {unit:,}) x {e} B")
 
 
-def norm_activation_bytes(width: int, e: int, device: str) -> float:
-    """Saved by one RMSNorm per normed vector. CPU: input and normalised input in >= fp32, and 1/rms. CUDA: one kernel,
-    which keeps its input and 1/rms."""
-    wide = max(e, 4)
-    return 2 * width * wide + wide if device == "cpu" else width * e + 4
+def _unit(position: Position) -> int:
+    """Parameters of the largest unit of blocks."""
+    blocks = max(len(stage.layers) for stage in position.stages)
+    return max(stage.block for stage in position.stages) * min(position.parallel.unit_layers or blocks, blocks)
 
 
-def block_activation_bytes(arch: Arch, precision: str, device: str = "cpu") -> dict[str, float]:
-    """Saved for the backward by one block per token, by tensor, without recomputation and with flash attention.
+def gradients_kept(position: Position) -> Term:
+    """From one micro-batch to the next. The buffers of DDP and ZeRO-1 stay from step to step."""
+    parallel, n = position.parallel, position.parameters
+    per = state_per_parameter(parallel, position.train.precision).gradient
+    if position.accumulation == 1 and parallel.pp == 1 and parallel.zero in (2, 3):
+        return Term(0.0, "none yet: one micro-batch per step")
+    return Term(n * per, f"{n:,} parameters x {per:.4g} B{'' if parallel.zero == 1 else _shared(position)}")
 
-    The counting of Korthikanti et al. 2022 (section 4.1), done for this block: RMSNorm instead of LayerNorm, grouped
-    heads, SwiGLU, no dropout, and no T x T scores.
+
+def gradients(position: Position) -> Term:
+    """At the end of a backward: those kept, and what is on its way between ranks.
+
+    ZeRO-1 scatters from whole gradients into shards beside them. ZeRO-2 and ZeRO-3 hold two units whole, in the dtype
+    they are computed in and in the one they are sent in.
     """
-    e = COMPUTE_BYTES[precision]
-    d, q, kv = arch.d_model, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    heads = arch.num_heads + arch.num_kv_heads
-    qk_norm = heads * norm_activation_bytes(arch.head_dim, e, device) if arch.qk_norm else 0
-    return {
-        "attention norm": norm_activation_bytes(d, e, device),
-        "input of q, k, v": d * e,
-        "QK-norm": qk_norm,
-        "q, k, v": (q + 2 * kv) * e,
-        # The CPU kernel's heads-first output is kept beside its copy, token by token, that the o matrix takes.
-        "attention out": q * e * (2 if device == "cpu" else 1),
-        "log-sum-exp": arch.num_heads * max(e, 4),
-        "mlp norm": norm_activation_bytes(d, e, device),
-        "input of gate, up": d * e,
-        "gate, silu(gate), up, product": 4 * arch.d_ffn * e,
-    }
+    parallel, precision, n = position.parallel, position.train.precision, position.parameters
+    per, g = state_per_parameter(parallel, precision).gradient, kept_gradient_bytes(parallel, precision)
+    e, sent, unit = COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision), _unit(position)
+    kept = f"{n:,} parameters x {per:.4g} B"
+    if parallel.dp_shard == 1 and parallel.zero != 3:
+        return Term(n * per, f"{kept}, whole")
+    if parallel.zero == 1:
+        return Term(n * (per + g / parallel.dp_shard), f"{kept}, whole + {g} B / {parallel.dp_shard} ranks, scattered")
+    flying = 2 * unit * (e + sent)
+    return Term(n * per + flying, f"{kept} + 2 units x {unit:,} x ({e} + {sent}) B in flight")
 
 
-def activations(arch: Arch, precision: str, tokens: int, device: str = "cpu") -> Term:
-    """Everything saved between forward and backward of a micro-batch of `tokens` on one rank, logits excluded."""
-    e = COMPUTE_BYTES[precision]
-    block = sum(block_activation_bytes(arch, precision, device).values())
-    # Last norm, its output's gradient (kept by the loss), token and target ids (8 B each).
-    outside = norm_activation_bytes(arch.d_model, e, device) + arch.d_model * e + 16
-    value = tokens * (arch.num_layers * block + outside)
-    return Term(value, f"{tokens:,} tokens x ({arch.num_layers} blocks x {block:,.0f} B + {outside:,.0f} B)")
-
-
-def backward_buffers(arch: Arch, precision: str, tokens: int, device: str = "cpu") -> Term:
-    """Gradients in flight while the last block runs backward: two of the residual stream, three of the feed-forward."""
-    e = COMPUTE_BYTES[precision]
-    per_token = 2 * arch.d_model * max(e, 4 if device == "cpu" else e) + 3 * arch.d_ffn * e
-    return Term(tokens * per_token, f"{tokens:,} tokens x (2 residual + 3 feed-forward gradients: {per_token:,} B)")
+def update_buffers(position: Position) -> Term:
+    """Beside gradients while masters are updated and copied: gradients widened for the optimizer, units regathered."""
+    parallel, precision = position.parallel, position.train.precision
+    e, s, g = COMPUTE_BYTES[precision], STORED_BYTES[precision], kept_gradient_bytes(parallel, precision)
+    own, unit = position.parameters / parallel.dp_shard, _unit(position)
+    widened = own * s if g != s else 0.0
+    flying = (1 + parallel.prefetch) * unit * e if parallel.dp_shard > 1 and parallel.zero != 3 else 0.0
+    return Term(widened + flying, f"{own:,.0f} gradients widened: {widened:,.0f} B + units regathered: {flying:,.0f} B")
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:
@@ -133,33 +105,27 @@ def chunk_tokens(vocab_size: int, device: str) -> int:
     return max(LOGITS_CHUNK_BYTES[device] // (4 * vocab_size), 16)
 
 
-def chunks(arch: Arch, tokens: int, device: str) -> int:
-    return math.ceil(tokens / chunk_tokens(arch.vocab_size, device))
+def chunks(vocab_size: int, tokens: int, device: str) -> int:
+    """vocab_size: of this rank's part of the head."""
+    return math.ceil(tokens / chunk_tokens(vocab_size, device))
 
 
-def logits(arch: Arch, precision: str, tokens: int, device: str = "cpu") -> Term:
+def logits(position: Position, device: str = "cpu") -> Term:
     """One chunk of logits in compute precision, in float32 and with its gradient, and the head's gradient.
 
     The loss sums the head's gradient in float32 over chunks and keeps it in the compute precision.
     """
-    e = COMPUTE_BYTES[precision]
-    wide = max(e, 4)
-    chunk = min(chunk_tokens(arch.vocab_size, device), tokens)
-    head = arch.vocab_size * arch.d_model
-    value = chunk * arch.vocab_size * (2 * e + 3 * wide) + head * (wide + e)
-    part = f"{chunk:,} of {tokens:,} tokens x {arch.vocab_size:,} x {2 * e + 3 * wide} B"
+    if not any(stage.last for stage in position.stages):
+        return Term(0.0, "the last stage is on another rank")
+    e, tokens = COMPUTE_BYTES[position.train.precision], position.tokens
+    wide, vocabulary = max(e, 4), position.arch.vocab_size // position.parallel.tp
+    chunk, head = min(chunk_tokens(vocabulary, device), tokens), vocabulary * position.arch.d_model
+    part = f"{chunk:,} of {tokens:,} tokens x {vocabulary:,} x {2 * e + 3 * wide} B"
+    value = chunk * vocabulary * (2 * e + 3 * wide) + head * (wide + e)
     return Term(value, f"{part} + head gradient {head:,} x {wide + e} B")
 
 
-def evaluation_logits(arch: Arch, precision: str, micro_batch: int, seq_len: int) -> Term:
-    """Held-out scoring keeps the logits of a whole micro-batch, and widens and normalises them sequence by sequence."""
-    e = COMPUTE_BYTES[precision]
-    wide = max(e, 4)
-    value = seq_len * arch.vocab_size * (micro_batch * e + 2 * wide)
-    return Term(value, f"{seq_len:,} tokens x {arch.vocab_size:,} x ({micro_batch} sequences x {e} B + {2 * wide} B)")
-
-
 def checkpoint_bytes(arch: Arch, precision: str) -> Term:
-    """Master parameters and both moments; gradients are not saved."""
+    """Master parameters and both moments of the whole model; gradients are not saved."""
     n, s = count_parameters(arch), STORED_BYTES[precision]
     return Term(3 * n * s, f"{n:,} parameters x {3 * s} B (master and two moments)")

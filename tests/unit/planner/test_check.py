@@ -81,7 +81,7 @@ MUTATIONS = [
     ("d_ffn = 176", "ffn = 176", "'model.d_ffn'"),
     ("warmup_steps = 0", "warmup = 0", "'schedule.warmup_steps'"),
     ("precision = \"bf16\"", "precision = \"bfloat16\"", "'bf16'"),
-    ("precision = \"bf16\"", "precision = \"fp16\"", "'bf16'"),
+    ("precision = \"bf16\"", "precision = \"fp8\"", "'bf16'"),
     ("kind = \"cosine\"", "kind = \"cosin\"", "'cosine'"),
     ("kind = \"cosine\"", "kind = \"wsd\"", "decay_steps"),
     ("device = \"auto\"", "device = \"gpu\"", "'cuda'"),

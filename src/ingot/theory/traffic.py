@@ -1,0 +1,152 @@
+"""Bytes that one rank sends in one optimizer step, collective by collective: what a count of a real step must give.
+
+Rings: of data of S bytes, each of n ranks sends S·(n-1)/n in a gather or a reduce-scatter, and twice that in an
+all-reduce (Patarasuk & Yuan 2009; Rajbhandari et al. 2020, section 7). Rows that pad a matrix to equal parts are left
+out, and so are the few scalars of clipping and logging.
+
+P: parameters of this rank's stages; e bytes of one in the compute precision, g of a gradient on its way; X = B·T·D·e:
+the hidden states of one micro-batch.
+
+    DDP      all-reduce P·g                                      once per step
+    ZeRO-1   reduce-scatter P·g, gather P·e                      once per step
+    ZeRO-2   reduce-scatter P·g; gather P·e                      every micro-batch; once per step
+    ZeRO-3   reduce-scatter P·g, gather 2·P·e                    every micro-batch; one gather without `reshard`
+    HSDP     as ZeRO over dp_shard, and over dp_replicate an all-reduce of the shard's gradients
+    tp       4 gathers and 4 reduce-scatters of X, or 4 all-reduces without `sequence`, every block and micro-batch
+             (Korthikanti et al. 2022, section 4.2.2); one of each kind for the embedding and one for the loss
+    pp       X forward and X backward, X/tp with `sequence`, every boundary between ranks and micro-batch
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ingot.theory.layout import Position, Stage, rank_of_stage
+from ingot.theory.memory import chunks
+from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+_RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """`count` operations of one kind per step over the `ranks` of `axis`, on `bytes` of data all together.
+
+    bytes: of what a gather returns, of what a reduce-scatter or all-reduce takes on each rank, of messages sent.
+    """
+
+    kind: Kind
+    axis: str
+    what: str
+    ranks: int
+    count: int
+    bytes: float
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends, in a ring."""
+        return self.bytes if self.kind == "send" else _RING[self.kind] * self.bytes * (self.ranks - 1) / self.ranks
+
+
+def step_traffic(position: Position, device: str = "cpu") -> tuple[Traffic, ...]:
+    """Everything this pipeline rank sends in one optimizer step. device: decides the chunks of the loss."""
+    found = [*_data_parallel(position), *_tensor_parallel(position, device), *_pipeline(position)]
+    return tuple(t for t in found if t.count and (t.ranks > 1 or t.kind == "send"))
+
+
+def sent_by_axis(traffic: tuple[Traffic, ...]) -> dict[str, float]:
+    """Bytes per step by mesh axis."""
+    axes: dict[str, float] = {}
+    for t in traffic:
+        axes[t.axis] = axes.get(t.axis, 0.0) + t.sent
+    return axes
+
+
+def _data_parallel(position: Position) -> Iterator[Traffic]:
+    parallel, precision, often = position.parallel, position.train.precision, position.accumulation
+    n, e, g = position.parameters, COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision)
+    units, shard, copies = sum(map(position.units, position.stages)), parallel.dp_shard, parallel.dp_replicate
+    whole_units, whole, part = units, n * g, n * g / shard
+    if parallel.reduce == "canonical":
+        exchanges = copies.bit_length() - 1
+        yield Traffic("send", "dp_replicate", "gradients", copies, exchanges * units, exchanges * whole)
+        return
+    if parallel.zero == 3:
+        gathers = (2 if parallel.reshard else 1) * often
+        yield Traffic("all_gather", "dp_shard", "parameters", shard, gathers * units, gathers * n * e)
+        yield Traffic("reduce_scatter", "dp_shard", "gradients", shard, often * units, often * whole)
+        yield Traffic("all_reduce", "dp_replicate", "gradients", copies, often * units, often * part)
+        return
+    reduced = often if parallel.zero == 2 else 1
+    yield Traffic("reduce_scatter", "dp_shard", "gradients", shard, reduced * units, reduced * whole)
+    yield Traffic("all_gather", "dp_shard", "parameters", shard, units, n * e)
+    yield Traffic("all_reduce", "dp_replicate", "gradients", copies, whole_units, part)
+
+
+def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:
+    parallel, often = position.parallel, position.accumulation
+    if parallel.tp == 1:
+        return
+    regions = [regions_of(position, stage) for stage in position.stages]
+    forward, backward = sum((r.enters for r in regions), 0), sum((r.leaves for r in regions), 0)
+    again_in, again_out = sum((r.entered_again for r in regions), 0), sum((r.left_again for r in regions), 0)
+    size = hidden_bytes(position)
+    if parallel.sequence:
+        gathers, scatters = often * (forward + backward + again_in), often * (forward + backward + again_out)
+        yield Traffic("all_gather", "tp", "hidden states", parallel.tp, gathers, gathers * size)
+        yield Traffic("reduce_scatter", "tp", "hidden states", parallel.tp, scatters, scatters * size)
+    else:
+        sums = often * (forward + backward + again_out)
+        yield Traffic("all_reduce", "tp", "hidden states", parallel.tp, sums, sums * size)
+    if any(stage.last for stage in position.stages):
+        wide = max(COMPUTE_BYTES[position.train.precision], 4)
+        pieces = chunks(position.arch.vocab_size // parallel.tp, position.tokens, device)
+        # Three numbers per token: the largest logit by itself, then the sum of exponentials and the target's logit.
+        numbers = often * position.tokens * 3 * wide
+        yield Traffic("all_reduce", "tp", "numbers of the loss", parallel.tp, often * 2 * pieces, numbers)
+    partial = sum(stage.partial for stage in position.stages)
+    each = kept_gradient_bytes(parallel, position.train.precision) / parallel.dp_shard
+    yield Traffic("all_reduce", "tp", "gradients of shared weights", parallel.tp, 1 if partial else 0, partial * each)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """How often one micro-batch enters and leaves regions of tensor parallelism on a stage, in its forward, and what
+    recomputed blocks repeat of it."""
+
+    enters: int
+    leaves: int
+    entered_again: int
+    left_again: int
+
+
+def regions_of(position: Position, stage: Stage) -> Regions:
+    """Attention and feed-forward of each block are entered and left; the embedding is left, the loss is entered.
+
+    A fully recomputed block stops at the last tensor that its backward needs, which is before it leaves the
+    feed-forward. A selectively recomputed one keeps the results of collectives.
+    """
+    again = position.recomputed(stage) if position.parallel.recompute == "full" else 0
+    blocks = len(stage.layers)
+    return Regions(2 * blocks + stage.last, 2 * blocks + stage.first, 2 * again, again)
+
+
+def hidden_bytes(position: Position) -> int:
+    """Hidden states of all tokens of one micro-batch, in the compute precision."""
+    return position.tokens * position.arch.d_model * COMPUTE_BYTES[position.train.precision]
+
+
+def _pipeline(position: Position) -> Iterator[Traffic]:
+    parallel, often, owner = position.parallel, position.accumulation, rank_of_stage(position.parallel)
+    ahead = sum(not stage.last and owner[stage.number + 1] != position.rank for stage in position.stages)
+    back = sum(not stage.first and owner[stage.number - 1] != position.rank for stage in position.stages)
+    size = hidden_bytes(position) / position.sequence_ranks
+    yield Traffic("send", "pp", "hidden states", parallel.pp, often * ahead, often * ahead * size)
+    yield Traffic("send", "pp", "gradients of hidden states", parallel.pp, often * back, often * back * size)
+    ends = owner[0], owner[-1]
+    if position.arch.tied_embeddings and ends[0] != ends[1] and position.rank in ends:
+        matrix = sum(stage.embedding + stage.head for stage in position.stages) / parallel.dp_shard
+        size = matrix * kept_gradient_bytes(parallel, position.train.precision)
+        # Two ranks, whatever the length of the pipeline.
+        yield Traffic("all_reduce", "pp", "gradients of the tied matrix", 2, 1, size)
