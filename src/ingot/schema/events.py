@@ -9,6 +9,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes   one per log line
+  skipped        steps [..]                                           whose updates were vetoed, if any, per log line
+  rolled_back    from_step, to_step                                   training goes on from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds, path                     after it was verified
   checkpoint_refused  step, path, reason                              on load: damaged, the next older one is tried
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb
@@ -27,6 +29,8 @@ RUN_STARTED = "run_started"
 RANK_STARTED = "rank_started"
 STEP = "step"
 PROGRESS = "progress"
+SKIPPED = "skipped"
+ROLLED_BACK = "rolled_back"
 CHECKPOINT = "checkpoint"
 CHECKPOINT_REFUSED = "checkpoint_refused"
 EVALUATION = "evaluation"

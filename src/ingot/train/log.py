@@ -4,16 +4,13 @@ import math
 import time
 from dataclasses import asdict, dataclass
 
-import torch
-
-from ingot.dist.collectives import mean_over_ranks
+from ingot.resilience.policy import Facts, Reading, read_steps
 from ingot.schema import events
 from ingot.telemetry.line import Progress, format_line
 from ingot.telemetry.memory import peak_memory_bytes
 from ingot.theory.flops import model_flops_utilisation
 from ingot.train.build import Training
 from ingot.train.evaluate import evaluate, sample_prompts
-from ingot.train.step import StepFacts
 
 
 @dataclass
@@ -33,22 +30,18 @@ class Interval:
         self.data_wait_seconds += data_wait_seconds
 
 
-def global_facts(recent: list[StepFacts]) -> tuple[list[float], list[float]]:
-    """Loss (mean over ranks, float64) and gradient norm of every step: one transfer from the device, one collective."""
-    facts = torch.stack([torch.stack([f.loss for f in recent]), torch.stack([f.grad_norm for f in recent])])
-    losses, norms = facts.double().cpu().numpy()
-    return mean_over_ranks(losses).tolist(), norms.tolist()
-
-
-def log_interval(run: Training, recent: list[StepFacts], interval: Interval) -> None:
+def log_interval(run: Training, recent: list[Facts], interval: Interval) -> list[Reading]:
     """A `step` event for each step, one `progress` event and the line. Here the host waits for the device. Collective.
 
-    Raises RunFailed (on every rank) when a loss or a gradient norm is not finite, after writing the facts down.
+    Returns the numbers of the steps, which a policy has not judged yet.
     """
-    losses, norms = global_facts(recent)
+    readings = read_steps(recent)
     step_seconds = (time.monotonic() - interval.began) / interval.steps
-    for facts, loss, norm in zip(recent, losses, norms, strict=True):
-        run.log(events.STEP, step=facts.step, loss=loss, grad_norm=norm, lr=facts.lr)
+    for facts, reading in zip(recent, readings, strict=True):
+        run.log(events.STEP, step=facts.step, loss=reading.loss, grad_norm=reading.grad_norm, lr=facts.lr)
+    if skipped := [reading.step for reading in readings if reading.skipped]:
+        run.log(events.SKIPPED, steps=skipped)
+        run.say(f"skipped   the update of step {', '.join(map(str, skipped))}")
     config, step, steps = run.config, recent[-1].step, run.config.train.steps
     tokens_per_second = config.tokens_per_step / step_seconds
     mfu = None
@@ -57,9 +50,9 @@ def log_interval(run: Training, recent: list[StepFacts], interval: Interval) -> 
     progress = Progress(
         step=step,
         steps=steps,
-        loss=losses[-1],
-        bpb=losses[-1] / math.log(2) * run.tokens_per_byte,
-        grad_norm=norms[-1],
+        loss=readings[-1].loss,
+        bpb=readings[-1].loss / math.log(2) * run.tokens_per_byte,
+        grad_norm=readings[-1].grad_norm,
         lr=recent[-1].lr,
         tokens=step * config.tokens_per_step,
         tokens_per_second=tokens_per_second,
@@ -72,7 +65,7 @@ def log_interval(run: Training, recent: list[StepFacts], interval: Interval) -> 
     )
     run.log(events.PROGRESS, **asdict(progress))
     run.say(format_line(progress))
-    run.verdict.require_finite([f.step for f in recent], losses, norms)
+    return readings
 
 
 def log_evaluation(run: Training, step: int) -> None:

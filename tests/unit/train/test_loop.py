@@ -1,25 +1,30 @@
 """Whole runs on forked ranks: the worker's build and loop, checkpoints and resumption, ledger and events."""
 
-import contextlib
-import io
+import math
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from ingot.checkpoint.loading import list_checkpoints
 from ingot.config import load
 from ingot.dist.start import Place
 from ingot.errors import ConfigError, RunFailed
 from ingot.events import read_events
 from ingot.loader.ledger import prove, read_ledger
 from ingot.loader.order import Order
+from ingot.resilience.policy import DefaultPolicy, Verdict
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
+from ingot.train import loop
 from ingot.train.build import build
 from ingot.train.loop import train
+from ingot.train.step import train_step
 
 
-def run_rank(rank, ranks, folder, until_step=None, break_at=None):
+def run_rank(rank, ranks, folder, until_step=None, make_policy=None):
     """What worker.py does, without the environment. Returns (ending, lines)."""
     config = load(RunConfig, folder.config)
     place = Place(
@@ -32,8 +37,8 @@ def run_rank(rank, ranks, folder, until_step=None, break_at=None):
     )
     lines = []
     run = build(config, folder, place, until_step=until_step, say=lines.append)
-    if break_at is not None:
-        poison(run, break_at)
+    if make_policy is not None:
+        run.policy = make_policy(folder)
     try:
         ending = train(run)
     finally:
@@ -41,18 +46,22 @@ def run_rank(rank, ranks, folder, until_step=None, break_at=None):
     return (ending.step, ending.stopped), lines
 
 
-def poison(run, step):
-    """Make the gradients of one step infinite, as a broken batch would."""
+class Scripted(DefaultPolicy):
+    """Says what it was told to, the first `times` that it sees the step; otherwise what the default policy says."""
 
-    def hook(optimizer, *_):
-        hook.steps += 1
-        if run.first_step + hook.steps - 1 == step:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.fill_(float("nan"))
+    def __init__(self, folder, script=None, *, times=1, vetoes=()):
+        super().__init__(folder)
+        self.script, self.times, self.vetoes = script or {}, times, vetoes
+        self.seen, self.asked = Counter(), 0
 
-    hook.steps = 0
-    run.optimizer.register_step_pre_hook(hook)
+    def veto(self, loss, grad_norm):
+        self.asked += 1
+        return torch.tensor(self.asked in self.vetoes) if self.vetoes else None
+
+    def verdict(self, facts):
+        self.seen[facts.step] += 1
+        usual = super().verdict(facts)
+        return self.script.get(facts.step, usual) if self.seen[facts.step] <= self.times else usual
 
 
 def step_facts(folder):
@@ -61,8 +70,6 @@ def step_facts(folder):
 
 def ledger_proof(folder, config):
     """Raises DataError unless the newest checkpoint's ledger is exactly the order."""
-    from ingot.checkpoint.loading import list_checkpoints
-
     manifest = list_checkpoints(folder.checkpoints)[0].manifest
     tokens = read_token_manifest((folder.root / config.data.tokens).resolve())
     order = Order(tokens, config.train.seq_len, config.seed, config.data.weights)
@@ -173,17 +180,162 @@ def test_a_stop_request_saves_at_the_next_line(fork_ranks, make_run):
     assert not list(read_events(folder.events, "finished"))
 
 
+def expect_failure(rank, ranks, folder, words, make_policy=None):
+    with pytest.raises(RunFailed, match=words):
+        run_rank(rank, ranks, folder, make_policy=make_policy)
+    return True
+
+
+def break_loss_at(step):
+    """From now on in this process, the loss of one step is not a number, as after a broken batch."""
+
+    def broken_step(run, batch, lr):
+        facts = train_step(run, batch, lr)
+        return replace(facts, loss=facts.loss * math.nan) if facts.step == step else facts
+
+    loop.train_step = broken_step
+
+
 def test_broken_weights_are_never_saved(fork_ranks, make_run):
     folder = make_run(dp_shard=2)
 
-    def expect_failure(rank, ranks):
-        with pytest.raises(RunFailed, match="step 9"), contextlib.redirect_stdout(io.StringIO()):
-            run_rank(rank, ranks, folder, break_at=8)
-        return True
+    def fail(rank, ranks):
+        if rank == 1:  # the others learn of it
+            break_loss_at(9)
+        return expect_failure(rank, ranks, folder, "step 9")
 
-    assert fork_ranks(expect_failure, 2) == [True, True]
+    assert fork_ranks(fail, 2) == [True, True]
     assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [5]
     assert np.isnan(step_facts(folder)[9][0])  # the facts are written down before the end
+
+
+def test_rolling_back_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run):
+    whole, broken = make_run("whole", dp_shard=2), make_run("broken", dp_shard=2)
+    fork_ranks(run_rank, 2, whole)
+
+    def roll_back(rank, ranks):
+        script = {7: Verdict.ROLL_BACK, 12: Verdict.ROLL_BACK}
+        return run_rank(rank, ranks, broken, make_policy=lambda folder: Scripted(folder, script))
+
+    results = fork_ranks(roll_back, 2)
+    assert [ending for ending, _ in results] == [(12, False)] * 2
+    assert [line for line in results[0][1] if line.startswith("rolled")] == [
+        "rolled    back from step 7 to step 5",
+        "rolled    back from step 12 to step 10",
+    ]
+    jumps = [(e["from_step"], e["to_step"]) for e in read_events(broken.events, "rolled_back")]
+    assert jumps == [(7, 5), (12, 10)]
+    done = [e["step"] for e in read_events(broken.events, "step")]
+    assert done == [1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9, 10, 11, 12, 11, 12]
+    assert step_facts(broken) == step_facts(whole)
+    ledger_proof(broken, load(RunConfig, broken.config))
+
+
+def test_rolling_back_from_the_same_step_ends(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+
+    def forever(rank, ranks):
+        script = {7: Verdict.ROLL_BACK}
+        return expect_failure(
+            rank, ranks, folder, "from step 7 for the 4th time", lambda folder: Scripted(folder, script, times=99)
+        )
+
+    assert fork_ranks(forever, 2) == [True, True]
+    assert [e["to_step"] for e in read_events(folder.events, "rolled_back")] == [5, 5, 5]
+
+
+def test_there_is_no_way_back_before_the_first_checkpoint(fork_ranks, make_run):
+    folder = make_run()
+
+    def fail(rank, ranks):
+        script = {2: Verdict.ROLL_BACK}
+        return expect_failure(rank, ranks, folder, "no checkpoint yet", lambda folder: Scripted(folder, script))
+
+    assert fork_ranks(fail, 1) == [True]
+
+
+def test_a_verdict_to_stop_is_obeyed_between_lines(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+
+    def stop(rank, ranks):
+        return run_rank(rank, ranks, folder, make_policy=lambda folder: Scripted(folder, {4: Verdict.STOP}))
+
+    assert [ending for ending, _ in fork_ranks(stop, 2)] == [(4, True)] * 2
+    assert [e["step"] for e in read_events(folder.events, "progress")] == [3, 4]
+    assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [4]
+    assert [e["step"] for e in read_events(folder.events, "stopped")] == [4]
+
+
+def saved_tensors(folder):
+    """Name -> checksums of the weights, moments and update counts in the newest checkpoint."""
+    tensors = list_checkpoints(folder.checkpoints)[0].manifest.tensors
+    return {name: [chunk.crc32 for chunk in entry.chunks] for name, entry in tensors.items()}
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_vetoed_step_changes_nothing_and_is_told(fork_ranks, make_run, said):
+    before, after, other = make_run("before", dp_shard=2), make_run("after", dp_shard=2), make_run("other", dp_shard=2)
+    fork_ranks(run_rank, 2, before, 3)
+    fork_ranks(run_rank, 2, other, 4)
+
+    def veto(rank, ranks):
+        script = {4: Verdict.SKIP} if said else {}
+        make = lambda folder: Scripted(folder, script, vetoes=(4,))  # noqa: E731
+        return run_rank(rank, ranks, after, 4, make)
+
+    assert [ending for ending, _ in fork_ranks(veto, 2)] == [(4, True)] * 2
+    assert saved_tensors(after) == saved_tensors(before) != saved_tensors(other)
+    assert [e["steps"] for e in read_events(after.events, "skipped")] == [[4]]
+    assert step_facts(after)[4][:2] == step_facts(other)[4][:2]
+
+
+def test_a_skipped_step_is_written_down_at_once(fork_ranks, make_run):
+    folder = make_run(steps=6)
+
+    def skip(rank, ranks):
+        make = lambda folder: Scripted(folder, {4: Verdict.SKIP}, vetoes=(2, 4, 5))  # noqa: E731
+        return run_rank(rank, ranks, folder, make_policy=make)
+
+    ((ending, lines),) = fork_ranks(skip, 1)
+    assert ending == (6, False)
+    assert [e["step"] for e in read_events(folder.events, "progress")] == [3, 4, 5, 6]
+    assert [e["steps"] for e in read_events(folder.events, "skipped")] == [[2], [4], [5]]
+    assert "skipped   the update of step 4" in lines
+
+
+def test_an_update_that_was_made_cannot_be_skipped(fork_ranks, make_run):
+    folder = make_run()
+
+    def fail(rank, ranks):
+        script = {4: Verdict.SKIP}
+        return expect_failure(rank, ranks, folder, "skips step 4", lambda folder: Scripted(folder, script))
+
+    assert fork_ranks(fail, 1) == [True]
+
+
+class Reader(DefaultPolicy):
+    """Waits for every step, as a rule on the loss may."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.readings = []
+
+    def verdict(self, facts):
+        self.readings.append(facts.read())
+        return super().verdict(facts)
+
+
+def test_every_rank_reads_what_is_logged(fork_ranks, make_run):
+    folder = make_run(dp_shard=2, steps=5)
+
+    def read(rank, ranks):
+        policies = []
+        run_rank(rank, ranks, folder, make_policy=lambda folder: policies.append(Reader(folder)) or policies[0])
+        return [(r.step, (r.loss, r.grad_norm), r.skipped) for r in policies[0].readings]
+
+    results = fork_ranks(read, 2)
+    logged = [(step, facts[:2], False) for step, facts in step_facts(folder).items()]
+    assert len(logged) == 5 and results == [logged, logged]
 
 
 @pytest.mark.parametrize("mask", [True, False])
