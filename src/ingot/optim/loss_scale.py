@@ -1,0 +1,40 @@
+"""Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2), without waiting for the device."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+INIT_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+
+
+class LossScale:
+    """The loss is multiplied by `scale` before its backward, the gradients divided by it before their use (clip.py).
+
+    scale: a float32 scalar on the device, always a power of two, so that scaling only moves exponents.
+    good_steps: finite steps since it last changed, an int64 scalar. Both keep their identity.
+    """
+
+    def __init__(self, device: torch.device | str, *, growth_interval: int = GROWTH_INTERVAL):
+        self.growth_interval = growth_interval
+        self.scale = torch.tensor(INIT_SCALE, dtype=torch.float32, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor) -> None:
+        """After each step: half the scale if it overflowed (found_inf, a scalar, is 1), twice after
+        `growth_interval` finite steps in a row. found_inf has to be the same on all ranks, as the gradient norm is."""
+        overflow = found_inf.to(torch.bool).reshape(())
+        good = torch.where(overflow, 0, self.good_steps + 1)
+        grows = good >= self.growth_interval
+        self.scale.mul_(torch.where(overflow, 0.5, torch.where(grows, 2.0, 1.0)))
+        self.good_steps.copy_(torch.where(grows, 0, good))
+
+    def state(self) -> dict[str, Tensor]:
+        """The live tensors, for a checkpoint: replicated, to be read and written between steps."""
+        return {"loss_scale": self.scale, "loss_scale_good_steps": self.good_steps}
+
+    def put_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, live in self.state().items():
+            live.copy_(state[name].reshape(()))

@@ -1,0 +1,113 @@
+"""Offload and clipping on several ranks: against one process, and when a rank is killed in the middle of a step."""
+
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ingot.optim.adamw import Optimizer
+from ingot.optim.clip import clip_factor, clip_grad_norm, gradient_norm
+from ingot.optim.offload import OffloadedOptimizer, build_optimizer
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Optim
+
+OPTIM = Optim(lr=0.01, weight_decay=0.1)
+ROWS = {"embed": (13, 64), "norm": (64,), "shared": (6, 5)}  # `shared` is on every rank, the others are cut by rows
+
+
+@dataclass
+class Block:
+    name: str
+    value: torch.Tensor
+    decays: bool
+    owner: bool = True
+    grad: torch.Tensor | None = None
+
+
+def own(name, whole, rank, world):
+    return whole if name == "shared" else whole.tensor_split(world)[rank]
+
+
+def train(rank, world, offload, folder="", steps=5, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    pieces = [
+        Block(
+            name,
+            own(name, torch.randn(shape, generator=generator, dtype=dtype), rank, world).clone(),
+            decays=len(shape) > 1,
+            owner=name != "shared" or rank == 0,
+        )
+        for name, shape in ROWS.items()
+    ]
+    optimizer, norms = build_optimizer(pieces, OPTIM, Parallel(offload=offload, offload_folder=folder), Path()), []
+    for step in range(1, steps + 1):
+        for piece in pieces:
+            whole = torch.randn(ROWS[piece.name], generator=generator, dtype=dtype)
+            piece.grad = own(piece.name, whole, rank, world).clone()
+        if step % 2:
+            norms.append(clip_grad_norm(pieces, 1.0))
+            optimizer.step(0.01 * step)
+        else:
+            norms.append(gradient_norm(pieces, world))
+            optimizer.step(0.01 * step, scale=clip_factor(norms[-1], 1.0))
+    optimizer.close()
+    return {p.name: p.value.numpy() for p in pieces}, torch.stack(norms).numpy()
+
+
+def test_every_form_on_four_ranks_equals_one_process(fork_ranks, tmp_path):
+    expected, norms = train(0, 1, "none")
+    forms = {}
+    for offload in ("none", "cpu", "nvme"):
+        forms[offload] = fork_ranks(lambda r, w, o=offload: train(r, w, o, str(tmp_path / "moments")), 4)
+        for rank, (values, rank_norms) in enumerate(forms[offload]):
+            assert abs(rank_norms / norms - 1).max() < 1e-14
+            for name, value in values.items():
+                assert abs(value - own(name, torch.from_numpy(expected[name]), rank, 4).numpy()).max() < 1e-13
+                assert (value == forms["none"][rank][0][name]).all()
+    assert list((tmp_path / "moments").iterdir()) == []
+
+
+def test_the_norm_has_the_same_bits_every_time_and_on_every_rank(fork_ranks):
+    runs = [fork_ranks(lambda r, w: train(r, w, "none", dtype=torch.float32)[1], 4) for _ in range(2)]
+    assert all((norms == runs[0][0]).all() for run in runs for norms in run)
+
+
+def die_in_the_middle(folder, blocks, in_step):
+    optimizer = OffloadedOptimizer(blocks, OPTIM, folder=folder, buffer_bytes=64 * 1024)
+    optimizer.step(0.01)
+    write, written = optimizer.file.write, []
+
+    def write_and_die(*args):
+        write(*args)
+        written.append(args)
+        if len(written) == 3:
+            in_step.set()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    optimizer.file.write = write_and_die
+    for block in blocks:
+        block.grad = torch.ones_like(block.value)
+    optimizer.step(0.01)
+
+
+def test_a_rank_killed_in_a_step_leaves_no_file(tmp_path):
+    def blocks():
+        return [Block("w", torch.ones(20_000), decays=True, grad=torch.ones(20_000))]
+
+    context = multiprocessing.get_context("fork")
+    in_step = context.Event()
+    process = context.Process(target=die_in_the_middle, args=(tmp_path, blocks(), in_step))
+    process.start()
+    process.join(30)
+    assert in_step.is_set() and process.exitcode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+    mine, same = blocks(), blocks()
+    after, reference = OffloadedOptimizer(mine, OPTIM, folder=tmp_path), Optimizer(same, OPTIM)
+    assert all(not t.any() for t in after.moments()["w"].values())
+    after.step(0.01)
+    reference.step(0.01)
+    assert torch.equal(mine[0].value, same[0].value)
+    after.close()

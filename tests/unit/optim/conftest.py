@@ -1,0 +1,50 @@
+"""Pieces of a small model: matrices and a norm weight, one piece empty, one not owned."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ingot.schema.run import Optim
+
+
+@dataclass
+class Block:
+    name: str
+    value: torch.Tensor
+    grad: torch.Tensor | None = None
+    owner: bool = True
+    decays: bool = True
+
+
+SHAPES = {"embed": (37, 129), "up": (1, 1024), "norm": (129,), "empty": (0, 129), "down": (129, 31)}
+
+
+def make_blocks(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Block(name, torch.randn(shape, generator=generator, dtype=dtype), decays=len(shape) > 1)
+        for name, shape in SHAPES.items()
+    ]
+
+
+def set_gradients(blocks, step, dtype=None):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for block in blocks:
+        gradient = torch.randn(block.value.shape, generator=generator, dtype=block.value.dtype)
+        block.grad = gradient.to(dtype or block.value.dtype)
+
+
+@pytest.fixture
+def blocks():
+    return make_blocks
+
+
+@pytest.fixture
+def gradients():
+    return set_gradients
+
+
+@pytest.fixture
+def optim():
+    return Optim(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
