@@ -1,0 +1,56 @@
+"""Offload from a real device: copies on a side stream, pinned staging, and the same bits as an update on the host."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ingot.optim.adamw import Optimizer
+from ingot.optim.clip import clip_factor, gradient_norm
+from ingot.optim.offload import OffloadedOptimizer
+from ingot.schema.run import Optim
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+OPTIM = Optim(weight_decay=0.1)
+BUFFER_BYTES = 2**20  # cuts of 32768 elements: 32 in a piece
+
+
+@dataclass
+class Block:
+    name: str
+    value: torch.Tensor
+    grad: torch.Tensor | None = None
+    owner: bool = True
+    decays: bool = True
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_same_bits_as_on_the_host(tmp_path, kept, on_disk):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1024, 1025, generator=generator)
+    there, here = Block("w", start.cuda()), Block("w", start.clone())
+    folder = tmp_path if on_disk else None
+    optimizer = OffloadedOptimizer([there], OPTIM, folder=folder, buffer_bytes=BUFFER_BYTES)
+    reference = Optimizer([here], OPTIM)
+    for step in range(1, 6):
+        gradient = torch.randn(start.shape, generator=generator).to(kept)
+        there.grad, here.grad = gradient.cuda(), gradient.clone()
+        factor = clip_factor(gradient_norm([there]), 1.0)
+        assert factor is not None
+        optimizer.step(0.01 * step, scale=factor, found_inf=torch.zeros((), device="cuda"))
+        reference.step(0.01 * step, scale=factor.cpu())
+    assert torch.equal(there.value.cpu(), here.value)
+    optimizer.close()
+
+
+def test_device_memory_beyond_the_pieces_is_one_cut():
+    block = Block(
+        "w", torch.ones(16 * 2**20, device="cuda"), torch.ones(16 * 2**20, device="cuda", dtype=torch.bfloat16)
+    )
+    optimizer = OffloadedOptimizer([block], OPTIM, buffer_bytes=BUFFER_BYTES)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step(0.01)
+    assert torch.cuda.max_memory_allocated() - before <= 4 * optimizer.cut_elements * 4
