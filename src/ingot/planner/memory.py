@@ -36,8 +36,8 @@ def position_bill(position: Position, device: str) -> dict[str, Term]:
     """Tensors of one pipeline rank that are alive at the largest of its moments.
 
     At the loss every activation is saved and a chunk of logits is there. When the backward begins, its buffers are, and
-    what is recomputed. When it ends, activations are gone and gradients are on their way. At the update gradients are
-    widened and parameters gathered again. Masters, moments and gathered weights are there at all of them.
+    what is recomputed. When it ends, activations are gone and gradients are on their way. At the update, bf16
+    gradients are widened. Masters, moments and gathered weights are there at all of them.
 
     (Held-out scoring saves nothing and passes its logits in the same chunks.)
     """
@@ -50,7 +50,7 @@ def position_bill(position: Position, device: str) -> dict[str, Term]:
     }
     in_pipeline = position.parallel.pp > 1  # other micro-batches are still in flight, as far as `begun` counts them
     ended = {"gradients": memory.gradients(position), "activations": backward}
-    updated = {"gradients": _joined(memory.gradients(position), memory.update_buffers(position))}
+    updated = {"gradients": memory.gradients_at_update(position)}
     moments = [at_loss, begun, updated] if in_pipeline else [at_loss, begun, ended, updated]
     return {
         "weights": memory.weights(position),

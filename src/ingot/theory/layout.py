@@ -55,7 +55,7 @@ class Stage:
     """What one pipeline stage holds of the model on one tp rank, counted in parameters.
 
     layers: the numbers of its blocks. block: parameters of each. embedding, norm (the last one), head: 0 where absent.
-    A tied matrix counts on the first stage as embedding and on the last as head, once where these are the same stage.
+    A tied matrix counts on the first stage as embedding and on the last as head, once where one rank has both.
     partial: those that every tp rank holds alike but applies to its own tokens or heads: their gradients are summed.
     """
 
@@ -146,7 +146,7 @@ def positions(run: RunConfig) -> tuple[Position, ...]:
 
 def _stage(arch: Arch, parallel: Parallel, number: int) -> Stage:
     layers, tp = stage_layers(parallel, arch.num_layers), parallel.tp
-    first, last = number == 0, number == parallel.stages - 1
+    first, last, owner = number == 0, number == parallel.stages - 1, rank_of_stage(parallel)
     splits_kv = arch.num_kv_heads % tp == 0  # else every rank holds all key/value heads
     per_head = 2 * arch.head_dim if arch.qk_norm else 0
     queries = 2 * arch.d_model * arch.head_dim * arch.num_heads // tp
@@ -163,7 +163,7 @@ def _stage(arch: Arch, parallel: Parallel, number: int) -> Stage:
         block=queries + keys + block_mlp_parameters(arch) // tp + 2 * arch.d_model + per_head,
         embedding=vocabulary if first else 0,
         norm=arch.d_model if last else 0,
-        head=vocabulary if last and not (first and arch.tied_embeddings) else 0,
+        head=vocabulary if last and not (arch.tied_embeddings and owner[0] == owner[-1]) else 0,
         partial=partial if tp > 1 else 0,
     )
 

@@ -64,40 +64,39 @@ def _unit(position: Position) -> int:
 
 
 def gradients_kept(position: Position) -> Term:
-    """From one micro-batch to the next. The buffers of DDP and ZeRO-1 stay from step to step."""
+    """From one micro-batch to the next. The buffers of DDP (dp_shard = 1) stay from step to step."""
     parallel, n = position.parallel, position.parameters
     per = state_per_parameter(parallel, position.train.precision).gradient
-    if position.accumulation == 1 and parallel.pp == 1 and parallel.zero in (2, 3):
+    buffers_stay = parallel.dp_shard == 1 and parallel.zero != 3
+    if position.accumulation == 1 and parallel.pp == 1 and not buffers_stay:
         return Term(0.0, "none yet: one micro-batch per step")
     return Term(n * per, f"{n:,} parameters x {per:.4g} B{'' if parallel.zero == 1 else _shared(position)}")
 
 
 def gradients(position: Position) -> Term:
-    """At the end of a backward: those kept, and what is on its way between ranks.
+    """At the end of a step's last backward: those kept, and what is on its way between ranks.
 
-    ZeRO-1 scatters from whole gradients into shards beside them. ZeRO-2 and ZeRO-3 hold two units whole, in the dtype
-    they are computed in and in the one they are sent in.
+    ZeRO-1 frees its whole gradients unit by unit as they are scattered, and with one micro-batch it never has them all.
+    Two units are whole at once, in the dtype they are computed in and in the one they are sent in.
     """
     parallel, precision, n = position.parallel, position.train.precision, position.parameters
     per, g = state_per_parameter(parallel, precision).gradient, kept_gradient_bytes(parallel, precision)
     e, sent, unit = COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision), _unit(position)
-    kept = f"{n:,} parameters x {per:.4g} B"
     if parallel.dp_shard == 1 and parallel.zero != 3:
-        return Term(n * per, f"{kept}, whole")
-    if parallel.zero == 1:
-        return Term(n * (per + g / parallel.dp_shard), f"{kept}, whole + {g} B / {parallel.dp_shard} ranks, scattered")
-    flying = 2 * unit * (e + sent)
-    return Term(n * per + flying, f"{kept} + 2 units x {unit:,} x ({e} + {sent}) B in flight")
+        return Term(n * per, f"{n:,} parameters x {per:.4g} B, whole")
+    if parallel.zero == 1 and gradients_kept(position).value:
+        return Term(n * per + unit * e, f"{n:,} parameters x {per:.4g} B, whole + 1 unit x {unit:,} x {e} B")
+    shard = n * g / parallel.dp_shard
+    formula = f"{n:,} parameters x {g} B{_shared(position)} + 2 units x {unit:,} x ({e} + {sent}) B in flight"
+    return Term(shard + 2 * unit * (e + sent), formula)
 
 
-def update_buffers(position: Position) -> Term:
-    """Beside gradients while masters are updated and copied: gradients widened for the optimizer, units regathered."""
+def gradients_at_update(position: Position) -> Term:
+    """Of the parameters this rank updates (all, with DDP), and beside them the same in the dtype of the master."""
     parallel, precision = position.parallel, position.train.precision
-    e, s, g = COMPUTE_BYTES[precision], STORED_BYTES[precision], kept_gradient_bytes(parallel, precision)
-    own, unit = position.parameters / parallel.dp_shard, _unit(position)
-    widened = own * s if g != s else 0.0
-    flying = (1 + parallel.prefetch) * unit * e if parallel.dp_shard > 1 and parallel.zero != 3 else 0.0
-    return Term(widened + flying, f"{own:,.0f} gradients widened: {widened:,.0f} B + units regathered: {flying:,.0f} B")
+    s, g, own = STORED_BYTES[precision], kept_gradient_bytes(parallel, precision), 1 / parallel.dp_shard
+    per = (g + (s if g != s else 0)) * own
+    return Term(position.parameters * per, f"{position.parameters:,} parameters x {per:.4g} B{_shared(position)}")
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:

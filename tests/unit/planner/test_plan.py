@@ -86,11 +86,10 @@ def test_more_micro_batch_more_activations_more_ranks_less_state():
 
 def test_the_peak_is_the_largest_moment():
     """A wide model with one short sequence peaks at the end of its backward, a batch of long ones at its loss."""
-    short = memory_bill(run_of(load_model("smollm2-135m").arch, 16, 1, 1, 1), MACHINE)
+    short = memory_bill(run_of(replace(load_model("smollm2-135m").arch, vocab_size=4096), 16, 2, 1, 2), MACHINE)
     assert "logits" not in short and short["gradients"].value > 0
-    assert memory_bill(RUN, MACHINE)["gradients"].value == 0
-    scored = replace(run_of(replace(TINY, vocab_size=65_536), 256, 64, 32, 2), data=Data(tokens="t", heldout="h"))
-    assert "sequences" in memory_bill(scored, MACHINE)["logits"].formula
+    bill = memory_bill(RUN, MACHINE)
+    assert "logits" in bill and bill["gradients"].value == 0  # ZeRO-1 with one micro-batch has none before its backward
 
 
 # llm-foundry's published FSDP runs without recomputation: (layers, width, heads, sequence, micro-batch, GPUs,

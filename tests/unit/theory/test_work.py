@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from ingot.schema.arch import Arch
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.flops import train_flops_per_token
-from ingot.theory.memory import chunks
-from ingot.theory.work import collective_bytes, micro_batch_operations, step_work
+from ingot.theory.layout import positions
+from ingot.theory.work import Work, step_work
 
 ARCH = Arch(
     vocab_size=4096, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=512
@@ -35,38 +37,52 @@ def started_operations(arch: Arch, sequences: int, seq_len: int) -> int:
     return count.operations
 
 
+def work_of(arch: Arch = ARCH, rank: int = 0, *, sequences: int = 4, accumulation: int = 1, **settings) -> Work:
+    parallel = Parallel(**settings)
+    batch = sequences * accumulation * parallel.data_ranks
+    train = Train(steps=1, seq_len=256, global_batch=batch, micro_batch=sequences)
+    run = RunConfig(name="x", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
+    return step_work(positions(run)[rank])
+
+
 @pytest.mark.parametrize(
     ("arch", "sequences"),
     [(ARCH, 1), (ARCH, 4), (replace(ARCH, num_layers=6), 1), (replace(ARCH, qk_norm=True, num_layers=4), 1)],
 )
 def test_operations_are_counted_within_a_tenth(arch, sequences):
     pytest.importorskip("torch")
-    predicted = micro_batch_operations(arch, sequences * 256, "cpu")
-    assert predicted == pytest.approx(started_operations(arch, sequences, 256), rel=0.1)
+    once, twice = (work_of(arch, sequences=sequences, accumulation=a).operations for a in (1, 2))
+    assert twice - once == pytest.approx(started_operations(arch, sequences, 256), rel=0.1)
 
 
 def test_products_and_attention_make_the_flops_of_the_step():
-    work = step_work(ARCH, precision="bf16", seq_len=256, micro_batch=4, accumulation=3, ranks=2)
+    work = work_of(accumulation=3, dp_shard=2)
     tokens = 256 * 4 * 3
     # Attention runs 7 products for the 6 that count as useful.
     assert work.matmul_flops + work.attention_flops * 6 / 7 == pytest.approx(tokens * train_flops_per_token(ARCH, 256))
 
 
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "stage_layers": (0, 2)}])
+def test_ranks_share_the_flops_of_the_model(settings):
+    whole = work_of(accumulation=4)
+    ranks = [work_of(rank=r, accumulation=4, **settings) for r in range(settings.get("pp", 1))]
+    for name in ("matmul_flops", "attention_flops"):
+        shared = sum(getattr(work, name) for work in ranks) * settings.get("tp", 1)
+        assert shared == pytest.approx(getattr(whole, name))
+
+
+def test_full_recompute_is_a_third_more_but_for_the_last_product_and_the_head():
+    arch = replace(ARCH, num_layers=6)
+    plain, full, selective = (work_of(arch, recompute=how) for how in ("none", "full", "selective"))
+    tokens = 4 * 256
+    head, last = tokens * 2 * ARCH.vocab_size * ARCH.d_model, tokens * 2 * ARCH.d_ffn * ARCH.d_model * 6
+    assert full.matmul_flops == pytest.approx(plain.matmul_flops * 4 / 3 - head - last)
+    assert full.attention_flops == pytest.approx(plain.attention_flops * 9 / 7)  # 2 more products for 7
+    assert (selective.matmul_flops, selective.attention_flops) == (plain.matmul_flops, plain.attention_flops)
+    assert plain.moved_bytes < selective.moved_bytes <= full.moved_bytes
+
+
 def test_accumulation_repeats_everything_but_the_update():
-    once, thrice = (
-        step_work(ARCH, precision="bf16", seq_len=256, micro_batch=4, accumulation=a, ranks=2) for a in (1, 3)
-    )
+    once, thrice = (work_of(accumulation=a, dp_shard=2) for a in (1, 3))
     assert thrice.matmul_flops == 3 * once.matmul_flops
     assert once.moved_bytes < thrice.moved_bytes < 3 * once.moved_bytes
-    assert thrice.sent_bytes == once.sent_bytes  # one unit: gathered and reduced once
-
-
-def test_one_rank_sends_nothing_and_blocks_are_gathered_twice():
-    large = replace(ARCH, d_model=2048, d_ffn=8192, num_layers=8)
-    assert collective_bytes(large, "bf16", 1, 4) == 0
-    assert collective_bytes(large, "bf16", 8, 4) == 4 * collective_bytes(large, "bf16", 8, 1)
-
-
-def test_chunks_cover_all_tokens():
-    assert chunks(ARCH, 256, "cpu") == 1
-    assert chunks(ARCH, 257, "cpu") == 2

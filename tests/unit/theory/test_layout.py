@@ -1,0 +1,127 @@
+"""What a rank holds, against the model itself cut by the same rules; and what "auto" means."""
+
+from dataclasses import replace
+
+import pytest
+
+from ingot.errors import ConfigError
+from ingot.recipes.load import load_model
+from ingot.schema.arch import Arch
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Data, RunConfig, Train
+from ingot.theory.layout import (
+    derived_problems,
+    layout_problems,
+    positions,
+    rank_of_stage,
+    require_layout,
+    resolve_parallel,
+    stage_layers,
+)
+from ingot.theory.params import count_parameters
+from ingot.theory.schedule import build_table
+
+TINY = Arch(vocab_size=512, d_model=64, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176)
+
+
+def run_of(arch: Arch = TINY, micro_batches: int = 8, **settings) -> RunConfig:
+    parallel = Parallel(**settings)
+    batch = micro_batches * parallel.data_ranks
+    train = Train(steps=1, seq_len=64, global_batch=batch, micro_batch=1)
+    return RunConfig(name="x", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "zero"),
+    [
+        (TINY, {"dp_shard": 8}, 1),
+        (load_model("llama3-8b").arch, {"dp_shard": 8}, 3),
+        (load_model("llama3-8b").arch, {"dp_replicate": 8}, 1),
+        (load_model("llama3-8b").arch, {"dp_shard": 8, "pp": 2}, 1),
+        (TINY, {"dp_shard": 8, "zero": 2}, 2),
+    ],
+)
+def test_auto_is_decided_in_sight(arch, settings, zero):
+    assert resolve_parallel(run_of(arch, **settings)).zero == zero
+
+
+def test_a_resolved_layout_is_legal_and_stays():
+    for settings in ({}, {"pp": 4}, {"pp": 3, "schedule": "zb_v"}, {"dp_shard": 2}):
+        run = run_of(**settings)
+        resolved = replace(run, parallel=resolve_parallel(run))
+        assert resolve_parallel(resolved) == resolved.parallel and not list(layout_problems(resolved))
+
+
+@pytest.mark.parametrize(
+    ("pp", "layers", "expected"), [(2, 6, (3, 3)), (4, 6, (1, 2, 2, 1)), (4, 7, (2, 2, 2, 1)), (4, 5, (1, 2, 1, 1))]
+)
+def test_what_does_not_divide_goes_to_the_middle(pp, layers, expected):
+    assert stage_layers(Parallel(pp=pp), layers) == expected
+    assert stage_layers(Parallel(pp=2, stage_layers=(1, 5)), 6) == (1, 5)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_stages_are_where_the_tables_put_them(schedule, pp):
+    parallel = Parallel(pp=pp, schedule=schedule)
+    assert rank_of_stage(parallel) == build_table(schedule, pp, 4 * pp).rank_of_stage
+
+
+@pytest.mark.parametrize("arch", [TINY, replace(TINY, tied_embeddings=False, qk_norm=True)])
+@pytest.mark.parametrize("settings", [{}, {"pp": 2}, {"pp": 3, "schedule": "zb_v"}, {"pp": 3, "schedule": "1f1b"}])
+def test_stages_hold_the_model_once_but_for_a_tied_matrix_on_two_ranks(arch, settings):
+    held = sum(position.parameters for position in positions(run_of(arch, **settings)))
+    owner = rank_of_stage(Parallel(**settings))
+    twice = arch.vocab_size * arch.d_model if arch.tied_embeddings and owner[0] != owner[-1] else 0
+    assert held == count_parameters(arch) + twice
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("arch", [TINY, replace(TINY, tied_embeddings=False, qk_norm=True)])
+def test_a_tensor_parallel_rank_holds_what_the_trainer_leaves_it(arch, tp):
+    torch = pytest.importorskip("torch")
+    from types import SimpleNamespace
+
+    from ingot.model.transformer import SHARDING, Transformer
+    from ingot.parallel.tensor import cut_tensors
+
+    parallel = Parallel(tp=tp)
+    mesh = SimpleNamespace(size=lambda axis: tp, index=lambda axis: 1, group=lambda axis: None, parallel=parallel)
+    with torch.device("meta"):
+        model = Transformer(arch)
+        cuts = cut_tensors(model, SHARDING, mesh)
+    (position,) = positions(run_of(arch, tp=tp))
+    assert position.parameters == sum(p.numel() for p in model.parameters())
+    partial = sum(p.numel() for name, p in model.named_parameters() if cuts[name].partial)
+    assert position.stages[0].partial == partial
+
+
+def test_rules_that_need_tables_and_counts():
+    (problem,) = derived_problems(run_of(pp=3, schedule="interleaved"))
+    assert problem[0] == "parallel.schedule" and "use 6 or 9" in problem[1]
+    (problem,) = derived_problems(run_of(offload="cpu", offload_parameters=True))
+    assert problem[0] == "parallel.offload_parameters" and "set parallel.zero = 3" in problem[1]
+
+
+def test_all_rules_speak_at_once_before_anything_is_built():
+    require_layout(run_of(tp=2, pp=2, dp_shard=2))
+    with pytest.raises(ConfigError) as error:
+        require_layout(run_of(tp=3, pp=7, cp=2))
+    assert all(f"parallel.{axis}: " in error.value.found for axis in ("tp", "pp", "cp"))
+
+
+def test_units_are_the_trainers():
+    torch = pytest.importorskip("torch")
+    from ingot.model.transformer import Transformer
+    from ingot.parallel.units import cut_units
+
+    with torch.device("meta"):
+        model = Transformer(TINY)
+    for layers in (0, 1, 4, 9):
+        (position,) = positions(run_of(unit_layers=layers))
+        assert position.units(position.stages[0]) == len(cut_units(model, layers))
+
+
+def test_recomputed_blocks_are_those_whose_number_divides():
+    first, second = positions(run_of(pp=2, recompute="full", recompute_every=2))
+    assert [p.recomputed(p.stages[0]) for p in (first, second)] == [2, 1]  # layers 0, 2 and 4
