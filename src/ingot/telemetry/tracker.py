@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +27,7 @@ ROUNDING_BYTES = 512
 # Kinds of memory, by what a tensor is for. A tensor may be told what it is later (`label`), even on its way.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "logits", "backward", "other")
 LASTING = ("parameters", "gradients", "optimizer")
+HOST = "host"  # offloaded: told apart, and no part of a peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class _Held(weakref.ref):
 class Tracker(TorchDispatchMode):
     """Use as a context; inside, name the moments, kinds and places of what comes.
 
-    events: everything worth telling, in the order of issue. flops: by place-independent operation name. calls: of this
-    rank, in order, for theory/rendezvous.py.
+    events: everything worth telling, in the order of issue. flops: by operation. calls: of this rank, in order, for
+    theory/rendezvous.py. moments: (name, first entry of the memory log).
     """
 
     def __init__(self):
@@ -68,6 +70,8 @@ class Tracker(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         self.operations = 0
         self.moments: list[tuple[str, int]] = []
+        self._events_at: list[int] = []
+        self._flops_at: list[Counter[str]] = []
         self.kind: str | None = None
         self.place = ""
         self._backward = False
@@ -82,6 +86,8 @@ class Tracker(TorchDispatchMode):
     def begin(self, moment: str) -> None:
         """From here on it is `moment`; counts of FLOPs and events go on."""
         self.moments.append((moment, len(self._log)))
+        self._events_at.append(len(self.events))
+        self._flops_at.append(self.flops.copy())
 
     @contextmanager
     def within(self, kind: str | None = None, place: str = "") -> Iterator[None]:
@@ -99,15 +105,23 @@ class Tracker(TorchDispatchMode):
     def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """These tensors are of that kind, from their first byte on. They may have been made outside."""
         for tensor in tensors:
-            if tensor is not None:
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                self._kinds[self._hold(local)] = kind
+            if tensor is not None and (number := self._hold(tensor)) is not None:
+                self._kinds[number] = kind
 
     # -- what it did -------------------------------------------------------------------------------------------------
 
     @property
     def calls(self) -> list[Call]:
         return [event.call for event in self.events if event.call is not None]
+
+    def events_of(self, moment: str) -> list[Event]:
+        """Those of the (first) moment of that name."""
+        number = [name for name, _ in self.moments].index(moment)
+        return self.events[self._events_at[number] : [*self._events_at, len(self.events)][number + 1]]
+
+    def flops_of(self, moment: str) -> Counter[str]:
+        number = [name for name, _ in self.moments].index(moment)
+        return [*self._flops_at, self.flops][number + 1] - self._flops_at[number]
 
     def peaks(self) -> dict[str, Peak]:
         """By moment. A moment that comes twice counts as one that lasts until the end of the second."""
@@ -123,11 +137,12 @@ class Tracker(TorchDispatchMode):
 
     def _replay(self, start: int, stop: int, held: Counter[str]) -> Peak:
         """The peak of a part of the log; `held`, bytes by kind, is brought to its end."""
-        total = top = sum(held.values())
+        total = top = sum(held.values()) - held[HOST]
         by_kind, at = dict(held), "at the beginning"
         for number, more, place in self._log[start:stop]:
             held[self._kinds[number]] += more
-            total += more
+            if self._kinds[number] != HOST:
+                total += more
             if total > top:
                 top, by_kind, at = total, dict(held), place
         return Peak(top, {kind: size for kind, size in by_kind.items() if size}, at, total)
@@ -149,9 +164,9 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # it takes itself apart into local operations first
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for twice per operation: the long way takes as long as the operation
         result = func(*args, **(kwargs or {}))
-        if func is _DEVICE_OF:
-            return result
         if is_collective(func):
             self._communicated(func, args, kwargs or {}, result)
         elif (packet := func._overloadpacket) in flop_registry:
@@ -178,15 +193,17 @@ class Tracker(TorchDispatchMode):
         # Buffers of in-place collectives exist for them alone, unless they are known to be something that stays.
         for tensor in collective_tensors(func, args):
             number = self._hold(tensor)
-            if self._kinds[number] in ("activations", "backward", "other"):
+            if number is not None and self._kinds[number] in ("activations", "backward", "other"):
                 self._kinds[number] = "communication"
 
-    def _hold(self, tensor: Tensor) -> int:
-        """The number of the tensor's storage, which is followed from now on."""
+    def _hold(self, tensor: Tensor) -> int | None:
+        """The number of the tensor's storage, which is followed from now on; None on the meta device: no memory."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if (held := self._live.get(key)) is not None:
             return held.number
+        if type(tensor) is not FakeTensor and tensor.is_meta:
+            return None
         held = _Held(storage, self._died)
         held.key, held.number = key, len(self._kinds)
         self._live[key] = held
