@@ -76,7 +76,7 @@ class Zero:
         self._seen: set[nn.Parameter] = set()  # tied ends of a V-shaped pipeline are one parameter on two stages
         self.buckets: dict[nn.Module, list[Bucket]] = {}
         self.in_order: list[Bucket] = []
-        self._scattering: tuple[dist.Work, Bucket, Tensor] | None = None
+        self._scattering: tuple[dist.Work, Bucket, Tensor, Tensor] | None = None
         self._reducing: list[dist.Work] = []
         self._last = False
         self._scatter_is_last = False
@@ -175,24 +175,24 @@ class Zero:
 
     def _scatter(self, bucket: Bucket, last: bool) -> None:
         self._finish_scatter()
-        assert bucket.whole is not None
-        own = torch.empty(bucket.elements, dtype=self.grads, device=bucket.whole.device)
-        self._scattering = (start_scatter_sum(own, bucket.whole, self.mesh.group("dp_shard")), bucket, own)
+        # The buffer goes with the exchange: the next micro-batch may begin to fill a new one before this one is sent.
+        whole, bucket.whole = bucket.whole, None
+        assert whole is not None
+        own = torch.empty(bucket.elements, dtype=self.grads, device=whole.device)
+        work = start_scatter_sum(own, whole, self.mesh.group("dp_shard"))
+        self._scattering = (work, bucket, own, whole)
         self._scatter_is_last = last
-        if not self.keeps_whole:
-            for slot in bucket.slots:
-                slot.fresh = True
+        for slot in bucket.slots:
+            slot.fresh = True
 
     def _finish_scatter(self) -> None:
         """Wait for the reduce-scatter on its way, keep its result, and let the copies of the model sum theirs."""
         if self._scattering is None:
             return
-        work, bucket, own = self._scattering
+        work, bucket, own, _ = self._scattering
         self._scattering = None
         work.wait()
         bucket.shard = own if bucket.shard is None else bucket.shard.add_(own)
-        if not self.keeps_whole or self._scatter_is_last:
-            bucket.whole = None
         if self._scatter_is_last and self.mesh.size("dp_replicate") > 1:
             self._reducing.append(start_all_sum(bucket.shard, self.mesh.group("dp_replicate")))
 
