@@ -206,6 +206,33 @@ def test_more_ranks_than_cores_and_more_ranks_than_gpus(project):
     assert "here are 2" in errors(project, machine=gpus, overrides=ranks)[0].message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("parallel.tp=3",), {"parallel.tp"}),
+        (("parallel.cp=2", "parallel.offload=nvme"), {"parallel.cp", "parallel.offload_folder"}),
+        (("parallel.pp=2", "parallel.schedule=dualpipe_v"), {"parallel.pp"}),
+        (("parallel.pp=2", "parallel.schedule=zb_h1", "parallel.stages_per_rank=2"), {"parallel.pp"}),
+        (("parallel.pp=2", "model.num_layers=4", "parallel.schedule=dualpipe_v"), {"parallel.schedule"}),
+        (("parallel.offload=cpu", "parallel.offload_parameters=true"), {"parallel.offload_parameters"}),
+        (("parallel.tp=2", "parallel.async_tp=true"), {"parallel.async_tp"}),
+    ],
+)
+def test_illegal_layouts_are_refused_at_their_key(project, overrides, expected):
+    found = errors(project, cores=8, overrides=overrides)
+    text = (project / "run.toml").read_text().splitlines()
+    keys = set()
+    for finding in found:
+        line = re.search(r":(\d+)$", finding.where)
+        keys.add("parallel." + text[int(line[1]) - 1].split(" ")[0] if line else finding.where.removeprefix("--set "))
+    assert keys >= expected, found
+
+
+def test_a_legal_layout_of_three_axes_has_no_errors(project):
+    overrides = ("parallel.tp=2", "parallel.pp=2", "parallel.dp_shard=2", "train.micro_batch=2")
+    assert errors(project, cores=8, overrides=overrides) == []
+
+
 def test_what_does_not_fit_is_an_error(project):
     machine = this_cluster(Machine(cores=2, cpu="", memory_bytes=GIB // 4, available_bytes=GIB // 4, gpus=()))
     assert any("does not fit" in f.message for f in errors(project, machine=machine))
