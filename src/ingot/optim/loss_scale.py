@@ -7,6 +7,7 @@ from torch import Tensor
 
 INIT_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
+STATE = ("loss_scale", "loss_scale_good_steps")
 
 
 class LossScale:
@@ -33,7 +34,7 @@ class LossScale:
 
     def state(self) -> dict[str, Tensor]:
         """The live tensors, for a checkpoint: replicated, to be read and written between steps."""
-        return {"loss_scale": self.scale, "loss_scale_good_steps": self.good_steps}
+        return dict(zip(STATE, (self.scale, self.good_steps), strict=True))
 
     def put_state(self, state: Mapping[str, Tensor]) -> None:
         for name, live in self.state().items():

@@ -58,7 +58,7 @@ class Pipeline:
     """stages: this rank's, by stage number. dtype: of the hidden states between stages. sequence_ranks: in how many
     parts they are cut along the sequence (tp, with sequence parallelism). Making one is collective over the world.
 
-    A stage is called as `stage(x, targets or None, document_ids or None)`, x being tokens on the first stage and hidden
+    A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=])`, x being tokens on the first stage and hidden
     states after it. It returns hidden states [B, T / sequence_ranks, D], the last one the sum of nats.
     """
 
@@ -120,7 +120,8 @@ class Pipeline:
         documents = None if batch.document_ids is None else batch.document_ids[action.micro_batch]
         is_last = self.table.after(action.stage) is None
         with self._splitting(key, step):
-            y = stage(x, batch.targets[action.micro_batch] if is_last else None, documents)
+            targets = batch.targets[action.micro_batch] if is_last else None
+            y = stage(x, targets, documents, **self._positions(batch.inputs.shape[-1]))
         if is_last:
             y = y / batch.inputs.numel()
             step.loss = step.loss + y.detach()
@@ -182,7 +183,8 @@ class Pipeline:
                 hidden = inputs_BT
             elif owner[before] != self.rank:
                 hidden = self.channels.take(Channel("activation", owner[before], self.rank), shape)
-            y = stage(hidden, targets_BT if after is None else None, document_ids_BT, per_token=per_token)
+            targets, positions = (targets_BT if after is None else None), self._positions(inputs_BT.shape[1])
+            y = stage(hidden, targets, document_ids_BT, **positions, per_token=per_token)
             if after is None:
                 result = y
             elif owner[after] == self.rank:
@@ -190,6 +192,10 @@ class Pipeline:
             else:
                 self.channels.pass_on(Channel("activation", self.rank, owner[after]), y)
         return result
+
+    def _positions(self, tokens: int) -> dict[str, Tensor]:
+        """A stage that gets a part of the hidden states has to be told where attention, which sees all, begins."""
+        return {} if self.sequence_ranks == 1 else {"positions_T": torch.arange(tokens, device=self.device)}
 
     def _hidden_shape(self, inputs_BT: Tensor) -> tuple[int, ...]:
         batch, tokens = inputs_BT.shape

@@ -1,6 +1,7 @@
 """Cutting a model into pipeline stages, from outside: a stage is the whole model without what other stages hold."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from ingot.dist.mesh import Mesh
 from ingot.parallel.piece import Piece
 
 
-def cut_stage(model: nn.Module, stage: int, stage_layers: Sequence[int]) -> nn.Module:
+def cut_stage(model: Any, stage: int, stage_layers: Sequence[int]) -> nn.Module:
     """`model` (a Transformer on the meta device) reduced in place to `stage`. Blocks keep their numbers, so their names
     do not change. stage_layers: blocks of each stage."""
     first = sum(stage_layers[:stage])

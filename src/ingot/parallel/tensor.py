@@ -13,6 +13,7 @@ as written. Shape letters: B batch, T tokens, D d_model, M tokens of a chunk, V 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Cut:
     partial: bool = False
 
 
-def cut_tensors(stage: nn.Module, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, Cut]:
+def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, Cut]:
     """Cut `stage`, a Transformer on the meta device, for this rank's place on the tp axis. A Cut per parameter name.
 
     sharding: end of a parameter's name -> its role (model/transformer.py, SHARDING). Degrees were checked before.
@@ -54,14 +55,14 @@ def cut_tensors(stage: nn.Module, sharding: Mapping[str, str], mesh: Mesh) -> di
         module_name, _, leaf = name.rpartition(".")
         module, parent = stage.get_submodule(module_name), module_name.rpartition(".")[0]
         if role == "kv":
-            heads = parameter.shape[0] // stage.get_submodule(parent).head_dim
+            heads = parameter.shape[0] // getattr(stage.get_submodule(parent), "head_dim")  # noqa: B009
             role = "column" if heads % ranks == 0 else "shared kv"
             if role == "shared kv":
                 module.register_forward_hook(_own_head(heads, ranks, mesh.index("tp")))
-        if role in ("column", "kv", "shared kv"):
+        if role in ("column", "shared kv"):
             entries[parent] = stage.get_submodule(parent)
         if role == "row":
-            module.register_forward_hook(lambda module, args, output: region.leave(output))
+            module.register_forward_hook(lambda _, args, output: region.leave(output))
         if role == "vocab" and isinstance(module, nn.Embedding):
             _look_up_own_ids(module, region, mesh.index("tp") * (parameter.shape[0] // ranks))
         partial = role in ("heads", "shared kv") or (role == "stream" and sequence)
@@ -70,7 +71,7 @@ def cut_tensors(stage: nn.Module, sharding: Mapping[str, str], mesh: Mesh) -> di
         setattr(module, leaf, nn.Parameter(parameter.new_empty(_local_shape(parameter, dim, ranks))))
     for module in entries.values():
         module.register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
-    if getattr(stage, "norm", None) is not None:
+    if stage.norm is not None:
         _read_out_own_ids(stage, region, mesh)
     return cuts
 
@@ -149,7 +150,7 @@ def _own_head(heads: int, ranks: int, index: int):
     return keep
 
 
-def _look_up_own_ids(embed: nn.Embedding, region: Region, first: int) -> None:
+def _look_up_own_ids(embed: Any, region: Region, first: int) -> None:
     """Ids of other ranks give zeros; the sum over ranks is the embedding."""
 
     def forward(ids_BT: Tensor) -> Tensor:
@@ -161,13 +162,11 @@ def _look_up_own_ids(embed: nn.Embedding, region: Region, first: int) -> None:
     embed.forward = forward
 
 
-def _read_out_own_ids(stage: nn.Module, region: Region, mesh: Mesh) -> None:
-    head = stage.get_submodule("head") if getattr(stage, "head", None) is not None else stage.get_submodule("embed")
-    stage.get_submodule("norm").register_forward_hook(lambda module, args, output: region.enter(output))
-    readout = stage.get_submodule("readout")
-    rows = head.weight.shape[0]  # pyright: ignore[reportAttributeAccessIssue]
-    readout.piece = own_nats_and_slope(region.group, mesh.index("tp") * rows)  # type: ignore[assignment]
-    readout.whole = lambda logits: gather(logits, logits.dim() - 1, region.group)  # type: ignore[assignment]
+def _read_out_own_ids(stage: Any, region: Region, mesh: Mesh) -> None:
+    rows = (stage.head or stage.embed).weight.shape[0]
+    stage.norm.register_forward_hook(lambda _, args, output: region.enter(output))
+    stage.readout.piece = own_nats_and_slope(region.group, mesh.index("tp") * rows)
+    stage.readout.whole = lambda logits: gather(logits, logits.dim() - 1, region.group)
 
 
 def own_nats_and_slope(group: dist.ProcessGroup, first: int):

@@ -9,13 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ingot.checkpoint.loading import resume
 from ingot.checkpoint.saving import CheckpointFacts
+from ingot.checkpoint.state import TrainingState
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
-from ingot.dist.mesh import build_mesh
+from ingot.dist.mesh import Mesh, build_mesh
 from ingot.dist.start import Place
 from ingot.errors import ConfigError
 from ingot.events import EventLog
@@ -23,10 +22,14 @@ from ingot.loader.ledger import Ledger
 from ingot.loader.loader import Loader
 from ingot.loader.reader import check_vocabulary
 from ingot.model.init import initial_value
-from ingot.model.transformer import Transformer
-from ingot.optim.adamw import build_adamw
-from ingot.parallel.apply import parallelize
-from ingot.resilience.verdict import Verdict
+from ingot.model.transformer import SHARDING, Transformer
+from ingot.optim.adamw import Optimizer
+from ingot.optim.loss_scale import STATE as LOSS_SCALE
+from ingot.optim.loss_scale import LossScale
+from ingot.optim.offload import build_optimizer
+from ingot.parallel.apply import Parallelized, parallelize
+from ingot.parallel.pipeline import Pipeline
+from ingot.resilience.policy import DefaultPolicy, Policy
 from ingot.schema import events
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.layout import RunFolder
@@ -34,8 +37,10 @@ from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.telemetry.cost import CostMeter
 from ingot.theory.flops import train_flops_per_token
+from ingot.theory.layout import require_layout, resolve_parallel
 from ingot.theory.params import count_parameters
 from ingot.theory.peaks import peak_flops
+from ingot.theory.schedule import build_table
 from ingot.train.evaluate import Heldout
 from ingot.train.heldout import read_heldout, unigram_nats
 
@@ -47,20 +52,25 @@ class Training:
     first_step, until_step: the next one to do, and the one to stop at (the run's last, or earlier if asked for).
     tokens_per_byte: of the training text. flops_per_token, peak_flops: norm convention (theory/flops.py), of all
     devices together; None where no peak is published. segments: of the ledger so far.
+    program: runs micro-batches through the pipeline's stages, be it one. loss_scale: in fp16 only. state: what is saved.
+    readers: the ranks that know losses, by the part of the batch that they read.
     log, say: an event, a line for people; they do nothing except on rank 0.
     """
 
     config: RunConfig
     folder: RunFolder
     place: Place
-    mesh: DeviceMesh
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    mesh: Mesh
+    model: Parallelized
+    program: Pipeline
+    optimizer: Optimizer
+    loss_scale: LossScale | None
+    state: TrainingState
     loader: Loader
     ledger: Ledger
     segments: list[LedgerSegment]
     checkpoint_facts: CheckpointFacts
-    verdict: Verdict
+    policy: Policy
     heldout: Heldout | None
     encoder: Encoder | None
     cost: CostMeter
@@ -69,6 +79,7 @@ class Training:
     peak_flops: float | None
     first_step: int
     until_step: int
+    readers: list[int]
     log: Callable[..., None]
     say: Callable[[str], None]
 
@@ -91,40 +102,37 @@ def build(
     encoder = open_encoder(config, folder, manifest)
     check_prompts(config, encoder)
 
-    mesh = build_mesh(config.parallel, place.device.type)
-    model = build_model(config, mesh, place.device)
-    optimizer = build_adamw(model, config.optim)
+    parts = build_parts(config, place.device, folder.config.parent)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
         settings=config.training_settings(),
         config_sha256=config.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
-        layout={name: mesh.size(axis) for axis, name in enumerate(mesh.mesh_dim_names or ())},
+        layout=parts.mesh.sizes,
     )
     restored = resume(
         folder,
-        model,
-        optimizer,
+        parts.state,
         config_sha256=facts.config_sha256,
         data_fingerprint=facts.data_fingerprint,
         on_refused=lambda step, path, reason: log(
             events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
         ),
     )
+    if restored:
+        parts.model.publish()
     first_step = restored.step + 1 if restored else 1
     run = Training(
+        **vars(parts),
         config=config,
         folder=folder,
         place=place,
-        mesh=mesh,
-        model=model,
-        optimizer=optimizer,
-        loader=open_loader(config, tokens, place, first_step),
+        loader=open_loader(config, tokens, parts.mesh, place.device, first_step),
         ledger=Ledger(),
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
-        verdict=Verdict(folder),
+        policy=DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16"),
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
@@ -133,6 +141,7 @@ def build(
         peak_flops=total_peak(config, place),
         first_step=first_step,
         until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
+        readers=parts.mesh.one_per_data_rank(parts.program.table.rank_of_stage[-1]),
         log=log,
         say=say if place.is_first else _silent,
     )
@@ -145,20 +154,68 @@ def data_path(folder: RunFolder, path: str) -> Path:
     return (folder.config.parent / path).resolve()
 
 
-def build_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The run's model, sharded over `mesh`, with its first weights."""
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    return parallelize(
-        model,
+@dataclass(kw_only=True)
+class Parts:
+    """What trains: the same on a laptop, on thousands of ranks, and in a trace without devices."""
+
+    mesh: Mesh
+    model: Parallelized
+    program: Pipeline
+    optimizer: Optimizer
+    loss_scale: LossScale | None
+    state: TrainingState
+
+
+def build_parts(config: RunConfig, device: torch.device, base: Path, *, first_values: bool = True) -> Parts:
+    """The run's model on this rank's place in the mesh, with its first weights, and what updates it. Collective.
+
+    base: where relative paths of the run file start. first_values: False leaves weights unset, for a trace. Raises ConfigError with every problem of the layout.
+    """
+    require_layout(config)
+    settings, arch = resolve_parallel(config), config.model
+    mesh = build_mesh(settings, device.type)
+    table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
+
+    def make() -> Transformer:
+        with torch.device("meta"):
+            return Transformer(arch)
+
+    def first_value(name: str, shape, offsets, sizes) -> torch.Tensor:
+        return initial_value(name, shape, arch, config.seed, offsets, sizes)
+
+    model = parallelize(
+        make,
         mesh,
         config.train,
         device,
-        lambda name, shape: initial_value(name, shape, config.model, config.seed),
+        sharding=SHARDING,
+        rank_of_stage=table.rank_of_stage,
+        micro_batches=config.accumulation,
+        initial_value=first_value if first_values else None,
     )
+    sequence_ranks = settings.tp if settings.sequence else 1
+    program = Pipeline(
+        model.stages,
+        table,
+        mesh,
+        model.data,
+        d_model=arch.d_model,
+        dtype=model.hidden,
+        device=device,
+        sequence_ranks=sequence_ranks,
+    )
+    optimizer = build_optimizer(model.pieces, config.optim, settings, base)
+    loss_scale = LossScale(device) if config.train.precision == "fp16" else None
+    state = TrainingState(
+        model.pieces,
+        optimizer,
+        extras=loss_scale.state() if loss_scale else {},
+        optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
+    )
+    return Parts(mesh=mesh, model=model, program=program, optimizer=optimizer, loss_scale=loss_scale, state=state)
 
 
-def open_loader(config: RunConfig, tokens: Path, place: Place, first_step: int) -> Loader:
+def open_loader(config: RunConfig, tokens: Path, mesh: Mesh, device: torch.device, first_step: int) -> Loader:
     return Loader(
         tokens,
         seq_len=config.train.seq_len,
@@ -166,11 +223,11 @@ def open_loader(config: RunConfig, tokens: Path, place: Place, first_step: int) 
         micro_batch=config.train.micro_batch,
         seed=config.seed,
         weights=config.data.weights,
-        rank=place.rank,
-        ranks=config.parallel.data_ranks,
+        rank=mesh.data_rank,
+        ranks=mesh.data_ranks,
         first_step=first_step,
         last_step=config.train.steps,
-        device=place.device,
+        device=device,
         mask_documents=config.data.mask_documents,
     )
 

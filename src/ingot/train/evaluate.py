@@ -82,7 +82,7 @@ def evaluate(
     readers: the ranks whose results count, by the part of the text that they score; this rank scores `part`.
     """
     windows = heldout.windows
-    rows, parts = len(windows.source), len(readers) if readers else 1
+    rows, parts = len(windows.source), len(readers or [0])
     # Every rank makes the same number of forwards: a sharded model gathers its weights in each.
     per_rank = -(-rows // parts)
     mine = np.arange(part * per_rank, (part + 1) * per_rank).clip(max=rows - 1)

@@ -11,6 +11,7 @@ from ingot.telemetry.memory import peak_memory_bytes
 from ingot.theory.flops import model_flops_utilisation
 from ingot.train.build import Training
 from ingot.train.evaluate import evaluate, sample_prompts
+from ingot.train.forward import run_logits, run_nats
 
 
 @dataclass
@@ -72,14 +73,13 @@ def log_evaluation(run: Training, step: int) -> None:
     """Score the held-out text, if the run has one. Collective."""
     if run.heldout is None:
         return
-    place = run.place
     found = evaluate(
-        run.model,
+        run_nats(run),
         run.heldout,
         micro_batch=run.config.train.micro_batch,
-        device=place.device,
-        rank=place.rank,
-        ranks=place.world_size,
+        device=run.place.device,
+        part=run.mesh.data_rank,
+        readers=run.readers,
     )
     run.log(events.EVALUATION, step=step, **found.facts())
     run.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
@@ -92,7 +92,12 @@ def log_samples(run: Training, step: int) -> None:
         return
     arch = run.config.model
     samples = sample_prompts(
-        run.model, arch, run.encoder, wanted.prompts, max_tokens=wanted.sample_tokens, seed=run.config.seed
+        lambda: run_logits(run, arch.max_seq_len),
+        arch,
+        run.encoder,
+        wanted.prompts,
+        max_tokens=wanted.sample_tokens,
+        seed=run.config.seed,
     )
     for prompt, text in samples:
         run.log(events.SAMPLE, step=step, prompt=prompt, text=text)

@@ -29,6 +29,7 @@ def reload(run: Training) -> int:
             fix="lower checkpoint.every_steps",
         )
     run.model.publish()
+    run.model.publish()
     run.loader.close()
     tokens = data_path(run.folder, run.config.data.tokens)
     run.loader = open_loader(run.config, tokens, run.mesh, run.place.device, restored.step + 1)

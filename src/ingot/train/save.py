@@ -17,9 +17,7 @@ def save(run: Training, step: int) -> None:
     """Save and verify the checkpoint of `step`, and say so. Collective."""
     run.segments.append(next_segment(run, step))
     facts = replace(run.checkpoint_facts, step=step, tokens=step * run.config.tokens_per_step)
-    saved = save_checkpoint(
-        run.folder, facts, run.model, run.optimizer, tuple(run.segments), keep=run.config.checkpoint.keep
-    )
+    saved = save_checkpoint(run.folder, facts, run.state, tuple(run.segments), keep=run.config.checkpoint.keep)
     run.ledger.forget(step)
     path = saved.path.relative_to(run.folder.root)
     run.log(events.CHECKPOINT, step=step, bytes=saved.bytes, stall_seconds=saved.stall_seconds, path=str(path))
@@ -32,8 +30,8 @@ def next_segment(run: Training, step: int) -> LedgerSegment:
     """The samples of all ranks since the last segment, as one file. Collective."""
     first = run.segments[-1].last_step + 1 if run.segments else 1
     mine = run.ledger.segment(first, step)
-    # Rank r read the r-th part of each global batch, so parts side by side in rank order are the batch.
-    everyone = np.concatenate(list(gather_array(mine)), axis=1)
+    # Data rank r read the r-th part of each global batch, so their parts side by side are the batch.
+    everyone = np.concatenate(list(gather_array(mine)[run.readers]), axis=1)
     if run.place.is_first:
         return write_segment(run.folder.ledger, first, step, everyone)
     return LedgerSegment(file="", first_step=first, last_step=step, sha256="")
