@@ -36,9 +36,14 @@ class DataParallel(Protocol):
 class Batch(Protocol):
     """inputs, targets: int64 [A, B, T], A micro-batches. document_ids: int32 [A, B, T] or None."""
 
-    inputs: Tensor
-    targets: Tensor
-    document_ids: Tensor | None
+    @property
+    def step(self) -> int: ...
+    @property
+    def inputs(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def document_ids(self) -> Tensor | None: ...
 
 
 @dataclass
@@ -58,8 +63,8 @@ class Pipeline:
     """stages: this rank's, by stage number. dtype: of the hidden states between stages. sequence_ranks: in how many
     parts they are cut along the sequence (tp, with sequence parallelism). Making one is collective over the world.
 
-    A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=])`, x being tokens on the first stage and hidden
-    states after it. It returns hidden states [B, T / sequence_ranks, D], the last one the sum of nats.
+    A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=])`, x being tokens on the first
+    stage and hidden states after it. It returns hidden states [B, T / sequence_ranks, D], the last one the sum of nats.
     """
 
     def __init__(

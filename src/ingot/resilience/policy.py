@@ -103,6 +103,16 @@ class Policy(Protocol):
         ...
 
 
+class Unwatched:
+    """Goes on whatever happens: for benchmarks and traces, which have no run folder."""
+
+    def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
+        return None
+
+    def verdict(self, facts: Facts) -> Verdict:
+        return Verdict.CONTINUE
+
+
 class DefaultPolicy:
     """Stop on request; give up at the first loss or gradient norm that is not finite. Reads at log lines only.
 

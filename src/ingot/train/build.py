@@ -29,7 +29,7 @@ from ingot.optim.loss_scale import LossScale
 from ingot.optim.offload import build_optimizer
 from ingot.parallel.apply import Parallelized, parallelize
 from ingot.parallel.pipeline import Pipeline
-from ingot.resilience.policy import DefaultPolicy, Policy
+from ingot.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.schema import events
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.layout import RunFolder
@@ -46,31 +46,40 @@ from ingot.train.heldout import read_heldout, unigram_nats
 
 
 @dataclass(kw_only=True)
-class Training:
-    """The parts of a run on this rank, put together. Nothing here decides anything.
+class Parts:
+    """What trains: the same on a laptop, on thousands of ranks, and in a trace without devices.
 
-    first_step, until_step: the next one to do, and the one to stop at (the run's last, or earlier if asked for).
-    tokens_per_byte: of the training text. flops_per_token, peak_flops: norm convention (theory/flops.py), of all
-    devices together; None where no peak is published. segments: of the ledger so far.
-    program: runs micro-batches through the pipeline's stages, be it one. loss_scale: in fp16 only. state: what is saved.
-    readers: the ranks that know losses, by the part of the batch that they read.
-    log, say: an event, a line for people; they do nothing except on rank 0.
+    program: runs micro-batches through the pipeline's stages, be it one. loss_scale: in fp16 only. state: what is
+    saved. readers: the ranks that know losses, by the part of the batch that they read.
     """
 
     config: RunConfig
-    folder: RunFolder
-    place: Place
     mesh: Mesh
     model: Parallelized
     program: Pipeline
     optimizer: Optimizer
     loss_scale: LossScale | None
     state: TrainingState
+    policy: Policy
+    readers: list[int]
+
+
+@dataclass(kw_only=True)
+class Training(Parts):
+    """The parts of a run on this rank, put together. Nothing here decides anything.
+
+    first_step, until_step: the next one to do, and the one to stop at (the run's last, or earlier if asked for).
+    tokens_per_byte: of the training text. flops_per_token, peak_flops: norm convention (theory/flops.py), of all
+    devices together; None where no peak is published. segments: of the ledger so far.
+    log, say: an event, a line for people; they do nothing except on rank 0.
+    """
+
+    folder: RunFolder
+    place: Place
     loader: Loader
     ledger: Ledger
     segments: list[LedgerSegment]
     checkpoint_facts: CheckpointFacts
-    policy: Policy
     heldout: Heldout | None
     encoder: Encoder | None
     cost: CostMeter
@@ -79,7 +88,6 @@ class Training:
     peak_flops: float | None
     first_step: int
     until_step: int
-    readers: list[int]
     log: Callable[..., None]
     say: Callable[[str], None]
 
@@ -102,7 +110,8 @@ def build(
     encoder = open_encoder(config, folder, manifest)
     check_prompts(config, encoder)
 
-    parts = build_parts(config, place.device, folder.config.parent)
+    policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16")
+    parts = build_parts(config, place.device, folder.config.parent, policy)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
@@ -125,14 +134,12 @@ def build(
     first_step = restored.step + 1 if restored else 1
     run = Training(
         **vars(parts),
-        config=config,
         folder=folder,
         place=place,
         loader=open_loader(config, tokens, parts.mesh, place.device, first_step),
         ledger=Ledger(),
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
-        policy=DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16"),
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
@@ -141,7 +148,6 @@ def build(
         peak_flops=total_peak(config, place),
         first_step=first_step,
         until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
-        readers=parts.mesh.one_per_data_rank(parts.program.table.rank_of_stage[-1]),
         log=log,
         say=say if place.is_first else _silent,
     )
@@ -154,22 +160,13 @@ def data_path(folder: RunFolder, path: str) -> Path:
     return (folder.config.parent / path).resolve()
 
 
-@dataclass(kw_only=True)
-class Parts:
-    """What trains: the same on a laptop, on thousands of ranks, and in a trace without devices."""
-
-    mesh: Mesh
-    model: Parallelized
-    program: Pipeline
-    optimizer: Optimizer
-    loss_scale: LossScale | None
-    state: TrainingState
-
-
-def build_parts(config: RunConfig, device: torch.device, base: Path, *, first_values: bool = True) -> Parts:
+def build_parts(
+    config: RunConfig, device: torch.device, base: Path, policy: Policy | None = None, *, first_values: bool = True
+) -> Parts:
     """The run's model on this rank's place in the mesh, with its first weights, and what updates it. Collective.
 
-    base: where relative paths of the run file start. first_values: False leaves weights unset, for a trace. Raises ConfigError with every problem of the layout.
+    base: where relative paths of the run file start. policy: none watches over a benchmark. first_values: False leaves
+    weights unset, for a trace. Raises ConfigError with every problem of the layout.
     """
     require_layout(config)
     settings, arch = resolve_parallel(config), config.model
@@ -212,7 +209,17 @@ def build_parts(config: RunConfig, device: torch.device, base: Path, *, first_va
         extras=loss_scale.state() if loss_scale else {},
         optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
     )
-    return Parts(mesh=mesh, model=model, program=program, optimizer=optimizer, loss_scale=loss_scale, state=state)
+    return Parts(
+        config=config,
+        mesh=mesh,
+        model=model,
+        program=program,
+        optimizer=optimizer,
+        loss_scale=loss_scale,
+        state=state,
+        policy=policy or Unwatched(),
+        readers=mesh.one_per_data_rank(table.rank_of_stage[-1]),
+    )
 
 
 def open_loader(config: RunConfig, tokens: Path, mesh: Mesh, device: torch.device, first_step: int) -> Loader:

@@ -6,18 +6,17 @@ Started by train/calibrate.py with the environment of a training job.
 import json
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ingot.dist.mesh import build_mesh
 from ingot.dist.start import start, stop
 from ingot.loader.loader import Batch
-from ingot.optim.adamw import build_adamw
 from ingot.schema.run import RunConfig
 from ingot.telemetry.memory import peak_memory_bytes
-from ingot.train.build import build_model
+from ingot.train.build import build_parts
 from ingot.train.calibrate import shapes
 from ingot.train.device_rates import measure_device, measure_gpu
 from ingot.train.step import train_step
@@ -31,14 +30,12 @@ def time_run(run: RunConfig, device: torch.device) -> dict:
     The second fastest of up to four: a neighbour's burst on the machine must not become a property of it. The first
     step is left out, because it sets up what later ones use.
     """
-    model = build_model(run, build_mesh(run.parallel, device.type), device)
-    optimizer = build_adamw(model, run.optim)
-    batch = random_batch(run, device)
+    parts, batch = build_parts(run, device, Path()), random_batch(run, device)
 
     def step() -> float:
         dist.barrier()
         began = time.perf_counter()
-        train_step(model, optimizer, batch, run.optim.lr, run.optim.clip_norm)
+        train_step(parts, batch, run.optim.lr)
         return time.perf_counter() - began
 
     step()

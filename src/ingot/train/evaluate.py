@@ -135,7 +135,8 @@ def sample_prompts(
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt; the continuation ends before the first end of text. Collective.
 
-    next_logits: makes one for a new text. All ranks draw the same tokens and make the same number of forwards, so none stops early.
+    next_logits: makes one for a new text. All ranks draw the same tokens and make the same number of forwards, so none
+    stops early.
     """
     samples = []
     for number, prompt in enumerate(prompts):

@@ -6,11 +6,11 @@ from ingot.optim.clip import clip_factor, gradient_norm
 from ingot.resilience.policy import Facts
 
 if TYPE_CHECKING:
-    from ingot.loader.loader import Batch
-    from ingot.train.build import Training
+    from ingot.parallel.pipeline import Batch
+    from ingot.train.build import Parts
 
 
-def train_step(run: "Training", batch: "Batch", lr: float) -> Facts:
+def train_step(run: "Parts", batch: "Batch", lr: float) -> Facts:
     """Forward and backward of every micro-batch, reduce, clip, update.
 
     Each data rank divides its loss by its own number of tokens and gradients are averaged over data ranks; all have
