@@ -1,5 +1,7 @@
 """The memory bill of one rank at the moment of its peak, by kind."""
 
+from dataclasses import replace
+
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.theory import activations, memory
@@ -36,28 +38,33 @@ def position_bill(position: Position, device: str) -> dict[str, Term]:
     """Tensors of one pipeline rank that are alive at the largest of its moments.
 
     At the loss every activation is saved and a chunk of logits is there. When the backward begins, its buffers are, and
-    what is recomputed. When it ends, activations are gone and gradients are on their way. At the update, bf16
-    gradients are widened. Masters, moments and gathered weights are there at all of them.
-
-    (Held-out scoring saves nothing and passes its logits in the same chunks.)
+    what is recomputed. When it ends, activations are gone and gradients are on their way between ranks. Masters,
+    moments and gathered weights are there at all of them. (The update converts gradients a part at a time, and held-out
+    scoring passes its logits in the same chunks: neither is a peak.)
     """
+    if device == "cpu":
+        position = _without_host_offload(position)
     kept = memory.gradients_kept(position)
     saved, backward = activations.activations(position, device), activations.backward_buffers(position, device)
-    at_loss = {"gradients": kept, "activations": saved, "logits": memory.logits(position, device)}
-    begun = {
-        "gradients": kept,
-        "activations": _joined(saved, backward, activations.recompute_buffers(position, device)),
-    }
-    in_pipeline = position.parallel.pp > 1  # other micro-batches are still in flight, as far as `begun` counts them
-    ended = {"gradients": memory.gradients(position), "activations": backward}
-    updated = {"gradients": memory.gradients_at_update(position)}
-    moments = [at_loss, begun, updated] if in_pipeline else [at_loss, begun, ended, updated]
+    again = activations.recompute_buffers(position, device)
+    moments = [
+        {"gradients": kept, "activations": saved, "logits": memory.logits(position, device)},
+        {"gradients": kept, "activations": _joined(saved, backward, again)},
+        {"gradients": memory.gradients(position), "activations": backward},
+    ]
     return {
         "weights": memory.weights(position),
         "optimizer": memory.optimizer(position),
         "gathered": memory.gathered(position),
         **max(moments, key=_total),
     }
+
+
+def _without_host_offload(position: Position) -> Position:
+    """On a CPU the host's memory is the device's."""
+    if position.parallel.offload != "cpu":
+        return position
+    return replace(position, parallel=replace(position.parallel, offload="none", offload_parameters=False))
 
 
 def _joined(*terms: Term) -> Term:

@@ -91,14 +91,6 @@ def gradients(position: Position) -> Term:
     return Term(shard + 2 * unit * (e + sent), formula)
 
 
-def gradients_at_update(position: Position) -> Term:
-    """Of the parameters this rank updates (all, with DDP), and beside them the same in the dtype of the master."""
-    parallel, precision = position.parallel, position.train.precision
-    s, g, own = STORED_BYTES[precision], kept_gradient_bytes(parallel, precision), 1 / parallel.dp_shard
-    per = (g + (s if g != s else 0)) * own
-    return Term(position.parameters * per, f"{position.parameters:,} parameters x {per:.4g} B{_shared(position)}")
-
-
 def chunk_tokens(vocab_size: int, device: str) -> int:
     """Tokens whose float32 logits fill LOGITS_CHUNK_BYTES, at least 16."""
     return max(LOGITS_CHUNK_BYTES[device] // (4 * vocab_size), 16)
