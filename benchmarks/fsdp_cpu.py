@@ -22,7 +22,8 @@ WARM_UP_STEPS = 3
 def quickstart_run(ranks: int):
     """The quickstart's model and batch on `ranks` processes, without accumulation."""
     from ingot.recipes.load import load_model
-    from ingot.schema.run import Data, Parallel, RunConfig, Train
+    from ingot.schema.parallel import Parallel
+    from ingot.schema.run import Data, RunConfig, Train
 
     preset = load_model("tiny")
     batch, seq_len = preset.train.global_batch or 16, preset.train.seq_len or 256
@@ -47,22 +48,21 @@ def batch_of(run, rank: int):
 
 def sharded_step() -> Callable[[], float]:
     """One step of ingot's trainer on this rank; returns its loss."""
+    from pathlib import Path
+
     import numpy as np
 
-    from ingot.dist.mesh import build_mesh
     from ingot.dist.start import start
     from ingot.loader.loader import Batch
-    from ingot.optim.adamw import build_adamw
-    from ingot.train.build import build_model
+    from ingot.train.build import build_parts
     from ingot.train.step import train_step
 
     place = start("cpu", 120)
     run = quickstart_run(place.world_size)
-    model = build_model(run, build_mesh(run.parallel, "cpu"), place.device)
-    optimizer = build_adamw(model, run.optim)
+    parts = build_parts(run, place.device, Path())
     inputs, targets = batch_of(run, place.rank)
     batch = Batch(1, np.zeros(0, np.int64), inputs[None], targets[None], None, 0.0)
-    return lambda: train_step(model, optimizer, batch, run.optim.lr, run.optim.clip_norm).loss.item()
+    return lambda: train_step(parts, batch, run.optim.lr).loss.item()
 
 
 def plain_step() -> Callable[[], float]:
@@ -71,13 +71,18 @@ def plain_step() -> Callable[[], float]:
 
     from ingot.model.init import initialize
     from ingot.model.transformer import Transformer
-    from ingot.optim.adamw import build_adamw
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run = quickstart_run(1)
     masters, model = Transformer(run.model), Transformer(run.model).bfloat16()
     initialize(masters, run.model, run.seed)
-    optimizer = build_adamw(masters, run.optim)
+    settings = run.optim
+    groups = [
+        {"params": [p for p in masters.parameters() if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in masters.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
     pairs = list(zip(masters.parameters(), model.parameters(), strict=True))
     inputs, targets = batch_of(run, 0)
 

@@ -44,8 +44,9 @@ class Mesh:
         return self.parallel.data_ranks
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {axis: self.size(axis) for axis in AXES}
+    def layout(self) -> dict[str, int]:
+        """The axes that divide something, by size; dp_shard always."""
+        return {axis: self.size(axis) for axis in AXES if self.size(axis) > 1 or axis == "dp_shard"}
 
     def one_per_data_rank(self, stage_rank: int) -> list[int]:
         """Global ranks, by data rank, that hold pipeline position `stage_rank` and are first on tp and cp."""

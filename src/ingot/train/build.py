@@ -118,7 +118,7 @@ def build(
         settings=config.training_settings(),
         config_sha256=config.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
-        layout=parts.mesh.sizes,
+        layout=parts.mesh.layout,
     )
     restored = resume(
         folder,

@@ -28,6 +28,7 @@ def run_rank(folder: RunFolder, until_step: int | None, quiet: bool) -> int:
         ending = train(run)
     finally:
         run.loader.close()
+        run.optimizer.close()
     stop()
     return EXIT_PREEMPTED if ending.stopped else EXIT_OK
 
