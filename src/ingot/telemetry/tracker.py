@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ingot.telemetry.calls import call_of, collective_tensors, is_collective
-from ingot.theory.rendezvous import Call
+from ingot.theory.rendezvous import IRECV, RECV, WAIT, Call
 
 ROUNDING_BYTES = 512
 # Kinds of memory, by what a tensor is for. A tensor may be told what it is later (`label`), even on its way.
@@ -79,6 +80,8 @@ class Tracker(TorchDispatchMode):
         self._kinds: list[str] = []
         self._held_bytes: list[int] = []
         self._log: list[tuple[int, int, str]] = []  # storage number, bytes more, place
+        self._receives: Counter[tuple] = Counter()  # by group, channel and sender
+        self._posting: list[Call] | None = None  # within irecv
         self._replaced: list[tuple[Any, str, Any]] = []
 
     # -- what the program is told to be doing ------------------------------------------------------------------------
@@ -153,6 +156,9 @@ class Tracker(TorchDispatchMode):
         self._replace(torch.autograd, "backward", self._in_backward(torch.autograd.backward))
         # FSDP2 frees gathered parameters by shrinking their storage to nothing.
         self._replace(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+        irecv = self._posted(distributed_c10d.irecv)
+        self._replace(distributed_c10d, "irecv", irecv)
+        self._replace(torch.distributed, "irecv", irecv)
         return super().__enter__()
 
     def __exit__(self, *exception):
@@ -189,6 +195,12 @@ class Tracker(TorchDispatchMode):
         if call is None:
             self.events.append(Event("wait", func._overloadpacket.__name__, self.place))
             return
+        if call.op == RECV:
+            way = call.group, call.channel, call.peer
+            if self._posting is not None:
+                call = replace(call, op=IRECV)
+                self._posting.append(replace(call, op=WAIT, ticket=self._receives[way]))
+            self._receives[way] += 1
         self.events.append(Event("call", call.op, self.place, call))
         # Buffers of in-place collectives exist for them alone, unless they are known to be something that stays.
         for tensor in collective_tensors(func, args):
@@ -250,9 +262,40 @@ class Tracker(TorchDispatchMode):
 
         return resize_
 
+    def _posted(self, original: Callable) -> Callable:
+        """A receive that tells when it is waited for, which is when it can hold the rank."""
+
+        def irecv(*args, **kwargs):
+            self._posting = []
+            try:
+                work = original(*args, **kwargs)
+                return work and _Awaited(work, [self._waited(call) for call in self._posting])
+            finally:
+                self._posting = None
+
+        return irecv
+
+    def _waited(self, call: Call) -> Callable[[], None]:
+        return lambda: self.events.append(Event("call", call.op, self.place, replace(call, label=self.place)))
+
     def _replace(self, owner, name: str, new) -> None:
         self._replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
+
+
+class _Awaited:
+    """Work of which the first wait is told."""
+
+    def __init__(self, work: Any, tell: list[Callable[[], None]]):
+        self._work, self._tell = work, tell
+
+    def wait(self, *args, **kwargs) -> Any:
+        while self._tell:
+            self._tell.pop()()
+        return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 _DEVICE_OF = torch.ops.prim.device.default

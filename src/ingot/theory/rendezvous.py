@@ -2,8 +2,8 @@
 
 The rules are stricter than those of NCCL or gloo, so what passes here cannot hang there for its order: a collective
 holds its rank until every member of the group has come to the same one (same operation, dtype and size); a send leaves
-at once; a receive holds its rank until the message has been sent, and messages between two ranks on one channel arrive
-in the order in which they were sent.
+at once; a posted receive (irecv) costs nothing until it is waited for, which holds its rank until the message has been
+sent, as a plain receive does; messages between two ranks on one channel arrive in the order in which they were sent.
 
 A world of thousands of ranks is followed through a few of them (theory/mesh_world.py).
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SEND, RECV, BARRIER = "send", "recv", "barrier"
+IRECV, WAIT = "irecv", "wait"  # a receive that is posted, and waited for later
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Call:
     group: the global ranks of its process group, in group order. channel: which of several groups of the same ranks
     (communicators do not meet each other). elements: of the whole tensor (of all parts together for a gather or a
     scatter). peer: global rank of the other side of a send or receive, or the root of a broadcast; else -1.
+    ticket: of a wait: the how-manieth receive (from 0) of this channel and peer it waits for.
     label: where in the program it is, for messages; never compared.
     """
 
@@ -32,10 +34,11 @@ class Call:
     channel: str = ""
     peer: int = -1
     label: str = ""
+    ticket: int = -1
 
     @property
     def is_p2p(self) -> bool:
-        return self.op in (SEND, RECV)
+        return self.op in (SEND, RECV, IRECV, WAIT)
 
     @property
     def signature(self) -> tuple:
@@ -74,7 +77,9 @@ class _Play:
     def __init__(self, programs: Mapping[int, Sequence[Call]], names: Mapping[int, str]):
         self.programs, self.names = programs, names
         self.at = dict.fromkeys(programs, 0)
-        self.messages: dict[tuple, deque[Call]] = defaultdict(deque)
+        # By (group, channel, sender, receiver): messages sent, and receives posted, in their order.
+        self.sent: dict[tuple, list[Call]] = defaultdict(list)
+        self.posted: dict[tuple, list[Call]] = defaultdict(list)
         self.members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def run(self) -> Fault | None:
@@ -107,15 +112,24 @@ class _Play:
         """A send or receive that touches a rank that is not followed always succeeds."""
         if call.peer in self.programs:
             if call.op == SEND:
-                self.messages[call.group, call.channel, rank, call.peer].append(call)
+                self.sent[call.group, call.channel, rank, call.peer].append(call)
                 ready.append(call.peer)
             else:
-                queue = self.messages[call.group, call.channel, call.peer, rank]
-                if not queue:
-                    return False
-                sent = queue.popleft()
-                if (sent.dtype, sent.elements) != (call.dtype, call.elements):
-                    return self.different(rank, call, call.peer, sent)
+                return self.receive(rank, call, (call.group, call.channel, call.peer, rank))
+        self.at[rank] += 1
+        return True
+
+    def receive(self, rank: int, call: Call, way: tuple) -> bool | Fault:
+        sent, posted = self.sent[way], self.posted[way]
+        number = call.ticket if call.op == WAIT else len(posted)
+        if call.op != IRECV:
+            if number >= len(sent):
+                return False
+            wanted, message = posted[number] if call.op == WAIT else call, sent[number]
+            if (wanted.dtype, wanted.elements) != (message.dtype, message.elements):
+                return self.different(rank, wanted, call.peer, message)
+        if call.op != WAIT:
+            posted.append(call)
         self.at[rank] += 1
         return True
 
@@ -140,11 +154,17 @@ class _Play:
         return Fault("mismatch", f"{mine}\n{its}", {rank: self.at[rank], other: self.at[other]})
 
     def unread(self) -> Fault | None:
-        """All programs ended: nothing that was sent may be left."""
-        for (_, _, sender, receiver), queue in self.messages.items():
-            if queue:
-                message = f"{self.name(receiver)} ends without receiving what {self.name(sender)} sent: {queue[0]}"
-                return Fault("missing", message, {receiver: self.at[receiver], sender: self.at[sender]})
+        """All programs ended: nothing that was sent may be left, and nothing may be waited for in vain."""
+        for way in self.sent.keys() | self.posted.keys():
+            sent, posted = self.sent[way], self.posted[way]
+            _, _, sender, receiver = way
+            where = {receiver: self.at[receiver], sender: self.at[sender]}
+            if len(sent) > len(posted):
+                message = f"{self.name(receiver)} ends without receiving what {self.name(sender)} sent"
+                return Fault("missing", f"{message}: {sent[len(posted)]}", where)
+            if len(posted) > len(sent):
+                message = f"{self.name(sender)} ends without sending what {self.name(receiver)} expects"
+                return Fault("missing", f"{message}: {posted[len(sent)]}", where)
         return None
 
     def explain(self, waiting: list[int]) -> Fault:

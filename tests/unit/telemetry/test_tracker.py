@@ -117,6 +117,10 @@ def _every_collective(rank, world):
         for work in works:
             assert work is not None
             work.wait()
+        if rank == 0:
+            dist.recv(small.new_empty(8), 1, group=group)
+        else:
+            dist.send(x, 0, group=group)
         dist.barrier()
     return tracker.calls, [event.what for event in tracker.events]
 
@@ -133,7 +137,10 @@ def test_collectives_are_recorded_with_group_size_and_peer(fork_ranks):
         ("all_reduce", 8, "float32", -1),
         ("broadcast", 8, "float32", 1),
         ("send", 8, "float32", 1),
-        ("recv", 8, "float32", 1),
+        ("irecv", 8, "float32", 1),
+        ("wait", 8, "float32", 1),
+        ("irecv", 8, "float32", 1),  # a plain receive is one that is waited for at once
+        ("wait", 8, "float32", 1),
         ("barrier", 0, "uint8", -1),
     ]
     assert all(call.group == (0, 1) and call.label == "here" for call in calls)

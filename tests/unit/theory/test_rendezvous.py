@@ -1,6 +1,7 @@
 """Sequences of collectives that meet, and planted faults that do not."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +89,35 @@ def test_messages_arrive_in_the_order_they_were_sent():
     assert fault and fault.kind == "mismatch" and "send of 4" in fault.message
     other_channel = {0: [send(1, channel="a"), send(1, elements=6)], 1: [recv(0, elements=6), recv(0, channel="a")]}
     assert first_fault(other_channel) is None
+
+
+def irecv(peer, **options):
+    return replace(recv(peer, **options), op="irecv")
+
+
+def wait(peer, ticket, **options):
+    return replace(recv(peer, **options), op="wait", ticket=ticket)
+
+
+def test_a_posted_receive_does_not_hold_its_rank_and_a_wait_does():
+    ahead = {0: [irecv(1), send(1), wait(1, 0)], 1: [irecv(0), wait(0, 0), send(0)]}
+    assert first_fault(ahead) is None
+    both_wait = {0: [irecv(1), wait(1, 0), send(1)], 1: [irecv(0), wait(0, 0), send(0)]}
+    fault = first_fault(both_wait)
+    assert fault and fault.kind == "deadlock" and fault.positions == {0: 1, 1: 1}
+
+
+def test_waits_may_come_in_another_order_than_receives_but_find_their_own_message():
+    sends = [send(1, elements=4), send(1, elements=6)]
+    posts = [irecv(0, elements=4), irecv(0, elements=6)]
+    assert first_fault({0: sends, 1: [*posts, wait(0, 1), wait(0, 0)]}) is None
+    fault = first_fault({0: sends, 1: [*posts[::-1], wait(0, 0), wait(0, 1)]})
+    assert fault and fault.kind == "mismatch" and "irecv of 6" in fault.message
+
+
+def test_a_receive_that_nobody_answers_is_missed():
+    fault = first_fault({0: [send(1)], 1: [irecv(0), irecv(0), wait(0, 0)]})
+    assert fault and fault.kind == "missing" and "without sending" in fault.message
 
 
 def test_a_message_that_nobody_receives_is_missed():

@@ -1,0 +1,248 @@
+"""The dry run: what every rank of a job would do, from traces of a few of its ranks, made on this machine.
+
+The ranks are traced by train/dry_run_role.py in processes of their own; this module chooses them, compares their
+collectives (theory/mesh_world.py) and holds what they did against the formulas of theory/. It does not import torch.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ingot.config import to_dict
+from ingot.errors import ConfigError, ResourceError
+from ingot.planner.memory import position_bill
+from ingot.schema.run import RunConfig
+from ingot.theory.layout import Position, positions, require_layout
+from ingot.theory.mesh_world import Grid, WorldCheck, check_world
+from ingot.theory.rendezvous import SEND, Call
+from ingot.theory.traffic import sent_by_axis, step_traffic
+from ingot.theory.work import step_work
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MOMENTS = ("initialisation", "first step", "steady step", "save")
+STEADY = MOMENTS[2]
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+_RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
+_DEADLINE_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Moment:
+    """bytes: at the peak, of tensors; by_kind: of those, and "host" what is offloaded. rest: held at its end."""
+
+    bytes: int
+    by_kind: dict[str, int]
+    place: str
+    rest: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank does. calls: all of them, from the build to the save; steady_calls: of one optimizer step.
+
+    sent: bytes by axis in a steady step. flops: of matrix products and of attention (all of T x T) in a steady step.
+    """
+
+    rank: int
+    name: str
+    position: int
+    moments: dict[str, Moment]
+    matmul_flops: float
+    attention_flops: float
+    operations: int
+    sent: dict[str, float]
+    counts: dict[str, dict[str, int]]
+    calls: list[Call]
+    seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure as traced and as the formulas have it."""
+
+    rank: int
+    what: str
+    traced: float
+    formula: float
+
+    @property
+    def deviation(self) -> float:
+        return abs(self.traced - self.formula) / max(abs(self.formula), abs(self.traced), 1.0)
+
+    @property
+    def agrees(self) -> bool:
+        return self.deviation <= 0.01
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """bills: the planner's memory of each pipeline rank at its peak, in bytes."""
+
+    grid: Grid
+    traces: list[Trace]
+    world: WorldCheck
+    compared: list[Compared]
+    bills: list[float]
+
+
+def simulate(
+    config: RunConfig, *, device: str, jobs: int = 2, progress: Callable[[int, int], None] | None = None
+) -> DryRun:
+    """Trace every distinct rank of `config`, at most `jobs` at a time, and judge them together.
+
+    device: "cpu" or "cuda", the kind of machine it is meant for. progress(done, all) is called as traces come in.
+    Raises ConfigError for a layout that breaks a rule or cannot be followed, ResourceError when a trace fails.
+    """
+    require_layout(config)
+    if config.parallel.offload == "nvme":
+        raise ConfigError(
+            "parallel.offload = 'nvme' keeps state in files, which a trace without memory cannot write",
+            rule="a dry run follows tensors only",
+            fix="simulate with --set parallel.offload=cpu: the device does the same",
+        )
+    grid = Grid({axis: getattr(config.parallel, axis) for axis in AXES})
+    ranks = chosen_ranks(grid)
+    answers = _trace(config, ranks, device, jobs, progress)
+    traces = [_read(answers[rank], grid) for rank in ranks]
+    names = {trace.rank: trace.name for trace in traces}
+    world = check_world({trace.rank: trace.calls for trace in traces}, grid, names)
+    places = positions(config)
+    compared = [c for trace in traces for c in _compare(trace, places[trace.position], device)]
+    bills = [sum(term.value for term in position_bill(place, device).values()) for place in places]
+    return DryRun(grid, traces, world, compared, bills)
+
+
+def chosen_ranks(grid: Grid) -> list[int]:
+    """The first rank of every pipeline position; of the first and last position also the last one on each other axis.
+
+    Nothing in the program looks at a coordinate but through the sizes of what a rank holds, so other ranks do as one of
+    these does; that those at the ends do is looked at.
+    """
+    axes, sizes = tuple(grid.sizes), tuple(grid.sizes.values())
+    pp = axes.index("pp")
+    chosen = [[p if i == pp else 0 for i in range(len(axes))] for p in range(sizes[pp])]
+    for station in dict.fromkeys((0, sizes[pp] - 1)):
+        for i, size in enumerate(sizes):
+            if i != pp and size > 1:
+                chosen.append([station if j == pp else (size - 1 if j == i else 0) for j in range(len(axes))])
+    return [grid.rank(place) for place in chosen]
+
+
+def rank_name(rank: int, grid: Grid) -> str:
+    """Its coordinates on the axes that are more than one long: "pp 3 dp_shard 0 tp 0"."""
+    places = zip(grid.sizes.items(), grid.coordinates(rank), strict=True)
+    return " ".join(f"{axis} {place}" for (axis, size), place in places if size > 1) or "the only rank"
+
+
+def _trace(config: RunConfig, ranks: list[int], device: str, jobs: int, progress) -> dict[int, dict]:
+    """The answers of train/dry_run_role.py by rank. Its processes are gone when this returns."""
+    request = json.dumps({"config": to_dict(config), "ranks": ranks, "jobs": jobs, "device": device})
+    command = [sys.executable, "-W", "ignore", "-m", "ingot.train.dry_run_role"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    answers: dict[int, dict] = {}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # its forked children end with it
+        )
+        assert process.stdin and process.stdout
+        late = threading.Timer(_DEADLINE_SECONDS, _end, (process,))
+        late.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.close()
+            for line in process.stdout:
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise _failed(answer)
+                answers[answer["rank"]] = answer
+                if progress:
+                    progress(len(answers), len(ranks))
+        finally:
+            late.cancel()
+            _end(process)
+        errors.seek(0)
+        last = (errors.read().strip().splitlines() or [f"not done within {_DEADLINE_SECONDS} s"])[-1]
+    if len(answers) < len(ranks):
+        raise ResourceError(f"{len(answers)} of {len(ranks)} ranks were traced, then it ended: {last}")
+    return answers
+
+
+def _end(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _failed(answer: dict) -> Exception:
+    if "rule" in answer:
+        return ConfigError(answer["error"], rule=answer["rule"], fix=answer["fix"])
+    frames = [line for line in answer.get("traceback", "").splitlines() if line.lstrip().startswith("File ")]
+    where = f", at {frames[-1].strip()}" if frames else ""
+    return ResourceError(f"rank {answer['rank']} cannot be traced: {answer['error']}{where}")
+
+
+def _read(answer: dict, grid: Grid) -> Trace:
+    groups = [tuple(group) for group in answer["groups"]]
+    table = [
+        Call(op, groups[group], dtype, elements, channel, peer, label, ticket)
+        for op, group, dtype, elements, channel, peer, label, ticket in answer["calls"]
+    ]
+    axes = ["+".join(grid.axes(group)) if len(group) < grid.world_size else "world" for group in groups]
+    sent: dict[str, float] = {}
+    counts: dict[str, Counter[str]] = {}
+    for number, count in Counter(answer["program"][STEADY]).items():
+        call, axis = table[number], axes[answer["calls"][number][1]]
+        sent[axis] = sent.get(axis, 0.0) + count * sent_bytes(call)
+        counts.setdefault(axis, Counter())[call.op] += count
+    attention = sum(n for name, n in answer["flops"].items() if "attention" in name)
+    rank = answer["rank"]
+    return Trace(
+        rank=rank,
+        name=rank_name(rank, grid),
+        position=grid.coordinates(rank)[0],
+        moments={name: Moment(**peak) for name, peak in answer["peaks"].items()},
+        matmul_flops=sum(answer["flops"].values()) - attention,
+        attention_flops=attention,
+        operations=answer["operations"],
+        sent={axis: value for axis, value in sent.items() if axis},
+        counts={axis: dict(ops) for axis, ops in counts.items() if axis},
+        calls=[table[number] for moment in MOMENTS for number in answer["program"][moment]],
+        seconds=answer["seconds"],
+        memory_bytes=answer["memory_bytes"],
+    )
+
+
+def sent_bytes(call: Call) -> float:
+    """What this rank sends for it: rings, as in theory/traffic.py."""
+    size, ranks = call.elements * _BYTES[call.dtype], len(call.group)
+    return size if call.op == SEND else _RING.get(call.op, 0) * size * (ranks - 1) / ranks
+
+
+def _compare(trace: Trace, place: Position, device: str) -> list[Compared]:
+    work, formulas = step_work(place, device), sent_by_axis(step_traffic(place, device))
+    found = [
+        Compared(trace.rank, "matrix products, FLOP", trace.matmul_flops, work.matmul_flops),
+        # The formula counts the causal half, PyTorch's count all of T x T.
+        Compared(trace.rank, "attention, FLOP", trace.attention_flops / 2, work.attention_flops),
+    ]
+    for axis in dict.fromkeys((*trace.sent, *formulas)):
+        if axis != "world":  # the norm of clipping: a scalar, which formulas leave out
+            found.append(
+                Compared(trace.rank, f"sent over {axis}, B", trace.sent.get(axis, 0.0), formulas.get(axis, 0.0))
+            )
+    return found

@@ -1,0 +1,268 @@
+"""One rank of a run of thousands, traced on a laptop: the real build and the real step, with nothing behind them.
+
+Tensors are fake (shape and dtype, no memory), the process group is fake (it says yes to everything). Everything else is
+the program that trains. Started by train/dry_run.py as `python -m ingot.train.dry_run_role`: a request on standard
+input, one line of JSON per traced rank on standard output. Ranks are forked from this process, which has imported
+everything they need, and give their memory back when they are done.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ingot.config import from_dict
+from ingot.dist.mesh import build_mesh
+from ingot.errors import IngotError
+from ingot.loader.loader import Batch
+from ingot.parallel.zero import Zero
+from ingot.resilience.policy import DefaultPolicy
+from ingot.schema.layout import RunFolder
+from ingot.schema.run import RunConfig
+from ingot.telemetry.fake import FakeProgram
+from ingot.telemetry.tracker import HOST, Tracker
+from ingot.theory import memory
+from ingot.theory.layout import resolve_parallel
+from ingot.theory.rendezvous import Call
+from ingot.train import build
+from ingot.train.build import Parts
+from ingot.train.step import train_step
+
+BUILD, FIRST, STEADY, SAVE = "initialisation", "first step", "steady step", "save"
+_CPU = torch.device("cpu")
+
+
+def trace_rank(config: RunConfig, rank: int, device: str = "cpu") -> Tracker:
+    """Build the run as `rank`, take two optimizer steps, and gather what a checkpoint holds; the tracker saw it all.
+
+    device: whose settings hold where they depend on it ("cuda": larger chunks of logits). Kernels are those of the CPU
+    and nothing is compiled. Needs a process without a process group, and leaves none.
+    """
+    train = dataclasses.replace(config.train, compile="off", device="cpu")
+    config = dataclasses.replace(config, train=train)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
+    try:
+        tracker = Tracker()
+
+        def within_state(original: Callable) -> Callable:
+            def build_within(*args, **kwargs):
+                with tracker.within(_state_kind(config)):
+                    return original(*args, **kwargs)
+
+            return build_within
+
+        mesh = build_mesh(resolve_parallel(config), "cpu")  # its table of ranks has to be real
+        with (
+            _replaced(build, "build_mesh", lambda *_: mesh),
+            _replaced(build, "build_optimizer", within_state(build.build_optimizer)),
+            _replaced(memory, "LOGITS_CHUNK_BYTES", {"cpu": memory.LOGITS_CHUNK_BYTES[device]}),
+            FakeProgram(),
+            tracker,
+        ):
+            tracker.begin(BUILD)
+            with tracker.within("parameters", "build"):
+                policy = DefaultPolicy(RunFolder(Path()), scaled_loss=train.precision == "fp16")
+                run = build.build_parts(config, _CPU, Path(), policy, first_values=False)
+            _follow(run, tracker)
+            for moment in (FIRST, STEADY):
+                tracker.begin(moment)
+                with tracker.within("other", "batch"):
+                    batch = _batch(config)
+                train_step(run, batch, config.optim.lr)
+                del batch
+            tracker.begin(SAVE)
+            with tracker.within("other", "save"):
+                for block in run.state.blocks(run.optimizer.moments(), first_rank=rank == 0):
+                    block.tensor.detach().contiguous()
+            return tracker
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _state_kind(config: RunConfig) -> str:
+    """Of the optimizer's state, which may be offloaded."""
+    return "optimizer" if config.parallel.offload == "none" else HOST
+
+
+def _batch(config: RunConfig) -> Batch:
+    shape = config.accumulation, config.train.micro_batch, config.train.seq_len
+    tokens = torch.zeros(*shape[:-1], shape[-1] + 1, dtype=torch.int64)
+    documents = torch.zeros(shape, dtype=torch.int32) if config.data.mask_documents else None
+    return Batch(1, np.zeros(0, np.int64), tokens[..., :-1], tokens[..., 1:], documents, 0.0)
+
+
+# -- what runs where, for the tracker ------------------------------------------------------------------------------
+
+
+def _follow(run: Parts, tracker: Tracker) -> None:
+    """Name places (the module whose forward or backward it is, and the parts of a step) and kinds of memory."""
+    for stage in run.model.stages.values():
+        names = [
+            "embed",
+            "norm",
+            "readout",
+            *(f"blocks.{i}" for i in dict(stage.get_submodule("blocks").named_children())),
+        ]
+        for name in names:
+            module = getattr(stage, name, None) if "." not in name else stage.get_submodule(name)
+            if isinstance(module, nn.Module):
+                _name_places(module, name, tracker)
+    settings, state = run.config.parallel, _state_kind(run.config)
+    if settings.offload_parameters:
+        tracker.label((piece.value for piece in run.model.pieces), HOST)
+    gradients = HOST if settings.offload_parameters else "gradients"
+
+    def update(step: Callable) -> Callable:
+        def step_and_label(*args, **kwargs):
+            tracker.label((piece.grad for piece in run.model.pieces), gradients)
+            with tracker.within(state, "update"):
+                step(*args, **kwargs)
+            tracker.place, tracker.kind = "publish", "communication"
+
+        return step_and_label
+
+    def reduce(original: Callable) -> Callable:
+        def reduce_and_go_on(*args, **kwargs):
+            with tracker.within("gradients", "reduce"):
+                original(*args, **kwargs)
+            tracker.place, tracker.kind = "clip", "other"
+
+        return reduce_and_go_on
+
+    def publish(original: Callable) -> Callable:
+        def publish_and_go_on(*args, **kwargs):
+            original(*args, **kwargs)
+            tracker.place, tracker.kind = "", None
+
+        return publish_and_go_on
+
+    def arrived(original: Callable) -> Callable:
+        def within_gradients(*args, **kwargs):
+            with tracker.within("gradients"):
+                original(*args, **kwargs)
+
+        return within_gradients
+
+    _wrap(run.optimizer, "step", update)
+    _wrap(run.model, "reduce", reduce)
+    _wrap(run.model, "publish", publish)
+    if isinstance(run.model.data, Zero):
+        _wrap(run.model.data, "_arrived", arrived)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def _name_places(module: nn.Module, name: str, tracker: Tracker) -> None:
+    is_readout = name == "readout"
+
+    def enter(place: str, kind: str | None = None) -> None:
+        tracker.place, tracker.kind = place, kind
+
+    def before(module, args):
+        enter(f"forward {name}", "logits" if is_readout else None)
+
+    def after(module, args, output):
+        enter(f"forward {name}")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: enter(f"backward {name}"))
+
+    # First of all hooks: what data parallelism gathers before a module happens at this module.
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after, prepend=True)
+
+
+# -- what goes back to the process that asked ------------------------------------------------------------------------
+
+
+def told(tracker: Tracker, rank: int, seconds: float) -> dict[str, Any]:
+    """A trace as JSON: calls as numbers into a table of the different ones."""
+    table: dict[Call, int] = {}
+    groups: dict[tuple[int, ...], int] = {}
+    program = {}
+    for moment, _ in tracker.moments:
+        calls = [event.call for event in tracker.events_of(moment) if event.call is not None]
+        program[moment] = [table.setdefault(call, len(table)) for call in calls]
+    for call in table:
+        groups.setdefault(call.group, len(groups))
+    rows = [[c.op, groups[c.group], c.dtype, c.elements, c.channel, c.peer, c.label, c.ticket] for c in table]
+    return {
+        "rank": rank,
+        "peaks": {moment: dataclasses.asdict(peak) for moment, peak in tracker.peaks().items()},
+        "flops": tracker.flops_of(STEADY),
+        "operations": tracker.operations,
+        "groups": [list(group) for group in groups],
+        "calls": rows,
+        "program": program,
+        "seconds": seconds,
+        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _trace_and_tell(config: RunConfig, rank: int, device: str, pipe: Connection) -> None:
+    started = time.monotonic()
+    try:
+        tracker = trace_rank(config, rank, device)
+        answer = told(tracker, rank, time.monotonic() - started)
+    except IngotError as error:
+        answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
+    except Exception as error:
+        answer = {"rank": rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    pipe.send_bytes(json.dumps(answer).encode())
+    pipe.close()
+
+
+def main() -> None:
+    """Trace the ranks of the request on standard input, at most `jobs` at a time, in processes of their own."""
+    request = json.load(sys.stdin)
+    config = from_dict(RunConfig, request["config"])
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    left, running = list(request["ranks"]), {}
+    while left or running:
+        while left and len(running) < request["jobs"]:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_trace_and_tell, args=(config, rank := left.pop(0), request["device"], theirs)
+            )
+            process.start()
+            theirs.close()
+            running[ours] = process, rank
+        for pipe in wait(list(running)):
+            assert isinstance(pipe, Connection)
+            process, rank = running.pop(pipe)
+            try:
+                answer = pipe.recv_bytes().decode()
+            except EOFError:
+                answer = json.dumps({"rank": rank, "error": f"its process died (exit code {process.exitcode})"})
+            process.join()
+            print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()
