@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test check bench clean
+.PHONY: run test check proof bench clean
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
@@ -12,6 +12,10 @@ test: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
 	./check
+
+# Every composition of parallelism against one process; writes the table in docs/parallelism.md.
+proof: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m proof
 
 # One environment, made again when the requirements change. `dev` contains everything `all` has.
 $(VENV)/.installed-%: pyproject.toml constraints.txt

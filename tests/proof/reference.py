@@ -1,0 +1,109 @@
+"""One process: the undivided model in float64, the whole batch at once, and nothing but PyTorch around it."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ingot.model.init import initialize
+from ingot.model.transformer import Transformer
+from ingot.schema.arch import Arch
+
+from .cases import MICRO_BATCH, OPTIM, SEED, STEPS, TOKENS, Case
+
+LEARNING_RATES = (OPTIM.lr, OPTIM.lr / 2, OPTIM.lr / 4)
+assert len(LEARNING_RATES) == STEPS
+
+
+@dataclass(frozen=True)
+class Reference:
+    """losses, norms: of every step, norms before clipping. gradients: of the first step, before clipping. parameters:
+    after the last step."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+
+
+def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """inputs, targets, document ids of step 1..STEPS, [global batch, TOKENS]."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (case.global_batch, TOKENS + 1)
+    ids = torch.randint(0, case.arch.vocab_size, shape, generator=generator)
+    documents = (torch.rand(shape[0], TOKENS, generator=generator) < 0.3).cumsum(1, dtype=torch.int32)
+    return ids[:, :-1], ids[:, 1:], documents if case.mask_documents else None
+
+
+def reference_of(case: Case) -> Reference:
+    """Layouts do not matter to it: cases with the same model and batch share one."""
+    return _train(case.arch, case.global_batch, case.mask_documents, _Lookup(case))
+
+
+class _Lookup:
+    """Carries a case past the cache: equal to every other one, for what distinguishes batches is in the key."""
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Lookup)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@cache
+def _train(arch: Arch, batch_size: int, masked: bool, lookup: _Lookup) -> Reference:
+    model = Transformer(arch).double()
+    initialize(model, arch, SEED)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, foreach=False)
+    losses, norms, gradients = [], [], {}
+    for step, lr in enumerate(LEARNING_RATES, start=1):
+        inputs, targets, documents = global_batch(lookup.case, step)
+        loss = model(inputs, targets, documents) / inputs.numel()
+        adamw.zero_grad()
+        loss.backward()
+        if step == 1:
+            gradients = {name: _gradient(p).numpy().copy() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
+        assert norm > OPTIM.clip_norm, "clipping has to act, or it is not tested"
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return Reference(losses, norms, gradients, parameters)
+
+
+def canonical_gradients(case: Case) -> dict[str, np.ndarray]:
+    """The first step's gradients, summed in the order that `reduce = "canonical"` promises: the micro-batches of a
+    virtual rank in turn, then a binary tree, neighbours first. All divisors are powers of two, so exact."""
+    model = Transformer(case.arch).double()
+    initialize(model, case.arch, SEED)
+    inputs, targets, documents = global_batch(case, 1)
+    parts = []
+    samples = case.global_batch // case.parallel.virtual_ranks
+    for part in range(case.parallel.virtual_ranks):
+        total: dict[str, Tensor] = {}
+        for start in range(part * samples, (part + 1) * samples, MICRO_BATCH):
+            rows = slice(start, start + MICRO_BATCH)
+            model.zero_grad()
+            model(inputs[rows], targets[rows], None if documents is None else documents[rows]).backward()
+            for name, parameter in model.named_parameters():
+                total[name] = total[name] + _gradient(parameter) if name in total else _gradient(parameter).clone()
+        parts.append(total)
+    while len(parts) > 1:
+        parts = [{n: a[n] + b[n] for n in a} for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return {name: (gradient / inputs.numel()).numpy() for name, gradient in parts[0].items()}
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,18 @@
+"""A proof that cannot fail proves nothing: each planted error turns the checks red that it should, and no others."""
+
+import pytest
+
+from .cases import case_named, core_cases
+from .compare import prove
+from .faults import FAULTS
+
+BY_RANKS = sorted(FAULTS, key=lambda name: case_named(FAULTS[name].where).ranks)
+
+
+@pytest.mark.parametrize("name", BY_RANKS)
+def test_is_seen(ranks, name: str):
+    fault = FAULTS[name]
+    case = case_named(fault.where)
+    assert case in core_cases()
+    outcome = prove(ranks, case, name, timeout=60)
+    assert set(outcome.wrong) == fault.shows, outcome.wrong
