@@ -1,6 +1,7 @@
-"""What ranks really send in a step, counted, against the formulas of theory/traffic.py."""
+"""What ranks really send and hold in a step, counted, against the formulas of theory/ and the planner's bill."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ingot.dist.mesh import Mesh, build_mesh  # noqa: E402
+from ingot.planner.memory import position_bill  # noqa: E402
 from ingot.schema.arch import Arch  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
+from ingot.telemetry.tracker import Tracker  # noqa: E402
 from ingot.theory.layout import Position, layout_problems, positions, resolve_parallel  # noqa: E402
 from ingot.theory.traffic import step_traffic  # noqa: E402
 
@@ -20,28 +24,23 @@ AXES = ("tp", "dp_shard", "dp_replicate", "pp")
 ARCH = Arch(vocab_size=128, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64)
 
 
-def run_of(precision: Any = "bf16", arch=ARCH, micro_batches=4, **settings) -> RunConfig:
+def run_of(precision: Any = "bf16", arch=ARCH, micro_batches=4, micro_batch=2, seq_len=16, **settings) -> RunConfig:
     parallel = Parallel(**settings)
-    batch = 2 * micro_batches * parallel.data_ranks
-    train = Train(steps=1, seq_len=16, global_batch=batch, micro_batch=2, precision=precision)
+    batch = micro_batch * micro_batches * parallel.data_ranks
+    train = Train(steps=1, seq_len=seq_len, global_batch=batch, micro_batch=micro_batch, precision=precision)
     return RunConfig(name="x", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
 
 
-def counted_steps(rank: int, world: int, runs: list[RunConfig]) -> list[dict[tuple[str, str], tuple[int, int]]]:
-    return [counted_step(rank, run) for run in runs]
-
-
-def counted_step(rank: int, run: RunConfig) -> dict[tuple[str, str], tuple[int, int]]:
-    """(operation, axis) -> how often and on how many bytes, in this rank's second step."""
-    from ingot.dist.mesh import build_mesh
+def start(run: RunConfig) -> tuple[Mesh, Callable[[], None]]:
+    """This rank's place in `run`, and its optimizer step on a random batch."""
     from ingot.model.init import initial_value
     from ingot.model.transformer import SHARDING, Transformer
+    from ingot.optim.adamw import Optimizer
     from ingot.parallel.apply import parallelize
     from ingot.parallel.pipeline import Pipeline
-    from ingot.telemetry.tracker import Tracker
 
-    (position, *_), settings, device = positions(run), resolve_parallel(run), torch.device("cpu")
-    mesh, table = build_mesh(settings, "cpu"), position.table
+    (position, *_), device = positions(run), torch.device("cpu")
+    mesh, table = build_mesh(resolve_parallel(run), "cpu"), position.table
 
     def make() -> Transformer:
         with torch.device("meta"):
@@ -58,19 +57,43 @@ def counted_step(rank: int, run: RunConfig) -> dict[tuple[str, str], tuple[int, 
         model.stages, table, mesh, model.data, d_model=run.model.d_model, dtype=model.hidden, device=device,
         sequence_ranks=position.sequence_ranks,
     )  # fmt: skip
-    shape = (run.accumulation, run.train.micro_batch, run.train.seq_len)
-    tokens = torch.randint(0, run.model.vocab_size, shape, generator=torch.Generator().manual_seed(rank))
+    optimizer = Optimizer(model.pieces, run.optim)
+    tokens = torch.randint(0, run.model.vocab_size, (run.accumulation, run.train.micro_batch, run.train.seq_len))
     batch: Any = SimpleNamespace(inputs=tokens, targets=tokens, document_ids=None)
 
     def step():
         program.train(batch)
         model.reduce()
+        optimizer.step(1e-3)
         model.publish()
 
-    step()
-    with Tracker() as tracker:
+    return mesh, step
+
+
+def counted_steps(rank: int, world: int, runs: list[RunConfig]) -> list[dict[tuple[str, str], tuple[int, int]]]:
+    """Of each run: (operation, axis) -> how often and on how many bytes, in this rank's second step."""
+    found = []
+    for run in runs:
+        mesh, step = start(run)
         step()
-    return by_axis(tracker.calls, {axis: set(mesh.ranks(axis)) for axis in AXES}, rank)
+        with Tracker() as tracker:
+            step()
+        found.append(by_axis(tracker.calls, {axis: set(mesh.ranks(axis)) for axis in AXES}, rank))
+    return found
+
+
+def peaks(rank: int, world: int, runs: list[RunConfig]) -> list[int]:
+    """Of each run: the most bytes that this rank's tensors take in its second step."""
+    found = []
+    for run in runs:
+        with Tracker() as tracker:
+            tracker.begin("start")
+            _, step = start(run)
+            step()
+            tracker.begin("steady")
+            step()
+        found.append(tracker.peaks()["steady"].bytes)
+    return found
 
 
 def by_axis(calls, axes: dict[str, set[int]], rank: int) -> dict[tuple[str, str], tuple[int, int]]:
@@ -141,3 +164,45 @@ def formulas(position: Position) -> dict[tuple[str, str], tuple[int, float]]:
         times, size = expected.get((traffic.kind, traffic.axis), (0, 0.0))
         expected[traffic.kind, traffic.axis] = times + traffic.count, size + traffic.bytes
     return expected
+
+
+LARGER = Arch(vocab_size=1024, d_model=128, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=384)
+LONG, SHORT = {"micro_batch": 4, "seq_len": 128}, {"micro_batch": 1, "seq_len": 8}  # activations or state prevail
+HELD = {
+    1: [
+        LONG,
+        SHORT,
+        LONG | {"precision": "fp32"},
+        LONG | {"recompute": "full"},
+        LONG | {"recompute": "selective"},
+        SHORT | {"grads": "bf16"},
+    ],
+    2: [
+        LONG | {"dp_shard": 2, "zero": 1},
+        SHORT | {"dp_shard": 2, "zero": 1, "micro_batches": 1},
+        SHORT | {"dp_shard": 2, "zero": 2},
+        LONG | {"dp_shard": 2, "zero": 3},
+        SHORT | {"dp_shard": 2, "zero": 3},
+        LONG | {"tp": 2},
+        LONG | {"tp": 2, "sequence": False},
+        LONG | {"tp": 2, "recompute": "selective"},
+        LONG | {"pp": 2},
+        LONG | {"pp": 2, "schedule": "zb_v"},
+    ],
+}
+
+
+@pytest.mark.parametrize("world", HELD)
+def test_memory_is_that_of_the_bill(fork_ranks, world):
+    """Within a tenth: of temporaries, only the large ones are in the bill."""
+    runs = [run_of(arch=LARGER, **settings) for settings in HELD[world]]
+    results = fork_ranks(peaks, world, runs)
+    wrong = []
+    for number, run in enumerate(runs):
+        everyone = positions(run)
+        for rank in range(world):
+            seen, bill = results[rank][number], position_bill(everyone[rank // (world // run.parallel.pp)], "cpu")
+            share = sum(term.value for term in bill.values()) / seen
+            if not 0.9 < share < 1.1:
+                wrong.append(f"{HELD[world][number]}, rank {rank}: {share:.2f} of {seen:,} bytes")
+    assert not wrong, "\n".join(wrong)

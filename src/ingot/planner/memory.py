@@ -38,9 +38,9 @@ def position_bill(position: Position, device: str) -> dict[str, Term]:
     """Tensors of one pipeline rank that are alive at the largest of its moments.
 
     At the loss every activation is saved and a chunk of logits is there. When the backward begins, its buffers are, and
-    what is recomputed. When it ends, activations are gone and gradients are on their way between ranks. Masters,
-    moments and gathered weights are there at all of them. (The update converts gradients a part at a time, and held-out
-    scoring passes its logits in the same chunks: neither is a peak.)
+    what is recomputed. When it ends, activations are gone and gradients are on their way between ranks. At the update
+    bf16 gradients are converted. Masters, moments and gathered weights are there at all of them. (Held-out scoring
+    passes its logits in the same chunks and saves nothing.)
     """
     if device == "cpu":
         position = _without_host_offload(position)
@@ -51,6 +51,7 @@ def position_bill(position: Position, device: str) -> dict[str, Term]:
         {"gradients": kept, "activations": saved, "logits": memory.logits(position, device)},
         {"gradients": kept, "activations": _joined(saved, backward, again)},
         {"gradients": memory.gradients(position), "activations": backward},
+        {"gradients": memory.gradients_at_update(position)},
     ]
     return {
         "weights": memory.weights(position),

@@ -21,6 +21,8 @@ from ingot.theory.term import Term
 # Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
 # The trainer takes it from here.
 LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
+# Gradients kept in another dtype than the masters are converted so much at a time (optim/adamw.py).
+CONVERT_BYTES = 256 << 20
 
 
 def weights(position: Position) -> Term:
@@ -89,6 +91,15 @@ def gradients(position: Position) -> Term:
     shard = n * g / parallel.dp_shard
     formula = f"{n:,} parameters x {g} B{_shared(position)} + 2 units x {unit:,} x ({e} + {sent}) B in flight"
     return Term(shard + 2 * unit * (e + sent), formula)
+
+
+def gradients_at_update(position: Position) -> Term:
+    """Of the parameters that this rank updates, and as many as are converted to the dtype of the masters at once."""
+    parallel, precision = position.parallel, position.train.precision
+    s, g, own = STORED_BYTES[precision], kept_gradient_bytes(parallel, precision), 1 / parallel.dp_shard
+    converted = min(position.parameters * s * own, CONVERT_BYTES) if g != s else 0.0
+    value = position.parameters * g * own + converted
+    return Term(value, f"{position.parameters:,} parameters x {g} B{_shared(position)} + {converted:,.0f} B converted")
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:

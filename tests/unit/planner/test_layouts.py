@@ -56,6 +56,12 @@ def test_zero_stages_recompute_and_offload_each_save():
     assert bill["optimizer"].value == bill["weights"].value == 0 < bill["gathered"].value
 
 
+def test_on_a_cpu_the_host_is_the_device():
+    run = run_of(LLAMA8, dp_shard=8, zero=3)
+    offloaded = run_of(LLAMA8, dp_shard=8, zero=3, offload="cpu", offload_parameters=True)
+    assert total(live_bill(offloaded, "cpu")) == total(live_bill(run, "cpu"))
+
+
 def test_axes_cross_nodes_from_the_inside_out():
     parallel = Parallel(tp=4, dp_shard=2, dp_replicate=4, pp=2)
     crossing = {axis for axis in ("tp", "dp_shard", "dp_replicate", "pp") if crosses_nodes(parallel, axis, NODES)}

@@ -145,6 +145,16 @@ def test_whole_parameters_are_there_once():
     assert memory.gathered(one(LARGE, dp_shard=4, zero=3, reshard=False)).value == 2 * n
 
 
+def test_the_optimizer_converts_as_much_at_a_time_as_is_counted():
+    pytest.importorskip("torch")
+    from ingot.optim.adamw import CONVERT_BYTES
+
+    assert memory.CONVERT_BYTES == CONVERT_BYTES
+    n = count_parameters(LARGE)
+    assert memory.gradients_at_update(one(LARGE)).value == 4 * n
+    assert memory.gradients_at_update(one(LARGE, grads="bf16")).value == 2 * n + CONVERT_BYTES
+
+
 def test_a_checkpoint_is_as_large_as_predicted():
     torch = pytest.importorskip("torch")
     from ingot.model.transformer import Transformer
