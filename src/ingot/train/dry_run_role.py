@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,8 +50,8 @@ _CPU = torch.device("cpu")
 def trace_rank(config: RunConfig, rank: int, device: str = "cpu") -> Tracker:
     """Build the run as `rank`, take two optimizer steps, and gather what a checkpoint holds; the tracker saw it all.
 
-    device: whose settings hold where they depend on it ("cuda": larger chunks of logits). Kernels are those of the CPU
-    and nothing is compiled. Needs a process without a process group, and leaves none.
+    device: "cuda" for the operations and the chunks of logits that the program uses there. Nothing is compiled, so no
+    elementwise operations are fused. Needs a process without a process group, and leaves none.
     """
     train = dataclasses.replace(config.train, compile="off", device="cpu")
     config = dataclasses.replace(config, train=train)
@@ -69,6 +70,8 @@ def trace_rank(config: RunConfig, rank: int, device: str = "cpu") -> Tracker:
         with (
             _replaced(build, "build_mesh", lambda *_: mesh),
             _replaced(build, "build_optimizer", within_state(build.build_optimizer)),
+            _replaced(functional, "rms_norm", _rms_norm if device == "cuda" else functional.rms_norm),
+            _replaced(functional, "scaled_dot_product_attention", _attention_of(device)),
             _replaced(memory, "LOGITS_CHUNK_BYTES", {"cpu": memory.LOGITS_CHUNK_BYTES[device]}),
             FakeProgram(),
             tracker,
@@ -101,6 +104,39 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+# Fake tensors say that they are on a CPU, where PyTorch takes norms and attention apart in another way. These stand for
+# the kernels that it picks on CUDA, as far as they can be seen from outside: what they make and what they keep.
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps its input and 1/rms."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
+    return _FusedNorm.apply(x, weight)  # type: ignore[return-value]
+
+
+def _attention_of(device: str) -> Callable:
+    usual = functional.scaled_dot_product_attention
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, **options) -> Tensor:
+        if attn_mask is not None or q.dtype not in (torch.bfloat16, torch.float16):
+            return usual(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    return attention if device == "cuda" else usual
 
 
 def _state_kind(config: RunConfig) -> str:
