@@ -160,7 +160,7 @@ def _show(planned, terminal: Terminal) -> None:
         f" {arch.num_heads}/{arch.num_kv_heads} heads, vocabulary {arch.vocab_size:,}"
     )
     terminal.say(
-        f"layout    {run.parallel.world_size} ranks on {plan.cluster.name}, {train.precision};"
+        f"layout    {run.parallel.world_size} ranks{_degrees(run.parallel)} on {plan.cluster.name}, {train.precision};"
         f" batch {train.global_batch} = {train.micro_batch} x {run.accumulation} accumulated"
         f" x {run.parallel.data_ranks} ranks"
     )
@@ -187,6 +187,13 @@ def _show(planned, terminal: Terminal) -> None:
     terminal.say(f"disk      {format_bytes(plan.checkpoint_bytes)} per checkpoint, {run.checkpoint.keep} are kept")
     if plan.usd:
         terminal.say(f"cost      {format_usd(plan.usd)} = {plan.formulas['usd']}")
+
+
+def _degrees(parallel) -> str:
+    """ " (pp 4 x dp_shard 8 x tp 4)" where more than one axis is used."""
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    used = [f"{name} {getattr(parallel, name)}" for name in names if getattr(parallel, name) > 1]
+    return f" ({' x '.join(used)})" if len(used) > 1 else ""
 
 
 def _explain(formulas: dict[str, str], topic: str, terminal: Terminal) -> None:

@@ -69,7 +69,7 @@ def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator
     else:
         fix = "use more devices (parallel.dp_shard)" if cluster.device == "cuda" else "use a smaller model"
     if largest == "activations" and run.train.micro_batch == 1 and run.parallel.recompute == "none":
-        fix = 'recompute them (parallel.recompute = "selective" or "full")'
+        fix = "recompute them (parallel.recompute)"
     if needed > there:
         yield f"does not fit: {format_bytes(needed)} per rank of {format_bytes(there)}, mostly {largest}; {fix}"
     elif needed > _TIGHT * there:
@@ -96,10 +96,10 @@ def _layout(run: RunConfig, cluster: Cluster, seconds: float) -> Iterator[str]:
     if run.parallel.pp > 1:
         share = simulated(run, cluster, everyone).bubble_fraction
         if share > _LARGE_BUBBLE:
-            yield (
-                f"pipeline ranks wait {share:.0%} of the step ({run.parallel.schedule}, {run.parallel.pp} ranks,"
-                f" {run.accumulation} micro-batches); use more micro-batches, fewer ranks or another parallel.schedule"
+            found = (
+                f"pipeline ranks wait {share:.0%} of a step ({run.parallel.schedule}, {run.accumulation} micro-batches)"
             )
+            yield f"{found}; use more micro-batches or another schedule"
     slowest: dict[str, AxisTime] = {}
     for position in everyone:
         for axis, time in axis_times(position, cluster).items():
@@ -115,16 +115,13 @@ def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, AxisTime], 
         if not time or not time.crosses:
             continue
         took = f" ({format_seconds(time.seconds)})" if time.seconds else ""
-        each = f"every rank sends {format_bytes(time.sent)} per step{took} over the network between nodes"
+        each = f"{format_bytes(time.sent)} per rank and step{took} over the network"
         if axis == "tp":
-            found = f"tp = {run.parallel.tp} spans nodes of {per_node}: {each}"
-            yield f"{found}, in the way of every layer; use tp of at most {per_node}"
+            yield f"tp = {run.parallel.tp} spans nodes of {per_node}: {each}; use tp of at most {per_node}"
         elif zero == 3 and seconds and time.seconds > seconds / 2:  # less hides behind the computation
             inside = max(per_node // (run.parallel.tp * run.parallel.cp), 1)
-            yield (
-                f"dp_shard = {run.parallel.dp_shard} with zero 3 spans nodes of {per_node}: {each};"
-                f" dp_shard = {inside} and dp_replicate = {run.parallel.data_ranks // inside} gathers inside of them"
-            )
+            instead = f"dp_shard = {inside}, dp_replicate = {run.parallel.data_ranks // inside}"
+            yield f"zero 3 spans nodes: {each}; less with {instead}"
 
 
 def _without_effect(run: RunConfig) -> Iterator[str]:

@@ -110,8 +110,16 @@ def test_the_busiest_rank_of_a_pipeline_multiplies_the_head():
 @pytest.mark.parametrize(
     ("settings", "cluster", "words"),
     [
-        ({"tp": 8, "dp_shard": 2}, replace(NODES, devices_per_node=4), ("tp = 8 spans nodes of 4", "GiB per step (")),
-        ({"dp_shard": 64}, replace(NODES, network_bandwidth=1e9), ("dp_shard = 64 with zero 3", "dp_replicate = 8")),
+        (
+            {"tp": 8, "dp_shard": 2},
+            replace(NODES, devices_per_node=4),
+            ("tp = 8 spans nodes of 4", "GiB per rank and step ("),
+        ),
+        (
+            {"dp_shard": 64},
+            replace(NODES, network_bandwidth=1e9),
+            ("zero 3 spans nodes", "dp_shard = 8, dp_replicate = 8"),
+        ),
         ({"pp": 8, "micro_batches": 4}, NODE, ("ranks wait", "use more micro-batches")),
         ({"sequence": False}, NODE, ("parallel.sequence = false has no effect",)),
         ({"reshard": False}, NODE, ("parallel.reshard = false has no effect with zero 1",)),
