@@ -121,7 +121,7 @@ def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, AxisTime], 
         elif zero == 3 and seconds and time.seconds > seconds / 2:  # less hides behind the computation
             inside = max(per_node // (run.parallel.tp * run.parallel.cp), 1)
             instead = f"dp_shard = {inside}, dp_replicate = {run.parallel.data_ranks // inside}"
-            yield f"zero 3 spans nodes: {each}; less with {instead}"
+            yield f"zero 3 spans nodes: {each}; try {instead}"
 
 
 def _without_effect(run: RunConfig) -> Iterator[str]:
