@@ -47,19 +47,18 @@ def batch_of(run, device):
 
 
 def ingot_step(run, device) -> Callable[[], Any]:
+    from pathlib import Path
+
     import numpy as np
 
-    from ingot.dist.mesh import build_mesh
     from ingot.loader.loader import Batch
-    from ingot.optim.adamw import build_adamw
-    from ingot.train.build import build_model
+    from ingot.train.build import build_parts
     from ingot.train.step import train_step
 
-    model = build_model(run, build_mesh(run.parallel, device.type), device)
-    optimizer = build_adamw(model, run.optim)
+    parts = build_parts(run, device, Path())
     inputs, targets = batch_of(run, device)
     batch = Batch(1, np.zeros(0, np.int64), inputs[None], targets[None], None, 0.0)
-    return lambda: train_step(model, optimizer, batch, run.optim.lr, run.optim.clip_norm).loss
+    return lambda: train_step(parts, batch, run.optim.lr).loss
 
 
 def transformers_step(run, device) -> Callable[[], Any]:
