@@ -39,6 +39,7 @@ def test_what_is_refused_is_refused_by_a_rule():
     halves = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
     shards = [form.name for form in AXES["data"] if "dp_shard" in form.settings]
     expected = {f"{a} x {b}": "computes weight gradients after the hooks" for a in zero_3 for b in halves}
+    expected |= {f"canonical x {b}": "mixes the parts of the batch" for b in halves}
     expected |= {f"{a} x canonical": "sums whole gradients" for a in shards}
     expected["zero-3 on the host x offload nvme"] = 'needs offload = "cpu"'
     assert {refusal.name for refusal in refused} == set(expected)

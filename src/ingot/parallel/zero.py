@@ -165,13 +165,22 @@ class Zero:
 
     def _complete(self, bucket: Bucket, last: bool) -> None:
         """All gradients of a unit are there: start what has to be exchanged now."""
-        if bucket.whole is None or self.tree is not None:
+        if self.tree is not None:
             return
         if self.ranks == 1:
-            if last and self.mesh.size("dp_replicate") > 1:
-                self._reducing.append(start_all_sum(bucket.whole, self.mesh.group("dp_replicate")))
-        elif last or not self.keeps_whole:
+            if last and bucket.whole is not None:
+                self._sum_copies(bucket.whole)
+        elif bucket.whole is not None and (last or not self.keeps_whole):
             self._scatter(bucket, last)
+        elif last:
+            # ZeRO-2, backward in two halves: the last gradients came early and went with those before.
+            self._finish_scatter()
+            if bucket.shard is not None:
+                self._sum_copies(bucket.shard)
+
+    def _sum_copies(self, gradients: Tensor) -> None:
+        if self.mesh.size("dp_replicate") > 1:
+            self._reducing.append(start_all_sum(gradients, self.mesh.group("dp_replicate")))
 
     def _scatter(self, bucket: Bucket, last: bool) -> None:
         self._finish_scatter()
@@ -193,8 +202,8 @@ class Zero:
         self._scattering = None
         work.wait()
         bucket.shard = own if bucket.shard is None else bucket.shard.add_(own)
-        if self._scatter_is_last and self.mesh.size("dp_replicate") > 1:
-            self._reducing.append(start_all_sum(bucket.shard, self.mesh.group("dp_replicate")))
+        if self._scatter_is_last:
+            self._sum_copies(bucket.shard)
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -144,6 +144,9 @@ def _canonical_rules(parallel: "Parallel") -> Problems:
         yield "parallel.dp_shard", f'{parallel.dp_shard} with reduce = "canonical", which sums whole gradients; {use}'
     if parallel.zero in (2, 3):
         yield "parallel.zero", f'{parallel.zero} with reduce = "canonical", which sums whole gradients; use "auto" or 1'
+    if parallel.splits_backward:
+        why = f"schedule = {parallel.schedule!r} leaves weight gradients for later, and so mixes the parts of the batch"
+        yield "parallel.schedule", f'not possible with reduce = "canonical": {why}; use {_WHOLE_BACKWARD}'
     virtual, copies = parallel.virtual_ranks, parallel.dp_replicate
     if virtual < 1 or virtual & (virtual - 1):
         low = 1 << max(virtual, 1).bit_length() - 1

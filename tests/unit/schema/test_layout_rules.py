@@ -55,6 +55,11 @@ CASES = [
         "train.global_batch",
         "24 is not micro_batch 2 x accumulation x 8 virtual ranks; nearest: 16 or 32",
     ),
+    (
+        {"reduce": "canonical", "virtual_ranks": 4, "pp": 2, "schedule": "zb_h1"},
+        "parallel.schedule",
+        "mixes the parts of the batch",
+    ),
     ({"virtual_ranks": 4}, "parallel.virtual_ranks", 'set parallel.reduce = "canonical", or remove it'),
     ({"offload": "nvme"}, "parallel.offload_folder", "needs a folder"),
     ({"offload_folder": "/tmp"}, "parallel.offload_folder", 'set parallel.offload = "nvme"'),
