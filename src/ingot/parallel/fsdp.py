@@ -31,7 +31,7 @@ def shard_stage(stage: nn.Module, mesh: Mesh, compute: torch.dtype, grads: torch
         "offload_policy": offload,
         "reshard_after_forward": settings.reshard,
     }
-    inner = [u.modules for u in cut_units(stage, settings.unit_layers) if u.modules != (stage,)]
+    inner = [u.modules for u in cut_units(stage, settings.unit_blocks) if u.modules != (stage,)]
     for modules in inner:
         fully_shard(list(modules), **options)
     fully_shard(stage, **options)
@@ -39,9 +39,12 @@ def shard_stage(stage: nn.Module, mesh: Mesh, compute: torch.dtype, grads: torch
     for i, unit in enumerate(firsts):
         assert isinstance(unit, FSDPModule)
         unit.set_modules_to_forward_prefetch(firsts[i + 1 : i + 1 + depth])  # type: ignore[arg-type]
-        unit.set_modules_to_backward_prefetch(firsts[max(i - depth, 0) : i][::-1])  # type: ignore[arg-type]
-    if depth and firsts:
+        # FSDP2 takes an empty list for one unit ahead; to gather oneself again is to gather nothing.
+        before = firsts[max(i - depth, 0) : i][::-1] or [unit]
+        unit.set_modules_to_backward_prefetch(before)  # type: ignore[arg-type]
+    if firsts:
         stage.set_modules_to_forward_prefetch(firsts[:depth])  # type: ignore[operator]
+        stage.set_modules_to_backward_prefetch(firsts[::-1][:depth] or [stage])  # type: ignore[operator]
 
 
 class Fsdp:

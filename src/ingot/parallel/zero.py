@@ -82,7 +82,7 @@ class Zero:
         self._scatter_is_last = False
         self._to_gather: list[Bucket] = []
         for stage in stages:
-            units = cut_units(stage, settings.unit_layers)
+            units = cut_units(stage, settings.unit_blocks)
             self.buckets[stage] = [self._bucket(stage, unit, cuts, master) for unit in units]
         self.tree = Tree(mesh, micro_batches) if settings.reduce == "canonical" else None
 

@@ -19,7 +19,8 @@ class Parallel:
     dp_replicate: copies of the model that share each batch. dp_shard: ranks that share one copy, by `zero`:
       1: optimizer state is split, 2: gradients too, 3: parameters too (FSDP2). "auto": 1 for models below 20M
       parameters and in pipelines, else 3. dp_replicate with dp_shard = 1 is DDP; both above 1 is HSDP.
-    unit_layers: blocks gathered and reduced together, 0: all. prefetch: units gathered ahead of the one in use.
+    unit_layers: blocks gathered and reduced together, 0: all; "auto": all of models below 20M parameters, else 1.
+    prefetch: units gathered ahead of the one in use.
     reshard: zero 3 frees a unit after its forward and gathers it again for the backward.
     grads: dtype in which gradients are kept and reduced. Bytes per parameter with bf16 weights: 16 with bf16
       gradients, 18 with fp32 ones.
@@ -42,7 +43,7 @@ class Parallel:
     tp: int = 1
     ep: int = 1
     zero: Literal["auto", 1, 2, 3] = "auto"
-    unit_layers: int = 1
+    unit_layers: Literal["auto"] | int = "auto"
     prefetch: int = 1
     reshard: bool = True
     grads: Literal["fp32", "bf16"] = "fp32"
@@ -65,7 +66,7 @@ class Parallel:
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
         for name in ("unit_layers", "prefetch", "virtual_ranks", "stages_per_rank"):
-            if getattr(self, name) < 0:
+            if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 yield name, f"is {getattr(self, name)}, must be at least 0"
 
     @property
@@ -76,6 +77,12 @@ class Parallel:
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def unit_blocks(self) -> int:
+        """`unit_layers`, decided (theory/layout.py)."""
+        assert self.unit_layers != "auto"
+        return self.unit_layers
 
     @property
     def stages(self) -> int:

@@ -19,10 +19,12 @@ WHOLE_PARAMETERS = 20_000_000
 
 
 def resolve_parallel(run: RunConfig) -> Parallel:
-    """`run.parallel` with every "auto" decided: `zero`, and `stages_per_rank` and `stage_layers` of a pipeline."""
+    """`run.parallel` with every "auto" decided: `zero`, `unit_layers`, and the stages of a pipeline and their blocks."""
     parallel = run.parallel
     if parallel.zero == "auto":
         parallel = replace(parallel, zero=automatic_zero(run.model, parallel))
+    if parallel.unit_layers == "auto":
+        parallel = replace(parallel, unit_layers=0 if count_parameters(run.model) < WHOLE_PARAMETERS else 1)
     if parallel.pp > 1:
         layers, each = stage_layers(parallel, run.model.num_layers), parallel.stages_on_each_rank
         parallel = replace(parallel, stage_layers=layers, stages_per_rank=each)
@@ -121,9 +123,9 @@ class Position:
 
     def units(self, stage: Stage) -> int:
         """Groups of parameters that are gathered and reduced together (parallel/units.py)."""
-        if self.parallel.unit_layers == 0:
+        if self.parallel.unit_blocks == 0:
             return 1
-        return (stage.outside > 0) + -(-len(stage.layers) // self.parallel.unit_layers)
+        return (stage.outside > 0) + -(-len(stage.layers) // self.parallel.unit_blocks)
 
 
 def positions(run: RunConfig) -> tuple[Position, ...]:

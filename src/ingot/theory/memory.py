@@ -54,7 +54,7 @@ def gathered(position: Position) -> Term:
         per = state_per_parameter(parallel, position.train.precision).copy
         return Term(n * per, f"{n:,} parameters x {per:.4g} B, whole" if per else "the masters themselves")
     alive = outside + unit * (1 + parallel.prefetch)
-    if not parallel.reshard or parallel.unit_layers == 0 or alive >= n:
+    if not parallel.reshard or parallel.unit_blocks == 0 or alive >= n:
         return Term(n * e, f"{n:,} parameters x {e} B, whole")
     return Term(alive * e, f"(outer unit {outside:,} + {1 + parallel.prefetch} units x {unit:,}) x {e} B")
 
@@ -62,7 +62,7 @@ def gathered(position: Position) -> Term:
 def _unit(position: Position) -> int:
     """Parameters of the largest unit of blocks."""
     blocks = max(len(stage.layers) for stage in position.stages)
-    return max(stage.block for stage in position.stages) * min(position.parallel.unit_layers or blocks, blocks)
+    return max(stage.block for stage in position.stages) * min(position.parallel.unit_blocks or blocks, blocks)
 
 
 def gradients_kept(position: Position) -> Term:
