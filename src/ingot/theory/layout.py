@@ -19,7 +19,7 @@ WHOLE_PARAMETERS = 20_000_000
 
 
 def resolve_parallel(run: RunConfig) -> Parallel:
-    """`run.parallel` with every "auto" decided: `zero`, `unit_layers`, and the stages of a pipeline and their blocks."""
+    """`run.parallel` with every "auto" decided: `zero`, `unit_layers`, and a pipeline's stages and their blocks."""
     parallel = run.parallel
     if parallel.zero == "auto":
         parallel = replace(parallel, zero=automatic_zero(run.model, parallel))
