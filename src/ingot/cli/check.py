@@ -6,7 +6,12 @@ from pathlib import Path
 from ingot.cli.terminal import Terminal
 
 HELP = "every problem of a run file at once, with file and line; starts nothing"
-EXAMPLES = ("ingot check run.toml", "ingot check run.toml --set optim.lr=1e-3", "ingot check run.toml --json")
+EXAMPLES = (
+    "ingot check run.toml",
+    "ingot check run.toml --set optim.lr=1e-3",
+    "ingot check run.toml --json",
+    "ingot check run.toml --cluster 128x8xh100 --simulate",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +21,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cluster", metavar="NAME|FILE", help="check for 8xh100, 128x8xh100 or a machine.json (default: this machine)"
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="dry run: trace what every rank of the job would do, without its devices: memory, traffic, collectives",
     )
 
 
@@ -39,11 +49,35 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     facts = {"errors": errors, "findings": [asdict(f) for f in findings]}
     if errors:
         facts |= {"error": ConfigError.code, "exit_code": ConfigError.exit_code}
+    simulated = _simulate(args, cluster.device, terminal) if args.simulate else None
+    if simulated is not None:
+        from ingot.cli.simulated import facts as facts_of
+        from ingot.cli.simulated import show
+
+        facts["simulated"] = facts_of(simulated)
+        show(simulated, terminal)
     terminal.result(facts)
     counts = ((errors, "error"), (len(findings) - errors, "warning"))
     summary = ", ".join(f"{n} {what}{'s' if n != 1 else ''}" for n, what in counts if n)
     terminal.say(f"{summary}. Nothing was started." if findings else f"{args.run_file}: no problem found")
-    if errors:
+    if errors or (simulated is not None and simulated.problems):
         return ConfigError.exit_code
     terminal.next(f"ingot train {args.run_file}")
     return EXIT_OK
+
+
+def _simulate(args: argparse.Namespace, device: str, terminal: Terminal):
+    """The dry run; it needs a run file that holds together, but neither data nor devices."""
+    from ingot.config import load
+    from ingot.errors import require
+    from ingot.schema.run import RunConfig
+    from ingot.train.dry_run import simulate
+
+    require("torch", "train")
+    config = load(RunConfig, args.run_file, tuple(args.overrides))
+    wanted = config.train.device
+    return simulate(
+        config,
+        device=device if wanted == "auto" else wanted,
+        progress=lambda done, ranks: terminal.progress(done / ranks, f"traced {done} of {ranks} ranks"),
+    )

@@ -61,7 +61,7 @@ class Trace:
     sent: dict[str, float]
     counts: dict[str, dict[str, int]]
     calls: list[Call]
-    seconds: float
+    cpu_seconds: float
     memory_bytes: int
 
 
@@ -93,6 +93,16 @@ class DryRun:
     compared: list[Compared]
     bills: list[float]
 
+    @property
+    def bases(self) -> list[int]:
+        """The first rank of every pipeline position."""
+        inner = self.grid.world_size // self.grid.sizes["pp"]
+        return [position * inner for position in range(self.grid.sizes["pp"])]
+
+    @property
+    def problems(self) -> bool:
+        return self.world.fault is not None or not all(c.agrees for c in self.compared)
+
 
 def simulate(
     config: RunConfig, *, device: str, jobs: int = 2, progress: Callable[[int, int], None] | None = None
@@ -112,11 +122,11 @@ def simulate(
     grid = Grid({axis: getattr(config.parallel, axis) for axis in AXES})
     ranks = chosen_ranks(grid)
     answers = _trace(config, ranks, device, jobs, progress)
-    traces = [_read(answers[rank], grid) for rank in ranks]
+    traces = [read_answer(answers[rank], grid) for rank in ranks]
     names = {trace.rank: trace.name for trace in traces}
     world = check_world({trace.rank: trace.calls for trace in traces}, grid, names)
     places = positions(config)
-    compared = [c for trace in traces for c in _compare(trace, places[trace.position], device)]
+    compared = [c for trace in traces for c in compare(trace, places[trace.position], device)]
     bills = [sum(term.value for term in position_bill(place, device).values()) for place in places]
     return DryRun(grid, traces, world, compared, bills)
 
@@ -168,7 +178,7 @@ def _trace(config: RunConfig, ranks: list[int], device: str, jobs: int, progress
             for line in process.stdout:
                 answer = json.loads(line)
                 if "error" in answer:
-                    raise _failed(answer)
+                    raise failure(answer)
                 answers[answer["rank"]] = answer
                 if progress:
                     progress(len(answers), len(ranks))
@@ -188,7 +198,7 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _failed(answer: dict) -> Exception:
+def failure(answer: dict) -> Exception:
     if "rule" in answer:
         return ConfigError(answer["error"], rule=answer["rule"], fix=answer["fix"])
     frames = [line for line in answer.get("traceback", "").splitlines() if line.lstrip().startswith("File ")]
@@ -196,13 +206,17 @@ def _failed(answer: dict) -> Exception:
     return ResourceError(f"rank {answer['rank']} cannot be traced: {answer['error']}{where}")
 
 
-def _read(answer: dict, grid: Grid) -> Trace:
+def read_answer(answer: dict, grid: Grid) -> Trace:
     groups = [tuple(group) for group in answer["groups"]]
     table = [
         Call(op, groups[group], dtype, elements, channel, peer, label, ticket)
         for op, group, dtype, elements, channel, peer, label, ticket in answer["calls"]
     ]
-    axes = ["+".join(grid.axes(group)) if len(group) < grid.world_size else "world" for group in groups]
+    axes = ["+".join(grid.axes(group)) for group in groups]
+    axes = [
+        name if "+" not in name or len(group) < grid.world_size else "world"
+        for name, group in zip(axes, groups, strict=True)
+    ]
     sent: dict[str, float] = {}
     counts: dict[str, Counter[str]] = {}
     for number, count in Counter(answer["program"][STEADY]).items():
@@ -222,7 +236,7 @@ def _read(answer: dict, grid: Grid) -> Trace:
         sent={axis: value for axis, value in sent.items() if axis},
         counts={axis: dict(ops) for axis, ops in counts.items() if axis},
         calls=[table[number] for moment in MOMENTS for number in answer["program"][moment]],
-        seconds=answer["seconds"],
+        cpu_seconds=answer["cpu_seconds"],
         memory_bytes=answer["memory_bytes"],
     )
 
@@ -233,7 +247,7 @@ def sent_bytes(call: Call) -> float:
     return size if call.op == SEND else _RING.get(call.op, 0) * size * (ranks - 1) / ranks
 
 
-def _compare(trace: Trace, place: Position, device: str) -> list[Compared]:
+def compare(trace: Trace, place: Position, device: str) -> list[Compared]:
     work, formulas = step_work(place, device), sent_by_axis(step_traffic(place, device))
     found = [
         Compared(trace.rank, "matrix products, FLOP", trace.matmul_flops, work.matmul_flops),

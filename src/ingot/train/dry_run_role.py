@@ -84,7 +84,7 @@ def trace_rank(config: RunConfig, rank: int, device: str = "cpu") -> Tracker:
             for moment in (FIRST, STEADY):
                 tracker.begin(moment)
                 with tracker.within("other", "batch"):
-                    batch = _batch(config)
+                    batch = empty_batch(config)
                 train_step(run, batch, config.optim.lr)
                 del batch
             tracker.begin(SAVE)
@@ -144,7 +144,7 @@ def _state_kind(config: RunConfig) -> str:
     return "optimizer" if config.parallel.offload == "none" else HOST
 
 
-def _batch(config: RunConfig) -> Batch:
+def empty_batch(config: RunConfig) -> Batch:
     shape = config.accumulation, config.train.micro_batch, config.train.seq_len
     tokens = torch.zeros(*shape[:-1], shape[-1] + 1, dtype=torch.int64)
     documents = torch.zeros(shape, dtype=torch.int32) if config.data.mask_documents else None
@@ -236,7 +236,7 @@ def _name_places(module: nn.Module, name: str, tracker: Tracker) -> None:
 # -- what goes back to the process that asked ------------------------------------------------------------------------
 
 
-def told(tracker: Tracker, rank: int, seconds: float) -> dict[str, Any]:
+def told(tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
     """A trace as JSON: calls as numbers into a table of the different ones."""
     table: dict[Call, int] = {}
     groups: dict[tuple[int, ...], int] = {}
@@ -255,16 +255,16 @@ def told(tracker: Tracker, rank: int, seconds: float) -> dict[str, Any]:
         "groups": [list(group) for group in groups],
         "calls": rows,
         "program": program,
-        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
 def _trace_and_tell(config: RunConfig, rank: int, device: str, pipe: Connection) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     try:
         tracker = trace_rank(config, rank, device)
-        answer = told(tracker, rank, time.monotonic() - started)
+        answer = told(tracker, rank, time.process_time() - started)
     except IngotError as error:
         answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
     except Exception as error:

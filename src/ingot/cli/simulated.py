@@ -1,0 +1,76 @@
+"""How `ingot check --simulate` shows a dry run."""
+
+from dataclasses import asdict, replace
+
+from ingot.cli.terminal import Terminal
+from ingot.train.dry_run import MOMENTS, STEADY, DryRun, Trace
+from ingot.units import format_bytes
+
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "communication", "logits", "backward", "other", "host")
+
+
+def show(found: DryRun, terminal: Terminal) -> None:
+    first = [trace for trace in found.traces if trace.rank == found.bases[trace.position]]
+    terminal.say(
+        f"\n{found.grid.world_size:,} ranks, followed through {len(found.traces)}. Memory of tensors at the peak, by "
+        "moment (planner: what `ingot plan` bills):"
+    )
+    rows = [
+        [t.name, *(format_bytes(t.moments[m].bytes) for m in MOMENTS), format_bytes(found.bills[t.position])]
+        for t in first
+    ]
+    terminal.table(rows, ("rank", *MOMENTS, "planner"), right=range(1, len(MOMENTS) + 2))
+    terminal.say("\nOf the steady step's peak, by kind, and where it is reached:")
+    kinds = [kind for kind in _KINDS if any(t.moments[STEADY].by_kind.get(kind) for t in first)]
+    rows = [
+        [t.name, *(format_bytes(t.moments[STEADY].by_kind.get(kind, 0)) for kind in kinds), t.moments[STEADY].place]
+        for t in first
+    ]
+    terminal.table(rows, ("rank", *kinds, "at"), right=range(1, len(kinds) + 1))
+    terminal.say("\nOne optimizer step, per rank: work, collectives (sends excepted) and bytes sent by axis:")
+    axes = [axis for axis in (*found.grid.sizes, "world") if any(t.counts.get(axis) for t in first)]
+    rows = [
+        [t.name, f"{(t.matmul_flops + t.attention_flops / 2) / 1e12:,.0f} TFLOP", *(_sent(t, a) for a in axes)]
+        for t in first
+    ]
+    terminal.table(rows, ("rank", "useful work", *axes), right=range(1, len(axes) + 2))
+    _verdicts(found, terminal)
+
+
+def _sent(trace: Trace, axis: str) -> str:
+    counts = trace.counts.get(axis, {})
+    collectives = sum(n for op, n in counts.items() if op not in ("send", "irecv", "recv", "wait"))
+    calls = f"{collectives} calls" if collectives else f"{counts.get('send', 0)} sends"
+    return f"{calls}, {format_bytes(trace.sent.get(axis, 0))}"
+
+
+def _verdicts(found: DryRun, terminal: Terminal) -> None:
+    world, wrong = found.world, [c for c in found.compared if not c.agrees]
+    if world.fault:
+        terminal.say(terminal.style(f"\nCollectives: {world.fault.kind}", "red"))
+        terminal.say("\n".join(f"  {line}" for line in world.fault.message.splitlines()))
+    else:
+        calls = sum(len(trace.calls) for trace in found.traces)
+        terminal.say(f"\nCollectives: {calls:,} calls of {len(found.traces)} ranks meet; no mismatch, no deadlock.")
+    if not world.alike:
+        terminal.say(f"First and last ranks differ, so {world.followed} corners of the mesh were followed.")
+    names = {trace.rank: trace.name for trace in found.traces}
+    for c in wrong:
+        terminal.say(
+            f"{names[c.rank]}: {c.what}: traced {c.traced:.4g}, by formula {c.formula:.4g} ({c.deviation:.1%})"
+        )
+    if not wrong:
+        worst = max((c.deviation for c in found.compared), default=0.0)
+        terminal.say(f"Work and traffic agree with the formulas of the planner within {max(worst, 1e-4):.2%}.")
+
+
+def facts(found: DryRun) -> dict:
+    """For --json."""
+    return {
+        "world_size": found.grid.world_size,
+        "ranks": [asdict(replace(trace, calls=[])) | {"calls": len(trace.calls)} for trace in found.traces],
+        "fault": found.world.fault and asdict(found.world.fault),
+        "alike": found.world.alike,
+        "compared": [asdict(c) | {"deviation": c.deviation, "agrees": c.agrees} for c in found.compared],
+        "planner_bytes": found.bills,
+    }
