@@ -21,11 +21,9 @@ ARCH = Arch(
 )  # fmt: skip
 
 
-def config(micro_batches: int = 4, precision="bf16", **parallel) -> RunConfig:
+def config(micro_batches: int = 4, **parallel) -> RunConfig:
     layout = Parallel(**parallel)
-    train = Train(
-        steps=2, seq_len=64, global_batch=micro_batches * layout.data_ranks, micro_batch=1, precision=precision
-    )
+    train = Train(steps=2, seq_len=64, global_batch=micro_batches * layout.data_ranks, micro_batch=1)
     return RunConfig(name="traced", model=ARCH, data=Data(tokens=""), train=train, parallel=layout)
 
 
