@@ -105,8 +105,8 @@ class Pipeline:
                 fix="make the table with the run's accumulation",
             )
         shape = self._hidden_shape(batch.inputs[0])
-        accurate = torch.promote_types(self.dtype, torch.float32)
-        step = _Step(batch, scale, torch.zeros((), dtype=accurate, device=self.device))
+        # In float64 a sum of float32 losses is exact, so it does not depend on who adds which of them.
+        step = _Step(batch, scale, torch.zeros((), dtype=torch.float64, device=self.device))
         self.channels.start()
         for action, following in zip(self.row, (*self.row[1:], None), strict=True):
             # What the next action needs is on its way while this one computes.
