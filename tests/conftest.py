@@ -1,9 +1,10 @@
-"""What every test may use: real data when it is at hand, and ranks forked from this process."""
+"""What every test may use: real data when it is at hand, ranks forked from this process, a model nobody here wrote."""
 
 import multiprocessing
 import os
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,67 @@ def fork_ranks(tmp_path):
         return results
 
     return run
+
+
+@pytest.fixture(scope="session")
+def transformers_twin():
+    """`twin, names = transformers_twin(arch, model)`: the reference implementation of `transformers` in float64 with
+    the weights of our `model`, and what it calls each of our parameters."""
+
+    def twin_of(arch, model):
+        names = {name: _transformers_name(name) for name, _ in model.named_parameters()}
+        theirs = _transformers_model(arch)
+        missing, unexpected = theirs.load_state_dict({names[n]: p for n, p in model.state_dict().items()}, strict=False)
+        assert not unexpected and set(missing) <= ({"lm_head.weight"} if arch.tied_embeddings else set())
+        theirs.tie_weights()
+        return theirs.eval(), names
+
+    return twin_of
+
+
+def _transformers_model(arch):
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config, model = (Qwen3Config, Qwen3ForCausalLM) if arch.qk_norm else (LlamaConfig, LlamaForCausalLM)
+    theirs = model(
+        config(
+            vocab_size=arch.vocab_size,
+            hidden_size=arch.d_model,
+            intermediate_size=arch.d_ffn,
+            num_hidden_layers=arch.num_layers,
+            num_attention_heads=arch.num_heads,
+            num_key_value_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            max_position_embeddings=arch.max_seq_len,
+            rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
+            rms_norm_eps=arch.norm_eps,
+            tie_word_embeddings=arch.tied_embeddings,
+            attn_implementation="sdpa",
+        )
+    ).double()
+    # The reference takes its norms in float32 whatever the model's dtype; in float64 a missing small term would show.
+    for module in theirs.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_wide_norm, module)
+    return theirs
+
+
+def _wide_norm(module, x):
+    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+
+
+def _transformers_name(ours: str) -> str:
+    outside = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    match ours.removesuffix(".weight").split("."):
+        case ["blocks", layer, "attention", part]:
+            inside = "self_attn." + (part if part.endswith("norm") else f"{part}_proj")
+        case ["blocks", layer, "mlp", part]:
+            inside = f"mlp.{part}_proj"
+        case ["blocks", layer, norm]:
+            inside = norms[norm]
+        case [part]:
+            return f"{outside[part]}.weight"
+        case _:
+            raise KeyError(ours)
+    return f"model.layers.{layer}.{inside}.weight"

@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 import torch
 
@@ -35,68 +33,16 @@ def tokens(arch, batch=2, length=17, seed=3):
     return torch.randint(0, arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def huggingface(arch, model):
-    """The same weights in the reference implementation of `transformers`."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    config, reference = (Qwen3Config, Qwen3ForCausalLM) if arch.qk_norm else (LlamaConfig, LlamaForCausalLM)
-    theirs = reference(
-        config(
-            vocab_size=arch.vocab_size,
-            hidden_size=arch.d_model,
-            intermediate_size=arch.d_ffn,
-            num_hidden_layers=arch.num_layers,
-            num_attention_heads=arch.num_heads,
-            num_key_value_heads=arch.num_kv_heads,
-            head_dim=arch.head_dim,
-            max_position_embeddings=arch.max_seq_len,
-            rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
-            rms_norm_eps=arch.norm_eps,
-            tie_word_embeddings=arch.tied_embeddings,
-            attn_implementation="sdpa",
-        )
-    ).double()
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "head": "lm_head"}
-    state = {}
-    for name, value in model.state_dict().items():
-        parts = name.split(".")
-        if parts[0] == "blocks":
-            layer, rest = parts[1], parts[2:-1]
-            if rest[0] in names:
-                new = names[rest[0]]
-            elif rest[0] == "attention":
-                new = "self_attn." + (rest[1] if rest[1].endswith("norm") else f"{rest[1]}_proj")
-            else:
-                new = f"mlp.{rest[1]}_proj"
-            state[f"model.layers.{layer}.{new}.weight"] = value
-        elif parts[0] == "head":
-            state["lm_head.weight"] = value
-        else:
-            state["model." + {"embed": "embed_tokens", "norm": "norm"}[parts[0]] + ".weight"] = value
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= ({"lm_head.weight"} if arch.tied_embeddings else set())
-    theirs.tie_weights()
-    # The reference takes its norms in float32 whatever the model's dtype; in float64 a missing small term would show.
-    for module in theirs.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_wide_norm, module)
-    return theirs.eval()
-
-
-def _wide_norm(module, x):
-    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tied_embeddings": False}, {"qk_norm": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1, "rope_theta": 5e5}],
     ids=str,
 )
-def test_logits_equal_the_reference_implementation(changes):
+def test_logits_equal_the_reference_implementation(transformers_twin, changes):
     arch, model = build(**changes)
-    x = tokens(arch)
+    x, (twin, _) = tokens(arch), transformers_twin(arch, model)
     with torch.no_grad():
-        ours, theirs = model(x), huggingface(arch, model)(x).logits
+        ours, theirs = model(x), twin(x).logits
     assert ours.dtype == theirs.dtype == torch.float64
     assert (ours - theirs).abs().max() / theirs.abs().max() < 1e-10
 

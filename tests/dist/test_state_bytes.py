@@ -1,0 +1,78 @@
+"""Bytes that a rank's state takes, counted while it trains, against the published bills (Rajbhandari et al. 2020)."""
+
+import time
+
+import pytest
+
+from ingot.schema.arch import Arch
+from ingot.telemetry.tracker import HOST, Tracker
+from ingot.theory.layout import positions
+from ingot.theory.state import state_per_parameter
+from ingot.train.build import build_parts
+from ingot.train.step import train_step
+
+from .steps import CPU, batch_of, run_of
+
+# Rows that ranks divide; the unit on its way when a backward ends (embedding and last norm) is under 1% of the model.
+ARCH = Arch(vocab_size=16, d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=512)
+# Bytes per parameter on each of N ranks, as published: the copy that computes, gradients, master and moments.
+CASES = [
+    (1, {}, 18),
+    (2, {"dp_replicate": 2, "grads": "bf16"}, 16),
+    (2, {"dp_replicate": 2}, 18),
+    (2, {"dp_shard": 2, "zero": 1, "grads": "bf16"}, 4 + 12 / 2),
+    (4, {"dp_shard": 4, "zero": 1, "grads": "bf16"}, 4 + 12 / 4),
+    (4, {"dp_shard": 4, "zero": 1}, 6 + 12 / 4),
+    (2, {"dp_shard": 2, "zero": 2, "grads": "bf16"}, 2 + 14 / 2),
+    (4, {"dp_shard": 4, "zero": 2, "grads": "bf16"}, 2 + 14 / 4),
+    (4, {"dp_shard": 4, "zero": 2}, 2 + 16 / 4),
+    (2, {"dp_shard": 2, "zero": 3}, 16 / 2),
+    (4, {"dp_shard": 4, "zero": 3, "grads": "bf16"}, 16 / 4),
+    (4, {"dp_replicate": 2, "dp_shard": 2, "zero": 2}, 2 + 16 / 2),
+    (2, {"dp_shard": 2, "zero": 1, "precision": "fp32"}, 4 + 4 + 8 / 2),
+    # The moments are elsewhere, and with offload_parameters all that lasts.
+    (2, {"dp_shard": 2, "zero": 1, "offload": "cpu"}, 6 + 4 / 2),
+    (2, {"dp_shard": 2, "zero": 2, "offload": "nvme", "offload_folder": "moments"}, 2 + 8 / 2),
+    (2, {"dp_shard": 2, "zero": 3, "offload": "cpu"}, 8 / 2),
+    (2, {"dp_shard": 2, "zero": 3, "offload": "cpu", "offload_parameters": True}, 0),
+]
+
+
+def held_bytes(rank, world, run, folder):
+    """What lives at the end of the first of two backwards, besides what is in host memory or files for being offloaded.
+
+    Everything that this backward needed is gone; gradients wait for the second one.
+    """
+    offloads = run.parallel.offload_parameters
+    with Tracker() as tracker:
+        tracker.begin("until the end of a backward")
+        parts = build_parts(run, CPU, folder)
+        after_backward, ended = parts.model.data.after_backward, []
+        if run.parallel.offload != "none":
+            tracker.label((t for state in parts.optimizer.moments().values() for t in state.values()), HOST)
+        if offloads:
+            tracker.label((piece.value for piece in parts.model.pieces), HOST)
+
+        def look(stage, last):
+            after_backward(stage, last)
+            if offloads:
+                tracker.label((p.grad.to_local() for p in stage.parameters()), HOST)
+            if not ended:
+                time.sleep(0.2)  # Gloo's threads let go of what they sent a moment after it was waited for
+                tracker.begin("afterwards")
+            ended.append(last)
+
+        parts.model.data.after_backward = look
+        train_step(parts, batch_of(run, parts.mesh, 1), 1e-3)
+        assert ended == [False, True]
+        parts.optimizer.close()
+    return tracker.peaks()["until the end of a backward"].rest
+
+
+@pytest.mark.parametrize("world, settings, expected", CASES, ids=str)
+def test_state_takes_what_the_bills_say(fork_ranks, tmp_path, world, settings, expected):
+    run = run_of(**{"arch": ARCH, "precision": "bf16", "global_batch": 2 * world} | settings)
+    (position,) = positions(run)
+    assert state_per_parameter(position.parallel, run.train.precision).total == expected
+    for held in fork_ranks(held_bytes, world, run, tmp_path):
+        assert held / position.parameters == pytest.approx(expected, rel=0.01, abs=0.03)
