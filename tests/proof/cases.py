@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import combinations, product
+from typing import Any
 
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import TWO_STAGES, Parallel
@@ -33,7 +34,7 @@ class Form:
     """One form of parallelism. accumulation: it multiplies the micro-batches of a step by this."""
 
     name: str
-    settings: dict = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 1
     mask_documents: bool = False
     model: str = ""  # of MODELS; "" leaves the choice to the case
@@ -64,6 +65,7 @@ AXES: dict[str, tuple[Form, ...]] = {
         Form("offload cpu", {"offload": "cpu"}),
         Form("offload nvme", {"offload": "nvme", "offload_folder": "offload"}),
     ),
+    "units": (Form("one unit", {"unit_layers": 0}),),
     "batch": (Form("accumulation", {}, 2), Form("documents", mask_documents=True)),
 }
 
@@ -162,7 +164,8 @@ class Case:
 
 def compose(*forms: Form, kind: str = "alone", number: int = 0) -> Case:
     """Later forms go before earlier ones where both have the same setting. number: which model, if no form says it."""
-    settings, accumulation = {}, 1
+    settings: dict[str, Any] = {"unit_layers": 1}  # "auto" would make these small models one unit
+    accumulation = 1
     for form in forms:
         settings |= form.settings
         accumulation *= form.accumulation

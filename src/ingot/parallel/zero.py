@@ -147,6 +147,8 @@ class Zero:
         gradient = slot.parameter.grad
         slot.parameter.grad = None
         if bucket.whole is None:
+            if self._scattering is not None and self._scattering[1] is bucket:
+                self._finish_scatter()  # its buffer goes before another one comes
             bucket.whole = torch.zeros(self.ranks, bucket.elements, dtype=self.grads, device=slot.parameter.device)
         assert gradient is not None
         flat = gradient.reshape(-1)
@@ -184,7 +186,7 @@ class Zero:
 
     def _scatter(self, bucket: Bucket, last: bool) -> None:
         self._finish_scatter()
-        # The buffer goes with the exchange: the next micro-batch may begin to fill a new one before this one is sent.
+        # The buffer goes with the exchange: what comes before it ends belongs to the next micro-batch.
         whole, bucket.whole = bucket.whole, None
         assert whole is not None
         own = torch.empty(bucket.elements, dtype=self.grads, device=whole.device)
