@@ -126,7 +126,7 @@ def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig)
 
 
 def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
-    """Relative data paths start at the run file; the run's own copy of it lies elsewhere. Absolute ones stay."""
+    """Relative paths start at the run file; the run's own copy of it lies elsewhere. Absolute ones stay."""
 
     def moved(value: str) -> str:
         if not value or Path(value).is_absolute():
@@ -135,7 +135,8 @@ def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
 
     data = config.data
     data = replace(data, tokens=moved(data.tokens), heldout=moved(data.heldout), tokenizer=moved(data.tokenizer))
-    return replace(config, data=data)
+    parallel = replace(config.parallel, offload_folder=moved(config.parallel.offload_folder))
+    return replace(config, data=data, parallel=parallel)
 
 
 def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:

@@ -1,6 +1,7 @@
 """What a user should know before a run starts: things that are legal, and likely to disappoint."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ingot.planner.links import AxisTime, axis_times
 from ingot.planner.memory import rank_memory_bytes
@@ -12,7 +13,9 @@ from ingot.schema.tokens import TokenManifest
 from ingot.theory.layout import positions, resolve_parallel
 from ingot.theory.params import count_parameters
 from ingot.theory.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
+from ingot.theory.state import kept_gradient_bytes
 from ingot.theory.term import Term
+from ingot.theory.traffic import step_traffic
 from ingot.units import format_bytes, format_count, format_seconds
 
 _TIGHT = 0.9
@@ -91,6 +94,7 @@ def degrees(parallel: Parallel) -> str:
 
 
 def _layout(run: RunConfig, cluster: Cluster, seconds: float) -> Iterator[str]:
+    yield from _canonical(run)
     yield from _without_effect(run)
     everyone = positions(run)
     if run.parallel.pp > 1:
@@ -124,6 +128,27 @@ def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, AxisTime], 
             yield f"zero 3 spans nodes: {each}; try {instead}"
 
 
+def _canonical(run: RunConfig) -> Iterator[str]:
+    """What the fixed order of sums costs."""
+    parallel = run.parallel
+    if parallel.reduce != "canonical":
+        return
+    fast = replace(run, parallel=replace(parallel, reduce="fast", virtual_ranks=0))
+    sent, otherwise = (
+        max(sum(t.sent for t in step_traffic(place, "cpu") if t.axis == "dp_replicate") for place in positions(r))
+        for r in (run, fast)
+    )
+    levels = (parallel.virtual_ranks // parallel.dp_replicate).bit_length()
+    gradient = max(
+        place.parameters * kept_gradient_bytes(place.parallel, run.train.precision) for place in positions(run)
+    )
+    kept = levels * gradient if parallel.virtual_ranks > parallel.dp_replicate else gradient
+    yield (
+        f"canonical sums: {format_bytes(sent)} sent per rank and step, fast ones {format_bytes(otherwise)}; and up to "
+        f"{format_bytes(kept)} of buffers for sums"
+    )
+
+
 def _without_effect(run: RunConfig) -> Iterator[str]:
     """Settings that were changed and do nothing in this layout."""
     parallel, default, zero = run.parallel, Parallel(), resolve_parallel(run).zero
@@ -135,6 +160,10 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
         for name in ("unit_layers", "prefetch"):
             if getattr(parallel, name) != getattr(default, name):
                 yield f"parallel.{name} = {getattr(parallel, name)} has no effect with one data-parallel rank"
+    elif parallel.prefetch != default.prefetch and (
+        (parallel.dp_shard == 1 and zero != 3) or parallel.unit_layers == 0
+    ):
+        yield f"parallel.prefetch = {parallel.prefetch} has no effect: no units are gathered one after the other"
     if parallel.dp_shard == 1 and parallel.zero == 2:
         yield "parallel.zero = 2 splits nothing: parallel.dp_shard is 1, all ranks hold whole gradients"
     if run.train.tf32 and run.train.precision != "fp32":

@@ -78,7 +78,9 @@ def read_steps(steps: Sequence[Facts]) -> list[Reading]:
         [s.grad_norm for s in steps],
         [kept if s.skipped is None else s.skipped.reshape(()) for s in steps],
     )
-    losses, norms, skipped = torch.stack([torch.stack(column).double() for column in columns]).cpu().numpy()
+    # With parameters on the host the norm is there, too.
+    facts_of_steps = [torch.stack(column).double().to(kept.device) for column in columns]
+    losses, norms, skipped = torch.stack(facts_of_steps).cpu().numpy()
     losses = mean_over_ranks(losses, steps[0].readers)
     return [
         Reading(facts.step, float(loss), float(norm), bool(was_skipped))

@@ -23,7 +23,7 @@ class Parallel:
     prefetch: units gathered ahead of the one in use.
     reshard: zero 3 frees a unit after its forward and gathers it again for the backward.
     grads: dtype in which gradients are kept and reduced. Bytes per parameter with bf16 weights: 16 with bf16
-      gradients, 18 with fp32 ones.
+      gradients, 18 with fp32 ones. zero 3 keeps shards of them in fp32 and no bf16 weights: 16 either way.
     reduce: "canonical" sums gradients of `virtual_ranks` equal parts of the batch in one fixed tree, so that 1, 2, 4..
       copies (dp_replicate) give the same bits.
     sequence: with tp, norms and residuals are split along the sequence. async_tp: overlap tp's collectives with its
@@ -32,7 +32,8 @@ class Parallel:
       empty means equal parts.
     recompute: "full" keeps the input of a block only; "selective" keeps the results of matrix products and attention.
       recompute_every: of every n-th block.
-    offload: where optimizer state lives and is updated: "cpu" memory, or "nvme" files in `offload_folder`.
+    offload: where optimizer state lives and is updated: "cpu" memory, or "nvme" files in `offload_folder`,
+      which starts at the run file where it is relative.
       offload_parameters: with "cpu" and zero 3, parameters as well.
     """
 

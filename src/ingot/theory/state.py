@@ -37,8 +37,8 @@ class State:
 def state_per_parameter(parallel: Parallel, precision: str) -> State:
     """On the device, of a resolved layout (theory/layout.py).
 
-    Offloaded moments are in host memory or files, and so is a second float32 master there; the device keeps the one
-    that its parameters are filled from. With `offload_parameters` the shards and their gradients are on the host too.
+    Offloaded moments are in host memory or files; the masters stay. With `offload_parameters` the shards and their
+    gradients are on the host too.
     """
     e, s, n = COMPUTE_BYTES[precision], STORED_BYTES[precision], parallel.dp_shard
     g, moments = kept_gradient_bytes(parallel, precision), 0.0 if parallel.offload != "none" else 2 * s / n

@@ -67,7 +67,7 @@ def _data_parallel(position: Position) -> Iterator[Traffic]:
     parallel, precision, often = position.parallel, position.train.precision, position.accumulation
     n, e, g = position.parameters, COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision)
     units, shard, copies = sum(map(position.units, position.stages)), parallel.dp_shard, parallel.dp_replicate
-    whole_units, whole, part = units, n * g, n * g / shard
+    whole, part = n * g, n * g / shard
     if parallel.reduce == "canonical":
         exchanges = copies.bit_length() - 1
         yield Traffic("send", "dp_replicate", "gradients", copies, exchanges * units, exchanges * whole)
@@ -81,7 +81,7 @@ def _data_parallel(position: Position) -> Iterator[Traffic]:
     reduced = often if parallel.zero == 2 else 1
     yield Traffic("reduce_scatter", "dp_shard", "gradients", shard, reduced * units, reduced * whole)
     yield Traffic("all_gather", "dp_shard", "parameters", shard, units, n * e)
-    yield Traffic("all_reduce", "dp_replicate", "gradients", copies, whole_units, part)
+    yield Traffic("all_reduce", "dp_replicate", "gradients", copies, units, part)
 
 
 def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:

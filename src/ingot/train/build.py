@@ -31,7 +31,7 @@ from ingot.parallel.apply import Parallelized, parallelize
 from ingot.parallel.pipeline import Pipeline
 from ingot.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.schema import events
-from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
@@ -120,17 +120,7 @@ def build(
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,
     )
-    restored = resume(
-        folder,
-        parts.state,
-        config_sha256=facts.config_sha256,
-        data_fingerprint=facts.data_fingerprint,
-        on_refused=lambda step, path, reason: log(
-            events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
-        ),
-    )
-    if restored:
-        parts.model.publish()
+    restored = load_newest(parts, folder, facts, log)
     first_step = restored.step + 1 if restored else 1
     run = Training(
         **vars(parts),
@@ -153,6 +143,27 @@ def build(
     )
     log_start(run)
     return run
+
+
+def load_newest(
+    parts: Parts, folder: RunFolder, facts: CheckpointFacts, log: Callable[..., None]
+) -> CheckpointManifest | None:
+    """Load the newest checkpoint of `folder` that verifies into `parts`; None if there has never been one. Collective.
+
+    A checkpoint that does not verify is logged, and the next older one is tried.
+    """
+    restored = resume(
+        folder,
+        parts.state,
+        config_sha256=facts.config_sha256,
+        data_fingerprint=facts.data_fingerprint,
+        on_refused=lambda step, path, reason: log(
+            events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
+        ),
+    )
+    if restored:
+        parts.model.publish()
+    return restored
 
 
 def data_path(folder: RunFolder, path: str) -> Path:

@@ -15,7 +15,7 @@ def run_nats(run: Training) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def nats_of(inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         found = run.program.forward_only(inputs_BT, targets_BT, documents_BT, per_token=True)
-        return torch.zeros(inputs_BT.shape) if found is None else found.view(inputs_BT.shape)
+        return torch.zeros(inputs_BT.shape, device=inputs_BT.device) if found is None else found.view(inputs_BT.shape)
 
     return nats_of
 

@@ -15,13 +15,12 @@ from ingot.dist.start import choose_device
 from ingot.errors import ConfigError, UsageError
 from ingot.model.generate import cached, generate
 from ingot.model.transformer import Transformer
+from ingot.parallel.apply import COMPUTE
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
 from ingot.train.build import data_path, open_encoder, open_heldout
 from ingot.train.evaluate import Evaluation, evaluate, local_nats
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") ->
     folder, checkpoint = find_checkpoint(path)
     config = load(RunConfig, folder.config)
     place = choose_device(device, local_rank=0)
-    model = Transformer(config.model).to(place, DTYPES[config.train.precision])
+    model = Transformer(config.model).to(place, COMPUTE[config.train.precision])
     manifest = load_model(checkpoint, model)
     tokens = read_token_manifest(data_path(folder, config.data.tokens))
     return Trained(config, folder, manifest.step, model, open_encoder(config, folder, tokens), place)
