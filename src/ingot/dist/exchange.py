@@ -4,6 +4,8 @@
 `start_gather` and `start_scatter_sum` fill buffers that are there and return at once.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,14 +20,20 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks side by side along `dim`, in rank order."""
     ranks = group.size()
     parts = _operators.wait_tensor(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
-    return parts if dim == 0 else torch.cat(parts.chunk(ranks, dim=0), dim=dim)
+    if math.prod(x.shape[:dim]) == 1:  # side by side already
+        return parts.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat(parts.chunk(ranks, dim=0), dim=dim)
 
 
 def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks, of which each gets its part along `dim`."""
     ranks = group.size()
-    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim=dim), dim=0)
-    return _operators.wait_tensor(_operators.reduce_scatter_tensor(x, "sum", ranks, group.group_name))
+    shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+    if math.prod(x.shape[:dim]) == 1:  # rank by rank already
+        parts = x.contiguous().view(x.shape[dim:])
+    else:
+        parts = torch.cat(x.chunk(ranks, dim=dim), dim=0)
+    return _operators.wait_tensor(_operators.reduce_scatter_tensor(parts, "sum", ranks, group.group_name)).view(shape)
 
 
 def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:

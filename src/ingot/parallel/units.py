@@ -3,7 +3,6 @@
 Both forms of data parallelism (zero.py, fsdp.py) cut a stage into the same units and deal rows the same way.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,8 +39,3 @@ def own_rows(rows: int, ranks: int, index: int) -> range:
     """Rows of a matrix that rank `index` of `ranks` owns: equal parts, rounded up; the last ranks may have fewer."""
     part = -(-rows // ranks)
     return range(min(index * part, rows), min((index + 1) * part, rows))
-
-
-def named(stages: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    for stage in stages:
-        yield from stage.named_parameters()

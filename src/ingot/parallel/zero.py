@@ -137,6 +137,8 @@ class Zero:
                 bucket.waiting = set()
                 self._complete(bucket, last)
         if self.tree is not None:
+            for bucket in self.buckets[stage]:
+                _clear_missing(bucket)
             self.tree.after_micro_batch(stage, [b.whole for b in self.buckets[stage] if b.whole is not None])
             for slot in (slot for bucket in self.buckets[stage] for slot in bucket.slots):
                 slot.fresh = slot.fresh or self.tree.between_parts(stage)
@@ -171,6 +173,7 @@ class Zero:
             return
         if self.ranks == 1:
             if last and bucket.whole is not None:
+                _clear_missing(bucket)
                 self._sum_copies(bucket.whole)
         elif bucket.whole is not None and (last or not self.keeps_whole):
             self._scatter(bucket, last)
@@ -268,6 +271,13 @@ class Zero:
         for slot in bucket.slots:
             rows = whole[:, slot.start : slot.start + slot.length].reshape(-1)
             slot.parameter.data.copy_(rows[: slot.parameter.numel()].view_as(slot.parameter))
+
+
+def _clear_missing(bucket: Bucket) -> None:
+    """A parameter that got no gradient has the last step's in a buffer that stayed."""
+    for slot in bucket.slots:
+        if slot.fresh and bucket.whole is not None:
+            bucket.whole[:, slot.start : slot.start + slot.length].zero_()
 
 
 def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
