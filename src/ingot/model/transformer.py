@@ -92,11 +92,10 @@ class Transformer(nn.Module):
         positions_T: of the tokens; 0..T-1 unless given. cache: a KVCache (model/generate.py) with the earlier tokens.
         """
         mask = None if document_ids_BT is None else document_mask(document_ids_BT)
-        if positions_T is None:
-            positions_T = torch.arange(x.shape[1], device=x.device)
+        positions = torch.arange(x.shape[1], device=x.device) if positions_T is None else positions_T
         if cache is not None:
-            positions_T, mask = positions_T + cache.tokens, cache.mask(x.shape[1])
-        rotary = rotary_tables(positions_T, self.arch.head_dim, self.arch.rope_theta)
+            positions, mask = positions + cache.tokens, cache.mask(x.shape[1])
+        rotary = rotary_tables(positions, self.arch.head_dim, self.arch.rope_theta)
         x_BTD = x if x.is_floating_point() or self.embed is None else self.embed(x)
         for index, block in self.blocks.items():
             x_BTD = block(x_BTD, rotary, mask, None if cache is None else cache.layers[int(index)])
