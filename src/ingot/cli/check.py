@@ -11,6 +11,7 @@ EXAMPLES = (
     "ingot check run.toml --set optim.lr=1e-3",
     "ingot check run.toml --json",
     "ingot check run.toml --cluster 128x8xh100 --simulate",
+    "ingot check run.toml --set parallel.pp=4 --timeline zb_v",
 )
 
 
@@ -26,6 +27,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--simulate",
         action="store_true",
         help="dry run: trace what every rank of the job would do, without its devices: memory, traffic, collectives",
+    )
+    parser.add_argument(
+        "--timeline",
+        nargs="?",
+        const="",
+        metavar="SCHEDULE",
+        help="draw the run's pipeline, or how it would look under another schedule (zb_v, dualpipe, ...)",
     )
 
 
@@ -49,6 +57,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     facts = {"errors": errors, "findings": [asdict(f) for f in findings]}
     if errors:
         facts |= {"error": ConfigError.code, "exit_code": ConfigError.exit_code}
+    if args.timeline is not None:
+        facts["timeline"] = _timeline(args, cluster)
+        for line in facts["timeline"]:
+            terminal.say(line)
     simulated = _simulate(args, cluster.device, terminal) if args.simulate else None
     if simulated is not None:
         from ingot.cli.simulated import facts as facts_of
@@ -64,6 +76,17 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         return ConfigError.exit_code
     terminal.next(f"ingot train {args.run_file}")
     return EXIT_OK
+
+
+def _timeline(args: argparse.Namespace, cluster) -> list[str]:
+    import shutil
+
+    from ingot.config import load
+    from ingot.planner.timeline import timeline_lines
+    from ingot.schema.run import RunConfig
+
+    width = max(shutil.get_terminal_size((120, 24)).columns, 80)
+    return timeline_lines(load(RunConfig, args.run_file, tuple(args.overrides)), cluster, args.timeline, width)
 
 
 def _simulate(args: argparse.Namespace, device: str, terminal: Terminal):
