@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from ingot.checkpoint.loading import load_model, resume
 from ingot.checkpoint.manifest import verify_checkpoint
 from ingot.checkpoint.saving import CheckpointFacts, save_checkpoint
 from ingot.checkpoint.state import TrainingState
 from ingot.errors import CheckpointError, ResourceError
+from ingot.schema.checkpoint import file_of
 from ingot.schema.layout import RunFolder
 
 # Name -> shape, the dim that tensor parallelism cuts, the layer. Rows that no number of ranks divides, and too few.
@@ -180,8 +182,8 @@ def test_any_layout_loads_any_other(fork_ranks, tmp_path):
             assert step == 10 * number and compared > 0
             empty += smallest == 0
         manifest = verify_checkpoint(RunFolder(tmp_path).checkpoint(10 * (number + 1)))
-        assert manifest.layout["tp"] == layout.tp and len(manifest.rng) == layout.world
-        assert 1 <= len(manifest.files) <= layout.world
+        assert manifest.layout["tp"] == layout.tp and manifest.world == layout.world
+        assert len(manifest.files) == layout.world
         assert len(manifest.tensors) == 4 * len(MODEL) + 1
     assert empty > 0
 
@@ -190,17 +192,20 @@ def test_rows_inside_columns_are_stored_as_they_lie(fork_ranks, tmp_path):
     layout = Layout(dp_shard=2, tp=2)
     fork_ranks(load_and_save, 4, tmp_path, 10, layout)
     manifest = verify_checkpoint(RunFolder(tmp_path).checkpoint(10))
-    blocks = [(c.offsets, c.sizes) for c in manifest.tensors["optim.exp_avg.blocks.0.o.weight"].chunks]
+    blocks = [(c.offsets, c.sizes) for c in manifest.chunks("optim.exp_avg.blocks.0.o.weight")]
     assert blocks == [((0, 0), (4, 3)), ((0, 3), (4, 3)), ((4, 0), (3, 3)), ((4, 3), (3, 3))]
-    norm = [(c.file, c.sizes) for c in manifest.tensors["model.blocks.0.norm.weight"].chunks]
+    norm = [(c.file, c.sizes) for c in manifest.chunks("model.blocks.0.norm.weight")]
     assert norm == [("rank-00000.safetensors", (4,)), ("rank-00002.safetensors", (3,))]
-    assert [c.file for c in manifest.tensors["extra.loss_scale"].chunks] == ["rank-00000.safetensors"]
+    assert [c.file for c in manifest.chunks("extra.loss_scale")] == ["rank-00000.safetensors"]
 
 
-def test_replicas_write_nothing(fork_ranks, tmp_path):
+def test_replicas_write_their_random_state_only(fork_ranks, tmp_path):
     fork_ranks(load_and_save, 4, tmp_path, 10, Layout(dp_replicate=2, dp_shard=2))
-    files = verify_checkpoint(RunFolder(tmp_path).checkpoint(10)).files
-    assert sorted(files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    manifest = verify_checkpoint(RunFolder(tmp_path).checkpoint(10))
+    assert {rank for cut in manifest.cuts for rank in cut.ranks} == {0, 1}
+    for rank in (2, 3):
+        with safe_open(RunFolder(tmp_path).checkpoint(10) / file_of(rank), framework="np") as file:
+            assert list(file.keys()) == ["random.cpu"]
 
 
 class Whole(torch.nn.Module):

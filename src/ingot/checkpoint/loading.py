@@ -12,14 +12,14 @@ from ingot.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
     verify_checkpoint,
-    verify_file,
+    verify_files,
 )
-from ingot.checkpoint.random_state import restore_random_state
+from ingot.checkpoint.random_state import restore_random_state, restore_random_text
 from ingot.checkpoint.reader import read_blocks
 from ingot.checkpoint.state import MODEL, Block, TrainingState
 from ingot.checkpoint.tensor_file import dtype_name
 from ingot.errors import CheckpointError, ConfirmationNeeded
-from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.checkpoint import CheckpointManifest, file_of
 from ingot.schema.layout import RunFolder
 
 __all__ = ["list_checkpoints", "load_model", "resume", "verify_checkpoint"]
@@ -53,8 +53,11 @@ def resume(
             on_refused(step, path, error.found)
             refused.append(error.found)
             continue
-        if len(manifest.rng) == world():
-            restore_random_state(manifest.rng[rank()])
+        if manifest.world == world():
+            if manifest.rng:
+                restore_random_text(manifest.rng[rank()])
+            else:
+                restore_random_state(path / file_of(rank()))
         return manifest
     if candidates:
         raise CheckpointError(
@@ -70,11 +73,7 @@ def _verified_by_all(path: Path) -> CheckpointManifest:
     """Every rank hashes its share of the files; the first problem that any of them finds is raised on all."""
     manifest = from_rank_zero(lambda: read_manifest(path))
 
-    def check() -> None:
-        for name in sorted(manifest.files)[rank() :: world()]:
-            verify_file(path, manifest, name)
-
-    on_all_ranks(check)
+    on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank() :: world()]))
     return manifest
 
 

@@ -19,10 +19,16 @@ def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[Block
     The tensors keep their device and dtype. One file is open at a time. Raises CheckpointError.
     """
     wanted: dict[str, list[tuple[Block, Chunk]]] = defaultdict(list)
+    meeting: dict[tuple, list[int]] = {}  # weights, moments and layers are cut alike: each cut is searched once
     for block in blocks:
-        for chunk in manifest.tensors[block.name].chunks:
-            if overlap((block.offsets, block.sizes), (chunk.offsets, chunk.sizes)):
-                wanted[chunk.file].append((block, chunk))
+        entry = manifest.tensors[block.name]
+        place = (entry.cut, block.offsets, block.sizes)
+        if place not in meeting:
+            stored = zip(manifest.cuts[entry.cut].offsets, manifest.cuts[entry.cut].sizes, strict=True)
+            meeting[place] = [i for i, other in enumerate(stored) if overlap(place[1:], other)]
+        for number in meeting[place]:
+            chunk = manifest.chunk(block.name, number)
+            wanted[chunk.file].append((block, chunk))
     for name in sorted(wanted):
         try:
             with safetensors.safe_open(path / name, framework="pt", device="cpu") as file:

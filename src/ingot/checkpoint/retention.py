@@ -37,7 +37,7 @@ def prune(folder: RunFolder, step: int, keep: int) -> None:
         if whole >= keep:
             path.rename(path.with_name(REMOVED + path.name))
         else:
-            whole += is_finished(path)
+            whole += path == folder.checkpoint(step) or is_finished(path)
     remove_leftovers(folder)
 
 

@@ -1,11 +1,13 @@
 """One checkpoint of a run: the samples consumed since the last one go to the ledger, then everything is saved."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from ingot.checkpoint.saving import save_checkpoint
-from ingot.dist.collectives import gather_array
 from ingot.loader.ledger import write_segment
 from ingot.schema import events
 from ingot.schema.checkpoint import LedgerSegment
@@ -30,8 +32,19 @@ def next_segment(run: Training, step: int) -> LedgerSegment:
     """The samples of all ranks since the last segment, as one file. Collective."""
     first = run.segments[-1].last_step + 1 if run.segments else 1
     mine = run.ledger.segment(first, step)
+    if not run.place.is_first:
+        if run.place.rank in run.readers:
+            dist.send(torch.from_numpy(np.ascontiguousarray(mine)), dst=0)
+        return LedgerSegment(file="", first_step=first, last_step=step, sha256="")
     # Data rank r read the r-th part of each global batch, so their parts side by side are the batch.
-    everyone = np.concatenate(list(gather_array(mine)[run.readers]), axis=1)
-    if run.place.is_first:
-        return write_segment(run.folder.ledger, first, step, everyone)
-    return LedgerSegment(file="", first_step=first, last_step=step, sha256="")
+    return write_segment(run.folder.ledger, first, step, np.concatenate(_of_readers(mine, run.readers), axis=1))
+
+
+def _of_readers(mine: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
+    """On rank 0: what each of `readers` sends, all of the shape of `mine`. The others have nothing that is new."""
+    parts = [torch.from_numpy(mine) if rank == 0 else torch.empty(mine.shape, dtype=torch.int64) for rank in readers]
+    arriving = [dist.irecv(part, src=rank) for rank, part in zip(readers, parts, strict=True) if rank != 0]
+    for work in arriving:
+        if work is not None:
+            work.wait()
+    return [part.numpy() for part in parts]

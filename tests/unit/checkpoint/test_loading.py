@@ -42,6 +42,26 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, training):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_random_states_of_version_1_come_back_from_the_manifest(folder, training):
+    path = save(folder, 2, *training).path
+    drawn = torch.rand(3)
+    manifest = read_manifest(path)
+    write_manifest(path, dataclasses.replace(manifest, rng=(torch.get_rng_state().numpy().tobytes().hex(),)))
+    after = torch.rand(3)
+    assert not torch.equal(drawn, after)
+    go_on(folder, *make_training(seed=5, steps=0))
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_another_number_of_ranks_keeps_its_own_random_state(folder, training):
+    path = save(folder, 2, *training).path
+    write_manifest(path, dataclasses.replace(read_manifest(path), world=2))
+    other = make_training(seed=5, steps=0)
+    state = torch.get_rng_state()
+    go_on(folder, *other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_new_run_starts_at_nothing(folder):
     assert go_on(folder, *make_training()) == (None, [])
 
@@ -56,7 +76,7 @@ def test_falls_back_over_damaged_ones_and_says_why(folder, training):
     (folder.checkpoint(40) / "manifest.json").unlink()
     damaged = folder.checkpoint(30) / "rank-00000.safetensors"
     content = bytearray(damaged.read_bytes())
-    content[-3] ^= 16
+    content[-torch.get_rng_state().nbytes - 3] ^= 16  # the end of the last tensor; the random state follows it
     damaged.write_bytes(content)
     other, other_optimizer = make_training(seed=5, steps=0)
     manifest, refused = go_on(folder, other, other_optimizer)
@@ -118,7 +138,7 @@ def test_loads_the_model_alone(folder, training):
 def test_loading_the_model_alone_verifies_first(folder, training):
     path = save(folder, 10, *training).path
     file = path / "rank-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-8] + b"\0" * 8)
+    file.write_bytes(file.read_bytes()[:-8] + b"\1" * 8)
     with pytest.raises(CheckpointError, match="does not hold the bytes"):
         load_model(path, make_training()[0])
     with pytest.raises(CheckpointError, match="another model"):

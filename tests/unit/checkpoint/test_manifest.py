@@ -8,6 +8,7 @@ from safetensors.numpy import save_file
 
 from ingot.checkpoint.manifest import (
     MANIFEST,
+    is_finished,
     list_checkpoints,
     read_manifest,
     verify_checkpoint,
@@ -15,8 +16,8 @@ from ingot.checkpoint.manifest import (
 )
 from ingot.config import to_dict
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import Chunk, FileEntry, TensorEntry
-from ingot.storage import sha256_file
+from ingot.schema.checkpoint import Cut, FileEntry, TensorEntry, pack_crc32, unpack_crc32
+from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_json
 
 from .conftest import save
 
@@ -74,8 +75,8 @@ def test_a_folder_without_manifest_was_never_finished(saved):
 
 
 def test_a_newer_format_is_refused_by_name(saved):
-    forge(saved, version=2)
-    with pytest.raises(CheckpointError, match="version 2"):
+    forge(saved, version=3)
+    with pytest.raises(CheckpointError, match="version 3"):
         read_manifest(saved)
 
 
@@ -106,15 +107,89 @@ def test_a_foreign_file_name_is_refused(saved, name):
 )
 def test_blocks_must_tile_their_tensor(saved, shape, offsets, sizes):
     manifest = read_manifest(saved)
-    chunk = Chunk(file="rank-00000.safetensors", key="x", offsets=offsets, sizes=sizes, crc32=0)
-    tensors = dict(manifest.tensors, x=TensorEntry(dtype="float32", shape=shape, chunks=(chunk,)))
-    forge(saved, tensors=tensors)
+    cuts = (*manifest.cuts, Cut(ranks=(0,), offsets=(offsets,), sizes=(sizes,)))
+    x = TensorEntry(dtype="float32", shape=shape, cut=len(cuts) - 1, crc32=pack_crc32([0]))
+    forge(saved, cuts=cuts, tensors=manifest.tensors | {"x": x})
     with pytest.raises(CheckpointError, match="tensor"):
         read_manifest(saved)
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"cut": 99}, "a cut that is not there"),
+        ({"cut": -1}, "a cut that is not there"),
+        ({"crc32": ""}, "one checksum per block"),
+        ({"crc32": "not base64"}, "one checksum per block"),
+        ({"crc32": "AAA="}, "one checksum per block"),  # two bytes
+    ],
+)
+def test_a_tensor_has_a_cut_and_a_checksum_per_block(saved, change, what):
+    tensors = read_manifest(saved).tensors
+    forge(saved, tensors=tensors | {"model.0.weight": dataclasses.replace(tensors["model.0.weight"], **change)})
+    with pytest.raises(CheckpointError, match=what):
+        read_manifest(saved)
+
+
+@pytest.mark.parametrize("change", [{"ranks": (0, 0)}, {"ranks": ()}, {"ranks": (7,)}, {"ranks": (-1,)}, {"sizes": ()}])
+def test_a_cut_lies_in_the_files(saved, change):
+    manifest = read_manifest(saved)
+    forge(saved, cuts=tuple(dataclasses.replace(cut, **change) for cut in manifest.cuts))
+    with pytest.raises(CheckpointError, match=r"as many ranks as blocks|outside the tensor or its files"):
+        read_manifest(saved)
+
+
+def version_1(path) -> dict:
+    """The manifest of `path` as version 1 wrote it: each block in full, random states as text."""
+    manifest = read_manifest(path)
+    values = to_dict(manifest) | {"version": 1, "rng": [bytes(5056).hex()] * manifest.world}
+    for left_out in ("cuts", "world"):
+        values.pop(left_out)
+    for name, entry in manifest.tensors.items():
+        sums = unpack_crc32(entry.crc32)
+        chunks = [to_dict(c) | {"crc32": crc} for c, crc in zip(manifest.chunks(name), sums, strict=True)]
+        values["tensors"][name] = {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
+    return values
+
+
+def write_version_1(path, values) -> None:
+    write_json(path / MANIFEST, values | {"sha256": sha256_bytes(canonical_json(values).encode())})
+
+
+def test_a_manifest_of_version_1_is_read(saved):
+    now, old = read_manifest(saved), version_1(saved)
+    write_version_1(saved, old)
+    read = verify_checkpoint(saved)
+    numbered = {"cuts": now.cuts, "tensors": now.tensors}  # the same cuts in another order
+    assert dataclasses.replace(read, **numbered) == dataclasses.replace(now, rng=tuple(old["rng"]))
+    for name, entry in now.tensors.items():
+        assert (read.chunks(name), read.tensors[name].crc32) == (now.chunks(name), entry.crc32)
+    assert is_finished(saved)
+    (saved / "rank-00000.safetensors").write_bytes(b"short")
+    assert not is_finished(saved)
+
+
+@pytest.mark.parametrize(
+    "change", [{"file": "../x"}, {"file": "rank-1.safetensors"}, {"key": "other"}, {"crc32": None}, {"offsets": None}]
+)
+def test_a_manifest_of_version_1_that_it_never_wrote_is_refused(saved, change):
+    values = version_1(saved)
+    values["tensors"]["model.0.weight"]["chunks"][0] |= change
+    write_version_1(saved, values)
+    with pytest.raises(CheckpointError, match="version 1"):
+        read_manifest(saved)
+
+
+def test_a_torn_manifest_is_not_finished(saved):
+    text = (saved / MANIFEST).read_bytes()
+    assert is_finished(saved)
+    for length in range(len(text) - 1):  # the last byte is a line end
+        (saved / MANIFEST).write_bytes(text[:length])
+        assert not is_finished(saved)
+
+
 def test_an_unknown_dtype_is_refused(saved):
-    tensors = dict(read_manifest(saved).tensors, x=TensorEntry(dtype="object", shape=(), chunks=()))
+    tensors = dict(read_manifest(saved).tensors, x=TensorEntry(dtype="object", shape=(), cut=0, crc32=""))
     forge(saved, tensors=tensors)
     with pytest.raises(CheckpointError, match="object"):
         read_manifest(saved)
