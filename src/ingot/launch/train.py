@@ -20,6 +20,7 @@ from ingot.launch.supervise import Outcome, newest_step, resume_step, supervise
 from ingot.resilience.lock import RunLock
 from ingot.schema import events
 from ingot.schema.layout import RunFolder
+from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.storage import write_atomic
 
@@ -166,5 +167,13 @@ def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
     what = f"continue  after step {step} of {config.train.steps}" if step else f"start     {config.train.steps} steps"
     return (
         f"run       {folder.root} (process {os.getpid()})\n"
-        f"{what} · seed {config.seed} · config {config.training_sha256()[:8]} · ranks {config.parallel.world_size}"
+        f"{what} · seed {config.seed} · config {config.training_sha256()[:8]} · {_ranks(config.parallel)}"
     )
+
+
+def _ranks(parallel: Parallel) -> str:
+    """ "8 ranks: pp 2 x dp_shard 2 x tp 2"; data-parallel ranks alone are only counted."""
+    degrees = {axis: getattr(parallel, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    divided = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    count = f"ranks {parallel.world_size}"
+    return count if divided in ([], [f"dp_shard {parallel.dp_shard}"]) else f"{count}: {' x '.join(divided)}"
