@@ -75,8 +75,9 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> "t
 def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf32: bool = False) -> Place:
     """Join the job that torchrun describes in the environment; without torchrun, be a job of one process.
 
-    timeout_seconds: every collective that waits longer fails. Gloo on CPU, NCCL on GPUs. Sets the number of threads,
-    on which the bits of a CPU run depend, and on a GPU whether products of float32 matrices may use TF32.
+    timeout_seconds: a collective of the world group that waits longer fails; other groups are given theirs when they
+    are made (`build_mesh`). Gloo on CPU, NCCL on GPUs. Sets the number of threads, on which the bits of a CPU run
+    depend, and on a GPU whether products of float32 matrices may use TF32.
     """
     import torch
     import torch.distributed as dist

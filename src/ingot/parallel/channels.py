@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingot.dist.mesh import Mesh
+from ingot.dist.mesh import Mesh, own_group
 from ingot.theory.schedule import Channel, Message, Table, channel_order
 from ingot.theory.schedule.table import needed_by, sent_by
 
@@ -121,7 +121,8 @@ def open_groups(channels: Iterable[Channel], mesh: Mesh, device: torch.device) -
     lines = mesh.devices.mesh.flatten(1).T.tolist()  # of every pipeline its global ranks
     me, groups = mesh.index("pp"), {}
     for together in _disjoint(channels):
-        group = _own_group([[line[c.sender], line[c.receiver]] for c in together for line in lines])
+        pairs = [[line[c.sender], line[c.receiver]] for c in together for line in lines]
+        group = own_group(pairs, mesh.timeout, "pipeline_channel")
         for channel in together:
             if me in (channel.sender, channel.receiver):
                 groups[channel] = group
@@ -144,18 +145,3 @@ def _disjoint(channels: Iterable[Channel]) -> Iterator[list[Channel]]:
                 seen.update(channel[1:])
         left = [channel for channel in left if channel not in part]
         yield part
-
-
-def _own_group(pairs: list[list[int]]) -> dist.ProcessGroup | None:
-    """The one of these groups, which share no rank, that this rank is in. Collective over the world."""
-    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        # One split of the communicator makes all pairs. Ranks without a pair come along as groups of one, because
-        # names of groups are counted on each rank.
-        alone = set(range(dist.get_world_size())).difference(*pairs)
-        return dist.split_group(split_ranks=[sorted(pair) for pair in pairs] + [[rank] for rank in sorted(alone)])
-    own = None
-    for pair in pairs:
-        group = dist.new_group(pair)
-        if isinstance(group, dist.ProcessGroup):
-            own = group
-    return own

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ingot.dist.mesh import Mesh
+from ingot.dist.mesh import Mesh, own_group
 from ingot.parallel.piece import Piece
 
 
@@ -37,12 +37,8 @@ class TiedEnds:
         """Collective: every rank makes the groups of all pairs. pieces: of this rank."""
         ends = rank_of_stage[0], rank_of_stage[-1]
         self.piece = next((piece for piece in pieces if piece.name == "embed.weight"), None)
-        self.group = None
-        for line in mesh.devices.mesh.movedim(0, -1).reshape(-1, mesh.size("pp")).tolist():
-            pair = [line[end] for end in ends]
-            group = dist.new_group(pair)
-            if dist.get_rank() in pair:
-                self.group = group
+        lines = mesh.devices.mesh.flatten(1).T.tolist()  # of every pipeline its global ranks
+        self.group = own_group([[line[end] for end in ends] for line in lines], mesh.timeout, "tied_ends")
         if self.piece is not None and mesh.index("pp") != ends[0]:
             self.piece.owner = False
 

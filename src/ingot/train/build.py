@@ -181,7 +181,7 @@ def build_parts(
     """
     require_layout(config)
     settings, arch = resolve_parallel(config), config.model
-    mesh = build_mesh(settings, device.type)
+    mesh = build_mesh(settings, device.type, config.launch.timeout_seconds)
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
 
     def make() -> Transformer:
