@@ -1,6 +1,6 @@
 """Small exchanges between ranks on the host, named by what they are for.
 
-They run on the CPU side of the default group and end with an error after that group's timeout. Sums are taken in rank
+They run on the CPU side of the default group and end with an error after that group's timeout. Means are taken in rank
 order and in float64, so a result does not depend on how values were batched into messages.
 """
 
@@ -18,12 +18,18 @@ def any_rank(flag: bool) -> bool:
     return bool(vote.item())
 
 
-def gather_array(array: np.ndarray) -> np.ndarray:
-    """`array` (same shape and dtype on every rank) of all ranks, stacked by rank: [ranks, ...]. Collective."""
-    mine = torch.from_numpy(np.ascontiguousarray(array))
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return torch.stack(parts).numpy()
+def gather_from(ranks: Sequence[int], array: np.ndarray) -> np.ndarray:
+    """`array` (floats; same shape and dtype on every rank) of these ranks, in this order: [len(ranks), ...].
+
+    Collective, also for other ranks, whose values do not count. Each rank adds its part to zeros, which changes no
+    value (-0.0 becomes 0.0), so what travels grows with `ranks` and not with the job.
+    """
+    parts = np.zeros((len(ranks), *array.shape), array.dtype)
+    for slot, rank in enumerate(ranks):
+        if rank == dist.get_rank():
+            parts[slot] = array
+    dist.all_reduce(torch.from_numpy(parts))  # fills `parts`, whose memory it shares
+    return parts
 
 
 def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> np.ndarray:
@@ -31,5 +37,4 @@ def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> n
 
     The same bits on every rank. Collective, also for ranks whose own values do not count.
     """
-    everyone = gather_array(values.astype(np.float64))
-    return (everyone if ranks is None else everyone[list(ranks)]).mean(axis=0)
+    return gather_from(range(dist.get_world_size()) if ranks is None else ranks, values.astype(np.float64)).mean(axis=0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ingot.data.tokenizer.encoder import Encoder
-from ingot.dist.collectives import gather_array
+from ingot.dist.collectives import gather_from
 from ingot.loader.reader import document_numbers
 from ingot.model.generate import NextLogits, generate
 from ingot.schema.arch import Arch
@@ -87,7 +87,7 @@ def evaluate(
     per_rank = -(-rows // parts)
     mine = np.arange(part * per_rank, (part + 1) * per_rank).clip(max=rows - 1)
     nats = score_windows(nats_of, heldout, mine, micro_batch, device)
-    everyone = gather_array(nats)[list(readers)].reshape(-1)[:rows] if readers else nats
+    everyone = gather_from(readers, nats).reshape(-1)[:rows] if readers else nats
     base = (heldout.unigram[windows.targets] * windows.counted).sum(axis=1)
     tokens = windows.counted.sum(axis=1)
 
