@@ -91,6 +91,12 @@ def _tensor_rules(run: "RunConfig") -> Problems:
         yield "parallel.tp", f"{found}; nearest: {near}, {instead}"
     if run.parallel.async_tp and run.train.device == "cpu":
         yield "parallel.async_tp", 'needs GPUs with symmetric memory, and train.device is "cpu"; remove it'
+    if run.parallel.async_tp and run.train.compile == "off":
+        why = 'it overlaps inside of compiled blocks, and train.compile is "off"'
+        yield "parallel.async_tp", f'would do nothing: {why}; set train.compile to "auto" or "on", or remove it'
+    if run.parallel.async_tp and run.parallel.splits_backward:
+        why = f"schedule = {run.parallel.schedule!r} splits the backward, and a compiled one is whole"
+        yield "parallel.async_tp", f"overlaps inside of compiled blocks: {why}; use {_WHOLE_BACKWARD}, or remove it"
 
 
 def legal_tp(arch: "Arch", cut_tokens: int = 0) -> list[int]:

@@ -69,6 +69,8 @@ CASES = [
     ({"async_tp": True}, "parallel.async_tp", "needs tp of at least 2"),
     ({"async_tp": True, "tp": 2, "sequence": False}, "parallel.async_tp", "needs sequence = true"),
     ({"async_tp": True, "tp": 2, "device": "cpu"}, "parallel.async_tp", "GPUs with symmetric memory"),
+    ({"async_tp": True, "tp": 2, "compile": "off"}, "parallel.async_tp", 'set train.compile to "auto" or "on"'),
+    ({"async_tp": True, "tp": 2, "pp": 2, "schedule": "zb_v"}, "parallel.async_tp", "use one of the schedules gpipe"),
     ({"grads": "bf16", "precision": "fp32"}, "parallel.grads", 'use "fp32"'),
     ({"dp_replicate": 3}, "train.global_batch", "3 data-parallel ranks; nearest: 30 or 36"),
     ({"tp": 0}, "parallel.tp", "must be at least 1"),
@@ -104,6 +106,7 @@ LEGAL = [
     {"offload": "nvme", "offload_folder": "state"},
     {"recompute": "full", "recompute_every": 2},
     {"tp": 4, "sequence": False, "seq_len": 62},
+    {"tp": 2, "pp": 2, "async_tp": True, "device": "cuda"},
 ]
 
 
