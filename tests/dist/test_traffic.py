@@ -131,6 +131,11 @@ CASES = {
     "pp of 4, tied": (4, {"pp": 4}),
     "interleaved": (2, {"pp": 2, "schedule": "interleaved"}),
     "zb_v": (2, {"pp": 2, "schedule": "zb_v"}),
+    "tp without sequence, selective recompute": (2, {"tp": 2, "sequence": False, "recompute": "selective"}),
+    "hsdp, zero 3, on the host": (
+        4,
+        {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "offload": "cpu", "offload_parameters": True},
+    ),
     "tp x pp x dp": (8, {"tp": 2, "pp": 2, "dp_shard": 2}),
     "tp x zero 3": (4, {"tp": 2, "dp_shard": 2, "zero": 3}),
     "pp x zero 3": (4, {"pp": 2, "dp_shard": 2, "zero": 3}),
@@ -195,7 +200,7 @@ HELD = {
 @pytest.mark.parametrize("world", HELD)
 def test_memory_is_that_of_the_bill(fork_ranks, world):
     """Within a tenth: of temporaries, only the large ones are in the bill."""
-    runs = [run_of(arch=LARGER, **settings) for settings in HELD[world]]
+    runs = [run_of(arch=LARGER, unit_layers=1, **settings) for settings in HELD[world]]
     results = fork_ranks(peaks, world, runs)
     wrong = []
     for number, run in enumerate(runs):

@@ -2,7 +2,8 @@
 when it is needed, forward and backward, and scatters its gradients.
 
 With dp_replicate > 1 it is HSDP: split within a group of dp_shard ranks, copied across groups. A rank's shards are the
-float32 masters: between steps there is no other copy of the parameters.
+float32 masters: between steps there is no other copy of the parameters. Copies meet once per step: until then FSDP2
+keeps the sum of a step's shards of gradients on the device, in the dtype they are sent in.
 """
 
 import torch
@@ -52,6 +53,7 @@ class Fsdp:
 
     def __init__(self, stages: list[nn.Module], cuts: dict[str, Cut], mesh: Mesh):
         self.stages = stages
+        self.copied, self.on_host = mesh.size("dp_replicate") > 1, mesh.parallel.offload_parameters
         self.parameters = [(name, p) for stage in stages for name, p in stage.named_parameters()]
         self.pieces = [self._piece(name, parameter, cuts[name], mesh) for name, parameter in self.parameters]
 
@@ -70,7 +72,13 @@ class Fsdp:
         )
 
     def before_backward(self, stage: nn.Module, last: bool) -> None:
-        """Every micro-batch is reduced and added to the shards; its traffic hides behind the backward."""
+        """Every micro-batch is reduced and added to the shards; its traffic hides behind the backward.
+
+        Copies wait for the last one, unless gradients live on the host: there is then no room for their sum here.
+        """
+        if self.copied:
+            assert isinstance(stage, FSDPModule)
+            stage.set_requires_all_reduce(last or self.on_host)
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
         """FSDP2's own hooks have done it."""

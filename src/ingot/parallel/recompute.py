@@ -2,9 +2,14 @@
 
 full       a block keeps its input alone. Its forward runs again in the backward, as far as the last tensor that the
            backward needs: the last matrix product of the block, and a collective behind it, are not run twice.
-selective  a block also keeps the results of what is dear to run again: matrix products, attention and collectives.
-           Norms, rotations and activations, which are cheap and fill most of the memory, run again (the choice by
-           cost is Korthikanti et al. 2022, section 5; theirs is the other way round, attention before it was flash).
+selective  a block also keeps what is dear to run again: the results of matrix products, of attention, and of the
+           collectives that leave a region of tensor parallelism. Norms, rotations and activations, which are cheap and
+           fill most of the memory, run again (the choice by cost is Korthikanti et al. 2022, section 5; theirs is the
+           other way round, attention before it was flash). Two things are as wide as the model on every rank of tensor
+           parallelism and so are not kept: gathered tokens, which are gathered again, and the product of a matrix that
+           is cut by rows, which runs again where the backward gets that far, though only its sum over ranks is used.
+
+Compiled blocks follow the same policy, but leave out what leads to a kept result only.
 """
 
 from collections.abc import Callable
@@ -13,11 +18,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 # What "selective" keeps. `linear` and `matmul` have become mm, addmm and bmm where these are seen.
-KEPT = [
+KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -25,10 +30,9 @@ KEPT = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _collectives.all_gather_into_tensor.default,
     _collectives.reduce_scatter_tensor.default,
     _collectives.all_reduce.default,
-]
+}
 
 
 def recompute(blocks: nn.ModuleDict, how: Literal["full", "selective"], every: int) -> None:
@@ -45,7 +49,13 @@ def recompute(blocks: nn.ModuleDict, how: Literal["full", "selective"], every: i
 
 def _recompute(block: nn.Module, how: Literal["full", "selective"]) -> None:
     once: Callable[..., Tensor] = block.forward
-    selective = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if how == "selective" else {}
+    selective = {}
+    if how == "selective":
+        # A matrix with fewer columns than its layer has inputs is cut by rows (parallel/tensor.py).
+        linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
+        cut = [part for part in linears if part.weight.shape[1] < part.in_features]
+        policy = partial(_keep, cut)
+        selective = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
 
     # A function of our own, not functools.partial: a compiled block is compiled from the first frame that is not
     # PyTorch's, and without one it would silently run uncompiled.
@@ -53,3 +63,16 @@ def _recompute(block: nn.Module, how: Literal["full", "selective"]) -> None:
         return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)  # type: ignore
 
     block.forward = forward
+
+
+def _keep(cut_by_rows: list[nn.Linear], context, op, *args, **kwargs) -> CheckpointPolicy:
+    """PyTorch may ask again in the recompute: the answer must be the same, though weights may have moved since."""
+    if op not in KEPT or (op is _aten.mm.default and any(_lies_in(args[1], part.weight) for part in cut_by_rows)):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _lies_in(matrix: Tensor, weight: Tensor) -> bool:
+    """Whether `matrix` is `weight`, or its transpose: the same memory. Tensors of a trace have storages as well."""
+    same = matrix.untyped_storage()._cdata == weight.untyped_storage()._cdata
+    return same and matrix.storage_offset() == weight.storage_offset()

@@ -43,19 +43,17 @@ def block_bytes(position: Position, device: str = "cpu") -> dict[str, float]:
 
 
 def recomputed_block_bytes(position: Position) -> float:
-    """Saved by one recomputed block per token: its input; with "selective" also the results of matrix products,
-    attention and collectives (parallel/recompute.py)."""
+    """Saved by one recomputed block per token: its input; with "selective" also the results of matrix products and
+    attention. Of o and down, tensor parallelism keeps the sum over ranks instead (parallel/recompute.py)."""
     arch, e, tp, cut = position.arch, *_degrees(position)
     stream = arch.d_model * e / cut
     if position.parallel.recompute == "full":
         return stream
     q, shared = arch.num_heads * arch.head_dim / tp, arch.num_kv_heads % tp > 0
     kv = 2 * arch.num_kv_heads * arch.head_dim / (1 if shared else tp)
-    products = q + kv + q + 2 * arch.d_ffn / tp + 2 * arch.d_model  # q, k, v; attention; gate, up; o and down
-    collectives = 0.0
-    if tp > 1:  # entering (gathered tokens) and leaving, twice
-        collectives = 2 * arch.d_model * (1 + 1 / cut if position.parallel.sequence else 1)
-    return stream + (products + collectives) * e + arch.num_heads / tp * max(e, 4)
+    leaving = 2 * arch.d_model / cut  # o and down, or their sums
+    products = q + kv + q + 2 * arch.d_ffn / tp + leaving  # q, k, v; attention; gate, up
+    return stream + products * e + arch.num_heads / tp * max(e, 4)
 
 
 def stage_bytes(position: Position, stage: Stage, device: str = "cpu") -> float:
@@ -120,7 +118,7 @@ def recompute_buffers(position: Position, device: str = "cpu") -> Term:
     """What one recomputed block saves anew while its own backward runs."""
     if not any(position.recomputed(stage) for stage in position.stages):
         return Term(0.0, "nothing is recomputed")
-    more = max(sum(block_bytes(position, device).values()) - recomputed_block_bytes(position), 0.0)
+    more = sum(block_bytes(position, device).values()) - recomputed_block_bytes(position)
     return Term(position.tokens * more, f"{position.tokens:,} tokens x {more:,.0f} B of the block recomputed")
 
 

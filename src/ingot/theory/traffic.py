@@ -11,7 +11,8 @@ the hidden states of one micro-batch.
     ZeRO-1   reduce-scatter P·g, gather P·e                      once per step
     ZeRO-2   reduce-scatter P·g; gather P·e                      every micro-batch; once per step
     ZeRO-3   reduce-scatter P·g, gather 2·P·e                    every micro-batch; one gather without `reshard`
-    HSDP     as ZeRO over dp_shard, and over dp_replicate an all-reduce of the shard's gradients
+    HSDP     as ZeRO over dp_shard, and over dp_replicate an all-reduce of the shard's gradients, once per step
+             (with parameters on the host, every micro-batch)
     tp       4 gathers and 4 reduce-scatters of X, or 4 all-reduces without `sequence`, every block and micro-batch
              (Korthikanti et al. 2022, section 4.2.2); one of each kind for the embedding and one for the loss
     pp       X forward and X backward, X/tp with `sequence`, every boundary between ranks and micro-batch
@@ -76,7 +77,8 @@ def _data_parallel(position: Position) -> Iterator[Traffic]:
         gathers = (2 if parallel.reshard else 1) * often
         yield Traffic("all_gather", "dp_shard", "parameters", shard, gathers * units, gathers * n * e)
         yield Traffic("reduce_scatter", "dp_shard", "gradients", shard, often * units, often * whole)
-        yield Traffic("all_reduce", "dp_replicate", "gradients", copies, often * units, often * part)
+        meet = often if parallel.offload_parameters else 1  # gradients on the host meet one micro-batch at a time
+        yield Traffic("all_reduce", "dp_replicate", "gradients", copies, meet * units, meet * part)
         return
     reduced = often if parallel.zero == 2 else 1
     yield Traffic("reduce_scatter", "dp_shard", "gradients", shard, reduced * units, reduced * whole)
@@ -125,11 +127,11 @@ def regions_of(position: Position, stage: Stage) -> Regions:
     """Attention and feed-forward of each block are entered and left; the embedding is left, the loss is entered.
 
     A fully recomputed block stops at the last tensor that its backward needs, which is before it leaves the
-    feed-forward. A selectively recomputed one keeps the results of collectives.
+    feed-forward. A selectively recomputed one keeps what left a region, but not what entered it.
     """
-    again = position.recomputed(stage) if position.parallel.recompute == "full" else 0
-    blocks = len(stage.layers)
-    return Regions(2 * blocks + stage.last, 2 * blocks + stage.first, 2 * again, again)
+    blocks, again = len(stage.layers), position.recomputed(stage)
+    left_again = again if position.parallel.recompute == "full" else 0
+    return Regions(2 * blocks + stage.last, 2 * blocks + stage.first, 2 * again, left_again)
 
 
 def hidden_bytes(position: Position) -> int:

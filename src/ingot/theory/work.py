@@ -4,7 +4,7 @@ Four quantities that a device does at four different rates: matrix products, att
 and operations started. The planner divides them by rates; calibration fits the rates to timed steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ingot.theory import activations, memory
 from ingot.theory.layout import Position, Stage
@@ -81,16 +81,19 @@ def stage_work(position: Position, stage: Stage, device: str = "cpu") -> tuple[W
 
 
 def _again(position: Position, forward: Work, flops: float) -> Work:
-    """Second forward of one recomputed block; a full one stops before the last product (parallel/recompute.py)."""
-    if position.parallel.recompute == "full":
-        last = 2.0 * position.tokens * position.arch.d_ffn * position.arch.d_model / position.parallel.tp
-        return Work(
-            matmul_flops=flops - last,
-            attention_flops=forward.attention_flops,
-            moved_bytes=forward.moved_bytes,
-            operations=forward.operations,
-        )
-    return Work(moved_bytes=forward.moved_bytes, operations=forward.operations)
+    """Second forward of one recomputed block (parallel/recompute.py), which stops before the last product.
+
+    A backward in two halves asks for the last product's input only after the product, which is then run for nothing.
+    """
+    arch, parallel = position.arch, position.parallel
+    of_width = 2.0 * position.tokens * arch.d_model / parallel.tp  # of a product from or to D, per column
+    o, down = of_width * arch.num_heads * arch.head_dim, of_width * arch.d_ffn
+    down_again = down if parallel.splits_backward else 0.0
+    if parallel.recompute == "full":
+        return replace(forward, matmul_flops=flops - down + down_again)
+    # Selective: only what is cut by rows is not kept.
+    products = o + down_again if parallel.tp > 1 else 0.0
+    return replace(forward, matmul_flops=products, attention_flops=0.0)
 
 
 def _block_flops(position: Position, stage: Stage) -> float:

@@ -1,6 +1,7 @@
 """Blocks recomputed in the backward: the same bits, with less memory, in every dress a block wears."""
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ingot.dist.exchange import gather, scatter_sum
 from ingot.model.transformer import Transformer
 from ingot.parallel.recompute import recompute
+from ingot.parallel.split_backward import WeightGradients, split_linears
 from ingot.schema.arch import Arch
 
 ARCH = Arch(vocab_size=64, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64, max_seq_len=64)
@@ -182,6 +184,37 @@ def test_compiled_blocks_recompute(how, wrapped):
         torch.testing.assert_close(compiled[1][name], grad, msg=name)
 
 
+class CutByRows(nn.Module):
+    """`row` holds half the columns that its layer has inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.column, self.row, self.last = (nn.Linear(n, 8, bias=False) for n in (8, 16, 8))
+        self.row.weight = nn.Parameter(self.row.weight.detach()[:, :8].clone())
+
+    def forward(self, x):
+        return self.last(torch.sin(self.row(torch.tanh(self.column(x)))))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_product_of_a_matrix_cut_by_rows_runs_again(compiled):
+    results = []
+    for how in (None, "selective"):
+        block, x = CutByRows(), torch.ones(3, 2, 8, requires_grad=True)
+        if how:
+            recompute(nn.ModuleDict({"0": block}), how, 1)
+        if compiled:
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        with nullcontext() if compiled else Ledger() as ledger:
+            block(x).sum().backward()
+        results.append(([x.grad, *(p.grad for p in block.parameters())], ledger and ledger.ops["mm"]))
+    torch._dynamo.reset()
+    (plain, once), (again, more) = results
+    torch.testing.assert_close(again, plain)
+    assert compiled or more == once + 1
+
+
 def sharded(rank, ranks, how):
     """Loss and gradients of a model whose blocks are FSDP units."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -234,41 +267,59 @@ class Scatter(torch.autograd.Function):
 
 
 class TwoCuts(nn.Module):
-    """Twice the pattern of tensor parallelism with a split sequence: gather, product, scatter."""
+    """Twice the pattern of tensor parallelism with a split sequence: gather, column, row, scatter."""
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(8, 8, bias=False, dtype=torch.float64)
-        self.second = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+        self.parts = nn.ModuleList(nn.Linear(8 * (i + 1), 8, bias=False, dtype=torch.float64) for i in (0, 1, 0, 1))
+        for row in self.parts[1::2]:
+            row.weight = nn.Parameter(row.weight.detach()[:, :8].clone())  # this rank's columns
 
     def forward(self, x):
-        x = x + Scatter.apply(torch.tanh(self.first(Gather.apply(torch.sin(x)))))
-        return x + Scatter.apply(torch.tanh(self.second(Gather.apply(torch.sin(x)))))
+        for column, row in zip(self.parts[::2], self.parts[1::2], strict=True):
+            x = x + Scatter.apply(row(torch.tanh(column(Gather.apply(torch.sin(x))))))
+        return x
 
 
-def collectives(rank, ranks, how):
+COUNTED = ("all_gather_into_tensor", "reduce_scatter_tensor", "mm", "tanh")
+
+
+def collectives(rank, ranks, how, split):
+    """Gradients, operations, and the bytes that are alive between forward and backward."""
     torch.manual_seed(rank)
-    blocks = nn.ModuleDict({"0": TwoCuts()})
+    block = TwoCuts()
+    if split:
+        split_linears(block)
     if how:
-        recompute(blocks, how, 1)
+        recompute(nn.ModuleDict({"0": block}), how, 1)
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    with Ledger() as ledger:
-        blocks["0"](x).square().sum().backward()
-    grads = {"x": x.grad} | {name: p.grad for name, p in blocks.named_parameters()}
-    return grads, {op: ledger.ops[op] for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "tanh")}
+    left = WeightGradients()
+    with Ledger(given=(x, *block.parameters())) as ledger:
+        with left if split else nullcontext():
+            out = block(x)
+        kept = ledger.bytes_alive()
+        with left if split else nullcontext():
+            out.square().sum().backward()
+        left.compute()
+    grads = {"x": x.grad} | {name: p.grad for name, p in block.named_parameters()}
+    return grads, {op: ledger.ops[op] for op in COUNTED}, kept
 
 
-def compare_collectives(rank, ranks):
-    plain, full, selective = (collectives(rank, ranks, how) for how in (None, "full", "selective"))
+def compare_collectives(rank, ranks, split):
+    plain, full, selective = (collectives(rank, ranks, how, split) for how in (None, "full", "selective"))
     for recomputed in (full, selective):
         for name, grad in plain[0].items():
             assert torch.equal(recomputed[0][name], grad), name
-    return plain[1], full[1], selective[1]
+    return plain[1:], full[1:], selective[1:]
 
 
-def test_collectives_are_kept_by_selective_alone(fork_ranks):
-    for plain, full, selective in fork_ranks(compare_collectives, 2):
-        assert plain == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4, "tanh": 2}
-        assert selective == plain | {"tanh": 4}
-        # The last scatter of a block is not run again: the backward needs nothing behind it.
-        assert full == {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 5, "tanh": 4}
+@pytest.mark.parametrize("split", [False, True])
+def test_selective_keeps_what_leaves_a_region_but_nothing_as_wide_as_the_model(fork_ranks, split):
+    for (plain, _), (full, least), (selective, kept) in fork_ranks(compare_collectives, 2, split):
+        assert plain == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4, "mm": 12, "tanh": 2}
+        # The last scatter of a block is not run again: the backward needs nothing behind it. Nor is the product before
+        # it, unless the backward is split.
+        assert full == {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 5, "mm": 15 + split, "tanh": 4}
+        assert selective == {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 4, "mm": 13 + split, "tanh": 4}
+        # Both columns' results, of the tokens of two ranks, and both scatters' results, of this rank's own.
+        assert kept - least == 2 * (6 + 3) * 8 * 8

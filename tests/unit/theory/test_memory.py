@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ingot.recipes.load import load_model
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
@@ -90,6 +91,18 @@ def test_recompute_orders_memory_and_the_block_in_its_backward_comes_back():
     assert sizes == sorted(sizes, reverse=True) and sizes[2] < sizes[0] / 10
     assert activations.recompute_buffers(none).value == 0
     assert activations.recompute_buffers(full).value > activations.recompute_buffers(selective).value > 0
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", ["llama3-70b", "llama3-405b"])
+def test_every_form_of_recompute_saves_memory_at_every_degree_of_tensor_parallelism(model, tp, sequence):
+    arch = load_model(model).arch
+    settings = {"tp": tp} | ({} if tp == 1 else {"sequence": sequence})
+    full, selective = (one(arch, recompute=how, **settings) for how in ("full", "selective"))
+    sizes = [activations.recomputed_block_bytes(rank) for rank in (full, selective)]
+    sizes.append(sum(activations.block_bytes(one(arch, **settings), "cuda").values()))
+    assert sizes[0] < sizes[1] / 3 and sizes[1] < sizes[2] * 0.75
 
 
 def test_tensor_parallelism_divides_activations_like_korthikanti():

@@ -48,6 +48,11 @@ def test_hsdp_sums_shards_across_copies():
     both = sent(dp_shard=4, dp_replicate=2, zero=1)
     assert both["dp_replicate"] == pytest.approx(P * 4 / 4)
     assert both["dp_shard"] == sent(dp_shard=4, zero=1)["dp_shard"]
+    # Once per step with ZeRO-3 as well, unless the sum over micro-batches lives on the host.
+    third = sent(dp_shard=4, dp_replicate=2, zero=3)
+    assert third["dp_replicate"] == both["dp_replicate"]
+    host = sent(dp_shard=4, dp_replicate=2, zero=3, offload="cpu", offload_parameters=True)
+    assert host == third | {"dp_replicate": A * third["dp_replicate"]}
 
 
 def test_canonical_order_costs_whole_gradients_for_every_doubling():
@@ -66,7 +71,7 @@ def test_sequence_parallelism_sends_as_much_as_without(tp):
     assert cut == pytest.approx(whole + 2 * (tp - 1) / tp * norms)
 
 
-def test_full_recompute_repeats_three_of_four_collectives_of_a_forward():
+def test_full_recompute_repeats_three_of_four_collectives_of_a_forward_and_selective_two():
     def traffic(**settings):
         parallel = Parallel(tp=2, **settings)
         train = Train(steps=1, seq_len=T, global_batch=A * B, micro_batch=B)
@@ -79,7 +84,8 @@ def test_full_recompute_repeats_three_of_four_collectives_of_a_forward():
         traffic(recompute="selective"),
         traffic(recompute="full", recompute_every=2),
     )
-    assert selective == plain
+    # What left a region is kept; what entered it is gathered again.
+    assert selective == plain | {"all_gather": plain["all_gather"] + 2 * A * ARCH.num_layers}
     assert full["all_gather"] - plain["all_gather"] == 2 * A * ARCH.num_layers
     assert full["reduce_scatter"] - plain["reduce_scatter"] == A * ARCH.num_layers
     assert second["all_gather"] - plain["all_gather"] == A * ARCH.num_layers

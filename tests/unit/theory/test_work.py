@@ -1,6 +1,7 @@
 """The work of a step against the operations that the trainer's model really starts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,22 @@ def test_full_recompute_is_a_third_more_but_for_the_last_product_and_the_head():
     assert full.attention_flops == pytest.approx(plain.attention_flops * 9 / 7)  # 2 more products for 7
     assert (selective.matmul_flops, selective.attention_flops) == (plain.matmul_flops, plain.attention_flops)
     assert plain.moved_bytes < selective.moved_bytes <= full.moved_bytes
+
+
+def test_selective_recompute_runs_only_products_again_that_are_cut_by_rows():
+    """The o matrix; and down, where a split backward cannot stop before it. Counted in tests/unit/parallel."""
+    tokens, blocks = 4 * 4 * 256, ARCH.num_layers
+    o, down = (tokens * 2 * width * ARCH.d_model * blocks / 2 for width in (ARCH.num_heads * ARCH.head_dim, ARCH.d_ffn))
+    halves: dict[str, Any] = {"pp": 2, "schedule": "zb_h1"}
+    for settings, ranks, expected in (({}, 1, o), (halves, 2, o + down)):
+        again = 0.0
+        for rank in range(ranks):
+            plain, selective = (
+                work_of(rank=rank, accumulation=4, tp=2, recompute=how, **settings) for how in ("none", "selective")
+            )
+            assert selective.attention_flops == plain.attention_flops
+            again += selective.matmul_flops - plain.matmul_flops
+        assert again == pytest.approx(expected)
 
 
 def test_accumulation_repeats_everything_but_the_update():
