@@ -12,7 +12,7 @@ from ingot.data.tokenizer.encoder import load_encoder
 from ingot.schema.arch import Arch
 from ingot.schema.layout import RunFolder
 from ingot.schema.parallel import Parallel
-from ingot.schema.run import Checkpoint, Data, Evaluate, Optim, Parallel, RunConfig, Schedule, Train, Watch
+from ingot.schema.run import Checkpoint, Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
 
