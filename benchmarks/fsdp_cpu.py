@@ -1,4 +1,4 @@
-"""Two-process FSDP2 against a plain single-process loop on two threads, on CPU, with the quickstart's model in bf16.
+"""Two data-parallel ranks against a plain single-process loop on two threads, on CPU, with the quickstart's model in bf16.
 
 The plain loop does the same arithmetic without sharding: float32 masters, a bf16 copy that computes, float32 gradients,
 the same clipping and AdamW, the same batch, allocator settings and number of cores. Both sides live through the whole
@@ -191,7 +191,7 @@ def main() -> None:
     }
     for name, value in medians.items():
         print(f"{name:8} {value * 1e3:7.1f} ms/step  {tokens / value:9,.0f} tokens/s  last loss {losses[name]:.4f}")
-    print(f"two-process FSDP2 reaches {results['sharded_to_plain']:.0%} of the plain loop (target 85 %)")
+    print(f"two ranks reach {results['sharded_to_plain']:.0%} of the plain loop (target 85 %)")
     print(record("fsdp_cpu", results, ("torch", "numpy")))
 
 
