@@ -99,12 +99,13 @@ def peaks(rank: int, world: int, runs: list[RunConfig]) -> list[int]:
 def by_axis(calls, axes: dict[str, set[int]], rank: int) -> dict[tuple[str, str], tuple[int, int]]:
     sizes, times = Counter(), Counter()
     for call in calls:
-        if call.op in ("recv", "irecv", "wait", "barrier") or len(call.group) == 1:
+        if call.op in ("recv", "irecv", "wait", "sent", "barrier") or len(call.group) == 1:
             continue
         members = set(call.group) if call.peer < 0 else {rank, call.peer}
         axis = next(axis for axis, ranks in axes.items() if members <= ranks)
-        times[call.op, axis] += 1
-        sizes[call.op, axis] += call.elements * getattr(torch, call.dtype).itemsize
+        op = "send" if call.op == "isend" else call.op
+        times[op, axis] += 1
+        sizes[op, axis] += call.elements * getattr(torch, call.dtype).itemsize
     return {key: (times[key], sizes[key]) for key in sizes}
 
 

@@ -2,8 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ingot.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from ingot.planner.check import Finding
+    from ingot.train.dry_run import DryRun
 
 HELP = "every problem of a run file at once, with file and line; starts nothing"
 EXAMPLES = (
@@ -26,7 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="dry run: trace what every rank of the job would do, without its devices: memory, traffic, collectives",
+        help="dry run: trace what every rank of the job would do, without its devices: memory, traffic, collectives. "
+        "Then data and disk space that are not here are told, but do not count for the exit code",
     )
     parser.add_argument(
         "--timeline",
@@ -48,59 +54,68 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     cluster = find_cluster(args.cluster, args.run_file.parent)
     cores = usable_cores()
     findings = check_run(args.run_file, cluster, cores=cores, overrides=tuple(args.overrides))
-    errors = sum(f.severity == "error" for f in findings)
     for finding in findings:
-        mark = terminal.style(f"{finding.severity:<7}", "red" if finding.severity == "error" else "yellow")
-        terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
-        if finding.fix:
-            terminal.say(f"{'':<9}fix: {finding.fix}")
-    facts = {"errors": errors, "findings": [asdict(f) for f in findings]}
-    if errors:
-        facts |= {"error": ConfigError.code, "exit_code": ConfigError.exit_code}
-    if args.timeline is not None:
-        facts["timeline"] = _timeline(args, cluster)
-        for line in facts["timeline"]:
-            terminal.say(line)
-    simulated = _simulate(args, cluster.device, terminal) if args.simulate else None
-    if simulated is not None:
-        from ingot.cli.simulated import facts as facts_of
-        from ingot.cli.simulated import show
+        _say(finding, terminal)
+    facts, faulty = {}, False
+    if args.simulate:
+        problem, simulated = _simulate(args, cluster.device, terminal)
+        if problem is not None:
+            findings.append(problem)
+            _say(problem, terminal)
+        elif simulated is not None:
+            from ingot.cli.simulated import facts as facts_of
+            from ingot.cli.simulated import show
 
-        facts["simulated"] = facts_of(simulated)
-        show(simulated, terminal)
+            facts, faulty = {"simulated": facts_of(simulated)}, simulated.problems
+            show(simulated, terminal)
+        else:
+            terminal.say("Not simulated: the run file has to hold together first.")
+    errors = sum(f.severity == "error" for f in findings)
+    # A dry run needs neither data nor disk.
+    wrong = faulty or any(f.severity == "error" and not (args.simulate and f.missing_here) for f in findings)
+    facts |= {"errors": errors, "findings": [asdict(f) for f in findings]}
+    if wrong:
+        facts |= {"error": ConfigError.code, "exit_code": ConfigError.exit_code}
     terminal.result(facts)
     counts = ((errors, "error"), (len(findings) - errors, "warning"))
     summary = ", ".join(f"{n} {what}{'s' if n != 1 else ''}" for n, what in counts if n)
     terminal.say(f"{summary}. Nothing was started." if findings else f"{args.run_file}: no problem found")
-    if errors or (simulated is not None and simulated.problems):
+    if wrong:
         return ConfigError.exit_code
-    terminal.next(f"ingot train {args.run_file}")
+    if not errors:
+        terminal.next(f"ingot train {args.run_file}")
     return EXIT_OK
 
 
-def _timeline(args: argparse.Namespace, cluster) -> list[str]:
-    import shutil
+def _say(finding: "Finding", terminal: Terminal) -> None:
+    mark = terminal.style(f"{finding.severity:<7}", "red" if finding.severity == "error" else "yellow")
+    terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
+    if finding.fix:
+        terminal.say(f"{'':<9}fix: {finding.fix}")
 
+
+def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tuple["Finding | None", "DryRun | None"]:
+    """The dry run, or why there is none; neither if the run file does not hold together, which has been told."""
     from ingot.config import load
-    from ingot.planner.timeline import timeline_lines
+    from ingot.errors import ConfigError, IngotError, require
+    from ingot.planner.check import Finding
     from ingot.schema.run import RunConfig
-
-    width = max(shutil.get_terminal_size((120, 24)).columns, 80)
-    return timeline_lines(load(RunConfig, args.run_file, tuple(args.overrides)), cluster, args.timeline, width)
-
-
-def _simulate(args: argparse.Namespace, device: str, terminal: Terminal):
-    """The dry run; it needs a run file that holds together, but neither data nor devices."""
-    from ingot.config import load
-    from ingot.errors import require
-    from ingot.schema.run import RunConfig
+    from ingot.theory.layout import require_layout
     from ingot.train.dry_run import simulate
 
     require("torch", "train")
-    config = load(RunConfig, args.run_file, tuple(args.overrides))
+    try:
+        config = load(RunConfig, args.run_file, tuple(args.overrides))
+        require_layout(config)
+    except ConfigError:
+        return None, None
     wanted = config.train.device
-    return simulate(
-        config,
-        device=device if wanted == "auto" else wanted,
-        progress=lambda done, ranks: terminal.progress(done / ranks, f"traced {done} of {ranks} ranks"),
-    )
+    device = device if wanted == "auto" else wanted
+
+    def progress(done: int, ranks: int) -> None:
+        terminal.progress(done / ranks, f"traced {done} of {ranks} ranks")
+
+    try:
+        return None, simulate(config, device=device, progress=progress)
+    except IngotError as error:
+        return Finding("error", "--simulate", error.found, error.fix), None

@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 
 from ingot.cli.terminal import Terminal
+from ingot.theory.rendezvous import ISEND, MESSAGES, SEND
 from ingot.train.dry_run import MOMENTS, STEADY, DryRun, Trace
 from ingot.units import format_bytes
 
@@ -27,20 +28,34 @@ def show(found: DryRun, terminal: Terminal) -> None:
         for t in first
     ]
     terminal.table(rows, ("rank", *kinds, "at"), right=range(1, len(kinds) + 1))
-    terminal.say("\nOne optimizer step, per rank: work, collectives (sends excepted) and bytes sent by axis:")
+    terminal.say(
+        "\nOne optimizer step, per rank: work (computed: with what is recomputed), collectives and bytes sent by axis:"
+    )
     axes = [axis for axis in (*found.grid.sizes, "world") if any(t.counts.get(axis) for t in first)]
     rows = [
-        [t.name, f"{(t.matmul_flops + t.attention_flops / 2) / 1e12:,.0f} TFLOP", *(_sent(t, a) for a in axes)]
+        [
+            t.name,
+            _tera(found.useful[t.position]),
+            _tera(t.matmul_flops + t.attention_flops / 2),
+            *(_sent(t, a) for a in axes),
+        ]
         for t in first
     ]
-    terminal.table(rows, ("rank", "useful work", *axes), right=range(1, len(axes) + 2))
+    terminal.table(rows, ("rank", "useful TFLOP", "computed TFLOP", *axes), right=range(1, len(axes) + 3))
+    if found.overlap_left_out:
+        terminal.say("The overlap of parallel.async_tp is not followed: collectives are told as they are without it.")
     _verdicts(found, terminal)
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:,.0f}"
 
 
 def _sent(trace: Trace, axis: str) -> str:
     counts = trace.counts.get(axis, {})
-    collectives = sum(n for op, n in counts.items() if op not in ("send", "irecv", "recv", "wait"))
-    calls = f"{collectives} calls" if collectives else f"{counts.get('send', 0)} sends"
+    collectives = sum(n for op, n in counts.items() if op not in MESSAGES)
+    sends = sum(counts.get(op, 0) for op in (SEND, ISEND))
+    calls = f"{collectives} calls" if collectives else f"{sends} sends"
     return f"{calls}, {format_bytes(trace.sent.get(axis, 0))}"
 
 
@@ -73,4 +88,5 @@ def facts(found: DryRun) -> dict:
         "alike": found.world.alike,
         "compared": [asdict(c) | {"deviation": c.deviation, "agrees": c.agrees} for c in found.compared],
         "planner_bytes": found.bills,
+        "useful_flops": found.useful,
     }

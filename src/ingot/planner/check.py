@@ -30,12 +30,16 @@ _HIGH_LEARNING_RATE = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """where: "run.toml:14", or the key it is about. fix: the way out, "" when the message says it."""
+    """where: "run.toml:14", or the key it is about. fix: the way out, "" when the message says it.
+
+    missing_here: of things around a run that are not there (data, disk); the run file itself may be sound.
+    """
 
     severity: Literal["error", "warning"]
     where: str
     message: str
     fix: str = ""
+    missing_here: bool = False
 
 
 def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str, ...] = ()) -> list[Finding]:
@@ -152,9 +156,10 @@ def _token_folder(run, base: Path, key: str, sound: Set[str]) -> tuple[list[Find
     try:
         manifest = read_token_manifest(folder)
     except DataError as error:
-        return [Finding("error", where, f"{where}: {error.found}", error.fix)], None
+        return [Finding("error", where, f"{where}: {error.found}", error.fix, missing_here=True)], None
     findings = [
-        Finding("error", where, m, "ingot data verify shows all; build it again") for m in _shards(folder, manifest)
+        Finding("error", where, m, "ingot data verify shows all; build it again", missing_here=True)
+        for m in _shards(folder, manifest)
     ]
     if "model" in sound and manifest.vocab_size > run.model.vocab_size:
         message = f"token ids reach {manifest.vocab_size - 1:,}, model.vocab_size is {run.model.vocab_size:,}"
@@ -195,7 +200,8 @@ def _tokenizer(run, base: Path, manifest: TokenManifest | None, sound: Set[str])
         return
     path = base / run.data.tokenizer
     if not path.is_file():
-        yield Finding("error", "data.tokenizer", f"no tokenizer at {path}", "it lies beside the token folders")
+        fix = "it lies beside the token folders"
+        yield Finding("error", "data.tokenizer", f"no tokenizer at {path}", fix, missing_here=True)
     elif manifest and sha256_file(path) != manifest.tokenizer_sha256:
         message = f"{path} is not the tokenizer that encoded {run.data.tokens}"
         yield Finding("error", "data.tokenizer", message, "name the tokenizer.json that the tokens were built with")
@@ -220,4 +226,4 @@ def _disk(run, base: Path) -> Iterator[Finding]:
     if needed > free:
         total = f"{run.checkpoint.keep} + 1 checkpoints x {format_bytes(one)} = {format_bytes(needed)}"
         message = f"{total}, {format_bytes(free)} free at {place}"
-        yield Finding("error", "checkpoint.keep", message, "lower checkpoint.keep or free space")
+        yield Finding("error", "checkpoint.keep", message, "lower checkpoint.keep or free space", missing_here=True)

@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _Shape = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # sizes, strides, storage offset, dtype
-
+# Operation and its inputs -> what it makes: (how, shapes of the results, whether there are several).
+Known = dict[Any, tuple[Any, list[_Shape], bool] | None]
 
 _UNSEEN: Any = object()
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class _NotRemembered(Exception):
@@ -28,15 +30,24 @@ class _NotRemembered(Exception):
 
 
 class FakeProgram(FakeTensorMode):
-    """Enter it outermost: what is entered inside sees the operations as the program issues them."""
+    """Enter it outermost: what is entered inside sees the operations as the program issues them.
 
-    def __init__(self):
+    known: what is remembered; programs may share it.
+    """
+
+    def __init__(self, known: Known | None = None):
         super().__init__(allow_non_fake_inputs=True)
-        # operation and its inputs -> what it makes: (how, shapes of the results, whether there are several)
-        self._known: dict[Any, tuple[Any, list[_Shape], bool] | None] = {}
+        self._known: Known = {} if known is None else known
+        self._attributes = dict(FakeTensor(self, torch.empty(0, device=_META), _CPU).__dict__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and hiding from the compiler takes longer than a remembered operation
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
         kwargs = kwargs or {}
+        if func is _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]  # as it does really; PyTorch's fake of it is another tensor
         if not types and _stays_real(args, kwargs):
             return func(*args, **kwargs)
         try:
@@ -50,6 +61,22 @@ class FakeProgram(FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             self._known[key] = _describe(func, args, result)  # pyright: ignore[reportPossiblyUnboundVariable]
             return result
+        return self._again(known, args)
+
+    def call(self, func, args: Any, kwargs) -> Any:
+        """func(*args, **kwargs), for a mode inside of this one: what is remembered takes no way through dispatchers."""
+        if func is _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]
+        try:
+            known = self._known.get((func, _key(args), _key(tuple(kwargs.items()))))
+        except (_NotRemembered, TypeError):
+            known = None
+        if known is None:
+            return func(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateImportUsage]
+            return self._again(known, args)
+
+    def _again(self, known: tuple[Any, list[_Shape], bool], args: Any) -> Any:
         source, shapes, several = known
         if source == "itself":
             return args[0]
@@ -58,10 +85,15 @@ class FakeProgram(FakeTensorMode):
 
     def _make(self, viewed: Tensor | None, size, stride, offset: int, dtype: torch.dtype) -> FakeTensor:
         if viewed is None:
-            return FakeTensor(self, torch.empty_strided(size, stride, dtype=dtype, device=_META), _CPU)
-        view = torch.empty(0, dtype=dtype, device=_META)
-        view.set_(viewed.untyped_storage(), offset, size, stride)
-        return FakeTensor(self, view, _CPU)
+            meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        else:
+            meta = torch.empty(0, dtype=dtype, device=_META)
+            meta.set_(viewed.untyped_storage(), offset, size, stride)
+        # What FakeTensor(self, meta, cpu) does, without looking at each of its arguments and attributes again.
+        made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes)
+        return made
 
 
 def _stays_real(args, kwargs) -> bool:
@@ -77,15 +109,16 @@ def _stays_real(args, kwargs) -> bool:
 
 
 def _key(value) -> Any:
-    if isinstance(value, FakeTensor):
+    kind = type(value)
+    if kind is FakeTensor:
         if value.constant is not None or value.fake_device != _CPU:
             raise _NotRemembered
         return value.shape, value.stride(), value.storage_offset(), value.dtype
+    if kind is tuple or kind is list or kind is torch.Size:
+        return tuple([_key(item) for item in value]) if value else ()
     if isinstance(value, Tensor):
         raise _NotRemembered
-    if isinstance(value, (tuple, list)):
-        return tuple([_key(item) for item in value])
-    return type(value), value
+    return kind, value
 
 
 def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ingot.telemetry.calls import call_of, collective_tensors, is_collective
-from ingot.theory.rendezvous import IRECV, RECV, WAIT, Call
+from ingot.telemetry.fake import FakeProgram
+from ingot.theory.rendezvous import IRECV, ISEND, RECV, SEND, SENT, WAIT, Call
 
 ROUNDING_BYTES = 512
 # Kinds of memory, by what a tensor is for. A tensor may be told what it is later (`label`), even on its way.
@@ -62,11 +63,14 @@ class Tracker(TorchDispatchMode):
     """Use as a context; inside, name the moments, kinds and places of what comes.
 
     events: everything worth telling, in the order of issue. flops: by operation. calls: of this rank, in order, for
-    theory/rendezvous.py. moments: (name, first entry of the memory log).
+    theory/rendezvous.py. moments: (name, first entry of the memory log). fakes: the mode of fake tensors around it, if
+    there is one, to be quick.
     """
 
-    def __init__(self):
+    def __init__(self, fakes: FakeProgram | None = None):
         super().__init__()
+        self._call = _call if fakes is None else fakes.call
+        self._flops_of: dict[tuple, int] = {}
         self.events: list[Event] = []
         self.flops: Counter[str] = Counter()
         self.operations = 0
@@ -80,8 +84,9 @@ class Tracker(TorchDispatchMode):
         self._kinds: list[str] = []
         self._held_bytes: list[int] = []
         self._log: list[tuple[int, int, str]] = []  # storage number, bytes more, place
-        self._receives: Counter[tuple] = Counter()  # by group, channel and sender
-        self._posting: list[Call] | None = None  # within irecv
+        self._messages: Counter[tuple] = Counter()  # by direction, group, channel and peer
+        self._posting: list[Call] | None = None  # within isend or irecv
+        self._in_batch = 0  # within a batch of them: the how-manieth, from 1
         self._replaced: list[tuple[Any, str, Any]] = []
 
     # -- what the program is told to be doing ------------------------------------------------------------------------
@@ -150,15 +155,23 @@ class Tracker(TorchDispatchMode):
                 top, by_kind, at = total, dict(held), place
         return Peak(top, {kind: size for kind, size in by_kind.items() if size}, at, total)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what is compiled is not traced here, and hiding from the compiler costs as much as tracking
+
     # -- how it is seen ----------------------------------------------------------------------------------------------
 
     def __enter__(self):
         self._replace(torch.autograd, "backward", self._in_backward(torch.autograd.backward))
         # FSDP2 frees gathered parameters by shrinking their storage to nothing.
         self._replace(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
-        irecv = self._posted(distributed_c10d.irecv)
-        self._replace(distributed_c10d, "irecv", irecv)
-        self._replace(torch.distributed, "irecv", irecv)
+        for name in ("isend", "irecv"):
+            posting = self._posted(getattr(distributed_c10d, name))
+            self._replace(distributed_c10d, name, posting)
+            self._replace(torch.distributed, name, posting)
+        batching = self._batched(distributed_c10d.batch_isend_irecv)
+        self._replace(distributed_c10d, "batch_isend_irecv", batching)
+        self._replace(torch.distributed, "batch_isend_irecv", batching)
         return super().__enter__()
 
     def __exit__(self, *exception):
@@ -168,19 +181,21 @@ class Tracker(TorchDispatchMode):
             setattr(owner, name, original)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for twice per operation: the long way takes as long as the operation
         if DTensor in types:
             return NotImplemented  # it takes itself apart into local operations first
-        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for twice per operation: the long way takes as long as the operation
-        result = func(*args, **(kwargs or {}))
+        result = self._call(func, args, kwargs or {})
         if is_collective(func):
             self._communicated(func, args, kwargs or {}, result)
         elif (packet := func._overloadpacket) in flop_registry:
             self.operations += 1
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-            self.flops[packet.__name__] += flops
+            self.flops[packet.__name__] += self._count(packet, args, kwargs or {}, result)
             self.events.append(Event("compute", packet.__name__, self.place))
-        elif not func.is_view:
+        elif func.is_view:
+            # Its memory was seen when it was made, or is not of this program: Gloo's own copies come into sight so.
+            return result
+        else:
             self.operations += 1
         if isinstance(result, Tensor):
             self._hold(result)
@@ -190,17 +205,26 @@ class Tracker(TorchDispatchMode):
                     self._hold(tensor)
         return result
 
+    def _count(self, packet, args, kwargs, result) -> int:
+        """FLOPs. The formulas look at shapes, of arguments that are tensors, numbers and names."""
+        key = (packet, *[arg.shape if isinstance(arg, Tensor) else repr(arg) for arg in (*args, *kwargs.values())])
+        if key not in self._flops_of:
+            self._flops_of[key] = flop_registry[packet](*args, **kwargs, out_val=result)
+        return self._flops_of[key]
+
     def _communicated(self, func, args, kwargs, result) -> None:
         call = call_of(func, args, kwargs, result, self.place)
         if call is None:
             self.events.append(Event("wait", func._overloadpacket.__name__, self.place))
             return
-        if call.op == RECV:
-            way = call.group, call.channel, call.peer
+        if call.op in (SEND, RECV):
+            way = call.op, call.group, call.channel, call.peer
             if self._posting is not None:
-                call = replace(call, op=IRECV)
-                self._posting.append(replace(call, op=WAIT, ticket=self._receives[way]))
-            self._receives[way] += 1
+                posted, done = (ISEND, SENT) if call.op == SEND else (IRECV, WAIT)
+                self._posting.append(replace(call, op=done, ticket=self._messages[way]))
+                call = replace(call, op=posted, joined=self._in_batch > 1)
+                self._in_batch += self._in_batch > 0
+            self._messages[way] += 1
         self.events.append(Event("call", call.op, self.place, call))
         # Buffers of in-place collectives exist for them alone, unless they are known to be something that stays.
         for tensor in collective_tensors(func, args):
@@ -263,9 +287,9 @@ class Tracker(TorchDispatchMode):
         return resize_
 
     def _posted(self, original: Callable) -> Callable:
-        """A receive that tells when it is waited for, which is when it can hold the rank."""
+        """A send or receive that tells when it is waited for, which is when it can hold the rank."""
 
-        def irecv(*args, **kwargs):
+        def post(*args, **kwargs):
             self._posting = []
             try:
                 work = original(*args, **kwargs)
@@ -273,7 +297,17 @@ class Tracker(TorchDispatchMode):
             finally:
                 self._posting = None
 
-        return irecv
+        return post
+
+    def _batched(self, original: Callable) -> Callable:
+        def batch_isend_irecv(messages):
+            self._in_batch = 1
+            try:
+                return original(messages)
+            finally:
+                self._in_batch = 0
+
+        return batch_isend_irecv
 
     def _waited(self, call: Call) -> Callable[[], None]:
         return lambda: self.events.append(Event("call", call.op, self.place, replace(call, label=self.place)))
@@ -296,6 +330,10 @@ class _Awaited:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+def _call(func, args, kwargs) -> Any:
+    return func(*args, **kwargs)
 
 
 _DEVICE_OF = torch.ops.prim.device.default

@@ -1,9 +1,14 @@
 """Do the collectives of many ranks meet? A simulation of recorded sequences, without a device and without torch.
 
-The rules are stricter than those of NCCL or gloo, so what passes here cannot hang there for its order: a collective
-holds its rank until every member of the group has come to the same one (same operation, dtype and size); a send leaves
-at once; a posted receive (irecv) costs nothing until it is waited for, which holds its rank until the message has been
-sent, as a plain receive does; messages between two ranks on one channel arrive in the order in which they were sent.
+The rules are those of NCCL where it is strictest: each rank works off what it issues on one communicator (a group and a
+channel) in order, one after the other, and each of them only together with its partners:
+
+- a collective holds its rank until every member of the group has come to the same one (operation, dtype and size);
+- a message leaves only when its receiver is there for it, and nothing behind it on that communicator goes before;
+- `isend` and `irecv` hold their communicator but not their rank, which goes on until it waits for them. Messages of one
+  batch leave side by side.
+
+So what passes does not hang for its order. (NCCL does not hold a rank for an asynchronous collective either.)
 
 A world of thousands of ranks is followed through a few of them (theory/mesh_world.py).
 """
@@ -13,7 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SEND, RECV, BARRIER = "send", "recv", "barrier"
-IRECV, WAIT = "irecv", "wait"  # a receive that is posted, and waited for later
+ISEND, IRECV = "isend", "irecv"  # posted
+SENT, WAIT = "sent", "wait"  # until a posted send, or a posted receive, is done
+MESSAGES = (SEND, RECV, ISEND, IRECV, SENT, WAIT)
+_SENDS, _RECEIVES, _POSTED, _WAITS = (SEND, ISEND), (RECV, IRECV), (ISEND, IRECV), (SENT, WAIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +31,8 @@ class Call:
     group: the global ranks of its process group, in group order. channel: which of several groups of the same ranks
     (communicators do not meet each other). elements: of the whole tensor (of all parts together for a gather or a
     scatter). peer: global rank of the other side of a send or receive, or the root of a broadcast; else -1.
-    ticket: of a wait: the how-manieth receive (from 0) of this channel and peer it waits for.
-    label: where in the program it is, for messages; never compared.
+    ticket: of a wait: the how-manieth send or receive (from 0) of this channel and peer it waits for.
+    label: where in the program it is, for messages; never compared. joined: to the message before it, in one batch.
     """
 
     op: str
@@ -35,17 +43,18 @@ class Call:
     peer: int = -1
     label: str = ""
     ticket: int = -1
+    joined: bool = False
 
     @property
     def is_p2p(self) -> bool:
-        return self.op in (SEND, RECV, IRECV, WAIT)
+        return self.op in MESSAGES
 
     @property
     def signature(self) -> tuple:
         return self.op, self.dtype, self.elements, self.peer
 
     def __str__(self) -> str:
-        other = "" if self.peer < 0 else f" {'to' if self.op == SEND else 'from'} rank {self.peer}"
+        other = "" if self.peer < 0 else f" {'to' if self.op in (SEND, ISEND, SENT) else 'from'} rank {self.peer}"
         size = "" if self.op == BARRIER else f" of {self.elements:,} {self.dtype}"
         place = f" [{self.label}]" if self.label else ""
         return f"{self.op}{size}{other}{place}"
@@ -73,30 +82,28 @@ def first_fault(programs: Mapping[int, Sequence[Call]], names: Mapping[int, str]
     return _Play(programs, names or {}).run()
 
 
+_Done = tuple[int, tuple[int, Call]]  # a rank, and what it has done at which place in its program
+
+
 class _Play:
     def __init__(self, programs: Mapping[int, Sequence[Call]], names: Mapping[int, str]):
         self.programs, self.names = programs, names
         self.at = dict.fromkeys(programs, 0)
-        # By (group, channel, sender, receiver): messages sent, and receives posted, in their order.
-        self.sent: dict[tuple, list[Call]] = defaultdict(list)
-        self.posted: dict[tuple, list[Call]] = defaultdict(list)
+        self.issued = dict.fromkeys(programs, 0)  # so many calls of its program
+        self.ready = deque(programs)
+        # What a rank has issued on a communicator (rank, group, channel) and not done, with its place in the program:
+        # the batches in turn, most of them of one.
+        self.queues: dict[tuple, deque[list[tuple[int, Call]]]] = defaultdict(deque)
+        # How many are done, by (rank, group, channel, peer, is it a send).
+        self.done: dict[tuple, int] = defaultdict(int)
         self.members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def run(self) -> Fault | None:
-        ready = deque(self.programs)
-        while ready:
-            rank = ready.popleft()
-            while (call := self.head(rank)) is not None:
-                if call.is_p2p:
-                    done = self.exchange(rank, call, ready)
-                else:
-                    done = self.meet(rank, call, ready)
-                if isinstance(done, Fault):
-                    return done
-                if not done:
-                    break
+        while self.ready:
+            if fault := self.advance(self.ready.popleft()):
+                return fault
         waiting = [rank for rank in self.programs if self.head(rank) is not None]
-        return self.explain(waiting) if waiting else self.unread()
+        return self.explain(waiting) if waiting else self.left_over()
 
     def head(self, rank: int) -> Call | None:
         program, at = self.programs[rank], self.at[rank]
@@ -108,63 +115,93 @@ class _Play:
             self.members[group] = tuple(rank for rank in group if rank in self.programs)
         return self.members[group]
 
-    def exchange(self, rank: int, call: Call, ready: deque) -> bool | Fault:
-        """A send or receive that touches a rank that is not followed always succeeds."""
-        if call.peer in self.programs:
-            if call.op == SEND:
-                self.sent[call.group, call.channel, rank, call.peer].append(call)
-                ready.append(call.peer)
+    def advance(self, rank: int) -> Fault | None:
+        """Let `rank` go on until something holds it."""
+        while (call := self.head(rank)) is not None:
+            at = self.at[rank]
+            if call.op in _WAITS:
+                if self.done[rank, call.group, call.channel, call.peer, call.op == SENT] <= call.ticket:
+                    return None
+                self.at[rank] = self.issued[rank] = at + 1
+            elif self.issued[rank] == at:
+                self.issued[rank] = at + 1
+                queue = self.queues[rank, call.group, call.channel]
+                if call.joined and queue:
+                    queue[-1].append((at, call))
+                else:
+                    queue.append([(at, call)])
+                if call.op in _POSTED:
+                    self.at[rank] = at + 1
+                if fault := self.work_off(rank, call.group, call.channel):
+                    return fault
             else:
-                return self.receive(rank, call, (call.group, call.channel, call.peer, rank))
-        self.at[rank] += 1
-        return True
+                return None
+        return None
 
-    def receive(self, rank: int, call: Call, way: tuple) -> bool | Fault:
-        sent, posted = self.sent[way], self.posted[way]
-        number = call.ticket if call.op == WAIT else len(posted)
-        if call.op != IRECV:
-            if number >= len(sent):
-                return False
-            wanted, message = posted[number] if call.op == WAIT else call, sent[number]
-            if (wanted.dtype, wanted.elements) != (message.dtype, message.elements):
-                return self.different(rank, wanted, call.peer, message)
-        if call.op != WAIT:
-            posted.append(call)
-        self.at[rank] += 1
-        return True
+    def work_off(self, rank: int, group: tuple[int, ...], channel: str) -> Fault | None:
+        """Do what can be done on a communicator, now that `rank` has something new at the head of its queue."""
+        changed = [rank]
+        while changed:
+            queue = self.queues[rank := changed.pop(), group, channel]
+            if not queue:
+                continue
+            met = self.exchange(rank, queue[0]) if queue[0][0][1].is_p2p else self.meet(rank, *queue[0][0])
+            if isinstance(met, Fault):
+                return met
+            for other, done in met:
+                self.finish(other, *done)
+                changed.append(other)
+        return None
 
-    def meet(self, rank: int, call: Call, ready: deque) -> bool | Fault:
-        present = self.present(call.group)
-        for other in present:
-            theirs = self.head(other)
-            if theirs is None or theirs.is_p2p or (theirs.group, theirs.channel) != (call.group, call.channel):
-                return False
-            if theirs.signature != call.signature:
-                return self.different(rank, call, other, theirs)
-        for other in present:
-            self.at[other] += 1
-            if other != rank:
-                ready.append(other)
-        return True
+    def finish(self, rank: int, at: int, call: Call) -> None:
+        queue = self.queues[rank, call.group, call.channel]
+        queue[0].remove((at, call))
+        if not queue[0]:
+            queue.popleft()
+        self.done[rank, call.group, call.channel, call.peer, call.op in _SENDS] += 1
+        if call.op not in _POSTED:
+            self.at[rank] += 1
+        self.ready.append(rank)
 
-    def different(self, rank: int, call: Call, other: int, theirs: Call) -> Fault:
-        mine, its = f"{self.name(rank)}: {call}, its call {self.at[rank]}", f"{self.name(other)}: {theirs}"
-        if not theirs.is_p2p:
-            its += f", its call {self.at[other]}"
-        return Fault("mismatch", f"{mine}\n{its}", {rank: self.at[rank], other: self.at[other]})
+    def exchange(self, rank: int, batch: list[tuple[int, Call]]) -> list[_Done] | Fault:
+        """A message of `batch` that can leave: both its sides, or that of `rank` alone if the other is not followed."""
+        for at, call in batch:
+            if call.peer not in self.programs:
+                return [(rank, (at, call))]
+            queue = self.queues[call.peer, call.group, call.channel]
+            fitting = _RECEIVES if call.op in _SENDS else _SENDS
+            for other_at, theirs in queue[0] if queue else ():
+                if theirs.peer == rank and theirs.op in fitting:
+                    if (theirs.dtype, theirs.elements) != (call.dtype, call.elements):
+                        return self.different(rank, at, call, call.peer, other_at, theirs)
+                    return [(rank, (at, call)), (call.peer, (other_at, theirs))]
+        return []
 
-    def unread(self) -> Fault | None:
-        """All programs ended: nothing that was sent may be left, and nothing may be waited for in vain."""
-        for way in self.sent.keys() | self.posted.keys():
-            sent, posted = self.sent[way], self.posted[way]
-            _, _, sender, receiver = way
-            where = {receiver: self.at[receiver], sender: self.at[sender]}
-            if len(sent) > len(posted):
-                message = f"{self.name(receiver)} ends without receiving what {self.name(sender)} sent"
-                return Fault("missing", f"{message}: {sent[len(posted)]}", where)
-            if len(posted) > len(sent):
-                message = f"{self.name(sender)} ends without sending what {self.name(receiver)} expects"
-                return Fault("missing", f"{message}: {posted[len(sent)]}", where)
+    def meet(self, rank: int, at: int, call: Call) -> list[_Done] | Fault:
+        """A collective: all followed members, or nobody yet."""
+        met: list[_Done] = []
+        for other in self.present(call.group):
+            queue = self.queues[other, call.group, call.channel]
+            if not queue or queue[0][0][1].is_p2p:
+                return []
+            if queue[0][0][1].signature != call.signature:
+                return self.different(rank, at, call, other, *queue[0][0])
+            met.append((other, queue[0][0]))
+        return met
+
+    def different(self, rank: int, at: int, call: Call, other: int, other_at: int, theirs: Call) -> Fault:
+        lines = f"{self.name(rank)}: {call}, its call {at}", f"{self.name(other)}: {theirs}, its call {other_at}"
+        return Fault("mismatch", "\n".join(lines), {rank: self.at[rank], other: self.at[other]})
+
+    def left_over(self) -> Fault | None:
+        """All programs ended: nothing that was posted may be left."""
+        for (rank, _, _), queue in self.queues.items():
+            if queue:
+                _, call = queue[0][0]
+                missed = "receiving what" if call.op in _SENDS else "sending what"
+                does = "sent" if call.op in _SENDS else "expects"
+                message = f"{self.name(call.peer)} ends without {missed} {self.name(rank)} {does}: {call}"
+                return Fault("missing", message, {r: self.at[r] for r in (call.peer, rank)})
         return None
 
     def explain(self, waiting: list[int]) -> Fault:
@@ -182,20 +219,28 @@ class _Play:
         lines = [f"{self.waits(r)} {self.name(self.waits_for(r))}" for r in circle]
         return Fault("deadlock", "\n".join(lines), {r: self.at[r] for r in circle})
 
+    def first_undone(self, rank: int) -> tuple[int, Call]:
+        """What holds a waiting rank: its call, or what lies before that on the same communicator."""
+        at, call = self.at[rank], self.programs[rank][self.at[rank]]
+        queue = self.queues[rank, call.group, call.channel]
+        return queue[0][0] if queue else (at, call)  # empty: a wait for what was never posted
+
     def waits_for(self, rank: int) -> int:
         """A rank that keeps `rank` from going on."""
-        call = self.programs[rank][self.at[rank]]
+        _, call = self.first_undone(rank)
         if call.is_p2p:
             return call.peer
         for other in self.present(call.group):
-            theirs = self.head(other)
-            if theirs is None or theirs.is_p2p or (theirs.group, theirs.channel) != (call.group, call.channel):
+            queue = self.queues[other, call.group, call.channel]
+            if not queue or queue[0][0][1].is_p2p:
                 return other
         raise AssertionError(f"rank {rank} waits for nobody")
 
     def waits(self, rank: int) -> str:
-        call = self.programs[rank][self.at[rank]]
-        return f"{self.name(rank)}: {call}, its call {self.at[rank]}, waits for"
+        at, call = self.at[rank], self.programs[rank][self.at[rank]]
+        before, first = self.first_undone(rank)
+        behind = f" behind {first}, its call {before}," if before != at and call.op not in _WAITS else ""
+        return f"{self.name(rank)}: {call}, its call {at},{behind} waits for"
 
     def name(self, rank: int) -> str:
         return f"rank {rank}" + (f" ({self.names[rank]})" if rank in self.names else "")

@@ -14,15 +14,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ingot.config import to_dict
 from ingot.errors import ConfigError, ResourceError
+from ingot.machine.facts import usable_cores
 from ingot.planner.memory import position_bill
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import Position, positions, require_layout
 from ingot.theory.mesh_world import Grid, WorldCheck, check_world
-from ingot.theory.rendezvous import SEND, Call
+from ingot.theory.rendezvous import ISEND, SEND, Call
 from ingot.theory.traffic import sent_by_axis, step_traffic
 from ingot.theory.work import step_work
 
@@ -85,13 +86,16 @@ class Compared:
 
 @dataclass(frozen=True)
 class DryRun:
-    """bills: the planner's memory of each pipeline rank at its peak, in bytes."""
+    """By pipeline rank, bills: the planner's memory at the peak, in bytes. useful: FLOPs of a step that recomputes no
+    block, by formula. overlap_left_out: the run overlaps tp's collectives with its products, the trace does not."""
 
     grid: Grid
     traces: list[Trace]
     world: WorldCheck
     compared: list[Compared]
     bills: list[float]
+    useful: list[float]
+    overlap_left_out: bool
 
     @property
     def bases(self) -> list[int]:
@@ -105,11 +109,12 @@ class DryRun:
 
 
 def simulate(
-    config: RunConfig, *, device: str, jobs: int = 2, progress: Callable[[int, int], None] | None = None
+    config: RunConfig, *, device: str, jobs: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> DryRun:
     """Trace every distinct rank of `config`, at most `jobs` at a time, and judge them together.
 
-    device: "cpu" or "cuda", the kind of machine it is meant for. progress(done, all) is called as traces come in.
+    device: "cpu" or "cuda", the kind of machine it is meant for. jobs: None for as many as there are cores, at least 2
+    and at most 8; one takes about 350 MB. progress(done, all) is called as traces come in.
     Raises ConfigError for a layout that breaks a rule or cannot be followed, ResourceError when a trace fails.
     """
     require_layout(config)
@@ -121,6 +126,7 @@ def simulate(
         )
     grid = Grid({axis: getattr(config.parallel, axis) for axis in AXES})
     ranks = chosen_ranks(grid)
+    jobs = jobs or min(max(usable_cores(), 2), 8)
     answers = _trace(config, ranks, device, jobs, progress)
     traces = [read_answer(answers[rank], grid) for rank in ranks]
     names = {trace.rank: trace.name for trace in traces}
@@ -128,23 +134,19 @@ def simulate(
     places = positions(config)
     compared = [c for trace in traces for c in compare(trace, places[trace.position], device)]
     bills = [sum(term.value for term in position_bill(place, device).values()) for place in places]
-    return DryRun(grid, traces, world, compared, bills)
+    useful = [useful_flops(place, device) for place in places]
+    return DryRun(grid, traces, world, compared, bills, useful, config.parallel.async_tp)
 
 
 def chosen_ranks(grid: Grid) -> list[int]:
-    """The first rank of every pipeline position; of the first and last position also the last one on each other axis.
+    """The first rank of every pipeline position, and of the first and last position the one that is last on all axes.
 
     Nothing in the program looks at a coordinate but through the sizes of what a rank holds, so other ranks do as one of
     these does; that those at the ends do is looked at.
     """
-    axes, sizes = tuple(grid.sizes), tuple(grid.sizes.values())
-    pp = axes.index("pp")
-    chosen = [[p if i == pp else 0 for i in range(len(axes))] for p in range(sizes[pp])]
-    for station in dict.fromkeys((0, sizes[pp] - 1)):
-        for i, size in enumerate(sizes):
-            if i != pp and size > 1:
-                chosen.append([station if j == pp else (size - 1 if j == i else 0) for j in range(len(axes))])
-    return [grid.rank(place) for place in chosen]
+    inner = grid.world_size // grid.sizes["pp"]
+    firsts = [position * inner for position in range(grid.sizes["pp"])]
+    return firsts + [first + inner - 1 for first in dict.fromkeys((firsts[0], firsts[-1])) if inner > 1]
 
 
 def rank_name(rank: int, grid: Grid) -> str:
@@ -173,8 +175,9 @@ def _trace(config: RunConfig, ranks: list[int], device: str, jobs: int, progress
         late = threading.Timer(_DEADLINE_SECONDS, _end, (process,))
         late.start()
         try:
-            process.stdin.write(request)
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it died early, and tells below why
+                process.stdin.write(request)
+                process.stdin.close()
             for line in process.stdout:
                 answer = json.loads(line)
                 if "error" in answer:
@@ -208,10 +211,7 @@ def failure(answer: dict) -> Exception:
 
 def read_answer(answer: dict, grid: Grid) -> Trace:
     groups = [tuple(group) for group in answer["groups"]]
-    table = [
-        Call(op, groups[group], dtype, elements, channel, peer, label, ticket)
-        for op, group, dtype, elements, channel, peer, label, ticket in answer["calls"]
-    ]
+    table = [Call(op, groups[group], *rest) for op, group, *rest in answer["calls"]]
     axes = ["+".join(grid.axes(group)) for group in groups]
     axes = [
         name if "+" not in name or len(group) < grid.world_size else "world"
@@ -244,7 +244,12 @@ def read_answer(answer: dict, grid: Grid) -> Trace:
 def sent_bytes(call: Call) -> float:
     """What this rank sends for it: rings, as in theory/traffic.py."""
     size, ranks = call.elements * _BYTES[call.dtype], len(call.group)
-    return size if call.op == SEND else _RING.get(call.op, 0) * size * (ranks - 1) / ranks
+    return size if call.op in (SEND, ISEND) else _RING.get(call.op, 0) * size * (ranks - 1) / ranks
+
+
+def useful_flops(place: Position, device: str) -> float:
+    work = step_work(replace(place, parallel=replace(place.parallel, recompute="none")), device)
+    return work.matmul_flops + work.attention_flops
 
 
 def compare(trace: Trace, place: Position, device: str) -> list[Compared]:

@@ -2,11 +2,12 @@
 
 Tensors are fake (shape and dtype, no memory), the process group is fake (it says yes to everything). Everything else is
 the program that trains. Started by train/dry_run.py as `python -m ingot.train.dry_run_role`: a request on standard
-input, one line of JSON per traced rank on standard output. Ranks are forked from this process, which has imported
-everything they need, and give their memory back when they are done.
+input, one line of JSON per traced rank on standard output. Processes that trace are forked from this one, which has
+imported everything they need.
 """
 
 import dataclasses
+import gc
 import json
 import multiprocessing
 import resource
@@ -14,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor, nn
+from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.config import from_dict
@@ -34,7 +36,7 @@ from ingot.parallel.zero import Zero
 from ingot.resilience.policy import DefaultPolicy
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
-from ingot.telemetry.fake import FakeProgram
+from ingot.telemetry.fake import FakeProgram, Known
 from ingot.telemetry.tracker import HOST, Tracker
 from ingot.theory import memory
 from ingot.theory.layout import resolve_parallel
@@ -47,17 +49,20 @@ BUILD, FIRST, STEADY, SAVE = "initialisation", "first step", "steady step", "sav
 _CPU = torch.device("cpu")
 
 
-def trace_rank(config: RunConfig, rank: int, device: str = "cpu") -> Tracker:
+def trace_rank(config: RunConfig, rank: int, device: str = "cpu", known: Known | None = None) -> Tracker:
     """Build the run as `rank`, take two optimizer steps, and gather what a checkpoint holds; the tracker saw it all.
 
     device: "cuda" for the operations and the chunks of logits that the program uses there. Nothing is compiled, so no
-    elementwise operations are fused. Needs a process without a process group, and leaves none.
+    elementwise operations are fused, and parallel.async_tp is not followed: it does the same collectives in parts.
+    known: what fakes remember, from ranks traced before. Needs a process without a process group, and leaves none.
     """
     train = dataclasses.replace(config.train, compile="off", device="cpu")
-    config = dataclasses.replace(config, train=train)
+    parallel = dataclasses.replace(config.parallel, async_tp=False)
+    config = dataclasses.replace(config, train=train, parallel=parallel)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
     try:
-        tracker = Tracker()
+        fakes = FakeProgram(known)
+        tracker = Tracker(fakes)
 
         def within_state(original: Callable) -> Callable:
             def build_within(*args, **kwargs):
@@ -66,14 +71,17 @@ def trace_rank(config: RunConfig, rank: int, device: str = "cpu") -> Tracker:
 
             return build_within
 
-        mesh = build_mesh(resolve_parallel(config), "cpu")  # its table of ranks has to be real
+        new_group = _own_groups_only(dist.new_group, rank)
+        with _replaced(device_mesh, "new_group", new_group):
+            mesh = build_mesh(resolve_parallel(config), "cpu")  # its table of ranks has to be real
         with (
+            _replaced(dist, "new_group", new_group),
             _replaced(build, "build_mesh", lambda *_: mesh),
             _replaced(build, "build_optimizer", within_state(build.build_optimizer)),
             _replaced(functional, "rms_norm", _rms_norm if device == "cuda" else functional.rms_norm),
             _replaced(functional, "scaled_dot_product_attention", _attention_of(device)),
             _replaced(memory, "LOGITS_CHUNK_BYTES", {"cpu": memory.LOGITS_CHUNK_BYTES[device]}),
-            FakeProgram(),
+            fakes,
             tracker,
         ):
             tracker.begin(BUILD)
@@ -104,6 +112,18 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _own_groups_only(original: Callable, rank: int) -> Callable:
+    """Every rank makes the groups of all ranks, thousands; of those without it only the name is counted here."""
+
+    def new_group(ranks: list[int], *args, **kwargs):
+        if rank in ranks:
+            return original(ranks, *args, **kwargs)
+        distributed_c10d._process_group_name(ranks, use_hashed_name=False)  # pyright: ignore[reportPrivateImportUsage]
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    return new_group
 
 
 # Fake tensors say that they are on a CPU, where PyTorch takes norms and attention apart in another way. These stand for
@@ -246,7 +266,7 @@ def told(tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
         program[moment] = [table.setdefault(call, len(table)) for call in calls]
     for call in table:
         groups.setdefault(call.group, len(groups))
-    rows = [[c.op, groups[c.group], c.dtype, c.elements, c.channel, c.peer, c.label, c.ticket] for c in table]
+    rows = [[c.op, groups[c.group], c.dtype, c.elements, c.channel, c.peer, c.label, c.ticket, c.joined] for c in table]
     return {
         "rank": rank,
         "peaks": {moment: dataclasses.asdict(peak) for moment, peak in tracker.peaks().items()},
@@ -260,43 +280,52 @@ def told(tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
     }
 
 
-def _trace_and_tell(config: RunConfig, rank: int, device: str, pipe: Connection) -> None:
-    started = time.process_time()
-    try:
-        tracker = trace_rank(config, rank, device)
-        answer = told(tracker, rank, time.process_time() - started)
-    except IngotError as error:
-        answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
-    except Exception as error:
-        answer = {"rank": rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    pipe.send_bytes(json.dumps(answer).encode())
-    pipe.close()
+def _trace_and_tell(config: RunConfig, device: str, pipe: Connection) -> None:
+    """Answer for one rank after the other until the pipe is closed. What fakes remember serves all of them."""
+    known: Known = {}
+    with suppress(EOFError):
+        while True:
+            rank, started = pipe.recv(), time.process_time()
+            try:
+                tracker = trace_rank(config, rank, device, known)
+                answer = told(tracker, rank, time.process_time() - started)
+            except IngotError as error:
+                answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                answer = {"rank": rank, "error": text, "traceback": traceback.format_exc()}
+            pipe.send_bytes(json.dumps(answer).encode())
 
 
 def main() -> None:
-    """Trace the ranks of the request on standard input, at most `jobs` at a time, in processes of their own."""
+    """Trace the ranks of the request on standard input in `jobs` processes at a time; a rank that fails ends it."""
     request = json.load(sys.stdin)
     config = from_dict(RunConfig, request["config"])
     torch.set_num_threads(1)
+    FakeProgram()  # imports the rest
+    gc.freeze()  # what is imported is not looked through again for every few thousand tensors
     context = multiprocessing.get_context("fork")
     left, running = list(request["ranks"]), {}
-    while left or running:
-        while left and len(running) < request["jobs"]:
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_trace_and_tell, args=(config, rank := left.pop(0), request["device"], theirs)
-            )
-            process.start()
-            theirs.close()
-            running[ours] = process, rank
+    for _ in range(min(request["jobs"], len(left))):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_trace_and_tell, args=(config, request["device"], theirs), daemon=True)
+        process.start()
+        theirs.close()
+        running[ours] = process, left.pop(0)
+        ours.send(running[ours][1])
+    while running:
         for pipe in wait(list(running)):
             assert isinstance(pipe, Connection)
             process, rank = running.pop(pipe)
             try:
                 answer = pipe.recv_bytes().decode()
             except EOFError:
+                process.join()
                 answer = json.dumps({"rank": rank, "error": f"its process died (exit code {process.exitcode})"})
-            process.join()
+                left.clear()
+            if left:
+                running[pipe] = process, left.pop(0)
+                pipe.send(running[pipe][1])
             print(answer, flush=True)
 
 

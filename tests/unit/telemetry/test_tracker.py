@@ -136,8 +136,9 @@ def test_collectives_are_recorded_with_group_size_and_peer(fork_ranks):
         ("reduce_scatter", 8, "float32", -1),
         ("all_reduce", 8, "float32", -1),
         ("broadcast", 8, "float32", 1),
-        ("send", 8, "float32", 1),
+        ("isend", 8, "float32", 1),
         ("irecv", 8, "float32", 1),
+        ("sent", 8, "float32", 1),
         ("wait", 8, "float32", 1),
         ("irecv", 8, "float32", 1),  # a plain receive is one that is waited for at once
         ("wait", 8, "float32", 1),

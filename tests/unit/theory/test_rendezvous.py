@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -78,17 +79,51 @@ def test_a_circle_over_three_groups_is_a_deadlock_and_names_its_ranks_only():
     assert fault and fault.kind == "deadlock" and set(fault.positions) == {0, 1, 2}
 
 
-def test_two_ranks_that_receive_first_are_a_deadlock_and_sends_are_eager():
+def test_two_ranks_that_receive_first_are_a_deadlock():
     fault = first_fault({0: [recv(1), send(1)], 1: [recv(0), send(0)]})
     assert fault and fault.kind == "deadlock"
-    assert first_fault({0: [send(1), recv(1)], 1: [send(0), recv(0)]}) is None
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_a_message_waits_for_its_receiver_and_what_is_behind_it_for_the_message(posted):
+    sends = isend if posted else send
+    fault = first_fault({0: [sends(1), recv(1)], 1: [sends(0), recv(0)]})
+    assert fault and fault.kind == "deadlock" and set(fault.positions) == {0, 1}
+    reduced = all_reduce(PAIR, channel="down")
+    fault = first_fault({0: [sends(1), reduced], 1: [reduced, recv(0)]})
+    assert fault and fault.kind == "deadlock"
+    if posted:
+        assert "all_reduce" in fault.message and "behind isend of 4 bfloat16 to rank 1" in fault.message
+
+
+def test_a_posted_send_holds_its_channel_and_not_its_rank():
+    first, second = dict[str, Any](channel="a"), dict[str, Any](channel="b")
+    assert first_fault({0: [isend(1, **first), recv(1, **second)], 1: [isend(0, **second), recv(0, **first)]}) is None
+    fault = first_fault({0: [send(1, **first), recv(1, **second)], 1: [send(0, **second), recv(0, **first)]})
+    assert fault and fault.kind == "deadlock"
+    waits = [isend(1, **first), replace(send(1, **first), op="sent", ticket=0), recv(1, **second)]
+    fault = first_fault({0: waits, 1: [isend(0, **second), recv(0, **first)]})
+    assert fault is None
+    fault = first_fault({0: waits, 1: [send(0, **second), recv(0, **first)]})
+    assert fault and fault.kind == "deadlock" and fault.positions == {0: 1, 1: 0}
+
+
+def test_messages_of_one_batch_leave_side_by_side():
+    swap = {rank: [isend(1 - rank), replace(irecv(1 - rank), joined=True), wait(1 - rank, 0)] for rank in PAIR}
+    assert first_fault(swap) is None
+    fault = first_fault({rank: [replace(call, joined=False) for call in calls] for rank, calls in swap.items()})
+    assert fault and fault.kind == "deadlock"
 
 
 def test_messages_arrive_in_the_order_they_were_sent():
     fault = first_fault({0: [send(1, elements=4), send(1, elements=6)], 1: [recv(0, elements=6), recv(0, elements=4)]})
     assert fault and fault.kind == "mismatch" and "send of 4" in fault.message
-    other_channel = {0: [send(1, channel="a"), send(1, elements=6)], 1: [recv(0, elements=6), recv(0, channel="a")]}
+    other_channel = {0: [isend(1, channel="a"), send(1, elements=6)], 1: [recv(0, elements=6), recv(0, channel="a")]}
     assert first_fault(other_channel) is None
+
+
+def isend(peer, **options):
+    return replace(send(peer, **options), op="isend")
 
 
 def irecv(peer, **options):
@@ -100,7 +135,8 @@ def wait(peer, ticket, **options):
 
 
 def test_a_posted_receive_does_not_hold_its_rank_and_a_wait_does():
-    ahead = {0: [irecv(1), send(1), wait(1, 0)], 1: [irecv(0), wait(0, 0), send(0)]}
+    back = dict[str, Any](channel="back")
+    ahead = {0: [irecv(1, **back), send(1), wait(1, 0, **back)], 1: [irecv(0), wait(0, 0), send(0, **back)]}
     assert first_fault(ahead) is None
     both_wait = {0: [irecv(1), wait(1, 0), send(1)], 1: [irecv(0), wait(0, 0), send(0)]}
     fault = first_fault(both_wait)
@@ -121,8 +157,10 @@ def test_a_receive_that_nobody_answers_is_missed():
 
 
 def test_a_message_that_nobody_receives_is_missed():
-    fault = first_fault({0: [send(1)], 1: []})
+    fault = first_fault({0: [isend(1)], 1: []})
     assert fault and fault.kind == "missing" and "without receiving" in fault.message
+    fault = first_fault({0: [send(1)], 1: []})
+    assert fault and fault.kind == "missing" and "waits for rank 1, which has ended" in fault.message
 
 
 GRID = Grid({"pp": 4, "dp": 8, "tp": 2})

@@ -1,0 +1,86 @@
+"""`ingot check --simulate`: what it says, and its exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from ingot.cli.main import main
+from ingot.theory.mesh_world import Grid, WorldCheck
+from ingot.theory.rendezvous import Fault
+from ingot.train import dry_run
+
+RUN = """
+name = "traced"
+[model]
+vocab_size = 512
+d_model = 64
+num_layers = 4
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+d_ffn = 128
+max_seq_len = 64
+tied_embeddings = false
+[data]
+tokens = "nowhere"
+[train]
+steps = 2
+seq_len = 64
+global_batch = 8
+micro_batch = 1
+[parallel]
+dp_shard = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path) -> str:
+    path = Path(tmp_path / "run.toml")
+    path.write_text(RUN)
+    return str(path)
+
+
+def test_a_clean_dry_run_without_data_exits_0_and_tells_of_the_data(run_file, capsys):
+    command = ["check", run_file, "--cluster", "8xh100", "--simulate"]
+    options = ["--set", "parallel.tp=2", "--set", "parallel.async_tp=true", "--set", "parallel.recompute=full"]
+    assert main([*command, *options]) == 0
+    text = capsys.readouterr().out
+    assert "nowhere is not a token folder" in text and "1 error" in text
+    assert "overlap of parallel.async_tp is not followed" in text
+    assert "no mismatch, no deadlock" in text and "useful TFLOP" in text
+    assert main(["check", run_file, "--cluster", "8xh100"]) == 3  # without --simulate the data counts
+
+
+def test_json_has_the_findings_and_the_useful_share_of_the_work(run_file, capsys):
+    command = ["check", run_file, "--cluster", "8xh100", "--simulate", "--json", "--set", "parallel.recompute=full"]
+    assert main(command) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["errors"] == 1 and [f["missing_here"] for f in facts["findings"] if f["severity"] == "error"] == [True]
+    (useful,), first = facts["simulated"]["useful_flops"], facts["simulated"]["ranks"][0]
+    assert 0.6 * first["matmul_flops"] < useful < first["matmul_flops"] + first["attention_flops"] / 2
+
+
+def test_a_broken_layout_is_told_once_and_not_simulated(run_file, capsys):
+    command = ["check", run_file, "--cluster", "8xh100", "--simulate", "--set", "parallel.tp=3"]
+    assert main(command) == 3
+    text = capsys.readouterr().out
+    assert text.count("parallel.tp=3") <= 1 and "Not simulated" in text
+    assert main([*command, "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["findings"]
+
+
+def test_what_a_dry_run_cannot_follow_is_a_finding(run_file, capsys):
+    options = ["--set", "parallel.offload=nvme", "--set", "parallel.offload_folder=state"]
+    assert main(["check", run_file, "--cluster", "8xh100", "--simulate", "--json", *options]) == 3
+    assert any("nvme" in f["message"] for f in json.loads(capsys.readouterr().out)["findings"])
+
+
+def test_a_fault_makes_it_exit_3(run_file, capsys, monkeypatch):
+    fault = WorldCheck(Fault("deadlock", "rank 0 waits for rank 1", {0: 1}), True, 1)
+    found = dry_run.DryRun(Grid(dict.fromkeys(dry_run.AXES, 1)), [], fault, [], [], [], False)
+    monkeypatch.setattr(dry_run, "simulate", lambda *_, **__: found)
+    assert main(["check", run_file, "--cluster", "8xh100", "--simulate"]) == 3
+    assert "Collectives: deadlock" in capsys.readouterr().out
