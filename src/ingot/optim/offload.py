@@ -6,12 +6,14 @@ two staging slots, cut by cut: while one cut is updated, the other slot is writt
 of a piece's elements; AdamW is elementwise, so any cut is legal, and cuts at multiples of 64 bytes keep the bits.
 """
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -77,6 +79,43 @@ class Slot:
         return self.buffers[key][: like.numel()]
 
 
+class Movers:
+    """Threads that run what they are given, in order. Python waits at its exit for the threads of an executor, but not
+    for these: a disk that never answers must not keep a process from ending."""
+
+    def __init__(self, number: int):
+        self._tasks: SimpleQueue[tuple[Future, Callable, tuple] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name="offload", daemon=True) for _ in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable, *args) -> Future:
+        future = Future()
+        self._tasks.put((future, call, args))
+        return future
+
+    def close(self, *, wait: bool) -> None:
+        """What has not begun is dropped. wait: for what has."""
+        while True:
+            try:
+                self._tasks.get_nowait()
+            except Empty:
+                break
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, call, args = task
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, call, args  # they hold staging memory
+
+
 class OffloadedOptimizer(Optimizer):
     """Same updates as `Optimizer` on a CPU, bit for bit, with the state in host memory, or in a file in `folder`.
 
@@ -98,7 +137,7 @@ class OffloadedOptimizer(Optimizer):
         pieces = [p for p in pieces if p.value.numel()]
         self.deadline_seconds = deadline_seconds
         self.file = MomentFile(folder, {p.name: p.value for p in pieces}) if folder else None
-        self.pool = ThreadPoolExecutor(2, "offload") if folder else None
+        self.movers = Movers(2) if folder else None
         self.torn = False
         super().__init__(pieces, optim)
         # A slot holds a cut's value, gradient and two moments.
@@ -153,8 +192,8 @@ class OffloadedOptimizer(Optimizer):
 
     def close(self) -> None:
         """The file has no name: its space is free once it is closed, or its process is dead."""
-        if self.pool is not None and self.file is not None:
-            self.pool.shutdown(wait=not self.torn, cancel_futures=True)
+        if self.movers is not None and self.file is not None:
+            self.movers.close(wait=not self.torn)
             self.states = {}
             self.file.close()
 
@@ -192,8 +231,8 @@ class OffloadedOptimizer(Optimizer):
             if stream is not None:
                 slot.copied = torch.cuda.Event()
                 slot.copied.record(stream)
-        if self.pool is not None:
-            slot.transfer = self.pool.submit(self._exchange, slot, done, coming)
+        if self.movers is not None:
+            slot.transfer = self.movers.submit(self._exchange, slot, done, coming)
 
     def _exchange(self, slot: Slot, done: Cut | None, coming: Cut | None) -> None:
         assert self.file is not None

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -160,6 +162,34 @@ def test_a_disk_that_hangs_meets_a_deadline(tmp_path, blocks, gradients, optim, 
         optimizer.step(0.01)
     assert time.monotonic() - started < 0.4
     optimizer.close()
+
+
+STUCK = """
+import sys, threading
+from dataclasses import dataclass
+from pathlib import Path
+import torch
+from ingot.errors import ResourceError
+from ingot.optim.offload import OffloadedOptimizer
+from ingot.parallel.piece import Piece
+from ingot.schema.run import Optim
+
+value = torch.zeros(8)
+piece = Piece("w", (8,), (0,), (8,), value, True, torch.ones(8))
+optimizer = OffloadedOptimizer([piece], Optim(), folder=Path(sys.argv[1]), deadline_seconds=0.1)
+optimizer.file.read = lambda *args: threading.Event().wait()
+try:
+    optimizer.step(0.1)
+except ResourceError:
+    optimizer.close()
+    print("told", flush=True)
+"""
+
+
+def test_a_process_ends_with_a_read_that_never_returns(tmp_path):
+    command = [sys.executable, "-c", STUCK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "told\n" and done.returncode == 0, done.stderr
 
 
 def test_files_have_no_name_and_their_space_comes_back(tmp_path, blocks, gradients, optim):
