@@ -1,4 +1,4 @@
-"""Two data-parallel ranks against a plain single-process loop on two threads, on CPU, with the quickstart's model in bf16.
+"""Two data-parallel ranks against a plain single-process loop on two threads, on CPU: the quickstart's model, bf16.
 
 The plain loop does the same arithmetic without sharding: float32 masters, a bf16 copy that computes, float32 gradients,
 the same clipping and AdamW, the same batch, allocator settings and number of cores. Both sides live through the whole
