@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from ingot.cli.terminal import Terminal
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if wrong:
         return ConfigError.exit_code
     if not errors:
-        terminal.next(f"ingot train {args.run_file}")
+        terminal.next(" ".join(["ingot train", str(args.run_file), *(f"--set {quote(o)}" for o in args.overrides)]))
     return EXIT_OK
 
 

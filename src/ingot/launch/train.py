@@ -73,7 +73,9 @@ def train(
             )
         record_accepted(folder, config, tokens.fingerprint(), changes)
         _keep_run_file(folder, config)
-        if plan.exists() and plan.resolve() != folder.plan.resolve():
+        # A plan is of the run file as it stands: what --set makes of it takes other time and memory.
+        changed = any(override.startswith(("model.", "train.", "parallel")) for override in overrides)
+        if plan.exists() and not changed and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
         say(_opening(folder, config, resume_step(folder)))
         job = training_job(folder, config, until_step=until_step, quiet=quiet)

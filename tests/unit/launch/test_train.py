@@ -54,6 +54,12 @@ def test_the_file_inside_a_run_means_that_run(run_file, jobs):
     assert launch_train.train(run / "run.toml").run == run
 
 
+def test_a_plan_of_another_layout_stays_behind(run_file, jobs):
+    run_file.with_name("plan.json").write_text("{}")
+    run = launch_train.train(run_file, overrides=["parallel.dp_replicate=2", "parallel.dp_shard=1"]).run
+    assert not (run / "plan.json").exists()
+
+
 def test_the_plan_goes_with_the_run(run_file, jobs):
     run_file.with_name("plan.json").write_text("{}")
     run = launch_train.train(run_file).run
