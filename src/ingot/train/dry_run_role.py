@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.config import from_dict
@@ -72,7 +72,7 @@ def trace_rank(config: RunConfig, rank: int, device: str = "cpu", known: Known |
             return build_within
 
         new_group = _own_groups_only(dist.new_group, rank)
-        with _replaced(device_mesh, "new_group", new_group):
+        with _replaced(dist, "new_group", new_group):
             mesh = build_mesh(resolve_parallel(config), "cpu")  # its table of ranks has to be real
         with (
             _replaced(dist, "new_group", new_group),
