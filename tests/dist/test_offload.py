@@ -9,13 +9,23 @@ from pathlib import Path
 import torch
 
 from ingot.optim.adamw import Optimizer
-from ingot.optim.clip import clip_factor, clip_grad_norm, gradient_norm
+from ingot.optim.clip import clip_factor, gradient_norm
 from ingot.optim.offload import OffloadedOptimizer, build_optimizer
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Optim
 
 OPTIM = Optim(lr=0.01, weight_decay=0.1)
 ROWS = {"embed": (13, 64), "norm": (64,), "shared": (6, 5)}  # `shared` is on every rank, the others are cut by rows
+
+
+def clip_grad_norm(pieces, max_norm, *, scale=None):
+    """What a step does with norm and factor, here in place so that it can be looked at."""
+    norm = gradient_norm(pieces, scale=scale)
+    factor = clip_factor(norm, max_norm, scale=scale)
+    for piece in pieces:
+        if factor is not None:
+            piece.grad.mul_(factor)
+    return norm
 
 
 @dataclass

@@ -10,19 +10,6 @@ from ingot.optim.adamw import Piece
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    pieces: Sequence[Piece], max_norm: float, world: int | None = None, *, scale: Tensor | None = None
-) -> Tensor:
-    """Multiply all gradients by `clip_factor`, in place, in their dtype; returns `gradient_norm`, before clipping."""
-    norm = gradient_norm(pieces, world, scale=scale)
-    factor = clip_factor(norm, max_norm, scale=scale)
-    for piece in pieces:
-        if factor is not None and piece.grad is not None:
-            piece.grad.mul_(factor)
-    return norm
-
-
-@torch.no_grad()
 def gradient_norm(pieces: Sequence[Piece], world: int | None = None, *, scale: Tensor | None = None) -> Tensor:
     """Euclidean norm of the whole model's gradient, a scalar on the device, the same on all ranks. Collective.
 

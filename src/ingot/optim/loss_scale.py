@@ -1,7 +1,5 @@
 """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2), without waiting for the device."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,3 @@ class LossScale:
     def state(self) -> dict[str, Tensor]:
         """The live tensors, for a checkpoint: replicated, to be read and written between steps."""
         return dict(zip(STATE, (self.scale, self.good_steps), strict=True))
-
-    def put_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, live in self.state().items():
-            live.copy_(state[name].reshape(()))

@@ -37,13 +37,3 @@ def timeline_lines(run: RunConfig, cluster: Cluster, schedule: str = "", width: 
     if published := PUBLISHED.get(name):
         lines.append(f"published: idle {published.formula} ({published.source})")
     return lines
-
-
-def compared(run: RunConfig) -> dict[str, float]:
-    """Idle share of every schedule that fits the run's ranks and micro-batches, with F = I = W."""
-    fits = (n for n in NAMES if not list(schedule_problems(n, run.parallel.pp, run.accumulation)))
-    tables = {name: build_table(name, run.parallel.pp, run.accumulation) for name in fits}
-    return {
-        name: simulate(table, forward=1.0, backward_input=1.0, backward_weight=1.0).bubble_fraction
-        for name, table in tables.items()
-    }
