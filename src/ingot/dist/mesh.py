@@ -1,6 +1,15 @@
-"""The device mesh: axis names, their order, what a rank has to know about its place in it, and its process groups."""
+"""The device mesh: axis names, their order, what a rank has to know about its place in it, and its process groups.
 
-from collections.abc import Sequence
+Beside the axes there are views of them, which the forms of parallelism ask for by name:
+
+    shard          dp_shard x cp: who divides the state of one copy of the model (in canonical sums dp_shard alone)
+    sequence       cp x tp: who has parts of the same sequences
+    ring, ulysses  the two sides of the grid that cp is
+    ep             neighbours among dp_shard x cp x tp: who divides the experts
+    expert_shard   across them: who holds the same experts, and divides their state
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,26 +27,46 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes are there, also those of size 1. timeout: of every group of the run."""
+    """All axes are there, also those of size 1. timeout: of every group of the run.
+
+    views: global ranks of this rank's line on each view, and their group.
+    """
 
     parallel: Parallel
     devices: DeviceMesh
     timeout: timedelta
+    views: Mapping[str, tuple[list[int], dist.ProcessGroup]]
 
     def size(self, axis: str) -> int:
-        return getattr(self.parallel, axis)
+        return len(self.views[axis][0]) if axis in self.views else getattr(self.parallel, axis)
 
     def index(self, axis: str) -> int:
-        """This rank's coordinate on `axis`."""
+        """This rank's coordinate on `axis`, which may be a view."""
+        if axis in self.views:
+            return self.views[axis][0].index(dist.get_rank())
         return self.devices.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on `axis` alone, in order of their coordinate."""
-        return self.devices.get_group(axis)
+        return self.views[axis][1] if axis in self.views else self.devices.get_group(axis)
 
     def ranks(self, axis: str) -> list[int]:
         """The global ranks of `group(axis)`."""
-        return dist.get_process_group_ranks(self.group(axis))
+        return list(self.views[axis][0]) if axis in self.views else dist.get_process_group_ranks(self.group(axis))
+
+    def plane(self, axis: str) -> DeviceMesh:
+        """dp_replicate x `axis`, a view, or that alone where there is one copy of the model: what FSDP2 asks for."""
+        copies, size = self.size("dp_replicate"), self.size(axis)
+        if copies == 1:
+            return DeviceMesh.from_group(self.group(axis), self.devices.device_type, mesh_dim_names=(axis,))
+        every = self.devices.mesh[self.index("pp")]  # [copies, dp_shard, cp, tp]
+        own = set(self.ranks(axis))
+        flat = every.reshape(copies, -1)
+        places = [place for place, rank in enumerate(flat[self.index("dp_replicate")].tolist()) if rank in own]
+        ranks, groups = flat[:, places].reshape(copies, size), [self.group("dp_replicate"), self.group(axis)]
+        return DeviceMesh.from_group(
+            groups, self.devices.device_type, ranks, mesh_dim_names=("dp_replicate", axis)
+        )
 
     @property
     def data_rank(self) -> int:
@@ -53,14 +82,21 @@ class Mesh:
         """The axes that divide something, by size; dp_shard always."""
         return {axis: self.size(axis) for axis in AXES if self.size(axis) > 1 or axis == "dp_shard"}
 
+    def one_per_token_rank(self, stage_rank: int) -> list[int]:
+        """Global ranks, by data rank and cp, that hold pipeline position `stage_rank` and are first on tp."""
+        return self.devices.mesh[stage_rank, :, :, :, 0].flatten().tolist()
+
     def one_per_data_rank(self, stage_rank: int) -> list[int]:
         """Global ranks, by data rank, that hold pipeline position `stage_rank` and are first on tp and cp."""
         return self.devices.mesh[stage_rank, :, :, 0, 0].flatten().tolist()
 
 
-def build_mesh(parallel: Parallel, device_type: str, timeout_seconds: float = Launch.timeout_seconds) -> Mesh:
+def build_mesh(
+    parallel: Parallel, device_type: str, timeout_seconds: float = Launch.timeout_seconds, *, experts: bool = False
+) -> Mesh:
     """Collective. Raises ConfigError when the product of the degrees is not the number of processes.
 
+    parallel: resolved. experts: the model has some, so the views that they need are there.
     timeout_seconds: of the group of each axis. An axis of all ranks is the world group, which has its own.
     """
     if parallel.world_size != dist.get_world_size():
@@ -74,11 +110,44 @@ def build_mesh(parallel: Parallel, device_type: str, timeout_seconds: float = La
     timeout = timedelta(seconds=timeout_seconds)
     ranks = torch.arange(parallel.world_size).view([getattr(parallel, axis) for axis in AXES])
     groups = [_axis_group(ranks, dim, timeout) for dim in range(len(AXES))]
-    return Mesh(parallel, DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES), timeout)
+    devices = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
+    return Mesh(parallel, devices, timeout, _views(parallel, ranks, groups, timeout, experts))
+
+
+def _views(
+    parallel: Parallel, ranks: torch.Tensor, axes: list[dist.ProcessGroup], timeout: timedelta, experts: bool
+) -> dict[str, tuple[list[int], dist.ProcessGroup]]:
+    """Collective. A view that has the lines of an axis, or of a view before it, shares its group."""
+    pp, copies, dp_shard, cp, tp = ranks.shape
+    over_cp = ranks.movedim(3, -1).reshape(-1, parallel.ring, cp // parallel.ring)
+    lines = {
+        "shard": ranks.permute(0, 1, 4, 3, 2) if parallel.shard_ranks == dp_shard else ranks.permute(0, 1, 4, 2, 3),
+        "ulysses": over_cp,
+        "ring": over_cp.transpose(1, 2),
+    }
+    sizes = {"shard": parallel.shard_ranks, "ulysses": cp // parallel.ring, "ring": parallel.ring}
+    if experts:
+        over_experts = ranks.reshape(pp * copies, -1, parallel.ep)
+        lines |= {"sequence": ranks, "ep": over_experts, "expert_shard": over_experts.transpose(1, 2)}
+        sizes |= {"sequence": cp * tp, "ep": parallel.ep, "expert_shard": parallel.expert_ranks}
+    known = {str(sorted(_lines(ranks, dim))): group for dim, group in enumerate(axes)}
+    views = {}
+    for name, table in lines.items():
+        of_all = sorted(table.reshape(-1, sizes[name]).tolist())
+        if str(of_all) not in known:
+            made = dist.group.WORLD if len(of_all) == 1 else own_group(of_all, timeout, f"mesh_{name}")
+            assert made is not None  # every rank is in a line
+            known[str(of_all)] = made
+        views[name] = next(line for line in of_all if dist.get_rank() in line), known[str(of_all)]
+    return views
+
+
+def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:
+    return ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
 
 
 def _axis_group(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:
-    lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    lines = _lines(ranks, dim)
     group = dist.group.WORLD if len(lines) == 1 else own_group(lines, timeout, f"mesh_{AXES[dim]}")
     assert group is not None  # every rank is in a line
     return group

@@ -38,20 +38,12 @@ class LayerCache:
 class KVCache:
     """One LayerCache per layer; `tokens` is how many tokens have passed through all of them."""
 
-    def __init__(self, arch: Arch, capacity: int, device: torch.device):
+    def __init__(self, arch: Arch, capacity: int):
         self.layers = [LayerCache(capacity) for _ in range(arch.num_layers)]
-        self._device = device
 
     @property
     def tokens(self) -> int:
         return self.layers[-1].tokens
-
-    def mask(self, new_tokens: int) -> Tensor:
-        """Bool [1, 1, T, S]: a new token looks at everything up to itself."""
-        seen = self.tokens
-        own_T = torch.arange(seen, seen + new_tokens, device=self._device)
-        all_S = torch.arange(seen + new_tokens, device=self._device)
-        return (all_S[None, :] <= own_T[:, None])[None, None]
 
 
 def choose_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -77,7 +69,7 @@ NextLogits = Callable[[Sequence[int]], Tensor]
 def cached(model: torch.nn.Module, arch: Arch, capacity: int) -> NextLogits:
     """Of a model that this process can run by itself, for one text of at most `capacity` tokens."""
     device = next(model.parameters()).device
-    cache = KVCache(arch, capacity, device)
+    cache = KVCache(arch, capacity)
 
     def next_logits(ids: Sequence[int]) -> Tensor:
         new = torch.tensor([ids[cache.tokens :]], device=device)

@@ -4,9 +4,9 @@ A matrix is drawn on the CPU in groups of rows, each group from its own random s
 groups it owns a part of. (Random operations on a sharded tensor draw the same rows on every rank on CPU, and other
 numbers for every layout.)
 
-Scheme: matrices from N(0, 0.02^2); the matrices that write into the residual stream (attention.o, mlp.down) have their
-deviation divided by sqrt(2 * num_layers), so that its variance does not grow with depth (Radford et al. 2019, GPT-2,
-section 2.3). Norm weights are 1.
+Scheme: matrices from N(0, 0.02^2); the matrices that write into the residual stream (attention.o, and the down of every
+feed-forward and expert) have their deviation divided by sqrt(2 * num_layers), so that its variance does not grow with
+depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights are 1.
 """
 
 import math
@@ -19,7 +19,7 @@ from ingot.rng import derive
 from ingot.schema.arch import Arch
 
 DEVIATION = 0.02
-RESIDUAL_WRITERS = ("attention.o.weight", "mlp.down.weight")
+RESIDUAL_WRITERS = ("attention.o.weight", ".down.weight")
 # Elements of a group of rows: a whole matrix of a small model, 256 rows of width 4,096.
 GROUP_ELEMENTS = 1 << 20
 

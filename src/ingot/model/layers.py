@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.schema.arch import Arch
-
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim (Zhang & Sennrich 2019, eq. 4).
@@ -51,11 +49,11 @@ def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), no biases (Shazeer 2020, eq. 6)."""
 
-    def __init__(self, arch: Arch):
+    def __init__(self, d_model: int, d_ffn: int):
         super().__init__()
-        self.gate = nn.Linear(arch.d_model, arch.d_ffn, bias=False)
-        self.up = nn.Linear(arch.d_model, arch.d_ffn, bias=False)
-        self.down = nn.Linear(arch.d_ffn, arch.d_model, bias=False)
+        self.gate = nn.Linear(d_model, d_ffn, bias=False)
+        self.up = nn.Linear(d_model, d_ffn, bias=False)
+        self.down = nn.Linear(d_ffn, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama kind. It knows no rank and no parallelism.
 
-Parameter names are `embed.weight`, `blocks.{i}.attention.q.weight`, `blocks.{i}.mlp.gate.weight`, ... `norm.weight` and
-`head.weight` (absent when tied). Blocks are keyed by layer number, so a name stays the same when a pipeline stage holds
-only some of them.
+Parameter names are `embed.weight`, `blocks.{i}.attention.q.weight`, `blocks.{i}.mlp.gate.weight` (where a block has
+experts `blocks.{i}.moe.experts.gate.weight`, model/moe.py), ... `norm.weight` and `head.weight` (absent when tied).
+Blocks are keyed by layer number, so a name stays the same when a pipeline stage holds only some of them.
 
 Shape letters: B batch, T tokens, D d_model, V vocab_size.
 """
@@ -10,30 +10,38 @@ Shape letters: B batch, T tokens, D d_model, V vocab_size.
 import torch
 from torch import Tensor, nn
 
-from ingot.model.attention import Attend, Attention, attend_locally, document_mask
+from ingot.model.attention import Attend, Attention, Sight, attend_locally
 from ingot.model.layers import RMSNorm, SwiGLU, rotary_tables
 from ingot.model.loss import Readout
+from ingot.model.moe import Dispatch, LocalDispatch, Moe, Pressure
 from ingot.schema.arch import Arch
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Xiong et al. 2020)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Xiong et al. 2020). Experts may take the mlp's place."""
 
-    def __init__(self, arch: Arch, attend: Attend):
+    def __init__(self, arch: Arch, layer: int, attend: Attend, dispatch: Dispatch):
         super().__init__()
         self.attention_norm = RMSNorm(arch.d_model, arch.norm_eps)
         self.attention = Attention(arch, attend)
         self.mlp_norm = RMSNorm(arch.d_model, arch.norm_eps)
-        self.mlp = SwiGLU(arch)
+        self.mlp = None if arch.has_experts(layer) else SwiGLU(arch.d_model, arch.d_ffn)
+        self.moe = Moe(arch, layer, dispatch) if arch.has_experts(layer) else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache=None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache)
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], sight: Sight, cache=None, pressure: Pressure | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, sight, cache)
+        if self.moe is not None:
+            return x_BTD + self.moe(self.mlp_norm(x_BTD), sight.positions_T, pressure)
+        assert self.mlp is not None
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
 # What tensor parallelism may do with each parameter, by the end of its name: the output dim of `column` and the input
 # dim of `row` matrices is cut, `vocab` matrices are cut by token id; `kv` are column matrices whose heads may be fewer
-# than the ranks; `stream` weights act on the residual stream, `heads` weights on every head alike.
+# than the ranks; `stream` weights act on the residual stream, `heads` weights on every head alike. Stacked `expert`
+# matrices are not cut by it: its ranks send their own tokens to them.
 SHARDING = {
     "embed.weight": "vocab",
     "head.weight": "vocab",
@@ -46,6 +54,16 @@ SHARDING = {
     "mlp.gate.weight": "column",
     "mlp.up.weight": "column",
     "mlp.down.weight": "row",
+    "moe.router.weight": "stream",
+    "moe.experts.gate.weight": "expert",
+    "moe.experts.up.weight": "expert",
+    "moe.experts.down.weight": "expert",
+    "moe.shared.gate.weight": "column",
+    "moe.shared.up.weight": "column",
+    "moe.shared.down.weight": "row",
+    "moe.fallback.gate.weight": "stream",
+    "moe.fallback.up.weight": "stream",
+    "moe.fallback.down.weight": "stream",
     "attention_norm.weight": "stream",
     "mlp_norm.weight": "stream",
     "norm.weight": "stream",
@@ -53,7 +71,8 @@ SHARDING = {
 
 
 class Transformer(nn.Module):
-    """attend: how queries meet keys and values; context parallelism passes another one.
+    """attend: how queries meet keys and values, dispatch: how tokens come to experts. Context and expert parallelism
+    pass others.
 
     A pipeline stage is a Transformer that lost its other blocks, `embed` if it is not the first, and `norm` and `head`
     if it is not the last (a last one with tied embeddings keeps `embed` as its head).
@@ -63,11 +82,12 @@ class Transformer(nn.Module):
     norm: RMSNorm | None
     head: nn.Linear | None
 
-    def __init__(self, arch: Arch, attend: Attend = attend_locally):
+    def __init__(self, arch: Arch, attend: Attend = attend_locally, dispatch: Dispatch | None = None):
         super().__init__()
         self.arch = arch
         self.embed = nn.Embedding(arch.vocab_size, arch.d_model)
-        self.blocks = nn.ModuleDict({str(i): Block(arch, attend) for i in range(arch.num_layers)})
+        dispatch = dispatch or LocalDispatch()
+        self.blocks = nn.ModuleDict({str(i): Block(arch, i, attend, dispatch) for i in range(arch.num_layers)})
         self.norm = RMSNorm(arch.d_model, arch.norm_eps)
         self.head = None if arch.tied_embeddings else nn.Linear(arch.d_model, arch.vocab_size, bias=False)
         self.readout = Readout()
@@ -81,6 +101,7 @@ class Transformer(nn.Module):
         *,
         positions_T: Tensor | None = None,
         per_token: bool = False,
+        pressure: Pressure | None = None,
     ) -> Tensor:
         """Without targets: logits [B, T, V] in the compute dtype. With targets: the sum of nats over all B x T tokens.
 
@@ -88,17 +109,19 @@ class Transformer(nn.Module):
         of every target instead, [B * T], without gradients.
         x: token ids [B, T]; on a stage that is not the first, hidden states [B, T, D] (with sequence parallelism a
         part of T, and positions_T says which positions attention sees). A stage that is not the last returns them.
-        document_ids_BT: attention does not cross document borders (positions keep counting through them).
-        positions_T: of the tokens; 0..T-1 unless given. cache: a KVCache (model/generate.py) with the earlier tokens.
+        document_ids_BT: attention does not cross document borders (positions keep counting through them); of the whole
+        sequence, also where x is a part of it. positions_T: of the tokens that attention sees, ascending; 0..T-1 unless
+        given. cache: a KVCache (model/generate.py) with the earlier tokens. pressure: in training, what balances
+        experts (model/moe.py).
         """
-        mask = None if document_ids_BT is None else document_mask(document_ids_BT)
         positions = torch.arange(x.shape[1], device=x.device) if positions_T is None else positions_T
         if cache is not None:
-            positions, mask = positions + cache.tokens, cache.mask(x.shape[1])
+            positions = positions + cache.tokens
+        sight = Sight(positions, document_ids_BT, self.arch.sliding_window)
         rotary = rotary_tables(positions, self.arch.head_dim, self.arch.rope_theta)
         x_BTD = x if x.is_floating_point() or self.embed is None else self.embed(x)
         for index, block in self.blocks.items():
-            x_BTD = block(x_BTD, rotary, mask, None if cache is None else cache.layers[int(index)])
+            x_BTD = block(x_BTD, rotary, sight, None if cache is None else cache.layers[int(index)], pressure)
         if self.norm is None:
             return x_BTD
         x_BTD = self.norm(x_BTD)

@@ -16,6 +16,15 @@ V_SHAPED = ("zb_v", "dualpipe_v")
 class Parallel:
     """Degrees of the mesh axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. World size is their product.
 
+    cp: ranks that share the tokens of each sequence, and state as dp_shard's ranks do (not in canonical sums).
+      context: how attention sees all tokens: "ring" passes keys and values on (Liu et al. 2023), "ulysses" deals out
+      heads instead of tokens (Jacobs et al. 2023), "usp" does both in a grid (Fang & Zhao 2024) with `ulysses` ranks to
+      a row. "auto": by heads, sequence and links (theory/context.py).
+      context_layout: which tokens the ranks of a ring have. zigzag: the r-th and the r-th last of 2n equal parts,
+      striped: every n-th token, contiguous: the r-th of n parts.
+    ep: ranks among which experts are divided. They are neighbours among the dp_shard x cp x tp ranks that share a copy
+      of the model; ep does not count in the world size.
+
     dp_replicate: copies of the model that share each batch. dp_shard: ranks that share one copy, by `zero`:
       1: optimizer state is split, 2: gradients too, 3: parameters too (FSDP2). "auto": 1 for models below 20M
       parameters and in pipelines, else 3. dp_replicate with dp_shard = 1 is DDP; both above 1 is HSDP.
@@ -43,6 +52,9 @@ class Parallel:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    context: Literal["auto", "ring", "ulysses", "usp"] = "auto"
+    ulysses: int = 0
+    context_layout: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     zero: Literal["auto", 1, 2, 3] = "auto"
     unit_layers: Literal["auto"] | int = "auto"
     prefetch: int = 1
@@ -66,7 +78,7 @@ class Parallel:
         for name in ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "recompute_every"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
-        for name in ("unit_layers", "prefetch", "virtual_ranks", "stages_per_rank"):
+        for name in ("unit_layers", "prefetch", "virtual_ranks", "stages_per_rank", "ulysses"):
             if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 yield name, f"is {getattr(self, name)}, must be at least 0"
 
@@ -78,6 +90,26 @@ class Parallel:
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks of one pipeline and tensor position: their losses are of different tokens, and gradients their mean."""
+        return self.data_ranks * self.cp
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks among which the state of one copy of the model is divided. A canonical sum divides nothing."""
+        return self.dp_shard * (1 if self.reduce == "canonical" else self.cp)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold the same experts within one copy of the model, and divide their state."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
+    def ring(self) -> int:
+        """Ranks to a ring of context parallelism; `ulysses` is resolved (theory/layout.py)."""
+        return self.cp // max(self.ulysses, 1)
 
     @property
     def unit_blocks(self) -> int:

@@ -11,6 +11,7 @@ from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import V_SHAPED, Parallel
 from ingot.schema.run import RunConfig, Train
+from ingot.theory.context import resolve_context
 from ingot.theory.params import block_mlp_parameters, count_parameters
 from ingot.theory.schedule import Table, build_table, schedule_problems
 
@@ -19,12 +20,15 @@ WHOLE_PARAMETERS = 20_000_000
 
 
 def resolve_parallel(run: RunConfig) -> Parallel:
-    """`run.parallel` with every "auto" decided: `zero`, `unit_layers`, and a pipeline's stages and their blocks."""
+    """`run.parallel` with every "auto" decided: `zero`, `unit_layers`, the form of context parallelism, and of a
+    pipeline its stages and their blocks."""
     parallel = run.parallel
     if parallel.zero == "auto":
         parallel = replace(parallel, zero=automatic_zero(run.model, parallel))
     if parallel.unit_layers == "auto":
         parallel = replace(parallel, unit_layers=0 if count_parameters(run.model) < WHOLE_PARAMETERS else 1)
+    if parallel.cp > 1:
+        parallel = resolve_context(run.model, run.train, parallel)
     if parallel.pp > 1:
         layers, each = stage_layers(parallel, run.model.num_layers), parallel.stages_on_each_rank
         parallel = replace(parallel, stage_layers=layers, stages_per_rank=each)

@@ -21,13 +21,17 @@ from ingot.events import EventLog
 from ingot.loader.ledger import Ledger
 from ingot.loader.loader import Loader
 from ingot.loader.reader import check_vocabulary
+from ingot.model.attention import attend_locally
 from ingot.model.init import initial_value
+from ingot.model.moe import LocalDispatch
 from ingot.model.transformer import SHARDING, Transformer
 from ingot.optim.adamw import Optimizer
 from ingot.optim.loss_scale import STATE as LOSS_SCALE
 from ingot.optim.loss_scale import LossScale
 from ingot.optim.offload import build_optimizer
 from ingot.parallel.apply import Parallelized, parallelize
+from ingot.parallel.context import Context
+from ingot.parallel.expert import dispatch_of
 from ingot.parallel.pipeline import Pipeline
 from ingot.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.schema import events
@@ -181,12 +185,14 @@ def build_parts(
     """
     require_layout(config)
     settings, arch = resolve_parallel(config), config.model
-    mesh = build_mesh(settings, device.type, config.launch.timeout_seconds)
+    mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe)
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
+
+    context, dispatch = Context(mesh, attend_locally), dispatch_of(mesh, LocalDispatch())
 
     def make() -> Transformer:
         with torch.device("meta"):
-            return Transformer(arch)
+            return Transformer(arch, context.attend, dispatch)
 
     def first_value(name: str, shape, offsets, sizes) -> torch.Tensor:
         return initial_value(name, shape, arch, config.seed, offsets, sizes)

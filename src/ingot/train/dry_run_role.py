@@ -73,10 +73,12 @@ def trace_rank(config: RunConfig, rank: int, device: str = "cpu", known: Known |
 
         new_group = _own_groups_only(dist.new_group, rank)
         with _replaced(dist, "new_group", new_group):
-            mesh = build_mesh(resolve_parallel(config), "cpu")  # its table of ranks has to be real
+            mesh = build_mesh(
+                resolve_parallel(config), "cpu", experts=config.model.is_moe
+            )  # its table of ranks has to be real
         with (
             _replaced(dist, "new_group", new_group),
-            _replaced(build, "build_mesh", lambda *_: mesh),
+            _replaced(build, "build_mesh", lambda *_, **__: mesh),
             _replaced(build, "build_optimizer", within_state(build.build_optimizer)),
             _replaced(functional, "rms_norm", _rms_norm if device == "cuda" else functional.rms_norm),
             _replaced(functional, "scaled_dot_product_attention", _attention_of(device)),

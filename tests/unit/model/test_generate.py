@@ -23,7 +23,7 @@ def model():
 @pytest.mark.parametrize("pieces", [[7, 1, 1, 1, 1, 1], [1] * 12, [4, 5, 3], [12]], ids=str)
 def test_cached_logits_equal_uncached_ones(model, pieces):
     x = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
-    cache = KVCache(ARCH, 12, torch.device("cpu"))
+    cache = KVCache(ARCH, 12)
     with torch.no_grad():
         whole = model(x)
         parts = [model(part, cache=cache) for part in x.split(pieces, dim=1)]

@@ -113,12 +113,12 @@ def test_attend_is_passed_in():
     arch = Arch(**SMALL)
     shapes = []
 
-    def attend(q, k, v, mask):
-        shapes.append((tuple(q.shape), tuple(k.shape), mask))
+    def attend(q, k, v, sight):
+        shapes.append((tuple(q.shape), tuple(k.shape), sight.positions_T.tolist()))
         return torch.zeros_like(q)
 
     Transformer(arch, attend)(tokens(arch, batch=1, length=5))
-    assert shapes == [((1, 4, 5, 8), (1, 2, 5, 8), None)] * 3
+    assert shapes == [((1, 4, 5, 8), (1, 2, 5, 8), [0, 1, 2, 3, 4])] * 3
 
 
 @pytest.mark.parametrize("dtype, expected", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])

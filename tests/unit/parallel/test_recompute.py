@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.dist.exchange import gather, scatter_sum
+from ingot.model.attention import Sight
 from ingot.model.transformer import Transformer
 from ingot.parallel.recompute import recompute
 from ingot.parallel.split_backward import WeightGradients, split_linears
@@ -129,7 +130,7 @@ def kept_bytes(how, every=1):
     with Ledger(given=(x, *model.parameters(), *rotary)) as ledger:
         out = x
         for block in model.blocks.values():
-            out = block(out, rotary, None)
+            out = block(out, rotary, Sight(torch.arange(out.shape[1])))
     alive = ledger.bytes_alive()
     out.sum().backward()
     del out
@@ -160,7 +161,7 @@ def test_full_saves_one_tensor_per_block_for_the_backward():
     x = torch.randn(BATCH, TOKENS, ARCH.d_model, dtype=torch.float64, requires_grad=True)
     rotary = (torch.ones(TOKENS, ARCH.head_dim // 2), torch.zeros(TOKENS, ARCH.head_dim // 2))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model.blocks["0"](x, rotary, None)
+        model.blocks["0"](x, rotary, Sight(torch.arange(x.shape[1])))
     assert [size for size in saved if size] == [x.nbytes]
 
 
