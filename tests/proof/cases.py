@@ -9,12 +9,12 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import TWO_STAGES, Parallel
 from ingot.schema.run import Data, Optim, RunConfig, Train
 from ingot.theory.layout import layout_problems
 
-STEPS, TOKENS, MICRO_BATCH, SEED = 3, 8, 2, 3
+STEPS, TOKENS, LONG, MICRO_BATCH, SEED = 3, 8, 16, 2, 3
 # Clipping acts in every step (reference.py makes sure of it).
 OPTIM = Optim(lr=1e-2, weight_decay=0.1, clip_norm=0.1)
 
@@ -27,6 +27,30 @@ MODELS = {
     "untied": replace(_TIED, tied_embeddings=False, qk_norm=False),
     "one kv head": replace(_TIED, num_kv_heads=1),
 }
+# Between them every rule of routing. idle: more experts than most sequences need, so that some stay without tokens.
+# capacity: experts overflow, and what is dropped has to be the same everywhere.
+EXPERT_MODELS = {
+    "experts": replace(
+        _TIED, moe=Moe(num_experts=4, d_expert=12, shared_experts=1, noise=0.3, sequence_loss=0.02, z_loss=0.01)
+    ),
+    "idle": replace(
+        _TIED, moe=Moe(num_experts=8, top_k=1, normalize=False, scores="sigmoid", scale=1.5, d_expert=6, bias_rate=0.01)
+    ),
+    "capacity": replace(
+        _TIED,
+        moe=Moe(
+            num_experts=8, top_k=2, d_expert=6, groups=4, top_groups=2, capacity_factor=1.0, global_loss=0.05,
+            first_dense=1, bias_rate=0.01,
+        ),
+    ),
+    "fallback": replace(
+        _TIED, moe=Moe(num_experts=4, top_k=3, d_expert=10, capacity_factor=0.6, overflow="fallback", noise=0.5)
+    ),
+}  # fmt: skip
+OTHER_MODELS = {
+    "window": replace(_TIED, sliding_window=5),
+    "window, one kv head": replace(_TIED, sliding_window=3, num_kv_heads=1),
+} | EXPERT_MODELS
 
 
 @dataclass(frozen=True)
@@ -37,7 +61,8 @@ class Form:
     settings: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 1
     mask_documents: bool = False
-    model: str = ""  # of MODELS; "" leaves the choice to the case
+    model: str = ""  # of MODELS and OTHER_MODELS; "" leaves the choice to the case
+    tokens: int = TOKENS
 
 
 def _schedule(name: str, pp: int, accumulation: int, **more) -> Form:
@@ -119,6 +144,7 @@ class Case:
     parallel: Parallel
     accumulation: int
     mask_documents: bool
+    tokens: int = TOKENS
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -130,7 +156,7 @@ class Case:
     @property
     def arch(self) -> Arch:
         """As many layers as the stages need."""
-        arch = MODELS[self.model]
+        arch = (MODELS | OTHER_MODELS)[self.model]
         layers = sum(self.parallel.stage_layers) or max(arch.num_layers, self.parallel.stages)
         return replace(arch, num_layers=layers)
 
@@ -147,7 +173,7 @@ class Case:
     def config(self) -> RunConfig:
         train = Train(
             steps=STEPS,
-            seq_len=TOKENS,
+            seq_len=self.tokens,
             global_batch=self.global_batch,
             micro_batch=MICRO_BATCH,
             precision="fp64",
@@ -177,6 +203,7 @@ def compose(*forms: Form, kind: str = "alone", number: int = 0) -> Case:
         parallel=Parallel(**settings),
         accumulation=accumulation,
         mask_documents=any(form.mask_documents for form in forms),
+        tokens=max((form.tokens for form in forms), default=TOKENS),
     )
 
 
@@ -217,6 +244,96 @@ def _fours() -> Iterator[tuple[Form, ...]]:
         yield data, _pick("tensor", i), schedule, *extras[i % 4]
 
 
+# -- long sequences and experts --
+
+
+def _context(name: str, cp: int, tokens: int = LONG, **settings) -> Form:
+    return Form(name, {"cp": cp, **settings}, tokens=tokens)
+
+
+CONTEXT = (
+    _context("ring", 2, context="ring"),
+    _context("striped ring", 2, context="ring", context_layout="striped"),
+    _context("contiguous ring", 2, context="ring", context_layout="contiguous"),
+    _context("ulysses", 2, context="ulysses", context_layout="contiguous"),
+    _context("usp", 4, context="usp", ulysses=2),
+    _context("ring over 4", 4, context="ring"),
+)
+EXPERTS = (
+    Form("ep", {"dp_shard": 2, "ep": 2, "zero": 1}),
+    Form("ep, zero-3", {"dp_shard": 4, "ep": 2, "zero": 3}),
+    Form("ep over 4", {"dp_shard": 4, "ep": 4, "zero": 2}, 2),
+    Form("ep over tp", {"tp": 2, "ep": 2}),
+    Form("ep over cp", {"cp": 2, "ep": 2, "context": "ring"}, tokens=LONG),
+)
+_WINDOWS = (Form("window", model="window"), Form("narrow window", model="window, one kv head"))
+
+
+def _by_name(*names: str) -> Iterator[Form]:
+    every = {form.name: form for axis in AXES.values() for form in axis}
+    yield from (every[name] for name in names)
+
+
+def _long() -> Iterator[tuple[Form, ...]]:
+    """Every form of context parallelism alone, with masks, with fewer key/value heads than ranks, and with one form of
+    every other axis; then rings of other lengths."""
+    documents = AXES["batch"][1]
+    partners = _by_name(
+        "ddp", "zero-1", "zero-2", "zero-3", "hsdp-3", "canonical", "tp+sp", "tp", "1f1b", "interleaved", "zb_v",
+        "recompute", "selective", "offload cpu", "accumulation", "one unit",
+    )  # fmt: skip
+    for form in CONTEXT:
+        yield (form,)
+        yield form, documents
+        yield from ((form, window) for window in _WINDOWS)
+        yield form, _WINDOWS[0], documents
+        yield (replace(form, name=f"{form.name}, one kv head", model="one kv head"),)
+    for number, partner in enumerate(partners):
+        for form in (CONTEXT[number % len(CONTEXT)], CONTEXT[(number + 3) % len(CONTEXT)]):
+            yield form, partner
+    for name, tp, pp in (("usp", 2, 1), ("ring", 2, 2), ("ulysses", 2, 2), ("usp", 1, 4)):
+        form = next(form for form in CONTEXT if form.name == name)
+        inner = Form(f"tp {tp}, pp {pp}", {"tp": tp, "pp": pp}, 4 if pp > 1 else 1)
+        yield form, inner, documents
+        if pp < 4:
+            yield form, inner, Form("zero-1", {"dp_shard": 2, "zero": 1})
+    yield (_context("ring over 3", 3, tokens=12, context="ring"),)
+    yield (_context("striped ring over 5", 5, tokens=15, context="ring", context_layout="striped"),)
+    yield _context("ring over 8", 8, context="ring"), documents
+    yield _context("usp of 2 x 4", 8, tokens=32, context="usp", ulysses=4), documents
+    yield _context("ulysses over 4", 4, context="ulysses", context_layout="contiguous"), documents
+
+
+def _mixed() -> Iterator[tuple[Form, ...]]:
+    """Every model with experts in one process and under every form of expert parallelism; these with one form of every
+    other axis; then all axes at once."""
+    models = [Form(name, model=name) for name in EXPERT_MODELS]
+    documents = AXES["batch"][1]
+    partners = _by_name(
+        "ddp", "zero-1", "zero-2", "zero-3", "hsdp-1", "hsdp-3", "canonical", "tp+sp", "gpipe", "1f1b", "interleaved",
+        "zb_h1", "dualpipe_v", "recompute", "selective", "offload cpu", "accumulation", "one unit", "documents",
+    )  # fmt: skip
+    for model in models:
+        yield (model,)
+        for form in (*EXPERTS, *CONTEXT[:5:2]):
+            yield model, form
+    for number, partner in enumerate(partners):
+        yield models[number % 4], partner
+        form = EXPERTS[number % len(EXPERTS)]
+        if partner.settings.keys() & form.settings.keys():  # both speak of the same ranks
+            form = EXPERTS[3] if "dp_shard" in form.settings else EXPERTS[0]
+        yield models[(number + 1) % 4], form, partner
+    for number, model in enumerate(models):
+        axes = {"pp": 2, "tp": 2, "dp_shard": 2, "ep": 4, "zero": 1}
+        yield model, Form("pp x zero-1 x ep x tp", axes, 4)
+        axes = {"cp": 2, "tp": 2, "dp_shard": 2, "ep": 4, "context": ("ring", "ulysses")[number % 2], "zero": 3}
+        if number % 2:
+            axes["context_layout"] = "contiguous"
+        yield model, Form("zero-3 x cp x ep x tp", axes, tokens=LONG), documents
+        axes = {"pp": 2, "cp": 2, "tp": 2, "ep": 2, "dp_replicate": 2, "context": "ring"}
+        yield model, Form("pp x ddp x cp x ep x tp", axes, 2, tokens=LONG)
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A pair that the rules do not accept, and why."""
@@ -245,6 +362,13 @@ def all_cases() -> tuple[tuple[Case, ...], tuple[Refusal, ...]]:
     for number, (kind, group) in enumerate(more):
         case = compose(*group, kind=kind, number=number)
         if not case.problems():
+            cases.append(case)
+    for number, group in enumerate([*_long(), *_mixed()]):
+        kind = KINDS[max(sum(bool(form.settings) for form in group), 1) - 1]
+        case = compose(*group, kind=kind, number=number)
+        if problems := case.problems():
+            refused.append(Refusal(case.name, tuple(problems)))
+        else:
             cases.append(case)
     assert len({case.name for case in cases}) == len(cases)
     return tuple(sorted(cases, key=_order)), tuple(refused)

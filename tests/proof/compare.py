@@ -19,8 +19,9 @@ class Outcome:
     """The largest deviations (of loss and norm: in the first step), and what is wrong: check -> the first finding.
 
     coverage: an element that no rank holds. owners: an element of which not exactly one copy counts. replicas: copies
-    that differ. missing: no gradient. loss, norm, gradient, parameters: a deviation above tolerance. bits: canonical
-    sums that depend on the layout. error: a rank failed.
+    that differ. missing: no gradient. loss, norm, gradient, parameters: a deviation above tolerance. routing: other
+    loads, drops or entropies. balance: other biases. bits: canonical sums that depend on the layout. error: a rank
+    failed.
     """
 
     case: Case
@@ -60,6 +61,7 @@ def prove(ranks: Ranks, case: Case, fault: str = "", timeout: float = 120.0) -> 
 def compare(case: Case, played: list[Played]) -> Outcome:
     outcome, reference = Outcome(case), reference_of(case)
     _compare_scalars(outcome, reference, played)
+    _compare_routing(outcome, reference, played)
     blocks = _by_name(played)
     for name in blocks.keys() - reference.parameters.keys():
         outcome.finds("coverage", f"{name} is no parameter of the model")
@@ -83,6 +85,23 @@ def _compare_scalars(outcome: Outcome, reference: Reference, played: list[Played
         outcome.judges("loss", what, deviation(losses[step], loss), tolerance, first_step=first)
         for rank in played:
             outcome.judges("norm", what, deviation(rank.norms[step], norm), tolerance, first_step=first)
+
+
+def _compare_routing(outcome: Outcome, reference: Reference, played: list[Played]) -> None:
+    """Loads and drops are whole numbers and have to be the same; every rank knows those of all layers."""
+    if not outcome.case.arch.is_moe:
+        return
+    for rank in played:
+        for step, expected in enumerate(reference.routing):
+            found = rank.routing[step] if step < len(rank.routing) else np.zeros(0)
+            whole = [i for i in range(expected.shape[1]) if i != expected.shape[1] - 2]  # all but the entropy
+            if found.shape != expected.shape or not np.array_equal(found[:, whole], expected[:, whole]):
+                outcome.finds("routing", f"step {step + 1}: {found.tolist()} instead of {expected.tolist()}")
+            elif deviation(found, expected) > (AFTER_STEPS if step else TOLERANCE):
+                outcome.finds("routing", f"entropies of step {step + 1}")
+        for name, value in rank.buffers.items():
+            if deviation(value, reference.buffers[name]) > TOLERANCE:
+                outcome.finds("balance", name)
 
 
 def _canonical(ranks: Ranks, case: Case, fault: str, timeout: float) -> dict[str, np.ndarray]:
@@ -135,7 +154,8 @@ def assemble(outcome: Outcome, name: str, shape: tuple[int, ...], parts: list[tu
 
 
 def deviation(found, expected) -> float:
-    """NaN, which compares with nothing, comes out as infinite."""
+    """NaN, which compares with nothing, comes out as infinite. What should be zero has to be."""
     found, expected = np.asarray(found), np.asarray(expected)
-    worst = float(np.abs(found - expected).max() / np.abs(expected).max())
+    scale = np.abs(expected).max()
+    worst = float(np.abs(found - expected).max() / (scale if scale > 0 else 1e-300))
     return worst if worst == worst else float("inf")

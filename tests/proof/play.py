@@ -12,14 +12,14 @@ from ingot.dist.mesh import Mesh
 from ingot.train.build import build_parts
 from ingot.train.step import train_step
 
-from .cases import MICRO_BATCH, STEPS, TOKENS, Case
+from .cases import MICRO_BATCH, STEPS, Case
 from .faults import planted
 from .reference import LEARNING_RATES, global_batch
 
 
 @dataclass
 class Batch:
-    """Of one data rank: [micro-batches, MICRO_BATCH, TOKENS]."""
+    """Of one data rank: [micro-batches, MICRO_BATCH, tokens]."""
 
     step: int
     inputs: Tensor
@@ -42,11 +42,14 @@ class Block:
 
 @dataclass
 class Played:
-    """What a rank has to show. losses: of its part of the batch, None where the last stage is elsewhere."""
+    """What a rank has to show. losses: of its part of the batch, None where the last stage is elsewhere. routing,
+    buffers: as in reference.py, buffers of its own layers."""
 
     losses: list[float] | None
     norms: list[float]
     blocks: list[Block]
+    routing: list[np.ndarray]
+    buffers: dict[str, np.ndarray]
 
 
 def play(folder: Path, case: Case, fault: str = "") -> Played:
@@ -78,6 +81,8 @@ def _train(case: Case, folder: Path) -> Played:
             Block(p.name, p.shape, p.offsets, p.owner, gradient, p.value.numpy().copy())
             for p, gradient in zip(pieces, gradients, strict=True)
         ],
+        routing=[t.numpy() for t in (getattr(fact, "routing", None) for fact in facts) if t is not None],
+        buffers={n: b.numpy().copy() for stage in parts.model.stages.values() for n, b in stage.named_buffers()},
     )
 
 
@@ -85,7 +90,7 @@ def _own_batch(case: Case, step: int, mesh: Mesh) -> Batch:
     """Data rank r has samples r*n..(r+1)*n-1, cut into micro-batches, as the loader deals them."""
 
     def own(whole: Tensor) -> Tensor:
-        return whole.chunk(mesh.data_ranks)[mesh.data_rank].reshape(-1, MICRO_BATCH, TOKENS)
+        return whole.chunk(mesh.data_ranks)[mesh.data_rank].reshape(-1, MICRO_BATCH, case.tokens)
 
     inputs, targets, documents = global_batch(case, step)
     return Batch(step, own(inputs), own(targets), None if documents is None else own(documents))

@@ -1,6 +1,6 @@
 """One process: the undivided model in float64, the whole batch at once, and nothing but PyTorch around it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ingot.model.init import initialize
+from ingot.model.moe import Pressure, Router
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch
 
-from .cases import MICRO_BATCH, OPTIM, SEED, STEPS, TOKENS, Case
+from .cases import MICRO_BATCH, OPTIM, SEED, STEPS, Case
 
 LEARNING_RATES = (OPTIM.lr, OPTIM.lr / 2, OPTIM.lr / 4)
 assert len(LEARNING_RATES) == STEPS
@@ -20,46 +21,49 @@ assert len(LEARNING_RATES) == STEPS
 @dataclass(frozen=True)
 class Reference:
     """losses, norms: of every step, norms before clipping. gradients: of the first step, before clipping. parameters:
-    after the last step."""
+    after the last step. routing: of every step and layer with experts, what routers counted. buffers: what is learned
+    of balance, after the last step."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, np.ndarray]
     parameters: dict[str, np.ndarray]
+    routing: list[np.ndarray]
+    buffers: dict[str, np.ndarray]
 
 
 Tokens = tuple[Tensor, Tensor, Tensor | None]
 
 
 def global_batch(case: Case, step: int) -> Tokens:
-    """inputs, targets, document ids or None of step 1..STEPS, [global batch, TOKENS]."""
-    return _draw(case.global_batch, case.arch.vocab_size, case.mask_documents, step)
+    """inputs, targets, document ids or None of step 1..STEPS, [global batch, tokens]."""
+    return _draw(case.global_batch, case.tokens, case.arch.vocab_size, case.mask_documents, step)
 
 
-def _draw(samples: int, vocab_size: int, masked: bool, step: int) -> Tokens:
+def _draw(samples: int, tokens: int, vocab_size: int, masked: bool, step: int) -> Tokens:
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, vocab_size, (samples, TOKENS + 1), generator=generator)
-    borders = torch.rand(samples, TOKENS, generator=generator) < 0.3
+    ids = torch.randint(0, vocab_size, (samples, tokens + 1), generator=generator)
+    borders = torch.rand(samples, tokens, generator=generator) < 0.3
     return ids[:, :-1], ids[:, 1:], borders.cumsum(1, dtype=torch.int32) if masked else None
 
 
 def reference_of(case: Case) -> Reference:
     """Layouts do not matter to it: cases with the same model and batch share one."""
-    return _train(case.arch, case.global_batch, case.mask_documents)
+    return _train(case.arch, case.global_batch, case.tokens, case.mask_documents)
 
 
 @cache
-def _train(arch: Arch, samples: int, masked: bool) -> Reference:
+def _train(arch: Arch, samples: int, tokens: int, masked: bool) -> Reference:
     model = Transformer(arch).double()
     initialize(model, arch, SEED)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, foreach=False)
-    losses, norms, gradients = [], [], {}
+    losses, norms, gradients, routing = [], [], {}, []
     for step, lr in enumerate(LEARNING_RATES, start=1):
-        inputs, targets, documents = _draw(samples, arch.vocab_size, masked, step)
-        loss = model(inputs, targets, documents) / inputs.numel()
+        inputs, targets, documents = _draw(samples, tokens, arch.vocab_size, masked, step)
+        loss = model(inputs, targets, documents, pressure=_pressure(arch, inputs, step)) / inputs.numel()
         adamw.zero_grad()
         loss.backward()
         if step == 1:
@@ -71,8 +75,32 @@ def _train(arch: Arch, samples: int, masked: bool) -> Reference:
         adamw.step()
         losses.append(loss.item())
         norms.append(norm.item())
+        routing.append(_balance(model))
     parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    return Reference(losses, norms, gradients, parameters)
+    buffers = {name: b.numpy() for name, b in model.named_buffers()}
+    return Reference(losses, norms, gradients, parameters, routing, buffers)
+
+
+def _pressure(arch: Arch, inputs: Tensor, step: int, first: int = 0, whole: Tensor | None = None) -> Pressure | None:
+    """first: where `inputs` begin in the batch `whole`."""
+    batch = inputs if whole is None else whole
+    keys = step * len(batch) + first + torch.arange(len(inputs))
+    return Pressure(keys, torch.tensor(1 / batch.numel(), dtype=torch.float64)) if arch.is_moe else None
+
+
+@torch.no_grad()
+def _balance(model: Transformer) -> np.ndarray:
+    """What the routers counted in this step, one row for each, and what they learn from it."""
+    rows = []
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        assert router.seen is not None
+        rows.append(router.seen)
+        loads, router.seen = router.seen[: router.moe.num_experts], None
+        if router.bias is not None:
+            router.bias += router.moe.bias_rate * torch.sign(loads.mean() - loads)
+        if router.load is not None:
+            router.load.copy_(loads / loads.mean())
+    return torch.stack(rows).numpy() if rows else np.zeros((0, 0))
 
 
 def canonical_gradients(case: Case) -> dict[str, np.ndarray]:
@@ -88,7 +116,12 @@ def canonical_gradients(case: Case) -> dict[str, np.ndarray]:
         for start in range(part * samples, (part + 1) * samples, MICRO_BATCH):
             rows = slice(start, start + MICRO_BATCH)
             model.zero_grad()
-            model(inputs[rows], targets[rows], None if documents is None else documents[rows]).backward()
+            pressure = _pressure(case.arch, inputs[rows], 1, start, inputs)
+            if pressure is not None:  # divided below
+                pressure = replace(pressure, weight=torch.ones((), dtype=torch.float64))
+            model(
+                inputs[rows], targets[rows], documents[rows] if documents is not None else None, pressure=pressure
+            ).backward()
             for name, parameter in model.named_parameters():
                 total[name] = total[name] + _gradient(parameter) if name in total else _gradient(parameter).clone()
         parts.append(total)
