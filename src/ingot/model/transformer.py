@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.model.attention import Attend, Attention, Sight, attend_locally
+from ingot.model.latent import LatentAttention
 from ingot.model.layers import RMSNorm, SwiGLU, rotary_tables
 from ingot.model.loss import Readout
 from ingot.model.moe import Dispatch, LocalDispatch, Moe, Pressure
@@ -23,7 +24,7 @@ class Block(nn.Module):
     def __init__(self, arch: Arch, layer: int, attend: Attend, dispatch: Dispatch):
         super().__init__()
         self.attention_norm = RMSNorm(arch.d_model, arch.norm_eps)
-        self.attention = Attention(arch, attend)
+        self.attention = (LatentAttention if arch.is_mla else Attention)(arch, attend)
         self.mlp_norm = RMSNorm(arch.d_model, arch.norm_eps)
         self.mlp = None if arch.has_experts(layer) else SwiGLU(arch.d_model, arch.d_ffn)
         self.moe = Moe(arch, layer, dispatch) if arch.has_experts(layer) else None
@@ -40,7 +41,7 @@ class Block(nn.Module):
 
 # What tensor parallelism may do with each parameter, by the end of its name: the output dim of `column` and the input
 # dim of `row` matrices is cut, `vocab` matrices are cut by token id; `kv` are column matrices whose heads may be fewer
-# than the ranks; `stream` weights act on the residual stream, `heads` weights on every head alike. Stacked `expert`
+# than the ranks; `stream` weights act on the residual stream, `heads` weights for every head alike. Stacked `expert`
 # matrices are not cut by it: its ranks send their own tokens to them.
 SHARDING = {
     "embed.weight": "vocab",
@@ -51,6 +52,12 @@ SHARDING = {
     "attention.o.weight": "row",
     "attention.q_norm.weight": "heads",
     "attention.k_norm.weight": "heads",
+    "attention.q_down.weight": "heads",
+    "attention.q_latent_norm.weight": "heads",
+    "attention.q_up.weight": "column",
+    "attention.kv_down.weight": "heads",
+    "attention.kv_latent_norm.weight": "heads",
+    "attention.kv_up.weight": "column",
     "mlp.gate.weight": "column",
     "mlp.up.weight": "column",
     "mlp.down.weight": "row",
@@ -118,7 +125,8 @@ class Transformer(nn.Module):
         if cache is not None:
             positions = positions + cache.tokens
         sight = Sight(positions, document_ids_BT, self.arch.sliding_window)
-        rotary = rotary_tables(positions, self.arch.head_dim, self.arch.rope_theta)
+        rotated = self.arch.mla.rope_dim if self.arch.is_mla else self.arch.head_dim
+        rotary = rotary_tables(positions, rotated, self.arch.rope_theta)
         x_BTD = x if x.is_floating_point() or self.embed is None else self.embed(x)
         for index, block in self.blocks.items():
             x_BTD = block(x_BTD, rotary, sight, None if cache is None else cache.layers[int(index)], pressure)
