@@ -6,20 +6,30 @@ so this module names the two it knows:
   norm   (causal=True, ingot's own): matmul parameters x 6, plus the causal half of attention, 6·L·N·H·T.
   full   (causal=False): the same with all of attention, 12·L·N·H·T. Megatron-LM's and torchtitan's tables count so.
 
-Both leave out the embedding look-up, norms, softmax and the other elementwise work, and count no recomputation
-(Chowdhery et al. 2022, PaLM, appendix B). Backward costs twice the forward: a gradient for the input and one for the
-weight of every multiplication.
+Of experts, the ones that a token is sent to count (count_matrix_parameters), as if none were dropped. With a sliding
+window, T is the number of keys that a token sees; with latent attention, H is the mean of what a head's scores and its
+values are wide. Both leave out the embedding look-up, norms, softmax and the other elementwise work, and count no
+recomputation (Chowdhery et al. 2022, PaLM, appendix B). Backward costs twice the forward: a gradient for the input and
+one for the weight of every multiplication.
 """
 
 from ingot.schema.arch import Arch
-from ingot.theory.params import count_matrix_parameters
+from ingot.theory.params import count_matrix_parameters, value_width
 
 TRAIN_TO_FORWARD = 3
 
 
+def mean_keys(seq_len: int, window: int = 0, causal: bool = True) -> float:
+    """Keys that a token of a sequence sees on average: half of it where all before it are seen (causal), and with a
+    window W below T, W - W²/2T, for the first W tokens see fewer. Not causal: all of T, or of the window."""
+    seen = min(window or seq_len, seq_len)
+    return seen * (1 - seen / (2 * seq_len)) if causal else float(seen)
+
+
 def forward_attention_flops_per_token(arch: Arch, seq_len: int, causal: bool = True) -> float:
-    """QK^T and PV: 2 products x 2·N·H·T operations in each layer. A causal token sees half of T on average."""
-    return arch.num_layers * 4 * arch.num_heads * arch.head_dim * seq_len * (0.5 if causal else 1.0)
+    """QK^T of width H and PV as wide as values, N heads each, with every key seen, in each layer."""
+    widths = arch.num_heads * (arch.head_dim + value_width(arch))
+    return arch.num_layers * 2 * widths * mean_keys(seq_len, arch.sliding_window, causal)
 
 
 def forward_matmul_flops_per_token(arch: Arch) -> float:

@@ -4,7 +4,7 @@ import math
 
 from ingot.schema.arch import Arch
 from ingot.theory.flops import TRAIN_TO_FORWARD, forward_attention_flops_per_token
-from ingot.theory.params import block_attention_parameters, block_mlp_parameters
+from ingot.theory.params import active_block_matrices
 
 # Repeating data up to four times is nearly as good as new data (Muennighoff et al. 2023, section 6).
 MAX_USEFUL_EPOCHS = 4
@@ -17,8 +17,9 @@ def compute_optimal_tokens(parameters: int) -> int:
 
 
 def compute_budget(arch: Arch, seq_len: int, tokens: int) -> float:
-    """FLOPs as Bi et al. 2024 count them (section 3.2): blocks with full attention, without embedding and head."""
-    blocks = arch.num_layers * (block_attention_parameters(arch) + block_mlp_parameters(arch))
+    """FLOPs as Bi et al. 2024 count them (section 3.2): blocks with full attention, without embedding and head. They
+    fitted dense models; of experts, those that a token is sent to count."""
+    blocks = active_block_matrices(arch)
     attention = forward_attention_flops_per_token(arch, seq_len, causal=False)
     return TRAIN_TO_FORWARD * (2.0 * blocks + attention) * tokens
 
