@@ -271,8 +271,9 @@ def _read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typ
 
     def where(key: str) -> str:
         base = key.split("[")[0]
-        if base in from_command_line:
-            return f"--set {base}"
+        given = [name for name in from_command_line if base == name or base.startswith(name + ".")]
+        if given:
+            return f"--set {max(given, key=len)}"
         while base and base not in lines:
             base = base.rpartition(".")[0]
         return f"{path}:{lines[base]}" if base else f"{path or '--set'}"
@@ -308,8 +309,11 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def to_toml(config, comments: dict[str, str] | None = None) -> str:
-    """`config` as TOML, sections in the order of its fields. `comments`: dotted key -> remark at the line's end."""
-    comments = comments or {}
+    """`config` as TOML, sections in the order of its fields. `comments`: dotted key -> remark at the line's end.
+
+    A section within a section is left out where it has its defaults: most models have no experts.
+    """
+    comments, idle = comments or {}, _default_sections(config)
     out: list[str] = []
 
     def section(values: dict, prefix: str) -> None:
@@ -318,13 +322,25 @@ def to_toml(config, comments: dict[str, str] | None = None) -> str:
                 remark = comments.get(prefix + name)
                 out.append(f"{_toml_key(name)} = {_toml_value(value)}" + (f"  # {remark}" if remark else ""))
         for name, value in values.items():
-            if isinstance(value, dict) and value:
+            if isinstance(value, dict) and value and prefix + name not in idle:
                 out.append("")
                 out.append(f"[{prefix}{_toml_key(name)}]")
                 section(value, f"{prefix}{_toml_key(name)}.")
 
     section(to_dict(config), "")
     return "\n".join(out).strip() + "\n"
+
+
+def _default_sections(config) -> set[str]:
+    """Dotted keys of the sections within sections that are what they are where nothing is said."""
+    found = set()
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if dataclasses.is_dataclass(default) and getattr(value, field.name) == default:
+                found.add(f"{section.name}.{field.name}")
+    return found
 
 
 def _toml_key(name: str) -> str:

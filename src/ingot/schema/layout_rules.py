@@ -3,8 +3,12 @@
 Rules that need derived figures (parameter counts, tables of schedules) are in theory/layout.py.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from ingot.schema.context_rules import context_rules, cut_of_sequences
+from ingot.schema.expert_rules import expert_rules
+from ingot.schema.nearest import multiples, nearest
 
 if TYPE_CHECKING:
     from ingot.schema.arch import Arch
@@ -19,21 +23,16 @@ def layout_rules(run: "RunConfig") -> Problems:
     """(dotted key of the run file, what is wrong and the way out), all at once."""
     if any(run.parallel.problems()):
         return  # a degree below 1, which has been reported, would break the arithmetic here
-    yield from _unsupported(run.parallel)
     yield from _idle_settings(run.parallel)
     yield from _batch_rules(run)
     yield from _tensor_rules(run)
+    yield from context_rules(run)
+    yield from expert_rules(run)
     yield from _pipeline_rules(run)
     yield from _canonical_rules(run.parallel)
     yield from _offload_rules(run.parallel)
     if run.parallel.grads == "bf16" and run.train.precision in ("fp32", "fp64"):
         yield "parallel.grads", f'"bf16" is coarser than train.precision = {run.train.precision!r}; use "fp32"'
-
-
-def _unsupported(parallel: "Parallel") -> Problems:
-    for name in ("cp", "ep"):
-        if getattr(parallel, name) > 1:
-            yield f"parallel.{name}", f"is {getattr(parallel, name)}; this form is not supported yet, it must be 1"
 
 
 def _idle_settings(parallel: "Parallel") -> Problems:
@@ -70,14 +69,15 @@ def _batch_rules(run: "RunConfig") -> Problems:
 
 
 def _tensor_rules(run: "RunConfig") -> Problems:
-    arch, tp = run.model, run.parallel.tp
+    arch, tp, cp = run.model, run.parallel.tp, run.parallel.cp
     if tp == 1:
         return
-    cut_tokens = run.train.seq_len if run.parallel.sequence else 0
+    # What context parallelism cannot cut evenly has its own problem.
+    cut_tokens = run.train.seq_len // cp if run.parallel.sequence and run.train.seq_len % cp == 0 else 0
     near = nearest(tp, legal_tp(arch, cut_tokens))
-    for name in ("num_heads", "d_ffn"):
-        if getattr(arch, name) % tp:
-            yield "parallel.tp", f"{tp} does not divide model.{name}={getattr(arch, name)}; nearest: {near}"
+    for name, size in _cut_sizes(arch).items():
+        if size % tp:
+            yield "parallel.tp", f"{tp} does not divide {name}={size}; nearest: {near}"
     if not _shares_kv_heads(arch, tp):
         rule = "it must divide them, or be a multiple of them (each is then held by several ranks)"
         yield "parallel.tp", f"{tp} does not fit model.num_kv_heads={arch.num_kv_heads}: {rule}; nearest: {near}"
@@ -86,28 +86,47 @@ def _tensor_rules(run: "RunConfig") -> Problems:
         instead = f"or model.vocab_size = {padded}, with ids that no token has"
         yield "parallel.tp", f"{tp} does not divide model.vocab_size={arch.vocab_size}; nearest: {near}, {instead}"
     if cut_tokens % tp:
-        instead = f"or a seq_len of {multiples(cut_tokens, tp)}, or parallel.sequence = false"
-        found = f"{tp} does not divide train.seq_len={cut_tokens}, which sequence parallelism cuts"
+        instead = f"or a seq_len of {multiples(run.train.seq_len, cut_of_sequences(run.parallel))}"
+        instead += "" if arch.is_moe else ", or parallel.sequence = false"
+        of = f" / cp {cp} = {cut_tokens} tokens" if cp > 1 else ""
+        found = f"{tp} does not divide train.seq_len={run.train.seq_len}{of}, which sequence parallelism cuts"
         yield "parallel.tp", f"{found}; nearest: {near}, {instead}"
-    if run.parallel.async_tp and run.train.device == "cpu":
+    yield from _async_rules(run)
+
+
+def _async_rules(run: "RunConfig") -> Problems:
+    if not run.parallel.async_tp:
+        return
+    if run.train.device == "cpu":
         yield "parallel.async_tp", 'needs GPUs with symmetric memory, and train.device is "cpu"; remove it'
-    if run.parallel.async_tp and run.train.compile == "off":
+    if run.train.compile == "off":
         why = 'it overlaps inside of compiled blocks, and train.compile is "off"'
         yield "parallel.async_tp", f'would do nothing: {why}; set train.compile to "auto" or "on", or remove it'
-    if run.parallel.async_tp and run.parallel.splits_backward:
+    if run.parallel.splits_backward:
         why = f"schedule = {run.parallel.schedule!r} splits the backward, and a compiled one is whole"
         yield "parallel.async_tp", f"overlaps inside of compiled blocks: {why}; use {_WHOLE_BACKWARD}, or remove it"
 
 
 def legal_tp(arch: "Arch", cut_tokens: int = 0) -> list[int]:
     """Degrees of tensor parallelism that the model allows. cut_tokens: length of sequences that it cuts, else 0."""
-    sizes = (arch.num_heads, arch.d_ffn, arch.vocab_size, cut_tokens)
+    sizes = (*_cut_sizes(arch).values(), arch.vocab_size, cut_tokens)
     degrees = range(1, arch.num_heads + 1)
     return [tp for tp in degrees if not any(size % tp for size in sizes) and _shares_kv_heads(arch, tp)]
 
 
+def _cut_sizes(arch: "Arch") -> dict[str, int]:
+    """What tensor parallelism divides beside the vocabulary. Experts that tokens choose stay whole on their ranks."""
+    moe, sizes = arch.moe, {"model.num_heads": arch.num_heads}
+    if len(arch.expert_layers) < arch.num_layers:
+        sizes["model.d_ffn"] = arch.d_ffn
+    if arch.is_moe and moe.shared_experts:
+        sizes["model.moe.shared_experts x d_expert"] = moe.shared_experts * moe.d_expert
+    return sizes
+
+
 def _shares_kv_heads(arch: "Arch", tp: int) -> bool:
-    return arch.num_kv_heads % tp == 0 or tp % arch.num_kv_heads == 0
+    """Latent attention makes keys and values of all heads from one latent, so that its heads are cut like queries."""
+    return arch.is_mla or arch.num_kv_heads % tp == 0 or tp % arch.num_kv_heads == 0
 
 
 def _pipeline_rules(run: "RunConfig") -> Problems:
@@ -170,17 +189,3 @@ def _offload_rules(parallel: "Parallel") -> Problems:
         yield "parallel.offload_parameters", f'needs offload = "cpu", which is {parallel.offload!r}'
     if parallel.offload_parameters and parallel.zero in (1, 2):
         yield "parallel.offload_parameters", f"needs zero = 3, which is {parallel.zero} and keeps parameters whole"
-
-
-def nearest(value: int, legal: Iterable[int]) -> str:
-    """The legal values next to `value`: "2 or 4"."""
-    numbers = set(legal)
-    below = max((n for n in numbers if n < value), default=None)
-    above = min((n for n in numbers if n > value), default=None)
-    return " or ".join(str(n) for n in (below, above) if n is not None)
-
-
-def multiples(value: int, of: int) -> str:
-    """The multiples of `of` next to `value`: "8 or 12"."""
-    low = max(value // of, 1) * of
-    return f"{low} or {low + of}"

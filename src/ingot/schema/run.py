@@ -199,6 +199,9 @@ class RunConfig:
     def problems(self):
         if self.train.seq_len > self.model.max_seq_len:
             yield "train.seq_len", f"{self.train.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}"
+        if self.model.sliding_window >= self.model.max_seq_len:
+            found = f"{self.model.sliding_window} hides nothing in sequences of at most {self.model.max_seq_len} tokens"
+            yield "model.sliding_window", f"{found} (model.max_seq_len); lower it, or remove it"
         decay_steps = self.schedule.decay_steps if self.schedule.kind == "wsd" else 0
         if self.schedule.warmup_steps + decay_steps > self.train.steps:
             yield "schedule.warmup_steps", f"warm-up and decay are longer than the {self.train.steps} steps of the run"
@@ -215,14 +218,28 @@ class RunConfig:
         return self.train.global_batch * self.train.seq_len
 
     def training_settings(self) -> dict[str, Any]:
-        """The settings that decide what is learned, flat: "optim.lr" -> 0.003. All but FREE_SETTINGS."""
+        """The settings that decide what is learned, flat: "optim.lr" -> 0.003. All but FREE_SETTINGS.
+
+        Sections that a model makes no use of are left out: a checkpoint from before there were experts stays valid.
+        """
         flat: dict[str, Any] = {}
         _flatten(to_dict(self), "", flat)
-        return {key: value for key, value in flat.items() if not key.startswith(FREE_SETTINGS)}
+        free = (*FREE_SETTINGS, *_unused(self.model))
+        return {key: value for key, value in flat.items() if not key.startswith(free)}
 
     def training_sha256(self) -> str:
         """Identity of the experiment: equal for two runs that may continue each other's checkpoints."""
         return sha256_bytes(canonical_json(self.training_settings()).encode())
+
+
+def _unused(arch: Arch) -> Iterator[str]:
+    """Beginnings of keys."""
+    if not arch.is_moe:
+        yield "model.moe."
+    if not arch.is_mla:
+        yield "model.mla."
+    if not arch.sliding_window:
+        yield "model.sliding_window"
 
 
 def _flatten(values: dict, prefix: str, flat: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ def test_more_ranks_than_cores_and_more_ranks_than_gpus(project):
     ("overrides", "expected"),
     [
         (("parallel.tp=3",), {"parallel.tp"}),
-        (("parallel.cp=2", "parallel.offload=nvme"), {"parallel.cp", "parallel.offload_folder"}),
+        (("parallel.cp=3", "parallel.offload=nvme"), {"parallel.cp", "parallel.offload_folder"}),
         (("parallel.pp=2", "parallel.schedule=dualpipe_v"), {"parallel.pp"}),
         (("parallel.pp=2", "parallel.schedule=zb_h1", "parallel.stages_per_rank=2"), {"parallel.pp"}),
         (("parallel.pp=2", "model.num_layers=4", "parallel.schedule=dualpipe_v"), {"parallel.schedule"}),

@@ -7,7 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ingot.schema.arch import Arch
-from ingot.schema.layout_rules import legal_tp, multiples, nearest
+from ingot.schema.layout_rules import legal_tp
+from ingot.schema.nearest import multiples, nearest
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 
@@ -33,8 +34,12 @@ CASES = [
     ({"tp": 3}, "parallel.tp", "3 does not divide model.num_heads=8; nearest: 2 or 4"),
     ({"tp": 16}, "parallel.tp", "num_heads=8; nearest: 8"),
     ({"tp": 4, "seq_len": 62}, "parallel.tp", "nearest: 2, or a seq_len of 60 or 64, or parallel.sequence = false"),
-    ({"cp": 2}, "parallel.cp", "not supported yet, it must be 1"),
-    ({"ep": 2}, "parallel.ep", "not supported yet, it must be 1"),
+    (
+        {"tp": 4, "cp": 2, "seq_len": 60},
+        "parallel.tp",
+        "4 does not divide train.seq_len=60 / cp 2 = 30 tokens, which sequence parallelism cuts; nearest: 2, "
+        "or a seq_len of 56 or 64, or parallel.sequence = false",
+    ),
     ({"pp": 8}, "parallel.pp", "8 stages are more than model.num_layers=6; use at most 6"),
     ({"pp": 4, "schedule": "interleaved"}, "parallel.pp", "4 ranks x 2 stages are more than"),
     ({"pp": 2, "stage_layers": (3, 2)}, "parallel.stage_layers", "sums to 5 blocks, and model.num_layers is 6"),
@@ -86,7 +91,7 @@ def test_an_illegal_layout_is_refused_with_the_way_out(settings, key, way_out):
 
 def test_all_of_them_come_at_once():
     found = problems(
-        tp=3, pp=8, cp=2, offload="nvme", virtual_ranks=3, grads="bf16", precision="fp64", recompute_every=4
+        tp=3, pp=8, cp=7, offload="nvme", virtual_ranks=3, grads="bf16", precision="fp64", recompute_every=4
     )
     keys = {"tp", "pp", "cp", "offload_folder", "virtual_ranks", "grads", "recompute_every"}
     assert {key.removeprefix("parallel.") for key in found} >= keys
@@ -107,6 +112,8 @@ LEGAL = [
     {"recompute": "full", "recompute_every": 2},
     {"tp": 4, "sequence": False, "seq_len": 62},
     {"tp": 2, "pp": 2, "async_tp": True, "device": "cuda"},
+    {"tp": 2, "cp": 4, "dp_shard": 2, "pp": 2},
+    {"reduce": "canonical", "virtual_ranks": 8, "dp_replicate": 4, "cp": 2},
 ]
 
 

@@ -1,0 +1,58 @@
+"""Which layouts a mixture of experts allows, and what of its settings needs the length of sequences."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ingot.schema.nearest import divisors, nearest
+
+if TYPE_CHECKING:
+    from ingot.schema.parallel import Parallel
+    from ingot.schema.run import RunConfig
+
+Problems = Iterator[tuple[str, str]]
+
+
+def expert_rules(run: "RunConfig") -> Problems:
+    """(dotted key of the run file, what is wrong and the way out). The degrees are at least 1."""
+    arch, parallel = run.model, run.parallel
+    if not arch.is_moe:
+        if parallel.ep > 1:
+            found = f"{parallel.ep} ranks for experts, and the model has none (model.moe.num_experts = 0)"
+            yield "parallel.ep", f"{found}; remove it, or give the model experts"
+        return
+    yield from _degree_rules(arch.moe.num_experts, parallel)
+    if parallel.tp > 1 and not parallel.sequence:
+        why = f"experts see the tokens of one rank, and tp = {parallel.tp} without it gives every rank all tokens"
+        yield "parallel.sequence", f"is false: {why}; set it to true, or tp = 1"
+    yield from _capacity_rule(run)
+
+
+def legal_ep(experts: int, parallel: "Parallel") -> list[int]:
+    """Degrees of expert parallelism: they divide the experts, and the ranks that share one copy of the model."""
+    return divisors(math.gcd(experts, parallel.dp_shard * parallel.cp * parallel.tp))
+
+
+def _degree_rules(experts: int, parallel: "Parallel") -> Problems:
+    ep, ranks = parallel.ep, parallel.dp_shard * parallel.cp * parallel.tp
+    near = nearest(ep, legal_ep(experts, parallel)) or "1"
+    if experts % ep:
+        yield "parallel.ep", f"{ep} does not divide model.moe.num_experts={experts}; nearest: {near}"
+    if ranks % ep:
+        axes = [f"{axis} {getattr(parallel, axis)}" for axis in ("dp_shard", "cp", "tp")]
+        of = f"the {ranks} ranks that share a copy of the model ({' x '.join(axes)})"
+        whole = " (a canonical sum keeps dp_shard = 1)" if parallel.reduce == "canonical" else ""
+        yield "parallel.ep", f"{ep} does not divide {of}{whole}; nearest: {near}"
+
+
+def _capacity_rule(run: "RunConfig") -> Problems:
+    """Rounding up would give every expert one token, whatever the factor says."""
+    moe, seq_len = run.model.moe, run.train.seq_len
+    if moe.top_k < 1 or moe.capacity_factor <= 0:
+        return
+    tokens = moe.capacity_factor * moe.top_k * seq_len / moe.num_experts
+    if tokens < 1:
+        least = moe.num_experts / (moe.top_k * seq_len)
+        found = f"{moe.capacity_factor:g} x top_k {moe.top_k} x seq_len {seq_len} / {moe.num_experts} experts"
+        use = f"use at least {math.ceil(least * 1e4) / 1e4:g}, or 0 for no limit"
+        yield "model.moe.capacity_factor", f"{found} = {tokens:.2g}, less than one token of a sequence; {use}"

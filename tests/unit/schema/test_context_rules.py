@@ -1,0 +1,90 @@
+"""Forms of context parallelism that cannot be are refused with the way out, and the others are not."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.schema.test_layout_rules import ARCH, TRAIN, problems
+
+from ingot.schema.context_rules import legal_forms
+from ingot.schema.parallel import Parallel
+
+# 8 query and 2 key/value heads, sequences of 64 tokens.
+CASES = [
+    ({"context": "ring"}, "parallel.context", "'ring' without context parallelism (cp = 1); set parallel.cp to 2"),
+    ({"context_layout": "striped"}, "parallel.context_layout", "without context parallelism (cp = 1)"),
+    ({"ulysses": 2}, "parallel.ulysses", "2 without context parallelism (cp = 1)"),
+    ({"cp": 4, "ulysses": 2, "context": "ring"}, "parallel.ulysses", 'set parallel.context = "usp", or remove it'),
+    ({"cp": 4, "ulysses": 2}, "parallel.ulysses", "2 with context = 'auto', which has no grid"),
+    (
+        {"cp": 2, "context": "ulysses", "context_layout": "striped"},
+        "parallel.context_layout",
+        "deals out heads and has no ring; set parallel.context to \"ring\" or \"usp\"",
+    ),
+    ({"cp": 2, "context_layout": "contiguous"}, "parallel.context_layout", "may choose a form without a ring"),
+    ({"cp": 8, "context": "usp"}, "parallel.ulysses", "rows of 1 < ulysses < 8 that divide it; nearest: 2"),
+    ({"cp": 8, "context": "usp", "ulysses": 3}, "parallel.ulysses", "is 3 with context = \"usp\""),
+    ({"cp": 8, "context": "usp", "ulysses": 8}, "parallel.ulysses", "nearest: 4"),
+    ({"cp": 3, "context": "usp", "ulysses": 2}, "parallel.ulysses", "there is none; use context = \"ring\""),
+    (
+        {"cp": 16, "context": "ulysses"},
+        "parallel.cp",
+        "16 ranks with context = \"ulysses\" cannot deal out 8 query and 2 key/value heads: it must divide the former, "
+        "and divide the latter or be a multiple of them; nearest: 8, or context = \"ring\"",
+    ),
+    ({"cp": 8, "tp": 2, "context": "ulysses"}, "parallel.cp", "4 query and 1 key/value heads of a rank of tp = 2"),
+    ({"cp": 8, "tp": 4, "context": "usp", "ulysses": 4}, "parallel.ulysses", "4 ranks cannot deal out 2 query"),
+    ({"cp": 4, "tp": 8, "context": "usp", "ulysses": 2}, "parallel.ulysses", "use context = \"ring\""),
+    (
+        {"cp": 4, "context": "ring", "seq_len": 60},
+        "train.seq_len",
+        "60 is no multiple of 8, two parts for each of the 4 ranks of cp (zigzag); nearest: 56 or 64, "
+        "or context_layout = \"contiguous\" or \"striped\"",
+    ),
+    ({"cp": 4, "context": "ring", "context_layout": "striped", "seq_len": 62}, "train.seq_len", "nearest: 60 or 64"),
+    ({"cp": 4, "context": "ulysses", "seq_len": 62}, "train.seq_len", "no multiple of 4, one part for each of the 4"),
+    ({"cp": 4, "context": "usp", "ulysses": 2, "seq_len": 60}, "train.seq_len", "60 is no multiple of 8, two parts"),
+    ({"cp": 4, "seq_len": 62}, "parallel.cp", "62 is no multiple of 8, as a ring (zigzag) needs; use cp = 1 or 31"),
+    ({"cp": 12, "seq_len": 60}, "parallel.cp", "12 ranks of Ulysses cannot deal out 8 heads; use cp = 10 or 15"),
+    ({"cp": 4, "tp": 8, "seq_len": 40}, "parallel.tp", "40 / cp 4 = 10 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "key", "way_out"), CASES, ids=[f"{k}-{i}" for i, (_, k, _) in enumerate(CASES)])
+def test_an_impossible_form_is_refused_with_the_way_out(settings, key, way_out):
+    found = problems(**settings)
+    assert any(way_out in message for message in found.get(key, [])), found
+
+
+LEGAL = [
+    {"cp": 4},
+    {"cp": 32, "context": "ring"},
+    {"cp": 8, "context": "ulysses"},  # each key/value head on four ranks
+    {"cp": 8, "context": "ulysses", "seq_len": 56},
+    {"cp": 4, "tp": 2, "context": "ulysses"},
+    {"cp": 16, "context": "usp", "ulysses": 8},
+    {"cp": 4, "context": "ring", "context_layout": "contiguous", "seq_len": 60},
+    {"cp": 4, "seq_len": 60},  # "auto" has Ulysses
+    {"cp": 3, "context": "ring", "seq_len": 66},
+    {"cp": 4, "tp": 8, "sequence": False, "seq_len": 40},
+]
+
+
+@pytest.mark.parametrize("settings", LEGAL, ids=str)
+def test_legal_forms_have_no_problem(settings):
+    assert problems(**settings) == {}
+
+
+@given(st.integers(2, 16), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 64))
+def test_a_form_is_refused_by_some_rule_or_possible(cp, tp, kv_heads, half):
+    """legal_forms and the rules say the same of every form, and "auto" is refused where none is left."""
+    arch, train = replace(ARCH, num_kv_heads=kv_heads), replace(TRAIN, seq_len=2 * half)
+    legal = legal_forms(arch, train, Parallel(cp=cp, tp=tp))
+    settings = {"cp": cp, "tp": tp, "seq_len": 2 * half, "sequence": False}
+    assert ("parallel.cp" in problems(replace(arch, max_seq_len=2 * half), **settings)) == (not legal)
+    for ulysses in range(1, cp + 1):
+        context = "ring" if ulysses == 1 else "ulysses" if ulysses == cp else "usp"
+        given = {"context": context} | ({"ulysses": ulysses} if context == "usp" else {})
+        refused = problems(replace(arch, max_seq_len=2 * half), **settings, **given)
+        assert bool(refused) == ((context, ulysses) not in legal), refused

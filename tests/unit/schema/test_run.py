@@ -1,0 +1,64 @@
+"""The identity of an experiment: settings that a model does not use are no part of it."""
+
+from dataclasses import replace
+
+from ingot.config import from_dict, load, to_dict, to_toml
+from ingot.recipes.load import load_model
+from ingot.schema.arch import Arch, Moe
+from ingot.schema.run import Data, RunConfig, Train
+
+TINY = Arch(
+    vocab_size=4096, d_model=128, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=64, d_ffn=344, max_seq_len=256
+)
+RUN = RunConfig(
+    name="demo",
+    model=TINY,
+    data=Data(tokens="tokens/train"),
+    train=Train(steps=100, seq_len=64, global_batch=8, micro_batch=4),
+)
+# Of this run before there were experts, latent attention and windows, by the code of that time.
+EARLIER = "c26b94bc20f3f63f123cc52f7490e3344ad3dfa4c3b98793a316522d8bbbafae"
+EXPERTS = Moe(num_experts=8, top_k=2, d_expert=172)
+
+
+def with_model(**changes) -> RunConfig:
+    return replace(RUN, model=replace(TINY, **changes))
+
+
+def test_a_dense_run_continues_its_earlier_checkpoints():
+    assert RUN.training_sha256() == EARLIER
+    assert from_dict(RunConfig, to_dict(RUN)).training_sha256() == EARLIER
+
+
+def test_what_a_model_uses_is_part_of_the_experiment():
+    assert with_model(sliding_window=32).training_settings()["model.sliding_window"] == 32
+    settings = with_model(moe=EXPERTS).training_settings()
+    assert settings["model.moe.num_experts"] == 8 and settings["model.moe.noise"] == 0.0
+    assert not any(key.startswith("model.mla.") for key in settings)
+    mixed = with_model(moe=replace(EXPERTS, z_loss=1e-3))
+    assert len({run.training_sha256() for run in (RUN, mixed, with_model(moe=EXPERTS))}) == 3
+
+
+def test_a_window_that_hides_nothing_is_refused():
+    (problem,) = with_model(sliding_window=256).problems()
+    assert problem[0] == "model.sliding_window" and "hides nothing in sequences of at most 256 tokens" in problem[1]
+    assert not list(with_model(sliding_window=255).problems())
+
+
+def test_a_run_file_shows_experts_where_there_are_some(tmp_path):
+    assert "moe" not in to_toml(RUN) and "mla" not in to_toml(RUN)
+    (tmp_path / "run.toml").write_text(to_toml(with_model(moe=EXPERTS)))
+    assert "[model.moe]\nnum_experts = 8" in (tmp_path / "run.toml").read_text()
+    assert load(RunConfig, tmp_path / "run.toml") == with_model(moe=EXPERTS)
+
+
+def test_one_line_gives_a_run_experts(tmp_path):
+    line = "moe = { num_experts = 8, top_k = 2, d_expert = 172 }"
+    (tmp_path / "run.toml").write_text(to_toml(RUN))
+    assert load(RunConfig, tmp_path / "run.toml", [f"model.{line}"]) == with_model(moe=EXPERTS)
+    (tmp_path / "run.toml").write_text(to_toml(RUN).replace("[model]\n", f"[model]\n{line}\n"))
+    assert load(RunConfig, tmp_path / "run.toml") == with_model(moe=EXPERTS)
+
+
+def test_the_quickstarts_model_is_the_one_above():
+    assert load_model("tiny").arch == TINY
