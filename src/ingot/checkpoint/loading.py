@@ -96,13 +96,13 @@ def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, conf
 
 def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> None:
     """Names, shapes and types of all ranks are compared before a byte is read: nothing foreign is ever put in."""
-    names = sorted(name for name in manifest.tensors if not state.is_optional(name))
+    names = sorted(name for name in manifest.tensors if not state.is_skipped(name))
     moments = on_all_ranks(state.optimizer.moments)
     blocks: list[Block] = []
 
     def mine() -> int:
         every = state.blocks(moments, first_rank=rank() == 0)
-        blocks.extend(b for b in every if b.name in manifest.tensors or not state.is_optional(b.name))
+        blocks.extend(b for b in every if b.name in manifest.tensors or not b.optional)
         _check_fits(path, manifest, blocks)
         own = {block.name for block in blocks}
         return sum(1 << i for i, name in enumerate(names) if name in own)  # one bit per name: cheap from 16k ranks

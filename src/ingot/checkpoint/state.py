@@ -1,6 +1,6 @@
 """Everything a rank holds of a run's state, as named blocks of whole tensors. The names are those on the disk.
 
-    model.<parameter>              master weights
+    model.<parameter>              master weights, and what a model learns without an optimizer (biases of routers)
     optim.exp_avg.<parameter>      AdamW's moments, cut like the parameter
     optim.exp_avg_sq.<parameter>
     optim.step.<parameter>         a scalar, the same for every block
@@ -59,7 +59,7 @@ class Optimizer(Protocol):
 class Block:
     """`tensor` is the part that starts at `offsets` of the tensor `name`, whose whole shape is `shape`.
 
-    written: this rank is the one that saves it.
+    written: this rank is the one that saves it. optional: it keeps its value where a checkpoint lacks it.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Block:
     offsets: tuple[int, ...]
     tensor: Tensor
     written: bool = False
+    optional: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -80,34 +81,43 @@ class TrainingState:
     pieces: of this rank; a pipeline stage has only its own parameters.
     extras: the same names and values on every rank. optional_extras: those that a checkpoint may lack (they keep their
     value) or hold in vain (they are not read), because the run may have been without them.
+    frozen: more of the model, which no optimizer updates. A checkpoint may lack them, as that of a run whose experts
+    were not balanced then: they begin as in a new run. One that holds some in vain is of another model: without its
+    biases a router chooses other experts.
     """
 
     pieces: Sequence[Piece]
     optimizer: Optimizer
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     optional_extras: frozenset[str] = frozenset()
+    frozen: Sequence[Piece] = ()
 
     def blocks(self, moments: Moments, *, first_rank: bool) -> list[Block]:
         """This rank's blocks, `moments` being the optimizer's. Raises CheckpointError where a tensor does not fit."""
         blocks = [block for piece in self.pieces for block in _blocks_of(piece, moments)]
+        blocks += [_block(MODEL + piece.name, piece.value, piece, optional=True) for piece in self.frozen]
         for name, tensor in self.extras.items():
-            blocks.append(Block(EXTRA + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, written=first_rank))
+            optional = name in self.optional_extras
+            place = tuple(tensor.shape), (0,) * tensor.dim()
+            blocks.append(Block(EXTRA + name, *place, tensor, written=first_rank, optional=optional))
         return blocks
 
-    def is_optional(self, name: str) -> bool:
+    def is_skipped(self, name: str) -> bool:
+        """Whether a checkpoint may hold it in vain. The same answer on every rank, whatever it has of the model."""
         return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.optional_extras
 
 
-def _blocks_of(piece: Piece, moments: Moments) -> Iterator[Block]:
-    def block(name: str, tensor: Tensor) -> Block:
-        if tuple(tensor.shape) != tuple(piece.sizes):
-            raise CheckpointError(
-                f"{name} has the shape {list(tensor.shape)}, its piece is {list(piece.sizes)}",
-                rule="a piece's value and its moments are one block",
-            )
-        return Block(name, tuple(piece.shape), tuple(piece.offsets), tensor, written=piece.owner)
+def _block(name: str, tensor: Tensor, piece: Piece, *, optional: bool = False) -> Block:
+    if tuple(tensor.shape) != tuple(piece.sizes):
+        raise CheckpointError(
+            f"{name} has the shape {list(tensor.shape)}, its piece is {list(piece.sizes)}",
+            rule="a piece's value and its moments are one block",
+        )
+    return Block(name, tuple(piece.shape), tuple(piece.offsets), tensor, written=piece.owner, optional=optional)
 
-    yield block(MODEL + piece.name, piece.value)
+
+def _blocks_of(piece: Piece, moments: Moments) -> Iterator[Block]:
+    yield _block(MODEL + piece.name, piece.value, piece)
     if piece.value.numel() == 0:
         return
     if piece.name not in moments:
@@ -118,4 +128,4 @@ def _blocks_of(piece: Piece, moments: Moments) -> Iterator[Block]:
     first = piece.owner and not any(piece.offsets)
     for kind, tensor in moments[piece.name].items():
         name = f"{OPTIM}{kind}.{piece.name}"
-        yield Block(name, (), (), tensor.reshape(()), written=first) if kind == "step" else block(name, tensor)
+        yield Block(name, (), (), tensor.reshape(()), written=first) if kind == "step" else _block(name, tensor, piece)

@@ -51,9 +51,11 @@ class Reading:
 class Facts:
     """A step as it is known without waiting for it. Scalars on the device.
 
-    loss: of this data rank's samples, known on ranks that hold the last pipeline stage. grad_norm: global, before
-    clipping. skipped: whether the update was vetoed; None if nothing can be.
-    readers: the global ranks whose losses make the loss of the step; None: all.
+    loss: of the tokens that this rank reads, known on ranks that hold the last pipeline stage. grad_norm: global,
+    before clipping. skipped: whether the update was vetoed; None if nothing can be.
+    readers: the global ranks whose losses make the loss of the step, each of other tokens and all of equally many;
+    None: all.
+    experts: float64 [L, E + 3], what the routers of the whole batch saw (parallel/balance.py); None without experts.
     line: at a log line, all steps since the line before, which were read for it; empty between lines.
     """
 
@@ -64,6 +66,7 @@ class Facts:
     skipped: Tensor | None = None
     readers: Sequence[int] | None = None
     line: Sequence[Reading] = ()
+    experts: Tensor | None = None
 
     def read(self) -> Reading:
         """The host waits for the step, unless it was read for a log line. Collective."""

@@ -30,6 +30,7 @@ from ingot.optim.loss_scale import STATE as LOSS_SCALE
 from ingot.optim.loss_scale import LossScale
 from ingot.optim.offload import build_optimizer
 from ingot.parallel.apply import Parallelized, parallelize
+from ingot.parallel.balance import Balance
 from ingot.parallel.context import Context
 from ingot.parallel.expert import dispatch_of
 from ingot.parallel.pipeline import Pipeline
@@ -54,7 +55,8 @@ class Parts:
     """What trains: the same on a laptop, on thousands of ranks, and in a trace without devices.
 
     program: runs micro-batches through the pipeline's stages, be it one. loss_scale: in fp16 only. state: what is
-    saved. readers: the ranks that know losses, by the part of the batch that they read.
+    saved. readers: the ranks that know losses, by the part of the batch that they read; of those that share its
+    sequences, the first. token_readers: all of them. balance: of the experts, if the model has any.
     """
 
     config: RunConfig
@@ -66,6 +68,8 @@ class Parts:
     state: TrainingState
     policy: Policy
     readers: list[int]
+    token_readers: list[int]
+    balance: Balance | None
 
 
 @dataclass(kw_only=True)
@@ -220,11 +224,13 @@ def build_parts(
     )
     optimizer = build_optimizer(model.pieces, config.optim, settings, base)
     loss_scale = LossScale(device) if config.train.precision == "fp16" else None
+    balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
     state = TrainingState(
         model.pieces,
         optimizer,
         extras=loss_scale.state() if loss_scale else {},
         optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
+        frozen=balance.pieces if balance else (),
     )
     return Parts(
         config=config,
@@ -236,6 +242,8 @@ def build_parts(
         state=state,
         policy=policy or Unwatched(),
         readers=mesh.one_per_data_rank(table.rank_of_stage[-1]),
+        token_readers=mesh.one_per_token_rank(table.rank_of_stage[-1]),
+        balance=balance,
     )
 
 
@@ -337,6 +345,7 @@ def log_start(run: Training) -> None:
         run=config.name,
         attempt=place.attempt,
         world_size=place.world_size,
+        layout=run.mesh.layout | ({"ep": config.parallel.ep} if config.parallel.ep > 1 else {}),
         device=place.device.type,
         precision=config.train.precision,
         parameters=count_parameters(config.model),

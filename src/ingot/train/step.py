@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def train_step(run: "Parts", batch: "Batch", lr: float) -> Facts:
-    """Forward and backward of every micro-batch, reduce, clip, update.
+    """Forward and backward of every micro-batch, reduce, clip, update, balance experts.
 
-    Each data rank divides its loss by its own number of tokens and gradients are averaged over data ranks; all have
-    equally many tokens, so this is the gradient of the mean over the global batch.
+    Each rank that reads tokens divides its loss by its own number of them, and gradients are averaged over these ranks
+    (data x cp); all have equally many tokens, so this is the gradient of the mean over the global batch.
     """
     scale = run.loss_scale.scale if run.loss_scale else None
     loss = run.program.train(batch, scale)
@@ -25,4 +25,5 @@ def train_step(run: "Parts", batch: "Batch", lr: float) -> Facts:
     if run.loss_scale and veto is not None:
         run.loss_scale.update(veto)
     run.model.publish()
-    return Facts(batch.step, lr, loss, grad_norm, veto, run.readers)
+    experts = run.balance.step(veto) if run.balance else None
+    return Facts(batch.step, lr, loss, grad_norm, veto, run.token_readers, experts=experts)
