@@ -1,14 +1,273 @@
-"""Context parallelism in numbers: which tokens a rank has, how much causal work that is, and which form suits a run."""
+"""Context parallelism in numbers: which tokens a rank has, how much causal work that is, what it sends, which form
+suits a run.
 
-from dataclasses import replace
+Shape letters: B micro-batch, T tokens of a sequence, N query heads and G key/value heads of one tensor-parallel rank,
+H head_dim. cp ranks are a grid of `ring` x `ulysses` (Fang & Zhao 2024): index on cp = ring index x ulysses + ulysses
+index. e: bytes of a number in the compute precision, w: of a sum, at least 4.
 
+What one rank exchanges in one layer for one micro-batch (parallel/ring.py, parallel/ulysses.py):
+
+    Ulysses  forward: two all-to-alls, queries, keys and values in one, results in the other; backward the same of their
+             gradients. Each takes B·T/cp·H·e bytes per head, (ulysses-1)/ulysses of them for other ranks. Keys and
+             values are repeated until the degree divides their heads.
+    ring     forward: `ring`-1 messages, keys and values together. Backward: they go round again, and their gradients
+             with them, in w bytes, one rank behind: 2·(ring-1) messages. After the all-to-all a rank has
+             G/ulysses heads of T/ring tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
+from ingot.theory.state import COMPUTE_BYTES
+from ingot.units import format_bytes, format_seconds
+
+# Five products of the size of the forward's two (scores again, and gradients of scores, queries, keys and values).
+BACKWARD_TO_FORWARD = 2.5
+
+Segments = tuple[range, ...]  # ascending positions
 
 
-def resolve_context(arch: Arch, train: Train, parallel: Parallel) -> Parallel:
-    """`parallel` with `context` and `ulysses` decided."""
-    context = "ring" if parallel.context == "auto" else parallel.context
-    ulysses = {"ring": 1, "ulysses": parallel.cp}.get(context, parallel.ulysses)
-    return replace(parallel, context=context, ulysses=ulysses)
+def token_multiple(parallel: Parallel) -> int:
+    """What the length of a sequence must divide by, so that all ranks of cp, and of tp with `sequence`, have equal
+    parts. `parallel` is resolved."""
+    halves = 2 * parallel.ring if parallel.context_layout == "zigzag" and parallel.ring > 1 else 1
+    return math.lcm(halves, parallel.cp * (parallel.tp if parallel.sequence else 1))
+
+
+def ring_positions(parallel: Parallel, ring_index: int, tokens: int) -> Segments:
+    """Of the tokens of one place of the ring, which its `ulysses` ranks share, in sequences of `tokens`.
+
+    zigzag: the r-th and the r-th last of 2n equal parts; striped: every n-th token; contiguous: the r-th of n parts.
+    Raises ConfigError for a length that does not divide.
+    """
+    ring, layout = parallel.ring, parallel.context_layout
+    if tokens % token_multiple(replace(parallel, tp=1)):
+        raise ConfigError(
+            f"sequences of {tokens} tokens for context parallelism over {parallel.cp} ranks in {layout} layout",
+            rule="every rank has equally many tokens of a sequence, in zigzag layout in two equal parts",
+            fix=f"use a multiple of {token_multiple(replace(parallel, tp=1))} tokens",
+        )
+    part = tokens // ring
+    if layout == "striped":
+        return (range(ring_index, tokens, ring),)
+    if layout == "contiguous" or ring == 1:
+        return (range(part * ring_index, part * (ring_index + 1)),)
+    half, last = part // 2, 2 * ring - 1 - ring_index
+    return range(half * ring_index, half * (ring_index + 1)), range(half * last, half * (last + 1))
+
+
+def rank_positions(parallel: Parallel, index: int, tokens: int) -> Segments:
+    """Of the tokens of rank `index` on cp: a contiguous part of those of its place of the ring."""
+    ulysses = parallel.cp // parallel.ring
+    place, part = divmod(index, ulysses)
+    own, start = tokens // parallel.cp, part * (tokens // parallel.cp)
+    found = []
+    for segment in ring_positions(parallel, place, tokens):
+        cut = segment[max(start, 0) : max(start + own, 0)]
+        start -= len(segment)
+        found += [cut] if len(cut) else []
+    return tuple(found)
+
+
+def seen_pairs(positions: Segments, window: int = 0) -> int:
+    """Query-key pairs of queries at `positions`: each looks at itself and all before it, or the `window` last ones."""
+    total = 0
+    for segment in positions:
+        free = segment if window == 0 else [p for p in segment if p < window]
+        total += sum(free) + len(free) + (len(segment) - len(free)) * window
+    return total
+
+
+def imbalance(parallel: Parallel, tokens: int, window: int = 0) -> float:
+    """The most pairs that a place of the ring has, over their mean: 1 is perfect balance."""
+    pairs = [seen_pairs(ring_positions(parallel, r, tokens), window) for r in range(parallel.ring)]
+    return max(pairs) * len(pairs) / sum(pairs)
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Of one rank in one layer for one micro-batch: how many messages or all-to-alls, and the bytes of all together.
+
+    Bytes of messages are all sent; of what an all-to-all takes, a rank keeps its own part.
+    """
+
+    forward_calls: int
+    forward: float
+    backward_calls: int
+    backward: float
+
+
+def local_heads(arch: Arch, parallel: Parallel) -> tuple[int, int]:
+    """Query and key/value heads of a tensor-parallel rank; where the latter are fewer than ranks, each has one."""
+    return arch.num_heads // parallel.tp, max(arch.num_kv_heads // parallel.tp, 1)
+
+
+def ulysses_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
+    """What all-to-alls take, own parts included."""
+    degree = parallel.cp // parallel.ring
+    if degree == 1:
+        return Volume(0, 0.0, 0, 0.0)
+    queries, keys = local_heads(arch, parallel)
+    head = train.micro_batch * train.seq_len // parallel.cp * arch.head_dim * COMPUTE_BYTES[train.precision]
+    once = head * (2 * queries + 2 * math.lcm(keys, degree))
+    return Volume(2, once, 2, once)
+
+
+def ring_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
+    """Messages to the next rank of the ring."""
+    ring, degree = parallel.ring, parallel.cp // parallel.ring
+    heads = math.lcm(local_heads(arch, parallel)[1], degree) // degree
+    numbers = 2 * train.micro_batch * heads * (train.seq_len // ring) * arch.head_dim
+    narrow = COMPUTE_BYTES[train.precision]
+    times = ring - 1
+    return Volume(times, times * numbers * narrow, 2 * times, times * numbers * (narrow + max(narrow, 4)))
+
+
+@dataclass(frozen=True)
+class Links:
+    """What "auto" reckons with. inside, across: bytes/s that a rank sends in a node and between nodes. flops: of
+    attention, FLOP/s. memory: bytes/s of the device's own.
+
+    A node of eight H100: 450 GB/s of NVLink in one direction and 400 Gbit/s of network for each GPU, half of the dense
+    bf16 peak of 989 TFLOP/s, which attention kernels reach, and 3.35 TB/s of memory. Fixed figures, so that all ranks
+    choose alike.
+    """
+
+    ranks_per_node: int = 8
+    inside: float = 450e9
+    across: float = 50e9
+    flops: float = 500e12
+    memory: float = 3.35e12
+
+    def rate(self, span: int) -> float:
+        """Of a group that spans so many neighbouring ranks."""
+        return self.inside if span <= self.ranks_per_node else self.across
+
+
+H100_NODES = Links()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one layer and micro-batch, forward and backward.
+
+    all_to_all: nothing overlaps it. sending, computing: of the ring's messages, and of the attention beside them.
+    waiting: for messages that take longer than that. merging: each step of a ring reads and writes sums of results and
+    gradients, which attention in one piece does not have.
+    """
+
+    ulysses: int
+    all_to_all: float
+    sending: float
+    computing: float
+    waiting: float
+    merging: float
+
+    @property
+    def added(self) -> float:
+        """What the layer takes longer than attention alone."""
+        return self.all_to_all + self.waiting + self.merging
+
+
+def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, links: Links = H100_NODES) -> Cost:
+    """Of a grid with `ulysses` ranks to a row."""
+    grid = replace(parallel, ulysses=ulysses)
+    ring, dealt = ring_bytes(arch, train, grid), ulysses_bytes(arch, train, grid)
+    moved = (dealt.forward + dealt.backward) * (ulysses - 1) / ulysses
+    rate = links.rate(parallel.cp * parallel.tp)
+    # Pairs of an even share: the layout decides about the rest, and it is the same for all grids.
+    pairs = seen_pairs((range(train.seq_len),), arch.sliding_window) / grid.ring
+    queries, keys = (heads / ulysses for heads in local_heads(arch, parallel))
+    product = 4 * train.micro_batch * queries * arch.head_dim * pairs
+    forward = product / links.flops * (grid.ring - 1) / grid.ring  # the last step sends nothing
+    backward = BACKWARD_TO_FORWARD * forward
+    waiting = max(ring.forward / rate - forward, 0.0) + max(ring.backward / rate - backward, 0.0)
+    # Results and gradients of queries, keys and values: a sum is read and written, and what is added is read.
+    narrow = COMPUTE_BYTES[train.precision]
+    rows = train.micro_batch * train.seq_len / grid.ring * arch.head_dim
+    touched = (grid.ring - 1) * 2 * (queries + max(keys, 1)) * rows * (2 * max(narrow, 4) + narrow)
+    return Cost(
+        ulysses=ulysses,
+        all_to_all=moved / links.rate(ulysses * parallel.tp),
+        sending=(ring.forward + ring.backward) / rate,
+        computing=forward + backward,
+        waiting=waiting,
+        merging=touched / links.memory,
+    )
+
+
+def legal_ulysses(arch: Arch, parallel: Parallel) -> list[int]:
+    """Degrees that divide cp, and the query heads of a tensor-parallel rank."""
+    heads = local_heads(arch, parallel)[0]
+    return [u for u in range(1, parallel.cp + 1) if parallel.cp % u == 0 and heads % u == 0]
+
+
+def resolve_context(arch: Arch, train: Train, parallel: Parallel, links: Links = H100_NODES) -> Parallel:
+    """`parallel` with `context` and `ulysses` decided: where the run leaves it open, what adds least to a layer's time.
+
+    Of equals the larger degree: its products of matrices are larger. "usp" without a degree is a true grid if there is
+    a legal one.
+    """
+    if parallel.context == "ring":
+        return replace(parallel, ulysses=1)
+    if parallel.context == "ulysses":
+        return replace(parallel, ulysses=parallel.cp)
+    if parallel.context == "usp" and parallel.ulysses:
+        return parallel
+    degrees = legal_ulysses(arch, parallel)
+    cuts = [u for u in degrees if train.seq_len % token_multiple(replace(parallel, ulysses=u)) == 0]
+    degrees = cuts or degrees
+    if parallel.context == "usp":
+        degrees = [u for u in degrees if 1 < u < parallel.cp] or degrees
+    costs = [context_cost(arch, train, parallel, u, links) for u in degrees]
+    best = min(costs, key=lambda cost: (cost.added, -cost.ulysses)).ulysses
+    if parallel.context == "usp" or 1 < best < parallel.cp:
+        return replace(parallel, context="usp", ulysses=best)
+    return replace(parallel, context="ring" if best == 1 else "ulysses", ulysses=best)
+
+
+def explain_context(arch: Arch, train: Train, parallel: Parallel, links: Links = H100_NODES) -> str:
+    """One sentence: the form of context parallelism that `parallel` has or gets, and what it costs beside others."""
+    chosen = resolve_context(arch, train, parallel, links)
+    cost = context_cost(arch, train, parallel, chosen.ulysses, links)
+    others = [
+        context_cost(arch, train, parallel, u, links) for u in legal_ulysses(arch, parallel) if u != chosen.ulysses
+    ]
+    where = "inside a node" if parallel.cp * parallel.tp <= links.ranks_per_node else "across nodes"
+    said = f"{_form(chosen.ulysses, parallel.cp)} {where}: {_spent(arch, train, chosen, cost)}"
+    said = f"{said}, which adds {_ms(cost.added)} to a layer and micro-batch"
+    if not others:
+        return f"{said}; {local_heads(arch, parallel)[0]} query heads on a rank cannot be dealt to {parallel.cp} ranks"
+    return f"{said} ({', '.join(f'{_form(o.ulysses, parallel.cp)} {_ms(o.added)}' for o in _best(others))})"
+
+
+def _best(costs: Sequence[Cost]) -> list[Cost]:
+    return sorted(costs, key=lambda cost: cost.added)[:2]
+
+
+def _form(ulysses: int, cp: int) -> str:
+    if ulysses == 1:
+        return f"a ring of {cp}"
+    return f"Ulysses over {cp}" if ulysses == cp else f"Ulysses over {ulysses} in rings of {cp // ulysses}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else format_seconds(seconds)
+
+
+def _spent(arch: Arch, train: Train, parallel: Parallel, cost: Cost) -> str:
+    """What is moved, and for how long."""
+    parts, ring, dealt = [], ring_bytes(arch, train, parallel), ulysses_bytes(arch, train, parallel)
+    if dealt.forward:
+        sent = (dealt.forward + dealt.backward) * (cost.ulysses - 1) / cost.ulysses
+        parts.append(f"all-to-alls send {format_bytes(sent)} in {_ms(cost.all_to_all)}")
+    if ring.forward:
+        sent = format_bytes(ring.forward + ring.backward)
+        beside = f"beside {_ms(cost.computing)} of attention"
+        parts.append(f"messages send {sent} in {_ms(cost.sending)} {beside} and sums take {_ms(cost.merging)}")
+    return ", ".join(parts)
