@@ -1,7 +1,12 @@
 """The shape of a model."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any, Literal
+
+Problems = Iterator[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +21,14 @@ class Moe:
       whose top_k / top_groups best scores sum highest (DeepSeek-AI 2024, V3, section 2.1.2).
     noise: deviation of normal noise on the logits, in training (Shazeer et al. 2017, eq. 4, with one deviation).
     capacity_factor: an expert takes at most ceil(capacity_factor x top_k x seq_len / num_experts) tokens of each
-      sequence, first choices before second ones, early tokens before late ones; 0: all (dropless).
-    overflow: tokens beyond that lose this expert ("drop") or pass through one dense expert instead ("fallback").
-    sequence_loss, global_loss: weights of load-balancing losses (Fedus et al. 2021, eq. 4), with the loads of each
-      sequence, or of the whole batch of the step before. z_loss: weight of mean logsumexp^2 (Zoph et al. 2022, eq. 5).
+      sequence, first choices before second ones, early tokens before late ones; 0: all (dropless). It acts on whole
+      sequences, in training and evaluation, not on text that is generated token by token with a cache.
+    overflow: tokens beyond that lose this expert ("drop"; the weights of the others stay, Fedus et al. 2021, section
+      2.2) or pass through one dense expert instead ("fallback").
+    sequence_loss, global_loss: weights of load-balancing losses (Fedus et al. 2021, eq. 4; for top_k experts
+      DeepSeek-AI 2024, V3, eq. 17-20), with the loads of each sequence, or of the whole batch of the step before (Qiu
+      et al. 2025 take the batch of the same step); either is 1 x its weight for equal loads.
+    z_loss: weight of mean logsumexp^2 (Zoph et al. 2022, eq. 5).
     bias_rate: loss-free balancing: what a step adds to an expert's bias, which only decides who is chosen, or takes
       from it (Wang et al. 2024).
     """
@@ -46,6 +55,70 @@ class Moe:
     def has_fallback(self) -> bool:
         return self.capacity_factor > 0 and self.overflow == "fallback"
 
+    def capacity(self, seq_len: int) -> int:
+        """Tokens of one sequence that an expert takes. In fractions: 1.1 x 2 x 80 / 8 is 22, not a little more."""
+        return math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * seq_len / self.num_experts)
+
+    def problems(self) -> Problems:
+        if self.num_experts == 0:
+            for name, value in _changed(self):
+                yield name, f"{value!r} without experts; set model.moe.num_experts to 2 or more, or remove it"
+            return
+        low = list(self._below_least())
+        yield from low
+        if not low:
+            yield from self._choice_problems()
+            yield from self._capacity_problems()
+
+    def _below_least(self) -> Problems:
+        if self.num_experts < 2:
+            yield "num_experts", f"is {self.num_experts}, must be at least 2, or 0 for a dense model"
+        for name in ("top_k", "d_expert", "groups", "top_groups"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be at least 1"
+        for name in (
+            *("shared_experts", "first_dense", "noise", "capacity_factor"),
+            *("sequence_loss", "global_loss", "z_loss", "bias_rate"),
+        ):
+            if getattr(self, name) < 0:
+                yield name, f"is {getattr(self, name)}, must be at least 0"
+        if self.scale <= 0:
+            yield "scale", f"is {self.scale}, must be positive"
+
+    def _choice_problems(self) -> Problems:
+        experts, top_k, groups = self.num_experts, self.top_k, self.groups
+        if top_k > experts:
+            yield "top_k", f"{top_k} experts of a token, and there are {experts}; use 1 to {experts}"
+        if top_k == 1 and self.normalize:
+            found = "is true with top_k = 1: the weight is always 1, and the router learns nothing from the loss"
+            yield "normalize", f"{found}; set it to false, or top_k to 2 or more"
+        if top_k == experts:
+            for name in ("groups", "sequence_loss", "global_loss", "bias_rate"):
+                if (value := getattr(self, name)) != getattr(Moe, name):
+                    found = f"{value!r}, but every token goes to all {experts} experts: there is nothing to balance"
+                    yield name, f"{found}; lower top_k, or remove it"
+        if experts % groups or groups == experts:
+            legal = [n for n in range(1, experts // 2 + 1) if experts % n == 0]
+            yield "groups", f"{groups} equal groups of at least 2 of {experts} experts do not exist; use one of {legal}"
+        elif groups == 1 and self.top_groups > 1:
+            yield "top_groups", f"{self.top_groups} without groups; set groups, or remove it"
+        elif groups > 1:
+            least = -(-top_k // (experts // groups))
+            if not least <= self.top_groups < groups:
+                rule = f"a token's {top_k} experts must fit into fewer than all {groups} groups of {experts // groups}"
+                legal = f"use {least} to {groups - 1}" if least < groups else "use fewer groups"
+                yield "top_groups", f"is {self.top_groups}; {rule}; {legal}"
+
+    def _capacity_problems(self) -> Problems:
+        if not self.capacity_factor:
+            if self.overflow != "drop":
+                found = f'"{self.overflow}", but experts take all tokens'
+                yield "overflow", f"{found}; set capacity_factor, or remove it"
+        elif self.capacity_factor * self.top_k >= self.num_experts:
+            found = f"{self.capacity_factor:g} x top_k {self.top_k} / {self.num_experts} experts"
+            rule = "an expert could take all tokens of a sequence, and none would ever overflow"
+            yield "capacity_factor", f"{found} is 1 or more: {rule}; use less, or 0 for no limit"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mla:
@@ -53,7 +126,7 @@ class Mla:
 
     q_rank, kv_rank: widths of the latents of queries (0: none) and of keys and values. nope_dim, rope_dim: parts of a
     query's and key's head without and with rotary positions, the latter shared by all heads of a key; together they are
-    head_dim. v_dim: width of a value's head.
+    head_dim. v_dim: width of a value's head, at most head_dim.
     """
 
     q_rank: int = 0
@@ -62,13 +135,36 @@ class Mla:
     rope_dim: int = 0
     v_dim: int = 0
 
+    def problems(self) -> Problems:
+        if self.kv_rank == 0:
+            for name, value in _changed(self):
+                yield name, f"{value} without latent attention; set model.mla.kv_rank as well, or remove it"
+            return
+        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
+            if (value := getattr(self, name)) < 1:
+                yield name, f"is {value}; kv_rank, nope_dim, rope_dim and v_dim belong together, each at least 1"
+        if self.q_rank < 0:
+            yield "q_rank", f"is {self.q_rank}, must be at least 0 (0: queries have no latent)"
+        if self.rope_dim % 2:
+            yield "rope_dim", f"is {self.rope_dim}; RoPE rotates pairs, so it must be even"
+        if self.v_dim > self.nope_dim + self.rope_dim:
+            found = f"{self.v_dim} is more than nope_dim + rope_dim = {self.nope_dim + self.rope_dim}"
+            yield "v_dim", f"{found}; values are attended in heads of that width, so use at most that"
+
+
+def _changed(config: Any) -> Iterator[tuple[str, Any]]:
+    """Those settings that are not at their defaults."""
+    pairs = ((f, getattr(config, f.name)) for f in fields(config))
+    return ((f.name, value) for f, value in pairs if value != f.default)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
     """A decoder-only transformer of the Llama kind: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
 
     sliding_window: a token looks at that many tokens, itself among them; 0: at all before it.
-    moe: experts in place of the feed-forward. mla: latent attention in place of grouped-query attention.
+    moe: experts in place of the feed-forward, in which d_ffn is that of the blocks before the first one with experts.
+    mla: latent attention in place of grouped-query attention.
 
     Shape letters used in the code: B batch, T tokens, D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn,
     V vocab_size, E experts.
@@ -106,7 +202,7 @@ class Arch:
     def is_mla(self) -> bool:
         return self.mla.kv_rank > 0
 
-    def problems(self):
+    def problems(self) -> Problems:
         sizes = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ffn", "max_seq_len")
         for name in sizes:
             if getattr(self, name) < 1:
@@ -117,7 +213,22 @@ class Arch:
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             legal = [g for g in range(1, self.num_heads + 1) if self.num_heads % g == 0]
             yield "num_kv_heads", f"{self.num_kv_heads} does not divide num_heads={self.num_heads}; use one of {legal}"
-        if self.head_dim % 2:
+        if self.head_dim % 2 and not self.is_mla:
             yield "head_dim", f"is {self.head_dim}; RoPE rotates pairs, so it must be even"
         if self.sliding_window < 0:
             yield "sliding_window", f"is {self.sliding_window}, must be at least 0"
+        if self.is_moe and self.moe.first_dense >= self.num_layers > 0:
+            found = f"{self.moe.first_dense} of {self.num_layers} blocks are dense, so none has experts"
+            yield "moe.first_dense", f"{found}; use 0 to {self.num_layers - 1}, or remove model.moe"
+        if self.is_mla:
+            yield from self._mla_problems()
+
+    def _mla_problems(self) -> Problems:
+        width = self.mla.nope_dim + self.mla.rope_dim
+        if self.head_dim != width:
+            yield "head_dim", f"is {self.head_dim}; with model.mla it is nope_dim + rope_dim = {width}"
+        if self.num_kv_heads != self.num_heads:
+            found = f"is {self.num_kv_heads}; latent attention has keys for every head"
+            yield "num_kv_heads", f"{found}: use num_heads = {self.num_heads}"
+        if self.qk_norm:
+            yield "qk_norm", "is true, but latent attention norms its latents instead; set it to false"
