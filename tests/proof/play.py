@@ -81,7 +81,7 @@ def _train(case: Case, folder: Path) -> Played:
             Block(p.name, p.shape, p.offsets, p.owner, gradient, p.value.numpy().copy())
             for p, gradient in zip(pieces, gradients, strict=True)
         ],
-        routing=[t.numpy() for t in (getattr(fact, "routing", None) for fact in facts) if t is not None],
+        routing=[fact.experts.numpy() for fact in facts if fact.experts is not None],
         buffers={n: b.numpy().copy() for stage in parts.model.stages.values() for n, b in stage.named_buffers()},
     )
 
