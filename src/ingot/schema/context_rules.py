@@ -1,9 +1,9 @@
 """Which forms of context parallelism a model and its sequences allow.
 
-    every form   the sequence is cut into cp equal parts; into 2 x cp for the zigzag layout of a ring. Sequence
-                 parallelism cuts each of them once more, into tp parts.
+    every form   a sequence is cut into cp equal parts; in the zigzag layout of a ring of n, into 2n first. Sequence
+                 parallelism cuts each of the cp parts once more, into tp.
     ulysses      deals out heads: its degree (cp, or `ulysses` in a grid) divides the query heads of a tensor-parallel
-                 rank, and divides its key/value heads or is a multiple of them (each is then on several ranks).
+                 rank. Key/value heads are repeated until it divides them as well.
     usp          a grid has two sides: 1 < ulysses < cp, and ulysses divides cp.
 
 "auto" needs one form that is possible, and takes only such (theory/context.py chooses among them). A ring alone has a
@@ -32,49 +32,55 @@ def context_rules(run: "RunConfig") -> Problems:
     yield from idle
     if idle or parallel.cp == 1:
         return
+    if parallel.context == "auto":
+        if not legal_forms(arch, train, parallel):
+            yield "parallel.cp", _no_form(arch, train, parallel)
+        return
     if parallel.context == "usp":
         grid = list(_grid_rules(arch, parallel))
         yield from grid
         if grid:
             return
-    if parallel.context == "auto":
-        if not legal_forms(arch, train, parallel):
-            yield "parallel.cp", _no_form(arch, train, parallel)
-        return
-    degree = parallel.cp if parallel.context == "ulysses" else parallel.ulysses or 1
-    if not deals_heads(arch, parallel.tp, degree):
-        yield from _too_few_heads(arch, parallel, degree)
-    pieces = _pieces(parallel, degree)
+    elif parallel.context == "ulysses" and not deals_heads(arch, parallel.tp, parallel.cp):
+        yield "parallel.cp", _too_few_heads(arch, parallel)
+    pieces = token_pieces(parallel)
     if train.seq_len % pieces:
         yield "train.seq_len", _uneven(train, parallel, pieces)
 
 
 def legal_forms(arch: "Arch", train: "Train", parallel: "Parallel") -> list[tuple[str, int]]:
     """(context, ulysses) for every form that model and sequences allow with this cp, whatever was asked for."""
-    cp = parallel.cp
-    degrees = [d for d in divisors(cp) if deals_heads(arch, parallel.tp, d)]
-    fitting = [d for d in degrees if train.seq_len % _pieces(parallel, d) == 0]
-    return [("ring" if d == 1 else "ulysses" if d == cp else "usp", d) for d in fitting]
+    cp, found = parallel.cp, []
+    for degree in divisors(cp):
+        form = "ring" if degree == 1 else "ulysses" if degree == cp else "usp"
+        if deals_heads(arch, parallel.tp, degree) and train.seq_len % _pieces(parallel, degree) == 0:
+            found.append((form, degree))
+    return found
 
 
 def deals_heads(arch: "Arch", tp: int, degree: int) -> bool:
     """Whether `degree` ranks of Ulysses can share the heads of a tensor-parallel rank."""
-    if degree == 1 or arch.num_heads % tp:
-        return True  # with a tp that is refused, heads per rank mean nothing
-    heads, kv_heads = arch.num_heads // tp, max(arch.num_kv_heads // tp, 1)
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+    if arch.num_heads % tp:
+        return True  # tp has been refused, and heads per rank mean nothing
+    return arch.num_heads // tp % degree == 0
+
+
+def token_pieces(parallel: "Parallel") -> int:
+    """What context parallelism wants the length of sequences to be a multiple of; for "auto" and an open grid, what its
+    ring would want."""
+    degree = {"ulysses": parallel.cp, "usp": max(parallel.ulysses, 1)}.get(parallel.context, 1)
+    return _pieces(parallel, degree)
 
 
 def cut_of_sequences(parallel: "Parallel") -> int:
-    """The length of sequences must be a multiple of this, for context and sequence parallelism together."""
-    degree = {"ulysses": parallel.cp, "usp": max(parallel.ulysses, 1)}.get(parallel.context, 1)
-    sequence = parallel.cp * (parallel.tp if parallel.sequence else 1)
-    return math.lcm(_pieces(parallel, degree) if parallel.cp > 1 else 1, sequence)
+    """The same for context and sequence parallelism together."""
+    return math.lcm(token_pieces(parallel), parallel.cp * (parallel.tp if parallel.sequence else 1))
 
 
 def _pieces(parallel: "Parallel", ulysses: int) -> int:
-    halves = 2 if ulysses < parallel.cp and parallel.context_layout == "zigzag" else 1
-    return halves * parallel.cp
+    ring = parallel.cp // ulysses
+    halves = 2 * ring if ring > 1 and parallel.context_layout == "zigzag" else 1
+    return math.lcm(halves, parallel.cp)
 
 
 def _idle_settings(parallel: "Parallel") -> Problems:
@@ -95,45 +101,44 @@ def _idle_settings(parallel: "Parallel") -> Problems:
 
 
 def _grid_rules(arch: "Arch", parallel: "Parallel") -> Problems:
+    """ulysses = 0 leaves the sides open."""
     cp, ulysses = parallel.cp, parallel.ulysses
     sides = [d for d in divisors(cp) if 1 < d < cp]
-    if ulysses in sides:
+    legal = [d for d in sides if deals_heads(arch, parallel.tp, d)]
+    if ulysses in legal or (legal and not ulysses):
         return
-    rule = f"a grid of cp = {cp} ranks has rows of 1 < ulysses < {cp} that divide it"
-    use = f"nearest: {nearest(ulysses, [d for d in sides if deals_heads(arch, parallel.tp, d)] or sides)}"
-    if not sides:
-        use = 'there is none; use context = "ring" or "ulysses", or another cp'
-    yield "parallel.ulysses", f'is {ulysses} with context = "usp": {rule}; {use}'
+    found = f"is {ulysses}" if ulysses else "is open"
+    if ulysses in sides or (sides and not ulysses):
+        rule = f"a row of a grid deals out the {_heads(arch, parallel)}, so it divides them"
+    else:
+        rule = f"a grid of cp = {cp} ranks has rows of 1 < ulysses < {cp} that divide it"
+    use = f"nearest: {nearest(ulysses, legal)}" if legal else 'none fits; use context = "ring", or another cp'
+    yield "parallel.ulysses", f'{found} with context = "usp": {rule}; {use}'
 
 
-def _too_few_heads(arch: "Arch", parallel: "Parallel", degree: int) -> Problems:
-    heads, kv_heads = arch.num_heads // parallel.tp, max(arch.num_kv_heads // parallel.tp, 1)
-    of = f"{heads} query and {kv_heads} key/value heads" + (f" of a rank of tp = {parallel.tp}" * (parallel.tp > 1))
-    rule = "it must divide the former, and divide the latter or be a multiple of them"
-    legal = [d for d in divisors(heads) if deals_heads(arch, parallel.tp, d)]
-    if parallel.context == "usp":
-        sides = [d for d in legal if 1 < d < parallel.cp and parallel.cp % d == 0]
-        use = f"nearest: {nearest(degree, sides)}" if sides else 'use context = "ring"'
-        yield "parallel.ulysses", f"{degree} ranks cannot deal out {of}: {rule}; {use}"
-        return
-    use = f'nearest: {nearest(degree, legal)}, or context = "ring"'
-    yield "parallel.cp", f'{degree} ranks with context = "ulysses" cannot deal out {of}: {rule}; {use}'
+def _heads(arch: "Arch", parallel: "Parallel") -> str:
+    of_rank = f" of a rank of tp = {parallel.tp}" if parallel.tp > 1 else ""
+    return f"{arch.num_heads // parallel.tp} query heads{of_rank}"
+
+
+def _too_few_heads(arch: "Arch", parallel: "Parallel") -> str:
+    legal = divisors(arch.num_heads // parallel.tp)
+    use = f'nearest: {nearest(parallel.cp, legal)}, or context = "ring"'
+    return f'{parallel.cp} with context = "ulysses" does not divide the {_heads(arch, parallel)}; {use}'
 
 
 def _uneven(train: "Train", parallel: "Parallel", pieces: int) -> str:
-    what = "two parts for each of" if pieces > parallel.cp else "one part for each of"
-    why = f"{what} the {parallel.cp} ranks of cp" + (" (zigzag)" if pieces > parallel.cp else "")
+    zigzag = pieces > parallel.cp
+    why = f"equal parts for the {parallel.cp} ranks of cp" + (", in a ring two each (zigzag)" if zigzag else "")
     use = f"nearest: {multiples(train.seq_len, cut_of_sequences(parallel))}"
-    if pieces > parallel.cp and train.seq_len % parallel.cp == 0:
+    if zigzag and train.seq_len % parallel.cp == 0:
         use += ', or context_layout = "contiguous" or "striped"'
-    return f"{train.seq_len} is no multiple of {pieces}, {why}; {use}"
+    return f"{train.seq_len} is no multiple of {pieces}: {why}; {use}"
 
 
 def _no_form(arch: "Arch", train: "Train", parallel: "Parallel") -> str:
-    lengths = f"train.seq_len = {train.seq_len} is no multiple of {2 * parallel.cp}, as a ring (zigzag) needs"
+    why = f"train.seq_len = {train.seq_len} is no multiple of {2 * parallel.cp}, as a ring (zigzag) needs"
     if train.seq_len % parallel.cp == 0:
-        lengths += f"; and {parallel.cp} ranks of Ulysses cannot deal out {arch.num_heads // parallel.tp} heads"
-    legal = [cp for cp in divisors(train.seq_len) if train.seq_len % (2 * cp) == 0]
-    lengthen = f"a seq_len of {multiples(train.seq_len, cut_of_sequences(parallel))}"
-    near = nearest(parallel.cp, legal)
-    return f"{parallel.cp} is not possible: {lengths}; use " + (f"cp = {near}, or {lengthen}" if near else lengthen)
+        why += f", and no other form can deal out the {_heads(arch, parallel)}"
+    longer = f"a seq_len of {multiples(train.seq_len, cut_of_sequences(parallel))}"
+    return f"{parallel.cp} is not possible: {why}; nearest: {longer}, or another cp"

@@ -19,9 +19,10 @@ class Parallel:
     cp: ranks that share the tokens of each sequence, and state as dp_shard's ranks do (not in canonical sums).
       context: how attention sees all tokens: "ring" passes keys and values on (Liu et al. 2023), "ulysses" deals out
       heads instead of tokens (Jacobs et al. 2023), "usp" does both in a grid (Fang & Zhao 2024) with `ulysses` ranks to
-      a row. "auto": by heads, sequence and links (theory/context.py).
+      a row, 0: as many as suit. "auto": by heads, sequence and links (theory/context.py).
       context_layout: which tokens the ranks of a ring have. zigzag: the r-th and the r-th last of 2n equal parts,
-      striped: every n-th token, contiguous: the r-th of n parts.
+      striped: every n-th token, contiguous: the r-th of n parts. It is for "ring" and "usp": "ulysses" has no ring, its
+      ranks have neighbouring tokens, and "auto" may be that.
     ep: ranks among which experts are divided. They are neighbours among the dp_shard x cp x tp ranks that share a copy
       of the model; ep does not count in the world size.
 

@@ -20,35 +20,38 @@ CASES = [
     (
         {"cp": 2, "context": "ulysses", "context_layout": "striped"},
         "parallel.context_layout",
-        "deals out heads and has no ring; set parallel.context to \"ring\" or \"usp\"",
+        'deals out heads and has no ring; set parallel.context to "ring" or "usp"',
     ),
     ({"cp": 2, "context_layout": "contiguous"}, "parallel.context_layout", "may choose a form without a ring"),
-    ({"cp": 8, "context": "usp"}, "parallel.ulysses", "rows of 1 < ulysses < 8 that divide it; nearest: 2"),
-    ({"cp": 8, "context": "usp", "ulysses": 3}, "parallel.ulysses", "is 3 with context = \"usp\""),
-    ({"cp": 8, "context": "usp", "ulysses": 8}, "parallel.ulysses", "nearest: 4"),
-    ({"cp": 3, "context": "usp", "ulysses": 2}, "parallel.ulysses", "there is none; use context = \"ring\""),
+    ({"cp": 8, "context": "usp", "ulysses": 3}, "parallel.ulysses", "that divide it; nearest: 2 or 4"),
+    ({"cp": 8, "context": "usp", "ulysses": 8}, "parallel.ulysses", 'is 8 with context = "usp": a grid of cp = 8'),
+    ({"cp": 3, "context": "usp", "ulysses": 2}, "parallel.ulysses", 'none fits; use context = "ring", or another cp'),
+    ({"cp": 3, "context": "usp"}, "parallel.ulysses", 'is open with context = "usp": a grid of cp = 3 ranks'),
+    ({"cp": 9, "context": "usp"}, "parallel.ulysses", "deals out the 8 query heads, so it divides them"),
+    (
+        {"cp": 8, "tp": 4, "context": "usp", "ulysses": 4},
+        "parallel.ulysses",
+        "deals out the 2 query heads of a rank of tp = 4, so it divides them; nearest: 2",
+    ),
     (
         {"cp": 16, "context": "ulysses"},
         "parallel.cp",
-        "16 ranks with context = \"ulysses\" cannot deal out 8 query and 2 key/value heads: it must divide the former, "
-        "and divide the latter or be a multiple of them; nearest: 8, or context = \"ring\"",
+        '16 with context = "ulysses" does not divide the 8 query heads; nearest: 8, or context = "ring"',
     ),
-    ({"cp": 8, "tp": 2, "context": "ulysses"}, "parallel.cp", "4 query and 1 key/value heads of a rank of tp = 2"),
-    ({"cp": 8, "tp": 4, "context": "usp", "ulysses": 4}, "parallel.ulysses", "4 ranks cannot deal out 2 query"),
-    ({"cp": 4, "tp": 8, "context": "usp", "ulysses": 2}, "parallel.ulysses", "use context = \"ring\""),
+    ({"cp": 8, "tp": 2, "context": "ulysses"}, "parallel.cp", "the 4 query heads of a rank of tp = 2; nearest: 4, or"),
     (
         {"cp": 4, "context": "ring", "seq_len": 60},
         "train.seq_len",
-        "60 is no multiple of 8, two parts for each of the 4 ranks of cp (zigzag); nearest: 56 or 64, "
-        "or context_layout = \"contiguous\" or \"striped\"",
+        "60 is no multiple of 8: equal parts for the 4 ranks of cp, in a ring two each (zigzag); nearest: 56 or 64, "
+        'or context_layout = "contiguous" or "striped"',
     ),
     ({"cp": 4, "context": "ring", "context_layout": "striped", "seq_len": 62}, "train.seq_len", "nearest: 60 or 64"),
-    ({"cp": 4, "context": "ulysses", "seq_len": 62}, "train.seq_len", "no multiple of 4, one part for each of the 4"),
-    ({"cp": 4, "context": "usp", "ulysses": 2, "seq_len": 60}, "train.seq_len", "60 is no multiple of 8, two parts"),
-    ({"cp": 4, "seq_len": 62}, "parallel.cp", "62 is no multiple of 8, as a ring (zigzag) needs; use cp = 1 or 31"),
-    ({"cp": 12, "seq_len": 60}, "parallel.cp", "12 ranks of Ulysses cannot deal out 8 heads; use cp = 10 or 15"),
+    ({"cp": 4, "context": "ulysses", "seq_len": 62}, "train.seq_len", "no multiple of 4: equal parts for the 4 ranks"),
+    ({"cp": 4, "context": "usp", "ulysses": 2, "seq_len": 62}, "train.seq_len", "62 is no multiple of 4"),
+    ({"cp": 4, "seq_len": 62}, "parallel.cp", "62 is no multiple of 8, as a ring (zigzag) needs; nearest:"),
+    ({"cp": 3, "seq_len": 63}, "parallel.cp", "no other form can deal out the 8 query heads; nearest:"),
     ({"cp": 4, "tp": 8, "seq_len": 40}, "parallel.tp", "40 / cp 4 = 10 tokens"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("settings", "key", "way_out"), CASES, ids=[f"{k}-{i}" for i, (_, k, _) in enumerate(CASES)])
@@ -62,6 +65,8 @@ LEGAL = [
     {"cp": 32, "context": "ring"},
     {"cp": 8, "context": "ulysses"},  # each key/value head on four ranks
     {"cp": 8, "context": "ulysses", "seq_len": 56},
+    {"cp": 4, "context": "usp", "ulysses": 2, "seq_len": 60},
+    {"cp": 4, "context": "usp"},
     {"cp": 4, "tp": 2, "context": "ulysses"},
     {"cp": 16, "context": "usp", "ulysses": 8},
     {"cp": 4, "context": "ring", "context_layout": "contiguous", "seq_len": 60},
