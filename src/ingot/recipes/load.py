@@ -29,12 +29,14 @@ _SUSTAINED_MATMUL, _SUSTAINED_BANDWIDTH = 0.85, 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """parameters: the publisher's total, 0 for shapes of our own. train: what is known to work with this model."""
+    """parameters, active_parameters: the publisher's figures, 0 for shapes of our own and for dense ones.
+    train: what is known to work with this model."""
 
     arch: Arch
     about: str = ""
     source: str = ""
     parameters: int = 0
+    active_parameters: int = 0
     train: Hints = field(default_factory=Hints)
 
 
