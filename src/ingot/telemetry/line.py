@@ -1,4 +1,7 @@
-"""The line that a run prints per interval: fixed columns, under 100 characters, read back by one regular expression."""
+"""The line that a run prints per interval: fixed columns, read back by one regular expression.
+
+It is under 100 characters; that of a model with experts under 140.
+"""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +11,10 @@ from ingot.units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The facts of a `progress` event (schema/events.py), in its units. Seconds are means per step of the interval."""
+    """The facts of a `progress` event (schema/events.py), in its units. Seconds are means per step of the interval.
+
+    load_cv, max_load, dropped: of all layers with experts (telemetry/experts.py) the mean, the highest, the mean.
+    """
 
     step: int
     steps: int
@@ -24,13 +30,18 @@ class Progress:
     eta_seconds: float
     cost_usd: float | None
     peak_memory_bytes: int
+    load_cv: float | None = None
+    max_load: float | None = None
+    dropped: float | None = None
 
 
-# Every field of `format_line`, by name. The price is there only if it is known.
+# Every field of `format_line`, by name. The price is there only if it is known, loads if there are experts, what was
+# dropped if they have a capacity.
 LINE_PATTERN = re.compile(
     r"step +(?P<step>\d+)/(?P<steps>\d+)"
     r" +loss +(?P<loss>[-+.\w]+) +bpb +(?P<bpb>[-+.\w]+) +gn +(?P<gn>[-+.\w]+) +lr +(?P<lr>[-+.\w]+)"
     r" +(?P<tokens_per_second>[.\w]+) tok/s +mfu +(?P<mfu>n/a|[\d.]+%) +data +(?P<data>\d+)%"
+    r"(?: +load cv +(?P<load_cv>[\d.]+) max +(?P<max_load>[\d.]+)x(?: drop +(?P<dropped>[\d.]+)%)?)?"
     r" +eta +(?P<eta>[\dhms]+)(?: +\$(?P<cost>[\d,.]+))?"
 )
 
@@ -43,8 +54,15 @@ def format_line(progress: Progress) -> str:
         f"step {p.step:>{width}}/{p.steps}"
         f"  loss {_five(p.loss)} bpb {p.bpb:.2f} gn {p.grad_norm:<4.2g} lr {_power(p.lr)}"
         f"  {format_count(p.tokens_per_second):>5} tok/s mfu {mfu} data {p.data_wait_seconds / p.step_seconds:>3.0%}"
-        f"  eta {_clock(p.eta_seconds)}{cost}"
+        f"{_load(p)}  eta {_clock(p.eta_seconds)}{cost}"
     )
+
+
+def _load(progress: Progress) -> str:
+    if progress.load_cv is None:
+        return ""
+    dropped = "" if progress.dropped is None else f" drop {progress.dropped:>5.1%}"
+    return f"  load cv {progress.load_cv:.2f} max {progress.max_load:>4.1f}x{dropped}"
 
 
 def _five(loss: float) -> str:

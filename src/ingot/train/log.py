@@ -3,9 +3,14 @@
 import math
 import time
 from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
 
 from ingot.resilience.policy import Facts, Reading, read_steps
 from ingot.schema import events
+from ingot.telemetry.experts import expert_load
 from ingot.telemetry.line import Progress, format_line
 from ingot.telemetry.memory import peak_memory_bytes
 from ingot.theory.flops import model_flops_utilisation
@@ -31,9 +36,10 @@ class Interval:
         self.data_wait_seconds += data_wait_seconds
 
 
-def log_interval(run: Training, recent: list[Facts], interval: Interval) -> list[Reading]:
-    """A `step` event for each step, one `progress` event and the line. Here the host waits for the device. Collective.
+def log_interval(run: Training, recent: list[Facts], interval: Interval, *, saves: bool) -> list[Reading]:
+    """A `step` event for each step, one `progress` event and the line; for experts, how they were used. Collective.
 
+    Here the host waits for the device. saves: a checkpoint follows, so the load of every expert is written, too.
     Returns the numbers of the steps, which a policy has not judged yet.
     """
     readings = read_steps(recent)
@@ -63,10 +69,29 @@ def log_interval(run: Training, recent: list[Facts], interval: Interval) -> list
         eta_seconds=(steps - step) * step_seconds,
         cost_usd=run.cost.usd(),
         peak_memory_bytes=peak_memory_bytes(run.place.device),
+        **log_experts(run, recent, with_loads=saves),
     )
     run.log(events.PROGRESS, **asdict(progress))
     run.say(format_line(progress))
     return readings
+
+
+def log_experts(run: Training, recent: list[Facts], *, with_loads: bool) -> dict[str, Any]:
+    """An `experts` event, if there are any, over all tokens of `recent`. Returns what a progress line says of it."""
+    tables = [facts.experts for facts in recent if facts.experts is not None]
+    if run.balance is None or not tables:
+        return {}
+    found = expert_load(
+        torch.stack(tables).sum(0).cpu().numpy(),
+        run.balance.layers,
+        step=recent[-1].step,
+        steps=len(tables),
+        has_capacity=run.config.model.moe.capacity_factor > 0,
+        with_loads=with_loads,
+    )
+    run.log(events.EXPERTS, **asdict(found))
+    dropped = fmean(found.dropped) if found.dropped else None
+    return {"load_cv": fmean(found.load_cv), "max_load": max(found.max_load), "dropped": dropped}
 
 
 def log_evaluation(run: Training, step: int) -> None:

@@ -54,12 +54,12 @@ def train(run: Training) -> Ending:
         evaluate_now = done < steps and is_due(done, config.evaluate.every_steps)
         line: list[Reading] = []
         if save_now or evaluate_now or is_due(done, config.watch.log_every):
-            line = log_interval(run, recent, interval)
+            line = log_interval(run, recent, interval, saves=save_now)
         verdict = run.policy.verdict(replace(recent[-1], line=line))
         if not line:
             if verdict is Verdict.CONTINUE:
                 continue
-            line = log_interval(run, recent, interval)
+            line = log_interval(run, recent, interval, saves=verdict is Verdict.STOP)
         recent.clear()
 
         if verdict is Verdict.SKIP:

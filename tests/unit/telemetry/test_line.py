@@ -26,15 +26,27 @@ def line(**changes):
     return format_line(Progress(**(USUAL | changes)))
 
 
+EVEN = {"load_cv": 0.31, "max_load": 2.149}
+
+
 def test_a_usual_line():
     text = line()
     assert text == "step 100/880  loss 6.644 bpb 2.44 gn 1.1  lr 6.0e-4    41k tok/s mfu n/a data  0%  eta 1m20s"
+
+
+def test_a_line_of_a_model_with_experts():
+    before, after = line().split("  eta")
+    assert line(**EVEN) == f"{before}  load cv 0.31 max  2.1x  eta{after}"
+    assert line(**EVEN, dropped=0.0123) == f"{before}  load cv 0.31 max  2.1x drop  1.2%  eta{after}"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
+        EVEN,
+        {"load_cv": 15.97, "max_load": 256.0, "dropped": 0.996, "eta_seconds": 86_400 * 9.0, "mfu": 0.41},
+        {"load_cv": 0.0, "max_load": 1.0, "dropped": 0.0},
         {"step": 1, "loss": 11.762},
         {"step": 880, "eta_seconds": 0.0},
         {"steps": 99_999, "mfu": 0.4123},
@@ -53,12 +65,15 @@ def test_one_pattern_reads_every_line(changes):
     match = LINE_PATTERN.fullmatch(text)
     assert match, text
     # A million steps at a known price is the one line that may be longer.
-    assert len(text) < (100 if values["steps"] < 10**6 else 120), text
+    assert len(text) < (100 if values["steps"] < 10**6 else 120) + 40 * ("load_cv" in values), text
     assert int(match["step"]) == values["step"] and int(match["steps"]) == values["steps"]
     assert float(match["loss"]) == pytest.approx(values["loss"], rel=1e-3, abs=6e-4, nan_ok=True)
     assert float(match["lr"]) == pytest.approx(values["lr"], rel=0.06)
     assert (match["mfu"] == "n/a") == (values["mfu"] is None)
     assert (match["cost"] is None) == (values["cost_usd"] is None)
+    for name, size in (("load_cv", 1), ("max_load", 1), ("dropped", 100)):
+        assert (match[name] is None) == (name not in values)
+        assert match[name] is None or float(match[name]) == pytest.approx(values[name] * size, abs=0.051)
 
 
 def test_columns_stay_in_place():
