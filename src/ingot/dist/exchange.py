@@ -1,10 +1,12 @@
 """Collectives on the device, named by what they do; one name for all supported versions of PyTorch.
 
 `gather`, `scatter_sum` and `all_sum` return new tensors and are operators that a compiler can see and overlap.
-`start_gather` and `start_scatter_sum` fill buffers that are there and return at once.
+`start_all_to_all` is one, too, but does not wait for its result. `start_gather` and `start_scatter_sum` fill buffers
+that are there and return at once.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,17 @@ def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """The sum over ranks (or "max", "min"), on all of them."""
     return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), op, group.group_name))
+
+
+def start_all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The first sent[0] of these rows go to rank 0, the next sent[1] to rank 1..; received[r] come from rank r, and lie
+    in the order of the ranks in what is returned. `finish` it before it is looked at; `rows` may go at once."""
+    return _operators.all_to_all_single(rows.contiguous(), list(received), list(sent), group.group_name)
+
+
+def finish(x: Tensor) -> Tensor:
+    """Wait for what was started. Nothing happens to a tensor that has come."""
+    return _operators.wait_tensor(x)
 
 
 def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -39,7 +39,7 @@ class Parallelized:
     _mesh: Mesh
 
     def reduce(self) -> None:
-        """After the last backward of a step: every piece gets its whole gradient, the mean over data ranks."""
+        """After the last backward of a step: every piece gets its whole gradient, the mean over token ranks."""
         self.data.reduce()
         sum_partial_gradients(self._partial, self._mesh)
         if self._tied is not None:
@@ -91,10 +91,10 @@ def parallelize(
         # 5. Compile, block by block: one graph serves all blocks, and hooks of data parallelism stay outside of it.
         if should_compile(train, device, settings.splits_backward):
             compile_blocks(stage, whole_readout=settings.tp == 1)
-        # 6. Precision, and ZeRO-3's cut; memory for this rank's parts.
+        # 6. Precision, and ZeRO-3's cut; memory for this rank's parts. Buffers of routers get theirs in balance.py.
         if settings.zero == 3:
             stage.to(master)
-            shard_stage(stage, mesh, compute, grads, device)
+            shard_stage(stage, every_cut, mesh, compute, grads, device)
         else:
             stage.to(compute)
         stage.to_empty(device="cpu" if settings.offload_parameters else device)
@@ -128,9 +128,17 @@ def should_compile(train: Train, device: torch.device, splits_backward: bool = F
 
 
 def compile_blocks(stage: nn.Module, *, whole_readout: bool) -> None:
-    """Only forwards: hooks on blocks, which gather and wait, stay outside of the graphs."""
+    """Only forwards: hooks on blocks, which gather and wait, stay outside of the graphs.
+
+    A block with experts waits for the host to know who has how many rows: its attention is compiled, and what does not
+    depend on that.
+    """
     for block in stage.get_submodule("blocks").children():
-        block.forward = torch.compile(block.forward)
+        moe = getattr(block, "moe", None)
+        parts = [block] if moe is None else [block.get_submodule("attention"), moe.shared]
+        for part in parts:
+            if part is not None:
+                part.forward = torch.compile(part.forward)
     readout = stage.get_submodule("readout")
     if whole_readout:
         readout.piece = torch.compile(readout.piece)  # pyright: ignore[reportArgumentType, reportCallIssue]

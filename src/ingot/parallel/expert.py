@@ -1,10 +1,167 @@
-"""Expert parallelism: experts are divided among the ranks of the ep view, and tokens travel to them and back."""
+"""Expert parallelism: experts are divided among the ranks of the ep view, and tokens travel to them and back (Lepikhin
+et al. 2021, section 3.2).
 
+A layer has two all-to-alls, rows there and results back, and the same two of gradients in the backward; a small one of
+counts goes before, because a rank has to know how much comes. Each is started at one place and waited for at another,
+so that what stands between them computes meanwhile:
+
+    forward    send starts, arrive waits               send_back starts, its arrive waits
+    backward   (arrive) starts, (send) waits           the same: autograd runs them from the end
+
+Rows arrive by sender and, of each sender, by expert; experts want them by expert.
+
+Shape letters: R rows sent from here, A rows that arrive here, D d_model, E experts, L experts of one rank, P ep ranks.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ingot.dist.exchange import finish, gather, start_all_to_all
 from ingot.dist.mesh import Mesh
+from ingot.theory.context import rank_positions
 
 
 def dispatch_of(mesh: Mesh, local: Any) -> Any:
     """What the model's experts are given on this rank: `local` where one rank has them all and whole sequences."""
-    return local
+    return local if mesh.size("ep") == mesh.size("sequence") == 1 else ExpertDispatch(mesh, local)
+
+
+def on_host(counts: Tensor, balanced: int) -> list[int]:
+    """The host waits for numbers of rows, int64 [n], without which it cannot size what comes next.
+
+    balanced: their sum if all experts had the same load; a trace, which has no numbers, takes its share of it.
+    """
+    return counts.tolist()
+
+
+class ExpertDispatch:
+    """The protocol of model/moe.py for ranks that share sequences, experts or both. local: sends rows where a rank has
+    all experts."""
+
+    def __init__(self, mesh: Mesh, local: Any):
+        self.mesh, self.local, self.group = mesh, local, mesh.group("ep")
+        self._orders: dict[tuple[int, torch.device], Tensor] = {}
+
+    def own_tokens(self, per_token_T: Tensor) -> Tensor:
+        """Under sequence parallelism the experts' part of a block has one of tp chunks."""
+        return per_token_T.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
+
+    def whole_sequences(self, per_token_BTK: Tensor) -> Tensor:
+        """[B, T / (cp x tp), K] of every rank become [B, T, K], by position. Gradients do not pass."""
+        if self.mesh.size("sequence") == 1:
+            return per_token_BTK
+        by_rank = gather(per_token_BTK, 1, self.mesh.group("sequence"))
+        return by_rank.index_select(1, self._order(by_rank.shape[1], by_rank.device))
+
+    def _order(self, tokens: int, device: torch.device) -> Tensor:
+        """Where each position lies when the tokens of all cp ranks lie side by side; tp cuts them in order."""
+        if (tokens, device) not in self._orders:
+            of_ranks = [rank_positions(self.mesh.parallel, rank, tokens) for rank in range(self.mesh.size("cp"))]
+            side_by_side = [position for segments in of_ranks for segment in segments for position in segment]
+            self._orders[tokens, device] = torch.tensor(side_by_side).argsort().to(device)
+        return self._orders[tokens, device]
+
+    def send(self, rows_RD: Tensor, counts: list[int]) -> Any:
+        if self.mesh.size("ep") == 1:
+            return self.local.send(rows_RD, counts)
+        route = _route(counts, self.group, rows_RD.device)
+        return _Arriving(_Send.apply(rows_RD, route), route)
+
+    def send_back(self, made_AD: Tensor, sent: Any) -> Any:
+        if self.mesh.size("ep") == 1:
+            return self.local.send_back(made_AD, sent)
+        route = sent.route
+        by_sender = _Reorder.apply(made_AD, route.place_A, route.order_A)
+        return _Returning(_Send.apply(by_sender, route.back), route.back)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who sends how many rows to whom. sent, received: by ep rank. counts_L: on the host, of what arrived, by expert.
+    order_A: brings what arrived from the order of senders to that of experts, place_A back."""
+
+    group: dist.ProcessGroup
+    sent: list[int]
+    received: list[int]
+    counts_L: Tensor
+    order_A: Tensor
+    place_A: Tensor
+
+    @property
+    def back(self) -> "Route":
+        return Route(self.group, self.received, self.sent, self.counts_L, self.place_A, self.order_A)
+
+
+def _route(counts: list[int], group: dist.ProcessGroup, device: torch.device) -> Route:
+    """counts: of this rank's rows for each expert. Waits for the other ranks' ones."""
+    ranks = group.size()
+    each = len(counts) // ranks
+    given = torch.tensor(counts, device=device)
+    coming = finish(start_all_to_all(given, [each] * ranks, [each] * ranks, group))
+    from_ranks = torch.tensor(on_host(coming, balanced=sum(counts))).view(ranks, each)
+    received = from_ranks.sum(1).tolist()
+    experts = torch.arange(each, device=device).repeat(ranks).repeat_interleave(coming, output_size=sum(received))
+    order_A = experts.argsort(stable=True)
+    sent = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    return Route(group, sent, received, from_ranks.sum(0), order_A, order_A.argsort())
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    pending_AD: Tensor
+    route: Route
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        by_sender = _Arrive.apply(self.pending_AD, self.route)
+        return _Reorder.apply(by_sender, self.route.order_A, self.route.place_A), self.route.counts_L  # type: ignore
+
+
+@dataclass(frozen=True)
+class _Returning:
+    pending_RD: Tensor
+    route: Route
+
+    def arrive(self) -> Tensor:
+        return _Arrive.apply(self.pending_RD, self.route)  # type: ignore[return-value]
+
+
+class _Send(torch.autograd.Function):
+    """Starts. In the backward its gradient has been started by `_Arrive`, and is waited for here: autograd runs what
+    was recorded later first, so everything that the model did in between has had its turn."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, route: Route):
+        return start_all_to_all(rows, route.received, route.sent, route.group)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return finish(grads[0]), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pending: Tensor, route: Route):
+        ctx.route = route
+        return finish(pending).view_as(pending)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return start_all_to_all(grads[0], ctx.route.sent, ctx.route.received, ctx.route.group), None
+
+
+class _Reorder(torch.autograd.Function):
+    """rows[order]; the backward takes rows as well, where that of an index would add into zeros. back: its inverse."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, back: Tensor):
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None

@@ -12,7 +12,7 @@ as written. Shape letters: B batch, T tokens, D d_model, M tokens of a chunk, V 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,25 +33,32 @@ class Cut:
     """How the local tensor of a parameter lies in the whole one.
 
     partial: every rank holds all of it and sees a part of what it acts on, so its gradients are summed over tp.
+    view: of the mesh (dist/mesh.py): the ranks that hold the same local tensor and divide its state.
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     partial: bool = False
+    view: str = "shard"
 
 
 def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, Cut]:
-    """Cut `stage`, a Transformer on the meta device, for this rank's place on the tp axis. A Cut per parameter name.
+    """Cut `stage`, a Transformer on the meta device, for this rank's place on the tp axis and, of experts, on the ep
+    view. A Cut per parameter name.
 
     sharding: end of a parameter's name -> its role (model/transformer.py, SHARDING). Degrees were checked before.
     """
+    roles = {name: _role(name, sharding) for name, _ in stage.named_parameters()}
+    cuts = _cut_experts(stage, [name for name, role in roles.items() if role == "expert"], mesh)
+    dense = {name: role for name, role in roles.items() if role != "expert"}
     ranks, sequence = mesh.size("tp"), mesh.parallel.sequence
     if ranks == 1:
-        return {name: Cut(tuple(p.shape), (0,) * p.dim()) for name, p in stage.named_parameters()}
+        shapes = {name: tuple(stage.get_parameter(name).shape) for name in dense}
+        return cuts | {name: Cut(shape, (0,) * len(shape)) for name, shape in shapes.items()}
     region = Region(mesh.group("tp"), sequence)
-    cuts, entries = {}, {}
-    for name, parameter in list(stage.named_parameters()):
-        role = sharding[max((end for end in sharding if name.endswith(end)), key=len)]
+    entries = {}
+    for name, role in dense.items():
+        parameter = stage.get_parameter(name)
         module_name, _, leaf = name.rpartition(".")
         module, parent = stage.get_submodule(module_name), module_name.rpartition(".")[0]
         if role == "kv":
@@ -73,6 +80,21 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
         module.register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
     if stage.norm is not None:
         _read_out_own_ids(stage, region, mesh)
+    return cuts
+
+
+def _role(name: str, sharding: Mapping[str, str]) -> str:
+    return sharding[max((end for end in sharding if name.endswith(end)), key=len)]
+
+
+def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, Cut]:
+    """Experts are stacked along the rows, so those of one ep rank are a block of rows. tp cuts none of them."""
+    cuts, ranks = {}, mesh.size("ep")
+    for name in names:
+        parameter, (module_name, _, leaf) = stage.get_parameter(name), name.rpartition(".")
+        cuts[name] = replace(_cut(parameter, 0, ranks, mesh.index("ep"), partial=False), view="expert_shard")
+        own = nn.Parameter(parameter.new_empty(_local_shape(parameter, 0, ranks)))
+        setattr(stage.get_submodule(module_name), leaf, own)
     return cuts
 
 

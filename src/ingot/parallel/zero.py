@@ -7,10 +7,12 @@
 
 Whole parameters are in the compute dtype, master and moments in float32 (the master is the parameter itself where both
 dtypes are the same), gradients in the dtype of `parallel.grads`. The gradients of a unit lie in one buffer of shape
-[ranks, elements of one rank's rows], so one collective moves them. A unit is reduced as soon as its backward is done,
-while earlier layers still compute; after the update it is gathered while the units before it already run forward.
+[ranks, elements of one rank's rows], so one collective moves them; those of its experts, which other ranks share, lie
+in another one. A unit is reduced as soon as its backward is done, while earlier layers still compute; after the update
+it is gathered while the units before it already run forward.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,10 +42,15 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit. whole: gradients of all rows [S, elements]; shard: of the own rows [elements]."""
+    """One unit, or its experts. unit: its number in the order of the forward. view: of the mesh: the ranks that share
+    it, of which there are `ranks`. whole: gradients of all rows [ranks, elements]; shard: of the own rows [elements].
+    """
 
-    slots: list[Slot]
-    elements: int
+    unit: int
+    view: str
+    ranks: int
+    slots: list[Slot] = field(default_factory=list)
+    elements: int = 0
     waiting: set[str] = field(default_factory=set)  # parameters whose gradient of this micro-batch has not come
     whole: Tensor | None = None
     shard: Tensor | None = None
@@ -68,8 +75,7 @@ class Zero:
         micro_batches: int,
     ):
         settings = mesh.parallel
-        self.mesh, self.keeps_whole, self.grads = mesh, zero < 2 or mesh.size("dp_shard") == 1, grads
-        self.ranks, self.index = mesh.size("dp_shard"), mesh.index("dp_shard")
+        self.mesh, self.keeps_whole, self.grads, self.master = mesh, zero < 2, grads, master
         self.hold = settings.splits_backward  # weights' gradients of several micro-batches come in turn
         self.prefetch = settings.prefetch
         self.pieces: list[Piece] = []
@@ -81,38 +87,45 @@ class Zero:
         self._last = False
         self._scatter_is_last = False
         self._to_gather: list[Bucket] = []
+        self._units = 0
         for stage in stages:
-            units = cut_units(stage, settings.unit_blocks)
-            self.buckets[stage] = [self._bucket(stage, unit, cuts, master) for unit in units]
+            units = cut_units(stage, settings.unit_blocks, cuts)
+            self.buckets[stage] = [bucket for unit in units for bucket in self._buckets(stage, unit, cuts)]
         self.tree = Tree(mesh, micro_batches) if settings.reduce == "canonical" else None
 
     # -- layout --
 
-    def _bucket(self, stage: nn.Module, unit: Unit, cuts: dict[str, Cut], master: torch.dtype) -> Bucket:
-        bucket, start = Bucket([], 0), 0
-        for name in unit.names:
+    def _buckets(self, stage: nn.Module, unit: Unit, cuts: dict[str, Cut]) -> list[Bucket]:
+        parts = [(unit.names, unit.modules), (unit.expert_names, unit.experts)]
+        made = [self._bucket(stage, names, modules[0], cuts) for names, modules in parts if names]
+        buckets = [bucket for bucket in made if bucket.slots]
+        self._units += bool(buckets)
+        self.in_order += buckets
+        return buckets
+
+    def _bucket(self, stage: nn.Module, names: Sequence[str], first: nn.Module, cuts: dict[str, Cut]) -> Bucket:
+        """first: the module that runs first with these parameters."""
+        view = cuts[names[0]].view
+        bucket = Bucket(self._units, view, self.mesh.size(view))
+        for name in names:
             parameter = stage.get_parameter(name)
             if parameter in self._seen:
                 continue
             self._seen.add(parameter)
-            rows = own_rows(len(parameter), self.ranks, self.index)
-            length = -(-len(parameter) // self.ranks) * parameter[0].numel()
-            slot = Slot(name, parameter, start, length, self._piece(name, parameter, cuts[name], rows, master))
+            length = -(-len(parameter) // bucket.ranks) * parameter[0].numel()
+            slot = Slot(name, parameter, bucket.elements, length, self._piece(name, parameter, cuts[name]))
             bucket.slots.append(slot)
             self.pieces.append(slot.piece)
-            start += length
+            bucket.elements += length
             parameter.register_post_accumulate_grad_hook(lambda p, b=bucket, s=slot: self._arrived(b, s))
-        bucket.elements = start
-        if not bucket.slots:
-            return bucket
-        place = len(self.in_order)
-        self.in_order.append(bucket)
-        unit.modules[0].register_forward_pre_hook(lambda module, args: self._before_forward(place))
+        if bucket.slots:
+            first.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
         return bucket
 
-    def _piece(self, name: str, parameter: nn.Parameter, cut: Cut, rows: range, master: torch.dtype) -> Piece:
+    def _piece(self, name: str, parameter: nn.Parameter, cut: Cut) -> Piece:
+        rows = own_rows(len(parameter), self.mesh.size(cut.view), self.mesh.index(cut.view))
         own = parameter.detach()[rows.start : rows.stop]
-        value = own if parameter.dtype == master else torch.empty_like(own, dtype=master)
+        value = own if parameter.dtype == self.master else torch.empty_like(own, dtype=self.master)
         return Piece(
             name=name,
             shape=cut.shape,
@@ -151,12 +164,12 @@ class Zero:
         if bucket.whole is None:
             if self._scattering is not None and self._scattering[1] is bucket:
                 self._finish_scatter()  # its buffer goes before another one comes
-            bucket.whole = torch.zeros(self.ranks, bucket.elements, dtype=self.grads, device=slot.parameter.device)
+            bucket.whole = torch.zeros(bucket.ranks, bucket.elements, dtype=self.grads, device=slot.parameter.device)
         assert gradient is not None
         flat = gradient.reshape(-1)
-        if flat.numel() < self.ranks * slot.length:
-            flat = F.pad(flat, (0, self.ranks * slot.length - flat.numel()))
-        target, rows = bucket.whole[:, slot.start : slot.start + slot.length], flat.view(self.ranks, slot.length)
+        if flat.numel() < bucket.ranks * slot.length:
+            flat = F.pad(flat, (0, bucket.ranks * slot.length - flat.numel()))
+        target, rows = bucket.whole[:, slot.start : slot.start + slot.length], flat.view(bucket.ranks, slot.length)
         if slot.fresh:
             target.copy_(rows)
         else:
@@ -171,7 +184,7 @@ class Zero:
         """All gradients of a unit are there: start what has to be exchanged now."""
         if self.tree is not None:
             return
-        if self.ranks == 1:
+        if bucket.ranks == 1:
             if last and bucket.whole is not None:
                 _clear_missing(bucket)
                 self._sum_copies(bucket.whole)
@@ -193,7 +206,7 @@ class Zero:
         whole, bucket.whole = bucket.whole, None
         assert whole is not None
         own = torch.empty(bucket.elements, dtype=self.grads, device=whole.device)
-        work = start_scatter_sum(own, whole, self.mesh.group("dp_shard"))
+        work = start_scatter_sum(own, whole, self.mesh.group(bucket.view))
         self._scattering = (work, bucket, own, whole)
         self._scatter_is_last = last
         for slot in bucket.slots:
@@ -212,21 +225,34 @@ class Zero:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Set the gradient of every piece: the mean over data ranks. Ends all exchanges of this step."""
+        """Set the gradient of every piece: the mean over token ranks. Ends all exchanges of this step."""
         self._finish_scatter()
         for work in self._reducing:
             work.wait()
         self._reducing.clear()
         if self.tree is not None:
             self.tree.reduce({s: [b.whole for b in bs if b.whole is not None] for s, bs in self.buckets.items()})
+            for bucket in self.in_order:
+                self._sum_within_copy(bucket)
         for bucket in self.in_order:
-            shard = bucket.shard if self.ranks > 1 else None if bucket.whole is None else bucket.whole[0]
+            shard = bucket.shard if bucket.ranks > 1 else None if bucket.whole is None else bucket.whole[0]
             if shard is None:
                 continue
-            shard.mul_(1 / self.mesh.data_ranks)
+            shard.mul_(1 / self.mesh.parallel.token_ranks)
             for slot in bucket.slots:
                 own = slot.piece.value.numel()
                 slot.piece.grad = shard[slot.start : slot.start + own].view(slot.piece.sizes)
+
+    def _sum_within_copy(self, bucket: Bucket) -> None:
+        """The tree has added what the copies of the model have; it does not reach the ranks of one copy, which have
+        other tokens: those of the cp axis, and those that share experts."""
+        if bucket.whole is None:
+            return
+        if bucket.ranks > 1:
+            bucket.shard = torch.empty(bucket.elements, dtype=self.grads, device=bucket.whole.device)
+            start_scatter_sum(bucket.shard, bucket.whole, self.mesh.group(bucket.view)).wait()
+        elif bucket.view == "shard" and self.mesh.size("cp") > 1:
+            start_all_sum(bucket.whole, self.mesh.group("cp")).wait()
 
     # -- parameters --
 
@@ -237,15 +263,14 @@ class Zero:
             bucket.shard = None
             for slot in bucket.slots:
                 slot.fresh, slot.piece.grad = True, None
-                if self.ranks == 1 and slot.parameter.dtype != slot.piece.value.dtype:
+                if bucket.ranks == 1 and slot.parameter.dtype != slot.piece.value.dtype:
                     slot.parameter.data.copy_(slot.piece.value)
-        if self.ranks > 1:
-            self._to_gather = list(self.in_order)
-            self._gather_ahead(0)
+        self._to_gather = [bucket for bucket in self.in_order if bucket.ranks > 1]
+        self._gather_ahead(0)
 
-    def _gather_ahead(self, place: int) -> None:
-        """Start gathers up to `prefetch` units beyond the one at `place`."""
-        while self._to_gather and len(self.in_order) - len(self._to_gather) <= place + self.prefetch:
+    def _gather_ahead(self, unit: int) -> None:
+        """Start gathers up to `prefetch` units beyond this one."""
+        while self._to_gather and self._to_gather[0].unit <= unit + self.prefetch:
             self._gather(self._to_gather.pop(0))
 
     @torch.no_grad()
@@ -254,15 +279,12 @@ class Zero:
         own = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
         for slot in bucket.slots:
             own[slot.start : slot.start + slot.piece.value.numel()] = slot.piece.value.reshape(-1)
-        whole = torch.empty(self.ranks, bucket.elements, dtype=first.dtype, device=first.device)
-        bucket.gathering = (start_gather(whole, own, self.mesh.group("dp_shard")), whole)
+        whole = torch.empty(bucket.ranks, bucket.elements, dtype=first.dtype, device=first.device)
+        bucket.gathering = (start_gather(whole, own, self.mesh.group(bucket.view)), whole)
 
     @torch.no_grad()
-    def _before_forward(self, place: int) -> None:
-        if not self._to_gather and all(b.gathering is None for b in self.in_order[place : place + 1]):
-            return
-        self._gather_ahead(place)
-        bucket = self.in_order[place]
+    def _before_forward(self, bucket: Bucket) -> None:
+        self._gather_ahead(bucket.unit)
         if bucket.gathering is None:
             return
         work, whole = bucket.gathering
@@ -281,6 +303,10 @@ def _clear_missing(bucket: Bucket) -> None:
 
 
 def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
-    """Of the ranks that hold the same block, the first: copy 0, and tp 0 of what tp does not cut."""
-    replicated = tuple(parameter.shape) == cut.shape
-    return mesh.index("dp_replicate") == 0 and mesh.index("cp") == 0 and not (replicated and mesh.index("tp") > 0)
+    """Of the ranks that hold the same block, the first. Ranks that divide its state hold none alike."""
+    if mesh.index("dp_replicate") > 0:
+        return False
+    if cut.view == "expert_shard":
+        return True
+    whole_on_tp, whole_on_cp = tuple(parameter.shape) == cut.shape, mesh.parallel.reduce == "canonical"
+    return not (whole_on_tp and mesh.index("tp") > 0) and not (whole_on_cp and mesh.index("cp") > 0)
