@@ -4,6 +4,8 @@ import re
 
 from ingot import __version__
 from ingot.events import read_events
+from ingot.export.kinds import TITLES, kind_of
+from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.events import EVALUATION
 from ingot.schema.layout import RunFolder
@@ -47,16 +49,43 @@ def _introduction(run: RunConfig, checkpoint: CheckpointManifest) -> str:
 
 def _architecture(run: RunConfig, dtype: str) -> list[tuple[str, str]]:
     arch = run.model
-    kind = "Qwen3 (Llama with QK-norm)" if arch.qk_norm else "Llama"
+    attention = "latent attention" if arch.is_mla else "grouped-query attention"
+    kind = f"{TITLES[kind_of(arch)]}: pre-norm RMSNorm, RoPE (theta {arch.rope_theta:g}), {attention}, SwiGLU"
+    window = [("Sliding window", f"{arch.sliding_window:,} tokens")] if arch.sliding_window else []
     return [
-        ("Type", f"{kind}: pre-norm RMSNorm, RoPE (theta {arch.rope_theta:g}), grouped-query attention, SwiGLU"),
+        ("Type", kind),
         ("Parameters", f"{count_parameters(run.model):,}" + (" (embeddings tied)" if arch.tied_embeddings else "")),
         ("Layers, width, feed-forward", f"{arch.num_layers}, {arch.d_model}, {arch.d_ffn}"),
         ("Heads: query, key/value, size", f"{arch.num_heads}, {arch.num_kv_heads}, {arch.head_dim}"),
+        *window,
+        *_experts(arch),
         ("Vocabulary", f"{arch.vocab_size:,}"),
         ("Context", f"{arch.max_seq_len:,} tokens (trained on {run.train.seq_len:,})"),
         ("Stored as", dtype),
     ]
+
+
+def _experts(arch: Arch) -> list[tuple[str, str]]:
+    moe = arch.moe
+    if not arch.is_moe:
+        return []
+    shared = f", {moe.shared_experts} shared" if moe.shared_experts else ""
+    dense = f"; the first {moe.first_dense} layers have none" if moe.first_dense else ""
+    return [("Experts", f"{moe.top_k} of {moe.num_experts} for each token{shared}, width {moe.d_expert}{dense}")]
+
+
+def _balance(arch: Arch) -> list[tuple[str, str]]:
+    """What trained the routers. It is no part of the exported model, which only has its results."""
+    moe = arch.moe
+    kept = {
+        "balance loss by sequence": moe.sequence_loss,
+        "balance loss by batch": moe.global_loss,
+        "router z-loss": moe.z_loss,
+        "noise on router logits": moe.noise,
+        "bias step": moe.bias_rate,
+    }
+    used = [f"{name} {value:g}" for name, value in kept.items() if value]
+    return [("Balance of experts", ", ".join(used) or "none")] if arch.is_moe else []
 
 
 def _training(run: RunConfig, tokens: TokenManifest, checkpoint: CheckpointManifest) -> list[tuple[str, str]]:
@@ -70,6 +99,7 @@ def _training(run: RunConfig, tokens: TokenManifest, checkpoint: CheckpointManif
         ("Batch", f"{run.train.global_batch:,} sequences of {run.train.seq_len:,} tokens"),
         ("Optimizer", f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}{clip}"),
         ("Learning rate", f"{optim.lr:g}, {schedule.warmup_steps} warm-up steps, {schedule.kind} {decay}"),
+        *_balance(run.model),
         ("Precision", run.train.precision),
         ("Seed", str(run.seed)),
     ]

@@ -7,7 +7,14 @@ import torch
 
 from ingot.errors import CheckpointError, ConfigError, UsageError
 from ingot.export.arch_config import arch_of, huggingface_config
-from ingot.export.naming import huggingface_names, parameter_shapes
+from ingot.export.tensors import (
+    TRAINING_ONLY,
+    WIDE,
+    from_huggingface,
+    huggingface_shapes,
+    tensor_shapes,
+    to_huggingface,
+)
 from ingot.export.weights import read_weights, write_weights
 from ingot.schema.arch import Arch
 from ingot.storage import write_json
@@ -25,34 +32,37 @@ def write_model(
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write `state` (ingot's names) as `dtype` into the existing `folder`.
+    """Write `state` (ingot's names; what serves training only is left out) as `dtype` into the existing `folder`.
 
     Raises CheckpointError when `state` is not what `arch` says, ConfigError for a shape Hugging Face has no class for.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} cannot be exported", rule=f"one of {', '.join(DTYPES)}")
-    names = huggingface_names(arch)
-    if names.keys() != state.keys():
-        odd = sorted(names.keys() ^ state.keys())
+    config = huggingface_config(arch, eot_id=eot_id, dtype=dtype)
+    expected = tensor_shapes(arch)
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(TRAINING_ONLY)}
+    if expected.keys() != state.keys():
+        odd = sorted(expected.keys() ^ state.keys())
         raise CheckpointError(
             f"{len(odd)} parameters differ from the architecture: {', '.join(odd[:5])}",
             rule="a checkpoint holds exactly the parameters of the run's [model]",
         )
-    write_json(folder / "config.json", huggingface_config(arch, eot_id=eot_id, dtype=dtype))
+    write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"bos_token_id": eot_id, "eos_token_id": eot_id, "do_sample": False})
-    write_weights(folder, {theirs: state[ours] for ours, theirs in names.items()}, DTYPES[dtype], max_file_bytes)
+    write_weights(folder, to_huggingface(arch, state), DTYPES[dtype], max_file_bytes, wide=WIDE)
 
 
 def import_huggingface(folder: Path) -> tuple[Arch, dict[str, torch.Tensor]]:
-    """The shape and the parameters (ingot's names, dtypes as stored) of a Hugging Face Llama or Qwen3 folder.
+    """The shape and the parameters (ingot's names, dtypes as stored) of a Hugging Face folder of one of the
+    classes in export/kinds.py.
 
     Raises ConfigError for a model that ingot does not compute exactly, CheckpointError for damaged files.
     """
-    arch = arch_of(_read_config(folder / "config.json"), str(folder / "config.json"))
-    names, shapes = huggingface_names(arch), parameter_shapes(arch)
+    config = _read_config(folder / "config.json")
+    arch = arch_of(config, str(folder / "config.json"))
     tied_copy = {"lm_head.weight": "model.embed_tokens.weight"} if arch.tied_embeddings else {}
-    tensors = read_weights(folder, {theirs: shapes[ours] for ours, theirs in names.items()}, copies=tied_copy)
-    return arch, {ours: tensors[theirs] for ours, theirs in names.items()}
+    tensors = read_weights(folder, huggingface_shapes(arch), copies=tied_copy)
+    return arch, from_huggingface(arch, tensors, pairs=config.get("rope_interleave", True))
 
 
 def _read_config(path: Path) -> dict:

@@ -1,18 +1,22 @@
-"""One table of parameter names, read both ways: ingot <-> Hugging Face (Llama, and Qwen3 when the model has QK-norm).
+"""One table of tensor names, read both ways: ingot <-> Hugging Face.
 
-Both sides keep matrices as [out_features, in_features] and rotate halves in RoPE, so a rename is all there is to it.
-No torch here: names and shapes only.
+A tensor of ours is one of theirs, or several of theirs stacked along the rows: published checkpoints have one matrix
+for each expert (`{e}`), we have one for all. Both sides keep matrices as [out_features, in_features].
+No torch here: names only.
 """
 
+from collections.abc import Iterable
+
+from ingot.export.kinds import kind_of
 from ingot.schema.arch import Arch
 
-# `{i}` is the layer. `q_norm` and `k_norm` exist with QK-norm, `head` exists with untied embeddings.
-_MODEL = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+_OUTSIDE = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
 }
-_LAYER = {
+# Within a block, which is `model.layers.{i}` there. `.weight` ends every name but that of a router's bias.
+_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
@@ -20,43 +24,49 @@ _LAYER = {
     "attention.o": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+    "moe.router": "mlp.gate",
+    "moe.router.bias": "mlp.gate.e_score_correction_bias",
+    "moe.experts.gate": "mlp.experts.{e}.gate_proj",
+    "moe.experts.up": "mlp.experts.{e}.up_proj",
+    "moe.experts.down": "mlp.experts.{e}.down_proj",
+    "moe.shared.gate": "mlp.shared_experts.gate_proj",
+    "moe.shared.up": "mlp.shared_experts.up_proj",
+    "moe.shared.down": "mlp.shared_experts.down_proj",
+}
+# Where a class differs from that.
+_DIFFERENT = {
+    "mixtral": {
+        "moe.router": "block_sparse_moe.gate",
+        "moe.experts.gate": "block_sparse_moe.experts.{e}.w1",
+        "moe.experts.up": "block_sparse_moe.experts.{e}.w3",
+        "moe.experts.down": "block_sparse_moe.experts.{e}.w2",
+    }
 }
 
 
-def huggingface_names(arch: Arch) -> dict[str, str]:
-    """ingot's name of every parameter of `arch` -> its Hugging Face name, in the order of the layers."""
-    layer = {k: v for k, v in _LAYER.items() if arch.qk_norm or not k.endswith(("q_norm", "k_norm"))}
-    names = {"embed.weight": _MODEL["embed.weight"]}
-    for i in range(arch.num_layers):
-        names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in layer.items()}
-    names["norm.weight"] = _MODEL["norm.weight"]
-    if not arch.tied_embeddings:
-        names["head.weight"] = _MODEL["head.weight"]
-    return names
+def huggingface_names(arch: Arch, tensors: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Each name of ours among `tensors` of a model of `arch` -> theirs, in the order in which their rows are stacked.
 
+    Raises ConfigError for an `arch` that Hugging Face has no class for.
+    """
+    block = _BLOCK | _DIFFERENT.get(kind_of(arch), {})
 
-def parameter_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """ingot's name of every parameter of `arch` -> its shape (letters as in schema/arch.py)."""
-    D, F, H, V = arch.d_model, arch.d_ffn, arch.head_dim, arch.vocab_size
-    NH, GH = arch.num_heads * H, arch.num_kv_heads * H
-    by_kind = {
-        "embed": (V, D),
-        "head": (V, D),
-        "norm": (D,),
-        "attention_norm": (D,),
-        "mlp_norm": (D,),
-        "q_norm": (H,),
-        "k_norm": (H,),
-        "q": (NH, D),
-        "k": (GH, D),
-        "v": (GH, D),
-        "o": (D, NH),
-        "gate": (F, D),
-        "up": (F, D),
-        "down": (D, F),
-    }
-    return {name: by_kind[name.split(".")[-2]] for name in huggingface_names(arch)}
+    def theirs(ours: str) -> tuple[str, ...]:
+        place, stem, ending = "", ours.removesuffix(".weight"), ".weight" if ours.endswith(".weight") else ""
+        if stem.startswith("blocks."):
+            _, layer, stem = stem.split(".", 2)
+            place = f"model.layers.{layer}."
+        name = f"{place}{(block if place else _OUTSIDE)[stem]}{ending}"
+        return tuple(name.format(e=e) for e in range(arch.moe.num_experts)) if "{e}" in name else (name,)
+
+    return {ours: theirs(ours) for ours in tensors}

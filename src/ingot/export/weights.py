@@ -22,16 +22,20 @@ _DTYPES = ("F32", "BF16", "F16")
 _INDEX_LIMIT_BYTES = 64 << 20
 
 
-def write_weights(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype, max_file_bytes: int) -> list[str]:
+def write_weights(
+    folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype, max_file_bytes: int, *, wide: str
+) -> list[str]:
     """Write `tensors` as `dtype` into `folder`; no file exceeds `max_file_bytes` unless one tensor does.
 
-    Returns the file names. One file's worth of cast tensors is in memory at a time.
+    wide: the end of the names that are float32 in any case. Returns the file names. One file's worth of cast tensors is
+    in memory at a time.
     """
-    groups, total_bytes = _split(tensors, dtype.itemsize, max_file_bytes)
+    dtypes = {name: torch.float32 if name.endswith(wide) else dtype for name in tensors}
+    groups, total_bytes = _split({n: t.numel() * dtypes[n].itemsize for n, t in tensors.items()}, max_file_bytes)
     names = [SINGLE] if len(groups) == 1 else _numbered(len(groups))
     weight_map = {}
     for file_name, group in zip(names, groups, strict=True):
-        cast = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in group}
+        cast = {name: tensors[name].detach().to("cpu", dtypes[name]).contiguous() for name in group}
         _save(cast, folder / file_name)
         weight_map |= dict.fromkeys(group, file_name)
     if len(groups) > 1:
@@ -39,10 +43,9 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.d
     return names
 
 
-def _split(tensors: dict[str, torch.Tensor], itemsize: int, max_file_bytes: int) -> tuple[list[list[str]], int]:
+def _split(sizes: dict[str, int], max_file_bytes: int) -> tuple[list[list[str]], int]:
     groups, filled, total_bytes = [[]], 0, 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * itemsize
+    for name, size in sizes.items():
         if groups[-1] and filled + size > max_file_bytes:
             groups.append([])
             filled = 0

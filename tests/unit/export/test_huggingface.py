@@ -173,17 +173,17 @@ def test_export_replaces_its_own_folder_only(run, tmp_path):
 
 def test_wrong_logits_are_not_exported(run, tmp_path, monkeypatch):
     """Two names swapped in the mapping: shapes fit, and only the proof can notice."""
-    from ingot.export import model_folder
+    from ingot.export import tensors
 
-    honest = model_folder.huggingface_names
+    honest = tensors.huggingface_names
 
-    def swapped(arch):
-        names = honest(arch)
+    def swapped(arch, names):
+        monkeypatch.undo()  # reading is honest again
+        found = honest(arch, names)
         gate, up = "blocks.0.mlp.gate.weight", "blocks.0.mlp.up.weight"
-        return names | {gate: names[up], up: names[gate]}
+        return found | {gate: found[up], up: found[gate]}
 
-    calls = iter([swapped, honest])
-    monkeypatch.setattr(model_folder, "huggingface_names", lambda arch: next(calls)(arch))
+    monkeypatch.setattr(tensors, "huggingface_names", swapped)
     with pytest.raises(CheckpointError, match="logits differ"):
         export_run(run, tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []

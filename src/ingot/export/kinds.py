@@ -1,0 +1,96 @@
+"""Which class of Hugging Face computes what an `Arch` describes."""
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+from ingot.errors import ConfigError
+from ingot.schema.arch import Arch
+
+# `model_type` of config.json -> the class of transformers.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+# What the card of a model says it is.
+TITLES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen3": "Qwen3 (Llama with QK-norm)",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE (with QK-norm)",
+    "deepseek_v3": "DeepSeek-V3",
+}
+# Setting -> the only value of it that a class computes. Those of experts do not matter to a dense model.
+_GROUPED_ATTENTION_MOE = {
+    "moe.scores": "softmax",
+    "moe.scale": 1.0,
+    "moe.groups": 1,
+    "moe.shared_experts": 0,
+    "moe.bias_rate": 0.0,
+    "moe.capacity_factor": 0.0,
+}
+_ONLY = {
+    "llama": {},
+    "mistral": {},
+    "qwen3": {},
+    "mixtral": _GROUPED_ATTENTION_MOE | {"moe.normalize": True, "moe.first_dense": 0},
+    "qwen3_moe": _GROUPED_ATTENTION_MOE,
+    "deepseek_v3": {
+        "qk_norm": False,
+        "sliding_window": 0,
+        "norm_eps": 1e-6,  # DeepseekV3Attention norms its latents with that, whatever rms_norm_eps says
+        "moe.scores": "sigmoid",
+        "moe.capacity_factor": 0.0,
+    },
+}
+
+
+def kind_of(arch: Arch) -> str:
+    """The `model_type` of `arch`. Raises ConfigError that lists all settings which its class does not compute."""
+    if arch.is_mla:
+        kind = "deepseek_v3"
+    elif arch.is_moe:
+        kind = "qwen3_moe" if arch.qk_norm else "mixtral"
+    elif arch.qk_norm:
+        kind = "qwen3"
+    else:
+        # LlamaConfig has no window, and refuses a width that is not a multiple of the heads.
+        kind = "mistral" if arch.sliding_window or arch.d_model % arch.num_heads else "llama"
+    problems = list(class_problems(arch, kind))
+    if problems:
+        raise ConfigError(
+            "\n".join(problems),
+            rule=f"a model is exported only when Hugging Face's {CLASSES[kind]} computes exactly what was trained",
+            fix=_way_out(kind),
+        )
+    return kind
+
+
+def class_problems(arch: Arch, kind: str) -> Iterator[str]:
+    """Where the class of `kind` computes something else than `arch` says."""
+    for key, only in _ONLY[kind].items():
+        value = attrgetter(key)(arch)
+        if value != only and (arch.is_moe or not key.startswith("moe.")):
+            yield f"model.{key} = {value!r}, {CLASSES[kind]} computes {only!r}"
+    if kind == "deepseek_v3" and arch.is_moe:
+        moe = arch.moe
+        if not moe.shared_experts:
+            yield f"model.moe.shared_experts = 0, {CLASSES[kind]} has at least one"
+        if moe.groups > 1 and moe.top_k // moe.top_groups != 2:
+            yield (
+                f"model.moe.top_k = {moe.top_k} with top_groups = {moe.top_groups}: {CLASSES[kind]} compares groups by "
+                f"their two best scores, as we do with a top_k of {2 * moe.top_groups} to {3 * moe.top_groups - 1}"
+            )
+        if moe.num_experts // moe.groups < 2:
+            yield f"model.moe.num_experts = {moe.num_experts}, {CLASSES[kind]} has at least two in a group"
+
+
+def _way_out(kind: str) -> str:
+    if kind == "deepseek_v3":
+        return "train with the values above"
+    others = "qk_norm = true (exported as Qwen3-MoE)" if kind == "mixtral" else "the values above"
+    return f"train with {others}, or with latent attention (model.mla, exported as DeepSeek-V3)"
