@@ -1,6 +1,7 @@
 """Context parallelism in numbers: every token once, balanced work, volumes against small sums by hand, the choice."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def train_of(seq_len, micro_batch=1):
     return Train(steps=1, seq_len=seq_len, global_batch=micro_batch, micro_batch=micro_batch)
 
 
-def grid(cp, ulysses=1, layout="zigzag", **more):
+def grid(cp, ulysses=1, layout: Any = "zigzag", **more):
     return Parallel(cp=cp, ulysses=ulysses, context_layout=layout, **more)
 
 
