@@ -133,11 +133,9 @@ class _RingAttention(torch.autograd.Function):
             for tile in view.tiles(ring.source(step)):
                 rows, (k, v) = tile.queries, at_hand[:, :, :, tile.keys]
                 seen = view.seen(tile, ring.source(step))
-                parts = (x[:, :, rows] for x in (out, lse))
-                tile_dq, dk, dv = attend_part_backward(
-                    grads[0][:, :, rows], q[:, :, rows], k, v, *parts, tile.causal, seen
-                )
-                dq[:, :, rows] += tile_dq
+                here = (x[:, :, rows] for x in (grads[0], q, out, lse))
+                more, dk, dv = attend_part_backward(*here, k, v, causal=tile.causal, seen=seen)
+                dq[:, :, rows] += more
                 added[0, :, :, tile.keys] += dk
                 added[1, :, :, tile.keys] += dv
             if step == 0:
