@@ -5,12 +5,14 @@
     I  its half for the input    as B                                        as B
     W  its half for the weights  nothing                                     nothing
 
-One process is a pipeline of one rank: F and B in turn, nothing sent.
+One process is a pipeline of one rank: F and B in turn, nothing sent. Where ranks share the tokens of sequences
+(parallel/context.py), each plays the table with its own tokens.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from ingot.dist.mesh import Mesh
 from ingot.errors import ConfigError
 from ingot.parallel.channels import Channels
+from ingot.parallel.context import TokenShare
 from ingot.parallel.split_backward import WeightGradients
+from ingot.theory.context import token_multiple
 from ingot.theory.schedule import Action, Channel, Table
 from ingot.theory.schedule.table import needed_by, sent_by
 
@@ -48,11 +52,15 @@ class Batch(Protocol):
 
 @dataclass
 class _Step:
-    """What is alive within one optimizer step, by (stage, micro-batch); each entry goes when it is used."""
+    """What is alive within one optimizer step, by (stage, micro-batch); each entry goes when it is used.
+
+    weight: what a nat counts in what is minimised, a scalar; None where no router asks.
+    """
 
     batch: Batch
     scale: Tensor | None
     loss: Tensor
+    weight: Tensor | None = None
     begun: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # input and output
     left: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
     hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # between two stages of this rank
@@ -61,10 +69,13 @@ class _Step:
 
 class Pipeline:
     """stages: this rank's, by stage number. dtype: of the hidden states between stages. sequence_ranks: in how many
-    parts they are cut along the sequence (tp, with sequence parallelism). Making one is collective over the world.
+    parts they are cut along the sequence (tp, with sequence parallelism), beside the cp ranks' parts. pressure: makes
+    of (keys_B, weight) what routers are told in training (model/moe.py); None for a model without any. Making a
+    pipeline is collective over the world.
 
-    A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=])`, x being tokens on the first
-    stage and hidden states after it. It returns hidden states [B, T / sequence_ranks, D], the last one the sum of nats.
+    A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [pressure=])`, x being this
+    rank's tokens [B, T / cp] on the first stage and hidden states after it; document ids are those of whole sequences.
+    It returns hidden states [B, T / (cp x sequence_ranks), D], the last one the sum of nats.
     """
 
     def __init__(
@@ -78,9 +89,12 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         sequence_ranks: int = 1,
+        pressure: Callable[[Tensor, Tensor], Any] | None = None,
     ):
         self.stages, self.table, self.data = stages, table, data
         self.d_model, self.dtype, self.device, self.sequence_ranks = d_model, dtype, device, sequence_ranks
+        self.share, self.pressure = TokenShare(mesh), pressure
+        self.data_rank, self.data_ranks = mesh.data_rank, mesh.data_ranks
         self.rank = mesh.index("pp")
         self.row = table.rows[self.rank]
         assert table.copies == 1 and set(stages) == set(table.stages_of(self.rank))
@@ -94,8 +108,9 @@ class Pipeline:
     def train(self, batch: Batch, scale: Tensor | None = None) -> Tensor:
         """Forward and backward of all micro-batches of one optimizer step of this data rank.
 
-        A micro-batch counts nats / all tokens of the batch. scale: its backward is multiplied by it (fp16). Returns
-        the sum of the losses, not scaled, on the rank of the last stage, and zero on the others; detached.
+        A micro-batch counts nats of this rank's tokens / all of its tokens in the batch. scale: its backward is
+        multiplied by it (fp16). Returns the sum of the losses, not scaled, on the rank of the last stage, and zero on
+        the others; detached.
         """
         micro_batches = len(batch.inputs)
         if micro_batches != self.table.micro_batches:
@@ -107,6 +122,8 @@ class Pipeline:
         shape = self._hidden_shape(batch.inputs[0])
         # In float64 a sum of float32 losses is exact, so it does not depend on who adds which of them.
         step = _Step(batch, scale, torch.zeros((), dtype=torch.float64, device=self.device))
+        if self.pressure is not None:
+            step.weight = torch.full_like(step.loss, 1 / self._own_tokens(batch)) * (1 if scale is None else scale)
         self.channels.start()
         for action, following in zip(self.row, (*self.row[1:], None), strict=True):
             # What the next action needs is on its way while this one computes.
@@ -119,16 +136,18 @@ class Pipeline:
 
     def _forward(self, action: Action, step: _Step) -> None:
         key, stage, batch = (action.stage, action.micro_batch), self.stages[action.stage], step.batch
-        x = batch.inputs[action.micro_batch]
-        if self.table.before(action.stage) is not None:
+        if self.table.before(action.stage) is None:
+            x = self.share.own(batch.inputs[action.micro_batch])
+        else:
             x = self._take(action, step.hidden).requires_grad_()
         documents = None if batch.document_ids is None else batch.document_ids[action.micro_batch]
         is_last = self.table.after(action.stage) is None
         with self._splitting(key, step):
-            targets = batch.targets[action.micro_batch] if is_last else None
-            y = stage(x, targets, documents, **self._positions(batch.inputs.shape[-1]))
+            targets = self.share.own(batch.targets[action.micro_batch]) if is_last else None
+            told = self._positions(batch.inputs.shape[-1]) | self._pressure(step, action.micro_batch)
+            y = stage(x, targets, documents, **told)
         if is_last:
-            y = y / batch.inputs.numel()
+            y = y / self._own_tokens(batch)
             step.loss = step.loss + y.detach()
             y = y if step.scale is None else y * step.scale
         else:
@@ -176,32 +195,63 @@ class Pipeline:
     def forward_only(
         self, inputs_BT: Tensor, targets_BT: Tensor | None, document_ids_BT: Tensor | None, *, per_token: bool
     ) -> Tensor | None:
-        """One micro-batch through all stages: the last one's result on its rank, None on the others.
+        """One micro-batch through all stages: the last one's result on its ranks, None on the others.
 
-        All ranks of the pipeline have the arguments. T must divide by sequence_ranks.
+        per_token: nats of every target, [B x T]; else there are no targets, and the result is logits [B, T, V]. Both
+        are of whole sequences in order, on all cp ranks. All ranks of the pipeline have the arguments. T must divide by
+        `token_multiple`.
         """
+        assert per_token == (targets_BT is not None)
         result = hidden = None
         owner, shape = self.table.rank_of_stage, self._hidden_shape(inputs_BT)
         for number in self.table.stages_of(self.rank):
             stage, before, after = self.stages[number], self.table.before(number), self.table.after(number)
             if before is None:
-                hidden = inputs_BT
+                hidden = self.share.own(inputs_BT)
             elif owner[before] != self.rank:
                 hidden = self.channels.take(Channel("activation", owner[before], self.rank), shape)
-            targets, positions = (targets_BT if after is None else None), self._positions(inputs_BT.shape[1])
+            targets = self.share.own(targets_BT) if after is None and targets_BT is not None else None
+            positions = self._positions(inputs_BT.shape[1])
             y = stage(hidden, targets, document_ids_BT, **positions, per_token=per_token)
             if after is None:
-                result = y
+                result = self._of_whole_sequences(y, len(inputs_BT))
             elif owner[after] == self.rank:
                 hidden = y
             else:
                 self.channels.pass_on(Channel("activation", self.rank, owner[after]), y)
         return result
 
+    @property
+    def token_multiple(self) -> int:
+        """What the length of sequences must divide by."""
+        return token_multiple(self.share.mesh.parallel)
+
+    def _of_whole_sequences(self, y: Tensor, batch: int) -> Tensor:
+        """y: logits [B, t, V] or nats [B x t] of this rank's tokens."""
+        if self.share.ranks == 1:
+            return y
+        return self.share.whole(y) if y.dim() == 3 else self.share.whole(y.view(batch, -1)).flatten()
+
     def _positions(self, tokens: int) -> dict[str, Tensor]:
-        """A stage that gets a part of the hidden states has to be told where attention, which sees all, begins."""
-        return {} if self.sequence_ranks == 1 else {"positions_T": torch.arange(tokens, device=self.device)}
+        """A stage that gets a part of the tokens has to be told which ones attention sees."""
+        if self.sequence_ranks == self.share.ranks == 1:
+            return {}
+        return {"positions_T": self.share.positions(tokens, self.device)}
+
+    def _pressure(self, step: _Step, micro_batch: int) -> dict[str, Any]:
+        """Sequences are numbered through the run: data rank r reads the r-th equal part of each global batch."""
+        if self.pressure is None:
+            return {}
+        micro_batches, rows, _ = step.batch.inputs.shape
+        own = micro_batches * rows
+        first = (step.batch.step * self.data_ranks + self.data_rank) * own + micro_batch * rows
+        assert step.weight is not None
+        return {"pressure": self.pressure(torch.arange(first, first + rows, device=self.device), step.weight)}
+
+    def _own_tokens(self, batch: Batch) -> int:
+        """Of this rank, in the whole step."""
+        return batch.inputs.numel() // self.share.ranks
 
     def _hidden_shape(self, inputs_BT: Tensor) -> tuple[int, ...]:
         batch, tokens = inputs_BT.shape
-        return (batch, tokens // self.sequence_ranks, self.d_model)
+        return (batch, tokens // (self.share.ranks * self.sequence_ranks), self.d_model)

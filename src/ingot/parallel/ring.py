@@ -133,8 +133,10 @@ class _RingAttention(torch.autograd.Function):
             for tile in view.tiles(ring.source(step)):
                 rows, (k, v) = tile.queries, at_hand[:, :, :, tile.keys]
                 seen = view.seen(tile, ring.source(step))
-                here = (x[:, :, rows] for x in (grads[0], q, out, lse))
-                more, dk, dv = attend_part_backward(*here, k, v, causal=tile.causal, seen=seen)
+                grad, queries, whole, normalisers = (x[:, :, rows] for x in (grads[0], q, out, lse))
+                more, dk, dv = attend_part_backward(
+                    grad, queries, whole, normalisers, k, v, causal=tile.causal, seen=seen
+                )
                 dq[:, :, rows] += more
                 added[0, :, :, tile.keys] += dk
                 added[1, :, :, tile.keys] += dv

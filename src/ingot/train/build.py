@@ -23,7 +23,7 @@ from ingot.loader.loader import Loader
 from ingot.loader.reader import check_vocabulary
 from ingot.model.attention import attend_locally
 from ingot.model.init import initial_value
-from ingot.model.moe import LocalDispatch
+from ingot.model.moe import LocalDispatch, Pressure
 from ingot.model.transformer import SHARDING, Transformer
 from ingot.optim.adamw import Optimizer
 from ingot.optim.loss_scale import STATE as LOSS_SCALE
@@ -221,6 +221,7 @@ def build_parts(
         dtype=model.hidden,
         device=device,
         sequence_ranks=sequence_ranks,
+        pressure=Pressure if arch.is_moe else None,
     )
     optimizer = build_optimizer(model.pieces, config.optim, settings, base)
     loss_scale = LossScale(device) if config.train.precision == "fp16" else None

@@ -11,7 +11,7 @@ from ingot.train.build import Training
 
 
 def run_nats(run: Training) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """Nats of every target on the ranks with the last stage, zeros elsewhere. Collective over tp and pp."""
+    """Nats of every target on the ranks with the last stage, zeros elsewhere. Collective over pp, cp and tp."""
 
     def nats_of(inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         found = run.program.forward_only(inputs_BT, targets_BT, documents_BT, per_token=True)
@@ -23,17 +23,17 @@ def run_nats(run: Training) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def run_logits(run: Training, capacity: int) -> NextLogits:
     """For one text of at most `capacity` tokens. All ranks get the same logits. Collective.
 
-    A rank with all stages and heads keeps keys and values. Others run the whole text through the pipeline for every
-    token, filled up to a length that tp divides; what fills it comes later and is not looked at.
+    A rank with all stages, heads and tokens keeps keys and values. Others run the whole text through the pipeline for
+    every token, filled up to a length that they can divide; what fills it comes later and is not looked at.
     """
     mesh, arch, device = run.mesh, run.config.model, run.place.device
-    if mesh.size("pp") == mesh.size("tp") == 1:
+    if mesh.size("pp") == mesh.size("cp") == mesh.size("tp") == 1:
         return cached(run.model.stages[0], arch, capacity)
     last = run.program.table.rank_of_stage[-1]
-    source, tp = mesh.ranks("pp")[last], mesh.size("tp")
+    source, multiple = mesh.ranks("pp")[last], run.program.token_multiple
 
     def next_logits(ids: Sequence[int]) -> Tensor:
-        filled = [*ids, *[ids[-1]] * (-len(ids) % tp)]
+        filled = [*ids, *[ids[-1]] * (-len(ids) % multiple)]
         logits_BTV = run.program.forward_only(torch.tensor([filled], device=device), None, None, per_token=False)
         if logits_BTV is None:
             logits_V = torch.empty(arch.vocab_size, dtype=run.model.hidden, device=device)
