@@ -3,6 +3,7 @@
 And the rules of layouts that need such figures; those that do not are in schema/layout_rules.py.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,16 @@ from ingot.schema.arch import Arch
 from ingot.schema.parallel import V_SHAPED, Parallel
 from ingot.schema.run import RunConfig, Train
 from ingot.theory.context import resolve_context
-from ingot.theory.params import block_mlp_parameters, count_parameters
+from ingot.theory.params import (
+    block_attention_parameters,
+    block_mlp_parameters,
+    block_norm_parameters,
+    count_parameters,
+    expert_parameters,
+    latent_down_parameters,
+    router_parameters,
+    shared_parameters,
+)
 from ingot.theory.schedule import Table, build_table, schedule_problems
 
 # Below this many parameters, splitting them saves less memory than the collectives cost that bring them together.
@@ -37,7 +47,7 @@ def resolve_parallel(run: RunConfig) -> Parallel:
 
 def automatic_zero(arch: Arch, parallel: Parallel) -> int:
     """3 where parameters are worth splitting. A pipeline would gather them anew for each of its micro-batches."""
-    whole = parallel.dp_shard == 1 or parallel.pp > 1 or count_parameters(arch) < WHOLE_PARAMETERS
+    whole = parallel.shard_ranks == 1 or parallel.pp > 1 or count_parameters(arch) < WHOLE_PARAMETERS
     return 1 if whole else 3
 
 
@@ -60,7 +70,9 @@ def rank_of_stage(parallel: Parallel) -> tuple[int, ...]:
 class Stage:
     """What one pipeline stage holds of the model on one tp rank, counted in parameters.
 
-    layers: the numbers of its blocks. block: parameters of each. embedding, norm (the last one), head: 0 where absent.
+    layers: the numbers of its blocks; expert_layers: of those among them that have experts. block, expert_block:
+    parameters of a block without and with experts, the latter without its routed experts. experts: of the routed
+    experts of one block that this rank has. embedding, norm (the last one), head: 0 where absent.
     A tied matrix counts on the first stage as embedding and on the last as head, once where one rank has both.
     partial: those that every tp rank holds alike but applies to its own tokens or heads: their gradients are summed.
     """
@@ -69,7 +81,10 @@ class Stage:
     first: bool
     last: bool
     layers: range
+    expert_layers: range
     block: int
+    expert_block: int
+    experts: int
     embedding: int
     norm: int
     head: int
@@ -80,9 +95,24 @@ class Stage:
         """Parameters outside of blocks."""
         return self.embedding + self.norm + self.head
 
+    def block_parameters(self, layers: range) -> int:
+        """Of some of its blocks, routed experts included."""
+        sparse = len([layer for layer in layers if layer in self.expert_layers])
+        return (len(layers) - sparse) * self.block + sparse * (self.expert_block + self.experts)
+
+    @property
+    def common(self) -> int:
+        """All but routed experts: what the ranks of the shard view divide."""
+        return self.block_parameters(self.layers) - self.routed + self.outside
+
+    @property
+    def routed(self) -> int:
+        """In routed experts: what the ranks of the expert_shard view divide."""
+        return len(self.expert_layers) * self.experts
+
     @property
     def parameters(self) -> int:
-        return len(self.layers) * self.block + self.outside
+        return self.block_parameters(self.layers) + self.outside
 
 
 @dataclass(frozen=True)
@@ -104,14 +134,32 @@ class Position:
         return sum(stage.parameters for stage in self.stages)
 
     @property
+    def common(self) -> int:
+        return sum(stage.common for stage in self.stages)
+
+    @property
+    def routed(self) -> int:
+        return sum(stage.routed for stage in self.stages)
+
+    @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
-        return self.train.micro_batch * self.train.seq_len
+        """Of one micro-batch on this rank: ranks of context parallelism share its sequences."""
+        return self.train.micro_batch * self.train.seq_len // self.parallel.cp
 
     @property
     def sequence_ranks(self) -> int:
         """By how many the tokens are cut between the regions of tensor parallelism."""
         return self.parallel.tp if self.parallel.sequence else 1
+
+    @property
+    def assignments(self) -> float:
+        """Rows that this rank sends to the experts of one block for one micro-batch, and that its own experts take if
+        all have the same load: top_k for each token, less where the capacity is below such a load (model/moe.py)."""
+        moe, tokens = self.arch.moe, self.tokens / self.sequence_ranks
+        if not moe.capacity_factor:
+            return tokens * moe.top_k
+        load = moe.top_k * self.train.seq_len / moe.num_experts
+        return tokens * moe.top_k * min(1.0, math.ceil(moe.capacity_factor * load) / load)
 
     @cached_property
     def table(self) -> Table:
@@ -121,15 +169,35 @@ class Position:
 
     def recomputed(self, stage: Stage) -> int:
         """How many blocks of `stage` are recomputed (parallel/recompute.py)."""
+        return self._recomputed(stage.layers)
+
+    def recomputed_with_experts(self, stage: Stage) -> int:
+        """How many of those have experts."""
+        return self._recomputed(stage.expert_layers)
+
+    def _recomputed(self, layers: range) -> int:
         if self.parallel.recompute == "none":
             return 0
-        return sum(layer % self.parallel.recompute_every == 0 for layer in stage.layers)
+        return sum(layer % self.parallel.recompute_every == 0 for layer in layers)
 
-    def units(self, stage: Stage) -> int:
-        """Groups of parameters that are gathered and reduced together (parallel/units.py)."""
+    def groups(self, stage: Stage) -> list[range]:
+        """The blocks of `stage` that are gathered and reduced together; all of them where units are stages."""
+        size = self.parallel.unit_blocks or max(len(stage.layers), 1)
+        return [stage.layers[i : i + size] for i in range(0, len(stage.layers), size)]
+
+    def common_units(self, stage: Stage) -> int:
+        """Groups of parameters that are gathered and reduced together (parallel/units.py), routed experts aside."""
         if self.parallel.unit_blocks == 0:
             return 1
-        return (stage.outside > 0) + -(-len(stage.layers) // self.parallel.unit_blocks)
+        return (stage.outside > 0) + len(self.groups(stage))
+
+    def expert_units(self, stage: Stage) -> int:
+        """The same of routed experts, which other ranks divide: one beside each unit that has some."""
+        sparse = stage.expert_layers
+        return sum(any(layer in sparse for layer in group) for group in self.groups(stage))
+
+    def units(self, stage: Stage) -> int:
+        return self.common_units(stage) + self.expert_units(stage)
 
 
 def positions(run: RunConfig) -> tuple[Position, ...]:
@@ -153,25 +221,49 @@ def positions(run: RunConfig) -> tuple[Position, ...]:
 def _stage(arch: Arch, parallel: Parallel, number: int) -> Stage:
     layers, tp = stage_layers(parallel, arch.num_layers), parallel.tp
     first, last, owner = number == 0, number == parallel.stages - 1, rank_of_stage(parallel)
-    splits_kv = arch.num_kv_heads % tp == 0  # else every rank holds all key/value heads
-    per_head = 2 * arch.head_dim if arch.qk_norm else 0
-    queries = 2 * arch.d_model * arch.head_dim * arch.num_heads // tp
-    keys = 2 * arch.d_model * arch.head_dim * arch.num_kv_heads // (tp if splits_kv else 1)
-    vocabulary = arch.vocab_size * arch.d_model // tp
-    stream = arch.d_model if parallel.sequence else 0  # norms between regions see a part of the tokens
-    partial = layers[number] * (2 * stream + per_head + (0 if splits_kv else keys)) + (stream if last else 0)
     start = sum(layers[:number])
+    own = range(start, start + layers[number])
+    sparse = range(max(own.start, arch.expert_layers.start), own.stop) if arch.is_moe else range(own.stop, own.stop)
+    vocabulary = arch.vocab_size * arch.d_model // tp
+    norms = block_norm_parameters(arch)
+    of_heads = _shared_by_heads(arch, tp) + norms - 2 * arch.d_model  # each rank applies them to its own heads
+    stream = arch.d_model if parallel.sequence else 0  # norms between regions see a part of the tokens
+    routing = _routing_of_rank(arch)
+    partial = len(own) * (of_heads + 2 * stream) + len(sparse) * routing + (stream if last else 0)
+    around = attention_matrices(arch, tp) + norms
     return Stage(
         number=number,
         first=first,
         last=last,
-        layers=range(start, start + layers[number]),
-        block=queries + keys + block_mlp_parameters(arch) // tp + 2 * arch.d_model + per_head,
+        layers=own,
+        expert_layers=sparse,
+        block=around + block_mlp_parameters(arch) // tp,
+        expert_block=around + routing + shared_parameters(arch) // tp,
+        experts=arch.moe.num_experts // parallel.ep * expert_parameters(arch),
         embedding=vocabulary if first else 0,
         norm=arch.d_model if last else 0,
         head=vocabulary if last and not (arch.tied_embeddings and owner[0] == owner[-1]) else 0,
         partial=partial if tp > 1 else 0,
     )
+
+
+def _shared_by_heads(arch: Arch, tp: int) -> int:
+    """Parameters of one attention's matrices that all tp ranks have alike: those of latents, or of key/value heads that
+    are fewer than ranks."""
+    if arch.is_mla:
+        return latent_down_parameters(arch)
+    return 2 * arch.d_model * arch.head_dim * arch.num_kv_heads if arch.num_kv_heads % tp else 0
+
+
+def attention_matrices(arch: Arch, tp: int) -> int:
+    """Parameters of the matrices of one attention on a tp rank."""
+    alike = _shared_by_heads(arch, tp)
+    return alike + (block_attention_parameters(arch) - alike) // tp
+
+
+def _routing_of_rank(arch: Arch) -> int:
+    """Router and the expert for overflow: whole on every tp rank, which routes its own tokens."""
+    return router_parameters(arch) + (expert_parameters(arch) if arch.moe.has_fallback else 0)
 
 
 def layout_problems(run: RunConfig) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,12 @@
 """Memory of one rank of ingot's trainer besides its activations (theory/activations.py), term by term, in bytes.
 
 Everything here is of one Position (theory/layout.py): a pipeline rank, its stages, and its part of them under tensor
-parallelism. N is dp_shard; e the bytes of one element in the compute precision, g of a kept gradient, s of a master.
+and expert parallelism. e: bytes of one element in the compute precision, g of a kept gradient, s of a master.
 """
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ingot.schema.arch import Arch
 from ingot.theory.layout import Position
@@ -12,6 +14,7 @@ from ingot.theory.params import count_parameters
 from ingot.theory.state import (
     COMPUTE_BYTES,
     STORED_BYTES,
+    State,
     kept_gradient_bytes,
     sent_gradient_bytes,
     state_per_parameter,
@@ -25,21 +28,49 @@ LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
 CONVERT_BYTES = 256 << 20
 
 
+@dataclass(frozen=True)
+class Share:
+    """Parameters of this rank's part of the model that `ranks` ranks hold alike, and whose state these divide."""
+
+    parameters: int
+    ranks: int
+    what: str
+
+    @property
+    def divided(self) -> str:
+        return f" / {self.ranks} ranks" if self.ranks > 1 else ""
+
+
+def shares(position: Position) -> list[Share]:
+    """Routed experts are held by other ranks than the rest."""
+    parallel = position.parallel
+    experts = Share(position.routed, parallel.expert_ranks, "parameters of experts")
+    return [Share(position.common, parallel.shard_ranks, "parameters"), *([experts] if experts.parameters else [])]
+
+
+def _state(position: Position, share: Share) -> State:
+    return state_per_parameter(position.parallel, position.train.precision, share.ranks)
+
+
+def _total(terms: Iterable[Term]) -> Term:
+    known = list(terms)
+    return Term(sum(term.value for term in known), " + ".join(term.formula for term in known))
+
+
 def weights(position: Position) -> Term:
     """The master parameters that this rank updates. In fp32 and fp64 without ZeRO-3 they are the whole parameters."""
-    n, per = position.parameters, state_per_parameter(position.parallel, position.train.precision).master
-    return Term(n * per, f"{n:,} parameters x {per:.4g} B (master{_shared(position)})")
+    return _total(_kept(share, _state(position, share).master, "master") for share in shares(position))
 
 
 def optimizer(position: Position) -> Term:
     """AdamW's two moments of the parameters that this rank updates."""
-    n, per = position.parameters, state_per_parameter(position.parallel, position.train.precision).moments
     where = "" if position.parallel.offload == "none" else f"; in {position.parallel.offload} instead"
-    return Term(n * per, f"{n:,} parameters x {per:.4g} B (2 moments{_shared(position)}{where})")
+    return _total(_kept(share, _state(position, share).moments, "2 moments", where) for share in shares(position))
 
 
-def _shared(position: Position) -> str:
-    return f" / {position.parallel.dp_shard} ranks" if position.parallel.dp_shard > 1 else ""
+def _kept(share: Share, per: float, what: str, where: str = "") -> Term:
+    n = share.parameters
+    return Term(n * per, f"{n:,} {share.what} x {per:.4g} B ({what}{share.divided}{where})")
 
 
 def gathered(position: Position) -> Term:
@@ -51,7 +82,7 @@ def gathered(position: Position) -> Term:
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     n, unit, outside = position.parameters, _unit(position), sum(stage.outside for stage in position.stages)
     if parallel.zero != 3:
-        per = state_per_parameter(parallel, position.train.precision).copy
+        per = _state(position, shares(position)[0]).copy
         return Term(n * per, f"{n:,} parameters x {per:.4g} B, whole" if per else "the masters themselves")
     alive = outside + unit * (1 + parallel.prefetch)
     if not parallel.reshard or parallel.unit_blocks == 0 or alive >= n:
@@ -61,18 +92,25 @@ def gathered(position: Position) -> Term:
 
 def _unit(position: Position) -> int:
     """Parameters of the largest unit of blocks."""
-    blocks = max(len(stage.layers) for stage in position.stages)
-    return max(stage.block for stage in position.stages) * min(position.parallel.unit_blocks or blocks, blocks)
+    return max(
+        stage.block_parameters(group) for stage in position.stages for group in position.groups(stage) or [range(0)]
+    )
 
 
 def gradients_kept(position: Position) -> Term:
-    """From one micro-batch to the next. The buffers of DDP (dp_shard = 1) stay from step to step."""
-    parallel, n = position.parallel, position.parameters
-    per = state_per_parameter(parallel, position.train.precision).gradient
-    buffers_stay = parallel.dp_shard == 1 and parallel.zero != 3
-    if position.accumulation == 1 and parallel.pp == 1 and not buffers_stay:
+    """From one micro-batch to the next. The buffers of DDP (one rank divides nothing) stay from step to step."""
+    return _total(_gradients_kept(position, share) for share in shares(position))
+
+
+def _gradients_kept(position: Position, share: Share) -> Term:
+    n, per = share.parameters, _state(position, share).gradient
+    if position.accumulation == 1 and position.parallel.pp == 1 and not _buffers_stay(position, share):
         return Term(0.0, "none yet: one micro-batch per step")
-    return Term(n * per, f"{n:,} parameters x {per:.4g} B{'' if parallel.zero == 1 else _shared(position)}")
+    return Term(n * per, f"{n:,} {share.what} x {per:.4g} B{'' if position.parallel.zero == 1 else share.divided}")
+
+
+def _buffers_stay(position: Position, share: Share) -> bool:
+    return share.ranks == 1 and position.parallel.zero != 3
 
 
 def gradients(position: Position) -> Term:
@@ -81,25 +119,36 @@ def gradients(position: Position) -> Term:
     ZeRO-1 frees its whole gradients unit by unit as they are scattered, and with one micro-batch it never has them all.
     Two units are whole at once, in the dtype they are computed in and in the one they are sent in.
     """
-    parallel, precision, n = position.parallel, position.train.precision, position.parameters
-    per, g = state_per_parameter(parallel, precision).gradient, kept_gradient_bytes(parallel, precision)
-    e, sent, unit = COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision), _unit(position)
-    if parallel.dp_shard == 1 and parallel.zero != 3:
-        return Term(n * per, f"{n:,} parameters x {per:.4g} B, whole")
-    if parallel.zero == 1 and gradients_kept(position).value:
-        return Term(n * per + unit * e, f"{n:,} parameters x {per:.4g} B, whole + 1 unit x {unit:,} x {e} B")
-    shard = n * g / parallel.dp_shard
-    formula = f"{n:,} parameters x {g} B{_shared(position)} + 2 units x {unit:,} x ({e} + {sent}) B in flight"
-    return Term(shard + 2 * unit * (e + sent), formula)
+    parts = shares(position)
+    moving = [share for share in parts if not _buffers_stay(position, share)]
+    at_end = [_gradients_at_end(position, share) for share in parts]
+    if not moving:
+        return _total(at_end)
+    precision, unit = position.train.precision, _unit(position)
+    e, sent = COMPUTE_BYTES[precision], sent_gradient_bytes(position.parallel, precision)
+    if position.parallel.zero == 1 and any(_gradients_kept(position, share).value for share in moving):
+        flying = Term(unit * e, f"1 unit x {unit:,} x {e} B")
+    else:
+        flying = Term(2 * unit * (e + sent), f"2 units x {unit:,} x ({e} + {sent}) B in flight")
+    return _total([*at_end, flying])
+
+
+def _gradients_at_end(position: Position, share: Share) -> Term:
+    n, kept = share.parameters, _gradients_kept(position, share)
+    if _buffers_stay(position, share) or (position.parallel.zero == 1 and kept.value):
+        return Term(kept.value, f"{kept.formula}, whole")
+    g = kept_gradient_bytes(position.parallel, position.train.precision)
+    return Term(n * g / share.ranks, f"{n:,} {share.what} x {g} B{share.divided}")
 
 
 def gradients_at_update(position: Position) -> Term:
     """Of the parameters that this rank updates, and as many as are converted to the dtype of the masters at once."""
-    parallel, precision = position.parallel, position.train.precision
-    s, g, own = STORED_BYTES[precision], kept_gradient_bytes(parallel, precision), 1 / parallel.dp_shard
-    converted = min(position.parameters * s * own, CONVERT_BYTES) if g != s else 0.0
-    value = position.parameters * g * own + converted
-    return Term(value, f"{position.parameters:,} parameters x {g} B{_shared(position)} + {converted:,.0f} B converted")
+    precision = position.train.precision
+    s, g = STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)
+    own = [Term(p.parameters * g / p.ranks, f"{p.parameters:,} {p.what} x {g} B{p.divided}") for p in shares(position)]
+    updated = sum(share.parameters / share.ranks for share in shares(position))
+    converted = min(updated * s, CONVERT_BYTES) if g != s else 0.0
+    return _total([*own, Term(converted, f"{converted:,.0f} B converted")])
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:

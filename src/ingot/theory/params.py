@@ -15,13 +15,13 @@ def block_attention_parameters(arch: Arch) -> int:
 
 
 def latent_down_parameters(arch: Arch) -> int:
-    """From tokens to what all heads share (DeepSeek-AI 2024, V2, eq. 37, 41, 43): q_down [q_rank, D], and kv_down
-    [kv_rank + rope_dim, D], which makes the rotated part of keys as well."""
+    """From tokens to what all heads share (DeepSeek-AI 2024, V2, section 2.1; model/latent.py): q_down [q_rank, D], and
+    kv_down [kv_rank + rope_dim, D], which makes the rotated part of keys as well."""
     return arch.d_model * (arch.mla.q_rank + arch.mla.kv_rank + arch.mla.rope_dim)
 
 
 def latent_up_parameters(arch: Arch) -> int:
-    """By heads (V2, eq. 38, 39, 42, 45, 47): q_up [N·H, q_rank], or q [N·H, D] without a latent of queries; kv_up
+    """By heads: q_up [N·H, q_rank], or q [N·H, D] without a latent of queries; kv_up
     [N·(nope_dim + v_dim), kv_rank]; o [D, N·v_dim]."""
     mla = arch.mla
     queries = arch.head_dim * (mla.q_rank or arch.d_model)

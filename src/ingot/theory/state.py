@@ -1,8 +1,8 @@
 """Bytes of training state that one rank keeps per parameter between optimizer steps (Rajbhandari et al. 2020, 3.1).
 
 AdamW in mixed precision needs, per parameter, 2 B for the copy that computes, g B for its gradient (2 in bf16, 4 in
-fp32), 4 B for the float32 master and 8 B for two moments: 16 B, or 18 B with fp32 gradients. Over the N = dp_shard
-ranks that share one copy of the model:
+fp32), 4 B for the float32 master and 8 B for two moments: 16 B, or 18 B with fp32 gradients. Over the N ranks that
+share one copy of a parameter, N = dp_shard x cp, and for routed experts dp_shard x cp x tp / ep:
 
     DDP (N = 1)   2 + g + 12      16 or 18
     ZeRO-1        2 + g + 12/N    4 + 12/N or 6 + 12/N     master and moments are split
@@ -34,13 +34,13 @@ class State:
         return self.copy + self.gradient + self.master + self.moments
 
 
-def state_per_parameter(parallel: Parallel, precision: str) -> State:
-    """On the device, of a resolved layout (theory/layout.py).
+def state_per_parameter(parallel: Parallel, precision: str, ranks: int = 0) -> State:
+    """On the device, of a resolved layout (theory/layout.py). ranks: N; 0: that of all but routed experts.
 
     Offloaded moments are in host memory or files; the masters stay. With `offload_parameters` the shards and their
     gradients are on the host too.
     """
-    e, s, n = COMPUTE_BYTES[precision], STORED_BYTES[precision], parallel.dp_shard
+    e, s, n = COMPUTE_BYTES[precision], STORED_BYTES[precision], ranks or parallel.shard_ranks
     g, moments = kept_gradient_bytes(parallel, precision), 0.0 if parallel.offload != "none" else 2 * s / n
     if parallel.zero == 3:
         return State(0.0, 0.0, 0.0, 0.0) if parallel.offload_parameters else State(0.0, s / n, s / n, moments)

@@ -4,37 +4,50 @@ Rings: of data of S bytes, each of n ranks sends S·(n-1)/n in a gather or a red
 all-reduce (Patarasuk & Yuan 2009; Rajbhandari et al. 2020, section 7). Rows that pad a matrix to equal parts are left
 out, and so are the few scalars of clipping and logging.
 
-P: parameters of this rank's stages; e bytes of one in the compute precision, g of a gradient on its way; X = B·T·D·e:
-the hidden states of one micro-batch.
+P: parameters of this rank's stages, routed experts aside; e bytes of one in the compute precision, g of a gradient on
+its way; X = B·(T/cp)·D·e: the hidden states of one micro-batch.
 
     DDP      all-reduce P·g                                      once per step
     ZeRO-1   reduce-scatter P·g, gather P·e                      once per step
     ZeRO-2   reduce-scatter P·g; gather P·e                      every micro-batch; once per step
     ZeRO-3   reduce-scatter P·g, gather 2·P·e                    every micro-batch; one gather without `reshard`
-    HSDP     as ZeRO over dp_shard, and over dp_replicate an all-reduce of the shard's gradients, once per step
+    HSDP     as ZeRO over dp_shard x cp, and over dp_replicate an all-reduce of the shard's gradients, once per step
              (with parameters on the host, every micro-batch)
+    experts  the same as the form above of the experts' parameters on this rank, over the ranks that have the same ones
     tp       4 gathers and 4 reduce-scatters of X, or 4 all-reduces without `sequence`, every block and micro-batch
-             (Korthikanti et al. 2022, section 4.2.2); one of each kind for the embedding and one for the loss
+             (Korthikanti et al. 2022, section 4.2.2); one of each kind for the embedding and one for the loss. A block
+             with experts has 2 and 2, and as many again for shared experts
+    cp       what theory/context.py says, every block and micro-batch
+    ep       2 all-to-alls forward and 2 backward of K rows of D·e for each token, every block with experts and
+             micro-batch (Lepikhin et al. 2020), and one of counts. All experts are taken to have the same
+             load; then (ep-1)/ep of the rows leave
     pp       X forward and X backward, X/tp with `sequence`, every boundary between ranks and micro-batch
+
+An axis is told by the name of those on which the members of a group differ (theory/axes.py).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ingot.theory.axes import spanned
+from ingot.theory.context import Volume, ring_bytes, ulysses_bytes
 from ingot.theory.layout import Position, Stage, rank_of_stage
-from ingot.theory.memory import chunks
+from ingot.theory.memory import Share, chunks, shares
 from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
-_RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+# Of the bytes of an operation, how often (n-1)/n of them leave a rank.
+_RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+_NUMBER_BYTES = 8  # of choices and counts
 
 
 @dataclass(frozen=True)
 class Traffic:
     """`count` operations of one kind per step over the `ranks` of `axis`, on `bytes` of data all together.
 
-    bytes: of what a gather returns, of what a reduce-scatter or all-reduce takes on each rank, of messages sent.
+    bytes: of what a gather returns, of what a reduce-scatter, all-reduce or all-to-all takes on each rank (its own part
+    among them), of messages sent. axis: several are joined by "+".
     """
 
     kind: Kind
@@ -46,44 +59,98 @@ class Traffic:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends, in a ring."""
+        """Bytes that each rank sends; collectives but all-to-alls in a ring."""
         return self.bytes if self.kind == "send" else _RING[self.kind] * self.bytes * (self.ranks - 1) / self.ranks
 
 
 def step_traffic(position: Position, device: str = "cpu") -> tuple[Traffic, ...]:
     """Everything this pipeline rank sends in one optimizer step. device: decides the chunks of the loss."""
-    found = [*_data_parallel(position), *_tensor_parallel(position, device), *_pipeline(position)]
+    found = [*_tensor_parallel(position, device), *_context_parallel(position), *_experts(position)]
+    for share, view in zip(shares(position), ("shard", "expert_shard"), strict=False):
+        found += _data_parallel(position, share, view)
+    found += _pipeline(position)
     return tuple(t for t in found if t.count and (t.ranks > 1 or t.kind == "send"))
 
 
 def sent_by_axis(traffic: tuple[Traffic, ...]) -> dict[str, float]:
-    """Bytes per step by mesh axis."""
+    """Bytes per step by the name of the axes."""
     axes: dict[str, float] = {}
     for t in traffic:
         axes[t.axis] = axes.get(t.axis, 0.0) + t.sent
     return axes
 
 
-def _data_parallel(position: Position) -> Iterator[Traffic]:
+def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traffic]:
+    """Of the parameters that the ranks of a view of the mesh divide."""
     parallel, precision, often = position.parallel, position.train.precision, position.accumulation
-    n, e, g = position.parameters, COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision)
-    units, shard, copies = sum(map(position.units, position.stages)), parallel.dp_shard, parallel.dp_replicate
-    whole, part = n * g, n * g / shard
+    n, e, g = share.parameters, COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision)
+    of_experts = view == "expert_shard"
+    units = sum(map(position.expert_units if of_experts else position.common_units, position.stages))
+    gradients, parameters = (f"{name}{' of experts' * of_experts}" for name in ("gradients", "parameters"))
+    ranks, axis, copies = share.ranks, spanned(parallel, view), parallel.dp_replicate
+    whole, part = n * g, n * g / ranks
     if parallel.reduce == "canonical":
         exchanges = copies.bit_length() - 1
-        yield Traffic("send", "dp_replicate", "gradients", copies, exchanges * units, exchanges * whole)
+        yield Traffic("send", "dp_replicate", gradients, copies, exchanges * units, exchanges * whole)
+        if not of_experts:  # the tree does not reach the ranks of one copy, which have other tokens
+            yield Traffic("all_reduce", "cp", gradients, parallel.cp, units, whole)
+        yield Traffic("reduce_scatter", axis, gradients, ranks, units, whole)
+        yield Traffic("all_gather", axis, parameters, ranks, units, n * e)
         return
     if parallel.zero == 3:
         gathers = (2 if parallel.reshard else 1) * often
-        yield Traffic("all_gather", "dp_shard", "parameters", shard, gathers * units, gathers * n * e)
-        yield Traffic("reduce_scatter", "dp_shard", "gradients", shard, often * units, often * whole)
+        yield Traffic("all_gather", axis, parameters, ranks, gathers * units, gathers * n * e)
+        yield Traffic("reduce_scatter", axis, gradients, ranks, often * units, often * whole)
         meet = often if parallel.offload_parameters else 1  # gradients on the host meet one micro-batch at a time
-        yield Traffic("all_reduce", "dp_replicate", "gradients", copies, meet * units, meet * part)
+        yield Traffic("all_reduce", "dp_replicate", gradients, copies, meet * units, meet * part)
         return
     reduced = often if parallel.zero == 2 else 1
-    yield Traffic("reduce_scatter", "dp_shard", "gradients", shard, reduced * units, reduced * whole)
-    yield Traffic("all_gather", "dp_shard", "parameters", shard, units, n * e)
-    yield Traffic("all_reduce", "dp_replicate", "gradients", copies, units, part)
+    yield Traffic("reduce_scatter", axis, gradients, ranks, reduced * units, reduced * whole)
+    yield Traffic("all_gather", axis, parameters, ranks, units, n * e)
+    yield Traffic("all_reduce", "dp_replicate", gradients, copies, units, part)
+
+
+def _context_parallel(position: Position) -> Iterator[Traffic]:
+    """Attention of all blocks. A recompute repeats all of its forward's, which comes before what it stops at."""
+    parallel, arch = position.parallel, position.arch
+    if parallel.cp == 1:
+        return
+    blocks = sum(len(stage.layers) for stage in position.stages) * position.accumulation
+    again = sum(map(position.recomputed, position.stages)) * position.accumulation
+    ulysses = ulysses_bytes(arch, position.train, parallel)
+    ring = ring_bytes(arch, position.train, parallel)
+    heads, messages = "heads of attention", "keys and values"
+    kinds: tuple[tuple[Kind, str, int, Volume], ...] = (
+        ("all_to_all", heads, parallel.cp // parallel.ring, ulysses),
+        ("send", messages, parallel.ring, ring),
+    )
+    for kind, what, ranks, volume in kinds:
+        count = (blocks + again) * volume.forward_calls + blocks * volume.backward_calls
+        size = (blocks + again) * volume.forward + blocks * volume.backward
+        yield Traffic(kind, "cp", what, ranks, count, size)
+
+
+def _experts(position: Position) -> Iterator[Traffic]:
+    """Tokens on their way to experts and back, and what routers tell each other."""
+    parallel, moe, train = position.parallel, position.arch.moe, position.train
+    blocks = sum(len(stage.expert_layers) for stage in position.stages) * position.accumulation
+    again = sum(map(position.recomputed_with_experts, position.stages)) * position.accumulation
+    if not blocks:
+        return
+    axis, size = spanned(parallel, "ep"), row_bytes(position)
+    exchanges = 2 * (2 * blocks + again)
+    yield Traffic("all_to_all", axis, "rows of experts", parallel.ep, exchanges, exchanges * size)
+    counts = _NUMBER_BYTES * moe.num_experts
+    yield Traffic("all_to_all", axis, "counts of rows", parallel.ep, blocks + again, (blocks + again) * counts)
+    if moe.capacity_factor or moe.sequence_loss:
+        choices = _NUMBER_BYTES * train.micro_batch * train.seq_len * moe.top_k
+        ranks, times = parallel.cp * parallel.tp, blocks + again
+        yield Traffic("all_gather", spanned(parallel, "sequence"), "choices of experts", ranks, times, times * choices)
+
+
+def row_bytes(position: Position) -> float:
+    """What one all-to-all of one block with experts takes on this rank for one micro-batch."""
+    return position.assignments * position.arch.d_model * COMPUTE_BYTES[position.train.precision]
 
 
 def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:
@@ -108,7 +175,7 @@ def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:
         numbers = often * position.tokens * 3 * wide
         yield Traffic("all_reduce", "tp", "numbers of the loss", parallel.tp, often * 2 * pieces, numbers)
     partial = sum(stage.partial for stage in position.stages)
-    each = kept_gradient_bytes(parallel, position.train.precision) / parallel.dp_shard
+    each = kept_gradient_bytes(parallel, position.train.precision) / parallel.shard_ranks
     yield Traffic("all_reduce", "tp", "gradients of shared weights", parallel.tp, 1 if partial else 0, partial * each)
 
 
@@ -124,14 +191,20 @@ class Regions:
 
 
 def regions_of(position: Position, stage: Stage) -> Regions:
-    """Attention and feed-forward of each block are entered and left; the embedding is left, the loss is entered.
+    """Attention and feed-forward of each block are entered and left; the embedding is left, the loss is entered. Where
+    there are experts, only the shared ones are a region.
 
     A fully recomputed block stops at the last tensor that its backward needs, which is before it leaves the
-    feed-forward. A selectively recomputed one keeps what left a region, but not what entered it.
+    feed-forward, but behind the shared experts. A selectively recomputed one keeps what left a region, but not what
+    entered it.
     """
-    blocks, again = len(stage.layers), position.recomputed(stage)
-    left_again = again if position.parallel.recompute == "full" else 0
-    return Regions(2 * blocks + stage.last, 2 * blocks + stage.first, 2 * again, left_again)
+    blocks, sparse = len(stage.layers), len(stage.expert_layers)
+    again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
+    shared = position.arch.moe.shared_experts > 0
+    regions = 2 * (blocks - sparse) + (1 + shared) * sparse
+    entered_again = 2 * (again - sparse_again) + (1 + shared) * sparse_again
+    left_again = again + shared * sparse_again if position.parallel.recompute == "full" else 0
+    return Regions(regions + stage.last, regions + stage.first, entered_again, left_again)
 
 
 def hidden_bytes(position: Position) -> int:
@@ -148,7 +221,7 @@ def _pipeline(position: Position) -> Iterator[Traffic]:
     yield Traffic("send", "pp", "gradients of hidden states", parallel.pp, often * back, often * back * size)
     ends = owner[0], owner[-1]
     if position.arch.tied_embeddings and ends[0] != ends[1] and position.rank in ends:
-        matrix = sum(stage.embedding + stage.head for stage in position.stages) / parallel.dp_shard
+        matrix = sum(stage.embedding + stage.head for stage in position.stages) / parallel.shard_ranks
         size = matrix * kept_gradient_bytes(parallel, position.train.precision)
         # Two ranks, whatever the length of the pipeline.
         yield Traffic("all_reduce", "pp", "gradients of the tied matrix", 2, 1, size)

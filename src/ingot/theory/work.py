@@ -6,16 +6,29 @@ and operations started. The planner divides them by rates; calibration fits the 
 
 from dataclasses import dataclass, replace
 
-from ingot.theory import activations, memory
-from ingot.theory.layout import Position, Stage
+from ingot.theory import memory
+from ingot.theory.context import imbalance
+from ingot.theory.flops import mean_keys
+from ingot.theory.layout import Position, Stage, attention_matrices
+from ingot.theory.params import (
+    block_mlp_parameters,
+    expert_parameters,
+    router_parameters,
+    shared_parameters,
+    value_width,
+)
+from ingot.theory.saved import block_bytes as saved_bytes
+from ingot.theory.saved import norm_bytes
 from ingot.theory.state import COMPUTE_BYTES, STORED_BYTES, kept_gradient_bytes
 
 # A saved activation passes through memory five times: written and read forward; read backward, and its gradient
 # written and read once.
 _PASSES_FORWARD, _PASSES_BACKWARD = 2, 3
 # Operations that Python starts, counted on this trainer's step (a test counts again): per block and per chunk of
-# logits, forward and backward together, and once per micro-batch, per unit of parameters and per step.
+# logits, forward and backward together, and once per micro-batch, per unit of parameters and per step. Experts are
+# counted as a CPU runs them, one after the other.
 _BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 136, 50, 17
+_LATENT_OPERATIONS, _ROUTING_OPERATIONS, _EXPERT_OPERATIONS, _SHARED_OPERATIONS = 60, 90, 20, 15
 _MICRO_BATCH_OPERATIONS, _UNIT_OPERATIONS, _STEP_OPERATIONS = 49, 40, 60
 _FORWARD_SHARE = 0.4  # of a block's operations, also counted
 
@@ -58,10 +71,27 @@ def stage_work(position: Position, stage: Stage, device: str = "cpu") -> tuple[W
 
     The loss computes its gradients in the forward. What is recomputed counts with the backward for the inputs.
     """
-    tokens, blocks, recomputed = position.tokens, len(stage.layers), position.recomputed(stage)
-    flops, attention = _block_flops(position, stage), _attention_flops(position)
-    saved = tokens * sum(activations.block_bytes(position, device).values())
-    operations = _BLOCK_OPERATIONS + (_QK_NORM_OPERATIONS if position.arch.qk_norm else 0)
+    again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
+    sparse, forward = len(stage.expert_layers), _ends_work(position, stage, device)
+    inputs, weights = Work(), Work()
+    for experts, blocks, recomputed in (
+        (False, len(stage.layers) - sparse, again - sparse_again),
+        (True, sparse, sparse_again),
+    ):
+        if blocks:
+            parts = _block_work(position, device, experts)
+            forward += parts[0].times(blocks)
+            inputs += parts[1].times(blocks) + _again(position, parts[0], experts).times(recomputed)
+            weights += parts[2].times(blocks)
+    return forward, inputs, weights
+
+
+def _block_work(position: Position, device: str, experts: bool) -> tuple[Work, Work, Work]:
+    """Forward, backward for the inputs, backward for the weights of one block, with or without experts."""
+    flops = _block_flops(position, experts)
+    attention = _attention_flops(position)
+    saved = position.tokens * sum(saved_bytes(position, device, experts=experts).values())
+    operations = _operations(position, experts)
     forward = Work(
         matmul_flops=flops,
         attention_flops=attention,
@@ -75,38 +105,58 @@ def stage_work(position: Position, stage: Stage, device: str = "cpu") -> tuple[W
         moved_bytes=_PASSES_BACKWARD * saved,
         operations=(1 - _FORWARD_SHARE) * operations,
     )
-    again = _again(position, forward, flops).times(recomputed)
-    ends = _ends_work(position, stage, device)
-    return forward.times(blocks) + ends, inputs.times(blocks) + again, Work(matmul_flops=blocks * flops)
+    return forward, inputs, Work(matmul_flops=flops)
 
 
-def _again(position: Position, forward: Work, flops: float) -> Work:
-    """Second forward of one recomputed block (parallel/recompute.py), which stops before the last product.
+def _operations(position: Position, experts: bool) -> float:
+    arch, parallel = position.arch, position.parallel
+    total = _BLOCK_OPERATIONS + (_QK_NORM_OPERATIONS if arch.qk_norm else 0)
+    total += _LATENT_OPERATIONS if arch.is_mla else 0
+    if experts:
+        total += _ROUTING_OPERATIONS + _EXPERT_OPERATIONS * arch.moe.num_experts / parallel.ep
+        total += _SHARED_OPERATIONS if arch.moe.shared_experts else 0
+    return total
+
+
+def _again(position: Position, forward: Work, experts: bool) -> Work:
+    """Second forward of one recomputed block (parallel/recompute.py), which stops before the last product: that of a
+    feed-forward; experts' results are weighted, so nothing of them is left out.
 
     A backward in two halves asks for the last product's input only after the product, which is then run for nothing.
     """
     arch, parallel = position.arch, position.parallel
     of_width = 2.0 * position.tokens * arch.d_model / parallel.tp  # of a product from or to D, per column
-    o, down = of_width * arch.num_heads * arch.head_dim, of_width * arch.d_ffn
-    down_again = down if parallel.splits_backward else 0.0
+    o = of_width * arch.num_heads * value_width(arch)
+    down = of_width * (arch.moe.shared_experts * arch.moe.d_expert if experts else arch.d_ffn)
     if parallel.recompute == "full":
-        return replace(forward, matmul_flops=flops - down + down_again)
-    # Selective: only what is cut by rows is not kept.
+        left_out = 0.0 if experts or parallel.splits_backward else down
+        return replace(forward, matmul_flops=forward.matmul_flops - left_out)
+    # Selective: only what is cut by rows is not kept, and shared experts stand before the end.
+    down_again = down if experts or parallel.splits_backward else 0.0
     products = o + down_again if parallel.tp > 1 else 0.0
     return replace(forward, matmul_flops=products, attention_flops=0.0)
 
 
-def _block_flops(position: Position, stage: Stage) -> float:
-    """Forward matrix products of one block on this rank."""
-    norms = 2 * position.arch.d_model + (2 * position.arch.head_dim if position.arch.qk_norm else 0)
-    return 2.0 * position.tokens * (stage.block - norms)
+def _block_flops(position: Position, experts: bool) -> float:
+    """Forward matrix products of one block on this rank. Ranks of tensor parallelism share heads and widths; latents
+    are computed on all of them, and each routes its own tokens."""
+    arch, tp, tokens = position.arch, position.parallel.tp, position.tokens
+    products = tokens * attention_matrices(arch, tp)
+    if not experts:
+        return 2.0 * (products + tokens * block_mlp_parameters(arch) / tp)
+    routed = tokens / position.sequence_ranks
+    overflow = routed * arch.moe.top_k - position.assignments if arch.moe.has_fallback else 0.0
+    products += routed * router_parameters(arch) + (position.assignments + overflow) * expert_parameters(arch)
+    return 2.0 * (products + tokens * shared_parameters(arch) / tp)
 
 
 def _attention_flops(position: Position) -> float:
-    """QK^T and PV of one block on this rank: 2 products, and a causal token sees half of the sequence."""
-    arch = position.arch
-    width = arch.num_heads * arch.head_dim / position.parallel.tp
-    return 2.0 * position.tokens * width * position.train.seq_len
+    """QK^T and PV of one block on this rank: 2 products with every key that is seen, values as wide as keys (latent
+    attention pads them). Of contiguous parts of a sequence the last rank's, which has the most to see."""
+    arch, parallel, seq_len = position.arch, position.parallel, position.train.seq_len
+    width = arch.num_heads * arch.head_dim / parallel.tp
+    uneven = imbalance(parallel, seq_len, arch.sliding_window) if parallel.ring > 1 else 1.0
+    return 4.0 * position.tokens * width * mean_keys(seq_len, arch.sliding_window) * uneven
 
 
 def _ends_work(position: Position, stage: Stage, device: str) -> Work:
@@ -117,7 +167,7 @@ def _ends_work(position: Position, stage: Stage, device: str) -> Work:
         return total
     vocabulary, wide = arch.vocab_size / position.parallel.tp, max(e, 4)
     chunks = memory.chunks(arch.vocab_size // position.parallel.tp, tokens, device)
-    outside = activations.norm_bytes(arch.d_model, e, device) / position.sequence_ranks + arch.d_model * e + 16
+    outside = norm_bytes(arch.d_model, e, device) / position.sequence_ranks + arch.d_model * e + 16
     # The loss, per logit: product written, widened, reduced (two passes), shifted, exponentiated, narrowed, read twice.
     moved = tokens * vocabulary * (5 * e + 9 * wide) + vocabulary * arch.d_model * (2 * e + 2 * wide) * chunks
     return total + Work(
@@ -136,7 +186,8 @@ def update_work(position: Position) -> Work:
     precision, n = position.train.precision, position.parameters
     e, s, g = COMPUTE_BYTES[precision], STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)
     units = sum(map(position.units, position.stages))
+    owned = sum(share.parameters / share.ranks for share in memory.shares(position))
     return Work(
-        moved_bytes=n / position.parallel.dp_shard * 8 * s + n * (4 * e + 3 * g),
+        moved_bytes=owned * 8 * s + n * (4 * e + 3 * g),
         operations=_STEP_OPERATIONS + _UNIT_OPERATIONS * units,
     )

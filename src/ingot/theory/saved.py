@@ -1,0 +1,138 @@
+"""Bytes that one block leaves for its backward, per token of this rank, tensor by tensor.
+
+The counting of Korthikanti et al. 2022 (section 4) done for this trainer's blocks: RMSNorm instead of LayerNorm,
+grouped heads or latents, SwiGLU or experts, no dropout, no T x T scores. Tensor parallelism cuts what lies inside of a
+region (heads, feed-forward, shared experts), and with `sequence` also norms, residuals and what goes to experts; the
+input of a region is whole on every rank. Context parallelism cuts the number of tokens, and changes nothing else but
+key/value heads that Ulysses repeats. Experts are taken to have the same load.
+
+Shape letters: D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn or d_expert, E experts, K top_k.
+"""
+
+import math
+
+from ingot.theory.layout import Position
+from ingot.theory.params import value_width
+from ingot.theory.state import COMPUTE_BYTES
+
+_NUMBER_BYTES = 8
+
+
+def degrees(position: Position) -> tuple[int, int, int]:
+    """e; by how many ranks the inside of regions is cut; by how many the rest."""
+    return COMPUTE_BYTES[position.train.precision], position.parallel.tp, position.sequence_ranks
+
+
+def norm_bytes(width: int, e: int, device: str) -> float:
+    """Saved by one RMSNorm per normed vector. CPU: input and normalised input in >= fp32, and 1/rms. CUDA: one kernel,
+    which keeps its input and 1/rms."""
+    wide = max(e, 4)
+    return 2 * width * wide + wide if device == "cpu" else width * e + 4
+
+
+def block_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> dict[str, float]:
+    """Saved by one block, without recomputation and with flash attention. experts: by one that has some."""
+    e, _, cut = degrees(position)
+    norm = norm_bytes(position.arch.d_model, e, device) / cut
+    return {
+        "attention norm": norm,
+        **(_latent_bytes if position.arch.is_mla else _attention_bytes)(position, device),
+        "mlp norm": norm,
+        **(_expert_bytes(position) if experts else _mlp_bytes(position)),
+    }
+
+
+def _key_value_heads(position: Position) -> tuple[float, float]:
+    """How many heads of keys and of values a rank keeps for its own tokens."""
+    groups, (_, tp, _), ulysses = position.arch.num_kv_heads, degrees(position), position.parallel.ulysses
+    shared = groups % tp > 0  # a rank computes all key/value heads, and its queries use one
+    if ulysses > 1:
+        dealt = math.lcm(1 if shared else groups // tp, ulysses)
+        return dealt, dealt
+    return (1, groups) if shared else (groups / tp, groups / tp)
+
+
+def _attention_bytes(position: Position, device: str) -> dict[str, float]:
+    arch, (e, tp, _) = position.arch, degrees(position)
+    heads, (k, v) = arch.num_heads / tp, _key_value_heads(position)
+    normed = heads + (arch.num_kv_heads if arch.num_kv_heads % tp else arch.num_kv_heads / tp)
+    return {
+        "input of q, k, v": arch.d_model * e,
+        "QK-norm": normed * norm_bytes(arch.head_dim, e, device) if arch.qk_norm else 0,
+        "q, k, v": (heads + k + v) * arch.head_dim * e,
+        # The CPU kernel's heads-first output is kept beside its copy, token by token, that the o matrix takes.
+        "attention out": heads * arch.head_dim * e * (2 if device == "cpu" else 1),
+        "log-sum-exp": heads * max(e, 4),
+    }
+
+
+def _latent_bytes(position: Position, device: str) -> dict[str, float]:
+    """Values, and what attention makes of them, are padded to H in kernels (model/latent.py)."""
+    arch, (e, tp, _) = position.arch, degrees(position)
+    mla, heads = arch.mla, arch.num_heads / tp
+    latents = [width for width in (mla.q_rank, mla.kv_rank) if width]
+    return {
+        "input of down matrices": arch.d_model * e,
+        "latent norms": sum(norm_bytes(width, e, device) for width in latents),
+        "input of up matrices": sum(latents) * e,
+        "q, k, v": 3 * heads * arch.head_dim * e,
+        "attention out": heads * (arch.head_dim + mla.v_dim) * e,
+        "log-sum-exp": heads * max(e, 4),
+    }
+
+
+def _mlp_bytes(position: Position) -> dict[str, float]:
+    arch, (e, tp, _) = position.arch, degrees(position)
+    return {"input of gate, up": arch.d_model * e, "gate, silu(gate), up, product": 4 * arch.d_ffn / tp * e}
+
+
+def _expert_bytes(position: Position) -> dict[str, float]:
+    arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
+    wide, rows = max(e, 4), position.assignments / position.tokens
+    saved = {
+        "input of the router": arch.d_model * wide / cut,
+        "scores": (1 + (moe.z_loss > 0)) * moe.num_experts * wide / cut,
+        "choices and weights": (4 * _NUMBER_BYTES + 2 * wide + e) * moe.top_k / cut,
+        "rows of experts": rows * arch.d_model * e,
+        "gate, silu(gate), up, product of experts": rows * 4 * moe.d_expert * e,
+        "what experts made": moe.top_k / cut * arch.d_model * e,
+    }
+    if moe.shared_experts:
+        own = cut == 1 and e == wide  # then the router keeps the same tensor
+        saved["input of shared experts"] = 0 if own else arch.d_model * e
+        saved["gate, silu(gate), up, product, shared"] = 4 * moe.shared_experts * moe.d_expert / tp * e
+    return saved
+
+
+def recomputed_block_bytes(position: Position, *, experts: bool = False) -> float:
+    """Saved by one recomputed block: its input; with "selective" also the results of matrix products and attention. Of
+    o and down, tensor parallelism keeps the sum over ranks instead (parallel/recompute.py)."""
+    arch, (e, tp, cut) = position.arch, degrees(position)
+    stream = arch.d_model * e / cut
+    if position.parallel.recompute == "full":
+        return stream
+    heads = arch.num_heads / tp
+    attention = heads * arch.head_dim * e + heads * max(e, 4) + stream  # and o, or its sum
+    fed = _expert_products(position) if experts else 2 * arch.d_ffn / tp * e + stream  # gate, up; down, or its sum
+    return stream + _products_for_attention(position) * e + attention + fed
+
+
+def _products_for_attention(position: Position) -> float:
+    """Numbers in the results of the matrices before attention."""
+    arch, tp = position.arch, position.parallel.tp
+    queries = arch.num_heads * arch.head_dim / tp
+    if arch.is_mla:
+        mla = arch.mla
+        down = mla.q_rank + mla.kv_rank + mla.rope_dim
+        return down + queries + arch.num_heads * (mla.nope_dim + value_width(arch)) / tp
+    return queries + 2 * arch.num_kv_heads * arch.head_dim / (1 if arch.num_kv_heads % tp else tp)
+
+
+def _expert_products(position: Position) -> float:
+    """Bytes of the results of a router and its experts."""
+    arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
+    rows = position.assignments / position.tokens
+    made = moe.num_experts * max(e, 4) / cut + rows * (2 * moe.d_expert + arch.d_model) * e
+    if moe.shared_experts:
+        made += 2 * moe.shared_experts * moe.d_expert / tp * e + arch.d_model * e / cut
+    return made
