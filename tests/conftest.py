@@ -92,63 +92,123 @@ def fork_ranks(tmp_path):
 
 @pytest.fixture(scope="session")
 def transformers_twin():
-    """`twin, names = transformers_twin(arch, model)`: the reference implementation of `transformers` in float64 with
-    the weights of our `model`, and what it calls each of our parameters."""
+    """`twin, ours = transformers_twin(arch, model)`: the reference implementation of `transformers` in float64 with the
+    weights of our `model`, and `ours(tensors)`, which takes tensors by its names (parameters, gradients) and returns
+    them by our names, in our shapes."""
+    import torch
 
     def twin_of(arch, model):
-        names = {name: _transformers_name(name) for name, _ in model.named_parameters()}
         theirs = _transformers_model(arch)
-        missing, unexpected = theirs.load_state_dict({names[n]: p for n, p in model.state_dict().items()}, strict=False)
-        assert not unexpected and set(missing) <= ({"lm_head.weight"} if arch.tied_embeddings else set())
-        theirs.tie_weights()
-        return theirs.eval(), names
+        state, by_their_names = model.state_dict(), theirs.state_dict()
+        with torch.no_grad():
+            for tensor in by_their_names.values():
+                tensor.fill_(torch.nan)
+            for name, tensor in state.items():
+                counterpart = _counterpart(name, by_their_names)
+                counterpart.copy_(tensor.view_as(counterpart))
+        assert not any(tensor.isnan().any() for tensor in by_their_names.values())
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        return theirs.eval(), lambda theirs: {n: _counterpart(n, theirs).reshape(shapes[n]) for n in shapes}
 
     return twin_of
 
 
 def _transformers_model(arch):
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config, model = (Qwen3Config, Qwen3ForCausalLM) if arch.qk_norm else (LlamaConfig, LlamaForCausalLM)
-    theirs = model(
-        config(
-            vocab_size=arch.vocab_size,
-            hidden_size=arch.d_model,
-            intermediate_size=arch.d_ffn,
-            num_hidden_layers=arch.num_layers,
-            num_attention_heads=arch.num_heads,
-            num_key_value_heads=arch.num_kv_heads,
-            head_dim=arch.head_dim,
-            max_position_embeddings=arch.max_seq_len,
-            rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
-            rms_norm_eps=arch.norm_eps,
-            tie_word_embeddings=arch.tied_embeddings,
-            attn_implementation="sdpa",
-        )
-    ).double()
-    # The reference takes its norms in float32 whatever the model's dtype; in float64 a missing small term would show.
+    name, own = _transformers_class(arch)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=arch.vocab_size,
+        hidden_size=arch.d_model,
+        num_hidden_layers=arch.num_layers,
+        num_attention_heads=arch.num_heads,
+        num_key_value_heads=arch.num_kv_heads,
+        max_position_embeddings=arch.max_seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
+        rms_norm_eps=arch.norm_eps,
+        tie_word_embeddings=arch.tied_embeddings,
+        attn_implementation="sdpa",
+        experts_implementation="eager",
+        **({"intermediate_size": arch.d_ffn, "head_dim": arch.head_dim} | own),
+    )
+    theirs = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    # The reference takes norms and scores in float32 whatever the model's dtype; in float64 a missing small term would
+    # show.
     for module in theirs.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_wide_norm, module)
+        if type(module).__name__.endswith(("RMSNorm", "Router")):
+            module.forward = partial(_in_float64, module.forward)
     return theirs
 
 
-def _wide_norm(module, x):
-    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+def _transformers_class(arch):
+    """Its name, and its own keys of the configuration."""
+    moe, mla = arch.moe, arch.mla
+    window = {"sliding_window": arch.sliding_window or None}
+    if arch.is_mla:
+        return "DeepseekV3", {
+            "head_dim": mla.rope_dim, "q_lora_rank": mla.q_rank or None, "kv_lora_rank": mla.kv_rank,
+            "qk_nope_head_dim": mla.nope_dim, "qk_rope_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim,
+            "rope_interleave": False, "n_routed_experts": moe.num_experts, "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.d_expert, "n_shared_experts": moe.shared_experts,
+            "first_k_dense_replace": moe.first_dense, "norm_topk_prob": moe.normalize, "n_group": moe.groups,
+            "topk_group": moe.top_groups, "routed_scaling_factor": moe.scale,
+        }  # fmt: skip
+    if arch.is_moe and arch.qk_norm:
+        return "Qwen3Moe", window | {
+            "use_sliding_window": arch.sliding_window > 0, "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.d_expert, "norm_topk_prob": moe.normalize,
+            "mlp_only_layers": list(range(moe.first_dense)),
+        }  # fmt: skip
+    if arch.is_moe:
+        return "Mixtral", window | {
+            "intermediate_size": moe.d_expert, "num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k,
+        }  # fmt: skip
+    if arch.qk_norm:
+        return "Qwen3", window | {"use_sliding_window": arch.sliding_window > 0, "max_window_layers": 0}
+    return ("Mistral", window) if arch.sliding_window else ("Llama", {})
 
 
-def _transformers_name(ours: str) -> str:
+def _in_float64(forward, x):
+    """`forward(x)` with float64 wherever it asks for float32."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Wide(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            wide = [torch.float64 if value is torch.float32 else value for value in args]
+            named = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
+            return func(*wide, **named) if func is not torch.Tensor.float else args[0].double()
+
+    with Wide():
+        return forward(x)
+
+
+def _counterpart(ours: str, theirs):
+    """The part of their tensors that our parameter is; a view, of a stack of experts [E, out, in]."""
     outside = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    latent = {"q_down": "q_a_proj", "q_latent_norm": "q_a_layernorm", "q_up": "q_b_proj",
+              "kv_down": "kv_a_proj_with_mqa", "kv_latent_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}  # fmt: skip
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     match ours.removesuffix(".weight").split("."):
+        case ["blocks", layer, "moe", "experts", part]:
+            experts = f"model.layers.{layer}.mlp.experts"
+            if part == "down":
+                return theirs[f"{experts}.down_proj"]
+            return theirs[f"{experts}.gate_up_proj"].chunk(2, dim=1)[("gate", "up").index(part)]
+        case ["blocks", layer, "moe", "router", "bias"]:
+            return theirs[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+        case ["blocks", layer, "moe", "router"]:
+            inside = "mlp.gate"
+        case ["blocks", layer, "moe", "shared", part]:
+            inside = f"mlp.shared_experts.{part}_proj"
         case ["blocks", layer, "attention", part]:
-            inside = "self_attn." + (part if part.endswith("norm") else f"{part}_proj")
+            inside = "self_attn." + latent.get(part, part if part.endswith("norm") else f"{part}_proj")
         case ["blocks", layer, "mlp", part]:
             inside = f"mlp.{part}_proj"
         case ["blocks", layer, norm]:
             inside = norms[norm]
         case [part]:
-            return f"{outside[part]}.weight"
+            return theirs[f"{outside[part]}.weight"]
         case _:
             raise KeyError(ours)
-    return f"model.layers.{layer}.{inside}.weight"
+    return theirs[f"model.layers.{layer}.{inside}.weight"]

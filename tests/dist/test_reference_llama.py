@@ -47,14 +47,14 @@ def computed(rank, world, run, weights):
     return None if logits is None else (parts.mesh.data_rank, logits.numpy()), gradients
 
 
-def reference(theirs, names, run):
+def reference(theirs, ours, run):
     """Logits of the whole batch of step 1, and the gradients of its mean loss, by our names."""
     whole = batch_of(run, ONE_DATA_RANK, 1)
     logits = theirs(whole.inputs.flatten(0, 1)).logits
     theirs.zero_grad()
     F.cross_entropy(logits.flatten(0, 1), whole.targets.flatten()).backward()
-    parameters = dict(theirs.named_parameters())
-    return logits.detach().numpy(), {name: parameters[names[name]].grad.numpy() for name in names}
+    gradients = ours({name: p.grad for name, p in theirs.named_parameters()})
+    return logits.detach().numpy(), {name: gradient.numpy() for name, gradient in gradients.items()}
 
 
 def deviation(found, expected):
