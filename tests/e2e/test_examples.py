@@ -12,8 +12,11 @@ PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 # What each program cannot do without, and the same without its communication: still a program that runs to the end.
 FAULTS = {
     "data_parallel.py": ("dist.all_reduce(flat, async_op=True)", "dist.barrier(async_op=True)"),
+    "experts.py": ("dist.all_to_all_single(y_R := torch.empty_like(x_R), x_R)", "y_R = x_R.clone()"),
     "pipeline.py": ("dist.recv(gradient, rank + 1)", "dist.recv(torch.empty_like(y), rank + 1)"),
+    "ring_attention.py": ("[work.wait() for work in works] and theirs", "[work.wait() for work in works] and mine"),
     "tensor_parallel.py": ("    dist.all_reduce(x := x.detach().clone(), op)\n", ""),
+    "ulysses.py": ("dist.all_to_all_single(y_R := torch.empty_like(x_R), x_R)", "y_R = x_R.clone()"),
     "zero.py": ("        dist.reduce_scatter(total, list(parameter.grad.flatten().chunk(RANKS)))\n", ""),
 }
 
