@@ -1,6 +1,8 @@
 """`ingot check RUN_FILE`: every problem at once, before anything starts."""
 
 import argparse
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -57,7 +59,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     findings = check_run(args.run_file, cluster, cores=cores, overrides=tuple(args.overrides))
     for finding in findings:
         _say(finding, terminal)
-    facts, faulty = {}, False
+    said = _notes(args)
+    show_notes(said.items(), terminal)
+    facts, faulty = {"notes": said}, False
     if args.simulate:
         problem, simulated = _simulate(args, cluster.device, terminal)
         if problem is not None:
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             from ingot.cli.simulated import facts as facts_of
             from ingot.cli.simulated import show
 
-            facts, faulty = {"simulated": facts_of(simulated)}, simulated.problems
+            facts["simulated"], faulty = facts_of(simulated), simulated.problems
             show(simulated, terminal)
         else:
             terminal.say("Not simulated: the run file has to hold together first.")
@@ -93,6 +97,30 @@ def _say(finding: "Finding", terminal: Terminal) -> None:
     terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
     if finding.fix:
         terminal.say(f"{'':<9}fix: {finding.fix}")
+
+
+def _notes(args: argparse.Namespace) -> dict[str, str]:
+    """What experts and context parallelism come to; nothing of a run file with a problem, which has been told."""
+    from ingot.config import load
+    from ingot.errors import ConfigError
+    from ingot.planner.notes import notes
+    from ingot.schema.run import RunConfig
+    from ingot.theory.layout import require_layout
+
+    try:
+        config = load(RunConfig, args.run_file, tuple(args.overrides))
+        require_layout(config)
+    except ConfigError:
+        return {}
+    return dict(notes(config))
+
+
+def show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:
+    for name, text in notes:
+        first, *more = textwrap.wrap(text, 108, break_long_words=False)
+        terminal.say(f"{name:<9} {first}")
+        for line in more:
+            terminal.say(f"{'':<9} {line}")
 
 
 def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tuple["Finding | None", "DryRun | None"]:

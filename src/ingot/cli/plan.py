@@ -151,14 +151,18 @@ def _planned(args: argparse.Namespace):
 
 
 def _show(planned, terminal: Terminal) -> None:
+    from ingot.cli.check import show_notes
+    from ingot.planner.notes import notes
     from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
     plan, run = planned.plan, planned.run
     arch, train = run.model, run.train
+    active = f", {format_count(plan.active_parameters)} of them active" if arch.is_moe else ""
     terminal.say(
-        f"model     {format_count(plan.parameters)} parameters: {arch.num_layers} layers, width {arch.d_model},"
+        f"model     {format_count(plan.parameters)} parameters{active}: {arch.num_layers} layers, width {arch.d_model},"
         f" {arch.num_heads}/{arch.num_kv_heads} heads, vocabulary {arch.vocab_size:,}"
     )
+    show_notes(notes(run), terminal)
     terminal.say(
         f"layout    {run.parallel.world_size} ranks{_degrees(run.parallel)} on {plan.cluster.name}, {train.precision};"
         f" batch {train.global_batch} = {train.micro_batch} x {run.accumulation} accumulated"
@@ -190,10 +194,12 @@ def _show(planned, terminal: Terminal) -> None:
 
 
 def _degrees(parallel) -> str:
-    """ " (pp 4 x dp_shard 8 x tp 4)" where more than one axis is used."""
+    """ " (pp 4 x dp_shard 8 x tp 4, ep 8)" where more than one axis is used, or experts are divided."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     used = [f"{name} {getattr(parallel, name)}" for name in names if getattr(parallel, name) > 1]
-    return f" ({' x '.join(used)})" if len(used) > 1 else ""
+    shown = [" x ".join(used)] if len(used) > 1 else []
+    shown += [f"ep {parallel.ep}"] if parallel.ep > 1 else []
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _explain(formulas: dict[str, str], topic: str, terminal: Terminal) -> None:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ingot.planner.links import AxisTime, axis_times
+from ingot.planner.expert_advice import context_advice, expert_advice, over_network, without_effect
+from ingot.planner.links import LineTime, line_times
 from ingot.planner.memory import rank_memory_bytes
 from ingot.planner.step_time import simulated
 from ingot.schema.cluster import Cluster
@@ -11,12 +12,12 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest
 from ingot.theory.layout import positions, resolve_parallel
-from ingot.theory.params import count_parameters
+from ingot.theory.params import count_active_parameters
 from ingot.theory.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
 from ingot.theory.state import kept_gradient_bytes
 from ingot.theory.term import Term
 from ingot.theory.traffic import step_traffic
-from ingot.units import format_bytes, format_count, format_seconds
+from ingot.units import format_bytes, format_count
 
 _TIGHT = 0.9
 _LARGE_BUBBLE = 0.2
@@ -73,6 +74,8 @@ def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator
         fix = "use more devices (parallel.dp_shard)" if cluster.device == "cuda" else "use a smaller model"
     if largest == "activations" and run.train.micro_batch == 1 and run.parallel.recompute == "none":
         fix = "recompute them (parallel.recompute)"
+    elif largest == "activations" and run.train.micro_batch == 1 and cluster.device == "cuda":
+        fix = "cut sequences (parallel.cp), or shorten train.seq_len"
     if needed > there:
         yield f"does not fit: {format_bytes(needed)} per rank of {format_bytes(there)}, mostly {largest}; {fix}"
     elif needed > _TIGHT * there:
@@ -104,28 +107,29 @@ def _layout(run: RunConfig, cluster: Cluster, seconds: float) -> Iterator[str]:
                 f"pipeline ranks wait {share:.0%} of a step ({run.parallel.schedule}, {run.accumulation} micro-batches)"
             )
             yield f"{found}; use more micro-batches or another schedule"
-    slowest: dict[str, AxisTime] = {}
+    slowest: dict[str, LineTime] = {}
     for position in everyone:
-        for axis, time in axis_times(position, cluster).items():
-            slowest[axis] = max(slowest.get(axis, time), time, key=lambda t: t.sent)
+        for line, time in line_times(position, cluster).items():
+            slowest[line] = max(slowest.get(line, time), time, key=lambda t: t.sent)
     yield from _slow_links(run, cluster, slowest, seconds)
+    yield from context_advice(run, everyone[0].parallel, slowest, cluster)
+    yield from expert_advice(run, cluster, max(everyone, key=lambda p: p.routed), slowest)
 
 
-def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, AxisTime], seconds: float) -> Iterator[str]:
-    """Axes that talk in every layer should stay inside of a node."""
-    per_node, zero = cluster.devices_per_node, resolve_parallel(run).zero
-    for axis in ("tp", "dp_shard"):
-        time = slowest.get(axis)
-        if not time or not time.crosses:
-            continue
-        took = f" ({format_seconds(time.seconds)})" if time.seconds else ""
-        each = f"{format_bytes(time.sent)} per rank and step{took} over the network"
-        if axis == "tp":
-            yield f"tp = {run.parallel.tp} spans nodes of {per_node}: {each}; use tp of at most {per_node}"
-        elif zero == 3 and seconds and time.seconds > seconds / 2:  # less hides behind the computation
-            inside = max(per_node // (run.parallel.tp * run.parallel.cp), 1)
-            instead = f"dp_shard = {inside}, dp_replicate = {run.parallel.data_ranks // inside}"
-            yield f"zero 3 spans nodes: {each}; try {instead}"
+def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, LineTime], seconds: float) -> Iterator[str]:
+    """Lines that talk in every layer should stay inside of a node."""
+    per_node, zero, parallel = cluster.devices_per_node, resolve_parallel(run).zero, run.parallel
+    crossing = {line: time for line, time in slowest.items() if time.crosses}
+    if "tp" in crossing:
+        each = over_network(crossing["tp"])
+        yield f"tp = {parallel.tp} spans nodes of {per_node}: {each}; use tp of at most {per_node}"
+    gathers = [crossing[line] for line in ("shard", "expert_shard") if line in crossing]
+    took = sum(time.seconds for time in gathers)
+    if zero == 3 and parallel.dp_shard > 1 and seconds and took > seconds / 2:  # less hides behind computation
+        both = LineTime(sum(time.sent for time in gathers), took, True)
+        inside = max(per_node // (parallel.tp * parallel.cp), 1)
+        instead = f"dp_shard = {inside}, dp_replicate = {parallel.data_ranks // inside}"
+        yield f"zero 3 spans nodes: {over_network(both)}; try {instead}"
 
 
 def _canonical(run: RunConfig) -> Iterator[str]:
@@ -156,16 +160,17 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
         yield "parallel.sequence = false has no effect: there is no tensor parallelism (tp = 1)"
     if zero != 3 and parallel.reshard != default.reshard:
         yield f"parallel.reshard = false has no effect with zero {zero}, which keeps parameters whole"
-    if parallel.data_ranks == 1:
+    if parallel.token_ranks == 1:
         for name in ("unit_layers", "prefetch"):
             if getattr(parallel, name) != getattr(default, name):
                 yield f"parallel.{name} = {getattr(parallel, name)} has no effect with one data-parallel rank"
     elif parallel.prefetch != default.prefetch and (
-        (parallel.dp_shard == 1 and zero != 3) or parallel.unit_layers == 0
+        (parallel.shard_ranks == 1 and zero != 3) or parallel.unit_layers == 0
     ):
         yield f"parallel.prefetch = {parallel.prefetch} has no effect: no units are gathered one after the other"
-    if parallel.dp_shard == 1 and parallel.zero == 2:
+    if parallel.shard_ranks == 1 and parallel.zero == 2:
         yield "parallel.zero = 2 splits nothing: parallel.dp_shard is 1, all ranks hold whole gradients"
+    yield from without_effect(run)
     if run.train.tf32 and run.train.precision != "fp32":
         yield f"train.tf32 = true has no effect with precision {run.train.precision!r}: it is about fp32 products"
 
@@ -181,10 +186,12 @@ def _passes(run: RunConfig, tokens: int) -> Iterator[str]:
 
 
 def _compute_optimal(run: RunConfig) -> Iterator[str]:
-    consumed, parameters = run.train.steps * run.tokens_per_step, count_parameters(run.model)
+    """Of experts, those that a token meets count: the fits are of dense models."""
+    consumed, parameters = run.train.steps * run.tokens_per_step, count_active_parameters(run.model)
     optimal = compute_optimal_tokens(parameters)
     if consumed < optimal / 2:
+        each = "active parameter" if run.model.is_moe else "parameter"
         yield (
-            f"{consumed / parameters:.1f} tokens per parameter: a smaller model would reach a lower loss with the same"
+            f"{consumed / parameters:.1f} tokens per {each}: a smaller model would reach a lower loss with the same"
             f" compute (about {optimal // parameters}: {format_count(optimal)} tokens; Hoffmann et al. 2022)"
         )

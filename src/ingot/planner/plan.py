@@ -7,9 +7,9 @@ from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest
-from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
+from ingot.theory.flops import mean_keys, model_flops_utilisation, train_flops_per_token
 from ingot.theory.memory import checkpoint_bytes
-from ingot.theory.params import count_parameters
+from ingot.theory.params import count_active_parameters, count_matrix_parameters, count_parameters, value_width
 from ingot.theory.term import Term
 from ingot.units import format_bytes, format_count, format_flops, format_seconds
 
@@ -35,6 +35,7 @@ def make_plan(run: RunConfig, cluster: Cluster, *, tokens: int = 0, manifest: To
         run_sha256=run.training_sha256(),
         cluster=cluster,
         parameters=count_parameters(run.model),
+        active_parameters=count_active_parameters(run.model),
         flops_per_token=train_flops_per_token(run.model, run.train.seq_len),
         tokens_per_step=run.tokens_per_step,
         steps=run.train.steps,
@@ -55,8 +56,9 @@ def _counts(run: RunConfig, tokens: int) -> dict[str, str]:
     formulas = {
         "tokens_per_step": f"{train.global_batch} sequences x {train.seq_len} = {run.tokens_per_step:,} tokens",
         "flops_per_token": (
-            f"6 x matmul parameters + 6 x {arch.num_layers} layers x {arch.num_heads * arch.head_dim}"
-            f" x {train.seq_len} (causal half) = {format_flops(flops)}"
+            f"6 x {format_count(count_matrix_parameters(arch))} {'active ' * arch.is_moe}matmul parameters"
+            f" + 6 x {arch.num_layers} layers x {arch.num_heads * (arch.head_dim + value_width(arch))}"
+            f" x {mean_keys(train.seq_len, arch.sliding_window):,.0f} keys = {format_flops(flops)}"
         ),
         "total_flops": f"{format_count(total)} tokens x {format_flops(flops)} = {total * flops:.2e} FLOP",
     }

@@ -6,9 +6,11 @@ from ingot.errors import ConfigError
 from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
+from ingot.schema.expert_rules import legal_ep
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Cost, Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
-from ingot.theory.params import count_parameters
+from ingot.theory.layout import WHOLE_PARAMETERS
+from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.theory.scaling import (
     MAX_USEFUL_EPOCHS,
     compute_optimal_tokens,
@@ -92,7 +94,7 @@ def propose(
         ),
         optim=Optim(lr=lr),
         schedule=Schedule(kind="cosine", warmup_steps=_warmup(steps, reasons)),
-        parallel=Parallel(dp_shard=ranks),
+        parallel=Parallel(dp_shard=ranks, ep=_expert_ranks(arch, cluster, reasons)),
         checkpoint=Checkpoint(every_steps=min(max(steps // 10, 1), 1000)),
         evaluate=Evaluate(every_steps=max(steps // 4, 1) if data.heldout else 0),
         watch=Watch(log_every=min(max(steps // 40, 1), 20)),
@@ -121,7 +123,16 @@ def _fit_vocabulary(arch: Arch, vocab_size: int, reasons: dict[str, str]) -> Arc
 
 def _training_tokens(arch: Arch, tokens: int) -> int:
     """One pass over everything; repeated up to four times where that is less than compute-optimal."""
-    return max(tokens, min(compute_optimal_tokens(count_parameters(arch)), MAX_USEFUL_EPOCHS * tokens))
+    return max(tokens, min(compute_optimal_tokens(count_active_parameters(arch)), MAX_USEFUL_EPOCHS * tokens))
+
+
+def _expert_ranks(arch: Arch, cluster: Cluster, reasons: dict[str, str]) -> int:
+    """As many ranks as a node has divide the experts, where gathering these costs more than sending tokens."""
+    if not arch.is_moe or count_parameters(arch) < WHOLE_PARAMETERS:
+        return 1
+    legal = legal_ep(arch.moe.num_experts, Parallel(dp_shard=cluster.devices))
+    reasons["parallel.ep"] = "tokens travel inside of a node, instead of experts between all ranks"
+    return max(ep for ep in legal if ep <= cluster.devices_per_node)
 
 
 def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: dict[str, str]) -> int:

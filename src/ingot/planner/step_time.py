@@ -1,6 +1,7 @@
 """How long one optimizer step takes: the work of a rank divided by the rates of its device."""
 
-from ingot.planner.links import AxisTime, axis_bandwidth, axis_times
+from ingot.planner.exposed import blocking, exposed
+from ingot.planner.links import bandwidth_of, line_times
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import Position, positions
@@ -20,10 +21,9 @@ def step_seconds(run: RunConfig, cluster: Cluster) -> dict[str, Term] | None:
     """Parts that sum to the step's time, or None when the cluster has no rate for the run's precision.
 
     They are those of the busiest pipeline rank, and the time it waits for others. On a GPU, operations are started
-    ahead of their execution and data-parallel collectives run beside it, so each counts only by what it exceeds the
-    device's own work; one unit's gather and one reduction always stand alone. Those of tensor parallelism stand in the
-    way of the next product and count in full. On a CPU everything happens in turn, and collectives are part of the
-    measured cost per step.
+    ahead of their execution and some communication runs beside it, so each counts only by what it exceeds the device's
+    own work (planner/exposed.py). On a CPU everything happens in turn, and collectives are part of the measured cost
+    per step. Experts are taken to have the same load each.
     """
     if _rate(run, cluster) <= 0 or cluster.memory_bandwidth <= 0:
         return None
@@ -39,13 +39,10 @@ def step_seconds(run: RunConfig, cluster: Cluster) -> dict[str, Term] | None:
         terms["step"] = Term(cluster.step_overhead_seconds, "measured once per step: collectives and the loop")
     else:
         busy = sum(term.value for term in terms.values())
-        times = axis_times(busiest, cluster)
         terms["launches"] = Term(
             max(launch - busy, 0.0), f"{launch_formula}, beyond the device's {format_seconds(busy)}"
         )
-        if "tp" in times and not run.parallel.async_tp:
-            terms["tensor-parallel collectives"] = Term(times["tp"].seconds, _sent("tp", busiest, times, cluster))
-        terms["collectives"] = _exposed(busiest, cluster, times, busy)
+        terms |= exposed(busiest, cluster, busy)
     if run.parallel.pp > 1:
         terms["pipeline bubble"] = pipeline_bubble(run, cluster, everyone)
     return terms
@@ -76,28 +73,6 @@ def _seconds(run: RunConfig, cluster: Cluster, work: Work) -> float:
     return busy + launch if cluster.device == "cpu" else max(busy, launch)
 
 
-def _sent(axis: str, position: Position, times: dict[str, AxisTime], cluster: Cluster) -> str:
-    bandwidth = axis_bandwidth(position.parallel, axis, cluster)
-    if not bandwidth:
-        return f"{axis}: {format_bytes(times[axis].sent)}, no bandwidth known"
-    spent = f"{format_bytes(times[axis].sent)} / {format_bytes(bandwidth)}/s = {format_seconds(times[axis].seconds)}"
-    return f"{axis}: {spent}"
-
-
-def _exposed(position: Position, cluster: Cluster, times: dict[str, AxisTime], busy: float) -> Term:
-    """Data-parallel collectives that computation does not hide: what exceeds it, and always the first gather and last
-    reduction. ZeRO-2 and 3 have every micro-batch to hide behind, the others the last one (and the next forward)."""
-    axes = [axis for axis in ("dp_shard", "dp_replicate") if axis in times]
-    if not axes:
-        return Term(0.0, "one data-parallel rank")
-    formula = " + ".join(_sent(axis, position, times, cluster) for axis in axes)
-    total = sum(times[axis].seconds for axis in axes)
-    every = position.accumulation if position.parallel.zero in (2, 3) else 1
-    alone = total / sum(map(position.units, position.stages)) / every
-    hiding = busy * every / position.accumulation
-    return Term(max(total - hiding, alone), f"{formula}, not hidden")
-
-
 def pipeline_bubble(run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...]) -> Term:
     """How much longer the simulated schedule takes than the work of its busiest rank."""
     timeline, parallel = simulated(run, cluster, everyone), everyone[0].parallel
@@ -114,16 +89,17 @@ def simulated(run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...]) 
     parallel, known = everyone[0].parallel, _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
     times: dict[int, list[float]] = {}
     for position in everyone:
-        tensor = axis_times(position, cluster).get("tp") if known and cluster.device != "cpu" else None
+        waits = blocking(position, cluster, line_times(position, cluster)) if known and cluster.device != "cpu" else {}
+        waiting = sum(term.value for term in waits.values())
         blocks = max(sum(len(stage.layers) for stage in position.stages), 1)
         for stage in position.stages:
             parts = stage_work(position, stage, cluster.device)
             each = [_seconds(run, cluster, part) if known else part.matmul_flops for part in parts]
-            if tensor:  # by blocks, and half of it in each direction
-                between = tensor.seconds / position.accumulation * len(stage.layers) / blocks / 2
+            if waiting:  # by blocks, and half of it in each direction
+                between = waiting / position.accumulation * len(stage.layers) / blocks / 2
                 each = [each[0] + between, each[1] + between, each[2]]
             times[stage.number] = each
     forward, inputs, weights = ([times[number][part] for number in sorted(times)] for part in range(3))
-    bandwidth = axis_bandwidth(parallel, "pp", cluster) if known else 0.0
+    bandwidth = bandwidth_of(parallel, "pp", cluster) if known else 0.0
     send = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks / bandwidth if bandwidth else 0.0
     return simulate(everyone[0].table, forward=forward, backward_input=inputs, backward_weight=weights, send=send)

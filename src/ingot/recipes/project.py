@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ingot.config import load, to_dict, to_toml
 from ingot.errors import ConfigError, DataMissing, UsageError
+from ingot.planner.context import with_context
 from ingot.planner.plan import make_plan
 from ingot.planner.propose import NO_HINTS, Hints, propose
 from ingot.recipes.clusters import find_cluster
@@ -15,7 +16,8 @@ from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest, training_tokens
 from ingot.storage import write_atomic, write_json
-from ingot.theory.params import count_parameters
+from ingot.theory.layout import require_layout
+from ingot.theory.params import count_active_parameters
 from ingot.theory.scaling import compute_optimal_tokens
 from ingot.units import parse_count
 
@@ -24,7 +26,7 @@ _GITIGNORE = "/data/\n/runs/\n/machine.json\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run with its plan. reasons: dotted key -> why that value; empty for a run file of the user's."""
+    """A run with its plan. reasons: dotted key -> why that value; of a run file of the user's, for what was open."""
 
     run: RunConfig
     plan: Plan
@@ -70,9 +72,11 @@ def plan_file(path: Path, cluster: Cluster, overrides: tuple[str, ...] = (), usd
     run = load(RunConfig, path, overrides)
     if usd_per_hour:
         run = replace(run, cost=replace(run.cost, usd_per_hour=usd_per_hour))
+    require_layout(run)
+    run, reasons = with_context(run, cluster)
     folder = path.parent / run.data.tokens
     manifest = read_token_manifest(folder) if folder.is_dir() else None
-    return Planned(run=run, plan=make_plan(run, cluster, manifest=manifest), reasons={})
+    return Planned(run=run, plan=make_plan(run, cluster, manifest=manifest), reasons=reasons)
 
 
 def _data(tokens: str, beside: Path) -> tuple[Data, TokenManifest | None, int]:
@@ -130,7 +134,7 @@ def make_project(folder: Path, model: str) -> list[Path]:
     preset = load_model(model)
     data = Data(tokens="data/tokens/train", heldout="data/tokens/heldout", tokenizer="data/tokens/tokenizer.json")
     # The data is not there yet: planned for as many tokens as the model can use.
-    count = compute_optimal_tokens(count_parameters(preset.arch))
+    count = compute_optimal_tokens(count_active_parameters(preset.arch))
     proposal = propose(
         preset.arch, find_cluster(None, folder), data, name=folder.resolve().name, tokens=count, preset=preset.train
     )

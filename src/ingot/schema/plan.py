@@ -10,6 +10,7 @@ class Plan:
     """memory_bytes: per rank, by kind: "weights", "gradients", "optimizer", "activations", "logits", "gathered",
     "fragmentation", "runtime", and on a CPU "loader and buffers".
 
+    active_parameters: those that a token meets; all of a dense model, 0 in plans from before there were experts.
     step_seconds, mfu: predicted; step_seconds is 0.0 when no rate is known, mfu is None on CPU.
     formulas: quantity -> the formula with its numbers filled in.
     warnings: what a user should know before starting.
@@ -19,6 +20,7 @@ class Plan:
     run_sha256: str
     cluster: Cluster
     parameters: int
+    active_parameters: int = 0
     flops_per_token: float
     tokens_per_step: int
     steps: int

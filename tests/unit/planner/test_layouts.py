@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.planner.links import axis_times, crosses_nodes
+from ingot.planner.links import crosses_nodes, line_times
 from ingot.planner.memory import live_bill, position_bill
 from ingot.planner.plan import make_plan
 from ingot.planner.step_time import rank_work, step_seconds
@@ -64,11 +64,11 @@ def test_on_a_cpu_the_host_is_the_device():
 
 def test_axes_cross_nodes_from_the_inside_out():
     parallel = Parallel(tp=4, dp_shard=2, dp_replicate=4, pp=2)
-    crossing = {axis for axis in ("tp", "dp_shard", "dp_replicate", "pp") if crosses_nodes(parallel, axis, NODES)}
+    crossing = {line for line in ("tp", "shard", "dp_replicate", "pp") if crosses_nodes(parallel, line, NODES)}
     assert crossing == {"dp_replicate", "pp"}
-    assert not any(crosses_nodes(Parallel(), axis, NODES) for axis in ("tp", "dp_shard", "pp"))
+    assert not any(crosses_nodes(Parallel(), line, NODES) for line in ("tp", "shard", "pp"))
     (position, _) = positions(run_of(LLAMA8, tp=4, pp=2))
-    times = axis_times(position, NODE)
+    times = line_times(position, NODE)
     assert times["tp"].seconds == pytest.approx(times["tp"].sent / NODE.link_bandwidth)
 
 

@@ -5,11 +5,11 @@ import tomllib
 
 import pytest
 
-from ingot.config import from_dict, load, to_dict
+from ingot.config import from_dict, load, to_toml
 from ingot.errors import ConfigError, DataMissing, UsageError
 from ingot.machine.cluster_file import write_cluster
 from ingot.recipes.clusters import find_cluster, with_published_rates
-from ingot.recipes.load import device_names, load_cluster, load_model, model_names
+from ingot.recipes.load import ModelPreset, device_names, load_cluster, load_model, model_names
 from ingot.recipes.project import make_project, plan_file, plan_model, write_plan
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
@@ -45,8 +45,10 @@ def test_unknown_presets_suggest_the_nearest():
 
 def test_a_model_file(tmp_path):
     path = tmp_path / "mine.toml"
-    arch = to_dict(load_model("tiny").arch)
-    path.write_text("[arch]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in arch.items()))
+    for name in ("tiny", "deepseek-v3"):
+        path.write_text(to_toml(load_model(name)))
+        assert load_model(str(path)) == load_model(name)
+    path.write_text(to_toml(ModelPreset(arch=load_model("tiny").arch)))
     assert load_model(str(path)).arch == load_model("tiny").arch
     path.write_text(path.read_text().replace("d_model", "dmodel"))
     with pytest.raises(ConfigError, match=r"did you mean .arch\.d_model."):
