@@ -192,7 +192,8 @@ def build_parts(
     mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe)
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
 
-    context, dispatch = Context(mesh, attend_locally), dispatch_of(mesh, LocalDispatch())
+    context = Context(mesh, attend_locally)
+    dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # the views of experts are not there
 
     def make() -> Transformer:
         with torch.device("meta"):
