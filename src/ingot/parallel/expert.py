@@ -69,14 +69,13 @@ class ExpertDispatch:
         if self.mesh.size("ep") == 1:
             return self.local.send(rows_RD, counts)
         route = _route(counts, self.group, rows_RD.device)
-        return _Arriving(_Send.apply(rows_RD, route), route)
+        return _Arriving(Flight.of(rows_RD, route))
 
     def send_back(self, made_AD: Tensor, sent: Any) -> Any:
         if self.mesh.size("ep") == 1:
             return self.local.send_back(made_AD, sent)
-        route = sent.route
-        by_sender = _Reorder.apply(made_AD, route.place_A, route.order_A)
-        return _Returning(_Send.apply(by_sender, route.back), route.back)
+        route = sent.flight.route
+        return Flight.of(_Reorder.apply(made_AD, route.place_A, route.order_A), route.back)
 
 
 @dataclass(frozen=True)
@@ -110,47 +109,63 @@ def _route(counts: list[int], group: dist.ProcessGroup, device: torch.device) ->
     return Route(group, sent, received, from_ranks.sum(0), order_A, order_A.argsort())
 
 
-@dataclass(frozen=True)
-class _Arriving:
-    pending_AD: Tensor
-    route: Route
+class Flight:
+    """An all-to-all on its way. pending: its result; gradient: in the backward, that of what was sent, on its way too.
 
-    def arrive(self) -> tuple[Tensor, Tensor]:
-        by_sender = _Arrive.apply(self.pending_AD, self.route)
-        return _Reorder.apply(by_sender, self.route.order_A, self.route.place_A), self.route.counts_L  # type: ignore
+    The gradient of `pending` is not what comes back by another all-to-all, which has another number of rows, so that
+    travels here, past autograd, which gets a tensor without memory in its place.
+    """
 
+    def __init__(self, route: Route):
+        self.route, self.gradient = route, None
+        self.pending: Any = None
 
-@dataclass(frozen=True)
-class _Returning:
-    pending_RD: Tensor
-    route: Route
+    @classmethod
+    def of(cls, rows: Any, route: Route) -> "Flight":
+        flight = cls(route)
+        flight.pending = _Send.apply(rows, flight)
+        return flight
 
     def arrive(self) -> Tensor:
-        return _Arrive.apply(self.pending_RD, self.route)  # type: ignore[return-value]
+        pending, self.pending = self.pending, None  # else it would keep the graph alive that holds it
+        return _Arrive.apply(pending, self)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    flight: Flight
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        route = self.flight.route
+        return _Reorder.apply(self.flight.arrive(), route.order_A, route.place_A), route.counts_L  # type: ignore
 
 
 class _Send(torch.autograd.Function):
-    """Starts. In the backward its gradient has been started by `_Arrive`, and is waited for here: autograd runs what
-    was recorded later first, so everything that the model did in between has had its turn."""
+    """Starts. In the backward `_Arrive` has started its gradient, and this one waits: autograd runs what was recorded
+    later first, so that what the model did between the two has had its turn."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, route: Route):
+    def forward(ctx, rows: Tensor, flight: Flight):
+        ctx.flight, route = flight, flight.route
         return start_all_to_all(rows, route.received, route.sent, route.group)
 
     @staticmethod
     def backward(ctx, *grads):
-        return finish(grads[0]), None
+        gradient, ctx.flight.gradient = ctx.flight.gradient, None
+        return finish(gradient), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pending: Tensor, route: Route):
-        ctx.route = route
+    def forward(ctx, pending: Tensor, flight: Flight):
+        ctx.flight = flight
         return finish(pending).view_as(pending)
 
     @staticmethod
     def backward(ctx, *grads):
-        return start_all_to_all(grads[0], ctx.route.sent, ctx.route.received, ctx.route.group), None
+        (gradient,), route = grads, ctx.flight.route
+        ctx.flight.gradient = start_all_to_all(gradient, route.sent, route.received, route.group)
+        return gradient.new_empty(()).expand_as(gradient), None
 
 
 class _Reorder(torch.autograd.Function):

@@ -44,24 +44,27 @@ def shard_stage(
     expert_plane = mesh.plane("expert_shard") if any(unit.experts for unit in units) else plane
     for unit in units:
         if unit.experts:
-            fully_shard(list(unit.experts), mesh=expert_plane, reshard_after_forward=False, **options)
-            if settings.reshard:
-                unit.modules[-1].register_forward_hook(_free(unit.experts[0]))
+            fully_shard(list(unit.experts), mesh=expert_plane, reshard_after_forward=settings.reshard, **options)
         if unit.modules != (stage,):
             fully_shard(list(unit.modules), mesh=plane, reshard_after_forward=settings.reshard, **options)
     fully_shard(stage, mesh=plane, reshard_after_forward=settings.reshard, **options)
     _prefetch(stage, units, settings.prefetch)
+    if settings.recompute != "none":
+        for unit in units:
+            for experts in unit.experts[:1]:
+                _begin_backward(unit.modules[-1], experts)
 
 
-def _free(experts: nn.Module):
-    """A hook for the end of a unit: its experts go with it. Not by their own hook: where a block is recomputed, that
-    would free them in the backward just before they are needed once more, and they would be gathered a third time."""
+def _begin_backward(module: nn.Module, experts: nn.Module) -> None:
+    """Gather `experts` when the backward of `module` begins, which is before its forward runs again. Else their hooks,
+    which stand inside of what is recomputed, would take that for a forward: gather, free, and gather once more; and a
+    selective recompute would find other operations there than the first time."""
 
-    def hook(*_) -> None:
+    def hook(module: nn.Module, args, output):
         assert isinstance(experts, FSDPModule)
-        experts.reshard()
+        return experts._get_fsdp_state()._register_pre_backward_hook(output)
 
-    return hook
+    module.register_forward_hook(hook)
 
 
 def _prefetch(stage: nn.Module, units: Sequence[Unit], depth: int) -> None:
