@@ -14,6 +14,7 @@ from ingot.recipes.project import make_project, plan_file, plan_model, write_pla
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
+from ingot.theory.params import count_active_parameters, count_parameters
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -21,6 +22,21 @@ def test_every_model_preset_is_a_legal_model(name):
     preset = load_model(name)
     assert preset.about and not list(preset.arch.problems())
     assert preset.train.seq_len <= preset.arch.max_seq_len
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if load_model(name).active_parameters])
+def test_published_counts_of_models_with_experts_are_ours(name):
+    """To the billion, or its tenth, that publishers round to; some leave the embedding out."""
+    preset = load_model(name)
+    counts = [count_active_parameters(preset.arch, embedding=embedding) for embedding in (True, False)]
+    assert count_parameters(preset.arch) == preset.parameters
+    assert min(abs(count / preset.active_parameters - 1) for count in counts) < 0.017
+
+
+def test_a_token_of_tiny_moe_meets_as_much_as_one_of_tiny():
+    dense, sparse = load_model("tiny").arch, load_model("tiny-moe").arch
+    assert count_active_parameters(sparse) == pytest.approx(count_parameters(dense), rel=0.01)
+    assert count_parameters(sparse) > 2 * count_parameters(dense)
 
 
 @pytest.mark.parametrize("name", device_names())

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.schema.test_layout_rules import ARCH, TRAIN, problems
 
-from ingot.schema.context_rules import legal_forms
+from ingot.schema.context_rules import cut_of_sequences, legal_forms
 from ingot.schema.parallel import Parallel
+from ingot.theory.context import resolve_context, token_multiple
 
 # 8 query and 2 key/value heads, sequences of 64 tokens.
 CASES = [
@@ -93,3 +94,15 @@ def test_a_form_is_refused_by_some_rule_or_possible(cp, tp, kv_heads, half):
         given = {"context": context} | ({"ulysses": ulysses} if context == "usp" else {})
         refused = problems(replace(arch, max_seq_len=2 * half), **settings, **given)
         assert bool(refused) == ((context, ulysses) not in legal), refused
+
+
+@given(st.integers(2, 16), st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([2, 3, 4, 6, 8, 12]))
+def test_rules_and_trainer_cut_sequences_alike(cp, tp, sequence, times):
+    """What the trainer asks of a length is what the rules ask, and "auto" becomes a form that they allow."""
+    seq_len = times * cp * tp
+    parallel, train = Parallel(cp=cp, tp=tp, sequence=sequence), replace(TRAIN, seq_len=seq_len)
+    if not (legal := legal_forms(ARCH, train, parallel)):
+        return
+    resolved = resolve_context(ARCH, train, parallel)
+    assert (resolved.context, resolved.ulysses) in legal
+    assert token_multiple(resolved) == cut_of_sequences(resolved)
