@@ -6,7 +6,7 @@ numbers for every layout.)
 
 Scheme: matrices from N(0, 0.02^2); the matrices that write into the residual stream (attention.o, and the down of every
 feed-forward and expert) have their deviation divided by sqrt(2 * num_layers), so that its variance does not grow with
-depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights are 1.
+depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights are 1, biases of routers 0, loads of experts 1: equal.
 """
 
 import math
@@ -20,6 +20,7 @@ from ingot.schema.arch import Arch
 
 DEVIATION = 0.02
 RESIDUAL_WRITERS = ("attention.o.weight", ".down.weight")
+ROUTER_BIAS = "router.bias"
 # Elements of a group of rows: a whole matrix of a small model, 256 rows of width 4,096.
 GROUP_ELEMENTS = 1 << 20
 
@@ -32,10 +33,10 @@ def initial_value(
     offsets: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """float32 on the CPU: the parameter `name` of whole `shape`, or its block of `sizes` that begins at `offsets`."""
+    """float32 on the CPU: parameter or buffer `name` of whole `shape`, or its block of `sizes` from `offsets` on."""
     offsets, sizes = offsets or (0,) * len(shape), shape if sizes is None else sizes
     if len(shape) == 1:
-        return torch.ones(tuple(sizes))
+        return torch.full(tuple(sizes), 0.0 if name.endswith(ROUTER_BIAS) else 1.0)
     block = torch.empty(tuple(sizes))
     deviation = DEVIATION / (math.sqrt(2 * arch.num_layers) if name.endswith(RESIDUAL_WRITERS) else 1.0)
     (rows, columns), (first, left), (height, width) = shape, offsets, sizes
@@ -51,6 +52,6 @@ def initial_value(
 
 @torch.no_grad()
 def initialize(model: nn.Module, arch: Arch, seed: int) -> None:
-    """Fill every parameter of an undivided, materialised `model` in place."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, parameter.shape, arch, seed))
+    """Fill every parameter and buffer of an undivided, materialised `model` in place."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.copy_(initial_value(name, tensor.shape, arch, seed))
