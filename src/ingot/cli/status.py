@@ -18,12 +18,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from dataclasses import asdict
 
     from ingot.errors import EXIT_OK
+    from ingot.report.layout import layout_text
     from ingot.report.status import read_status, sparkline
     from ingot.units import format_count, format_seconds
 
     status = read_status(args.run)
     now = time.time()
     parts = [terminal.style(status.name, "bold"), status.state, f"{status.ranks} ranks"]
+    if status.layout:
+        parts[-1] += f" ({layout_text(status.layout)})"
     parts.append(f"step {status.step:,}/{status.steps:,}")
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")
@@ -40,6 +43,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"log    {status.log_damage}")
     if status.losses:
         terminal.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
+    if status.experts:
+        _say_experts(status.experts, terminal)
     if status.checkpoint_step is not None and status.checkpoint_time is not None:
         age = format_seconds(max(now - status.checkpoint_time, 0))
         terminal.say(f"saved  step {status.checkpoint_step:,}, verified, {age} ago")
@@ -53,3 +58,18 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     }
     terminal.next(follow_up.get(status.state, f"ingot train {args.run}"))
     return EXIT_OK
+
+
+def _say_experts(experts: dict, terminal: Terminal) -> None:
+    """Two lines: the worst of each, and how uneven each layer is."""
+    from ingot.report.status import sparkline
+
+    layers, cvs, busiest = experts["layers"], experts["load_cv"], experts["max_load"]
+    worst = max(range(len(layers)), key=busiest.__getitem__)
+    parts = [f"experts  busiest {busiest[worst]:.1f}x the mean (layer {layers[worst]})"]
+    if experts.get("dropped") is not None:
+        parts.append(f"dropped {sum(experts['dropped']) / len(layers):.1%}")
+    parts.append(f"entropy {sum(experts['entropy']) / len(layers):.2f} nats")
+    terminal.say("   ".join(parts))
+    spread = f"{min(cvs):.2f}..{max(cvs):.2f}"
+    terminal.say(f"load cv  {sparkline(tuple(cvs))}   {spread}, layers {layers[0]} to {layers[-1]}")

@@ -1,8 +1,9 @@
-"""The charts of a run: loss with held-out marks and incidents, gradient norm, learning rate, throughput, data wait."""
+"""The charts of a run: loss with held-out marks and incidents, gradient norm, learning rate, throughput, data wait,
+loads of experts."""
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from ingot.report.facts import Facts, is_finite
 from ingot.report.page import Chart, Charts, Table
@@ -31,7 +32,7 @@ def loss_chart(facts: Facts) -> Chart | None:
             lines.append(Line("baseline", [(raw[0][0], unigram), (raw[-1][0], unigram)]))
             legend.append(("baseline", f"unigram baseline on held-out text ({unigram:.2f})"))
     label = f"Training loss in nats per token from step {raw[0][0]:,.0f} to {raw[-1][0]:,.0f}"
-    rows = [_loss_row(facts, step) for step in _spread(sorted(facts.steps), 10)]
+    rows = [_loss_row(facts, step) for step in spread(sorted(facts.steps), 10)]
     table = Table(("Step", "Loss", "Gradient norm", "Learning rate"), rows, right=(0, 1, 2, 3), caption=label)
     marks = _incident_marks(facts)
     return _chart("Loss (nats per token)", lines, table, label, (_WIDE, _NARROW), tuple(legend), marks)
@@ -42,7 +43,7 @@ def _loss_row(facts: Facts, step: int) -> tuple[str, ...]:
     return f"{step:,}", f"{event['loss']:.4f}", f"{event['grad_norm']:.3f}", f"{event['lr']:.2e}"
 
 
-def _spread(values: list[int], count: int) -> list[int]:
+def spread(values: list[int], count: int) -> list[int]:
     """At most `count` of `values`, evenly spread, the first and the last among them."""
     if len(values) <= count:
         return values
@@ -103,6 +104,27 @@ def _small(title: str, points: Sequence[tuple[float, float]], spec: str, facts: 
     header = ("First", "Lowest", "Median", "Highest", "Last")
     table = Table(header, [row], right=(0, 1, 2, 3, 4), caption=title)
     return _chart(title, lines, table, label, _SMALL, marks=_incident_marks(facts, labelled=False), **options)
+
+
+def expert_charts(facts: Facts) -> Charts | None:
+    """How even the loads of experts were, by step: means over layers, but of the busiest and the idlest expert."""
+    if len(facts.experts) < 2:
+        return None
+    events = [facts.experts[s] for s in sorted(facts.experts)]
+
+    def points(name: str, of_layers=fmean) -> list[tuple[float, float]]:
+        return [(float(e["step"]), of_layers(e[name])) for e in events if e[name] is not None]
+
+    charts = [
+        _small("Deviation of loads", points("load_cv"), ".3f", facts, from_zero=True),
+        _small("Busiest expert (x mean load)", points("max_load", max), ".2f", facts, from_zero=True),
+        _small("Entropy of a token's scores (nats)", points("entropy"), ".3f", facts),
+    ]
+    if len(dropped := points("dropped")) > 1:
+        charts.append(_small("Beyond capacity", dropped, ".2%", facts, y_format=".1%", from_zero=True))
+    else:
+        charts.append(_small("Idlest expert (x mean load)", points("min_load", min), ".2f", facts, from_zero=True))
+    return Charts(charts)
 
 
 def throughput_summary(facts: Facts) -> list[tuple[str, str]]:

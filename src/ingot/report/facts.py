@@ -28,6 +28,7 @@ _NUMBERS = {
     kinds.RUN_STARTED: ("from_step", "world_size"),
     kinds.STEP: ("step",),
     kinds.PROGRESS: ("step", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
+    kinds.EXPERTS: ("step", "steps"),
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
     kinds.EVALUATION: ("step", "tokens"),
     kinds.SAMPLE: ("step",),
@@ -39,6 +40,7 @@ _PERHAPS_NOT_FINITE = {
     kinds.STEP: ("loss", "grad_norm", "lr"),
     kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
 }
+_BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")  # of an `experts` event; "dropped" may be null
 _YEAR_5000_SECONDS = 95_617_584_000
 
 
@@ -57,7 +59,7 @@ class Twin:
 
 @dataclass(kw_only=True)
 class Facts:
-    """Events are dicts as in schema/events.py. `steps` and `progress`: step -> the last one written for that step.
+    """Events are dicts as in schema/events.py. `steps`, `progress` and `experts`: step -> the last one written for it.
 
     active_seconds: from each start to the last sign of life of that attempt, summed; pauses between are not in it.
     """
@@ -72,6 +74,7 @@ class Facts:
     starts: list[dict] = field(default_factory=list)
     steps: dict[int, dict] = field(default_factory=dict)
     progress: dict[int, dict] = field(default_factory=dict)
+    experts: dict[int, dict] = field(default_factory=dict)
     checkpoints: list[dict] = field(default_factory=list)
     refused: list[dict] = field(default_factory=list)
     changed_settings: list[dict] = field(default_factory=list)
@@ -171,6 +174,8 @@ def read_run_events(facts: Facts) -> None:
             facts.steps[event["step"]] = event
         elif kind == kinds.PROGRESS:
             facts.progress[event["step"]] = event
+        elif kind == kinds.EXPERTS:
+            facts.experts[event["step"]] = event
         elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
             setattr(facts, kind, event)
         if kind == kinds.RUN_STARTED:
@@ -204,8 +209,18 @@ def _is_readable(event) -> bool:
     step = event.get("step")
     if step is not None and not (isinstance(step, int) and is_finite(step)):
         return False
+    if kind == kinds.EXPERTS and not _has_numbers_by_layer(event):
+        return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
     return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
+
+
+def _has_numbers_by_layer(event: dict) -> bool:
+    names = _BY_LAYER if event.setdefault("dropped", None) is None else (*_BY_LAYER, "dropped")
+    columns = [column for name in names if isinstance(column := event.get(name), list) and column]
+    if len(columns) < len(names) or len({len(column) for column in columns}) > 1:
+        return False
+    return all(is_finite(value) or value != value for column in columns for value in column)
 
 
 def is_number(value) -> TypeGuard[float]:

@@ -1,6 +1,6 @@
 """Where a run stands, from its event log and its lock. Reads only; a run may be going on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingot.checkpoint.manifest import list_checkpoints
@@ -23,6 +23,8 @@ class Status:
     checkpoints, but the event log is missing or tells nothing of them: `log_damage` says so, `step` is the newest's).
 
     losses: of the steps that count, a step done again replaces its first try. Times are Unix seconds; None: not yet.
+    layout: axes of the mesh that divide something, of the last attempt. experts: the last event of that kind (layers,
+    load_cv, max_load, dropped, ... by layer; telemetry/experts.py), without the load of every expert.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Status:
     faults: tuple[str, ...]
     losses: tuple[float, ...]
     log_damage: str = ""
+    layout: dict[str, int] = field(default_factory=dict)
+    experts: dict | None = None
 
 
 def read_status(root: Path) -> Status:
@@ -94,7 +98,13 @@ def read_status(root: Path) -> Status:
         faults=tuple(faults),
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if saved_steps else "",
+        layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
+        experts=_experts(last.get(events.EXPERTS)),
     )
+
+
+def _experts(event: dict | None) -> dict | None:
+    return event and {name: value for name, value in event.items() if name not in ("kind", "time", "loads")}
 
 
 def _log_damage(folder: RunFolder) -> str:

@@ -8,18 +8,21 @@ import time
 from ingot import __version__
 from ingot.report.charts import loss_chart, optimizer_charts, throughput_charts, throughput_summary
 from ingot.report.comparison import comparison_section
+from ingot.report.experts import experts_section
 from ingot.report.facts import Facts, is_finite, is_number
+from ingot.report.layout import layout_text
 from ingot.report.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
 from ingot.report.recovery import recovery_section, recovery_tile
+from ingot.schema.arch import Arch
 from ingot.units import format_bytes, format_count, format_seconds
 
 
 def tell(facts: Facts, command: str) -> Page:
     """The page of a run. command: what reproduces it."""
     sections = (
-        stages_section, funnel_section, training_section, recovery_section, evaluation_section, samples_section,
-        comparison_section, checkpoints_section, settings_section, changed_settings_section, machine_section,
-        provenance_section,
+        stages_section, funnel_section, training_section, experts_section, recovery_section, evaluation_section,
+        samples_section, comparison_section, checkpoints_section, settings_section, changed_settings_section,
+        machine_section, provenance_section,
     )  # fmt: skip
     name = facts.run.name if facts.run else facts.folder.root.resolve().name
     footer = f"Written by ingot {__version__} from the event log of the run."
@@ -230,6 +233,7 @@ def settings_section(facts: Facts) -> Section | None:
     if run.accumulation > 1:
         batch += f", accumulated over {run.accumulation} microbatches"
     kind = "Llama with QK-norm" if arch.qk_norm else "Llama"
+    experts = [("Experts", _experts(run.model))] if arch.is_moe else []
     return Section(
         "settings",
         "Model and settings",
@@ -237,18 +241,45 @@ def settings_section(facts: Facts) -> Section | None:
             Pairs(
                 [
                     ("Model", f"{kind}, {arch.num_layers} layers, width {arch.d_model}, feed-forward {arch.d_ffn}"),
-                    ("Attention", f"{arch.num_heads} query and {arch.num_kv_heads} key/value heads of {arch.head_dim}"),
+                    *experts,
+                    ("Attention", _attention(arch)),
                     ("Vocabulary", f"{arch.vocab_size:,}" + (", embeddings tied" if arch.tied_embeddings else "")),
                     ("Batch", batch),
                     ("Optimizer", f"AdamW, peak rate {run.optim.lr:g}, weight decay {run.optim.weight_decay:g}"),
                     ("Schedule", f"{run.schedule.kind}, {run.schedule.warmup_steps} warm-up steps"),
                     ("Precision", run.train.precision),
-                    ("Ranks", f"{run.parallel.world_size}"),
+                    ("Ranks", _ranks(facts, run.parallel.world_size)),
                     ("Seed", f"{run.seed}"),
                 ]
             )
         ],
     )
+
+
+def _attention(arch: Arch) -> str:
+    if arch.mla.kv_rank:
+        text = f"{arch.num_heads} heads of {arch.head_dim}, latents of {arch.mla.kv_rank}"
+    else:
+        text = f"{arch.num_heads} query and {arch.num_kv_heads} key/value heads of {arch.head_dim}"
+    return text + (f", window of {arch.sliding_window:,} tokens" if arch.sliding_window else "")
+
+
+def _experts(arch: Arch) -> str:
+    moe = arch.moe
+    shared = f", {moe.shared_experts} shared" if moe.shared_experts else ""
+    dense = f", after {moe.first_dense} dense {_plural(moe.first_dense, 'layer')}" if moe.first_dense else ""
+    return f"{moe.num_experts} of width {moe.d_expert:,} in a layer, {moe.top_k} for a token{shared}{dense}"
+
+
+def _ranks(facts: Facts, ranks: int) -> str:
+    """With the layout of every attempt that changed it."""
+    told, before = [], {}
+    for start in facts.starts:
+        layout = start.get("layout")
+        if isinstance(layout, dict) and layout and layout != before:
+            told.append(layout_text(layout) + (f" from step {start['from_step']:,}" if before else ""))
+            before = layout
+    return f"{ranks}" + (f": {', '.join(told)}" if told else "")
 
 
 def changed_settings_section(facts: Facts) -> Section | None:

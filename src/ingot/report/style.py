@@ -70,6 +70,12 @@ svg.chart{display:block;width:100%;height:auto}
 .chart polyline.raw{stroke:var(--raw);stroke-width:1}
 .chart polyline.baseline{stroke:var(--cool);stroke-width:1.5;stroke-dasharray:7 5}
 .chart circle.dots{fill:var(--cool);stroke:var(--page);stroke-width:1.5}
+.even{--load:var(--rule)}.below-3{--load:var(--cool)}.above-3{--load:var(--metal)}
+.below-1{--load:color-mix(in srgb,var(--cool) 35%,var(--page))}
+.below-2{--load:color-mix(in srgb,var(--cool) 68%,var(--page))}
+.above-1{--load:color-mix(in srgb,var(--metal) 35%,var(--page))}
+.above-2{--load:color-mix(in srgb,var(--metal) 68%,var(--page))}
+.chart rect{fill:var(--load)}
 .legend{display:flex;flex-wrap:wrap;gap:2px 20px;list-style:none;margin:6px 0 0;padding:0;font-size:13px;
 color:var(--soft)}
 .legend i{display:inline-block;width:20px;height:0;border-top:3px solid var(--metal);vertical-align:middle;
@@ -77,6 +83,7 @@ margin-right:7px}
 .legend i.raw{border-top-color:var(--raw);border-top-width:1.5px}
 .legend i.baseline{border-top:2px dashed var(--cool)}
 .legend i.dots{width:9px;height:9px;border:0;border-radius:50%;background:var(--cool)}
+.legend i.even,.legend i[class^=below],.legend i[class^=above]{width:14px;height:10px;border:0;background:var(--load)}
 blockquote{margin:0 0 12px;padding:11px 16px;background:var(--card);border:1px solid var(--rule);
 border-left:3px solid var(--metal);border-radius:0 8px 8px 0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:15px}
 blockquote b{font-weight:650}
@@ -98,6 +105,6 @@ th,td{padding-right:11px}th,th.r{white-space:normal;vertical-align:bottom}tbody 
 --cool:#24547a;--good:#1f5c31;--bad:#9c1c15}
 body{font-size:12px}nav{display:none}section{padding:16px 0 8px}
 figure,.tiles,blockquote,tr{break-inside:avoid}h2,h3{break-after:avoid}
-.track,.fill{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+rect,.legend i,.track,.fill{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 }
 """

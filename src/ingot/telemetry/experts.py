@@ -15,7 +15,8 @@ DIGITS = 3  # after the point: a log is read by people and charts, and large mod
 class ExpertLoad:
     """The facts of an `experts` event (schema/events.py).
 
-    A load is an expert's share of a layer's assignments x E: 1 is even. steps: that these are sums over, up to and with `step`. layers: their numbers; the other lists go along with it.
+    A load is an expert's share of a layer's assignments x E: 1 is even. steps: how many these are sums over, the last
+    of them `step`. layers: their numbers; the other lists go along with it.
     load_cv: deviation of the loads, whose mean is 1. max_load, min_load: of the busiest and of the idlest expert.
     dropped: share of the assignments beyond an expert's capacity; None where all are taken. entropy: nats of a token's
     scores, as probabilities; the mean. loads: [L][E], or None to keep the log small.

@@ -132,3 +132,22 @@ def test_the_verb_prints_json_that_a_script_can_use(folder, capsys):
     assert json.loads(capsys.readouterr().out)["step"] == 3
     assert main(["status", str(folder.root)]) == 0
     assert "step 3/10" in capsys.readouterr().out
+
+
+def test_layout_and_experts_are_shown(folder, capsys):
+    from ingot.cli.main import main
+
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0, layout={"dp_shard": 2, "tp": 2})
+    steps(log, 1, 3)
+    by_layer = {"layers": [1, 2], "load_cv": [0.5, 0.25], "max_load": [1.5, 3.25], "min_load": [0.0, 0.5]}
+    log.write(events.EXPERTS, step=3, steps=3, **by_layer, dropped=[0.02, 0.04], entropy=[1.0, 1.5], loads=[[1.0]] * 2)
+    assert main(["status", str(folder.root)]) == 0
+    out = capsys.readouterr().out
+    assert "(dp_shard=2 tp=2)" in out
+    assert "busiest 3.2x the mean (layer 2)   dropped 3.0%   entropy 1.25 nats" in out
+    assert "█▁   0.25..0.50, layers 1 to 2" in out
+    assert main(["status", str(folder.root), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["layout"] == {"dp_shard": 2, "tp": 2}
+    assert facts["experts"]["max_load"] == [1.5, 3.25] and "loads" not in facts["experts"]
