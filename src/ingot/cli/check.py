@@ -11,6 +11,7 @@ from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from ingot.planner.check import Finding
+    from ingot.schema.cluster import Cluster
     from ingot.train.dry_run import DryRun
 
 HELP = "every problem of a run file at once, with file and line; starts nothing"
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     findings = check_run(args.run_file, cluster, cores=cores, overrides=tuple(args.overrides))
     for finding in findings:
         _say(finding, terminal)
-    said = _notes(args)
+    said = _notes(args, cluster)
     show_notes(said.items(), terminal)
     facts, faulty = {"notes": said}, False
     if args.simulate:
@@ -99,7 +100,7 @@ def _say(finding: "Finding", terminal: Terminal) -> None:
         terminal.say(f"{'':<9}fix: {finding.fix}")
 
 
-def _notes(args: argparse.Namespace) -> dict[str, str]:
+def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:
     """What experts and context parallelism come to; nothing of a run file with a problem, which has been told."""
     from ingot.config import load
     from ingot.errors import ConfigError
@@ -112,7 +113,7 @@ def _notes(args: argparse.Namespace) -> dict[str, str]:
         require_layout(config)
     except ConfigError:
         return {}
-    return dict(notes(config))
+    return dict(notes(config, cluster))
 
 
 def show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:

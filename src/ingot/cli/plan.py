@@ -157,12 +157,11 @@ def _show(planned, terminal: Terminal) -> None:
 
     plan, run = planned.plan, planned.run
     arch, train = run.model, run.train
-    active = f", {format_count(plan.active_parameters)} of them active" if arch.is_moe else ""
     terminal.say(
-        f"model     {format_count(plan.parameters)} parameters{active}: {arch.num_layers} layers, width {arch.d_model},"
+        f"model     {format_count(plan.parameters)} parameters: {arch.num_layers} layers, width {arch.d_model},"
         f" {arch.num_heads}/{arch.num_kv_heads} heads, vocabulary {arch.vocab_size:,}"
     )
-    show_notes(notes(run), terminal)
+    show_notes(notes(run, plan.cluster), terminal)
     terminal.say(
         f"layout    {run.parallel.world_size} ranks{_degrees(run.parallel)} on {plan.cluster.name}, {train.precision};"
         f" batch {train.global_batch} = {train.micro_batch} x {run.accumulation} accumulated"

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from ingot.planner.expert_advice import context_advice, expert_advice, over_network, without_effect
 from ingot.planner.links import LineTime, line_times
-from ingot.planner.memory import rank_memory_bytes
+from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.planner.step_time import simulated
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest
-from ingot.theory.layout import positions, resolve_parallel
+from ingot.theory.layout import layout_problems, positions, resolve_parallel
 from ingot.theory.params import count_active_parameters
 from ingot.theory.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
 from ingot.theory.state import kept_gradient_bytes
@@ -127,9 +127,19 @@ def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, LineTime], 
     took = sum(time.seconds for time in gathers)
     if zero == 3 and parallel.dp_shard > 1 and seconds and took > seconds / 2:  # less hides behind computation
         both = LineTime(sum(time.sent for time in gathers), took, True)
-        inside = max(per_node // (parallel.tp * parallel.cp), 1)
-        instead = f"dp_shard = {inside}, dp_replicate = {parallel.data_ranks // inside}"
-        yield f"zero 3 spans nodes: {over_network(both)}; try {instead}"
+        yield f"zero 3 spans nodes: {over_network(both)}; try {_inside_nodes(run, cluster)}"
+
+
+def _inside_nodes(run: RunConfig, cluster: Cluster) -> str:
+    """A layout that gathers parameters inside of nodes, where one has room for them."""
+    parallel = run.parallel
+    inside = max(cluster.devices_per_node // (parallel.tp * parallel.cp), 1)
+    shape = {"dp_shard": inside, "dp_replicate": parallel.data_ranks // inside}
+    other = replace(run, parallel=replace(parallel, **shape))
+    problem = any(layout_problems(other)) or other.parallel.world_size != parallel.world_size
+    if not problem and sum(term.value for term in memory_bill(other, cluster).values()) <= cluster.memory_bytes:
+        return ", ".join(f"{axis} = {degree}" for axis, degree in shape.items())
+    return "longer micro-batches (train.micro_batch), or parallel.pp or tp"
 
 
 def _canonical(run: RunConfig) -> Iterator[str]:

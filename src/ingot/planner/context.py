@@ -15,15 +15,15 @@ def with_context(run: RunConfig, cluster: Cluster) -> tuple[RunConfig, dict[str,
     parallel = run.parallel
     if parallel.cp == 1 or parallel.context != "auto":
         return run, {}
-    links = _links(cluster, run.train.precision)
+    links = links_of(cluster, run.train.precision)
     decided = resolve_context(run.model, run.train, parallel, links)
-    why = explain_context(run.model, run.train, parallel, links)
+    why, _, _ = explain_context(run.model, run.train, parallel, links).partition(":")
     degree = decided.ulysses if decided.context == "usp" else 0
     chosen = replace(parallel, context=decided.context, ulysses=degree)
-    return replace(run, parallel=chosen), {"parallel.context": why}
+    return replace(run, parallel=chosen), {"parallel.context": f"{why}: what adds least to a layer on {cluster.name}"}
 
 
-def _links(cluster: Cluster, precision: str) -> Links:
+def links_of(cluster: Cluster, precision: str) -> Links:
     """Those of the cluster, as far as they are known."""
     flops = cluster.peak_flops.get(precision, 0.0) * cluster.attention_efficiency
     return Links(

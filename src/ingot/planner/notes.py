@@ -2,19 +2,21 @@
 
 from collections.abc import Iterator
 
+from ingot.planner.context import links_of
+from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
-from ingot.theory.context import explain_context, imbalance
+from ingot.theory.context import H100_NODES, explain_context, imbalance
 from ingot.theory.layout import positions, resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_count
 
 
-def notes(run: RunConfig) -> Iterator[tuple[str, str]]:
+def notes(run: RunConfig, cluster: Cluster) -> Iterator[tuple[str, str]]:
     """(what it is about, one sentence), of a run without problems."""
     if run.model.is_moe:
         yield "experts", _experts(run)
     if run.parallel.cp > 1:
-        yield "context", _context(run)
+        yield "context", _context(run, cluster)
 
 
 def _experts(run: RunConfig) -> str:
@@ -29,11 +31,13 @@ def _experts(run: RunConfig) -> str:
     )
 
 
-def _context(run: RunConfig) -> str:
+def _context(run: RunConfig, cluster: Cluster) -> str:
     """What is "auto" is decided as the trainer decides it, by the figures of a fixed machine."""
     parallel = resolve_parallel(run)
     uneven = imbalance(parallel, run.train.seq_len, run.model.sliding_window)
-    how = "auto: " if run.parallel.context == "auto" else ""
+    how, links = (
+        ("auto: ", H100_NODES) if run.parallel.context == "auto" else ("", links_of(cluster, run.train.precision))
+    )
     layout = f"{parallel.context_layout}, " if parallel.ring > 1 else ""
     balance = f"{layout}the busiest rank has {uneven:.2f} times the mean of attention"
-    return f"{how}{explain_context(run.model, run.train, run.parallel)}; {balance}"
+    return f"{how}{explain_context(run.model, run.train, run.parallel, links)}; {balance}"

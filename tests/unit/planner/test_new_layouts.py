@@ -176,22 +176,22 @@ def test_good_layouts_are_not_warned_of():
 
 
 def test_notes_say_what_experts_and_context_parallelism_come_to():
-    said = dict(notes(run_of(SHARED, dp_shard=4, cp=2, ep=4)))
+    said = dict(notes(run_of(SHARED, dp_shard=4, cp=2, ep=4), NODE))
     assert said["experts"].startswith("8 experts, 2 to a token and 1 shared: 52.3B parameters, 18.5B active; 2 on each")
     assert "2,048 rows of a micro-batch each" in said["experts"]
     assert said["context"].startswith("auto: a ring of 2 inside a node: messages send 32.0 MiB in")
     assert said["context"].endswith("the busiest rank has 1.00 times the mean of attention")
-    uneven = dict(notes(run_of(LLAMA8, cp=4, context="ring", context_layout="contiguous")))
+    uneven = dict(notes(run_of(LLAMA8, cp=4, context="ring", context_layout="contiguous"), NODE))
     assert "contiguous, the busiest rank has 1.75 times the mean" in uneven["context"]
     assert not uneven["context"].startswith("auto") and "experts" not in uneven
-    assert not list(notes(run_of(LLAMA8)))
+    assert not list(notes(run_of(LLAMA8), NODE))
 
 
 def test_a_plan_decides_the_form_of_context_parallelism_by_its_cluster():
     run = run_of(LLAMA8, cp=16, dp_shard=2, seq_len=131_072)
     planned, reasons = with_context(run, NODES)
     assert (planned.parallel.context, planned.parallel.ulysses) == ("usp", 8)
-    assert reasons["parallel.context"].startswith("Ulysses over 8 in rings of 2 across nodes")
+    assert reasons["parallel.context"].startswith("Ulysses over 8 in rings of 2 across nodes: what adds least")
     require_layout(planned)
     whole, _ = with_context(run, replace(NODES, devices_per_node=32))
     assert (whole.parallel.context, whole.parallel.ulysses) == ("ulysses", 0)
