@@ -4,38 +4,68 @@ Shape letters: B batch, T tokens, S tokens looked at, D d_model, N query heads, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ingot.model.layers import RMSNorm, rotate
 from ingot.schema.arch import Arch
 
+# Of the largest mask that is kept: 128 MiB in bf16, once per forward. With more than that, attention goes through the
+# queries in chunks whose masks are this large at most.
+MASK_ELEMENTS = 2**26
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Sight:
     """What a token may look at: itself, and tokens before it, of its own document, within the window.
 
     positions_T: of the tokens that ask, ascending; keys of a whole sequence are at 0..S-1.
     document_ids_BS: by position in the whole sequence, or None: one document. window: 0 for no limit.
+    bias: 0 where `mask` of all queries and keys is True, else -inf, in the dtype of queries; made once for all layers
+      (`prepared`), None where attention has no use for it.
     """
 
     positions_T: Tensor
     document_ids_BS: Tensor | None = None
     window: int = 0
+    bias: Tensor | None = None
 
     def mask(self, queries_T: Tensor, keys_S: Tensor) -> Tensor:
         """Bool [B or 1, 1, T, S] for positions of queries and keys, True looks."""
-        distance_TS = queries_T[:, None] - keys_S[None, :]
-        seen = distance_TS >= 0
-        if self.window:
-            seen &= distance_TS < self.window
-        if self.document_ids_BS is None:
-            return seen[None, None]
-        own, theirs = self.document_ids_BS[:, queries_T], self.document_ids_BS[:, keys_S]
-        return (seen & (own[:, :, None] == theirs[:, None, :]))[:, None]
+        return _mask(queries_T, keys_S, self.document_ids_BS, self.window)
+
+    def needs_mask(self, keys: int) -> bool:
+        """Whether the triangle of as many queries as keys would show something else."""
+        return len(self.positions_T) != keys or self.document_ids_BS is not None or 0 < self.window < keys
+
+    def mask_elements(self, keys: int) -> int:
+        return (1 if self.document_ids_BS is None else len(self.document_ids_BS)) * len(self.positions_T) * keys
+
+    def prepared(self, keys: int, dtype: torch.dtype) -> "Sight":
+        """With `bias` for keys at 0..keys-1, where attention in one piece needs it."""
+        if not self.needs_mask(keys) or self.mask_elements(keys) > MASK_ELEMENTS:
+            return self
+        seen = self.mask(self.positions_T, torch.arange(keys, device=self.positions_T.device))
+        return replace(self, bias=_bias(seen, dtype))
+
+
+def _mask(queries_T: Tensor, keys_S: Tensor, document_ids_BS: Tensor | None, window: int) -> Tensor:
+    distance_TS = queries_T[:, None] - keys_S[None, :]
+    seen = distance_TS >= 0
+    if window:
+        seen &= distance_TS < window
+    if document_ids_BS is None:
+        return seen[None, None]
+    own, theirs = document_ids_BS[:, queries_T], document_ids_BS[:, keys_S]
+    return (seen & (own[:, :, None] == theirs[:, None, :]))[:, None]
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
 
 
 # (q_BNTH, k_BGSH, v_BGSH, sight) -> BNTH; keys and values of the same tokens as the queries, or of all before as well.
@@ -47,16 +77,66 @@ def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, sight: Sight)
 
     Keys of all positions 0..S-1 are here; queries are the last T of them.
     """
-    tokens, keys = q_BNTH.shape[2], k_BGSH.shape[2]
-    plain = tokens == keys and sight.document_ids_BS is None and not 0 < sight.window < keys
-    mask = None if plain else sight.mask(sight.positions_T, torch.arange(keys, device=q_BNTH.device))
-    if mask is None and (not q_BNTH.is_cuda or q_BNTH.dtype in (torch.bfloat16, torch.float16)):
-        return F.scaled_dot_product_attention(q_BNTH, k_BGSH, v_BGSH, is_causal=True, enable_gqa=True)
+    keys = k_BGSH.shape[2]
+    if not sight.needs_mask(keys):
+        return _attend(q_BNTH, k_BGSH, v_BGSH, None)
+    if sight.bias is None:
+        sight = sight.prepared(keys, q_BNTH.dtype)
+    if sight.bias is None:
+        return _attend_in_chunks(q_BNTH, k_BGSH, v_BGSH, sight)
+    return _attend(q_BNTH, k_BGSH, v_BGSH, sight.bias.to(q_BNTH.dtype))
+
+
+def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, bias: Tensor | None) -> Tensor:
+    """bias: None for the triangle of as many queries as keys."""
+    if not q_BNTH.is_cuda or (bias is None and q_BNTH.dtype in (torch.bfloat16, torch.float16)):
+        return F.scaled_dot_product_attention(
+            q_BNTH, k_BGSH, v_BGSH, attn_mask=bias, is_causal=bias is None, enable_gqa=True
+        )
     # On CUDA the kernel that takes a mask, or float32, without storing T x S scores knows no groups: give it one key
     # per query head.
     group = q_BNTH.shape[1] // k_BGSH.shape[1]
     k_BNSH, v_BNSH = k_BGSH.repeat_interleave(group, dim=1), v_BGSH.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, attn_mask=mask, is_causal=mask is None)
+    return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, attn_mask=bias, is_causal=bias is None)
+
+
+def _attend_in_chunks(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, sight: Sight) -> Tensor:
+    """Chunks of queries, each with the keys that it reaches. Their masks would together be too large to keep for the
+    backward, which makes them, and the chunk's attention, again."""
+    tokens, keys = q_BNTH.shape[2], k_BGSH.shape[2]
+    rows, parts = max(MASK_ELEMENTS * tokens // sight.mask_elements(keys), 1), []
+    for start in range(0, tokens, rows):
+        end = min(start + rows, tokens)
+        first, last = max(keys - tokens + start - sight.window + 1, 0) if sight.window else 0, keys - tokens + end
+        reached_S = torch.arange(first, last, device=q_BNTH.device)
+        parts.append(
+            checkpoint(
+                _attend_chunk,
+                q_BNTH[:, :, start:end],
+                k_BGSH[:, :, first:last],
+                v_BGSH[:, :, first:last],
+                sight.positions_T[start:end],
+                reached_S,
+                sight.document_ids_BS,
+                sight.window,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
+    return torch.cat(parts, dim=2)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def _attend_chunk(
+    q_BNTH: Tensor,
+    k_BGSH: Tensor,
+    v_BGSH: Tensor,
+    queries_T: Tensor,
+    keys_S: Tensor,
+    document_ids_BS: Tensor | None,
+    window: int,
+) -> Tensor:
+    seen = _mask(queries_T, keys_S, document_ids_BS, window)
+    return _attend(q_BNTH, k_BGSH, v_BGSH, _bias(seen, q_BNTH.dtype))
 
 
 class Attention(nn.Module):

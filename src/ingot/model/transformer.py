@@ -98,6 +98,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(arch.d_model, arch.norm_eps)
         self.head = None if arch.tied_embeddings else nn.Linear(arch.d_model, arch.vocab_size, bias=False)
         self.readout = Readout()
+        # Other forms of attention make masks of their own, of the parts that they work on.
+        self.masks_here = attend is attend_locally
 
     def forward(
         self,
@@ -128,6 +130,8 @@ class Transformer(nn.Module):
         rotated = self.arch.mla.rope_dim if self.arch.is_mla else self.arch.head_dim
         rotary = rotary_tables(positions, rotated, self.arch.rope_theta)
         x_BTD = x if x.is_floating_point() or self.embed is None else self.embed(x)
+        if self.masks_here:
+            sight = sight.prepared(len(positions) + (0 if cache is None else cache.tokens), x_BTD.dtype)
         for index, block in self.blocks.items():
             x_BTD = block(x_BTD, rotary, sight, None if cache is None else cache.layers[int(index)], pressure)
         if self.norm is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ class Context(TokenShare):
     def __init__(self, mesh: Mesh, attend_locally: Callable[..., Tensor]):
         super().__init__(mesh)
         self._attend_locally, self._ulysses = attend_locally, mesh.size("ulysses")
+        self._sights: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of whole sequences, by that of this rank's
         self._ring = Ring(mesh.parallel, mesh.index("ring"), mesh.ranks("ring"), mesh.group("ring"))
         # A compiler sees no messages between ranks, and would move what lies between two of them: blocks are compiled
         # up to here and from here on.
@@ -86,5 +88,8 @@ class Context(TokenShare):
         return attend_by_heads(q_BNTH, k_BGTH, v_BGTH, partial(attend, sight=sight), self.mesh.group("ulysses"))
 
     def _whole_sequences(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, sight: Any) -> Tensor:
-        everywhere = torch.arange(q_BNTH.shape[2], device=q_BNTH.device)
-        return self._attend_locally(q_BNTH, k_BGTH, v_BGTH, replace(sight, positions_T=everywhere))
+        if sight not in self._sights:  # one for all layers of a forward
+            tokens = q_BNTH.shape[2]
+            whole = replace(sight, positions_T=torch.arange(tokens, device=q_BNTH.device))
+            self._sights[sight] = whole.prepared(tokens, q_BNTH.dtype)
+        return self._attend_locally(q_BNTH, k_BGTH, v_BGTH, self._sights[sight])
