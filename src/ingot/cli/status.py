@@ -61,15 +61,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _say_experts(experts: dict, terminal: Terminal) -> None:
-    """Two lines: the worst of each, and how uneven each layer is."""
+    """Two lines: the busiest expert and means over layers, and how uneven each layer is."""
     from ingot.report.status import sparkline
 
     layers, cvs, busiest = experts["layers"], experts["load_cv"], experts["max_load"]
     worst = max(range(len(layers)), key=busiest.__getitem__)
-    parts = [f"experts  busiest {busiest[worst]:.1f}x the mean (layer {layers[worst]})"]
+    parts = [f"load   busiest expert {busiest[worst]:.1f}x the mean (layer {layers[worst]})"]
     if experts.get("dropped") is not None:
         parts.append(f"dropped {sum(experts['dropped']) / len(layers):.1%}")
     parts.append(f"entropy {sum(experts['entropy']) / len(layers):.2f} nats")
     terminal.say("   ".join(parts))
     spread = f"{min(cvs):.2f}..{max(cvs):.2f}"
-    terminal.say(f"load cv  {sparkline(tuple(cvs))}   {spread}, layers {layers[0]} to {layers[-1]}")
+    terminal.say(f"       deviation {sparkline(tuple(cvs))}   {spread}, layers {layers[0]} to {layers[-1]}")

@@ -145,8 +145,8 @@ def test_layout_and_experts_are_shown(folder, capsys):
     assert main(["status", str(folder.root)]) == 0
     out = capsys.readouterr().out
     assert "(dp_shard=2 tp=2)" in out
-    assert "busiest 3.2x the mean (layer 2)   dropped 3.0%   entropy 1.25 nats" in out
-    assert "█▁   0.25..0.50, layers 1 to 2" in out
+    assert "busiest expert 3.2x the mean (layer 2)   dropped 3.0%   entropy 1.25 nats" in out
+    assert "deviation █▁   0.25..0.50, layers 1 to 2" in out
     assert main(["status", str(folder.root), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["layout"] == {"dp_shard": 2, "tp": 2}
