@@ -2,14 +2,16 @@
 
 full       a block keeps its input alone. Its forward runs again in the backward, as far as the last tensor that the
            backward needs: the last matrix product of the block, and a collective behind it, are not run twice.
-selective  a block also keeps what is dear to run again: the results of matrix products, of attention, and of the
-           collectives that leave a region of tensor parallelism. Norms, rotations and activations, which are cheap and
-           fill most of the memory, run again (the choice by cost is Korthikanti et al. 2022, section 5; theirs is the
-           other way round, attention before it was flash). Two things are as wide as the model on every rank of tensor
-           parallelism and so are not kept: gathered tokens, which are gathered again, and the product of a matrix that
-           is cut by rows, which runs again where the backward gets that far, though only its sum over ranks is used.
+selective  a block also keeps what is dear to run again: the results of matrix products, of attention, of the
+           collectives that leave a region of tensor parallelism, and of all-to-alls. Norms, rotations and activations,
+           which are cheap and fill most of the memory, run again (the choice by cost is Korthikanti et al. 2022,
+           section 5; theirs is the other way round, attention before it was flash). Two things are as wide as the model
+           on every rank of tensor parallelism and so are not kept: gathered tokens, which are gathered again, and the
+           product of a matrix that is cut by rows, which runs again where the backward gets that far, though only its
+           sum over ranks is used.
 
-Compiled blocks follow the same policy, but leave out what leads to a kept result only.
+Compiled blocks follow the same policy, but leave out what leads to a kept result only. Experts are chosen again from
+the same numbers, so their rows have the same sizes, and all ranks exchange again what is not kept, in the same order.
 """
 
 from collections.abc import Callable
@@ -26,12 +28,14 @@ KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _collectives.reduce_scatter_tensor.default,
     _collectives.all_reduce.default,
+    _collectives.all_to_all_single.default,
 }
 
 

@@ -127,10 +127,11 @@ def kept_bytes(how, every=1):
     model = make_model(how, every)
     x = torch.randn(BATCH, TOKENS, ARCH.d_model, dtype=torch.float64, requires_grad=True)
     rotary = (torch.ones(TOKENS, ARCH.head_dim // 2), torch.zeros(TOKENS, ARCH.head_dim // 2))
-    with Ledger(given=(x, *model.parameters(), *rotary)) as ledger:
+    sight = Sight(torch.arange(TOKENS))
+    with Ledger(given=(x, *model.parameters(), *rotary, sight.positions_T)) as ledger:
         out = x
         for block in model.blocks.values():
-            out = block(out, rotary, Sight(torch.arange(out.shape[1])))
+            out = block(out, rotary, sight)
     alive = ledger.bytes_alive()
     out.sum().backward()
     del out

@@ -1,0 +1,168 @@
+"""Experts on several ranks train as in one process, whoever gets how many tokens: float64, by the code that trains.
+
+tests/proof has them in every composition; here are loads that it does not make, and what a rank issues in which order.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ingot.parallel import expert
+from ingot.schema.arch import Moe
+from ingot.telemetry.tracker import Tracker
+from ingot.train.build import build_parts
+from ingot.train.step import train_step
+
+from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of
+from .test_overlap_order import _Mark
+
+MOE = Moe(num_experts=8, top_k=2, d_expert=6, shared_experts=1, bias_rate=0.01, noise=0.3, sequence_loss=0.02)
+EXPERTS = replace(ARCH, num_layers=2, moe=MOE)
+# Experts that get all tokens, by what a test calls it: biases decide who is chosen, and change nothing else.
+CROWDED = {"all to one rank": (0, 1), "all to one expert each": (2, 7), "as it comes": ()}
+
+
+def run_with(moe=MOE, **parallel):
+    return run_of(arch=replace(EXPERTS, moe=moe), global_batch=8, **parallel)
+
+
+def first_step(rank, world, run, crowded=()):
+    """Gradients before clipping, their norm, and state after the step; and assignments by layer and expert."""
+    parts = build_parts(run, CPU, Path())
+    assert parts.balance is not None
+    if parts.balance.bias_RE is not None:
+        parts.balance.bias_RE[:, list(crowded)] += 100.0
+    gradients, reduce = [], parts.model.reduce
+
+    def reduce_and_look():
+        reduce()
+        gradients.extend((piece, piece.grad) for piece in parts.model.pieces if piece.grad is not None)
+        gradients[:] = keep(gradients)
+
+    parts.model.reduce = reduce_and_look
+    facts = train_step(parts, batch_of(run, parts.mesh, 1), 1e-3)
+    assert facts.experts is not None
+    return gradients, float(facts.grad_norm), keep(state_of(parts)), facts.experts.tolist()
+
+
+def assert_equals_one_process(fork_ranks, run, crowded=()):
+    alone = run_with(run.model.moe)
+    ((one, norm, _, routed),) = fork_ranks(first_step, 1, alone, crowded)
+    ranks = fork_ranks(first_step, run.parallel.world_size, run, crowded)
+    expected, found = join([one]), join([gradients for gradients, *_ in ranks])
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert np.abs(found[name] - gradient).max() <= 1e-12 * np.abs(gradient).max(), name
+    for _, own_norm, _, own_routed in ranks:
+        assert own_norm == pytest.approx(norm, rel=1e-12)
+        np.testing.assert_allclose(own_routed, routed, rtol=1e-12)
+    return np.array(routed)[:, : run.model.moe.num_experts]
+
+
+@pytest.mark.parametrize("load", CROWDED)
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard": 2, "ep": 2, "zero": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 3}]
+)
+def test_loads_do_not_matter(fork_ranks, layout, load):
+    loads = assert_equals_one_process(fork_ranks, run_with(**layout), CROWDED[load])
+    if CROWDED[load]:
+        assert (loads > 0).sum() == 2 * EXPERTS.num_layers  # and all others have nothing to do
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "zero": 3}, {"tp": 2, "cp": 2, "ep": 4}])
+def test_the_same_assignments_are_dropped(fork_ranks, layout):
+    moe = replace(MOE, capacity_factor=0.5, overflow="fallback")
+    assert_equals_one_process(fork_ranks, run_with(moe, **layout), (0, 1))
+
+
+@pytest.mark.parametrize("copies, ep", [(2, 1), (2, 2)])
+def test_canonical_sums_of_experts_do_not_depend_on_copies(fork_ranks, copies, ep):
+    settings = {"cp": 2, "ep": ep, "reduce": "canonical", "virtual_ranks": 2}
+    one, more = run_with(**settings), run_with(**settings, dp_replicate=copies)
+    alone, together = (
+        join([state for _, _, state, _ in fork_ranks(first_step, run.parallel.world_size, run)]) for run in (one, more)
+    )
+    assert same_bits(alone, together)
+    assert_equals_one_process(fork_ranks, more)
+
+
+# -- what is issued, and when --
+
+
+def heard(rank, world, run, listen):
+    """Marks and all-to-alls of the second step of a model with one layer."""
+    order: list[str] = []
+    parts = build_parts(run, CPU, Path())
+    (block,) = parts.model.stages[0].get_submodule("blocks").children()
+    moe = block.get_submodule("moe")
+    for name in ("shared", "experts"):
+        part = moe.get_submodule(name)
+        part.forward = partial(_marked, part.forward, name, order.append)
+    train_step(parts, batch_of(run, parts.mesh, 1), 1e-3)
+    listen(order)
+    train_step(parts, batch_of(run, parts.mesh, 2), 1e-3)
+    return order
+
+
+def _marked(forward, name, note, x, *args):
+    note(f"forward {name}")
+    return _Mark.apply(forward(x, *args), note, f"backward {name}")
+
+
+def _listen(order):
+    order.clear()
+
+    def told(function, what):
+        def tell(*args):
+            order.append(what)
+            return function(*args)
+
+        return tell
+
+    expert.start_all_to_all = told(expert.start_all_to_all, "start")
+    expert.finish = told(expert.finish, "finish")
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "zero": 1}, {"dp_shard": 2, "ep": 2, "zero": 3}])
+def test_shared_experts_compute_while_rows_are_on_their_way(fork_ranks, layout):
+    run = run_of(arch=replace(EXPERTS, num_layers=1), global_batch=2, **layout)
+    counts, there, back = ["start", "finish"], ["start", "forward shared", "finish"], ["start", "finish"]
+    forward = [*counts, *there, "forward experts", *back]
+    backward = [*back, "backward experts", "start", "backward shared", "finish"]
+    for order in fork_ranks(heard, 2, run, _listen):
+        assert order == [*forward, *backward]
+
+
+def issued(rank, world, run):
+    """All-to-alls and gathers of one step, and the gradients."""
+    parts = build_parts(run, CPU, Path())
+    gradients, reduce = [], parts.model.reduce
+
+    def reduce_and_look():
+        reduce()
+        gradients.extend(keep((piece, piece.grad) for piece in parts.model.pieces))
+
+    parts.model.reduce = reduce_and_look
+    with Tracker() as tracker:
+        train_step(parts, batch_of(run, parts.mesh, 1), 1e-3)
+    names = [event.call.op for event in tracker.events if event.call]
+    return names.count("all_to_all"), names.count("all_gather"), gradients
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_recompute_keeps_bits_and_selective_runs_no_all_to_all_again(fork_ranks, zero):
+    each = {"dp_shard": 4, "ep": 2, "zero": zero, "global_batch": 4}
+    plain, full, selective = (
+        fork_ranks(issued, 4, run_of(arch=EXPERTS, recompute=how, **each)) for how in ("none", "full", "selective")
+    )
+    layers = EXPERTS.num_layers
+    for (calls, gathers, gradients), again, kept in zip(plain, full, selective, strict=True):
+        assert calls == 5 * layers  # counts, there and back; and the gradients of the latter two
+        assert (again[0], kept[0]) == (8 * layers, calls)
+        assert again[1] == kept[1] == gathers
+        for other in (again[2], kept[2]):
+            for (*place, ours), (*same_place, theirs) in zip(other, gradients, strict=True):
+                assert place == same_place and np.array_equal(ours, theirs), place
