@@ -2,17 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ingot.cli.main import main
-from ingot.config import load
+from ingot.config import load, to_toml
 from ingot.dist.start import Place
 from ingot.events import read_events
+from ingot.schema.arch import Moe
 from ingot.schema.run import RunConfig
 from ingot.train.build import build
 from ingot.train.loop import train
+from ingot.train.trained import load_trained
 
 
 def run_rank(rank, ranks, folder):
@@ -44,6 +47,23 @@ def test_eval_gives_what_training_logged(trained, capsys):
     assert found["by_source"].keys() == {"metal", "stone"}
     code, out, _ = call(capsys, "eval", trained.checkpoint(5))
     assert code == 0 and "step 5" in out and "unigram" in out
+
+
+def test_biases_of_routers_are_as_wide_as_in_training(fork_ranks, make_run, capsys):
+    """Multiples of 0.003 are no bfloat16 numbers."""
+    folder = make_run(steps=6, precision="bf16")
+    config = load(RunConfig, folder.config)
+    moe = Moe(num_experts=4, d_expert=8, scores="sigmoid", bias_rate=0.003)
+    folder.config.write_text(to_toml(replace(config, model=replace(config.model, moe=moe))))
+    fork_ranks(run_rank, 1, folder)
+    buffers = dict(load_trained(folder.root).model.named_buffers())
+    assert sorted(buffers) == ["blocks.0.moe.router.bias", "blocks.1.moe.router.bias"]
+    for bias in buffers.values():
+        moved = torch.round(bias / 0.003)
+        assert moved.any() and torch.allclose(bias, moved * 0.003, rtol=1e-5)
+    logged = next(read_events(folder.events, "evaluation"))
+    found = json.loads(call(capsys, "eval", folder.root, "--json")[1])
+    assert found["bpb"] == pytest.approx(logged["bpb"], rel=1e-6)
 
 
 def test_eval_scores_other_tokens(trained, token_folders, capsys):
