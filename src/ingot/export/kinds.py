@@ -65,7 +65,7 @@ def kind_of(arch: Arch) -> str:
         raise ConfigError(
             "\n".join(problems),
             rule=f"a model is exported only when Hugging Face's {CLASSES[kind]} computes exactly what was trained",
-            fix=_way_out(kind),
+            fix=_way_out(arch, kind),
         )
     return kind
 
@@ -89,8 +89,10 @@ def class_problems(arch: Arch, kind: str) -> Iterator[str]:
             yield f"model.moe.num_experts = {moe.num_experts}, {CLASSES[kind]} has at least two in a group"
 
 
-def _way_out(kind: str) -> str:
-    if kind == "deepseek_v3":
-        return "train with the values above"
-    others = "qk_norm = true (exported as Qwen3-MoE)" if kind == "mixtral" else "the values above"
-    return f"train with {others}, or with latent attention (model.mla, exported as DeepSeek-V3)"
+def _way_out(arch: Arch, kind: str) -> str:
+    ways = ["train with the values on the right"]
+    if kind == "mixtral" and not list(class_problems(arch, "qwen3_moe")):
+        ways.append("with qk_norm = true (exported as Qwen3-MoE)")
+    if kind != "deepseek_v3" and arch.moe.scores == "sigmoid" and not arch.moe.capacity_factor:
+        ways.append("with latent attention (model.mla, exported as DeepSeek-V3)")
+    return ", or ".join(ways)

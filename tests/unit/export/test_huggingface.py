@@ -1,6 +1,7 @@
 """A run's checkpoint becomes a folder that transformers loads, or nothing is exported."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ from ingot.checkpoint.saving import CheckpointFacts, save_checkpoint
 from ingot.checkpoint.state import TrainingState
 from ingot.config import to_dict, to_toml
 from ingot.data.tokenizer.bpe import train_bpe
-from ingot.errors import CheckpointError, DataError, UsageError
+from ingot.errors import CheckpointError, ConfigError, DataError, UsageError
 from ingot.events import EventLog, read_events
 from ingot.export import huggingface
 from ingot.export.huggingface import export_run
 from ingot.model.transformer import Transformer
 from ingot.parallel.piece import Piece
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.tokens import Shard, TokenManifest
@@ -47,10 +48,26 @@ class NoMoments:
         pass
 
 
+DENSE = Arch(
+    vocab_size=400, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64, max_seq_len=128
+)
+MIXTRAL = replace(DENSE, moe=Moe(num_experts=4, top_k=2, d_expert=24, global_loss=0.01, noise=0.5))
+DEEPSEEK = replace(
+    DENSE,
+    num_kv_heads=4,
+    norm_eps=1e-6,
+    mla=Mla(q_rank=16, kv_rank=12, nope_dim=4, rope_dim=4, v_dim=6),
+    moe=Moe(num_experts=8, top_k=2, d_expert=24, shared_experts=1, first_dense=1, scores="sigmoid", bias_rate=0.001),
+)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("project"), DENSE)
+
+
+def make_run(root: Path, arch: Arch) -> Path:
     """A run folder with one real checkpoint of random weights, its token manifest and a real tokenizer."""
-    root = tmp_path_factory.mktemp("project")
     tokenizer = train_bpe(TEXTS * 40, 400, root / "tokens" / "tokenizer.json")
     eot_id = next(t["id"] for t in json.loads(tokenizer.read_text())["added_tokens"])
     shard = Shard(
@@ -61,8 +78,6 @@ def run(tmp_path_factory) -> Path:
         split="train", block_bytes=1 << 20, seed=1, shards=(shard,),
     )  # fmt: skip
     write_json(root / "tokens" / "train" / "manifest.json", to_dict(tokens))
-    arch = Arch(vocab_size=400, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64,
-                max_seq_len=128)  # fmt: skip
     config = RunConfig(
         name="demo_*run*",
         model=arch,
@@ -73,14 +88,16 @@ def run(tmp_path_factory) -> Path:
     folder.root.mkdir()
     folder.config.write_text(to_toml(config))
     torch.manual_seed(0)
-    model = Transformer(arch)
-    state = TrainingState(
-        [
-            Piece(name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), p.detach(), owner=True)
-            for name, p in model.named_parameters()
-        ],
-        NoMoments(model),
-    )
+    model = Transformer(arch).requires_grad_(False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.15)
+    for buffer in model.buffers():
+        buffer.normal_()  # biases and loads as of a router that has learned
+
+    def pieces(tensors):
+        return [Piece(n, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t.detach(), owner=True) for n, t in tensors]
+
+    state = TrainingState(pieces(model.named_parameters()), NoMoments(model), frozen=pieces(model.named_buffers()))
     facts = CheckpointFacts(
         step=20, tokens=2560, settings={}, config_sha256="a" * 64, data_fingerprint="b" * 64, layout={}
     )
@@ -92,8 +109,7 @@ def run(tmp_path_factory) -> Path:
     return folder.root
 
 
-@pytest.fixture
-def original(run) -> Transformer:
+def trained_model(run: Path) -> Transformer:
     from ingot.checkpoint.loading import load_model
     from ingot.config import load
 
@@ -102,16 +118,42 @@ def original(run) -> Transformer:
     return model.eval()
 
 
-def test_transformers_gives_the_logits_of_the_run(run, original, tmp_path):
+def require_same_logits(run: Path, folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens_BT = torch.arange(120).remainder(400).view(2, 60)
+    with torch.no_grad():
+        assert (model(tokens_BT).logits - trained_model(run)(tokens_BT)).abs().max().item() <= 1e-5
+
+
+def test_transformers_gives_the_logits_of_the_run(run, tmp_path):
     exported = export_run(run, tmp_path / "hf")
     assert exported.step == 20
     assert exported.max_logit_difference <= 1e-5
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported.path)
-    tokens_BT = torch.arange(120).remainder(400).view(2, 60)
-    with torch.no_grad():
-        assert (model(tokens_BT).logits - original(tokens_BT)).abs().max().item() <= 1e-5
+    require_same_logits(run, exported.path)
     assert next(read_events(run / "events.jsonl", "exported"))["max_logit_difference"] <= 1e-5
+
+
+@pytest.mark.parametrize("arch", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_experts_is_exported(arch, dtype, tmp_path):
+    run = make_run(tmp_path, arch)
+    exported = export_run(run, tmp_path / "hf", dtype=dtype)
+    assert exported.max_logit_difference <= 1e-5
+    if dtype == "float32":
+        require_same_logits(run, exported.path)
+    card = (exported.path / "README.md").read_text()
+    facts = ("Mixtral", "2 of 4", "balance loss by batch 0.01, noise on router logits 0.5")
+    if arch is DEEPSEEK:
+        facts = ("DeepSeek-V3", "latent attention", "2 of 8 for each token, 1 shared", "bias step 0.001")
+    assert all(fact in card for fact in facts)
+
+
+def test_a_run_that_drops_tokens_is_refused_before_anything_is_written(tmp_path):
+    run = make_run(tmp_path, replace(MIXTRAL, moe=replace(MIXTRAL.moe, capacity_factor=1.25)))
+    with pytest.raises(ConfigError, match=r"capacity_factor = 1\.25"):
+        export_run(run, tmp_path / "hf")
+    assert not list(tmp_path.glob("*hf*"))
 
 
 def test_auto_tokenizer_gives_the_ids_of_training(run, tmp_path):

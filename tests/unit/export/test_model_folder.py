@@ -257,6 +257,13 @@ def test_experts_that_no_class_of_transformers_computes_are_not_written(tmp_path
     assert list((tmp_path / "hf").iterdir()) == []
 
 
+def test_a_way_out_is_named_only_where_it_leads_out():
+    limited = replace(MIXTRAL, moe=replace(MIXTRAL.moe, capacity_factor=1.25, normalize=False))
+    with pytest.raises(ConfigError) as caught:
+        huggingface_config(limited, eot_id=0, dtype="float32")
+    assert caught.value.fix == "train with the values on the right"
+
+
 def test_what_only_balances_experts_in_training_is_left_out(tmp_path):
     moe = replace(MIXTRAL.moe, noise=0.5, sequence_loss=0.01, global_loss=0.02, z_loss=1e-3)
     model = random_model(replace(MIXTRAL, moe=moe))
