@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,18 +11,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ingot.dist.mesh import Mesh, build_mesh  # noqa: E402
+from ingot.dist.mesh import AXES  # noqa: E402
 from ingot.planner.memory import position_bill  # noqa: E402
-from ingot.schema.arch import Arch  # noqa: E402
+from ingot.schema.arch import Arch, Mla, Moe  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
 from ingot.telemetry.tracker import Tracker  # noqa: E402
-from ingot.theory.layout import Position, layout_problems, positions, resolve_parallel  # noqa: E402
+from ingot.theory.layout import Position, layout_problems, positions  # noqa: E402
+from ingot.theory.mesh_world import Grid  # noqa: E402
 from ingot.theory.traffic import step_traffic  # noqa: E402
+from ingot.train.build import build_parts  # noqa: E402
 
-AXES = ("tp", "dp_shard", "dp_replicate", "pp")
 # Dims that 2 and 4 ranks divide, so that nothing is padded.
 ARCH = Arch(vocab_size=128, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64)
+SPARSE = replace(ARCH, moe=Moe(num_experts=8, top_k=2, d_expert=16, shared_experts=1, first_dense=1))
+# A capacity that nothing exceeds: routers tell each other their choices, and every row is sent.
+CAPPED = replace(ARCH, moe=Moe(num_experts=8, top_k=2, d_expert=16, capacity_factor=4.0, overflow="fallback"))
+LATENT = replace(ARCH, num_kv_heads=4, head_dim=12, mla=Mla(q_rank=16, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8))
 
 
 def run_of(precision: Any = "bf16", arch=ARCH, micro_batches=4, micro_batch=2, seq_len=16, **settings) -> RunConfig:
@@ -31,54 +37,30 @@ def run_of(precision: Any = "bf16", arch=ARCH, micro_batches=4, micro_batch=2, s
     return RunConfig(name="x", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
 
 
-def start(run: RunConfig) -> tuple[Mesh, Callable[[], None]]:
-    """This rank's place in `run`, and its optimizer step on a random batch."""
-    from ingot.model.init import initial_value
-    from ingot.model.transformer import SHARDING, Transformer
-    from ingot.optim.adamw import Optimizer
-    from ingot.parallel.apply import parallelize
-    from ingot.parallel.pipeline import Pipeline
-
-    (position, *_), device = positions(run), torch.device("cpu")
-    mesh, table = build_mesh(resolve_parallel(run), "cpu"), position.table
-
-    def make() -> Transformer:
-        with torch.device("meta"):
-            return Transformer(run.model)
-
-    def value(name, shape, offsets, sizes):
-        return initial_value(name, shape, run.model, run.seed, offsets, sizes)
-
-    model = parallelize(
-        make, mesh, run.train, device, sharding=SHARDING, rank_of_stage=table.rank_of_stage,
-        micro_batches=run.accumulation, initial_value=value,
-    )  # fmt: skip
-    program = Pipeline(
-        model.stages, table, mesh, model.data, d_model=run.model.d_model, dtype=model.hidden, device=device,
-        sequence_ranks=position.sequence_ranks,
-    )  # fmt: skip
-    optimizer = Optimizer(model.pieces, run.optim)
+def start(run: RunConfig) -> Callable[[], None]:
+    """The optimizer step of this rank's place in `run`, on a random batch, without the norm of all gradients."""
+    parts = build_parts(run, torch.device("cpu"), Path())
     tokens = torch.randint(0, run.model.vocab_size, (run.accumulation, run.train.micro_batch, run.train.seq_len))
-    batch: Any = SimpleNamespace(inputs=tokens, targets=tokens, document_ids=None)
+    batch: Any = SimpleNamespace(step=1, inputs=tokens, targets=tokens, document_ids=None)
 
     def step():
-        program.train(batch)
-        model.reduce()
-        optimizer.step(1e-3)
-        model.publish()
+        parts.program.train(batch)
+        parts.model.reduce()
+        parts.optimizer.step(1e-3)
+        parts.model.publish()
 
-    return mesh, step
+    return step
 
 
 def counted_steps(rank: int, world: int, runs: list[RunConfig]) -> list[dict[tuple[str, str], tuple[int, int]]]:
     """Of each run: (operation, axis) -> how often and on how many bytes, in this rank's second step."""
     found = []
     for run in runs:
-        mesh, step = start(run)
+        step = start(run)
         step()
         with Tracker() as tracker:
             step()
-        found.append(by_axis(tracker.calls, {axis: set(mesh.ranks(axis)) for axis in AXES}, rank))
+        found.append(by_axis(tracker.calls, Grid({axis: getattr(run.parallel, axis) for axis in AXES}), rank))
     return found
 
 
@@ -88,7 +70,7 @@ def peaks(rank: int, world: int, runs: list[RunConfig]) -> list[int]:
     for run in runs:
         with Tracker() as tracker:
             tracker.begin("start")
-            _, step = start(run)
+            step = start(run)
             step()
             tracker.begin("steady")
             step()
@@ -96,13 +78,12 @@ def peaks(rank: int, world: int, runs: list[RunConfig]) -> list[int]:
     return found
 
 
-def by_axis(calls, axes: dict[str, set[int]], rank: int) -> dict[tuple[str, str], tuple[int, int]]:
+def by_axis(calls, grid: Grid, rank: int) -> dict[tuple[str, str], tuple[int, int]]:
     sizes, times = Counter(), Counter()
     for call in calls:
         if call.op in ("recv", "irecv", "wait", "sent", "barrier") or len(call.group) == 1:
             continue
-        members = set(call.group) if call.peer < 0 else {rank, call.peer}
-        axis = next(axis for axis, ranks in axes.items() if members <= ranks)
+        axis = "+".join(grid.axes(call.group if call.peer < 0 else (rank, call.peer)))
         op = "send" if call.op == "isend" else call.op
         times[op, axis] += 1
         sizes[op, axis] += call.elements * getattr(torch, call.dtype).itemsize
@@ -140,6 +121,38 @@ CASES = {
     "tp x pp x dp": (8, {"tp": 2, "pp": 2, "dp_shard": 2}),
     "tp x zero 3": (4, {"tp": 2, "dp_shard": 2, "zero": 3}),
     "pp x zero 3": (4, {"pp": 2, "dp_shard": 2, "zero": 3}),
+    "latent attention, tp": (2, {"tp": 2, "arch": LATENT}),
+    "ring": (2, {"cp": 2, "context": "ring"}),
+    "ring of 4, striped, zero 3": (4, {"cp": 4, "context": "ring", "context_layout": "striped", "zero": 3}),
+    "ring, full recompute": (2, {"cp": 2, "context": "ring", "recompute": "full", "recompute_every": 2}),
+    "ulysses": (2, {"cp": 2, "context": "ulysses", "zero": 2}),
+    "ulysses, repeated heads": (4, {"cp": 4, "context": "ulysses"}),
+    "ulysses, selective recompute": (2, {"cp": 2, "context": "ulysses", "recompute": "selective"}),
+    "usp, fp32": (4, {"cp": 4, "context": "usp", "ulysses": 2, "precision": "fp32"}),
+    "ring x zero 1": (4, {"cp": 2, "context": "ring", "dp_shard": 2, "zero": 1}),
+    "ring x hsdp, zero 3": (8, {"cp": 2, "context": "ring", "dp_shard": 2, "dp_replicate": 2, "zero": 3}),
+    "ring x tp": (4, {"cp": 2, "context": "ring", "tp": 2}),
+    "ulysses x pp": (4, {"cp": 2, "context": "ulysses", "pp": 2}),
+    "ring x canonical": (4, {"cp": 2, "context": "ring", "dp_replicate": 2, "reduce": "canonical", "virtual_ranks": 4}),
+    "ep over dp_shard": (2, {"dp_shard": 2, "ep": 2, "arch": SPARSE, "zero": 1}),
+    "ep over half of dp_shard": (4, {"dp_shard": 4, "ep": 2, "arch": SPARSE, "zero": 2}),
+    "ep over half of dp_shard, zero 3": (4, {"dp_shard": 4, "ep": 2, "arch": SPARSE, "zero": 3, "unit_layers": 2}),
+    "experts whole on tp": (2, {"tp": 2, "arch": SPARSE}),
+    "ep over tp": (4, {"tp": 2, "dp_shard": 2, "ep": 2, "arch": SPARSE, "zero": 1}),
+    "ep over tp and dp_shard, full recompute": (
+        4,
+        {"tp": 2, "dp_shard": 2, "ep": 4, "arch": SPARSE, "recompute": "full"},
+    ),
+    "ep over tp, selective recompute": (2, {"tp": 2, "ep": 2, "arch": SPARSE, "recompute": "selective"}),
+    "ep with capacity, over cp and tp": (4, {"cp": 2, "context": "ring", "tp": 2, "ep": 2, "arch": CAPPED}),
+    "capacity within cp": (2, {"cp": 2, "context": "ulysses", "arch": CAPPED}),
+    "ep in copies": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "arch": SPARSE, "zero": 1}),
+    "ep in copies, zero 3": (8, {"dp_replicate": 2, "dp_shard": 4, "ep": 2, "arch": SPARSE, "zero": 3}),
+    "ep in a pipeline": (4, {"pp": 2, "dp_shard": 2, "ep": 2, "arch": SPARSE}),
+    "ep x canonical": (
+        4,
+        {"dp_replicate": 2, "tp": 2, "ep": 1, "arch": SPARSE, "reduce": "canonical", "virtual_ranks": 4},
+    ),
 }
 
 
@@ -153,8 +166,11 @@ def test_bytes_by_axis_are_those_of_the_formulas(fork_ranks, world):
     for number, (name, run) in enumerate(runs.items()):
         everyone = positions(run)
         for rank in range(world):
-            counted, position = results[rank][number], everyone[rank // (world // run.parallel.pp)]
-            expected = formulas(position)
+            inside = world // run.parallel.pp
+            place = rank // inside
+            counted, expected = results[rank][number], formulas(everyone[place])
+            beside = [results[r][number] for r in range(place * inside, (place + 1) * inside)]
+            counted = counted | (mean_of_rows(beside) if run.model.is_moe else {})
             if counted.keys() != expected.keys():
                 wrong.append(f"{name}, rank {rank}: {sorted(counted)} instead of {sorted(expected)}")
             for key in counted.keys() & expected.keys():
@@ -162,6 +178,12 @@ def test_bytes_by_axis_are_those_of_the_formulas(fork_ranks, world):
                 if times != expected_times or abs(size - expected_size) > 0.01 * expected_size:
                     wrong.append(f"{name}, rank {rank}, {key}: {counted[key]} instead of {expected[key]}")
     assert not wrong, "\n".join(wrong)
+
+
+def mean_of_rows(ranks: list[dict]) -> dict[tuple[str, str], tuple[int, float]]:
+    """Experts differ in their load, and so do ranks in what they send; all together send what the formulas say."""
+    keys = [key for key in ranks[0] if key[0] == "all_to_all"]
+    return {key: (ranks[0][key][0], sum(counted[key][1] for counted in ranks) / len(ranks)) for key in keys}
 
 
 def formulas(position: Position) -> dict[tuple[str, str], tuple[int, float]]:
@@ -173,7 +195,12 @@ def formulas(position: Position) -> dict[tuple[str, str], tuple[int, float]]:
 
 
 LARGER = Arch(vocab_size=1024, d_model=128, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=384)
+LARGER_SPARSE = replace(LARGER, moe=Moe(num_experts=8, top_k=2, d_expert=128, shared_experts=1, first_dense=1))
+LARGER_LATENT = replace(
+    LARGER, num_kv_heads=4, head_dim=48, mla=Mla(q_rank=64, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32)
+)
 LONG, SHORT = {"micro_batch": 4, "seq_len": 128}, {"micro_batch": 1, "seq_len": 8}  # activations or state prevail
+SPARSE_LONG, SPARSE_SHORT = LONG | {"arch": LARGER_SPARSE}, SHORT | {"arch": LARGER_SPARSE}
 HELD = {
     1: [
         LONG,
@@ -182,6 +209,12 @@ HELD = {
         LONG | {"recompute": "full"},
         LONG | {"recompute": "selective"},
         SHORT | {"grads": "bf16"},
+        LONG | {"arch": LARGER_LATENT},
+        SPARSE_LONG,
+        SPARSE_LONG | {"precision": "fp32"},
+        SPARSE_LONG | {"recompute": "full"},
+        SPARSE_LONG | {"recompute": "selective"},
+        SPARSE_SHORT,
     ],
     2: [
         LONG | {"dp_shard": 2, "zero": 1},
@@ -194,6 +227,19 @@ HELD = {
         LONG | {"tp": 2, "recompute": "selective"},
         LONG | {"pp": 2},
         LONG | {"pp": 2, "schedule": "zb_v"},
+        LONG | {"cp": 2, "context": "ring", "zero": 1},
+        LONG | {"cp": 2, "context": "ring", "recompute": "selective"},
+        LONG | {"cp": 2, "context": "ulysses", "zero": 3},
+        SPARSE_LONG | {"dp_shard": 2, "ep": 2, "zero": 1},
+        SPARSE_LONG | {"dp_shard": 2, "ep": 2, "zero": 1, "recompute": "selective"},
+        SPARSE_LONG | {"tp": 2, "ep": 2},
+        SPARSE_SHORT | {"dp_shard": 2, "zero": 1},
+        SPARSE_SHORT | {"dp_shard": 2, "ep": 2, "zero": 2},
+        SPARSE_SHORT | {"dp_shard": 2, "zero": 3},
+    ],
+    4: [
+        SPARSE_LONG | {"cp": 2, "context": "ring", "tp": 2, "ep": 4},
+        SPARSE_SHORT | {"dp_shard": 4, "ep": 2, "zero": 3},
     ],
 }
 
@@ -201,7 +247,7 @@ HELD = {
 @pytest.mark.parametrize("world", HELD)
 def test_memory_is_that_of_the_bill(fork_ranks, world):
     """Within a tenth: of temporaries, only the large ones are in the bill."""
-    runs = [run_of(arch=LARGER, unit_layers=1, **settings) for settings in HELD[world]]
+    runs = [run_of(**{"arch": LARGER, "unit_layers": 1} | settings) for settings in HELD[world]]
     results = fork_ranks(peaks, world, runs)
     wrong = []
     for number, run in enumerate(runs):
@@ -210,5 +256,6 @@ def test_memory_is_that_of_the_bill(fork_ranks, world):
             seen, bill = results[rank][number], position_bill(everyone[rank // (world // run.parallel.pp)], "cpu")
             share = sum(term.value for term in bill.values()) / seen
             if not 0.9 < share < 1.1:
-                wrong.append(f"{HELD[world][number]}, rank {rank}: {share:.2f} of {seen:,} bytes")
+                terms = {kind: round(term.value) for kind, term in bill.items()}
+                wrong.append(f"{HELD[world][number]}, rank {rank}: {share:.2f} of {seen:,} bytes: {terms}")
     assert not wrong, "\n".join(wrong)

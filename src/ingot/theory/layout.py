@@ -3,7 +3,6 @@
 And the rules of layouts that need such figures; those that do not are in schema/layout_rules.py.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -155,11 +154,11 @@ class Position:
     def assignments(self) -> float:
         """Rows that this rank sends to the experts of one block for one micro-batch, and that its own experts take if
         all have the same load: top_k for each token, less where the capacity is below such a load (model/moe.py)."""
-        moe, tokens = self.arch.moe, self.tokens / self.sequence_ranks
+        moe, seq_len = self.arch.moe, self.train.seq_len
+        assignments = self.tokens / self.sequence_ranks * moe.top_k
         if not moe.capacity_factor:
-            return tokens * moe.top_k
-        load = moe.top_k * self.train.seq_len / moe.num_experts
-        return tokens * moe.top_k * min(1.0, math.ceil(moe.capacity_factor * load) / load)
+            return assignments
+        return assignments * min(1.0, moe.capacity(seq_len) * moe.num_experts / (moe.top_k * seq_len))
 
     @cached_property
     def table(self) -> Table:

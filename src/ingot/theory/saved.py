@@ -11,6 +11,7 @@ Shape letters: D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn or d_
 
 import math
 
+from ingot.schema.arch import Moe
 from ingot.theory.layout import Position
 from ingot.theory.params import value_width
 from ingot.theory.state import COMPUTE_BYTES
@@ -44,11 +45,12 @@ def block_bytes(position: Position, device: str = "cpu", *, experts: bool = Fals
 
 def _key_value_heads(position: Position) -> tuple[float, float]:
     """How many heads of keys and of values a rank keeps for its own tokens."""
-    groups, (_, tp, _), ulysses = position.arch.num_kv_heads, degrees(position), position.parallel.ulysses
+    groups, (_, tp, _), ulysses = position.arch.num_kv_heads, degrees(position), max(position.parallel.ulysses, 1)
     shared = groups % tp > 0  # a rank computes all key/value heads, and its queries use one
-    if ulysses > 1:
+    if position.parallel.cp > 1:  # they are copied to travel, and repeated for Ulysses
         dealt = math.lcm(1 if shared else groups // tp, ulysses)
-        return dealt, dealt
+        # In a grid, rings pass on a copy of a part of what came for the heads.
+        return (2 * dealt, 2 * dealt) if 1 < ulysses < position.parallel.cp else (dealt, dealt)
     return (1, groups) if shared else (groups / tp, groups / tp)
 
 
@@ -60,8 +62,9 @@ def _attention_bytes(position: Position, device: str) -> dict[str, float]:
         "input of q, k, v": arch.d_model * e,
         "QK-norm": normed * norm_bytes(arch.head_dim, e, device) if arch.qk_norm else 0,
         "q, k, v": (heads + k + v) * arch.head_dim * e,
-        # The CPU kernel's heads-first output is kept beside its copy, token by token, that the o matrix takes.
-        "attention out": heads * arch.head_dim * e * (2 if device == "cpu" else 1),
+        # A heads-first output, of the CPU kernel and of context parallelism, is kept beside its copy, token by token,
+        # that the o matrix takes.
+        "attention out": heads * arch.head_dim * e * (2 if device == "cpu" or position.parallel.cp > 1 else 1),
         "log-sum-exp": heads * max(e, 4),
     }
 
@@ -87,21 +90,36 @@ def _mlp_bytes(position: Position) -> dict[str, float]:
 
 
 def _expert_bytes(position: Position) -> dict[str, float]:
+    """What model/routing.py and model/experts.py keep."""
     arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
     wide, rows = max(e, 4), position.assignments / position.tokens
+    chosen = moe.top_k / cut
     saved = {
-        "input of the router": arch.d_model * wide / cut,
-        "scores": (1 + (moe.z_loss > 0)) * moe.num_experts * wide / cut,
-        "choices and weights": (4 * _NUMBER_BYTES + 2 * wide + e) * moe.top_k / cut,
+        "input of the router": arch.d_model * e / cut,
+        "scores": _scores(moe) * moe.num_experts * wide / cut,
+        # Indices of scores and of rows, weights before and after they are scaled; of each row, whose it is.
+        "choices and weights": chosen * (2 * _NUMBER_BYTES + 2 * wide) + rows * _NUMBER_BYTES,
+        "order of rows": rows * 2 * _NUMBER_BYTES if position.parallel.ep > 1 else 0,
         "rows of experts": rows * arch.d_model * e,
         "gate, silu(gate), up, product of experts": rows * 4 * moe.d_expert * e,
-        "what experts made": moe.top_k / cut * arch.d_model * e,
+        "what experts made": rows * arch.d_model * e,
     }
-    if moe.shared_experts:
-        own = cut == 1 and e == wide  # then the router keeps the same tensor
-        saved["input of shared experts"] = 0 if own else arch.d_model * e
+    if moe.shared_experts:  # with tensor parallelism their input is gathered, else it is the router's
+        saved["input of shared experts"] = arch.d_model * e if tp > 1 else 0
         saved["gate, silu(gate), up, product, shared"] = 4 * moe.shared_experts * moe.d_expert / tp * e
+    if moe.has_fallback:
+        left = chosen - rows
+        saved["overflow"] = left * (2 * arch.d_model + 4 * moe.d_expert) * e + chosen * _NUMBER_BYTES
     return saved
+
+
+def _scores(moe: Moe) -> int:
+    """How often a number for each expert is kept: where all scores have a gradient, probabilities, and what sigmoids
+    are made from; where those of the chosen alone have one, only what they are made from."""
+    balanced = moe.sequence_loss > 0 or moe.global_loss > 0
+    sigmoid = 2 + (not moe.normalize) if moe.scores == "sigmoid" else 0
+    softmax = balanced or (moe.scores == "softmax" and not moe.normalize)
+    return sigmoid + softmax + (moe.z_loss > 0)
 
 
 def recomputed_block_bytes(position: Position, *, experts: bool = False) -> float:
@@ -129,10 +147,12 @@ def _products_for_attention(position: Position) -> float:
 
 
 def _expert_products(position: Position) -> float:
-    """Bytes of the results of a router and its experts."""
+    """Bytes of the results of a router, of its experts and of all-to-alls."""
     arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
     rows = position.assignments / position.tokens
     made = moe.num_experts * max(e, 4) / cut + rows * (2 * moe.d_expert + arch.d_model) * e
+    if position.parallel.ep > 1:  # what came, and what came back
+        made += 2 * rows * arch.d_model * e
     if moe.shared_experts:
         made += 2 * moe.shared_experts * moe.d_expert / tp * e + arch.d_model * e / cut
     return made

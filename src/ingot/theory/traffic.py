@@ -138,10 +138,11 @@ def _experts(position: Position) -> Iterator[Traffic]:
     if not blocks:
         return
     axis, size = spanned(parallel, "ep"), row_bytes(position)
-    exchanges = 2 * (2 * blocks + again)
+    dealt = blocks + (again if parallel.recompute == "full" else 0)  # "selective" keeps what all-to-alls bring
+    exchanges = 2 * (blocks + dealt)
     yield Traffic("all_to_all", axis, "rows of experts", parallel.ep, exchanges, exchanges * size)
     counts = _NUMBER_BYTES * moe.num_experts
-    yield Traffic("all_to_all", axis, "counts of rows", parallel.ep, blocks + again, (blocks + again) * counts)
+    yield Traffic("all_to_all", axis, "counts of rows", parallel.ep, dealt, dealt * counts)
     if moe.capacity_factor or moe.sequence_loss:
         choices = _NUMBER_BYTES * train.micro_batch * train.seq_len * moe.top_k
         ranks, times = parallel.cp * parallel.tp, blocks + again

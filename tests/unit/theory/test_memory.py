@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ingot.recipes.load import load_model
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory import activations, memory
@@ -16,6 +16,7 @@ from ingot.theory.state import COMPUTE_BYTES
 TINY = Arch(
     vocab_size=512, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=128
 )
+EXPERTS = Moe(num_experts=8, top_k=2, d_expert=48, first_dense=1)
 LARGE = replace(TINY, d_model=2048, d_ffn=8192, num_layers=24)
 
 
@@ -35,6 +36,7 @@ def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str 
     """Distinct storages that autograd keeps between forward and backward, parameters excluded."""
     import torch
 
+    from ingot.model.routing import Pressure
     from ingot.model.transformer import Transformer
     from ingot.parallel.recompute import recompute as make_recompute
 
@@ -52,8 +54,9 @@ def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str 
         return tensor
 
     tokens = torch.randint(0, arch.vocab_size, (sequences, seq_len))
+    told = {"pressure": Pressure(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(tokens, tokens)
+        model(tokens, tokens, **told)
     return sum(sizes.values())
 
 
@@ -65,7 +68,12 @@ def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str 
         replace(TINY, num_layers=5, d_ffn=64),
         replace(TINY, num_kv_heads=4, head_dim=32),
         replace(TINY, qk_norm=True, tied_embeddings=False),
+        replace(TINY, moe=EXPERTS, num_layers=3),
+        replace(TINY, moe=replace(EXPERTS, normalize=False, shared_experts=1, z_loss=1e-3, top_k=4)),
+        replace(TINY, moe=replace(EXPERTS, scores="sigmoid", sequence_loss=1e-3, capacity_factor=8.0)),
+        replace(TINY, num_kv_heads=4, head_dim=24, mla=Mla(q_rank=32, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16)),
     ],
+    ids=["plain", "deep", "all heads", "qk-norm", "experts", "shared experts", "sigmoids", "latents"],
 )
 def test_activations_are_what_autograd_saves(arch, precision):
     torch = pytest.importorskip("torch")
