@@ -47,8 +47,9 @@ def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") ->
 
 
 def in_precision(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """`model`, whose weights are `dtype` from here on. Biases of routers are to be as wide as training keeps them: rounded
-    to bfloat16 they would choose other experts.
+    """`model`, whose weights are `dtype` from here on.
+
+    Biases of routers are as wide as training keeps them: rounded to bfloat16 they would choose other experts.
     """
     model.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
