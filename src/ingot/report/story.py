@@ -279,7 +279,7 @@ def _ranks(facts: Facts, ranks: int) -> str:
         if isinstance(layout, dict) and layout and layout != before:
             told.append(layout_text(layout) + (f" from step {start['from_step']:,}" if before else ""))
             before = layout
-    return f"{ranks}" + (f": {', '.join(told)}" if told else "")
+    return f"{ranks}" + (f": {'; '.join(told)}" if told else "")
 
 
 def changed_settings_section(facts: Facts) -> Section | None:

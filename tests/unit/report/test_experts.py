@@ -158,4 +158,4 @@ def test_settings_name_experts_attention_and_the_layout_of_each_attempt(tmp_path
     markdown = write_report(tmp_path).markdown.read_text()
     assert "64 of width 1,408 in a layer, 6 for a token, 2 shared, after 1 dense layer" in markdown
     assert "4 heads of 32, latents of 512, window of 256 tokens" in markdown
-    assert "pp=2 dp\\_shard=4 ep=4, dp\\_shard=2 tp=2 from step 80" in markdown
+    assert "pp 2 x dp\\_shard 4, ep 4; dp\\_shard 2 x tp 2 from step 80" in markdown

@@ -144,7 +144,7 @@ def test_layout_and_experts_are_shown(folder, capsys):
     log.write(events.EXPERTS, step=3, steps=3, **by_layer, dropped=[0.02, 0.04], entropy=[1.0, 1.5], loads=[[1.0]] * 2)
     assert main(["status", str(folder.root)]) == 0
     out = capsys.readouterr().out
-    assert "(dp_shard=2 tp=2)" in out
+    assert "(dp_shard 2 x tp 2)" in out
     assert "busiest expert 3.2x the mean (layer 2)   dropped 3.0%   entropy 1.25 nats" in out
     assert "deviation █▁   0.25..0.50, layers 1 to 2" in out
     assert main(["status", str(folder.root), "--json"]) == 0
