@@ -255,7 +255,7 @@ CONTEXT = (
     _context("ring", 2, context="ring"),
     _context("striped ring", 2, context="ring", context_layout="striped"),
     _context("contiguous ring", 2, context="ring", context_layout="contiguous"),
-    _context("ulysses", 2, context="ulysses", context_layout="contiguous"),
+    _context("ulysses", 2, context="ulysses"),
     _context("usp", 4, context="usp", ulysses=2),
     _context("ring over 4", 4, context="ring"),
 )
@@ -301,7 +301,7 @@ def _long() -> Iterator[tuple[Form, ...]]:
     yield (_context("striped ring over 5", 5, tokens=15, context="ring", context_layout="striped"),)
     yield _context("ring over 8", 8, context="ring"), documents
     yield _context("usp of 2 x 4", 8, tokens=32, context="usp", ulysses=4), documents
-    yield _context("ulysses over 4", 4, context="ulysses", context_layout="contiguous"), documents
+    yield _context("ulysses over 4", 4, context="ulysses"), documents
 
 
 def _mixed() -> Iterator[tuple[Form, ...]]:
@@ -319,16 +319,16 @@ def _mixed() -> Iterator[tuple[Form, ...]]:
             yield model, form
     for number, partner in enumerate(partners):
         yield models[number % 4], partner
-        form = EXPERTS[number % len(EXPERTS)]
-        if partner.settings.keys() & form.settings.keys():  # both speak of the same ranks
-            form = EXPERTS[3] if "dp_shard" in form.settings else EXPERTS[0]
-        yield models[(number + 1) % 4], form, partner
+        turned = EXPERTS[number % len(EXPERTS) :] + EXPERTS[: number % len(EXPERTS)]
+        yield next(
+            group
+            for group in ((models[(number + 1) % 4], form, partner) for form in turned)
+            if not partner.settings.keys() & group[1].settings.keys() and not compose(*group).problems()
+        )
     for number, model in enumerate(models):
         axes = {"pp": 2, "tp": 2, "dp_shard": 2, "ep": 4, "zero": 1}
         yield model, Form("pp x zero-1 x ep x tp", axes, 4)
         axes = {"cp": 2, "tp": 2, "dp_shard": 2, "ep": 4, "context": ("ring", "ulysses")[number % 2], "zero": 3}
-        if number % 2:
-            axes["context_layout"] = "contiguous"
         yield model, Form("zero-3 x cp x ep x tp", axes, tokens=LONG), documents
         axes = {"pp": 2, "cp": 2, "tp": 2, "ep": 2, "dp_replicate": 2, "context": "ring"}
         yield model, Form("pp x ddp x cp x ep x tp", axes, 2, tokens=LONG)
@@ -375,7 +375,14 @@ def all_cases() -> tuple[tuple[Case, ...], tuple[Refusal, ...]]:
 
 
 # Where faults show that show nowhere else in the core (faults.py), and where the matrix once found one.
-ALSO_CORE = ("canonical over 1", "tp+sp over 4, tied", "hsdp-2 x zb_h1")
+ALSO_CORE = (
+    "canonical over 1", "tp+sp over 4, tied", "hsdp-2 x zb_h1",
+    "ring x documents", "ring x window", "ring", "ring over 4", "striped ring", "contiguous ring", "ulysses", "usp",
+    "usp x window x documents", "ring, one kv head", "idle x ep", "experts x ep", "capacity x ep", "capacity x ring",
+    "fallback x ep over cp", "experts x ring", "experts x gpipe", "experts x ddp", "idle x zero-1",
+    "experts x ep over tp", "capacity x ep, zero-3", "fallback x zero-3 x cp x ep x tp x documents",
+    "capacity x pp x ddp x cp x ep x tp",
+)  # fmt: skip
 
 
 @cache

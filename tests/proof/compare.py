@@ -43,7 +43,7 @@ class Outcome:
 
 
 def prove(ranks: Ranks, case: Case, fault: str = "", timeout: float = 120.0) -> Outcome:
-    """Play a case and compare it. fault: the name of an error to plant (faults.py)."""
+    """Play a case and compare it. fault: the name of an error to plant (planting.py)."""
     started = time.perf_counter()
     try:
         played = ranks.run(play, case.ranks, case, fault, timeout=timeout)
@@ -105,9 +105,9 @@ def _compare_routing(outcome: Outcome, reference: Reference, played: list[Played
 
 
 def _canonical(ranks: Ranks, case: Case, fault: str, timeout: float) -> dict[str, np.ndarray]:
-    """The gradients of the promised tree. tp and pp add in an order of their own: there, all copies together have to
-    give the bits that one copy gives by itself."""
-    if case.parallel.tp == case.parallel.pp == 1:
+    """The gradients of the promised tree. tp, pp and cp add in an order of their own: there, all copies together have
+    to give the bits that one copy gives by itself."""
+    if case.parallel.tp == case.parallel.pp == case.parallel.cp == 1:
         return canonical_gradients(case)
     alone = case.one_copy()
     return _gradients(alone, ranks.run(play, alone.ranks, alone, fault, timeout=timeout))

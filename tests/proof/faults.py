@@ -1,13 +1,10 @@
 """Errors planted one at a time, each the kind of slip that trains on in silence; the matrix has to see every one.
 
-A fault replaces a function of the real code on every rank for one case. `shows`: the checks (compare.py) that go red,
-all of them and no others; `where`: a core case.
+Those of long sequences and experts are in faults_long.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import wraps
+from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -24,42 +21,7 @@ from ingot.parallel.tensor import Region
 from ingot.parallel.zero import Zero
 from ingot.train import build
 
-Patches = Callable[[ExitStack], None]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """what: in words. plant: makes it, within the stack."""
-
-    what: str
-    where: str
-    shows: frozenset[str]
-    plant: Patches
-
-
-FAULTS: dict[str, Fault] = {}
-
-
-def _fault(what: str, where: str, shows: str) -> Callable[[Patches], Patches]:
-    def add(plant: Patches) -> Patches:
-        FAULTS[plant.__name__] = Fault(what, where, frozenset(shows.split()), plant)
-        return plant
-
-    return add
-
-
-@contextmanager
-def planted(name: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        FAULTS[name].plant(stack)
-        yield
-
-
-def _replace(stack: ExitStack, owner, name: str, make: Callable[[Callable], Callable]) -> None:
-    """`make` gets the original function and gives what stands in its place."""
-    original = getattr(owner, name)
-    stack.enter_context(patch.object(owner, name, wraps(original)(make(original))))
-
+from .planting import fault, replaced
 
 _DONE = SimpleNamespace(wait=lambda: None)
 
@@ -67,12 +29,12 @@ _DONE = SimpleNamespace(wait=lambda: None)
 # -- data parallelism --
 
 
-@_fault("the all-reduce of gradients is skipped", "ddp", "gradient norm parameters loss replicas")
+@fault("the all-reduce of gradients is skipped", "ddp", "gradient norm parameters loss replicas")
 def all_reduce_skipped(stack: ExitStack) -> None:
-    _replace(stack, zero, "start_all_sum", lambda original: lambda x, group: _DONE)
+    replaced(stack, zero, "start_all_sum", lambda original: lambda x, group: _DONE)
 
 
-@_fault("the all-reduce of gradients is done twice", "ddp", "gradient norm parameters")
+@fault("the all-reduce of gradients is done twice", "ddp", "gradient norm parameters")
 def all_reduce_doubled(stack: ExitStack) -> None:
     def make(original):
         def twice(x, group):
@@ -81,26 +43,26 @@ def all_reduce_doubled(stack: ExitStack) -> None:
 
         return twice
 
-    _replace(stack, zero, "start_all_sum", make)
+    replaced(stack, zero, "start_all_sum", make)
 
 
-@_fault("gradients are scattered over dp_replicate, not dp_shard", "hsdp-1", "gradient norm parameters loss")
+@fault("gradients are scattered over dp_replicate, not dp_shard", "hsdp-1", "gradient norm parameters loss")
 def scattered_on_the_wrong_group(stack: ExitStack) -> None:
     def make(scatter):
         def other_axis(self, bucket, last):
             def swap(group):
-                return lambda mesh, axis: group(mesh, "dp_replicate" if axis == "dp_shard" else axis)
+                return lambda mesh, axis: group(mesh, "dp_replicate" if axis == "shard" else axis)
 
             with ExitStack() as inner:
-                _replace(inner, Mesh, "group", swap)
+                replaced(inner, Mesh, "group", swap)
                 scatter(self, bucket, last)
 
         return other_axis
 
-    _replace(stack, Zero, "_scatter", make)
+    replaced(stack, Zero, "_scatter", make)
 
 
-@_fault("gradients are summed over data ranks, not averaged", "zero-1", "gradient norm parameters")
+@fault("gradients are summed over data ranks, not averaged", "zero-1", "gradient norm parameters")
 def mean_left_out(stack: ExitStack) -> None:
     def make(reduce):
         def total(self):
@@ -110,24 +72,24 @@ def mean_left_out(stack: ExitStack) -> None:
 
         return total
 
-    _replace(stack, Zero, "reduce", make)
+    replaced(stack, Zero, "reduce", make)
 
 
-@_fault(
+@fault(
     "a micro-batch is divided by its own tokens, not by those of the step",
     "accumulation",
     "loss gradient norm parameters",
 )
 def tokens_of_a_micro_batch(stack: ExitStack) -> None:
-    _replace(stack, Readout, "forward", lambda original: lambda *args: 2 * original(*args))
+    replaced(stack, Readout, "forward", lambda original: lambda *args: 2 * original(*args))
 
 
-@_fault("HSDP's copies of the model do not exchange gradients", "hsdp-1", "gradient norm parameters loss replicas")
+@fault("HSDP's copies of the model do not exchange gradients", "hsdp-1", "gradient norm parameters loss replicas")
 def copies_left_alone(stack: ExitStack) -> None:
-    _replace(stack, zero, "start_all_sum", lambda original: lambda x, group: _DONE)
+    replaced(stack, zero, "start_all_sum", lambda original: lambda x, group: _DONE)
 
 
-@_fault("ZeRO-2 keeps the buffer of the micro-batch before", "zero-2", "gradient norm parameters loss")
+@fault("ZeRO-2 keeps the buffer of the micro-batch before", "zero-2", "gradient norm parameters loss")
 def accumulated_twice(stack: ExitStack) -> None:
     def make(scatter):
         def keep(self, bucket, last):
@@ -140,10 +102,10 @@ def accumulated_twice(stack: ExitStack) -> None:
 
         return keep
 
-    _replace(stack, Zero, "_scatter", make)
+    replaced(stack, Zero, "_scatter", make)
 
 
-@_fault("updated parameters are not gathered", "zero-1", "loss norm parameters")
+@fault("updated parameters are not gathered", "zero-1", "loss norm parameters")
 def not_gathered(stack: ExitStack) -> None:
     def make(original):
         def only_at_first(self, place):
@@ -159,26 +121,26 @@ def not_gathered(stack: ExitStack) -> None:
 
         return and_count
 
-    _replace(stack, Zero, "_before_forward", make)
-    _replace(stack, Zero, "publish", count)
+    replaced(stack, Zero, "_before_forward", make)
+    replaced(stack, Zero, "publish", count)
 
 
-@_fault("a rank gives its rows the first values of the first rows", "zero-1", "loss gradient norm parameters")
+@fault("a rank gives its rows the first values of the first rows", "zero-1", "loss gradient norm parameters")
 def wrong_rows_at_first(stack: ExitStack) -> None:
     def make(original):
         return lambda name, shape, arch, seed, offsets, sizes: original(
             name, shape, arch, seed, [0] * len(sizes), sizes
         )
 
-    _replace(stack, build, "initial_value", make)
+    replaced(stack, build, "initial_value", make)
 
 
-@_fault("ZeRO-3 takes the shard of the next rank for its own", "zero-3", "loss gradient norm parameters")
+@fault("ZeRO-3 takes the shard of the next rank for its own", "zero-3", "loss gradient norm parameters")
 def wrong_shard(stack: ExitStack) -> None:
-    _replace(stack, fsdp, "own_rows", lambda own: lambda rows, ranks, index: own(rows, ranks, (index + 1) % ranks))
+    replaced(stack, fsdp, "own_rows", lambda own: lambda rows, ranks, index: own(rows, ranks, (index + 1) % ranks))
 
 
-@_fault("canonical sums are taken in turn, not in a tree", "canonical over 1", "bits")
+@fault("canonical sums are taken in turn, not in a tree", "canonical over 1", "bits")
 def sums_in_turn(stack: ExitStack) -> None:
     def make(original):
         def one_part(self, mesh, micro_batches):
@@ -187,18 +149,18 @@ def sums_in_turn(stack: ExitStack) -> None:
 
         return one_part
 
-    _replace(stack, Tree, "__init__", make)
+    replaced(stack, Tree, "__init__", make)
 
 
 # -- the optimizer --
 
 
-@_fault("copies of a parameter count twice in the gradient norm", "ddp", "norm owners parameters loss")
+@fault("copies of a parameter count twice in the gradient norm", "ddp", "norm owners parameters loss")
 def copies_in_the_norm(stack: ExitStack) -> None:
-    _replace(stack, zero, "is_owner", lambda original: lambda cut, parameter, mesh: True)
+    replaced(stack, zero, "is_owner", lambda original: lambda cut, parameter, mesh: True)
 
 
-@_fault("weight decay acts on norm weights", "zero-1", "parameters loss norm")
+@fault("weight decay acts on norm weights", "zero-1", "parameters loss norm")
 def norms_decay(stack: ExitStack) -> None:
     stack.enter_context(patch.object(Piece, "decays", True))
 
@@ -206,44 +168,44 @@ def norms_decay(stack: ExitStack) -> None:
 # -- tensor parallelism --
 
 
-@_fault("gradients of norms are not summed over tp", "tp+sp", "gradient norm parameters loss replicas")
+@fault("gradients of norms are not summed over tp", "tp+sp", "gradient norm parameters loss replicas")
 def partial_sum_left_out(stack: ExitStack) -> None:
-    _replace(stack, apply, "sum_partial_gradients", lambda original: lambda pieces, mesh: None)
+    replaced(stack, apply, "sum_partial_gradients", lambda original: lambda pieces, mesh: None)
 
 
-@_fault("entering and leaving a region are swapped", "tp", "gradient norm parameters loss replicas")
+@fault("entering and leaving a region are swapped", "tp", "gradient norm parameters loss replicas")
 def enter_and_leave_swapped(stack: ExitStack) -> None:
     enter, leave = Region.enter, Region.leave
     stack.enter_context(patch.object(Region, "enter", leave))
     stack.enter_context(patch.object(Region, "leave", enter))
 
 
-@_fault("the backward of entering a region does not sum", "tp", "gradient norm parameters loss replicas")
+@fault("the backward of entering a region does not sum", "tp", "gradient norm parameters loss replicas")
 def backward_not_summed(stack: ExitStack) -> None:
     backward = staticmethod(lambda ctx, *grads: (grads[0], None))
     stack.enter_context(patch.object(tensor._SumBackward, "backward", backward))
 
 
-@_fault("each rank subtracts the largest logit of its own vocabulary", "tp+sp", "gradient norm parameters loss")
+@fault("each rank subtracts the largest logit of its own vocabulary", "tp+sp", "gradient norm parameters loss")
 def own_largest_logit(stack: ExitStack) -> None:
     def make(original):
         return lambda x, group, op="sum": x if op == "max" else original(x, group, op)
 
-    _replace(stack, tensor, "all_sum", make)
+    replaced(stack, tensor, "all_sum", make)
 
 
-@_fault("queries meet the next key/value head", "tp+sp over 4, tied", "gradient norm parameters loss")
+@fault("queries meet the next key/value head", "tp+sp over 4, tied", "gradient norm parameters loss")
 def wrong_kv_head(stack: ExitStack) -> None:
     def make(original):
         return lambda heads, ranks, index: original(heads, ranks, (index + ranks // heads) % ranks)
 
-    _replace(stack, tensor, "_own_head", make)
+    replaced(stack, tensor, "_own_head", make)
 
 
 # -- pipelines --
 
 
-@_fault("a stage begins one block late", "1f1b", "coverage owners missing gradient norm parameters loss")
+@fault("a stage begins one block late", "1f1b", "coverage owners missing gradient norm parameters loss")
 def stage_boundary_off_by_one(stack: ExitStack) -> None:
     def make(cut):
         def late(model, stage, stage_layers):
@@ -254,15 +216,15 @@ def stage_boundary_off_by_one(stack: ExitStack) -> None:
 
         return late
 
-    _replace(stack, apply, "cut_stage", make)
+    replaced(stack, apply, "cut_stage", make)
 
 
-@_fault("tied embedding and head do not add their gradients", "1f1b", "gradient norm parameters loss replicas")
+@fault("tied embedding and head do not add their gradients", "1f1b", "gradient norm parameters loss replicas")
 def ends_not_summed(stack: ExitStack) -> None:
-    _replace(stack, TiedEnds, "sum_gradients", lambda original: lambda self: None)
+    replaced(stack, TiedEnds, "sum_gradients", lambda original: lambda self: None)
 
 
-@_fault("two messages are received in the wrong order", "gpipe", "gradient norm parameters loss")
+@fault("two messages are received in the wrong order", "gpipe", "gradient norm parameters loss")
 def received_in_the_wrong_order(stack: ExitStack) -> None:
     def make(original):
         def swapped(self, *args):
@@ -274,10 +236,10 @@ def received_in_the_wrong_order(stack: ExitStack) -> None:
 
         return swapped
 
-    _replace(stack, Channels, "__init__", make)
+    replaced(stack, Channels, "__init__", make)
 
 
-@_fault("the last micro-batch is dropped", "1f1b", "gradient norm parameters loss")
+@fault("the last micro-batch is dropped", "1f1b", "gradient norm parameters loss")
 def last_micro_batch_dropped(stack: ExitStack) -> None:
     def make(original):
         def shorter(name, pp, micro_batches, stages_per_rank):
@@ -287,10 +249,10 @@ def last_micro_batch_dropped(stack: ExitStack) -> None:
 
         return shorter
 
-    _replace(stack, build, "build_table", make)
+    replaced(stack, build, "build_table", make)
 
 
-@_fault("a W is forgotten", "zb_h1", "gradient norm parameters loss")
+@fault("a W is forgotten", "zb_h1", "gradient norm parameters loss")
 def weights_forgotten(stack: ExitStack) -> None:
     def make(original):
         def all_but_the_first(self):
@@ -300,10 +262,10 @@ def weights_forgotten(stack: ExitStack) -> None:
 
         return all_but_the_first
 
-    _replace(stack, WeightGradients, "compute", make)
+    replaced(stack, WeightGradients, "compute", make)
 
 
-@_fault("stages send half of the gradient of their input", "zb_h1", "gradient norm parameters loss")
+@fault("stages send half of the gradient of their input", "zb_h1", "gradient norm parameters loss")
 def half_a_gradient_sent(stack: ExitStack) -> None:
     def make(original):
         def half(self, action, made, local, reader):
@@ -311,4 +273,4 @@ def half_a_gradient_sent(stack: ExitStack) -> None:
 
         return half
 
-    _replace(stack, Pipeline, "_pass_on", make)
+    replaced(stack, Pipeline, "_pass_on", make)

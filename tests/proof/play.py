@@ -13,7 +13,7 @@ from ingot.train.build import build_parts
 from ingot.train.step import train_step
 
 from .cases import MICRO_BATCH, STEPS, Case
-from .faults import planted
+from .planting import planted
 from .reference import LEARNING_RATES, global_batch
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from . import faults, faults_long  # noqa: F401  (they fill FAULTS)
 from .cases import case_named, core_cases
 from .compare import prove
-from .faults import FAULTS
+from .planting import FAULTS
 
 BY_RANKS = sorted(FAULTS, key=lambda name: case_named(FAULTS[name].where).ranks)
 
