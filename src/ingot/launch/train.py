@@ -174,8 +174,11 @@ def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
 
 
 def _ranks(parallel: Parallel) -> str:
-    """ "8 ranks: pp 2 x dp_shard 2 x tp 2"; data-parallel ranks alone are only counted."""
+    """ "ranks 8: pp 2 x dp_shard 2 x tp 2, ep 2"; data-parallel ranks alone are only counted."""
     degrees = {axis: getattr(parallel, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     divided = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
     count = f"ranks {parallel.world_size}"
-    return count if divided in ([], [f"dp_shard {parallel.dp_shard}"]) else f"{count}: {' x '.join(divided)}"
+    experts = f", ep {parallel.ep}" if parallel.ep > 1 else ""
+    if not experts and divided in ([], [f"dp_shard {parallel.dp_shard}"]):
+        return count
+    return f"{count}: {' x '.join(divided)}{experts}"

@@ -31,6 +31,40 @@ def test_init_plan_check(capsys, tmp_path):
     assert (facts["error"], facts["exit_code"]) == ("E-CONFIG", 3) and facts["findings"]
 
 
+def test_one_more_line_and_the_plan_is_of_experts(capsys):
+    assert main(["init", "demo"]) == 0
+    experts = ["--set", "model.moe={num_experts=8, top_k=2, d_expert=172, bias_rate=1e-3}"]
+    ranks = ["--set", "parallel.dp_shard=4", "--set", "parallel.ep=4", "--set", "train.micro_batch=1"]
+    command = ["demo/run.toml", *experts, *ranks]
+    capsys.readouterr()
+    assert main(["plan", "--run", *command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["plan"]["parameters"] > 2 * facts["plan"]["active_parameters"] > 10**6
+    assert main(["plan", "--run", *command]) == 0
+    assert "2.84M parameters, 1.25M active; 2 on each of 4 ranks" in out(capsys)
+    assert main(["check", *command]) == 3  # there is no data
+    text = out(capsys)
+    assert "experts   8 experts, 2 to a token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
+    assert main(["check", *command, "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["notes"]["experts"].startswith("8 experts")
+    assert main(["check", *command, "--set", "parallel.ep=3"]) == 3
+    text = out(capsys)
+    assert "--set parallel.ep: parallel.ep: 3 does not divide model.moe.num_experts=8; nearest: 2 or 4" in text
+    assert "8 experts, 2 to a token" not in text  # what cannot be is not told of
+
+
+def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
+    assert main(["init", "demo"]) == 0
+    command = ["plan", "--run", "demo/run.toml", "--set", "parallel.cp=2", "--cluster", "8xh100"]
+    assert main([*command, "--out", "planned.toml"]) == 0
+    assert "context   " in out(capsys)
+    text = (tmp_path / "planned.toml").read_text()
+    assert 'context = "auto"' not in text and "what adds least to a layer on 8xh100" in text
+    assert main(["plan", "--run", "planned.toml", "--cluster", "8xh100"]) == 0
+    assert main([*command, "--set", "train.seq_len=255", "--set", "parallel.context=ring"]) == 3
+    assert "nearest: 252 or 256" in out(capsys)
+
+
 @pytest.mark.parametrize("folder", ["data", "data/tokens", "data/tokens/train"])
 def test_a_plan_takes_the_build_folder_and_the_folders_in_it(capsys, tmp_path, folder):
     shard = {"name": "web-0", "source": "web", "tokens": 9000, "documents": 1, "text_bytes": 36_000}

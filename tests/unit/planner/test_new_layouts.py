@@ -25,13 +25,14 @@ SHARED = replace(MIXTRAL, moe=replace(MIXTRAL.moe, shared_experts=1))
 NODE, NODES = load_cluster("8xh100"), load_cluster("4x8xh100")
 
 
-def run_of(arch: Arch, micro_batches=4, micro_batch=1, seq_len=4096, **settings) -> RunConfig:
+def run_of(arch: Arch, micro_batches=4, micro_batch=1, seq_len=4096, compiled="auto", **settings) -> RunConfig:
     parallel = Parallel(**settings)
     train = Train(
         steps=10,
         seq_len=seq_len,
         global_batch=micro_batches * micro_batch * parallel.data_ranks,
         micro_batch=micro_batch,
+        compile=compiled,
     )
     arch = replace(arch, max_seq_len=max(arch.max_seq_len, seq_len))
     run = RunConfig(name="x", model=arch, data=Data(tokens="t"), train=train, parallel=parallel)
@@ -132,6 +133,7 @@ def with_moe(arch: Arch, **changes) -> Arch:
             ("groups = 4 and parallel.ep = 6 cut experts in different places", "use ep = 2"),
         ),
         (QWEN, {"dp_shard": 2, "seq_len": 1024}, ("an expert multiplies 64 rows", "raise train.micro_batch")),
+        (MIXTRAL, {"compiled": "on"}, ("compiles blocks with experts in pieces", 'measure whether "off" is faster')),
         (with_moe(MIXTRAL, capacity_factor=4.0), {}, ("capacity_factor = 4 drops nothing", "use less than 4")),
         (replace(LLAMA8, sliding_window=4096), {}, ("sliding_window = 4096 hides nothing in training",)),
         (
