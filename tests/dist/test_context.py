@@ -26,7 +26,7 @@ from ingot.train.evaluate import Heldout, evaluate
 from ingot.train.forward import run_logits, run_nats
 from ingot.train.heldout import SourceText
 
-from .steps import CPU, run_of
+from .steps import CPU, join, keep, mean_losses, run_of, train
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 SIGHTS = ("causal", "documents", "window", "documents and window")
@@ -230,6 +230,33 @@ def test_evaluation_and_samples_are_those_of_one_process(fork_ranks, layout):
     for ours, theirs in fork_ranks(parts_of, int(np.prod([n for name, n in layout.items() if name != "zero"]))):
         assert ours == pytest.approx(loss, rel=1e-12)
         assert theirs == text
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cp": 2, "context": "ring", "context_layout": "striped"},
+        {"cp": 4, "context": "usp", "ulysses": 2, "dp_replicate": 2},
+        {"cp": 2, "context": "ulysses", "tp": 2, "pp": 2},
+        {"cp": 2, "context": "ring", "tp": 2, "dp_shard": 2, "zero": 3, "recompute": "selective"},
+    ],
+    ids=str,
+)
+def test_steps_of_the_trainer_are_those_of_one_process(fork_ranks, layout):
+    def steps(rank, ranks):
+        result = train(run_of(arch=ARCH, seq_len=16, global_batch=4, **(layout if ranks > 1 else {})), (1, 2, 3))
+        return result.losses, result.norms, keep((piece, piece.value) for piece in result.parts.model.pieces)
+
+    ((losses, norms, kept),) = fork_ranks(steps, 1)
+    results = fork_ranks(
+        steps, int(np.prod([layout.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp")]))
+    )
+    assert mean_losses(ours for ours, _, _ in results) == pytest.approx(losses, rel=1e-12)
+    assert results[0][1] == pytest.approx(norms, rel=1e-10)
+    expected, found = join([kept]), join(own for _, _, own in results)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert np.abs(value - expected[name]).max() < 1e-9 * np.abs(expected[name]).max(), name
 
 
 def test_whole_puts_tokens_back_in_order(fork_ranks):

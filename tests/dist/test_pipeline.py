@@ -123,7 +123,7 @@ class Calls:
         self.made.append(("after", stage, last))
 
 
-def program(kind, name, pp, micro_batches, stage_layers=(), recomputed="none", **degrees):
+def program(kind, name, pp, micro_batches, stage_layers=(), recomputed="none", pressure=None, **degrees):
     """This rank's part of the pipeline, its stages in `.stages`. Collective."""
     per_rank = 2 if name in TWO_STAGES and pp > 1 else 1
     table = build_table(name, pp, micro_batches, per_rank)
@@ -138,7 +138,9 @@ def program(kind, name, pp, micro_batches, stage_layers=(), recomputed="none", *
             split_linears(stages[number])
         if recomputed != "none":
             recompute(stages[number].blocks, recomputed, 1)
-    return Pipeline(stages, table, mesh, Calls(), d_model=ARCH.d_model, dtype=torch.float64, device=CPU)
+    return Pipeline(
+        stages, table, mesh, Calls(), d_model=ARCH.d_model, dtype=torch.float64, device=CPU, pressure=pressure
+    )
 
 
 def gradients_of(pipeline):
@@ -365,6 +367,40 @@ def test_sent_tensors_and_activations_are_let_go(fork_ranks, name):
     for most_sends, most_alive, peak in fork_ranks(watch, 4):
         assert most_sends < 12  # some per channel, not all micro-batches
         assert most_alive == peak if name in ("1f1b", "interleaved") else most_alive <= peak
+
+
+class Router(Toy):
+    """Writes down what it is told, and by which positions it knows its tokens."""
+
+    told: list
+
+    def forward(self, x, targets=None, document_ids=None, *, positions_T=None, pressure=None, per_token=False):
+        if pressure is not None:
+            keys, weight = pressure
+            self.__dict__.setdefault("told", []).append((keys.tolist(), weight.item()))
+        return super().forward(x, targets, None, per_token=per_token)
+
+
+@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"cp": 2, "ulysses": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("name, pp", [("1f1b", 1), ("zb_v", 2)])
+def test_routers_are_told_which_sequences_they_see_and_what_a_nat_counts(fork_ranks, name, pp, degrees):
+    micro_batches, step = 4, 3
+
+    def told(rank, ranks):
+        pipeline = program(Router, name, pp, micro_batches, pressure=lambda *both: both, **degrees)
+        batch = batch_of(micro_batches, documents=False)
+        batch.step = step
+        pipeline.train(batch, torch.tensor(8.0))
+        pipeline.forward_only(batch.inputs[0], None, None, per_token=False)  # routers are told nothing
+        return pipeline.data_rank, [getattr(stage, "told") for stage in pipeline.stages.values()]  # noqa: B009
+
+    data_ranks, cp = (1, 2) if "cp" in degrees else (2, 1)
+    own = micro_batches * BATCH
+    for data_rank, stages in fork_ranks(told, 2 * pp):
+        first = (step * data_ranks + data_rank) * own
+        weight = 8 / (own * TOKENS / cp)
+        expected = [([first + i * BATCH, first + i * BATCH + 1], weight) for i in range(micro_batches)]
+        assert all(sorted(stage) == expected for stage in stages)
 
 
 def test_a_batch_of_another_size_is_refused(fork_ranks):

@@ -113,7 +113,7 @@ class _RingAttention(torch.autograd.Function):
                 rows, (k, v) = tile.queries, at_hand[:, :, :, tile.keys]
                 seen = view.seen(tile, ring.source(step))
                 made = attend_part(q[:, :, rows], k, v, causal=tile.causal, seen=seen)
-                _merge(total[:, :, rows], lse[:, :, rows], *made)
+                merge(total[:, :, rows], lse[:, :, rows], *made)
             at_hand = coming.arrive() if coming is not None else at_hand
         out = total.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
@@ -151,7 +151,7 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dkv.to(kv.dtype), None
 
 
-def _merge(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
+def merge(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     """Weigh two partial results by their normalisers, in place. A query sees a key of its own rank, which comes first,
     so one of the two is always finite."""
     merged = torch.logaddexp(lse, out_lse)
