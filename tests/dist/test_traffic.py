@@ -161,7 +161,7 @@ def test_bytes_by_axis_are_those_of_the_formulas(fork_ranks, world):
     runs = {name: run_of(**settings) for name, (ranks, settings) in CASES.items() if ranks == world}
     for name, run in runs.items():
         assert not list(layout_problems(run)) and run.parallel.world_size == world, name
-    results = fork_ranks(counted_steps, world, list(runs.values()))
+    results = fork_ranks(counted_steps, world, list(runs.values()), timeout=300)
     wrong = []
     for number, (name, run) in enumerate(runs.items()):
         everyone = positions(run)
@@ -199,9 +199,10 @@ LARGER_SPARSE = replace(LARGER, moe=Moe(num_experts=8, top_k=2, d_expert=128, sh
 LARGER_LATENT = replace(
     LARGER, num_kv_heads=4, head_dim=48, mla=Mla(q_rank=64, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32)
 )
-LONG, SHORT = {"micro_batch": 4, "seq_len": 128}, {"micro_batch": 1, "seq_len": 8}  # activations or state prevail
+LONG: dict[str, Any] = {"micro_batch": 4, "seq_len": 128}  # activations prevail
+SHORT: dict[str, Any] = {"micro_batch": 1, "seq_len": 8}  # state prevails
 SPARSE_LONG, SPARSE_SHORT = LONG | {"arch": LARGER_SPARSE}, SHORT | {"arch": LARGER_SPARSE}
-HELD = {
+HELD: dict[int, list[dict[str, Any]]] = {
     1: [
         LONG,
         SHORT,
@@ -248,7 +249,7 @@ HELD = {
 def test_memory_is_that_of_the_bill(fork_ranks, world):
     """Within a tenth: of temporaries, only the large ones are in the bill."""
     runs = [run_of(**{"arch": LARGER, "unit_layers": 1} | settings) for settings in HELD[world]]
-    results = fork_ranks(peaks, world, runs)
+    results = fork_ranks(peaks, world, runs, timeout=300)
     wrong = []
     for number, run in enumerate(runs):
         everyone = positions(run)
