@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +19,9 @@ CPU = torch.device("cpu")
 
 def groups_of(mesh):
     """By what they are for; those of size 1 have nobody to wait for."""
-    groups = {axis: mesh.group(axis) for axis in AXES}
-    data = mesh.devices["dp_replicate", "dp_shard"]  # as FSDP2 gets it
-    groups |= {f"fsdp {i}": data.get_group(i) for i in range(2)}
+    groups = {name: mesh.group(name) for name in (*AXES, *mesh.views)}
+    data = mesh.plane("shard")  # as FSDP2 gets it
+    groups |= {f"fsdp {i}": data.get_group(i) for i in range(data.ndim)}
     if mesh.size("pp") > 1:
         channels = Channels(build_table("1f1b", mesh.size("pp"), 4, 1), mesh, torch.float64, CPU)
         groups |= {f"channel {c.sender} to {c.receiver}": group for c, group in channels.groups.items()}
@@ -31,13 +32,18 @@ def groups_of(mesh):
 @pytest.mark.parametrize(
     "degrees, expected",
     [
-        ({"pp": 2, "tp": 2}, {"pp", "tp", "channel 0 to 1", "channel 1 to 0", "tied"}),
-        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate", "dp_shard", "fsdp 0", "fsdp 1"}),
+        ({"pp": 2, "tp": 2}, {"pp", "tp", "channel 0 to 1", "channel 1 to 0", "tied", "sequence", "expert_shard"}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate", "dp_shard", "shard", "fsdp 0", "fsdp 1", "expert_shard"}),
+        ({"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard", "tp", "shard", "fsdp 0", "sequence", "ep", "expert_shard"}),
+        (
+            {"dp_replicate": 2, "cp": 2},
+            {"dp_replicate", "cp", "shard", "ring", "fsdp 0", "fsdp 1"} | {"sequence", "expert_shard"},
+        ),
     ],
 )
 def test_every_group_has_the_timeout_of_the_run(fork_ranks, degrees, expected):
     def timeouts(rank, ranks):
-        groups = groups_of(build_mesh(Parallel(**degrees), "cpu", 7.5))
+        groups = groups_of(build_mesh(Parallel(**degrees), "cpu", 7.5, experts=True))
         return {name: group._get_backend(CPU).options._timeout for name, group in groups.items()}
 
     for found in fork_ranks(timeouts, 4):
@@ -65,6 +71,47 @@ def test_a_rank_that_does_not_come_is_noticed_in_time(fork_ranks, name):
     waited = [seconds for seconds in fork_ranks(wait_for_the_other, 4) if seconds is not None]
     assert len(waited) == 2  # groups
     assert min(waited) > 0.4 and max(waited) < 10  # the world group of these ranks has 60
+
+
+VIEWS = [
+    # degrees, the ranks of rank 5's line on each view
+    (
+        {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
+        {"shard": [1, 3, 5, 7], "sequence": [4, 5, 6, 7], "ring": [5, 7], "ep": [4, 5, 6, 7], "expert_shard": [1, 5]},
+    ),
+    (
+        {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+        {"shard": [5, 7], "sequence": [4, 5], "ring": [5], "ep": [4, 5], "expert_shard": [5, 7]},
+    ),
+    (
+        {"dp_replicate": 2, "cp": 4, "ulysses": 2, "ep": 2},
+        {"shard": [4, 5, 6, 7], "ring": [5, 7], "ulysses": [4, 5], "ep": [4, 5], "expert_shard": [5, 7]},
+    ),
+    (
+        {"dp_replicate": 2, "cp": 2, "tp": 2, "reduce": "canonical", "virtual_ranks": 2},
+        {"shard": [5], "sequence": [4, 5, 6, 7], "ep": [5], "expert_shard": [4, 5, 6, 7]},
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, lines", VIEWS)
+def test_views_hold_the_ranks_that_share_something(fork_ranks, settings, lines):
+    def found(rank, ranks):
+        mesh = build_mesh(Parallel(**settings), "cpu", experts=True)
+        for name in lines:
+            assert dist.get_process_group_ranks(mesh.group(name)) == mesh.ranks(name)
+            assert mesh.ranks(name)[mesh.index(name)] == rank and len(mesh.ranks(name)) == mesh.size(name)
+        return {name: mesh.ranks(name) for name in lines}, mesh.plane("expert_shard").mesh.tolist()
+
+    by_rank = fork_ranks(found, 8)
+    assert by_rank[5][0] == lines
+    copies = settings.get("dp_replicate", 1)
+    for rank, (_, plane) in enumerate(by_rank):
+        assert rank in (np.array(plane).flatten() if copies > 1 else plane)
+    if copies > 1:
+        assert by_rank[5][1] == [[n - 4 for n in lines["expert_shard"]], lines["expert_shard"]]
+    else:
+        assert by_rank[5][1] == lines["expert_shard"]
 
 
 def test_an_axis_of_all_ranks_is_the_world_group(fork_ranks):
