@@ -23,8 +23,6 @@ class Sight(Protocol):
     """What tokens may look at (model/attention.py)."""
 
     @property
-    def positions_T(self) -> Tensor: ...
-    @property
     def document_ids_BS(self) -> Tensor | None: ...
     @property
     def window(self) -> int: ...
@@ -77,6 +75,7 @@ class _View:
         self.ring, self.sight = ring, sight
         self.batch, _, self.tokens, _ = q_BNTH.shape
         self.device = q_BNTH.device
+        self._positions: dict[int, Tensor] = {}
         whole = self.tokens * len(ring.ranks)
         self.window = sight.window if sight.window < whole else 0
         self.has_masks = self.window > 0 or sight.document_ids_BS is not None
@@ -85,11 +84,15 @@ class _View:
         parallel, own = self.ring.parallel, self.ring.index
         if not self.has_masks:
             return plain_tiles(parallel, own, source, self.tokens)
-        return list(masked_tiles(parallel, own, source, self.tokens, window=self.window, batch=self.batch))
+        batch = 1 if self.sight.document_ids_BS is None else self.batch
+        return list(masked_tiles(parallel, own, source, self.tokens, window=self.window, batch=batch))
 
     def positions(self, place: int) -> Tensor:
-        parts = ring_positions(self.ring.parallel, place, self.tokens * len(self.ring.ranks))
-        return torch.cat([torch.arange(p.start, p.stop, p.step, device=self.device) for p in parts])
+        if place not in self._positions:
+            parts = ring_positions(self.ring.parallel, place, self.tokens * len(self.ring.ranks))
+            pieces = [torch.arange(p.start, p.stop, p.step, device=self.device) for p in parts]
+            self._positions[place] = torch.cat(pieces)
+        return self._positions[place]
 
     def seen(self, tile: Tile, source: int) -> Tensor | None:
         """Made anew for each tile, forward and backward: all of them together would be the whole matrix of scores."""

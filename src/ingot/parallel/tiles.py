@@ -5,6 +5,7 @@ and windows three forms are enough, all keys, a triangle, or nothing. With them 
 that the mask stays small whatever the length of the sequence.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,17 +51,24 @@ def masked_tiles(
     queries, keys = (ring_positions(parallel, place, tokens * parallel.ring) for place in (own, source))
     start = 0
     for segment in queries:
-        at = 0
-        while at < len(segment):
-            # As many rows as fit; fewer keys within reach let more of them in.
-            rows = min(max(limit // (batch * tokens), 1), len(segment) - at)
+        rows = _rows(limit // batch, tokens, window // segment.step)
+        for at in range(0, len(segment), rows):
             part = segment[at : at + rows]
             first = _before(keys, part[0] - window + 1) if window else 0
             end = _before(keys, part[-1] + 1)
             if first < end:
-                yield Tile(slice(start + at, start + at + rows), slice(first, end), masked=True)
-            at += rows
+                yield Tile(slice(start + at, start + at + len(part)), slice(first, end), masked=True)
         start += len(segment)
+
+
+def _rows(elements: int, keys: int, window: int) -> int:
+    """The most queries side by side whose mask has no more elements. Within a window n of them reach n + window + 1
+    keys at most, which lie as close to each other as queries do."""
+    rows = elements // keys
+    if window:
+        wide = window + 1
+        rows = max(rows, (math.isqrt(wide**2 + 4 * elements) - wide) // 2)
+    return max(rows, 1)
 
 
 def _before(segments: Segments, position: int) -> int:

@@ -70,8 +70,13 @@ def test_tiles_with_masks_hold_every_pair_once_and_stay_small(layout, window, li
             times = covered(parallel, own, source, tokens, tiles, window)
             apart = positions_of(parallel, own, tokens)[:, None] - positions_of(parallel, source, tokens)
             assert torch.equal(times, ((apart >= 0) & (apart < (window or 1000))).long())
-            rows = [tile.queries.stop - tile.queries.start for tile in tiles]
-            assert all(n == 1 or n * tokens * batch <= limit for n in rows)
+            sizes = [times[tile.queries, tile.keys].shape for tile in tiles]
+            assert all(rows == 1 or rows * keys * batch <= limit for rows, keys in sizes)
+
+
+def test_a_window_lets_more_queries_into_a_mask():
+    tiles = list(masked_tiles(ring_of(2, "zigzag"), 0, 0, 2**17, window=4096, batch=1))
+    assert len(tiles) < 80  # with all keys of the rank it would be 128 queries a tile, and 1024 tiles
 
 
 def test_ranks_that_a_window_does_not_reach_have_no_tiles():
