@@ -90,7 +90,8 @@ def parallelize(
             recompute(blocks, settings.recompute, settings.recompute_every)
         # 5. Compile, block by block: one graph serves all blocks, and hooks of data parallelism stay outside of it.
         if should_compile(train, device, settings.splits_backward):
-            compile_blocks(stage, whole_readout=settings.tp == 1)
+            selective_every = settings.recompute_every if settings.recompute == "selective" else 0
+            compile_blocks(stage, whole_readout=settings.tp == 1, selective_every=selective_every)
         # 6. Precision, and ZeRO-3's cut; memory for this rank's parts. Buffers of routers get theirs in balance.py.
         if settings.zero == 3:
             stage.to(master)
@@ -127,18 +128,23 @@ def should_compile(train: Train, device: torch.device, splits_backward: bool = F
     return train.compile == "on" or (train.compile == "auto" and device.type == "cuda" and not splits_backward)
 
 
-def compile_blocks(stage: nn.Module, *, whole_readout: bool) -> None:
+def compile_blocks(stage: nn.Module, *, whole_readout: bool, selective_every: int = 0) -> None:
     """Only forwards: hooks on blocks, which gather and wait, stay outside of the graphs.
 
     A block with experts waits for the host to know who has how many rows: its attention is compiled, and what does not
-    depend on that.
+    depend on that. Nothing of it where it is recomputed and keeps the results of some operations, which every n-th
+    block does (n = selective_every; 0: none does): compiled code uses the memory of its results again.
     """
-    for block in stage.get_submodule("blocks").children():
+    for layer, block in stage.get_submodule("blocks").named_children():
         moe = getattr(block, "moe", None)
-        parts = [block] if moe is None else [block.get_submodule("attention"), moe.shared]
+        if moe is None:
+            parts = [block]
+        elif selective_every and int(layer) % selective_every == 0:
+            parts = []
+        else:
+            parts = [block.get_submodule("attention"), *([moe.shared] if moe.shared is not None else [])]
         for part in parts:
-            if part is not None:
-                part.forward = torch.compile(part.forward)
+            part.forward = torch.compile(part.forward)
     readout = stage.get_submodule("readout")
     if whole_readout:
         readout.piece = torch.compile(readout.piece)  # pyright: ignore[reportArgumentType, reportCallIssue]

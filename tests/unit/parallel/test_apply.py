@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +9,14 @@ import torch
 from ingot.model.init import initialize
 from ingot.model.transformer import Transformer
 from ingot.parallel.apply import compile_blocks, should_compile
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.train.build import build_parts
 from ingot.train.step import train_step
 
 ARCH = Arch(vocab_size=20, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ffn=24)
+EXPERTS = replace(ARCH, moe=Moe(num_experts=4, top_k=2, d_expert=8, shared_experts=1, first_dense=1, z_loss=0.01))
 
 
 def train_settings(**changes):
@@ -50,9 +52,30 @@ def test_compiled_blocks_keep_names_and_results(monkeypatch):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("every, compiled", [(0, ["0", "1", "2"]), (1, ["0"]), (2, ["0", "1"])])
+def test_blocks_with_experts_that_keep_results_are_not_compiled(monkeypatch, every, compiled):
+    model, found = Transformer(replace(EXPERTS, num_layers=3)), set()
+    names = {part.forward: name for name, part in model.named_modules()}
+    monkeypatch.setattr(torch, "compile", lambda forward: found.add(names.get(forward)) or forward)
+    compile_blocks(model, whole_readout=False, selective_every=every)
+    inside = {f"blocks.{i}.{part}" for i in ("1", "2") if i in compiled for part in ("attention", "moe.shared")}
+    assert found == {"blocks.0"} | inside
+
+
+@pytest.mark.parametrize(
+    "arch, forms",
+    [
+        (ARCH, {}),
+        (ARCH, {"tp": 2}),
+        (ARCH, {"recompute": "selective"}),
+        (EXPERTS, {"ep": 2}),
+        (EXPERTS, {"ep": 2, "recompute": "selective"}),
+        (EXPERTS, {"tp": 2, "ep": 4, "recompute": "full"}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "experts" if value.is_moe else "dense",
+)
 @pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("forms", [{}, {"tp": 2}, {"recompute": "selective"}], ids=str)
-def test_compiled_and_parallel_equals_parallel(fork_ranks, monkeypatch, zero, forms):
+def test_compiled_and_parallel_equals_parallel(fork_ranks, monkeypatch, zero, arch, forms):
     def losses(rank, ranks):
         eager_graphs(monkeypatch)
         results = []
@@ -60,7 +83,7 @@ def test_compiled_and_parallel_equals_parallel(fork_ranks, monkeypatch, zero, fo
             train = train_settings(compile=setting, precision="fp32")
             run = RunConfig(
                 name="x",
-                model=ARCH,
+                model=arch,
                 data=Data(tokens=""),
                 train=train,
                 parallel=Parallel(dp_shard=2, zero=zero, **forms),
