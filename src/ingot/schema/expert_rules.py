@@ -1,4 +1,13 @@
-"""Which layouts a mixture of experts allows, and what of its settings needs the length of sequences."""
+"""Which layouts a mixture of experts allows, and what of its settings needs the length of sequences.
+
+    ep         divides the experts, and the ranks that share one copy of the model: dp_shard x cp x tp
+    tp         with sequence parallelism only, so that each rank has tokens of its own to send
+    capacity   at least one token of a sequence for each expert
+
+Groups of experts (model.moe.groups) that are whole on ranks bound the ways of a token: where ep divides groups, or they
+divide ep, its experts are on at most top_groups / groups of the ep ranks (rounded up to a whole one). Groups that
+straddle ranks train the same model and bound nothing, so the planner only advises against them.
+"""
 
 import math
 from collections.abc import Iterator

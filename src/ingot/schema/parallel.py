@@ -24,7 +24,8 @@ class Parallel:
       striped: every n-th token, contiguous: the r-th of n parts. It is for "ring" and "usp": "ulysses" has no ring, its
       ranks have neighbouring tokens, and "auto" may be that.
     ep: ranks among which experts are divided. They are neighbours among the dp_shard x cp x tp ranks that share a copy
-      of the model; ep does not count in the world size.
+      of the model; ep does not count in the world size. Groups of experts (model.moe.groups) keep a token's experts on
+      few of them (schema/expert_rules.py).
 
     dp_replicate: copies of the model that share each batch. dp_shard: ranks that share one copy, by `zero`:
       1: optimizer state is split, 2: gradients too, 3: parameters too (FSDP2). "auto": 1 for models below 20M

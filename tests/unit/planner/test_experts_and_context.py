@@ -1,6 +1,7 @@
 """Plans of runs with experts and with context parallelism: time by link, advice, notes, proposals."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -25,7 +26,9 @@ SHARED = replace(MIXTRAL, moe=replace(MIXTRAL.moe, shared_experts=1))
 NODE, NODES = load_cluster("8xh100"), load_cluster("4x8xh100")
 
 
-def run_of(arch: Arch, micro_batches=4, micro_batch=1, seq_len=4096, compiled="auto", **settings) -> RunConfig:
+def run_of(
+    arch: Arch, micro_batches=4, micro_batch=1, seq_len=4096, compiled: Literal["auto", "on"] = "auto", **settings
+) -> RunConfig:
     parallel = Parallel(**settings)
     train = Train(
         steps=10,
