@@ -6,6 +6,7 @@ and operations started. The planner divides them by rates; calibration fits the 
 
 from dataclasses import dataclass, replace
 
+from ingot.schema.arch import Arch
 from ingot.theory import memory
 from ingot.theory.context import imbalance
 from ingot.theory.flops import mean_keys
@@ -25,10 +26,11 @@ from ingot.theory.state import COMPUTE_BYTES, STORED_BYTES, kept_gradient_bytes
 # written and read once.
 _PASSES_FORWARD, _PASSES_BACKWARD = 2, 3
 # Operations that Python starts, counted on this trainer's step (a test counts again): per block and per chunk of
-# logits, forward and backward together, and once per micro-batch, per unit of parameters and per step. Experts are
-# counted as a CPU runs them, one after the other.
+# logits, forward and backward together, and once per micro-batch, per unit of parameters and per step. All experts of a
+# block are one operation; what ranks exchange is left out.
 _BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 136, 50, 17
-_LATENT_OPERATIONS, _ROUTING_OPERATIONS, _EXPERT_OPERATIONS, _SHARED_OPERATIONS = 60, 90, 20, 15
+_LATENT_OPERATIONS, _ROUTING_OPERATIONS, _CHOICE_OPERATIONS, _SHARED_OPERATIONS = 62, 61, 8, 20
+_CAPACITY_OPERATIONS = 27
 _MICRO_BATCH_OPERATIONS, _UNIT_OPERATIONS, _STEP_OPERATIONS = 49, 40, 60
 _FORWARD_SHARE = 0.4  # of a block's operations, also counted
 
@@ -91,7 +93,7 @@ def _block_work(position: Position, device: str, experts: bool) -> tuple[Work, W
     flops = _block_flops(position, experts)
     attention = _attention_flops(position)
     saved = position.tokens * sum(saved_bytes(position, device, experts=experts).values())
-    operations = _operations(position, experts)
+    operations = _operations(position.arch, experts)
     forward = Work(
         matmul_flops=flops,
         attention_flops=attention,
@@ -108,13 +110,13 @@ def _block_work(position: Position, device: str, experts: bool) -> tuple[Work, W
     return forward, inputs, Work(matmul_flops=flops)
 
 
-def _operations(position: Position, experts: bool) -> float:
-    arch, parallel = position.arch, position.parallel
-    total = _BLOCK_OPERATIONS + (_QK_NORM_OPERATIONS if arch.qk_norm else 0)
-    total += _LATENT_OPERATIONS if arch.is_mla else 0
+def _operations(arch: Arch, experts: bool) -> float:
+    """Of one block, forward and backward. A sum over a token's experts takes one after the other."""
+    moe, total = arch.moe, _BLOCK_OPERATIONS
+    total += _QK_NORM_OPERATIONS * arch.qk_norm + _LATENT_OPERATIONS * arch.is_mla
     if experts:
-        total += _ROUTING_OPERATIONS + _EXPERT_OPERATIONS * arch.moe.num_experts / parallel.ep
-        total += _SHARED_OPERATIONS if arch.moe.shared_experts else 0
+        total += _ROUTING_OPERATIONS + _CHOICE_OPERATIONS * moe.top_k
+        total += _SHARED_OPERATIONS * (moe.shared_experts > 0) + _CAPACITY_OPERATIONS * (moe.capacity_factor > 0)
     return total
 
 

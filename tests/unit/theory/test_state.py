@@ -25,6 +25,20 @@ def test_bytes_of_each_zero_stage(n, zero, grads, expected):
         assert state_per_parameter(parallel, precision).total == pytest.approx(expected(n))
 
 
+def test_ranks_of_context_parallelism_divide_state_unless_sums_are_canonical():
+    data, context = Parallel(dp_shard=8, zero=1), Parallel(dp_shard=2, cp=4, zero=1)
+    assert state_per_parameter(context, "bf16") == state_per_parameter(data, "bf16")
+    canonical = Parallel(dp_replicate=2, cp=4, reduce="canonical", virtual_ranks=2, zero=1)
+    assert state_per_parameter(canonical, "bf16").total == 18
+
+
+def test_experts_are_divided_by_the_ranks_that_hold_the_same_ones():
+    parallel = Parallel(dp_shard=2, cp=2, tp=2, ep=4, zero=1)
+    assert parallel.expert_ranks == 2
+    assert state_per_parameter(parallel, "bf16", parallel.expert_ranks).total == 6 + 12 / 2
+    assert state_per_parameter(parallel, "bf16").total == 6 + 12 / 4
+
+
 @pytest.mark.parametrize("grads", ["bf16", "fp32"])
 def test_without_sharding_every_stage_is_ddp(grads):
     for zero in (1, 2):

@@ -5,23 +5,34 @@ from dataclasses import replace
 import pytest
 
 from ingot.recipes.load import load_model
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.layout import positions
 from ingot.theory.params import count_parameters
-from ingot.theory.traffic import sent_by_axis, step_traffic
+from ingot.theory.traffic import Traffic, sent_by_axis, step_traffic
 
 ARCH = replace(load_model("llama3-8b").arch, num_layers=4, vocab_size=4096, tied_embeddings=True)
 A, B, T = 4, 2, 1024
+EXPERTS = Moe(num_experts=16, top_k=4, d_expert=512)
+SPARSE = replace(ARCH, moe=EXPERTS)
 P, HIDDEN = count_parameters(ARCH), B * T * ARCH.d_model * 2
 
 
-def sent(arch: Arch = ARCH, rank: int = 0, **settings) -> dict[str, float]:
+def traffic_of(arch: Arch = ARCH, rank: int = 0, **settings) -> tuple[Traffic, ...]:
     parallel = Parallel(**settings)
     train = Train(steps=1, seq_len=T, global_batch=A * B * parallel.data_ranks, micro_batch=B)
     run = RunConfig(name="x", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
-    return sent_by_axis(step_traffic(positions(run)[rank]))
+    return step_traffic(positions(run)[rank])
+
+
+def sent(arch: Arch = ARCH, rank: int = 0, **settings) -> dict[str, float]:
+    return sent_by_axis(traffic_of(arch, rank, **settings))
+
+
+def by_what(arch: Arch = ARCH, **settings) -> dict[str, Traffic]:
+    """With one kind of traffic for each."""
+    return {traffic.what: traffic for traffic in traffic_of(arch, **settings)}
 
 
 def test_one_rank_sends_nothing():
@@ -104,3 +115,81 @@ def test_a_pipeline_sends_hidden_states_over_each_boundary():
 def test_the_turn_of_a_v_needs_no_message():
     down = [sent(replace(ARCH, num_layers=8), pp=2, schedule="zb_v", rank=r)["pp"] for r in (0, 1)]
     assert down == [2 * A * HIDDEN, 2 * A * HIDDEN]  # rank 0: forward of stage 0, gradient of stage 3; both on rank 1
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_of_context_parallelism_exchange_state_like_those_of_data_parallelism(zero):
+    """The same parameters once per micro-batch; cp = 4 has a quarter of the samples of dp_shard = 4, in as many."""
+    data = sent(dp_shard=4, zero=zero)["dp_shard"]
+    both = [t for t in traffic_of(cp=2, dp_shard=2, context="ring", zero=zero) if t.axis == "dp_shard+cp"]
+    assert sum(t.sent for t in both) == data and all(t.ranks == 4 for t in both)
+
+
+def test_a_ring_passes_keys_and_values_on_and_ulysses_deals_heads():
+    kv = 2 * B * T * ARCH.num_kv_heads * ARCH.head_dim  # of whole sequences; here each rank has a quarter
+    ring = by_what(cp=4, context="ring")["keys and values"]
+    # 3 messages forward, 3 backward and 3 of gradients, which are summed in float32.
+    assert (ring.kind, ring.axis, ring.count) == ("send", "cp", 9 * A * ARCH.num_layers)
+    assert ring.sent == A * ARCH.num_layers * 3 * kv / 4 * (2 + 2 + 4)
+    heads = by_what(cp=4, context="ulysses")["heads of attention"]
+    qkvo = B * T / 4 * ARCH.head_dim * (2 * ARCH.num_heads + 2 * ARCH.num_kv_heads) * 2
+    assert (heads.kind, heads.count) == ("all_to_all", 4 * A * ARCH.num_layers)
+    assert heads.sent == A * ARCH.num_layers * 2 * qkvo * 3 / 4
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_attention_meets_the_others_again(recompute):
+    plain, again = (by_what(cp=4, context="ring", recompute=how)["keys and values"] for how in ("none", recompute))
+    assert again.count == plain.count * 4 / 3  # 3 more messages for 9
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_experts_get_rows_of_every_token_and_send_them_back(ep):
+    rows = by_what(SPARSE, dp_shard=8, ep=ep)["rows of experts"]
+    assert (rows.axis, rows.count) == ("dp_shard", 4 * A * SPARSE.num_layers)
+    assert rows.sent == pytest.approx(4 * A * SPARSE.num_layers * EXPERTS.top_k * HIDDEN * (ep - 1) / ep)
+
+
+def test_a_capacity_below_an_even_share_sends_fewer_rows_and_every_choice():
+    half = replace(SPARSE, moe=replace(EXPERTS, capacity_factor=0.5))
+    whole, capped = (by_what(arch, dp_shard=2, cp=2, ep=4, context="ring") for arch in (SPARSE, half))
+    assert capped["rows of experts"].sent == whole["rows of experts"].sent / 2
+    assert "choices of experts" not in whole
+    choices = capped["choices of experts"]
+    assert (choices.kind, choices.axis) == ("all_gather", "cp")
+    assert choices.bytes == A * SPARSE.num_layers * B * T * EXPERTS.top_k * 8
+
+
+def test_full_recompute_repeats_the_forwards_all_to_alls_and_selective_keeps_what_they_brought():
+    plain, full, selective = (
+        by_what(SPARSE, dp_shard=4, ep=4, recompute=how)["rows of experts"] for how in ("none", "full", "selective")
+    )
+    assert full.count == plain.count * 3 / 2 and selective == plain
+
+
+def test_experts_are_summed_over_the_ranks_that_hold_the_same_ones():
+    traffic = by_what(SPARSE, dp_shard=8, ep=2, zero=1)
+    experts = 16 * 3 * ARCH.d_model * 512 * ARCH.num_layers / 2
+    assert traffic["gradients of experts"].bytes == 4 * experts and traffic["gradients of experts"].ranks == 4
+    assert traffic["parameters of experts"].bytes == 2 * experts
+    assert traffic["gradients"].ranks == 8
+    alone = by_what(SPARSE, dp_shard=8, ep=8, zero=1)
+    assert "gradients of experts" not in alone and "parameters of experts" not in alone
+    copies = by_what(SPARSE, dp_replicate=2, dp_shard=2, ep=2, zero=1)
+    assert (copies["gradients of experts"].kind, copies["gradients of experts"].axis) == ("all_reduce", "dp_replicate")
+
+
+def test_only_shared_experts_are_a_region_of_tensor_parallelism():
+    shared = replace(SPARSE, moe=replace(EXPERTS, shared_experts=1))
+    counts = [
+        sum(t.count for t in traffic_of(arch, tp=2) if t.what == "hidden states" and t.kind == "all_gather")
+        for arch in (ARCH, shared, SPARSE)
+    ]
+    # Of each block forward and backward; embedding and loss.
+    assert counts == [A * (4 * 4 + 2), A * (4 * 4 + 2), A * (2 * 4 + 2)]
+
+
+def test_canonical_sums_reach_the_ranks_of_a_copy_once():
+    run = {"reduce": "canonical", "virtual_ranks": 8, "dp_replicate": 2, "cp": 2, "context": "ring"}
+    last = [t for t in traffic_of(**run) if t.kind == "all_reduce" and t.axis == "cp"]
+    assert [t.bytes for t in last] == [P * 4]

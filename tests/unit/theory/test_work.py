@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.flops import train_flops_per_token
@@ -15,12 +15,16 @@ from ingot.theory.work import Work, step_work
 ARCH = Arch(
     vocab_size=4096, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=512
 )
+SPARSE = replace(ARCH, moe=Moe(num_experts=8, top_k=2, d_expert=48, shared_experts=1, first_dense=1))
+LATENT = replace(ARCH, num_kv_heads=4, head_dim=24, mla=Mla(q_rank=32, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=24))
+CAPPED = replace(ARCH, num_layers=4, moe=Moe(num_experts=8, top_k=4, d_expert=48, capacity_factor=2.0))
 
 
 def started_operations(arch: Arch, sequences: int, seq_len: int) -> int:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from ingot.model.routing import Pressure
     from ingot.model.transformer import Transformer
 
     class Count(TorchDispatchMode):
@@ -32,9 +36,10 @@ def started_operations(arch: Arch, sequences: int, seq_len: int) -> int:
 
     torch.set_num_threads(1)
     model = Transformer(arch).bfloat16()
-    tokens = torch.zeros(sequences, seq_len, dtype=torch.long)
+    tokens = torch.randint(0, arch.vocab_size, (sequences, seq_len))
+    told = {"pressure": Pressure(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
     with Count() as count:
-        model(tokens, tokens).backward()
+        model(tokens, tokens, **told).backward()
     return count.operations
 
 
@@ -48,7 +53,15 @@ def work_of(arch: Arch = ARCH, rank: int = 0, *, sequences: int = 4, accumulatio
 
 @pytest.mark.parametrize(
     ("arch", "sequences"),
-    [(ARCH, 1), (ARCH, 4), (replace(ARCH, num_layers=6), 1), (replace(ARCH, qk_norm=True, num_layers=4), 1)],
+    [
+        (ARCH, 1),
+        (ARCH, 4),
+        (replace(ARCH, num_layers=6), 1),
+        (replace(ARCH, qk_norm=True, num_layers=4), 1),
+        (replace(SPARSE, num_layers=4), 1),
+        (CAPPED, 1),
+        (replace(LATENT, num_layers=4), 1),
+    ],
 )
 def test_operations_are_counted_within_a_tenth(arch, sequences):
     pytest.importorskip("torch")
@@ -56,20 +69,79 @@ def test_operations_are_counted_within_a_tenth(arch, sequences):
     assert twice - once == pytest.approx(started_operations(arch, sequences, 256), rel=0.1)
 
 
-def test_products_and_attention_make_the_flops_of_the_step():
-    work = work_of(accumulation=3, dp_shard=2)
+@pytest.mark.parametrize(
+    "arch", [ARCH, SPARSE, LATENT, replace(ARCH, sliding_window=64)], ids=["dense", "experts", "latents", "window"]
+)
+def test_products_and_attention_make_the_flops_of_the_step(arch):
+    work = work_of(arch, accumulation=3, dp_shard=2)
     tokens = 256 * 4 * 3
     # Attention runs 7 products for the 6 that count as useful.
-    assert work.matmul_flops + work.attention_flops * 6 / 7 == pytest.approx(tokens * train_flops_per_token(ARCH, 256))
+    assert work.matmul_flops + work.attention_flops * 6 / 7 == pytest.approx(tokens * train_flops_per_token(arch, 256))
+
+
+@pytest.mark.parametrize("arch", [SPARSE, replace(LATENT, tied_embeddings=False)], ids=["experts", "latents"])
+def test_products_are_those_that_a_step_runs(arch):
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from ingot.model.transformer import Transformer
+
+    torch.set_num_threads(1)
+    model = Transformer(arch).double()  # float64 has one product for each expert, which the counter knows
+    tokens = torch.randint(0, arch.vocab_size, (4, 256))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(flops for op, flops in counted.items() if "attention" not in str(op))
+    assert work_of(arch).matmul_flops == pytest.approx(products)
+
+
+def test_values_of_latent_attention_are_padded_and_the_padding_is_work():
+    narrow = replace(LATENT, mla=replace(LATENT.mla, v_dim=8))
+    assert work_of(narrow).attention_flops == work_of(LATENT).attention_flops
+    assert train_flops_per_token(narrow, 256) < train_flops_per_token(LATENT, 256)
 
 
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "stage_layers": (0, 2)}])
-def test_ranks_share_the_flops_of_the_model(settings):
-    whole = work_of(accumulation=4)
-    ranks = [work_of(rank=r, accumulation=4, **settings) for r in range(settings.get("pp", 1))]
+@pytest.mark.parametrize("arch", [ARCH, SPARSE], ids=["dense", "experts"])
+def test_ranks_share_the_flops_of_the_model(arch, settings):
+    whole = work_of(arch, accumulation=4)
+    ranks = [work_of(arch, rank=r, accumulation=4, **settings) for r in range(settings.get("pp", 1))]
     for name in ("matmul_flops", "attention_flops"):
         shared = sum(getattr(work, name) for work in ranks) * settings.get("tp", 1)
         assert shared == pytest.approx(getattr(whole, name))
+
+
+def test_every_rank_of_tensor_parallelism_computes_latents():
+    whole, half = (work_of(LATENT, tp=tp) for tp in (1, 2))
+    down = 3 * 2 * 4 * 256 * LATENT.num_layers * LATENT.d_model * (32 + 16 + 8)
+    assert 2 * half.matmul_flops - whole.matmul_flops == pytest.approx(down)
+
+
+@pytest.mark.parametrize("settings", [{"context": "ulysses"}, {"context": "ring"}])
+def test_ranks_of_context_parallelism_share_all_work_evenly(settings):
+    whole, part = work_of(SPARSE), work_of(SPARSE, cp=4, **settings)
+    assert 4 * part.matmul_flops == pytest.approx(whole.matmul_flops)
+    assert 4 * part.attention_flops == pytest.approx(whole.attention_flops)
+
+
+def test_contiguous_parts_leave_the_last_rank_most_of_the_attention():
+    """Its queries are the last quarter and see 7/8 of the keys on average, where the mean over ranks is a half."""
+    even, last = (work_of(cp=4, context="ring", context_layout=how) for how in ("zigzag", "contiguous"))
+    assert last.attention_flops / even.attention_flops == pytest.approx(7 / 4, rel=0.01)
+    # A window of 32 tokens is as long for all ranks but the first, whose first tokens see fewer.
+    near = replace(ARCH, sliding_window=32)
+    whole, last = work_of(near), work_of(near, cp=4, context="ring", context_layout="contiguous")
+    assert 1 < 4 * last.attention_flops / whole.attention_flops < 1.1
+
+
+def test_experts_beyond_their_capacity_are_no_work_and_overflow_is():
+    half = Moe(num_experts=8, top_k=2, d_expert=48, capacity_factor=0.5)
+    dropped, whole = work_of(replace(ARCH, moe=half)), work_of(replace(ARCH, moe=replace(half, capacity_factor=0.0)))
+    experts = 3 * 2 * 4 * 256 * ARCH.num_layers * 2 * 3 * ARCH.d_model * 48
+    assert whole.matmul_flops - dropped.matmul_flops == pytest.approx(experts / 2)
+    fallback = work_of(replace(ARCH, moe=replace(half, overflow="fallback")))
+    assert fallback.matmul_flops == pytest.approx(whole.matmul_flops)
 
 
 def test_full_recompute_is_a_third_more_but_for_the_last_product_and_the_head():
@@ -103,3 +175,13 @@ def test_accumulation_repeats_everything_but_the_update():
     once, thrice = (work_of(accumulation=a, dp_shard=2) for a in (1, 3))
     assert thrice.matmul_flops == 3 * once.matmul_flops
     assert once.moved_bytes < thrice.moved_bytes < 3 * once.moved_bytes
+
+
+def test_recomputed_experts_run_whole_and_selectively_not_at_all():
+    """Their results are weighted behind the last product, so full recompute leaves only the dense block's out."""
+    arch = replace(SPARSE, num_layers=6)
+    plain, full, selective = (work_of(arch, recompute=how) for how in ("none", "full", "selective"))
+    tokens = 4 * 256
+    head, last = tokens * 2 * ARCH.vocab_size * ARCH.d_model, tokens * 2 * ARCH.d_ffn * ARCH.d_model
+    assert full.matmul_flops == pytest.approx(plain.matmul_flops * 4 / 3 - head - last)
+    assert selective.matmul_flops == plain.matmul_flops
