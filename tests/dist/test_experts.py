@@ -17,7 +17,8 @@ from ingot.train.build import build_parts
 from ingot.train.step import train_step
 
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of
-from .test_overlap_order import _Mark
+from .test_overlap_order import OUTER, _Mark, counts_at_marks
+from .test_overlap_order import issued as issued_around_blocks
 
 MOE = Moe(num_experts=8, top_k=2, d_expert=6, shared_experts=1, bias_rate=0.01, noise=0.3, sequence_loss=0.02)
 EXPERTS = replace(ARCH, num_layers=2, moe=MOE)
@@ -87,6 +88,18 @@ def test_canonical_sums_of_experts_do_not_depend_on_copies(fork_ranks, copies, e
     )
     assert same_bits(alone, together)
     assert_equals_one_process(fork_ranks, more)
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 0.05)])
+@pytest.mark.parametrize(
+    "layout", [{"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 1}], ids=str
+)
+def test_means_are_means_in_every_precision(fork_ranks, layout, precision, tolerance):
+    """FSDP2 divides by other means in other dtypes, and by none where a rank has its experts for itself."""
+    one, run = (run_with(precision=precision, zero=3, **degrees) for degrees in ({}, layout))
+    (_, norm, *_), *_ = fork_ranks(first_step, 1, one)
+    for _, found, *_ in fork_ranks(first_step, 4, run):
+        assert found == pytest.approx(norm, rel=tolerance)
 
 
 # -- what is issued, and when --
@@ -166,3 +179,19 @@ def test_recompute_keeps_bits_and_selective_runs_no_all_to_all_again(fork_ranks,
         for other in (again[2], kept[2]):
             for (*place, ours), (*same_place, theirs) in zip(other, gradients, strict=True):
                 assert place == same_place and np.array_equal(ours, theirs), place
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_experts_are_gathered_with_their_block(fork_ranks, zero, prefetch):
+    layers = EXPERTS.num_layers
+    run = run_of(arch=EXPERTS, dp_shard=4, ep=2, zero=zero, prefetch=prefetch, global_batch=4)
+    for order in fork_ranks(issued_around_blocks, 4, run):
+        at, total = counts_at_marks(order)
+        for i in range(layers):
+            ahead = OUTER + 2 * min(i + 1 + prefetch, layers)
+            assert at[f"forward {i}"]["all_gather"] == ahead, order
+            if zero == 3:
+                assert at[f"backward {layers - 1 - i}"]["all_gather"] == OUTER + 2 * layers + ahead, order
+        assert total["all_gather"] == (1 + (zero == 3)) * (OUTER + 2 * layers)
+        assert total["reduce_scatter"] == OUTER + 2 * layers
