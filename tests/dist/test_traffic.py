@@ -90,7 +90,7 @@ def by_axis(calls, grid: Grid, rank: int) -> dict[tuple[str, str], tuple[int, in
     return {key: (times[key], sizes[key]) for key in sizes}
 
 
-CASES = {
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"dp_replicate": 2}),
     "ddp, bf16 gradients": (2, {"dp_replicate": 2, "grads": "bf16"}),
     "zero 1": (4, {"dp_shard": 4, "zero": 1}),
@@ -145,6 +145,7 @@ CASES = {
     ),
     "ep over tp, selective recompute": (2, {"tp": 2, "ep": 2, "arch": SPARSE, "recompute": "selective"}),
     "ep with capacity, over cp and tp": (4, {"cp": 2, "context": "ring", "tp": 2, "ep": 2, "arch": CAPPED}),
+    "experts, zero 3, full recompute": (2, {"dp_shard": 2, "arch": SPARSE, "zero": 3, "recompute": "full"}),
     "capacity within cp": (2, {"cp": 2, "context": "ulysses", "arch": CAPPED}),
     "ep in copies": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "arch": SPARSE, "zero": 1}),
     "ep in copies, zero 3": (8, {"dp_replicate": 2, "dp_shard": 4, "ep": 2, "arch": SPARSE, "zero": 3}),

@@ -1,6 +1,7 @@
 """The memory terms against what the trainer's own model keeps."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ EXPERTS = Moe(num_experts=8, top_k=2, d_expert=48, first_dense=1)
 LARGE = replace(TINY, d_model=2048, d_ffn=8192, num_layers=24)
 
 
-def ranks_of(arch: Arch, precision="bf16", *, sequences=8, seq_len=128, micro_batches=1, **settings):
+def ranks_of(arch: Arch, precision: Any = "bf16", *, sequences=8, seq_len=128, micro_batches=1, **settings):
     parallel = Parallel(**settings)
     batch = sequences * micro_batches * parallel.data_ranks
     train = Train(steps=1, seq_len=seq_len, global_batch=batch, micro_batch=sequences, precision=precision)
@@ -155,6 +156,42 @@ def test_sharded_state_is_the_usual_bytes_per_parameter(ranks):
     shards = memory.weights(rank), memory.optimizer(rank), memory.gradients_kept(rank)
     assert sum(t.value for t in shards) * ranks == pytest.approx(16 * n)
     assert memory.checkpoint_bytes(LARGE, "bf16").value == 12 * n
+
+
+def test_experts_are_divided_by_those_that_hold_them():
+    sparse = replace(LARGE, moe=replace(EXPERTS, d_expert=512))
+    rank = one(sparse, dp_shard=8, ep=4, zero=1)
+    experts = 23 * 8 * 3 * 2048 * 512
+    rest = count_parameters(sparse) - experts
+    # A rank has a quarter of all experts, and one other rank has the same.
+    assert memory.weights(rank).value == rest * 4 / 8 + experts / 4 * 4 / 2
+    assert memory.optimizer(rank).value == 2 * memory.weights(rank).value
+    assert memory.gathered(rank).value == 2 * (rest + experts / 4)
+    alone = one(sparse, dp_shard=8, ep=8, zero=1, micro_batches=2)
+    assert memory.gradients_kept(alone).value == 4 * (rest + experts / 8)
+
+
+def test_context_parallelism_divides_tokens_and_state():
+    whole, part = one(LARGE), one(LARGE, cp=4, context="ulysses", zero=1)
+    assert memory.optimizer(part).value == memory.optimizer(whole).value / 4
+    # Key/value heads are repeated for four ranks, so a part is a little more than a quarter.
+    assert 1 < 4 * activations.activations(part).value / activations.activations(whole).value < 1.05
+
+
+def test_repeated_heads_are_kept():
+    few = replace(LARGE, num_heads=16, num_kv_heads=2, head_dim=128)
+    forms: list[dict[str, Any]] = [{"context": "ring"}, {"context": "ulysses"}, {"context": "usp", "ulysses": 4}]
+    found = [activations.block_bytes(one(few, cp=8, **form))["q, k, v"] / 256 for form in forms]
+    assert tuple(found) == (16 + 2 * 2, 16 + 2 * 8, 16 + 2 * 2 * 4)
+
+
+def test_a_token_of_a_block_with_experts_leaves_its_rows():
+    block = activations.block_bytes(one(replace(LARGE, moe=EXPERTS)), "cuda", experts=True)
+    assert block["rows of experts"] == block["what experts made"] == 2 * 2048 * 2
+    assert block["gate, silu(gate), up, product of experts"] == 2 * 4 * 48 * 2
+    cut = activations.block_bytes(one(replace(LARGE, moe=EXPERTS), tp=2, ep=2), "cuda", experts=True)
+    assert cut["rows of experts"] == block["rows of experts"] / 2
+    assert "input of gate, up" not in block
 
 
 def test_whole_parameters_are_there_once():
