@@ -79,6 +79,20 @@ def test_the_same_assignments_are_dropped(fork_ranks, layout):
     assert_equals_one_process(fork_ranks, run_with(moe, **layout), (0, 1))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ep": 1, "unit_layers": 2, "recompute": "full"},
+        {"ep": 2, "unit_layers": 0, "recompute": "selective"},
+        {"ep": 2, "reshard": False, "recompute": "full", "recompute_every": 2},
+        {"ep": 2, "offload": "cpu", "offload_parameters": True},
+    ],
+    ids=str,
+)
+def test_units_of_experts_may_be_large_may_stay_and_may_live_on_the_host(fork_ranks, settings):
+    assert_equals_one_process(fork_ranks, run_with(dp_shard=2, zero=3, **settings))
+
+
 @pytest.mark.parametrize("copies, ep", [(2, 1), (2, 2)])
 def test_canonical_sums_of_experts_do_not_depend_on_copies(fork_ranks, copies, ep):
     settings = {"cp": 2, "ep": ep, "reduce": "canonical", "virtual_ranks": 2}

@@ -10,7 +10,7 @@ so that what stands between them computes meanwhile:
 
 Rows arrive by sender and, of each sender, by expert; experts want them by expert.
 
-Shape letters: R rows sent from here, A rows that arrive here, D d_model, E experts, L experts of one rank, P ep ranks.
+Shape letters: R rows sent from here, A rows that arrive here, D d_model, L experts of one rank.
 """
 
 from dataclasses import dataclass
@@ -101,12 +101,13 @@ def _route(counts: list[int], group: dist.ProcessGroup, device: torch.device) ->
     each = len(counts) // ranks
     given = torch.tensor(counts, device=device)
     coming = finish(start_all_to_all(given, [each] * ranks, [each] * ranks, group))
-    from_ranks = torch.tensor(on_host(coming, balanced=sum(counts))).view(ranks, each)
-    received = from_ranks.sum(1).tolist()
+    numbers = on_host(coming, balanced=sum(counts))
+    received = [sum(numbers[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    of_own = torch.tensor([sum(numbers[expert::each]) for expert in range(each)])
     experts = torch.arange(each, device=device).repeat(ranks).repeat_interleave(coming, output_size=sum(received))
     order_A = experts.argsort(stable=True)
     sent = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-    return Route(group, sent, received, from_ranks.sum(0), order_A, order_A.argsort())
+    return Route(group, sent, received, of_own, order_A, order_A.argsort())
 
 
 class Flight:
@@ -165,7 +166,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx, *grads):
         (gradient,), route = grads, ctx.flight.route
         ctx.flight.gradient = start_all_to_all(gradient, route.sent, route.received, route.group)
-        return gradient.new_empty(()).expand_as(gradient), None
+        return gradient.new_zeros(()).expand_as(gradient), None
 
 
 class _Reorder(torch.autograd.Function):

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from ingot.dist.mesh import Mesh
 from ingot.parallel.piece import Piece
 from ingot.parallel.tensor import Cut
-from ingot.parallel.units import Unit, cut_units, own_rows
-from ingot.parallel.zero import is_owner
+from ingot.parallel.units import Unit, cut_units, is_owner, own_rows
 
 
 def shard_stage(

@@ -10,7 +10,8 @@ A matrix product inside an open `WeightGradients` puts its weight's gradient asi
         y.backward(gradient)
     left.compute()                  # W: the weights' gradients, through autograd and all its hooks
 
-Everything that is not such a product (norms, the embedding, the loss with the head) has its whole backward in I.
+Everything that is not such a product (norms, the embedding, experts, the loss with the head) has its whole backward in
+I.
 """
 
 from functools import partial

@@ -7,8 +7,9 @@ experts of a unit are shared by other ranks than the rest of it, so they travel 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
+from ingot.dist.mesh import Mesh
 from ingot.parallel.tensor import Cut
 
 
@@ -54,3 +55,13 @@ def own_rows(rows: int, ranks: int, index: int) -> range:
     """Rows of a matrix that rank `index` of `ranks` owns: equal parts, rounded up; the last ranks may have fewer."""
     part = -(-rows // ranks)
     return range(min(index * part, rows), min((index + 1) * part, rows))
+
+
+def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
+    """Of the ranks that hold the same block, the first. Ranks that divide its state hold none alike."""
+    if mesh.index("dp_replicate") > 0:
+        return False
+    if cut.view == "expert_shard":
+        return True
+    whole_on_tp, whole_on_cp = tuple(parameter.shape) == cut.shape, mesh.parallel.reduce == "canonical"
+    return not (whole_on_tp and mesh.index("tp") > 0) and not (whole_on_cp and mesh.index("cp") > 0)

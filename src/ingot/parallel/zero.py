@@ -25,7 +25,7 @@ from ingot.dist.mesh import Mesh
 from ingot.parallel.canonical import Tree
 from ingot.parallel.piece import Piece
 from ingot.parallel.tensor import Cut
-from ingot.parallel.units import Unit, cut_units, own_rows
+from ingot.parallel.units import Unit, cut_units, is_owner, own_rows
 
 
 @dataclass
@@ -300,13 +300,3 @@ def _clear_missing(bucket: Bucket) -> None:
     for slot in bucket.slots:
         if slot.fresh and bucket.whole is not None:
             bucket.whole[:, slot.start : slot.start + slot.length].zero_()
-
-
-def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
-    """Of the ranks that hold the same block, the first. Ranks that divide its state hold none alike."""
-    if mesh.index("dp_replicate") > 0:
-        return False
-    if cut.view == "expert_shard":
-        return True
-    whole_on_tp, whole_on_cp = tuple(parameter.shape) == cut.shape, mesh.parallel.reduce == "canonical"
-    return not (whole_on_tp and mesh.index("tp") > 0) and not (whole_on_cp and mesh.index("cp") > 0)
