@@ -38,10 +38,9 @@ def expert_advice(run: RunConfig, cluster: Cluster, position: Position, times: d
         why = "so choosing few groups does not send a token to few ranks"
         yield f"{found}, {why}; use ep = {nearest(parallel.ep, whole)}"
     if run.train.compile == "on":
-        yield (
-            'train.compile = "on" compiles blocks with experts in pieces: the host reads in between how many rows each'
-            ' expert has; measure whether "off" is faster'
-        )
+        found, kept = 'train.compile = "on" leaves experts uncompiled', parallel.recompute == "selective"
+        also = ", and all of the blocks that are recomputed selectively" if kept else ""
+        yield f"{found}{also}: the host has to read how many rows each has"
     rows = position.assignments * parallel.ep / moe.num_experts
     if cluster.device == "cuda" and rows < _FEW_ROWS:
         found = f"an expert multiplies {rows:.0f} rows of a micro-batch at once, too few to keep a GPU busy"

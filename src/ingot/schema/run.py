@@ -65,7 +65,7 @@ class Train:
 
     precision: of the computation; parameters are kept and updated in fp32 (fp64 for "fp64", which serves proofs). fp16
     scales the loss dynamically. tf32: fp32 products on NVIDIA GPUs round their inputs to 10 bits of mantissa.
-    compile: blocks, one by one; those with experts in pieces, for the host reads in between how many rows they have.
+    compile: blocks, one by one; of those with experts attention and shared experts (parallel/apply.py).
     """
 
     steps: int
