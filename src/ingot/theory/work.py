@@ -154,7 +154,11 @@ def _block_flops(position: Position, experts: bool) -> float:
 
 def _attention_flops(position: Position) -> float:
     """QK^T and PV of one block on this rank: 2 products with every key that is seen, values as wide as keys (latent
-    attention pads them). Of contiguous parts of a sequence the last rank's, which has the most to see."""
+    attention pads them). Of contiguous parts of a sequence the last rank's, which has the most to see.
+
+    Kernels skip what is later than a token, but not what a mask of documents or of a window hides within a piece that
+    they take at once; that is not counted.
+    """
     arch, parallel, seq_len = position.arch, position.parallel, position.train.seq_len
     width = arch.num_heads * arch.head_dim / parallel.tp
     uneven = imbalance(parallel, seq_len, arch.sliding_window) if parallel.ring > 1 else 1.0
