@@ -49,13 +49,13 @@ class TokenShare:
     def _places(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of this rank's tokens, and where each position lies when the tokens of all ranks lie side by side.
 
-        They are kept: a step asks for them again for every micro-batch.
+        The last ones are kept: a step asks for them again for every micro-batch.
         """
         key = tokens, torch.device(device)
         if key not in self._known:
             by_rank = [self._positions_of(index, tokens) for index in range(self.ranks)]
             own, places = by_rank[self.mesh.index("cp")], torch.cat(by_rank).argsort()
-            self._known[key] = own.to(device), places.to(device)
+            self._known = {key: (own.to(device), places.to(device))}
         return self._known[key]
 
     def _positions_of(self, index: int, tokens: int) -> Tensor:
