@@ -49,7 +49,7 @@ def span(parallel: Parallel, line: str) -> int:
 
 def crosses_nodes(parallel: Parallel, line: str, cluster: Cluster) -> bool:
     """Whether a line can have ranks on different nodes. One of a single rank sends nothing anywhere."""
-    return span(parallel, line) > cluster.devices_per_node
+    return cluster.nodes > 1 and span(parallel, line) > cluster.devices_per_node
 
 
 def bandwidth_of(parallel: Parallel, line: str, cluster: Cluster) -> float:

@@ -91,7 +91,8 @@ def _idle_settings(parallel: "Parallel") -> Problems:
                 found = f"{value!r} without context parallelism (cp = 1)"
                 yield f"parallel.{name}", f"{found}; set parallel.cp to 2 or more, or remove it"
         return
-    if parallel.ulysses and parallel.context != "usp":
+    resolved = {"ring": 1, "ulysses": parallel.cp}.get(parallel.context)  # as plans write it
+    if parallel.ulysses not in (0, resolved) and parallel.context != "usp":
         found = f"{parallel.ulysses} with context = {parallel.context!r}, which has no grid"
         yield "parallel.ulysses", f'{found}; set parallel.context = "usp", or remove it'
     if parallel.context_layout != "zigzag" and parallel.context in ("ulysses", "auto"):
