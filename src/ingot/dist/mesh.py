@@ -64,9 +64,7 @@ class Mesh:
         flat = every.reshape(copies, -1)
         places = [place for place, rank in enumerate(flat[self.index("dp_replicate")].tolist()) if rank in own]
         ranks, groups = flat[:, places].reshape(copies, size), [self.group("dp_replicate"), self.group(axis)]
-        return DeviceMesh.from_group(
-            groups, self.devices.device_type, ranks, mesh_dim_names=("dp_replicate", axis)
-        )
+        return DeviceMesh.from_group(groups, self.devices.device_type, ranks, mesh_dim_names=("dp_replicate", axis))
 
     @property
     def data_rank(self) -> int:
