@@ -132,7 +132,8 @@ class Stack(nn.Module):
 def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
     """Each expert's rows times its matrix [out, in].T: one kernel where it is made for them, else one product each."""
     if _kernel_takes(rows_RI, weight_EOI):
-        offsets = counts_E.cumsum(0).to(device=rows_RI.device, dtype=torch.int32)
+        # A plain copy to a GPU would wait until all that was started before it is done.
+        offsets = counts_E.cumsum(0).to(device=rows_RI.device, dtype=torch.int32, non_blocking=True)
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=offsets)
     parts = rows_RI.split(on_host(counts_E, len(rows_RI)))
     return torch.cat([part @ weight.T for part, weight in zip(parts, weight_EOI.unbind(), strict=True)])

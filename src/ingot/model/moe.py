@@ -91,15 +91,9 @@ class Moe(nn.Module):
         self.shared = SwiGLU(arch.d_model, moe.shared_experts * moe.d_expert) if moe.shared_experts else None
         self.fallback = SwiGLU(arch.d_model, moe.d_expert) if moe.has_fallback else None
 
-    def forward(
-        self, x_BTD: Tensor, positions_T: Tensor, pressure: Pressure | None = None, *, cached: bool = False
-    ) -> Tensor:
-        """positions_T: of all tokens that attention sees here. Returns [B, T, D].
-
-        cached: earlier tokens of the sequences have passed before, so nobody knows how full experts are: they take all.
-        """
-        positions_T = self.dispatch.own_tokens(positions_T)
-        routing = self.router(x_BTD, positions_T, pressure, limited=not cached)
+    def forward(self, x_BTD: Tensor, positions_T: Tensor, pressure: Pressure | None = None) -> Tensor:
+        """positions_T: of all tokens that attention sees here. Returns [B, T, D]."""
+        routing = self.router(x_BTD, self.dispatch.own_tokens(positions_T), pressure)
         rows, counts, left = deal(routing, self.moe)
         x_MD = x_BTD.flatten(0, 1)
         sent = self.dispatch.send(spread(x_MD, rows), counts)

@@ -3,6 +3,10 @@
 It is decided for each token by itself, and where experts have a capacity, for each sequence: so it does not depend on
 how a batch is dealt to micro-batches and ranks. Logits and scores are float32 at least (Fedus et al. 2021, sec. 2.4).
 
+A capacity acts in training only. Whether an earlier token's second choice has room depends on the first choices of
+later tokens, and on how long the text is: a score of held-out text would know what comes, and generated text has not
+been written yet.
+
 Shape letters: B batch, T tokens, M = B x T, D d_model, E experts, G groups of them, K experts of a token.
 """
 
@@ -19,7 +23,8 @@ from ingot.schema.arch import Arch, Moe
 
 @dataclass(frozen=True)
 class Pressure:
-    """What a training step tells routers; without it they draw no noise and learn nothing about balance.
+    """What a training step tells routers; without it experts take all tokens, and routers draw no noise and learn
+    nothing about balance.
 
     keys_B: int64, of each sequence of the micro-batch, different for every sequence of the run: noise follows from it.
     weight: what a nat of one token counts in what is minimised; a scalar tensor.
@@ -66,10 +71,20 @@ class Router(nn.Module):
         self.register_buffer("load", torch.ones(arch.moe.num_experts) if arch.moe.global_loss else None)
         self.seen = None
 
-    def forward(self, x_BTD: Tensor, positions_T: Tensor, pressure: Pressure | None, limited: bool) -> Routing:
-        """positions_T: of these tokens. limited: whether a capacity acts, where there is one."""
+    def _apply(self, fn, recurse: bool = True):
+        """What `to`, `half`, `to_empty`, ... do to parameters and buffers. Here a narrow dtype is for the weight alone:
+        rounded to bfloat16, a bias would choose other experts."""
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, value in self.named_buffers():
+            if (wide := torch.promote_types(value.dtype, torch.float32)) != value.dtype:
+                setattr(self, name, before[name].to(value.device, wide))
+        return self
+
+    def forward(self, x_BTD: Tensor, positions_T: Tensor, pressure: Pressure | None) -> Routing:
+        """positions_T: of these tokens."""
         moe = self.moe
-        limited = limited and moe.capacity_factor > 0
+        limited = pressure is not None and moe.capacity_factor > 0
         logits_BTE = _logits(x_BTD, self.weight)
         if pressure is not None and moe.noise:
             noise_BTE = normal_noise(pressure.keys_B, positions_T, self.layer, moe.num_experts)
@@ -97,8 +112,9 @@ class Router(nn.Module):
     def _balance_loss(self, logits_BTE: Tensor, probabilities_BTE: Tensor, whole_BTK: Tensor) -> Tensor:
         """Sum over the tokens here, so that all ranks and micro-batches together have the mean x tokens.
 
-        Loads are of those who were chosen, with the bias where there is one, because it is they who have the work
-        (DeepSeek-AI 2024, V3, eq. 18 counts whom the scores alone would have chosen).
+        A sequence's loads are of those who were chosen, with the bias where there is one: it is they who have the work,
+        and where the bias has evened it out, nothing pushes scores any more. DeepSeek-AI 2024, V3, eq. 18 counts whom
+        the scores alone would choose, which also pushes against what the bias is there to allow.
         """
         moe, loss = self.moe, logits_BTE.new_zeros(())
         if moe.sequence_loss:

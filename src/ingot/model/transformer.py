@@ -34,7 +34,7 @@ class Block(nn.Module):
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, sight, cache)
         if self.moe is not None:
-            return x_BTD + self.moe(self.mlp_norm(x_BTD), sight.positions_T, pressure, cached=cache is not None)
+            return x_BTD + self.moe(self.mlp_norm(x_BTD), sight.positions_T, pressure)
         assert self.mlp is not None
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 

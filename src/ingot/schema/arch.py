@@ -21,13 +21,14 @@ class Moe:
       whose top_k / top_groups best scores sum highest (DeepSeek-AI 2024, V3, section 2.1.2).
     noise: deviation of normal noise on the logits, in training (Shazeer et al. 2017, eq. 4, with one deviation).
     capacity_factor: an expert takes at most ceil(capacity_factor x top_k x seq_len / num_experts) tokens of each
-      sequence, first choices before second ones, early tokens before late ones; 0: all (dropless). It acts on whole
-      sequences, in training and evaluation, not on text that is generated token by token with a cache.
+      sequence, first choices before second ones, early tokens before late ones; 0: all (dropless). It acts in training
+      only: held-out and generated text goes to all experts that it chose (model/routing.py says why).
     overflow: tokens beyond that lose this expert ("drop"; the weights of the others stay, Fedus et al. 2021, section
       2.2) or pass through one dense expert instead ("fallback").
     sequence_loss, global_loss: weights of load-balancing losses (Fedus et al. 2021, eq. 4; for top_k experts
       DeepSeek-AI 2024, V3, eq. 17-20), with the loads of each sequence, or of the whole batch of the step before (Qiu
-      et al. 2025 take the batch of the same step); either is 1 x its weight for equal loads.
+      et al. 2025 take the batch of the same step); either is 1 x its weight for equal loads. Loads are of those who
+      were chosen, by biases as well (V3, eq. 18 counts whom the scores alone would choose).
     z_loss: weight of mean logsumexp^2 (Zoph et al. 2022, eq. 5).
     bias_rate: loss-free balancing: what a step adds to an expert's bias, which only decides who is chosen, or takes
       from it (Wang et al. 2024).

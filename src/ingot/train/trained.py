@@ -40,23 +40,10 @@ def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") ->
     folder, checkpoint = find_checkpoint(path)
     config = load(RunConfig, folder.config)
     place = choose_device(device, local_rank=0)
-    model = in_precision(Transformer(config.model).to(place), COMPUTE[config.train.precision])
+    model = Transformer(config.model).to(place, COMPUTE[config.train.precision])
     manifest = load_model(checkpoint, model)
     tokens = read_token_manifest(data_path(folder, config.data.tokens))
     return Trained(config, folder, manifest.step, model, open_encoder(config, folder, tokens), place)
-
-
-def in_precision(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """`model`, whose weights are `dtype` from here on.
-
-    Biases of routers are as wide as training keeps them: rounded to bfloat16 they would choose other experts.
-    """
-    model.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(wide))
-    return model
 
 
 def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: int | None = None) -> Evaluation:

@@ -144,7 +144,7 @@ VARIANTS = [
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_equals_the_loop_in_value_and_all_gradients(changes):
     moe, x = layer(replace(EXPERTS, **changes)), tokens()
-    ours, theirs = run(moe, x), plain(moe, x)
+    ours, theirs = run(moe, x, pressure()), plain(moe, x)
     assert close(ours, theirs)
     for mine, reference in zip(gradients(ours, moe, x), gradients(theirs, moe, x), strict=True):
         assert close(mine, reference)
@@ -156,12 +156,12 @@ def test_all_tokens_on_two_experts_and_the_others_empty(changes, dtype):
     settings = replace(EXPERTS, d_expert=4, bias_rate=0.1, **changes)
     moe, x = layer(settings, dtype=dtype), tokens(dtype)
     moe.router.bias.copy_(torch.tensor([9.0, -9, 8, -9, -9, -9]))
-    ours, theirs = run(moe, x), plain(moe, x)
+    ours, theirs = run(moe, x, pressure()), plain(moe, x)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert close(ours, theirs, tolerance)
     for mine, reference in zip(gradients(ours, moe, x), gradients(theirs, moe, x), strict=True):
         assert close(mine, reference, tolerance)
-    gate = gradients(run(moe, x), moe, x)[2].view(6, -1)
+    gate = gradients(run(moe, x, pressure()), moe, x)[2].view(6, -1)
     assert [bool(part.any()) for part in gate] == [True, False, True, False, False, False]
 
 
@@ -235,13 +235,25 @@ def test_capacity_is_of_each_sequence():
     assert not together.all()
 
 
-def test_capacity_acts_in_evaluation_and_not_on_cached_text():
-    """A cached forward sees a few tokens and does not know how full experts are; so prefill must not know it either."""
-    limited, x = layer(replace(EXPERTS, capacity_factor=0.5)), tokens()
+@pytest.mark.parametrize("overflow", ["drop", "fallback"])
+def test_a_capacity_acts_in_training_only(overflow):
+    limited, x = layer(replace(EXPERTS, capacity_factor=0.5, overflow=overflow)), tokens()
     free = layer(EXPERTS)
-    free.load_state_dict(limited.state_dict())
-    assert not close(run(limited, x), run(free, x), 1e-3)
-    assert close(run(limited, x, cached=True), run(free, x), 1e-15)
+    free.load_state_dict(limited.state_dict(), strict=overflow == "drop")
+    assert not close(run(limited, x, pressure()), run(free, x), 1e-3)
+    assert torch.equal(run(limited, x), run(free, x))
+
+
+def test_a_score_does_not_know_what_comes_later():
+    """Ranks that share sequences fill texts up to a length that they can divide, and windows of held-out text end with
+    fill: neither may change what stands before it. In training it does, which is why a score is not taken so."""
+    model = model_with(replace(EXPERTS, capacity_factor=0.5))
+    x = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
+    filled = torch.cat((x, x[:, -1:].expand(-1, 4)), dim=1)
+    with torch.no_grad():
+        assert close(model(filled)[:, :12], model(x))
+        told = pressure(dtype=torch.float64)
+        assert not close(model(filled, pressure=told)[:, :12], model(x, pressure=told), 1e-3)
 
 
 def model_with(settings: Settings, seed: int = 3) -> Transformer:
@@ -256,14 +268,13 @@ def model_with(settings: Settings, seed: int = 3) -> Transformer:
 
 @pytest.mark.parametrize("pieces", [[7, 1, 1, 1, 1, 1], [1] * 12, [5, 4, 3]], ids=str)
 @pytest.mark.parametrize("factor", [0.0, 0.5])
-def test_generation_with_a_cache_equals_an_uncached_forward_without_capacity(pieces, factor):
+def test_generation_with_a_cache_equals_an_uncached_forward(pieces, factor):
     model = model_with(replace(EXPERTS, capacity_factor=factor, first_dense=1))
-    uncached = model_with(replace(EXPERTS, first_dense=1))
     x = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
     cache = KVCache(model.arch, 12)
     with torch.no_grad():
         parts = [model(part, cache=cache) for part in x.split(pieces, dim=1)]
-        assert close(torch.cat(parts, dim=1), uncached(x))
+        assert close(torch.cat(parts, dim=1), model(x))
 
 
 # --- training: noise, balance, counting ---
@@ -311,7 +322,7 @@ def test_noise_acts_in_training_only_and_moves_logits():
     # Adding the noise to the logits by hand is the same.
     positions, seen = torch.arange(TOKENS), pressure()
     logits = x @ noisy.router.weight.T + 2.0 * normal_noise(seen.keys_B, positions, 1, 6)
-    routing = noisy.router(x, positions, seen, limited=True)
+    routing = noisy.router(x, positions, seen)
     best = logits.topk(2, dim=-1)
     assert (routing.experts_MK == best.indices.flatten(0, 1)).all()
     assert close(routing.weights_MK, best.values.softmax(-1).flatten(0, 1))
@@ -319,7 +330,15 @@ def test_noise_acts_in_training_only_and_moves_logits():
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(
-    "changes", [{"sequence_loss": 0.3}, {"global_loss": 0.2}, {"z_loss": 0.1}, {"capacity_factor": 0.6}], ids=str
+    "changes",
+    [
+        {"sequence_loss": 0.3},
+        {"sequence_loss": 0.3, "bias_rate": 0.1},
+        {"global_loss": 0.2},
+        {"z_loss": 0.1},
+        {"capacity_factor": 0.6},
+    ],
+    ids=str,
 )
 def test_balance_losses_by_their_formulas(changes, scores):
     """The gradient of y alone, plus weight x that of the loss: sum over tokens, E sum_e f_e P_e and logsumexp^2."""
@@ -332,7 +351,10 @@ def test_balance_losses_by_their_formulas(changes, scores):
     P_BTE = kinds / kinds.sum(-1, keepdim=True)
     loss = torch.zeros((), dtype=torch.float64)
     if settings.sequence_loss:
-        chosen_BTE = torch.zeros_like(P_BTE).scatter_(-1, kinds.topk(2).indices, 1.0)
+        ranked = kinds if moe.router.bias is None else kinds + moe.router.bias
+        chosen_BTE = torch.zeros_like(P_BTE).scatter_(-1, ranked.topk(2).indices, 1.0)
+        # Whom the scores alone would choose has another load: the case tells the two apart.
+        assert moe.router.bias is None or not torch.equal(ranked.topk(2).indices, kinds.topk(2).indices)
         f_BE = chosen_BTE.sum(1) / (2 * TOKENS)
         loss = loss + 0.3 * 6 * (f_BE * P_BTE.mean(1)).sum(-1).mean() * BATCH * TOKENS
     if moe.router.load is not None:
@@ -341,7 +363,11 @@ def test_balance_losses_by_their_formulas(changes, scores):
     if settings.z_loss:
         loss = loss + 0.1 * logits.exp().sum(-1).log().square().sum()
     of_loss = torch.autograd.grad(0.25 * loss, [x, *moe.parameters()], allow_unused=True)
-    for mine, alone, more in zip(ours, gradients(run(moe, x), moe, x), of_loss, strict=True):
+    silent = replace(settings, sequence_loss=0.0, global_loss=0.0, z_loss=0.0)
+    unpressed = layer(silent)
+    unpressed.load_state_dict({n: v for n, v in moe.state_dict().items() if n != "router.load"})
+    alone_of = gradients(run(unpressed, x, pressure()), unpressed, x)
+    for mine, alone, more in zip(ours, alone_of, of_loss, strict=True):
         assert close(mine, alone if more is None else alone + more)
 
 
@@ -410,6 +436,38 @@ def test_a_bias_alone_balances_a_skewed_router():
         settled += (now := loads())
         moe.router.bias.copy_(steered(moe.router.bias[None], now[None], settings.bias_rate / 10)[0])
     assert variation(settled) < 0.1
+
+
+# --- dtypes ---
+
+
+@pytest.mark.parametrize(
+    "change, weight, buffers",
+    [
+        (lambda m: m.to(torch.bfloat16), torch.bfloat16, torch.float32),
+        (lambda m: m.half(), torch.float16, torch.float32),
+        (lambda m: m.double().bfloat16(), torch.bfloat16, torch.float32),
+        (lambda m: m.double(), torch.float64, torch.float64),
+    ],
+)
+def test_buffers_of_a_router_are_never_narrow(change, weight, buffers):
+    """0.003 and 1.003 are no bfloat16 numbers, and few float16 ones are."""
+    router = Moe(replace(ARCH, moe=replace(EXPERTS, bias_rate=0.1, global_loss=0.1)), 1, LocalDispatch()).router
+    router.bias.fill_(0.003)
+    router.load.fill_(1.003)
+    change(router)
+    assert (router.weight.dtype, router.bias.dtype, router.load.dtype) == (weight, buffers, buffers)
+    assert torch.equal(router.bias, torch.full((6,), 0.003).to(buffers))
+    assert torch.equal(router.load, torch.full((6,), 1.003).to(buffers))
+    assert sorted(dict(router.named_buffers())) == ["bias", "load"]
+
+
+def test_buffers_without_memory_get_it_with_their_width():
+    with torch.device("meta"):
+        router = Moe(replace(ARCH, moe=replace(EXPERTS, bias_rate=0.1)), 1, LocalDispatch()).router
+    router.to(torch.bfloat16).to_empty(device="cpu")
+    assert router.bias.dtype == torch.float32 and router.bias.device.type == "cpu"
+    assert router.weight.dtype == torch.bfloat16
 
 
 # --- products ---
