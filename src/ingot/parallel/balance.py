@@ -81,12 +81,12 @@ class Balance:
         return Piece(name, tuple(value_E.shape), (0,), tuple(value_E.shape), value_E, self._owner)
 
     @torch.no_grad()
-    def step(self, veto: Tensor | None) -> Tensor:
+    def step(self, number: int, veto: Tensor | None) -> Tensor:
         """After the last backward of a step. Returns float64 [L, E + 3] of the whole batch: each layer's numbers of
         assignments by expert, then dropped ones, entropy of the scores (nats) summed over tokens, and tokens.
 
-        veto: a bool scalar, true where the step's update was skipped: then nothing changes here either. Collective over
-        the world, also for ranks without experts. Does not wait for the device.
+        number: of the step, from 1. veto: a bool scalar, true where the step's update was skipped: then nothing changes
+        here either. Collective over the world, also for ranks without experts. Does not wait for the device.
         """
         table = torch.zeros(
             len(self.layers), self.moe.num_experts + BESIDES, dtype=torch.float64, device=self._rows_R.device
@@ -97,7 +97,7 @@ class Balance:
             assert dist.group.WORLD is not None
             table = all_sum(table, dist.group.WORLD)
         counts_RE = table[:, :-BESIDES].index_select(0, self._rows_R)
-        if self.bias_RE is not None:
+        if self.bias_RE is not None and (not self.moe.bias_steps or number <= self.moe.bias_steps):
             _replace(self.bias_RE, steered(self.bias_RE, counts_RE, self.moe.bias_rate), veto)
         if self.load_RE is not None:
             _replace(self.load_RE, loads_of(counts_RE), veto)

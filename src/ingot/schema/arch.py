@@ -31,7 +31,8 @@ class Moe:
       were chosen, by biases as well (V3, eq. 18 counts whom the scores alone would choose).
     z_loss: weight of mean logsumexp^2 (Zoph et al. 2022, eq. 5).
     bias_rate: loss-free balancing: what a step adds to an expert's bias, which only decides who is chosen, or takes
-      from it (Wang et al. 2024).
+      from it (Wang et al. 2024). bias_steps: of the run in which biases move; after them they act as they are (V3,
+      section 4.2, has a rate of 0 in its last 500B tokens); 0: all.
     """
 
     num_experts: int = 0
@@ -51,6 +52,7 @@ class Moe:
     global_loss: float = 0.0
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    bias_steps: int = 0
 
     @property
     def has_fallback(self) -> bool:
@@ -79,12 +81,14 @@ class Moe:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
         for name in (
             *("shared_experts", "first_dense", "noise", "capacity_factor"),
-            *("sequence_loss", "global_loss", "z_loss", "bias_rate"),
+            *("sequence_loss", "global_loss", "z_loss", "bias_rate", "bias_steps"),
         ):
             if getattr(self, name) < 0:
                 yield name, f"is {getattr(self, name)}, must be at least 0"
         if self.scale <= 0:
             yield "scale", f"is {self.scale}, must be positive"
+        if self.bias_steps and not self.bias_rate:
+            yield "bias_steps", f"{self.bias_steps} without biases; set bias_rate, or remove it"
 
     def _choice_problems(self) -> Problems:
         experts, top_k, groups = self.num_experts, self.top_k, self.groups

@@ -203,6 +203,9 @@ class RunConfig:
         if self.model.sliding_window >= self.model.max_seq_len:
             found = f"{self.model.sliding_window} hides nothing in sequences of at most {self.model.max_seq_len} tokens"
             yield "model.sliding_window", f"{found} (model.max_seq_len); lower it, or remove it"
+        if self.model.moe.bias_steps >= self.train.steps > 0:
+            found = f"{self.model.moe.bias_steps} are all {self.train.steps} steps of the run (train.steps)"
+            yield "model.moe.bias_steps", f"{found}; lower it, or remove it"
         decay_steps = self.schedule.decay_steps if self.schedule.kind == "wsd" else 0
         if self.schedule.warmup_steps + decay_steps > self.train.steps:
             yield "schedule.warmup_steps", f"warm-up and decay are longer than the {self.train.steps} steps of the run"

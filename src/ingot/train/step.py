@@ -25,5 +25,5 @@ def train_step(run: "Parts", batch: "Batch", lr: float) -> Facts:
     if run.loss_scale and veto is not None:
         run.loss_scale.update(veto)
     run.model.publish()
-    experts = run.balance.step(veto) if run.balance else None
+    experts = run.balance.step(batch.step, veto) if run.balance else None
     return Facts(batch.step, lr, loss, grad_norm, veto, run.token_readers, experts=experts)

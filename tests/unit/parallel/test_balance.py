@@ -87,7 +87,7 @@ def test_every_rank_knows_the_sum_of_all(fork_ranks, parallel, layers_of_stage, 
         balance = Balance(stages, mesh, moe(), layers, CPU)
         for router in routers(stages):
             router.seen = seen_by(rank, router.layer)
-        table = balance.step(None)
+        table = balance.step(1, None)
         assert all(router.seen is None for router in routers(stages))
         held = {router.layer: (router.bias.numpy(), router.load.numpy()) for router in routers(stages)}
         return table.numpy(), held, [(p.name, p.shape, p.sizes, p.owner) for p in balance.pieces]
@@ -123,11 +123,11 @@ def test_a_vetoed_step_changes_nothing_but_clears_what_was_seen(alone):
         balance = Balance({0: (stage := stage_of(0))}, mesh, moe(), [0], CPU)
         (router,) = routers({0: stage})
         router.seen = seen_by(0, 0)
-        balance.step(torch.tensor(True))
+        balance.step(1, torch.tensor(True))
         assert router.seen is None
         assert router.bias.tolist() == [0.0] * EXPERTS and router.load.tolist() == [1.0] * EXPERTS
         router.seen = seen_by(0, 0)
-        balance.step(torch.tensor(False))
+        balance.step(1, torch.tensor(False))
         return router.bias.tolist()
 
     assert alone(on_rank) == [0.25, 0.25, -0.25, -0.25]
@@ -141,7 +141,7 @@ def test_buffers_stay_wide_and_begin_at_zero_and_one(alone, computes, kept):
         for router in routers({0: stage}):
             assert router.bias.tolist() == [0.0] * EXPERTS and router.load.tolist() == [1.0] * EXPERTS
             router.seen = seen_by(0, router.layer)
-        balance.step(None)
+        balance.step(1, None)
         # The pieces that a checkpoint fills are the buffers that routers read.
         values = {piece.name: piece.value for piece in balance.pieces}
         for router in routers({0: stage}):
@@ -152,13 +152,29 @@ def test_buffers_stay_wide_and_begin_at_zero_and_one(alone, computes, kept):
     alone(on_rank)
 
 
+def test_biases_rest_after_their_last_step_and_loads_do_not(alone):
+    def on_rank(mesh):
+        balance = Balance({0: (stage := stage_of(0))}, mesh, moe(bias_steps=2), [0], CPU)
+        (router,) = routers({0: stage})
+        found = []
+        for number in (1, 2, 3, 4):
+            router.load.fill_(torch.nan)
+            router.seen = seen_by(0, 0)
+            balance.step(number, None)
+            found.append(router.bias[0].item())
+            assert router.load.isfinite().all()
+        return found
+
+    assert alone(on_rank) == [0.25, 0.5, 0.5, 0.5]
+
+
 def test_without_their_use_there_are_no_buffers(alone):
     def on_rank(mesh):
         balance = Balance({0: (stage := stage_of(0))}, mesh, moe(bias_rate=0.0, global_loss=0.0), [0], CPU)
         (router,) = routers({0: stage})
         router.seen = seen_by(0, 0)
         assert balance.pieces == [] and router.bias is None and router.load is None
-        return balance.step(None).tolist()
+        return balance.step(1, None).tolist()
 
     assert alone(on_rank) == [seen_by(0, 0).tolist()]
 
@@ -167,7 +183,7 @@ def test_a_router_that_saw_nothing_is_a_fault(alone):
     def on_rank(mesh):
         balance = Balance({0: stage_of(4)}, mesh, moe(), [4], CPU)
         with pytest.raises(AssertionError, match="router of layer 4"):
-            balance.step(None)
+            balance.step(1, None)
         assert dist.get_world_size() == 1
 
     alone(on_rank)

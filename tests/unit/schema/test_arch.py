@@ -34,6 +34,7 @@ SOUND_MOE = [
     {"groups": 2, "top_groups": 1, "top_k": 4},
     {"capacity_factor": 1.25, "overflow": "fallback", "shared_experts": 1, "first_dense": 3, "noise": 0.1},
     {"capacity_factor": 3.9},
+    {"bias_rate": 0.001, "bias_steps": 100},
 ]
 
 
@@ -64,6 +65,8 @@ def test_sound_experts(settings):
         ({"scale": 0.0}, "scale", "is 0.0", "positive"),
         ({"noise": -0.1}, "noise", "is -0.1", "at least 0"),
         ({"bias_rate": -0.1}, "bias_rate", "is -0.1", "at least 0"),
+        ({"bias_rate": 0.1, "bias_steps": -1}, "bias_steps", "is -1", "at least 0"),
+        ({"bias_steps": 100}, "bias_steps", "100 without biases", "set bias_rate"),
         ({"top_k": 8, "bias_rate": 0.1}, "bias_rate", "every token goes to all 8 experts", "lower top_k"),
         ({"top_k": 8, "groups": 2}, "groups", "every token goes to all 8 experts", "lower top_k"),
         ({"overflow": "fallback"}, "overflow", "experts take all tokens", "set capacity_factor"),

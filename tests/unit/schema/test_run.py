@@ -45,6 +45,13 @@ def test_a_window_that_hides_nothing_is_refused():
     assert not list(with_model(sliding_window=255).problems())
 
 
+def test_biases_that_never_rest_have_no_last_step():
+    steps = RUN.train.steps
+    (problem,) = with_model(moe=replace(EXPERTS, bias_rate=0.1, bias_steps=steps)).problems()
+    assert problem[0] == "model.moe.bias_steps" and f"all {steps} steps of the run" in problem[1]
+    assert not list(with_model(moe=replace(EXPERTS, bias_rate=0.1, bias_steps=steps - 1)).problems())
+
+
 def test_a_run_file_shows_experts_where_there_are_some(tmp_path):
     assert "moe" not in to_toml(RUN) and "mla" not in to_toml(RUN)
     (tmp_path / "run.toml").write_text(to_toml(with_model(moe=EXPERTS)))

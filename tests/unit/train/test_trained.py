@@ -53,10 +53,12 @@ def test_biases_of_routers_are_as_wide_as_in_training(fork_ranks, make_run, caps
     """Multiples of 0.003 are no bfloat16 numbers."""
     folder = make_run(steps=6, precision="bf16")
     config = load(RunConfig, folder.config)
-    moe = Moe(num_experts=4, d_expert=8, scores="sigmoid", bias_rate=0.003)
+    moe = Moe(num_experts=4, d_expert=8, scores="sigmoid", bias_rate=0.003, bias_steps=5)
     folder.config.write_text(to_toml(replace(config, model=replace(config.model, moe=moe))))
     fork_ranks(run_rank, 1, folder)
     buffers = dict(load_trained(folder.root).model.named_buffers())
+    before = dict(load_trained(folder.checkpoint(5)).model.named_buffers())
+    assert all(torch.equal(before[name], bias) for name, bias in buffers.items()), "they rest after step 5"
     assert sorted(buffers) == ["blocks.0.moe.router.bias", "blocks.1.moe.router.bias"]
     for bias in buffers.values():
         moved = torch.round(bias / 0.003)
