@@ -75,7 +75,7 @@ def _experts(arch: Arch) -> list[tuple[str, str]]:
 
 
 def _balance(arch: Arch) -> list[tuple[str, str]]:
-    """What trained the routers. It is no part of the exported model, which only has its results."""
+    """What trained the routers and filled experts. It is no part of the exported model, which only has its results."""
     moe = arch.moe
     kept = {
         "balance loss by sequence": moe.sequence_loss,
@@ -85,7 +85,12 @@ def _balance(arch: Arch) -> list[tuple[str, str]]:
         "bias step": moe.bias_rate,
     }
     used = [f"{name} {value:g}" for name, value in kept.items() if value]
-    return [("Balance of experts", ", ".join(used) or "none")] if arch.is_moe else []
+    rows = [("Balance of experts", ", ".join(used) or "none")] if arch.is_moe else []
+    if moe.capacity_factor:
+        beyond = "dropped" if moe.overflow == "drop" else "sent to one more expert, which is not in this folder"
+        share = f"{moe.capacity_factor:g} times an even share of each sequence; tokens beyond were {beyond}"
+        rows.append(("Capacity of experts, in training only", share))
+    return rows
 
 
 def _training(run: RunConfig, tokens: TokenManifest, checkpoint: CheckpointManifest) -> list[tuple[str, str]]:

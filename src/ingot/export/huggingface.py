@@ -112,7 +112,8 @@ def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[flo
         twin = Transformer(arch)
         # Biases of routers are not rounded; those that only the exported class has are 0.
         expected = state | {name: b for name, b in trained.named_buffers() if name in state}
-        twin.load_state_dict(expected | {name: p.to(dtype) for name, p in trained.named_parameters()})
+        weights = {name: p for name, p in trained.named_parameters() if name in state}
+        twin.load_state_dict(expected | {name: p.to(dtype) for name, p in weights.items()})
         rounded = _logits(twin)
     found = _logits(reloaded)
     difference = (found - rounded).abs().max().item()

@@ -24,14 +24,14 @@ TITLES = {
     "qwen3_moe": "Qwen3-MoE (with QK-norm)",
     "deepseek_v3": "DeepSeek-V3",
 }
-# Setting -> the only value of it that a class computes. Those of experts do not matter to a dense model.
+# Setting -> the only value of it that a class computes. Those of experts do not matter to a dense model; a capacity may
+# be any, it acts in training only.
 _GROUPED_ATTENTION_MOE = {
     "moe.scores": "softmax",
     "moe.scale": 1.0,
     "moe.groups": 1,
     "moe.shared_experts": 0,
     "moe.bias_rate": 0.0,
-    "moe.capacity_factor": 0.0,
 }
 _ONLY = {
     "llama": {},
@@ -44,7 +44,6 @@ _ONLY = {
         "sliding_window": 0,
         "norm_eps": 1e-6,  # DeepseekV3Attention norms its latents with that, whatever rms_norm_eps says
         "moe.scores": "sigmoid",
-        "moe.capacity_factor": 0.0,
     },
 }
 
@@ -93,6 +92,6 @@ def _way_out(arch: Arch, kind: str) -> str:
     ways = ["train with the values on the right"]
     if kind == "mixtral" and not list(class_problems(arch, "qwen3_moe")):
         ways.append("with qk_norm = true (exported as Qwen3-MoE)")
-    if kind != "deepseek_v3" and arch.moe.scores == "sigmoid" and not arch.moe.capacity_factor:
+    if kind != "deepseek_v3" and arch.moe.scores == "sigmoid":
         ways.append("with latent attention (model.mla, exported as DeepSeek-V3)")
     return ", or ".join(ways)

@@ -10,8 +10,14 @@ from ingot.export.naming import huggingface_names
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch
 
-# The loads of the step before, which a balance loss weighs scores with: nothing that logits depend on.
-TRAINING_ONLY = "moe.router.load"
+# Ends of names that logits do not depend on: the loads of the step before, which a balance loss weighs scores with, and
+# the expert of tokens beyond a capacity, which acts in training only.
+TRAINING_ONLY = (
+    "moe.router.load",
+    "moe.fallback.gate.weight",
+    "moe.fallback.up.weight",
+    "moe.fallback.down.weight",
+)
 # Stored as float32 whatever the rest is: rounded, it could choose other experts.
 WIDE = ".e_score_correction_bias"
 

@@ -149,9 +149,20 @@ def test_a_run_with_experts_is_exported(arch, dtype, tmp_path):
     assert all(fact in card for fact in facts)
 
 
-def test_a_run_that_drops_tokens_is_refused_before_anything_is_written(tmp_path):
-    run = make_run(tmp_path, replace(MIXTRAL, moe=replace(MIXTRAL.moe, capacity_factor=1.25)))
-    with pytest.raises(ConfigError, match=r"capacity_factor = 1\.25"):
+@pytest.mark.parametrize(
+    "overflow, told", [("drop", "tokens beyond were dropped"), ("fallback", "which is not in this folder")]
+)
+def test_a_capacity_is_of_training_and_does_not_hinder_an_export(overflow, told, tmp_path):
+    run = make_run(tmp_path, replace(MIXTRAL, moe=replace(MIXTRAL.moe, capacity_factor=0.5, overflow=overflow)))
+    exported = export_run(run, tmp_path / "hf")
+    require_same_logits(run, exported.path)
+    assert told in (exported.path / "README.md").read_text()
+    assert export_run(run, tmp_path / "narrow", dtype="bfloat16").max_logit_difference <= 1e-5
+
+
+def test_a_run_that_no_class_computes_is_refused_before_anything_is_written(tmp_path):
+    run = make_run(tmp_path, replace(MIXTRAL, moe=replace(MIXTRAL.moe, scale=1.25)))
+    with pytest.raises(ConfigError, match=r"scale = 1\.25"):
         export_run(run, tmp_path / "hf")
     assert not list(tmp_path.glob("*hf*"))
 

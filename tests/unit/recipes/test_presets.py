@@ -7,6 +7,7 @@ import pytest
 
 from ingot.config import from_dict, load, to_toml
 from ingot.errors import ConfigError, DataMissing, UsageError
+from ingot.export.kinds import kind_of
 from ingot.machine.cluster_file import write_cluster
 from ingot.recipes.clusters import find_cluster, with_published_rates
 from ingot.recipes.load import ModelPreset, device_names, load_cluster, load_model, model_names
@@ -37,6 +38,11 @@ def test_a_token_of_tiny_moe_meets_as_much_as_one_of_tiny():
     dense, sparse = load_model("tiny").arch, load_model("tiny-moe").arch
     assert count_active_parameters(sparse) == pytest.approx(count_parameters(dense), rel=0.01)
     assert count_parameters(sparse) > 2 * count_parameters(dense)
+
+
+def test_the_quickstarts_models_can_be_exported():
+    """The last step of the quickstart, with or without experts."""
+    assert [kind_of(load_model(name).arch) for name in ("tiny", "tiny-moe")] == ["llama", "mixtral"]
 
 
 @pytest.mark.parametrize("name", device_names())
