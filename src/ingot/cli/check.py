@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ingot.train.dry_run import DryRun
 
 HELP = "every problem of a run file at once, with file and line; starts nothing"
+BALANCED = "balanced"
 EXAMPLES = (
     "ingot check run.toml",
     "ingot check run.toml --set optim.lr=1e-3",
@@ -39,6 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Then data and disk space that are not here are told, but do not count for the exit code",
     )
     parser.add_argument(
+        "--expert-load",
+        metavar="balanced|FILE",
+        default=BALANCED,
+        help="with --simulate, the load of each expert: all alike (default), or a JSON list of numbers",
+    )
+    parser.add_argument(
         "--timeline",
         nargs="?",
         const="",
@@ -55,6 +62,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.check import check_run
     from ingot.recipes.clusters import find_cluster
 
+    if args.expert_load != BALANCED and not args.simulate:
+        raise ConfigError(
+            "--expert-load without --simulate", rule="it tells a dry run", fix="add --simulate, or leave it"
+        )
     cluster = find_cluster(args.cluster, args.run_file.parent)
     cores = usable_cores()
     findings = check_run(args.run_file, cluster, cores=cores, overrides=tuple(args.overrides))
@@ -132,6 +143,7 @@ def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tupl
     from ingot.schema.run import RunConfig
     from ingot.theory.layout import require_layout
     from ingot.train.dry_run import simulate
+    from ingot.train.expert_load import read_loads
 
     require("torch", "train")
     try:
@@ -146,6 +158,7 @@ def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tupl
         terminal.progress(done / ranks, f"traced {done} of {ranks} ranks")
 
     try:
-        return None, simulate(config, device=device, progress=progress)
+        loads = () if args.expert_load == BALANCED else read_loads(Path(args.expert_load), config.model)
+        return None, simulate(config, device=device, loads=loads, progress=progress)
     except IngotError as error:
         return Finding("error", "--simulate", error.found, error.fix), None

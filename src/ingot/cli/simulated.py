@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 from ingot.cli.terminal import Terminal
 from ingot.theory.rendezvous import ISEND, MESSAGES, SEND
-from ingot.train.dry_run import MOMENTS, STEADY, DryRun, Trace
+from ingot.train.dry_run import MOMENTS, STEADY, WORLD, DryRun, Trace
 from ingot.units import format_bytes
 
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "communication", "logits", "backward", "other", "host")
@@ -31,12 +31,12 @@ def show(found: DryRun, terminal: Terminal) -> None:
     terminal.say(
         "\nOne optimizer step, per rank: work (computed: with what is recomputed), collectives and bytes sent by axis:"
     )
-    axes = [axis for axis in (*found.grid.sizes, "world") if any(t.counts.get(axis) for t in first)]
+    axes = sorted({axis for t in first for axis in t.counts}, key=lambda axis: _outermost(axis, found))
     rows = [
         [
             t.name,
             _tera(found.useful[t.position]),
-            _tera(t.matmul_flops + t.attention_flops / 2),
+            _tera(t.matmul_flops + t.attention_flops),
             *(_sent(t, a) for a in axes),
         ]
         for t in first
@@ -45,6 +45,12 @@ def show(found: DryRun, terminal: Terminal) -> None:
     if found.overlap_left_out:
         terminal.say("The overlap of parallel.async_tp is not followed: collectives are told as they are without it.")
     _verdicts(found, terminal)
+
+
+def _outermost(axis: str, found: DryRun) -> tuple[bool, int, int]:
+    """Axes in their order, several together behind the first of them, and the whole world at the end."""
+    order, names = list(found.grid.sizes), axis.split("+")
+    return axis == WORLD, order.index(names[0]) if axis != WORLD else 0, len(names)
 
 
 def _tera(flops: float) -> str:
@@ -74,9 +80,19 @@ def _verdicts(found: DryRun, terminal: Terminal) -> None:
         terminal.say(
             f"{names[c.rank]}: {c.what}: traced {c.traced:.4g}, by formula {c.formula:.4g} ({c.deviation:.1%})"
         )
+    _other_loads(found, names, terminal)
     if not wrong:
-        worst = max((c.deviation for c in found.compared), default=0.0)
+        worst = max((c.deviation for c in found.compared if not c.other_loads), default=0.0)
         terminal.say(f"Work and traffic agree with the formulas of the planner within {max(worst, 1e-4):.2%}.")
+
+
+def _other_loads(found: DryRun, names: dict[int, str], terminal: Terminal) -> None:
+    """What the given loads of experts make of the ranks that were followed."""
+    changed = [c for c in found.compared if c.other_loads and c.formula]
+    if changed:
+        terminal.say("\nWith these loads of experts, beside what a step is if all have the same:")
+        rows = [[names[c.rank], c.what, f"{c.traced:.4g}", f"{c.traced / c.formula:.2f} times"] for c in changed]
+        terminal.table(rows, ("rank", "what", "traced", "of balanced"), right=(2, 3))
 
 
 def facts(found: DryRun) -> dict:

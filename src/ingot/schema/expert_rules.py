@@ -38,8 +38,17 @@ def expert_rules(run: "RunConfig") -> Problems:
 
 
 def legal_ep(experts: int, parallel: "Parallel") -> list[int]:
-    """Degrees of expert parallelism: they divide the experts, and the ranks that share one copy of the model."""
-    return divisors(math.gcd(experts, parallel.dp_shard * parallel.cp * parallel.tp))
+    """Degrees of expert parallelism: they divide the experts, and the ranks that share one copy of the model, and
+    groups of so many neighbours take whole parts of axes."""
+    found = divisors(math.gcd(experts, parallel.dp_shard * parallel.cp * parallel.tp))
+    return [ep for ep in found if _takes_parts(ep, parallel)]
+
+
+def _takes_parts(ep: int, parallel: "Parallel") -> bool:
+    """Groups of neighbours lie within one line of an axis, or have whole lines: else they would differ from place to
+    place in how they lie across the other axes."""
+    inner = parallel.tp, parallel.tp * parallel.cp
+    return all(ep % size == 0 or size % ep == 0 for size in inner)
 
 
 def _degree_rules(experts: int, parallel: "Parallel") -> Problems:
@@ -52,6 +61,10 @@ def _degree_rules(experts: int, parallel: "Parallel") -> Problems:
         of = f"the {ranks} ranks that share a copy of the model ({' x '.join(axes)})"
         whole = " (a canonical sum keeps dp_shard = 1)" if parallel.reduce == "canonical" else ""
         yield "parallel.ep", f"{ep} does not divide {of}{whole}; nearest: {near}"
+    elif not _takes_parts(ep, parallel):
+        rule = "ep divides tp, or is tp times a divisor of cp, or tp x cp times a divisor of dp_shard"
+        found = f"groups of {ep} neighbours lie across tp {parallel.tp} and cp {parallel.cp}"
+        yield "parallel.ep", f"{found}: {rule}; nearest: {near}"
 
 
 def _capacity_rule(run: "RunConfig") -> Problems:

@@ -4,7 +4,7 @@ Two families: `c10d::*` work in place and belong to torch.distributed's function
 tensors and belong to torch.distributed._functional_collectives.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
 from ingot.theory.rendezvous import BARRIER, RECV, SEND, Call
 
@@ -76,7 +76,18 @@ def call_of(func, args: tuple, kwargs: dict[str, Any], result, label: str) -> Ca
         peer = ranks[next(arg for arg in args if isinstance(arg, int))]
     elif op in ("broadcast", "reduce", "gather", "scatter"):
         peer = ranks[next(arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool))]
-    return Call(op, ranks, str(side[0].dtype).removeprefix("torch."), elements, group.group_name, peer, label)
+    own = _own_part(args, side[0], dist.get_rank(group)) if op == "all_to_all" else -1
+    dtype = str(side[0].dtype).removeprefix("torch.")
+    return Call(op, ranks, dtype, elements, group.group_name, peer, label, own=own)
+
+
+def _own_part(args: tuple, rows: Tensor, rank: int) -> int:
+    """Elements of what a rank sends to itself, where parts that are sent or received are unequal; else -1."""
+    splits = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], int)]
+    if len({size for sizes in splits for size in sizes}) < 2:
+        return -1
+    _, sent = splits
+    return sent[rank] * rows.shape[1:].numel()
 
 
 def collective_tensors(func, args: tuple) -> Iterator[Tensor]:
@@ -108,18 +119,56 @@ def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
     return tensors(args[0]), tensors(args[0])
 
 
-# torch counts no FLOPs for attention on a CPU, without a word. As it does for the other kernels, all of T x S counts,
-# the masked half included: 2 products forward, 5 backward (the scores are computed again).
-@register_flop_formula([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu])
-def _attention_flops(q_shape, k_shape, *_, **__) -> int:
-    return 2 * 2 * _scores(q_shape, k_shape) * q_shape[-1]
+# PyTorch counts nothing for attention on a CPU and for grouped products, without a word, and for other attention all of
+# T x S. Here a triangle counts as half of that. What a mask hides is computed, and
+# counts. 2 products forward, 5 backward (the scores are computed again).
 
 
-@register_flop_formula([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])
-def _attention_backward_flops(_, q_shape, k_shape, *__, **___) -> int:
-    return 5 * 2 * _scores(q_shape, k_shape) * q_shape[-1]
+def flop_formula(packet) -> Callable[..., int] | None:
+    """FLOPs of an operation from its arguments and `out_val`; None for one that is no product."""
+    return _FORMULAS.get(packet) or flop_registry.get(packet)
 
 
-def _scores(q_shape, k_shape) -> int:
-    batch, heads, tokens, _ = q_shape
-    return batch * heads * tokens * k_shape[-2]
+def _attention(q, k, v, *rest, **_) -> int:
+    return 2 * 2 * _pairs(q, k, _is_causal(rest)) * q.shape[-1]
+
+
+def _attention_backward(_, q, k, v, *rest, **__) -> int:
+    return 5 * 2 * _pairs(q, k, _is_causal(rest)) * q.shape[-1]
+
+
+def _is_causal(arguments: tuple) -> bool:
+    """The only truth value among the arguments of these operations; where it is false it may be left out."""
+    return next((value for value in arguments if isinstance(value, bool)), False)
+
+
+def _efficient(q, k, v, bias, logarithms, dropout=0.0, causal=False, **_) -> int:
+    return 2 * 2 * _pairs(q, k, causal) * q.shape[-1]
+
+
+def _efficient_backward(_, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, **__) -> int:
+    return 5 * 2 * _pairs(q, k, causal) * q.shape[-1]
+
+
+def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Over batch and heads."""
+    batch, heads, tokens, _ = q.shape
+    pairs = batch * heads * tokens * k.shape[-2]
+    return pairs // 2 if causal else pairs
+
+
+def _grouped(a: Tensor, b: Tensor, *_, **__) -> int:
+    """Rows in groups times a matrix each, [R, K] x [G, K, N]; or one product of each group of rows, [M, R] x [R, N]."""
+    return 2 * a.shape.numel() * b.shape[-1]
+
+
+_aten = torch.ops.aten
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_efficient_attention: _efficient,
+    _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    _aten._grouped_mm: _grouped,
+}

@@ -19,9 +19,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from ingot.telemetry.calls import call_of, collective_tensors, is_collective
+from ingot.telemetry.calls import call_of, collective_tensors, flop_formula, is_collective
 from ingot.telemetry.fake import FakeProgram
 from ingot.theory.rendezvous import IRECV, ISEND, RECV, SEND, SENT, WAIT, Call
 
@@ -188,9 +187,9 @@ class Tracker(TorchDispatchMode):
         result = self._call(func, args, kwargs or {})
         if is_collective(func):
             self._communicated(func, args, kwargs or {}, result)
-        elif (packet := func._overloadpacket) in flop_registry:
+        elif (formula := flop_formula(packet := func._overloadpacket)) is not None:
             self.operations += 1
-            self.flops[packet.__name__] += self._count(packet, args, kwargs or {}, result)
+            self.flops[packet.__name__] += self._count(formula, args, kwargs or {}, result)
             self.events.append(Event("compute", packet.__name__, self.place))
         elif func.is_view:
             # Its memory was seen when it was made, or is not of this program: Gloo's own copies come into sight so.
@@ -205,11 +204,11 @@ class Tracker(TorchDispatchMode):
                     self._hold(tensor)
         return result
 
-    def _count(self, packet, args, kwargs, result) -> int:
+    def _count(self, formula, args, kwargs, result) -> int:
         """FLOPs. The formulas look at shapes, of arguments that are tensors, numbers and names."""
-        key = (packet, *[arg.shape if isinstance(arg, Tensor) else repr(arg) for arg in (*args, *kwargs.values())])
+        key = (formula, *[arg.shape if isinstance(arg, Tensor) else repr(arg) for arg in (*args, *kwargs.values())])
         if key not in self._flops_of:
-            self._flops_of[key] = flop_registry[packet](*args, **kwargs, out_val=result)
+            self._flops_of[key] = formula(*args, **kwargs, out_val=result)
         return self._flops_of[key]
 
     def _communicated(self, func, args, kwargs, result) -> None:

@@ -14,7 +14,7 @@ A world of thousands of ranks is followed through a few of them (theory/mesh_wor
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 SEND, RECV, BARRIER = "send", "recv", "barrier"
@@ -33,6 +33,8 @@ class Call:
     scatter). peer: global rank of the other side of a send or receive, or the root of a broadcast; else -1.
     ticket: of a wait: the how-manieth send or receive (from 0) of this channel and peer it waits for.
     label: where in the program it is, for messages; never compared. joined: to the message before it, in one batch.
+    own: of an all-to-all of unequal parts, the elements that stay on their rank; else -1. What others put into such a
+    one may have another size, so sizes are not compared.
     """
 
     op: str
@@ -44,6 +46,7 @@ class Call:
     label: str = ""
     ticket: int = -1
     joined: bool = False
+    own: int = -1
 
     @property
     def is_p2p(self) -> bool:
@@ -51,7 +54,7 @@ class Call:
 
     @property
     def signature(self) -> tuple:
-        return self.op, self.dtype, self.elements, self.peer
+        return self.op, self.dtype, self.elements if self.own < 0 else -1, self.peer
 
     def __str__(self) -> str:
         other = "" if self.peer < 0 else f" {'to' if self.op in (SEND, ISEND, SENT) else 'from'} rank {self.peer}"
@@ -73,21 +76,36 @@ class Fault:
     positions: dict[int, int]
 
 
-def first_fault(programs: Mapping[int, Sequence[Call]], names: Mapping[int, str] | None = None) -> Fault | None:
+@dataclass(frozen=True)
+class Image:
+    """How a followed rank stands for another that does as it does. seen_from: the followed rank's group for one of the
+    other's; peer_of: the other's peer for one of the followed rank's."""
+
+    followed: int
+    seen_from: Callable[[tuple[int, ...]], tuple[int, ...]]
+    peer_of: Callable[[int], int]
+
+
+def first_fault(
+    programs: Mapping[int, Sequence[Call]],
+    names: Mapping[int, str] | None = None,
+    images: Mapping[int, Image] | None = None,
+) -> Fault | None:
     """Play all programs to their end. None, or the first fault.
 
     programs: the calls of each rank, by global rank; groups may name further ranks, which are then taken to be where
-    their fellows are. names: of the ranks, for messages.
+    their fellows are. names: of the ranks, for messages. images: of ranks without a program that messages go to or come
+    from; other ranks without one are always ready for a message.
     """
-    return _Play(programs, names or {}).run()
+    return _Play(programs, names or {}, images or {}).run()
 
 
 _Done = tuple[int, tuple[int, Call]]  # a rank, and what it has done at which place in its program
 
 
 class _Play:
-    def __init__(self, programs: Mapping[int, Sequence[Call]], names: Mapping[int, str]):
-        self.programs, self.names = programs, names
+    def __init__(self, programs: Mapping[int, Sequence[Call]], names: Mapping[int, str], images: Mapping[int, Image]):
+        self.programs, self.names, self.images = programs, names, images
         self.at = dict.fromkeys(programs, 0)
         self.issued = dict.fromkeys(programs, 0)  # so many calls of its program
         self.ready = deque(programs)
@@ -108,6 +126,9 @@ class _Play:
     def head(self, rank: int) -> Call | None:
         program, at = self.programs[rank], self.at[rank]
         return program[at] if at < len(program) else None
+
+    def stand_in(self, rank: int) -> int:
+        return self.images[rank].followed if rank in self.images else rank
 
     def present(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """The members of `group` that are followed."""
@@ -166,15 +187,17 @@ class _Play:
     def exchange(self, rank: int, batch: list[tuple[int, Call]]) -> list[_Done] | Fault:
         """A message of `batch` that can leave: both its sides, or that of `rank` alone if the other is not followed."""
         for at, call in batch:
-            if call.peer not in self.programs:
+            image, other = self.images.get(call.peer), self.stand_in(call.peer)
+            if other not in self.programs:
                 return [(rank, (at, call))]
-            queue = self.queues[call.peer, call.group, call.channel]
+            group = image.seen_from(call.group) if image else call.group
+            queue = self.queues[other, group, call.channel]
             fitting = _RECEIVES if call.op in _SENDS else _SENDS
             for other_at, theirs in queue[0] if queue else ():
-                if theirs.peer == rank and theirs.op in fitting:
+                if theirs.op in fitting and (image.peer_of(theirs.peer) if image else theirs.peer) == rank:
                     if (theirs.dtype, theirs.elements) != (call.dtype, call.elements):
-                        return self.different(rank, at, call, call.peer, other_at, theirs)
-                    return [(rank, (at, call)), (call.peer, (other_at, theirs))]
+                        return self.different(rank, at, call, other, other_at, theirs)
+                    return [(rank, (at, call)), (other, (other_at, theirs))]
         return []
 
     def meet(self, rank: int, at: int, call: Call) -> list[_Done] | Fault:
@@ -201,7 +224,7 @@ class _Play:
                 missed = "receiving what" if call.op in _SENDS else "sending what"
                 does = "sent" if call.op in _SENDS else "expects"
                 message = f"{self.name(call.peer)} ends without {missed} {self.name(rank)} {does}: {call}"
-                return Fault("missing", message, {r: self.at[r] for r in (call.peer, rank)})
+                return Fault("missing", message, {r: self.at[r] for r in (self.stand_in(call.peer), rank)})
         return None
 
     def explain(self, waiting: list[int]) -> Fault:
@@ -213,10 +236,10 @@ class _Play:
             rank = self.waits_for(rank)
             if self.head(rank) is None:
                 last = path[-1]
-                message = f"{self.waits(last)} {self.name(rank)}, which has ended after {self.at[rank]} calls"
+                message = f"{self.waits(last)}, which has ended after {self.at[rank]} calls"
                 return Fault("missing", message, {r: self.at[r] for r in (*path, rank)})
         circle = path[path.index(rank) :]
-        lines = [f"{self.waits(r)} {self.name(self.waits_for(r))}" for r in circle]
+        lines = [self.waits(r) for r in circle]
         return Fault("deadlock", "\n".join(lines), {r: self.at[r] for r in circle})
 
     def first_undone(self, rank: int) -> tuple[int, Call]:
@@ -229,7 +252,7 @@ class _Play:
         """A rank that keeps `rank` from going on."""
         _, call = self.first_undone(rank)
         if call.is_p2p:
-            return call.peer
+            return self.stand_in(call.peer)
         for other in self.present(call.group):
             queue = self.queues[other, call.group, call.channel]
             if not queue or queue[0][0][1].is_p2p:
@@ -240,7 +263,10 @@ class _Play:
         at, call = self.at[rank], self.programs[rank][self.at[rank]]
         before, first = self.first_undone(rank)
         behind = f" behind {first}, its call {before}," if before != at and call.op not in _WAITS else ""
-        return f"{self.name(rank)}: {call}, its call {at},{behind} waits for"
+        other = self.waits_for(rank)
+        real = first.peer if first.is_p2p else other
+        who = self.name(real) if real == other else f"rank {real}, which does as {self.name(other)} does"
+        return f"{self.name(rank)}: {call}, its call {at},{behind} waits for {who}"
 
     def name(self, rank: int) -> str:
         return f"rank {rank}" + (f" ({self.names[rank]})" if rank in self.names else "")

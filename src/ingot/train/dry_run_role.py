@@ -14,8 +14,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,23 +37,27 @@ from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
 from ingot.telemetry.fake import FakeProgram, Known
 from ingot.telemetry.tracker import HOST, Tracker
-from ingot.theory import memory
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rendezvous import Call
 from ingot.train import build
 from ingot.train.build import Parts
+from ingot.train.dry_run_attention import attended_pairs
+from ingot.train.dry_run_stand_ins import as_on_cuda, dealt_to_experts, replaced
 from ingot.train.step import train_step
 
 BUILD, FIRST, STEADY, SAVE = "initialisation", "first step", "steady step", "save"
 _CPU = torch.device("cpu")
 
 
-def trace_rank(config: RunConfig, rank: int, device: str = "cpu", known: Known | None = None) -> Tracker:
+def trace_rank(
+    config: RunConfig, rank: int, device: str = "cpu", known: Known | None = None, loads: Sequence[float] = ()
+) -> Tracker:
     """Build the run as `rank`, take two optimizer steps, and gather what a checkpoint holds; the tracker saw it all.
 
     device: "cuda" for the operations and the chunks of logits that the program uses there. Nothing is compiled, so no
     elementwise operations are fused, and parallel.async_tp is not followed: it does the same collectives in parts.
-    known: what fakes remember, from ranks traced before. Needs a process without a process group, and leaves none.
+    known: what fakes remember, from ranks traced before. loads: of experts, in any measure; none: all alike.
+    Needs a process without a process group, and leaves none.
     """
     train = dataclasses.replace(config.train, compile="off", device="cpu")
     parallel = dataclasses.replace(config.parallel, async_tp=False)
@@ -72,17 +75,15 @@ def trace_rank(config: RunConfig, rank: int, device: str = "cpu", known: Known |
             return build_within
 
         new_group = _own_groups_only(dist.new_group, rank)
-        with _replaced(dist, "new_group", new_group):
-            mesh = build_mesh(
-                resolve_parallel(config), "cpu", experts=config.model.is_moe
-            )  # its table of ranks has to be real
+        with replaced(dist, "new_group", new_group):
+            # Its table of ranks has to be real.
+            mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe)
         with (
-            _replaced(dist, "new_group", new_group),
-            _replaced(build, "build_mesh", lambda *_, **__: mesh),
-            _replaced(build, "build_optimizer", within_state(build.build_optimizer)),
-            _replaced(functional, "rms_norm", _rms_norm if device == "cuda" else functional.rms_norm),
-            _replaced(functional, "scaled_dot_product_attention", _attention_of(device)),
-            _replaced(memory, "LOGITS_CHUNK_BYTES", {"cpu": memory.LOGITS_CHUNK_BYTES[device]}),
+            replaced(dist, "new_group", new_group),
+            replaced(build, "build_mesh", lambda *_, **__: mesh),
+            replaced(build, "build_optimizer", within_state(build.build_optimizer)),
+            dealt_to_experts(config, mesh, loads),
+            as_on_cuda() if device == "cuda" else nullcontext(),
             fakes,
             tracker,
         ):
@@ -106,16 +107,6 @@ def trace_rank(config: RunConfig, rank: int, device: str = "cpu", known: Known |
         dist.destroy_process_group()
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def _own_groups_only(original: Callable, rank: int) -> Callable:
     """Every rank makes the groups of all ranks, thousands; of those without it only the name is counted here."""
 
@@ -126,39 +117,6 @@ def _own_groups_only(original: Callable, rank: int) -> Callable:
         return dist.GroupMember.NON_GROUP_MEMBER
 
     return new_group
-
-
-# Fake tensors say that they are on a CPU, where PyTorch takes norms and attention apart in another way. These stand for
-# the kernels that it picks on CUDA, as far as they can be seen from outside: what they make and what they keep.
-
-
-class _FusedNorm(torch.autograd.Function):
-    """Keeps its input and 1/rms."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
-    return _FusedNorm.apply(x, weight)  # type: ignore[return-value]
-
-
-def _attention_of(device: str) -> Callable:
-    usual = functional.scaled_dot_product_attention
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, **options) -> Tensor:
-        if attn_mask is not None or q.dtype not in (torch.bfloat16, torch.float16):
-            return usual(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-
-    return attention if device == "cuda" else usual
 
 
 def _state_kind(config: RunConfig) -> str:
@@ -225,11 +183,20 @@ def _follow(run: Parts, tracker: Tracker) -> None:
 
         return within_gradients
 
+    def balance(original: Callable) -> Callable:
+        def within_balance(*args, **kwargs):
+            with tracker.within("other", "balance"):
+                return original(*args, **kwargs)
+
+        return within_balance
+
     _wrap(run.optimizer, "step", update)
     _wrap(run.model, "reduce", reduce)
     _wrap(run.model, "publish", publish)
     if isinstance(run.model.data, Zero):
         _wrap(run.model.data, "_arrived", arrived)
+    if run.balance:
+        _wrap(run.balance, "step", balance)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -258,8 +225,10 @@ def _name_places(module: nn.Module, name: str, tracker: Tracker) -> None:
 # -- what goes back to the process that asked ------------------------------------------------------------------------
 
 
-def told(tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
+def told(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
     """A trace as JSON: calls as numbers into a table of the different ones."""
+    parallel = resolve_parallel(config)
+    row = parallel.cp // parallel.ring * parallel.tp  # ranks at one place of a ring
     table: dict[Call, int] = {}
     groups: dict[tuple[int, ...], int] = {}
     program = {}
@@ -268,11 +237,15 @@ def told(tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
         program[moment] = [table.setdefault(call, len(table)) for call in calls]
     for call in table:
         groups.setdefault(call.group, len(groups))
-    rows = [[c.op, groups[c.group], c.dtype, c.elements, c.channel, c.peer, c.label, c.ticket, c.joined] for c in table]
+    rows = [
+        [c.op, groups[c.group], c.dtype, c.elements, c.channel, c.peer, c.label, c.ticket, c.joined, c.own]
+        for c in table
+    ]
     return {
         "rank": rank,
         "peaks": {moment: dataclasses.asdict(peak) for moment, peak in tracker.peaks().items()},
         "flops": tracker.flops_of(STEADY),
+        "attended": dataclasses.asdict(attended_pairs(config, parallel, rank // row % parallel.ring)),
         "operations": tracker.operations,
         "groups": [list(group) for group in groups],
         "calls": rows,
@@ -282,15 +255,15 @@ def told(tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
     }
 
 
-def _trace_and_tell(config: RunConfig, device: str, pipe: Connection) -> None:
+def _trace_and_tell(config: RunConfig, device: str, loads: Sequence[float], pipe: Connection) -> None:
     """Answer for one rank after the other until the pipe is closed. What fakes remember serves all of them."""
     known: Known = {}
     with suppress(EOFError):
         while True:
             rank, started = pipe.recv(), time.process_time()
             try:
-                tracker = trace_rank(config, rank, device, known)
-                answer = told(tracker, rank, time.process_time() - started)
+                tracker = trace_rank(config, rank, device, known, loads)
+                answer = told(config, tracker, rank, time.process_time() - started)
             except IngotError as error:
                 answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
             except Exception as error:
@@ -310,7 +283,8 @@ def main() -> None:
     left, running = list(request["ranks"]), {}
     for _ in range(min(request["jobs"], len(left))):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_trace_and_tell, args=(config, request["device"], theirs), daemon=True)
+        arguments = config, request["device"], request["loads"], theirs
+        process = context.Process(target=_trace_and_tell, args=arguments, daemon=True)
         process.start()
         theirs.close()
         running[ours] = process, left.pop(0)

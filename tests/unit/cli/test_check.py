@@ -60,7 +60,7 @@ def test_json_has_the_findings_and_the_useful_share_of_the_work(run_file, capsys
     facts = json.loads(capsys.readouterr().out)
     assert facts["errors"] == 1 and [f["missing_here"] for f in facts["findings"] if f["severity"] == "error"] == [True]
     (useful,), first = facts["simulated"]["useful_flops"], facts["simulated"]["ranks"][0]
-    assert 0.6 * first["matmul_flops"] < useful < first["matmul_flops"] + first["attention_flops"] / 2
+    assert 0.6 * first["matmul_flops"] < useful < first["matmul_flops"] + first["attention_flops"]
 
 
 def test_a_broken_layout_is_told_once_and_not_simulated(run_file, capsys):
@@ -84,3 +84,23 @@ def test_a_fault_makes_it_exit_3(run_file, capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "simulate", lambda *_, **__: found)
     assert main(["check", run_file, "--cluster", "8xh100", "--simulate"]) == 3
     assert "Collectives: deadlock" in capsys.readouterr().out
+
+
+def test_given_loads_of_experts_are_told_beside_balanced_ones(run_file, tmp_path, capsys):
+    moe = "[model.moe]\nnum_experts = 8\ntop_k = 2\nd_expert = 32\n[data]"
+    Path(run_file).write_text(RUN.replace("[data]", moe) + "ep = 2\n")
+    loads = tmp_path / "loads.json"
+    loads.write_text("[4, 1, 1, 1, 1, 1, 1, 1]")
+    command = ["check", run_file, "--cluster", "8xh100", "--simulate", "--expert-load"]
+    assert main([*command, "balanced"]) == 0
+    assert "of balanced" not in capsys.readouterr().out
+    assert main([*command, str(loads)]) == 0
+    assert "With these loads of experts" in (text := capsys.readouterr().out) and "agree with the formulas" in text
+    loads.write_text("[4, 1]")
+    assert main([*command, str(loads)]) == 3
+    assert "a list of 2, for 8 experts" in capsys.readouterr().out
+
+
+def test_loads_of_experts_are_for_a_dry_run(run_file, capsys):
+    assert main(["check", run_file, "--expert-load", "loads.json"]) == 3
+    assert "without --simulate" in capsys.readouterr().err

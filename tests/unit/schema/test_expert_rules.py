@@ -31,6 +31,13 @@ CASES = [
     (MOE, {"ep": 2, "dp_replicate": 2}, "parallel.ep", "nearest: 1"),
     (
         MOE,
+        {"ep": 3, "dp_shard": 3, "cp": 2},
+        "parallel.ep",
+        "groups of 3 neighbours lie across tp 1 and cp 2: ep divides tp, or is tp times a divisor of cp, or tp x cp "
+        "times a divisor of dp_shard; nearest: 2 or 6",
+    ),
+    (
+        MOE,
         {"ep": 4, "dp_replicate": 4, "cp": 2, "reduce": "canonical", "virtual_ranks": 4},
         "parallel.ep",
         "(a canonical sum keeps dp_shard = 1); nearest: 2",

@@ -11,7 +11,7 @@ from ingot.schema.arch import Arch  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
 from ingot.telemetry.tracker import ROUNDING_BYTES, Tracker  # noqa: E402
-from ingot.theory.mesh_world import Grid, check_world  # noqa: E402
+from ingot.theory.mesh_world import check_world  # noqa: E402
 from ingot.train import dry_run  # noqa: E402
 from ingot.train import dry_run_role as role  # noqa: E402
 
@@ -25,10 +25,6 @@ def config(micro_batches: int = 4, **parallel) -> RunConfig:
     layout = Parallel(**parallel)
     train = Train(steps=2, seq_len=64, global_batch=micro_batches * layout.data_ranks, micro_batch=1)
     return RunConfig(name="traced", model=ARCH, data=Data(tokens=""), train=train, parallel=layout)
-
-
-def grid_of(run: RunConfig) -> Grid:
-    return Grid({axis: getattr(run.parallel, axis) for axis in dry_run.AXES})
 
 
 def traces(run: RunConfig, ranks: list[int]) -> dict[int, Tracker]:
@@ -50,10 +46,10 @@ LAYOUTS = [
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.items()))
 def test_ranks_meet_and_work_and_traffic_agree_with_the_formulas(parallel):
     run = config(**parallel)
-    grid, ranks = grid_of(run), dry_run.chosen_ranks(grid_of(run))
+    grid, ranks = dry_run.grid_of(run), dry_run.chosen_ranks(dry_run.grid_of(run))
     found = {}
     for rank, tracker in traces(run, ranks).items():
-        found[rank] = dry_run.read_answer(role.told(tracker, rank, 0.0), grid)
+        found[rank] = dry_run.read_answer(role.told(run, tracker, rank, 0.0), grid)
     world = check_world({rank: trace.calls for rank, trace in found.items()}, grid)
     assert world.fault is None and world.alike
     places = dry_run.positions(run)
@@ -122,7 +118,7 @@ def test_zero_1_scatters_each_unit_behind_the_backward():
 def test_faults_on_one_stage_are_found_and_told():
     """A skipped collective, another size, and a wait before the send that its answer depends on."""
     run = config(pp=2, dp_shard=2, zero=1)
-    grid, names = grid_of(run), {0: "pp 0", 2: "pp 1"}
+    grid, names = dry_run.grid_of(run), {0: "pp 0", 2: "pp 1"}
     sound = {rank: tracker.calls for rank, tracker in traces(run, [0, 2]).items()}
     assert check_world(sound, grid).fault is None
 
