@@ -1,5 +1,6 @@
 """Context parallelism against attention of whole sequences in one process: rings, Ulysses and grids of both."""
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from ingot.model.transformer import Transformer
 from ingot.parallel.apply import compile_blocks
 from ingot.parallel.context import Context
 from ingot.parallel.recompute import recompute
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
@@ -230,6 +231,24 @@ def test_evaluation_and_samples_are_those_of_one_process(fork_ranks, layout):
     for ours, theirs in fork_ranks(parts_of, int(np.prod([n for name, n in layout.items() if name != "zero"]))):
         assert ours == pytest.approx(loss, rel=1e-12)
         assert theirs == text
+
+
+@pytest.mark.parametrize(
+    "layout", [{"cp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}], ids=str
+)
+def test_scores_and_logits_of_experts_with_a_capacity_are_those_of_one_process(fork_ranks, layout):
+    """Ranks that share a text fill it up to a length that they divide, one process keeps keys and values."""
+    arch = replace(ARCH, moe=Moe(num_experts=8, top_k=2, d_expert=12, capacity_factor=0.4, shared_experts=1))
+
+    def scores_of(rank, ranks):
+        run_ = trained(run_of(arch=arch, seq_len=16, **(layout if ranks > 1 else {})))
+        nats = evaluated_and_sampled(run_)[0]
+        return nats, run_logits(run_, 32)([3, 1, 4]).numpy()
+
+    (loss, logits), *_ = fork_ranks(scores_of, 1)
+    for ours, theirs in fork_ranks(scores_of, 2):
+        assert ours == pytest.approx(loss, rel=1e-12)
+        np.testing.assert_allclose(theirs, logits, rtol=0, atol=1e-12 * np.abs(logits).max())
 
 
 @pytest.mark.parametrize(
