@@ -49,7 +49,7 @@ def merged_wrongly(stack: ExitStack) -> None:
         total.mul_((lse - merged).exp()[..., None]).add_(out * (out_lse - merged).exp()[..., None])
         lse.copy_(merged)
 
-    stack.enter_context(patch.object(ring, "_merge", merge))
+    stack.enter_context(patch.object(ring, "merge", merge))
 
 
 @fault("the backward of a step takes that step's normaliser, not the final one", "ring over 4", _LATER)

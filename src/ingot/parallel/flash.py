@@ -8,8 +8,31 @@ Shape letters: B batch, T queries, S keys, N query heads, G key/value heads, H h
 import torch
 from torch import Tensor
 
+from ingot.errors import ConfigError
+from ingot.schema.nearest import nearest
+
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
+_CUDA_HEAD_DIMS = range(8, 257, 8)
+
+
+def require_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Raises ConfigError where PyTorch has no kernel for `attend_part`: on a CPU it has one for all."""
+    ulysses = 'or parallel.context = "ulysses", which takes any attention'
+    if device.type != "cuda":
+        return
+    if dtype == torch.float64:
+        raise ConfigError(
+            "a ring of context parallelism computes in float64 on a GPU",
+            rule="steps of a ring are merged by log-sum-exps, and kernels that return them take at most 32 bits there",
+            fix=f'use train.precision = "bf16", "fp16" or "fp32", {ulysses}',
+        )
+    if head_dim not in _CUDA_HEAD_DIMS:
+        raise ConfigError(
+            f"a ring of context parallelism on a GPU has model.head_dim = {head_dim}",
+            rule=f"kernels of a ring take multiples of 8 up to {_CUDA_HEAD_DIMS[-1]} there",
+            fix=f"nearest: {nearest(head_dim, _CUDA_HEAD_DIMS)}, {ulysses}",
+        )
 
 
 def attend_part(
@@ -60,8 +83,9 @@ def attend_part_backward(
         )
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q_BNTH.device)  # the state of a generator that is not used
     if bias is None and q_BNTH.dtype in _HALF:
+        dense = lse_BNT.contiguous()  # of a part of a rank's queries it is not, and this kernel knows no strides of it
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad_BNTH, q_BNTH, k_BGSH, v_BGSH, out_BNTH, lse_BNT, None, None, q_BNTH.shape[2], k_BGSH.shape[2], 0.0,
+            grad_BNTH, q_BNTH, k_BGSH, v_BGSH, out_BNTH, dense, None, None, q_BNTH.shape[2], k_BGSH.shape[2], 0.0,
             causal, no_dropout, no_dropout,
         )  # fmt: skip
     k_BNSH, v_BNSH = _for_each_query_head(q_BNTH, k_BGSH), _for_each_query_head(q_BNTH, v_BGSH)

@@ -29,10 +29,11 @@ from ingot.optim.adamw import Optimizer
 from ingot.optim.loss_scale import STATE as LOSS_SCALE
 from ingot.optim.loss_scale import LossScale
 from ingot.optim.offload import build_optimizer
-from ingot.parallel.apply import Parallelized, parallelize
+from ingot.parallel.apply import COMPUTE, Parallelized, parallelize
 from ingot.parallel.balance import Balance
 from ingot.parallel.context import Context
 from ingot.parallel.expert import dispatch_of
+from ingot.parallel.flash import require_kernels
 from ingot.parallel.pipeline import Pipeline
 from ingot.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.schema import events
@@ -192,6 +193,8 @@ def build_parts(
     mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe)
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
 
+    if settings.ring > 1:
+        require_kernels(device, COMPUTE[config.train.precision], arch.head_dim)
     context = Context(mesh, attend_locally)
     dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # the views of experts are not there
 
