@@ -7,6 +7,7 @@ Shape letters: M tokens, D d_model, E experts, K experts of a token, F d_expert,
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -130,13 +131,27 @@ class Stack(nn.Module):
 
 
 def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Each expert's rows times its matrix [out, in].T: one kernel where it is made for them, else one product each."""
+    """Each expert's rows times its matrix [out, in].T: one kernel where it is made for them, else one product each.
+
+    counts_E: on the host, so that nothing here waits for the device.
+    """
+    counts = on_host(counts_E, len(rows_RI))
     if _kernel_takes(rows_RI, weight_EOI):
+        idle = [expert for expert, count in enumerate(counts) if count == 0]
+        if idle and weight_EOI.requires_grad:
+            weight_EOI.register_hook(partial(_without, idle))
         # A plain copy to a GPU would wait until all that was started before it is done.
         offsets = counts_E.cumsum(0).to(device=rows_RI.device, dtype=torch.int32, non_blocking=True)
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=offsets)
-    parts = rows_RI.split(on_host(counts_E, len(rows_RI)))
-    return torch.cat([part @ weight.T for part, weight in zip(parts, weight_EOI.unbind(), strict=True)])
+    return torch.cat([part @ weight.T for part, weight in zip(rows_RI.split(counts), weight_EOI.unbind(), strict=True)])
+
+
+def _without(idle: list[int], gradient_EOI: Tensor) -> Tensor:
+    """Experts without rows have no gradient, but on Blackwell the kernel leaves theirs as memory was before
+    (pytorch/pytorch#172439). In place: the kernel has just made it, for us alone."""
+    for expert in idle:
+        gradient_EOI[expert].zero_()
+    return gradient_EOI
 
 
 def _kernel_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:

@@ -20,7 +20,8 @@ from ingot.schema.arch import Arch
 
 class Arriving(Protocol):
     def arrive(self) -> tuple[Tensor, Tensor]:
-        """Wait for rows [R', D] for the experts of this rank, expert by expert, and how many each has [E']."""
+        """Wait for rows [R', D] for the experts of this rank, expert by expert, and how many each has [E'], on the
+        host."""
         ...
 
 

@@ -120,8 +120,8 @@ class Transformer(nn.Module):
         part of T, and positions_T says which positions attention sees). A stage that is not the last returns them.
         document_ids_BT: attention does not cross document borders (positions keep counting through them); of the whole
         sequence, also where x is a part of it. positions_T: of the tokens that attention sees, ascending; 0..T-1 unless
-        given. cache: a KVCache (model/generate.py) with the earlier tokens. pressure: in training, what balances
-        experts (model/moe.py).
+        given. cache: a KVCache (model/generate.py) with the earlier tokens. pressure: in training, what limits and
+        balances experts (model/routing.py).
         """
         positions = torch.arange(x.shape[1], device=x.device) if positions_T is None else positions_T
         if cache is not None:

@@ -497,6 +497,40 @@ def test_grouped_product(dtype, inputs, counts):
         torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)
 
 
+class Careless(torch.autograd.Function):
+    """A grouped product whose backward writes nothing for experts without rows, as PyTorch's on Blackwell."""
+
+    @staticmethod
+    def forward(ctx, rows, weights_EIO, offsets):
+        ctx.save_for_backward(rows, weights_EIO, offsets)
+        experts = torch.searchsorted(offsets, torch.arange(len(rows)), right=True)
+        return torch.einsum("ri,rio->ro", rows, weights_EIO[experts])
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weights_EIO, offsets = ctx.saved_tensors
+        found, start = torch.full_like(weights_EIO, torch.nan), 0
+        for expert, end in enumerate(offsets.tolist()):
+            if end > start:
+                found[expert] = rows[start:end].T @ grad[start:end]
+            start = end
+        return None, found, None
+
+
+def test_an_expert_without_rows_has_no_gradient_whatever_the_kernel_leaves(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 8, generator=generator)
+    weight = torch.randn(4 * 16, 8, generator=generator).requires_grad_()
+    slope, counts = torch.randn(6, 16, generator=generator), torch.tensor([0, 4, 0, 2])
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(grouped_product(rows, weight.view(4, 16, 8), counts), weight, slope)[0]
+
+    right = gradient()
+    monkeypatch.setattr("ingot.model.experts.F.grouped_mm", lambda a, b, offs: Careless.apply(a, b, offs))
+    torch.testing.assert_close(gradient(), right)
+
+
 def test_a_part_of_a_buffer_that_is_not_aligned_takes_the_loop():
     buffer = torch.randn(1 + 2 * 4 * 8)
     weight, rows = buffer[1:].view(2, 4, 8), torch.randn(3, 8)
