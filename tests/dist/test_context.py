@@ -112,10 +112,16 @@ def test_bf16_is_as_near_to_float64_as_one_process(fork_ranks, what):
     assert np.max(fork_ranks(errors, 4)) < 2
 
 
-@pytest.mark.parametrize("ulysses", [1, 2, 4])
-def test_what_is_sent_is_what_the_formulas_say(fork_ranks, ulysses):
-    parallel = Parallel(cp=4, context="usp", ulysses=ulysses)
-    arch = Arch(vocab_size=8, d_model=8, num_layers=1, num_heads=HEADS, num_kv_heads=2, head_dim=HEAD_DIM, d_ffn=8)
+@pytest.mark.parametrize(
+    "ulysses, layout, what",
+    [(1, "zigzag", "causal"), (2, "zigzag", "causal"), (4, "zigzag", "causal"), (1, "contiguous", "window")],
+)
+def test_what_is_sent_is_what_the_formulas_say(fork_ranks, ulysses, layout, what):
+    parallel = Parallel(cp=4, context="usp", ulysses=ulysses, context_layout=layout)
+    arch = Arch(
+        vocab_size=8, d_model=8, num_layers=1, num_heads=HEADS, num_kv_heads=2, head_dim=HEAD_DIM, d_ffn=8,
+        sliding_window=11 if what == "window" else 0,
+    )  # fmt: skip
     train = Train(steps=1, seq_len=TOKENS, global_batch=BATCH, micro_batch=BATCH, precision="bf16")
 
     def count(rank, ranks):
@@ -135,7 +141,7 @@ def test_what_is_sent_is_what_the_formulas_say(fork_ranks, ulysses):
         )  # fmt: skip
         q, k, v, grad = (own_part(context, x) for x in example(2, torch.bfloat16))
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = context.attend(*leaves, sight_of("causal", context.positions(TOKENS, CPU)))
+        out = context.attend(*leaves, sight_of(what, context.positions(TOKENS, CPU)))
         forward = [len(sent), sum(sent), len(dealt), sum(dealt)]
         out.backward(grad)
         return forward, [
@@ -146,6 +152,7 @@ def test_what_is_sent_is_what_the_formulas_say(fork_ranks, ulysses):
         ]
 
     ring, dealt = ring_bytes(arch, train, parallel), ulysses_bytes(arch, train, parallel)
+    assert what == "causal" or ring.forward_calls == 1  # 10 tokens back are among 12 of the rank before
     for forward, backward in fork_ranks(count, 4):
         assert forward == [ring.forward_calls, ring.forward, dealt.forward_calls, dealt.forward]
         assert backward == [ring.backward_calls, ring.backward, dealt.backward_calls, dealt.backward]

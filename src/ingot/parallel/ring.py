@@ -3,7 +3,8 @@
 While a rank attends to the keys and values it has, those of the next step are on their way. Results are merged by the
 logarithms of their normalisers, so the ring is exact. In the backward keys and values go round again, and with them
 the sums of their gradients, one rank behind, so that the last step brings each sum home. Sums and merges are in float32
-at least. Shape letters: B batch, T tokens of one rank, N query heads, G key/value heads, H head_dim.
+at least. A ring ends where no place of it would see anything of what comes next (theory/context.py, ring_steps). Shape
+letters: B batch, T tokens of one rank, N query heads, G key/value heads, H head_dim.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from ingot.parallel.flash import attend_part, attend_part_backward
 from ingot.parallel.tiles import Tile, masked_tiles, plain_tiles
 from ingot.schema.parallel import Parallel
-from ingot.theory.context import ring_positions
+from ingot.theory.context import ring_positions, ring_steps
 
 
 class Sight(Protocol):
@@ -46,10 +47,10 @@ class Ring:
         """Whose keys are here in this step."""
         return (self.index - step) % len(self.ranks)
 
-    def pass_on(self, buffer: Tensor) -> "_Coming":
-        """Start to send `buffer` to the next rank and to receive that of the rank before."""
+    def pass_on(self, buffer: Tensor, places: int = 1) -> "_Coming":
+        """Start to send `buffer` so many places further, and to receive that of the rank as far behind."""
         arriving = torch.empty_like(buffer)
-        after, before = (self.ranks[(self.index + by) % len(self.ranks)] for by in (1, -1))
+        after, before = (self.ranks[(self.index + by) % len(self.ranks)] for by in (places, -places))
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, buffer, after, self.group), dist.P2POp(dist.irecv, arriving, before, self.group)]
         )
@@ -78,6 +79,7 @@ class _View:
         self._positions: dict[int, Tensor] = {}
         whole = self.tokens * len(ring.ranks)
         self.window = sight.window if sight.window < whole else 0
+        self.last = ring_steps(ring.parallel, whole, self.window) - 1
         self.has_masks = self.window > 0 or sight.document_ids_BS is not None
 
     def tiles(self, source: int) -> list[Tile]:
@@ -109,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
         ring, wide = view.ring, torch.promote_types(q.dtype, torch.float32)
         total = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        at_hand, last = kv, len(ring.ranks) - 1
+        at_hand, last = kv, view.last
         for step in range(last + 1):
             coming = ring.pass_on(at_hand) if step < last else None
             for tile in view.tiles(ring.source(step)):
@@ -129,7 +131,7 @@ class _RingAttention(torch.autograd.Function):
         view: _View = ctx.view
         ring, wide = view.ring, lse.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        at_hand, last, own_sum, travelling = kv, len(ring.ranks) - 1, None, None
+        at_hand, last, own_sum, travelling = kv, view.last, None, None
         for step in range(last + 1):
             coming = ring.pass_on(at_hand) if step < last else None
             added = torch.zeros(kv.shape, dtype=wide, device=q.device)
@@ -147,7 +149,7 @@ class _RingAttention(torch.autograd.Function):
                 own_sum = added  # stays here; what the others add comes home after the last step
             else:
                 added = added if travelling is None else added.add_(travelling.arrive())
-                travelling = ring.pass_on(added)
+                travelling = ring.pass_on(added, 1 if step < last else -last)  # from the last step on its way home
             at_hand = coming.arrive() if coming is not None else at_hand
         assert own_sum is not None
         dkv = own_sum if travelling is None else own_sum.add_(travelling.arrive())

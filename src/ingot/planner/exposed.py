@@ -9,6 +9,7 @@ data parallel      what exceeds the computation beside it, and always the first 
 
 from ingot.planner.links import LineTime, bandwidth_of, line_times
 from ingot.schema.cluster import Cluster
+from ingot.theory.context import ring_steps
 from ingot.theory.flops import TRAIN_TO_FORWARD
 from ingot.theory.layout import Position
 from ingot.theory.params import shared_parameters
@@ -41,8 +42,9 @@ def blocking(position: Position, cluster: Cluster, times: dict[str, LineTime]) -
 
 def _ring(position: Position, cluster: Cluster, times: dict[str, LineTime]) -> Term:
     """The last of a ring's steps computes and sends nothing."""
-    ring, rate = position.parallel.ring, _rate(position, cluster) * cluster.attention_efficiency
-    beside = step_work(position, cluster.device).attention_flops / rate * (ring - 1) / ring
+    steps = ring_steps(position.parallel, position.train.seq_len, position.arch.sliding_window)
+    rate = _rate(position, cluster) * cluster.attention_efficiency
+    beside = step_work(position, cluster.device).attention_flops / rate * (steps - 1) / steps
     formula = f"{_sent('ring', position, times, cluster)}, beside {format_seconds(beside)} of attention"
     return Term(max(times["ring"].seconds - beside, 0.0), formula)
 

@@ -12,7 +12,7 @@ What one rank exchanges in one layer for one micro-batch (parallel/ring.py, para
              values are repeated until the degree divides their heads.
     ring     forward: `ring`-1 messages, keys and values together. Backward: they go round again, and their gradients
              with them, in w bytes, one rank behind: 2·(ring-1) messages. After the all-to-all a rank has
-             G/ulysses heads of T/ring tokens.
+             G/ulysses heads of T/ring tokens. Less far where a window ends it (`ring_steps`).
 """
 
 import math
@@ -89,6 +89,16 @@ def imbalance(parallel: Parallel, tokens: int, window: int = 0) -> float:
     return max(pairs) * len(pairs) / sum(pairs)
 
 
+def ring_steps(parallel: Parallel, tokens: int, window: int = 0) -> int:
+    """Steps of a ring over sequences of `tokens` in which some place of it has something to look at, the first one, of
+    own keys, included. In contiguous parts a window ends it. In other layouts the keys of the last step are right
+    before a place's own (zigzag), or not further away than the ring has places (striped)."""
+    if window == 0 or parallel.context_layout != "contiguous":
+        return parallel.ring
+    part = tokens // parallel.ring
+    return min(1 + -(-(window - 1) // part), parallel.ring)  # a part's first token sees window - 1 before it
+
+
 @dataclass(frozen=True)
 class Volume:
     """Of one rank in one layer for one micro-batch: how many messages or all-to-alls, and the bytes of all together.
@@ -124,7 +134,7 @@ def ring_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
     heads = math.lcm(local_heads(arch, parallel)[1], degree) // degree
     numbers = 2 * train.micro_batch * heads * (train.seq_len // ring) * arch.head_dim
     narrow = COMPUTE_BYTES[train.precision]
-    times = ring - 1
+    times = ring_steps(parallel, train.seq_len, arch.sliding_window) - 1
     return Volume(times, times * numbers * narrow, 2 * times, times * numbers * (narrow + max(narrow, 4)))
 
 
@@ -184,13 +194,14 @@ def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, lin
     pairs = seen_pairs((range(train.seq_len),), arch.sliding_window) / grid.ring
     queries, keys = (heads / ulysses for heads in local_heads(arch, parallel))
     product = 4 * train.micro_batch * queries * arch.head_dim * pairs
-    forward = product / links.flops * (grid.ring - 1) / grid.ring  # the last step sends nothing
+    sent = ring_steps(grid, train.seq_len, arch.sliding_window) - 1  # the last step sends nothing
+    forward = product / links.flops * sent / (sent + 1)
     backward = BACKWARD_TO_FORWARD * forward
     waiting = max(ring.forward / rate - forward, 0.0) + max(ring.backward / rate - backward, 0.0)
     # Results and gradients of queries, keys and values: a sum is read and written, and what is added is read.
     narrow = COMPUTE_BYTES[train.precision]
     rows = train.micro_batch * train.seq_len / grid.ring * arch.head_dim
-    touched = (grid.ring - 1) * 2 * (queries + max(keys, 1)) * rows * (2 * max(narrow, 4) + narrow)
+    touched = sent * 2 * (queries + max(keys, 1)) * rows * (2 * max(narrow, 4) + narrow)
     return Cost(
         ulysses=ulysses,
         all_to_all=moved / links.rate(ulysses * parallel.tp),

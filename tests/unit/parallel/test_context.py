@@ -9,7 +9,7 @@ from ingot.model.attention import Sight
 from ingot.parallel.flash import attend_part, attend_part_backward
 from ingot.parallel.tiles import masked_tiles, plain_tiles
 from ingot.schema.parallel import Parallel
-from ingot.theory.context import ring_positions, seen_pairs
+from ingot.theory.context import ring_positions, ring_steps, seen_pairs
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
@@ -72,6 +72,28 @@ def test_tiles_with_masks_hold_every_pair_once_and_stay_small(layout, window, li
             assert torch.equal(times, ((apart >= 0) & (apart < (window or 1000))).long())
             sizes = [times[tile.queries, tile.keys].shape for tile in tiles]
             assert all(rows == 1 or rows * keys * batch <= limit for rows, keys in sizes)
+
+
+@pytest.mark.parametrize("ranks, tokens", [(2, 2), (4, 6), (8, 3)])
+def test_a_ring_ends_where_a_window_reaches_nothing_more(ranks, tokens):
+    parallel = ring_of(ranks, "contiguous")
+    for window in range(1, ranks * tokens + 3):
+        busy = [
+            any(
+                list(masked_tiles(parallel, own, (own - step) % ranks, tokens, window=window, batch=1))
+                for own in range(ranks)
+            )
+            for step in range(ranks)
+        ]
+        steps = ring_steps(parallel, ranks * tokens, window)
+        assert busy == [step < steps for step in range(ranks)], window
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_other_rings_need_their_last_step(layout):
+    parallel = ring_of(4, layout)
+    assert any(list(masked_tiles(parallel, own, (own + 1) % 4, 6, window=4, batch=1)) for own in range(4))
+    assert ring_steps(parallel, 24, 4) == 4
 
 
 def test_a_window_lets_more_queries_into_a_mask():
