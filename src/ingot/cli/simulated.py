@@ -4,7 +4,8 @@ from dataclasses import asdict, replace
 
 from ingot.cli.terminal import Terminal
 from ingot.theory.rendezvous import ISEND, MESSAGES, SEND
-from ingot.train.dry_run import MOMENTS, STEADY, WORLD, DryRun, Trace
+from ingot.train.dry_run import MOMENTS, STEADY, DryRun, Trace
+from ingot.train.dry_run_compare import WORLD
 from ingot.units import format_bytes
 
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "communication", "logits", "backward", "other", "host")

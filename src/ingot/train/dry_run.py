@@ -14,28 +14,22 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ingot.config import to_dict
 from ingot.errors import ConfigError, ResourceError
 from ingot.machine.facts import usable_cores
 from ingot.planner.memory import position_bill
 from ingot.schema.run import RunConfig
-from ingot.theory.axes import spanned
-from ingot.theory.context import BACKWARD_TO_FORWARD, imbalance
-from ingot.theory.flops import mean_keys
-from ingot.theory.layout import Position, positions, require_layout, resolve_parallel
+from ingot.theory.layout import positions, require_layout, resolve_parallel
 from ingot.theory.mesh_world import Grid, WorldCheck, check_world
 from ingot.theory.rendezvous import ISEND, SEND, Call
-from ingot.theory.traffic import sent_by_axis, step_traffic
-from ingot.theory.work import Work, step_work
+from ingot.train.dry_run_compare import WORLD, Compared, compare, useful_flops
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOMENTS = ("initialisation", "first step", "steady step", "save")
 STEADY = MOMENTS[2]
-# What is told to the whole world at these places is no traffic of an axis, and formulas leave it out: the norm of
-# clipping, and the routers' table of loads.
-WORLD, _FACTS = "world", ("clip", "balance")
+_FACTS = ("clip", "balance")  # places of the program that tell the whole world something
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 _DEADLINE_SECONDS = 900
@@ -73,25 +67,6 @@ class Trace:
     calls: list[Call]
     cpu_seconds: float
     memory_bytes: int
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A figure as traced and as the formulas have it. other_loads: of experts in the trace, which makes them differ."""
-
-    rank: int
-    what: str
-    traced: float
-    formula: float
-    other_loads: bool = False
-
-    @property
-    def deviation(self) -> float:
-        return abs(self.traced - self.formula) / max(abs(self.formula), abs(self.traced), 1.0)
-
-    @property
-    def agrees(self) -> bool:
-        return self.other_loads or self.deviation <= 0.01
 
 
 @dataclass(frozen=True)
@@ -280,37 +255,3 @@ def sent_bytes(call: Call) -> float:
     if call.own >= 0:
         return size - call.own * _BYTES[call.dtype]
     return size if call.op in (SEND, ISEND) else _RING.get(call.op, 0) * size * (ranks - 1) / ranks
-
-
-def useful_flops(place: Position, device: str) -> float:
-    work = step_work(replace(place, parallel=replace(place.parallel, recompute="none")), device)
-    return work.matmul_flops + work.attention_flops
-
-
-def _attention_flops(trace: Trace, place: Position, work: Work) -> float:
-    """What the formula would be if it counted the pairs that kernels go through on this rank: those behind a mask too,
-    and of contiguous parts this rank's, where it has those of the last rank."""
-    parallel, arch, seq_len = place.parallel, place.arch, place.train.seq_len
-    uneven = imbalance(parallel, seq_len, arch.sliding_window) if parallel.ring > 1 else 1.0
-    seen = seq_len / parallel.ring * mean_keys(seq_len, arch.sliding_window) * uneven
-    blocks = sum(len(stage.layers) for stage in place.stages)
-    again = sum(map(place.recomputed, place.stages)) if parallel.recompute == "full" else 0
-    forwards = (1 + BACKWARD_TO_FORWARD) * blocks + again
-    chunked = 1 + blocks / forwards if trace.attended_again else 1.0
-    return work.attention_flops * trace.attended / seen * chunked
-
-
-def compare(trace: Trace, place: Position, device: str, other_loads: bool = False) -> list[Compared]:
-    """other_loads: not those of the formulas, with which all experts have the same."""
-    work, formulas = step_work(place, device), sent_by_axis(step_traffic(place, device))
-    found = [
-        Compared(trace.rank, "matrix products, FLOP", trace.matmul_flops, work.matmul_flops, other_loads),
-        Compared(trace.rank, "attention, FLOP", trace.attention_flops, _attention_flops(trace, place, work)),
-    ]
-    to_experts = spanned(place.parallel, "ep")
-    for axis in dict.fromkeys((*trace.sent, *formulas)):
-        if axis != WORLD:
-            traced, formula = trace.sent.get(axis, 0.0), formulas.get(axis, 0.0)
-            changed = other_loads and axis == to_experts
-            found.append(Compared(trace.rank, f"sent over {axis}, B", traced, formula, changed))
-    return found

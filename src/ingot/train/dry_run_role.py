@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.config import from_dict
@@ -42,7 +41,7 @@ from ingot.theory.rendezvous import Call
 from ingot.train import build
 from ingot.train.build import Parts
 from ingot.train.dry_run_attention import attended_pairs
-from ingot.train.dry_run_stand_ins import as_on_cuda, dealt_to_experts, replaced
+from ingot.train.dry_run_stand_ins import as_on_cuda, dealt_to_experts, own_groups_only, replaced
 from ingot.train.step import train_step
 
 BUILD, FIRST, STEADY, SAVE = "initialisation", "first step", "steady step", "save"
@@ -74,7 +73,7 @@ def trace_rank(
 
             return build_within
 
-        new_group = _own_groups_only(dist.new_group, rank)
+        new_group = own_groups_only(dist.new_group, rank)
         with replaced(dist, "new_group", new_group):
             # Its table of ranks has to be real.
             mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe)
@@ -105,18 +104,6 @@ def trace_rank(
             return tracker
     finally:
         dist.destroy_process_group()
-
-
-def _own_groups_only(original: Callable, rank: int) -> Callable:
-    """Every rank makes the groups of all ranks, thousands; of those without it only the name is counted here."""
-
-    def new_group(ranks: list[int], *args, **kwargs):
-        if rank in ranks:
-            return original(ranks, *args, **kwargs)
-        distributed_c10d._process_group_name(ranks, use_hashed_name=False)  # pyright: ignore[reportPrivateImportUsage]
-        return dist.GroupMember.NON_GROUP_MEMBER
-
-    return new_group
 
 
 def _state_kind(config: RunConfig) -> str:

@@ -1,13 +1,15 @@
 """What a trace puts in the place of parts of the program that fake tensors cannot follow, or would follow elsewhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
 
 from ingot.dist.mesh import Mesh
 from ingot.model import experts
@@ -26,6 +28,18 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def own_groups_only(original: Callable, rank: int) -> Callable:
+    """Every rank makes the groups of all ranks, thousands; of those without it only the name is counted here."""
+
+    def new_group(ranks: list[int], *args, **kwargs):
+        if rank in ranks:
+            return original(ranks, *args, **kwargs)
+        distributed_c10d._process_group_name(ranks, use_hashed_name=False)  # pyright: ignore[reportPrivateImportUsage]
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    return new_group
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from ingot.telemetry.tracker import ROUNDING_BYTES, Tracker  # noqa: E402
 from ingot.theory.mesh_world import check_world  # noqa: E402
 from ingot.train import dry_run  # noqa: E402
 from ingot.train import dry_run_role as role  # noqa: E402
+from ingot.train.dry_run_compare import compare  # noqa: E402
 
 ARCH = Arch(
     vocab_size=512, d_model=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=128, max_seq_len=64,
@@ -54,7 +55,7 @@ def test_ranks_meet_and_work_and_traffic_agree_with_the_formulas(parallel):
     assert world.fault is None and world.alike
     places = dry_run.positions(run)
     for trace in found.values():
-        for compared in dry_run.compare(trace, places[trace.position], "cpu"):
+        for compared in compare(trace, places[trace.position], "cpu"):
             assert compared.agrees, (trace.name, compared)
         assert trace.moments[dry_run.STEADY].bytes > trace.moments["initialisation"].rest > 0
 
@@ -77,7 +78,16 @@ def _really_trained(rank, world, run):
     return calls, tracker.flops_of(role.STEADY), tracker.peaks()[role.STEADY].bytes
 
 
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2, "zero": 3}, {"pp": 2, "dp_shard": 2, "zero": 1}, {"tp": 2}])
+REAL = [
+    {"dp_shard": 2, "zero": 3},
+    {"pp": 2, "dp_shard": 2, "zero": 1},
+    {"tp": 2},
+    {"cp": 2, "context": "ring", "zero": 1},
+    {"cp": 2, "context": "ulysses", "zero": 3},
+]
+
+
+@pytest.mark.parametrize("parallel", REAL, ids=str)
 def test_a_trace_is_what_a_real_rank_does(fork_ranks, parallel):
     run = config(**parallel)
     run = replace(run, train=replace(run.train, compile="off", device="cpu"))

@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.unit.train.test_dry_run import _really_trained  # noqa: E402
+
 from ingot.errors import ConfigError  # noqa: E402
 from ingot.planner.memory import position_bill  # noqa: E402
 from ingot.schema.arch import Arch, Mla, Moe  # noqa: E402
@@ -15,6 +17,7 @@ from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
 from ingot.theory.mesh_world import check_world  # noqa: E402
 from ingot.train import dry_run  # noqa: E402
 from ingot.train import dry_run_role as role  # noqa: E402
+from ingot.train.dry_run_compare import compare  # noqa: E402
 
 DENSE = Arch(
     vocab_size=512, d_model=128, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=16, d_ffn=256, max_seq_len=512,
@@ -67,7 +70,7 @@ def test_traces_meet_and_agree_with_the_formulas(name, device):
     assert world.fault is None and world.alike, world
     for trace in found.values():
         place = places[trace.position]
-        for compared in dry_run.compare(trace, place, device):
+        for compared in compare(trace, place, device):
             assert compared.agrees, (trace.name, compared)
         billed = sum(term.value for term in position_bill(place, device).values())
         assert trace.moments[dry_run.STEADY].bytes == pytest.approx(billed, rel=0.25), trace.moments
@@ -83,7 +86,7 @@ def test_an_expert_by_expert_product_takes_the_rows_of_its_load():
         rows = [c for c in trace.calls if c.op == "all_to_all" and c.elements > 16]
         assert (rows[0].own >= 0) == bool(given)
         experts = 6 * 512 * 4 * 3 * 128 * 64 * (factor - 1)  # what 2,048 rows of one layer are more or fewer
-        balanced = next(c for c in dry_run.compare(trace, dry_run.positions(run)[0], "cpu", bool(given)))
+        balanced = next(c for c in compare(trace, dry_run.positions(run)[0], "cpu", bool(given)))
         assert balanced.agrees
         assert trace.matmul_flops == pytest.approx(balanced.formula + experts, rel=2e-3)
 
@@ -99,8 +102,8 @@ def test_given_loads_are_followed_and_meet_and_drop_what_is_above_the_capacity()
     kept = round(512 * 2 * (1.25 / 16 + 15 / 23))
     assert sent[0].elements == sent[3].elements == kept * 128
     assert first.matmul_flops > last.matmul_flops
-    assert all(c.agrees for trace in found.values() for c in dry_run.compare(trace, place, "cuda", True))
-    assert not all(c.agrees for c in dry_run.compare(last, place, "cuda"))
+    assert all(c.agrees for trace in found.values() for c in compare(trace, place, "cuda", True))
+    assert not all(c.agrees for c in compare(last, place, "cuda"))
 
 
 def test_messages_to_the_wrong_neighbour_are_found(monkeypatch):
@@ -130,3 +133,11 @@ def test_experts_across_rows_of_ulysses_cannot_be_followed():
     run = replace(run, train=replace(run.train, seq_len=480))
     with pytest.raises(ConfigError, match="ep = 3 across rows"):
         dry_run.grid_of(run)
+
+
+def test_a_trace_of_experts_is_what_a_real_rank_does_but_for_the_numbers_of_rows(fork_ranks):
+    run = run_of(SPARSE, dp_shard=2, ep=2, zero=1)
+    run = replace(run, train=replace(run.train, compile="off", device="cpu", seq_len=64))
+    for rank, (calls, _, _) in enumerate(fork_ranks(_really_trained, 2, run)):
+        same = [(op, group, dtype, peer) for op, group, dtype, _, peer in calls]
+        assert [(c.op, c.group, c.dtype, c.peer) for c in role.trace_rank(run, rank).calls] == same
