@@ -81,7 +81,7 @@ class TrainingState:
     pieces: of this rank; a pipeline stage has only its own parameters.
     extras: the same names and values on every rank. optional_extras: those that a checkpoint may lack (they keep their
     value) or hold in vain (they are not read), because the run may have been without them.
-    frozen: more of the model, which no optimizer updates. A checkpoint may lack them, as that of a run whose experts
+    buffers: more of the model, which no optimizer updates. A checkpoint may lack them, as that of a run whose experts
     were not balanced then: they begin as in a new run. One that holds some in vain is of another model: without its
     biases a router chooses other experts.
     """
@@ -90,12 +90,12 @@ class TrainingState:
     optimizer: Optimizer
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     optional_extras: frozenset[str] = frozenset()
-    frozen: Sequence[Piece] = ()
+    buffers: Sequence[Piece] = ()
 
     def blocks(self, moments: Moments, *, first_rank: bool) -> list[Block]:
         """This rank's blocks, `moments` being the optimizer's. Raises CheckpointError where a tensor does not fit."""
         blocks = [block for piece in self.pieces for block in _blocks_of(piece, moments)]
-        blocks += [_block(MODEL + piece.name, piece.value, piece, optional=True) for piece in self.frozen]
+        blocks += [_block(MODEL + piece.name, piece.value, piece, optional=True) for piece in self.buffers]
         for name, tensor in self.extras.items():
             optional = name in self.optional_extras
             place = tuple(tensor.shape), (0,) * tensor.dim()

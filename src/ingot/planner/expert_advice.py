@@ -1,6 +1,5 @@
 """What a user should know about the experts and the context parallelism of a run: legal, and likely to disappoint."""
 
-import math
 from collections.abc import Iterator
 
 from ingot.planner.links import LineTime
@@ -67,9 +66,7 @@ def without_effect(run: RunConfig) -> Iterator[str]:
     moe, train, window = run.model.moe, run.train, run.model.sliding_window
     if window >= train.seq_len:
         yield f"model.sliding_window = {window} hides nothing in training: train.seq_len is {train.seq_len}"
-    if moe.capacity_factor and math.ceil(moe.capacity_factor * moe.top_k * train.seq_len / moe.num_experts) >= (
-        train.seq_len
-    ):
+    if moe.capacity_factor and moe.capacity(train.seq_len) >= train.seq_len:
         found = f"model.moe.capacity_factor = {moe.capacity_factor:g} drops nothing: an expert may take whole sequences"
         yield f"{found}; use less than {moe.num_experts / moe.top_k:g}, or remove it"
 

@@ -235,7 +235,7 @@ def build_parts(
         optimizer,
         extras=loss_scale.state() if loss_scale else {},
         optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
-        frozen=balance.pieces if balance else (),
+        buffers=balance.pieces if balance else (),
     )
     return Parts(
         config=config,

@@ -97,7 +97,7 @@ def make_run(root: Path, arch: Arch) -> Path:
     def pieces(tensors):
         return [Piece(n, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t.detach(), owner=True) for n, t in tensors]
 
-    state = TrainingState(pieces(model.named_parameters()), NoMoments(model), frozen=pieces(model.named_buffers()))
+    state = TrainingState(pieces(model.named_parameters()), NoMoments(model), buffers=pieces(model.named_buffers()))
     facts = CheckpointFacts(
         step=20, tokens=2560, settings={}, config_sha256="a" * 64, data_fingerprint="b" * 64, layout={}
     )

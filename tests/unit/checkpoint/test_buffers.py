@@ -27,10 +27,10 @@ def routers(layers, owner=True, experts=EXPERTS) -> list[WholePiece]:
     return [WholePiece(name_of(layer), torch.zeros(experts), owner) for layer in layers]
 
 
-def filled(frozen: list[WholePiece]) -> list[WholePiece]:
-    for layer, piece in zip(LAYERS, frozen, strict=True):
+def filled(buffers: list[WholePiece]) -> list[WholePiece]:
+    for layer, piece in zip(LAYERS, buffers, strict=True):
         piece.value.copy_(learned(layer))
-    return frozen
+    return buffers
 
 
 def load(folder, state):
@@ -44,7 +44,7 @@ def save(folder, training, **more):
 
 
 def test_they_are_tensors_of_the_model_without_moments(folder, training):
-    path = save(folder, training, frozen=filled(routers(LAYERS)))
+    path = save(folder, training, buffers=filled(routers(LAYERS)))
     names = [name for name in read_manifest(path).tensors if "router" in name]
     assert sorted(names) == [f"model.{name_of(layer)}" for layer in LAYERS]
 
@@ -60,17 +60,17 @@ def test_saved_on_one_layout_and_loaded_on_another(fork_ranks, folder, before, a
     def saving(rank, world, layers_of_rank):
         model, adamw = make_training()
         first = [layers_of_rank.index(layers) for layers in layers_of_rank][rank] == rank
-        frozen = routers(layers_of_rank[rank], owner=first)
-        for layer, piece in zip(layers_of_rank[rank], frozen, strict=True):
+        buffers = routers(layers_of_rank[rank], owner=first)
+        for layer, piece in zip(layers_of_rank[rank], buffers, strict=True):
             piece.value.copy_(learned(layer) if first else torch.full((EXPERTS,), -1.0))
         pieces = [WholePiece(name, p.detach(), owner=rank == 0) for name, p in model.named_parameters()]
-        state = TrainingState(pieces, WholeOptimizer(model, adamw), frozen=frozen)
+        state = TrainingState(pieces, WholeOptimizer(model, adamw), buffers=buffers)
         save_checkpoint(folder, facts(10), state, (), keep=2)
 
     def loading(rank, world, layers_of_rank):
-        frozen = routers(layers_of_rank[rank])
-        assert load(folder, state_of(*make_training(seed=3), frozen=frozen)).step == 10
-        return [piece.value.tolist() for piece in frozen]
+        buffers = routers(layers_of_rank[rank])
+        assert load(folder, state_of(*make_training(seed=3), buffers=buffers)).step == 10
+        return [piece.value.tolist() for piece in buffers]
 
     fork_ranks(saving, len(SAVED[before]), SAVED[before])
     found = fork_ranks(loading, len(LOADED[after]), LOADED[after])
@@ -79,26 +79,26 @@ def test_saved_on_one_layout_and_loaded_on_another(fork_ranks, folder, before, a
 
 def test_a_checkpoint_from_before_they_were_leaves_their_first_values(folder, training):
     save(folder, training)
-    frozen = routers(LAYERS)
-    assert load(folder, state_of(*training, frozen=frozen)).step == 10
-    assert all(not piece.value.any() for piece in frozen)
+    buffers = routers(LAYERS)
+    assert load(folder, state_of(*training, buffers=buffers)).step == 10
+    assert all(not piece.value.any() for piece in buffers)
 
 
 def test_none_of_those_that_a_checkpoint_holds_may_be_lost(folder, training):
-    save(folder, training, frozen=filled(routers(LAYERS)))
+    save(folder, training, buffers=filled(routers(LAYERS)))
     with pytest.raises(CheckpointError, match=r"of another model: it also holds model\.blocks\.1\.moe\.router\.bias"):
         load(folder, state_of(*training))
 
 
 def test_another_number_of_experts_is_refused(folder, training):
-    save(folder, training, frozen=filled(routers(LAYERS)))
+    save(folder, training, buffers=filled(routers(LAYERS)))
     with pytest.raises(CheckpointError, match=r"router\.bias as float32\[6\], the model has float32\[8\]"):
-        load(folder, state_of(*training, frozen=routers(LAYERS, experts=8)))
+        load(folder, state_of(*training, buffers=routers(LAYERS, experts=8)))
 
 
 def test_a_model_alone_finds_them_among_its_buffers(folder, training):
     model, _ = training
-    path = save(folder, training, frozen=[WholePiece("0.bias_of_router", learned(1))])
+    path = save(folder, training, buffers=[WholePiece("0.bias_of_router", learned(1))])
     alone, _ = make_training(seed=4)
     alone[0].register_buffer("bias_of_router", torch.zeros(EXPERTS))
     load_model(path, alone)
