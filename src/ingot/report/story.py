@@ -233,6 +233,7 @@ def settings_section(facts: Facts) -> Section | None:
     if run.accumulation > 1:
         batch += f", accumulated over {run.accumulation} microbatches"
     kind = "Llama with QK-norm" if arch.qk_norm else "Llama"
+    dense = f", feed-forward {arch.d_ffn}" if len(arch.expert_layers) < arch.num_layers else ""
     experts = [("Experts", _experts(run.model))] if arch.is_moe else []
     return Section(
         "settings",
@@ -240,7 +241,7 @@ def settings_section(facts: Facts) -> Section | None:
         [
             Pairs(
                 [
-                    ("Model", f"{kind}, {arch.num_layers} layers, width {arch.d_model}, feed-forward {arch.d_ffn}"),
+                    ("Model", f"{kind}, {arch.num_layers} layers, width {arch.d_model}{dense}"),
                     *experts,
                     ("Attention", _attention(arch)),
                     ("Vocabulary", f"{arch.vocab_size:,}" + (", embeddings tied" if arch.tied_embeddings else "")),

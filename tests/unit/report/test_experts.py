@@ -140,6 +140,15 @@ def test_an_event_whose_lists_do_not_match_is_counted_not_used(tmp_path, logs):
     assert "1 events could not be read" in markdown and "Experts" not in markdown
 
 
+def test_no_feed_forward_is_named_where_all_blocks_have_experts(tmp_path, logs):
+    config = logs.run_config()
+    arch = replace(config.model, moe=Moe(num_experts=8, d_expert=32))
+    folder = RunFolder(run_of(tmp_path, logs))
+    folder.config.write_text(to_toml(replace(config, model=arch)))
+    markdown = write_report(tmp_path).markdown.read_text()
+    assert "8 of width 32 in a layer, 2 for a token" in markdown and "feed-forward" not in markdown
+
+
 def test_settings_name_experts_attention_and_the_layout_of_each_attempt(tmp_path, logs):
     config = logs.run_config()
     arch = replace(
@@ -157,5 +166,6 @@ def test_settings_name_experts_attention_and_the_layout_of_each_attempt(tmp_path
     RunFolder(logs.write_events(tmp_path, starts)).config.write_text(to_toml(replace(config, model=arch)))
     markdown = write_report(tmp_path).markdown.read_text()
     assert "64 of width 1,408 in a layer, 6 for a token, 2 shared, after 1 dense layer" in markdown
+    assert f"feed-forward {arch.d_ffn}" in markdown
     assert "4 heads of 32, latents of 512, window of 256 tokens" in markdown
     assert "pp 2 x dp\\_shard 4, ep 4; dp\\_shard 2 x tp 2 from step 80" in markdown
