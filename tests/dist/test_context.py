@@ -9,14 +9,17 @@ import pytest
 import torch
 import torch._dynamo  # ranks would import it one by one when their attention is marked for the compiler
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ingot.dist.mesh import build_mesh
 from ingot.model.attention import Sight, attend_locally
 from ingot.model.generate import generate
 from ingot.model.init import initialize
 from ingot.model.transformer import Transformer
+from ingot.parallel import ring
 from ingot.parallel.apply import compile_blocks
 from ingot.parallel.context import Context
+from ingot.parallel.flash import attend_part
 from ingot.parallel.recompute import recompute
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
@@ -197,11 +200,39 @@ def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
         if how == "compiled":
             compile_blocks(model, whole_readout=False)
         else:
-            recompute(model.blocks, how, 1)
+            recompute(model.blocks, how, 1, rings=True)
         for ours, theirs in zip(loss_and_gradients(model, ids, context), expected, strict=True):
             assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
 
     fork_ranks(check, 2 * ulysses)
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_a_ring_keeps_its_result_and_goes_round_once(fork_ranks, monkeypatch, how):
+    """Of what its steps make nothing is there when the forward is done: it would be as much as whole sequences need."""
+    made = []
+
+    def noted(*args, **kwargs):
+        results = attend_part(*args, **kwargs)
+        made.extend(StorageWeakRef(x.untyped_storage()) for x in results)
+        return results
+
+    monkeypatch.setattr(ring, "attend_part", noted)
+    ids = torch.randint(0, ARCH.vocab_size, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def check(rank, ranks):
+        context = Context(build_mesh(Parallel(cp=ranks, context="ring", ulysses=1), "cpu"), attend_locally)
+        model = model_of(context.attend)
+        if how == "selective":
+            recompute(model.blocks, how, 1, rings=True)
+        own = context.own(ids)
+        loss = model(own, own, None, positions_T=context.positions(TOKENS, CPU))
+        forward = len(made)
+        alive = sum(not part.expired() for part in made)
+        loss.backward()
+        return forward >= 2 * 2 * ranks, alive, len(made) - forward
+
+    assert fork_ranks(check, 3) == [(True, 0, 0)] * 3
 
 
 LAYOUTS_OF_RUNS = ({"cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp_shard": 2, "cp": 2, "zero": 3})

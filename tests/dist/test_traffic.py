@@ -125,6 +125,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ring": (2, {"cp": 2, "context": "ring"}),
     "ring of 4, striped, zero 3": (4, {"cp": 4, "context": "ring", "context_layout": "striped", "zero": 3}),
     "ring, full recompute": (2, {"cp": 2, "context": "ring", "recompute": "full", "recompute_every": 2}),
+    "ring, selective recompute": (2, {"cp": 2, "context": "ring", "recompute": "selective"}),
+    "usp, selective recompute": (4, {"cp": 4, "context": "usp", "ulysses": 2, "recompute": "selective"}),
     "ulysses": (2, {"cp": 2, "context": "ulysses", "zero": 2}),
     "ulysses, repeated heads": (4, {"cp": 4, "context": "ulysses"}),
     "ulysses, selective recompute": (2, {"cp": 2, "context": "ulysses", "recompute": "selective"}),

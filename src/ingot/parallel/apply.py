@@ -87,7 +87,7 @@ def parallelize(
         blocks = stage.get_submodule("blocks")
         assert isinstance(blocks, nn.ModuleDict)
         if settings.recompute != "none":
-            recompute(blocks, settings.recompute, settings.recompute_every)
+            recompute(blocks, settings.recompute, settings.recompute_every, rings=settings.ring > 1)
         # 5. Compile, block by block: one graph serves all blocks, and hooks of data parallelism stay outside of it.
         if should_compile(train, device, settings.splits_backward):
             selective_every = settings.recompute_every if settings.recompute == "selective" else 0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ingot.parallel.flash import attend_part, attend_part_backward
+from ingot.parallel.recompute import kept_whole
 from ingot.parallel.tiles import Tile, masked_tiles, plain_tiles
 from ingot.schema.parallel import Parallel
 from ingot.theory.context import ring_positions, ring_steps
@@ -108,19 +109,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, view: _View) -> Tensor:
-        ring, wide = view.ring, torch.promote_types(q.dtype, torch.float32)
-        total = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        at_hand, last = kv, view.last
-        for step in range(last + 1):
-            coming = ring.pass_on(at_hand) if step < last else None
-            for tile in view.tiles(ring.source(step)):
-                rows, (k, v) = tile.queries, at_hand[:, :, :, tile.keys]
-                seen = view.seen(tile, ring.source(step))
-                made = attend_part(q[:, :, rows], k, v, causal=tile.causal, seen=seen)
-                merge(total[:, :, rows], lse[:, :, rows], *made)
-            at_hand = coming.arrive() if coming is not None else at_hand
-        out = total.to(q.dtype)
+        out, lse = kept_whole(lambda: _attend_around(q, kv, view))
         ctx.save_for_backward(q, kv, out, lse)
         ctx.view = view
         return out
@@ -154,6 +143,23 @@ class _RingAttention(torch.autograd.Function):
         assert own_sum is not None
         dkv = own_sum if travelling is None else own_sum.add_(travelling.arrive())
         return dq.to(q.dtype), dkv.to(kv.dtype), None
+
+
+def _attend_around(q: Tensor, kv: Tensor, view: _View) -> tuple[Tensor, Tensor]:
+    """Results [B, N, T, H] and log-sum-exps [B, N, T]."""
+    ring, wide = view.ring, torch.promote_types(q.dtype, torch.float32)
+    total = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    at_hand = kv
+    for step in range(view.last + 1):
+        coming = ring.pass_on(at_hand) if step < view.last else None
+        for tile in view.tiles(ring.source(step)):
+            rows, (k, v) = tile.queries, at_hand[:, :, :, tile.keys]
+            seen = view.seen(tile, ring.source(step))
+            made = attend_part(q[:, :, rows], k, v, causal=tile.causal, seen=seen)
+            merge(total[:, :, rows], lse[:, :, rows], *made)
+        at_hand = coming.arrive() if coming is not None else at_hand
+    return total.to(q.dtype), lse
 
 
 def merge(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:

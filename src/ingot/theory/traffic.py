@@ -111,7 +111,7 @@ def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traf
 
 
 def _context_parallel(position: Position) -> Iterator[Traffic]:
-    """Attention of all blocks. A recompute repeats all of its forward's, which comes before what it stops at."""
+    """Attention of all blocks. A recompute repeats its forward's, but of a ring "selective" keeps the result."""
     parallel, arch = position.parallel, position.arch
     if parallel.cp == 1:
         return
@@ -120,13 +120,14 @@ def _context_parallel(position: Position) -> Iterator[Traffic]:
     ulysses = ulysses_bytes(arch, position.train, parallel)
     ring = ring_bytes(arch, position.train, parallel)
     heads, messages = "heads of attention", "keys and values"
-    kinds: tuple[tuple[Kind, str, int, Volume], ...] = (
-        ("all_to_all", heads, parallel.cp // parallel.ring, ulysses),
-        ("send", messages, parallel.ring, ring),
+    around = blocks + (again if parallel.recompute == "full" else 0)
+    kinds: tuple[tuple[Kind, str, int, Volume, int], ...] = (
+        ("all_to_all", heads, parallel.cp // parallel.ring, ulysses, blocks + again),
+        ("send", messages, parallel.ring, ring, around),
     )
-    for kind, what, ranks, volume in kinds:
-        count = (blocks + again) * volume.forward_calls + blocks * volume.backward_calls
-        size = (blocks + again) * volume.forward + blocks * volume.backward
+    for kind, what, ranks, volume, forwards in kinds:
+        count = forwards * volume.forward_calls + blocks * volume.backward_calls
+        size = forwards * volume.forward + blocks * volume.backward
         yield Traffic(kind, "cp", what, ranks, count, size)
 
 
