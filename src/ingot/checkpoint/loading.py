@@ -16,7 +16,7 @@ from ingot.checkpoint.manifest import (
 )
 from ingot.checkpoint.random_state import restore_random_state, restore_random_text
 from ingot.checkpoint.reader import read_blocks
-from ingot.checkpoint.state import MODEL, Block, TrainingState
+from ingot.checkpoint.state import LOAD, MODEL, Block, TrainingState
 from ingot.checkpoint.tensor_file import dtype_name
 from ingot.errors import CheckpointError, ConfirmationNeeded
 from ingot.schema.checkpoint import CheckpointManifest, file_of
@@ -135,12 +135,14 @@ def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[Block]) -
 def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
     """Verify `checkpoint` and load its weights into `model` in this one process; no process group, any device.
 
-    The tensors of `model` keep their type: fp32 master weights become bf16 where the model is bf16. Raises
-    CheckpointError when the checkpoint does not verify or is of another model.
+    The tensors of `model` keep their type: fp32 master weights become bf16 where the model is bf16. Loads of experts,
+    which training alone looks at, are left as they are. Raises CheckpointError when the checkpoint does not verify or
+    is of another model.
     """
     manifest = verify_checkpoint(checkpoint)
-    targets = model.state_dict()
+    targets = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(LOAD)}
     stored = {k.removeprefix(MODEL): v for k, v in manifest.tensors.items() if k.startswith(MODEL)}
+    stored = {name: entry for name, entry in stored.items() if not name.endswith(LOAD)}
     for name in sorted(targets.keys() ^ stored.keys()):
         where = "the model has no such tensor" if name in stored else "the checkpoint lacks it"
         raise CheckpointError(f"checkpoint {checkpoint} is of another model: {name}: {where}")

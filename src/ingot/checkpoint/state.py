@@ -19,6 +19,9 @@ from torch import Tensor
 from ingot.errors import CheckpointError
 
 MODEL, OPTIM, EXTRA = "model.", "optim.", "extra."
+# The end of the names of experts' loads in the step before. Only a balance loss looks at them, which a run may begin or
+# cease to have; what the model computes is the same without them.
+LOAD = ".router.load"
 Moments = Mapping[str, Mapping[str, Tensor]]  # parameter -> "exp_avg", "exp_avg_sq", "step" -> tensor
 
 
@@ -82,8 +85,8 @@ class TrainingState:
     extras: the same names and values on every rank. optional_extras: those that a checkpoint may lack (they keep their
     value) or hold in vain (they are not read), because the run may have been without them.
     buffers: more of the model, which no optimizer updates. A checkpoint may lack them, as that of a run whose experts
-    were not balanced then: they begin as in a new run. One that holds some in vain is of another model: without its
-    biases a router chooses other experts.
+    were not balanced then: they begin as in a new run. It may hold loads in vain; one that holds biases in vain is of
+    another model: without them a router chooses other experts.
     """
 
     pieces: Sequence[Piece]
@@ -104,6 +107,8 @@ class TrainingState:
 
     def is_skipped(self, name: str) -> bool:
         """Whether a checkpoint may hold it in vain. The same answer on every rank, whatever it has of the model."""
+        if name.startswith(MODEL):
+            return name.endswith(LOAD)
         return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.optional_extras
 
 

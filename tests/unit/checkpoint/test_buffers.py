@@ -90,6 +90,27 @@ def test_none_of_those_that_a_checkpoint_holds_may_be_lost(folder, training):
         load(folder, state_of(*training))
 
 
+def test_loads_may_be_held_in_vain(folder, training):
+    """A run may go on without its balance loss, and be scored by its present run file; what it computes is the same."""
+    loads = [WholePiece(f"blocks.{layer}.moe.router.load", learned(layer)) for layer in LAYERS]
+    path = save(folder, training, buffers=[*loads, *filled(routers(LAYERS))])
+    buffers = routers(LAYERS)
+    assert load(folder, state_of(*training, buffers=buffers)).step == 10
+    assert [piece.value.tolist() for piece in buffers] == [learned(layer).tolist() for layer in LAYERS]
+    with pytest.raises(CheckpointError, match=r"router\.bias: the model has no such tensor"):
+        load_model(path, make_training(seed=4)[0])
+
+
+def test_a_model_alone_needs_no_loads_and_lacks_none(folder, training):
+    path = save(folder, training, buffers=[WholePiece("0.router.load", learned(1))])
+    load_model(path, make_training(seed=4)[0])
+    with_load = make_training(seed=4)[0]
+    with_load[0].router = torch.nn.Module()
+    with_load[0].router.register_buffer("load", torch.ones(EXPERTS))
+    load_model(path, with_load)
+    assert torch.equal(with_load[0].weight, training[0][0].weight)
+
+
 def test_another_number_of_experts_is_refused(folder, training):
     save(folder, training, buffers=filled(routers(LAYERS)))
     with pytest.raises(CheckpointError, match=r"router\.bias as float32\[6\], the model has float32\[8\]"):
