@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +91,13 @@ def parallelize(
             recompute(blocks, settings.recompute, settings.recompute_every, rings=settings.ring > 1)
         # 5. Compile, block by block: one graph serves all blocks, and hooks of data parallelism stay outside of it.
         if should_compile(train, device, settings.splits_backward):
-            selective_every = settings.recompute_every if settings.recompute == "selective" else 0
-            compile_blocks(stage, whole_readout=settings.tp == 1, selective_every=selective_every)
+            compile_blocks(
+                stage,
+                whole_readout=settings.tp == 1,
+                whole_attention=settings.cp == 1,
+                recompute=settings.recompute,
+                every=settings.recompute_every,
+            )
         # 6. Precision, and ZeRO-3's cut; memory for this rank's parts. Buffers of routers get theirs in balance.py.
         if settings.zero == 3:
             stage.to(master)
@@ -128,23 +134,36 @@ def should_compile(train: Train, device: torch.device, splits_backward: bool = F
     return train.compile == "on" or (train.compile == "auto" and device.type == "cuda" and not splits_backward)
 
 
-def compile_blocks(stage: nn.Module, *, whole_readout: bool, selective_every: int = 0) -> None:
+def compile_blocks(
+    stage: nn.Module,
+    *,
+    whole_readout: bool,
+    whole_attention: bool = True,
+    recompute: Literal["none", "full", "selective"] = "none",
+    every: int = 1,
+) -> None:
     """Only forwards: hooks on blocks, which gather and wait, stay outside of the graphs.
 
-    A block with experts waits for the host to know who has how many rows: its attention is compiled, and what does not
-    depend on that. Nothing of it where it is recomputed and keeps the results of some operations, which every n-th
-    block does (n = selective_every; 0: none does): compiled code uses the memory of its results again.
+    recompute, every: as settings have them. whole_attention: the compiler can see all of attention, which under context
+    parallelism it cannot.
     """
     for layer, block in stage.get_submodule("blocks").named_children():
-        moe = getattr(block, "moe", None)
-        if moe is None:
-            parts = [block]
-        elif selective_every and int(layer) % selective_every == 0:
-            parts = []
-        else:
-            parts = [block.get_submodule("attention"), *([moe.shared] if moe.shared is not None else [])]
-        for part in parts:
+        own_recompute = recompute if int(layer) % every == 0 else "none"
+        for part in _compiled_parts(block, own_recompute, whole_attention):
             part.forward = torch.compile(part.forward)
     readout = stage.get_submodule("readout")
     if whole_readout:
         readout.piece = torch.compile(readout.piece)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _compiled_parts(block: Any, recompute: str, whole_attention: bool) -> list[nn.Module]:
+    """A block with experts waits for the host to know who has how many rows: its attention is compiled, and what does
+    not depend on that. The same of a recomputed block whose attention is not seen whole: the compiler takes a recompute
+    in one graph or leaves it alone, with all that is inside. Nothing where a block keeps results of some operations and
+    is no such graph: compiled code uses the memory of its results again."""
+    moe = getattr(block, "moe", None)
+    if moe is None and (whole_attention or recompute == "none"):
+        return [block]
+    if recompute == "selective":
+        return []
+    return [part for part in (block.attention, block.mlp, moe and moe.shared) if part is not None]

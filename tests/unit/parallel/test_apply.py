@@ -57,9 +57,26 @@ def test_blocks_with_experts_that_keep_results_are_not_compiled(monkeypatch, eve
     model, found = Transformer(replace(EXPERTS, num_layers=3)), set()
     names = {part.forward: name for name, part in model.named_modules()}
     monkeypatch.setattr(torch, "compile", lambda forward: found.add(names.get(forward)) or forward)
-    compile_blocks(model, whole_readout=False, selective_every=every)
+    how = "selective" if every else "none"
+    compile_blocks(model, whole_readout=False, recompute=how, every=max(every, 1))
     inside = {f"blocks.{i}.{part}" for i in ("1", "2") if i in compiled for part in ("attention", "moe.shared")}
     assert found == {"blocks.0"} | inside
+
+
+@pytest.mark.parametrize(
+    "how, compiled",
+    [
+        ("none", {"blocks.0", "blocks.1"}),
+        ("full", {"blocks.0.attention", "blocks.0.mlp", "blocks.1"}),
+        ("selective", {"blocks.1"}),
+    ],
+)
+def test_recomputed_blocks_are_compiled_inside_where_attention_is_not_seen_whole(monkeypatch, how, compiled):
+    model, found = Transformer(replace(ARCH, num_layers=2)), set()
+    names = {part.forward: name for name, part in model.named_modules()}
+    monkeypatch.setattr(torch, "compile", lambda forward: found.add(names.get(forward)) or forward)
+    compile_blocks(model, whole_readout=False, whole_attention=False, recompute=how, every=2)
+    assert found == compiled
 
 
 @pytest.mark.parametrize(
@@ -68,6 +85,8 @@ def test_blocks_with_experts_that_keep_results_are_not_compiled(monkeypatch, eve
         (ARCH, {}),
         (ARCH, {"tp": 2}),
         (ARCH, {"recompute": "selective"}),
+        (ARCH, {"cp": 2, "context": "ring", "recompute": "full"}),
+        (ARCH, {"cp": 2, "context": "ring", "recompute": "selective"}),
         (EXPERTS, {"ep": 2}),
         (EXPERTS, {"ep": 2, "recompute": "selective"}),
         (EXPERTS, {"tp": 2, "ep": 4, "recompute": "full"}),
@@ -95,5 +114,5 @@ def test_compiled_and_parallel_equals_parallel(fork_ranks, monkeypatch, zero, ar
             results.append((facts.loss.item(), facts.grad_norm.item()))
         return results
 
-    for off, on in fork_ranks(losses, 2 * forms.get("tp", 1)):
+    for off, on in fork_ranks(losses, 2 * forms.get("tp", 1) * forms.get("cp", 1)):
         assert on == pytest.approx(off, rel=1e-5)
