@@ -43,8 +43,11 @@ class TokenShare:
         """
         if self.ranks == 1:
             return x_BT
-        by_rank = gather(x_BT, 1, self.mesh.group("cp"))
-        return by_rank.index_select(1, self._places(by_rank.shape[1], x_BT.device)[1])
+        return self.in_order(gather(x_BT, 1, self.mesh.group("cp")))
+
+    def in_order(self, by_rank_BT: Tensor) -> Tensor:
+        """Whole sequences, by position, of which the tokens of all ranks lie side by side."""
+        return by_rank_BT.index_select(1, self._places(by_rank_BT.shape[1], by_rank_BT.device)[1])
 
     def _places(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of this rank's tokens, and where each position lies when the tokens of all ranks lie side by side.

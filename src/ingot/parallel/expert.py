@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ingot.dist.exchange import finish, gather, start_all_to_all
 from ingot.dist.mesh import Mesh
-from ingot.theory.context import rank_positions
+from ingot.parallel.context import TokenShare
 
 
 def dispatch_of(mesh: Mesh, local: Any) -> Any:
@@ -44,7 +44,7 @@ class ExpertDispatch:
 
     def __init__(self, mesh: Mesh, local: Any):
         self.mesh, self.local, self.group = mesh, local, mesh.group("ep")
-        self._orders: dict[tuple[int, torch.device], Tensor] = {}
+        self.share = TokenShare(mesh)
 
     def own_tokens(self, per_token_T: Tensor) -> Tensor:
         """Under sequence parallelism the experts' part of a block has one of tp chunks."""
@@ -54,16 +54,7 @@ class ExpertDispatch:
         """[B, T / (cp x tp), K] of every rank become [B, T, K], by position. Gradients do not pass."""
         if self.mesh.size("sequence") == 1:
             return per_token_BTK
-        by_rank = gather(per_token_BTK, 1, self.mesh.group("sequence"))
-        return by_rank.index_select(1, self._order(by_rank.shape[1], by_rank.device))
-
-    def _order(self, tokens: int, device: torch.device) -> Tensor:
-        """Where each position lies when the tokens of all cp ranks lie side by side; tp cuts them in order."""
-        if (tokens, device) not in self._orders:
-            of_ranks = [rank_positions(self.mesh.parallel, rank, tokens) for rank in range(self.mesh.size("cp"))]
-            side_by_side = [position for segments in of_ranks for segment in segments for position in segment]
-            self._orders[tokens, device] = torch.tensor(side_by_side).argsort().to(device)
-        return self._orders[tokens, device]
+        return self.share.in_order(gather(per_token_BTK, 1, self.mesh.group("sequence")))  # tp cuts a rank's in order
 
     def send(self, rows_RD: Tensor, counts: list[int]) -> Any:
         if self.mesh.size("ep") == 1:
