@@ -23,6 +23,7 @@ from ingot.schema.run import Launch
 
 # Outermost first. Neighbouring ranks share a node: what talks most stands last.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_IN_BLOCKS = ("ring", "ulysses", "ep")  # views whose ranks exchange something in the middle of a block
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def build_mesh(
 def _views(
     parallel: Parallel, ranks: torch.Tensor, axes: list[dist.ProcessGroup], timeout: timedelta, experts: bool
 ) -> dict[str, tuple[list[int], dist.ProcessGroup]]:
-    """Collective. A view that has the lines of an axis, or of a view before it, shares its group."""
+    """Collective. A view that has the lines of an axis, or of a view before it, shares its group. What blocks exchange
+    while they compute has groups apart: a communicator does one thing after the other, and messages of a ring would
+    wait there for gathers of later units."""
     pp, copies, dp_shard, cp, tp = ranks.shape
     over_cp = ranks.movedim(3, -1).reshape(-1, parallel.ring, cp // parallel.ring)
     lines = {
@@ -128,15 +131,18 @@ def _views(
         over_experts = ranks.reshape(pp * copies, -1, parallel.ep)
         lines |= {"sequence": ranks, "ep": over_experts, "expert_shard": over_experts.transpose(1, 2)}
         sizes |= {"sequence": cp * tp, "ep": parallel.ep, "expert_shard": parallel.expert_ranks}
-    known = {str(sorted(_lines(ranks, dim))): group for dim, group in enumerate(axes)}
+    known = {(False, str(sorted(_lines(ranks, dim)))): group for dim, group in enumerate(axes)}
     views = {}
     for name, table in lines.items():
         of_all = sorted(table.reshape(-1, sizes[name]).tolist())
-        if str(of_all) not in known:
-            made = dist.group.WORLD if len(of_all) == 1 else own_group(of_all, timeout, f"mesh_{name}")
+        apart = name in _IN_BLOCKS and sizes[name] > 1
+        key = apart, str(of_all)
+        if key not in known:
+            is_world = len(of_all) == 1 and not apart
+            made = dist.group.WORLD if is_world else own_group(of_all, timeout, f"mesh_{name}")
             assert made is not None  # every rank is in a line
-            known[str(of_all)] = made
-        views[name] = next(line for line in of_all if dist.get_rank() in line), known[str(of_all)]
+            known[key] = made
+        views[name] = next(line for line in of_all if dist.get_rank() in line), known[key]
     return views
 
 

@@ -122,6 +122,24 @@ def test_an_axis_of_all_ranks_is_the_world_group(fork_ranks):
     assert fork_ranks(same, 2) == [(True, [0], 0), (True, [1], 1)]
 
 
+@pytest.mark.parametrize(
+    "degrees, talks, gathers",
+    [
+        ({"cp": 2, "ulysses": 1}, "ring", ("cp", "shard", "sequence")),
+        ({"cp": 2, "ulysses": 2}, "ulysses", ("cp", "shard", "sequence")),
+        ({"dp_shard": 2, "ep": 2}, "ep", ("dp_shard", "shard")),
+        ({"tp": 2, "ep": 2}, "ep", ("tp", "sequence")),
+    ],
+)
+def test_what_blocks_exchange_does_not_queue_behind_gathers(fork_ranks, degrees, talks, gathers):
+    def groups(rank, ranks):
+        mesh = build_mesh(Parallel(**degrees), "cpu", experts=True)
+        others = [mesh.group(name) for name in gathers]
+        return mesh.group(talks).size(), mesh.group(talks) in others, len(set(others))
+
+    assert fork_ranks(groups, 2) == [(2, False, 1)] * 2
+
+
 def test_ranks_find_their_own_group_and_the_others_none(fork_ranks):
     def ranks_of_mine(rank, ranks):
         group = own_group([[3, 0], [1]], timedelta(seconds=10), "test")
