@@ -6,6 +6,7 @@ from ingot.dist.start import worker_environment
 from ingot.machine.facts import usable_cores
 from ingot.schema.job import Job
 from ingot.schema.layout import RunFolder
+from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 
 WORKER = "ingot.train.worker"
@@ -16,8 +17,16 @@ def training_job(folder: RunFolder, config: RunConfig, *, until_step: int | None
     processes = config.parallel.world_size
     until = [] if until_step is None else ["--until-step", str(until_step)]
     arguments = (str(folder.root), *until, *(["--quiet"] if quiet else []))
-    env = worker_environment(processes, usable_cores())  # a container's CPU quota counts, too
+    env = worker_environment(most_ranks(config.parallel), usable_cores())  # a container's CPU quota counts, too
     if Path("/sys/class/net/lo").exists():
         # One machine: ranks talk over loopback, whatever the host's name resolves to, and nobody else can connect.
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return Job(module=WORKER, arguments=arguments, processes=processes, env=env)
+
+
+def most_ranks(parallel: Parallel) -> int:
+    """Among how many ranks cores are shared. A product of few rows has other bits with other numbers of threads, so
+    with canonical sums a rank has the threads that it has beside the most copies."""
+    if parallel.reduce != "canonical":
+        return parallel.world_size
+    return parallel.world_size // parallel.dp_replicate * parallel.virtual_ranks

@@ -4,7 +4,8 @@ Floating-point sums depend on their order. Here the order is fixed: the batch is
 a power of two; the micro-batches of a part are added in turn, and the parts are added in one binary tree, neighbours
 first. A rank that reads several parts adds their subtree by itself; ranks then exchange sums with the rank 1, 2, 4..
 away and add (a + b and b + a are the same bits). What it costs: a buffer per level of the own subtree, and log2(copies)
-exchanges of whole gradients, where a ring sends 2 (n-1)/n of them.
+exchanges of whole gradients, where a ring sends 2 (n-1)/n of them. On a CPU, products of few rows depend on the number
+of threads as well: the launcher gives a rank as many as it has beside the most copies (launch/job.py).
 """
 
 import torch
