@@ -4,7 +4,7 @@ import re
 
 from ingot import __version__
 from ingot.events import read_events
-from ingot.export.kinds import TITLES, kind_of
+from ingot.huggingface.kinds import TITLES, kind_of
 from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.events import EVALUATION

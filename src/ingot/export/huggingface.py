@@ -18,8 +18,8 @@ from ingot.checkpoint.loading import load_model
 from ingot.errors import CheckpointError, UsageError
 from ingot.events import EventLog
 from ingot.export.card import model_card
-from ingot.export.model_folder import DTYPES, import_huggingface, write_model
 from ingot.export.tokenizer import tokenizer_file, write_tokenizer
+from ingot.huggingface.model_folder import DTYPES, import_huggingface, write_model
 from ingot.model.transformer import Transformer
 from ingot.schema.events import EXPORTED
 from ingot.schema.run import RunConfig

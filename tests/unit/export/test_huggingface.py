@@ -226,7 +226,7 @@ def test_export_replaces_its_own_folder_only(run, tmp_path):
 
 def test_wrong_logits_are_not_exported(run, tmp_path, monkeypatch):
     """Two names swapped in the mapping: shapes fit, and only the proof can notice."""
-    from ingot.export import tensors
+    from ingot.huggingface import tensors
 
     honest = tensors.huggingface_names
 

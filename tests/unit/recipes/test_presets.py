@@ -7,7 +7,7 @@ import pytest
 
 from ingot.config import from_dict, load, to_toml
 from ingot.errors import ConfigError, DataMissing, UsageError
-from ingot.export.kinds import kind_of
+from ingot.huggingface.kinds import kind_of
 from ingot.machine.cluster_file import write_cluster
 from ingot.recipes.clusters import find_cluster, with_published_rates
 from ingot.recipes.load import ModelPreset, device_names, load_cluster, load_model, model_names

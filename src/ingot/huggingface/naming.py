@@ -7,7 +7,7 @@ No torch here: names only.
 
 from collections.abc import Iterable
 
-from ingot.export.kinds import kind_of
+from ingot.huggingface.kinds import kind_of
 from ingot.schema.arch import Arch
 
 _OUTSIDE = {

@@ -6,7 +6,7 @@ Shape letters: N heads, P and R the parts of a head without and with rotary posi
 import torch
 from torch import Tensor
 
-from ingot.export.naming import huggingface_names
+from ingot.huggingface.naming import huggingface_names
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from ingot.errors import CheckpointError, ConfigError, UsageError
-from ingot.export.arch_config import arch_of, huggingface_config
-from ingot.export.tensors import (
+from ingot.huggingface.arch_config import arch_of, huggingface_config
+from ingot.huggingface.tensors import (
     TRAINING_ONLY,
     WIDE,
     from_huggingface,
@@ -15,7 +15,7 @@ from ingot.export.tensors import (
     tensor_shapes,
     to_huggingface,
 )
-from ingot.export.weights import read_weights, write_weights
+from ingot.huggingface.weights import read_weights, write_weights
 from ingot.schema.arch import Arch
 from ingot.storage import write_json
 
@@ -54,7 +54,7 @@ def write_model(
 
 def import_huggingface(folder: Path) -> tuple[Arch, dict[str, torch.Tensor]]:
     """The shape and the parameters (ingot's names, dtypes as stored) of a Hugging Face folder of one of the
-    classes in export/kinds.py.
+    classes in huggingface/kinds.py.
 
     Raises ConfigError for a model that ingot does not compute exactly, CheckpointError for damaged files.
     """

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from ingot.errors import CheckpointError, ConfigError, UsageError
-from ingot.export.arch_config import arch_of, huggingface_config
-from ingot.export.model_folder import import_huggingface, write_model
-from ingot.export.naming import huggingface_names
-from ingot.export.tensors import huggingface_shapes, tensor_shapes
+from ingot.huggingface.arch_config import arch_of, huggingface_config
+from ingot.huggingface.model_folder import import_huggingface, write_model
+from ingot.huggingface.naming import huggingface_names
+from ingot.huggingface.tensors import huggingface_shapes, tensor_shapes
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch, Mla, Moe
 

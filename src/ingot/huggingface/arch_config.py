@@ -1,6 +1,6 @@
 """Our `Arch` as Hugging Face's config.json and back. Import refuses everything that would change what is computed.
 
-Checked against the configuration classes of transformers 5 (those of export/kinds.py); files of transformers 4
+Checked against the configuration classes of transformers 5 (those of huggingface/kinds.py); files of transformers 4
 (top-level `rope_theta`, `torch_dtype`) are read and written too.
 """
 
@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from ingot.config import from_dict
 from ingot.errors import ConfigError
-from ingot.export.kinds import CLASSES, class_problems, kind_of
+from ingot.huggingface.kinds import CLASSES, class_problems, kind_of
 from ingot.schema.arch import Arch
 
 # Ours -> theirs, read both ways. Our 0 is their null where something is left out.
