@@ -16,11 +16,12 @@ from ingot.checkpoint.manifest import (
 )
 from ingot.checkpoint.random_state import restore_random_state, restore_random_text
 from ingot.checkpoint.reader import read_blocks
-from ingot.checkpoint.state import LOAD, MODEL, Block, TrainingState
+from ingot.checkpoint.state import BIAS, LOAD, MODEL, Block, TrainingState
 from ingot.checkpoint.tensor_file import dtype_name
 from ingot.errors import CheckpointError, ConfirmationNeeded
 from ingot.schema.checkpoint import CheckpointManifest, file_of
 from ingot.schema.layout import RunFolder
+from ingot.schema.run import settings_sha256
 
 __all__ = ["list_checkpoints", "load_model", "resume", "verify_checkpoint"]
 
@@ -80,11 +81,13 @@ def _verified_by_all(path: Path) -> CheckpointManifest:
 def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, config_sha256: str, data: str) -> None:
     # The launcher compares key by key and records what the user accepted; this is the last gate before the weights.
     def check() -> None:
-        if (manifest.config_sha256, manifest.data_fingerprint) == (config_sha256, data):
+        # What was written down while less was left out counts by what it says.
+        same = config_sha256 in (manifest.config_sha256, settings_sha256(manifest.settings))
+        if same and manifest.data_fingerprint == data:
             return
         accepted = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
         if not any((a["config_sha256"], a["data_fingerprint"]) == (config_sha256, data) for a in accepted):
-            what = "settings" if manifest.config_sha256 != config_sha256 else "data"
+            what = "data" if same else "settings"
             raise ConfirmationNeeded(
                 f"the run's {what} are not those of its checkpoint at step {manifest.step}",
                 rule="a change of the experiment is made on purpose",
@@ -136,13 +139,15 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
     """Verify `checkpoint` and load its weights into `model` in this one process; no process group, any device.
 
     The tensors of `model` keep their type: fp32 master weights become bf16 where the model is bf16. Loads of experts,
-    which training alone looks at, are left as they are. Raises CheckpointError when the checkpoint does not verify or
-    is of another model.
+    which training alone looks at, are left as they are, and so are biases of routers that the checkpoint lacks: the run
+    began to steer them after it. Raises CheckpointError when the checkpoint does not verify or is of another model.
     """
     manifest = verify_checkpoint(checkpoint)
     targets = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(LOAD)}
     stored = {k.removeprefix(MODEL): v for k, v in manifest.tensors.items() if k.startswith(MODEL)}
     stored = {name: entry for name, entry in stored.items() if not name.endswith(LOAD)}
+    if not any(name.endswith(BIAS) for name in stored):
+        targets = {name: tensor for name, tensor in targets.items() if not name.endswith(BIAS)}
     for name in sorted(targets.keys() ^ stored.keys()):
         where = "the model has no such tensor" if name in stored else "the checkpoint lacks it"
         raise CheckpointError(f"checkpoint {checkpoint} is of another model: {name}: {where}")

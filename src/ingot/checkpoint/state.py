@@ -22,6 +22,8 @@ MODEL, OPTIM, EXTRA = "model.", "optim.", "extra."
 # The end of the names of experts' loads in the step before. Only a balance loss looks at them, which a run may begin or
 # cease to have; what the model computes is the same without them.
 LOAD = ".router.load"
+# The end of the names of the biases of routers; a model that never had any computes as one with zeros.
+BIAS = ".router.bias"
 Moments = Mapping[str, Mapping[str, Tensor]]  # parameter -> "exp_avg", "exp_avg_sq", "step" -> tensor
 
 

@@ -1,7 +1,7 @@
 """Does this run file continue the experiment in this folder, or change it? Changes are made on purpose."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,16 @@ from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.layout import RunFolder
-from ingot.schema.run import RunConfig
+from ingot.schema.run import LATER_SETTINGS, RunConfig, essential
 from ingot.storage import write_json
 
 DATA = "data.tokens"  # stands for the token stream, whose fingerprint is compared, not its path
+# How experts are trained: no parameter comes or goes with these. Biases of routers can come, and may not go.
+BIAS_RATE = "model.moe.bias_rate"
+OF_TRAINING = {
+    *("model.moe.noise", "model.moe.capacity_factor", "model.moe.sequence_loss", "model.moe.global_loss"),
+    *("model.moe.z_loss", BIAS_RATE, "model.moe.bias_steps"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,16 @@ class Change:
 
 def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerprint: str) -> list[Change]:
     """What differs between the experiment that made checkpoint `manifest` and the one that is asked for."""
-    before, after = manifest.settings, config.training_settings()
+    before, after = essential(manifest.settings), config.training_settings()
     keys = [k for k in before | after if before.get(k) != after.get(k)]
-    changes = [Change(key, before.get(key, "not set"), after.get(key, "not set")) for key in sorted(keys)]
+    changes = [Change(key, _value(before, key), _value(after, key)) for key in sorted(keys)]
     if manifest.data_fingerprint != data_fingerprint:
         changes.append(Change(DATA, manifest.data_fingerprint[:12], data_fingerprint[:12]))
     return changes
+
+
+def _value(settings: Mapping[str, Any], key: str) -> Any:
+    return settings.get(key, LATER_SETTINGS.get(key, "not set"))
 
 
 def require_same_experiment(
@@ -48,13 +58,7 @@ def require_same_experiment(
     changes = changes_since(newest, config, data_fingerprint) if newest else []
     if newest is None or not changes:
         return []
-    reshaped = [c for c in changes if c.key.startswith("model.")]
-    if reshaped:
-        raise ConfigError(
-            "the checkpoints are of another model:\n  " + "\n  ".join(map(str, reshaped)),
-            rule="a run keeps its model",
-            fix="train it in another folder (--out DIR), or anew: --fresh --archive",
-        )
+    _require_same_model(changes, newest.step)
     open_ones = [c for c in changes if c.key not in accepted]
     if open_ones:
         flags = " ".join(f"--accept-change {c.key}" for c in open_ones)
@@ -65,6 +69,23 @@ def require_same_experiment(
             fix=f"{flags}, or train into another folder (--out DIR)",
         )
     return changes
+
+
+def _require_same_model(changes: Collection[Change], step: int) -> None:
+    reshaped = [c for c in changes if c.key.startswith("model.") and c.key not in OF_TRAINING]
+    if reshaped:
+        raise ConfigError(
+            "the checkpoints are of another model:\n  " + "\n  ".join(map(str, reshaped)),
+            rule="a run keeps its model, and --accept-change does not allow another one",
+            fix="train it in another folder (--out DIR), or anew: --fresh --archive",
+        )
+    for change in changes:
+        if change.key == BIAS_RATE and not change.after:
+            raise ConfigError(
+                f"the checkpoints have biases of routers, and the run file has none:\n  {change}",
+                rule="without its biases a model chooses other experts, and --accept-change does not allow that",
+                fix=f"keep {BIAS_RATE} = {change.before} and set model.moe.bias_steps = {step}: biases rest, and act",
+            )
 
 
 def record_accepted(folder: RunFolder, config: RunConfig, data_fingerprint: str, changes: Collection[Change]) -> None:

@@ -3,12 +3,12 @@
 It stands here, and not beside the trainer, because planner, `check` and `report` read it without torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ingot.config import to_dict
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.layout_rules import layout_rules
 from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
@@ -222,33 +222,36 @@ class RunConfig:
         return self.train.global_batch * self.train.seq_len
 
     def training_settings(self) -> dict[str, Any]:
-        """The settings that decide what is learned, flat: "optim.lr" -> 0.003. All but FREE_SETTINGS.
-
-        Sections that a model makes no use of are left out: a checkpoint from before there were experts stays valid.
-        """
-        flat: dict[str, Any] = {}
-        _flatten(to_dict(self), "", flat)
-        free = (*FREE_SETTINGS, *_unused(self.model))
-        return {key: value for key, value in flat.items() if not key.startswith(free)}
+        """The settings that decide what is learned, flat: "optim.lr" -> 0.003. All but FREE_SETTINGS, and those of
+        LATER_SETTINGS that are at their defaults."""
+        return essential({k: v for k, v in _flat(to_dict(self)).items() if not k.startswith(FREE_SETTINGS)})
 
     def training_sha256(self) -> str:
         """Identity of the experiment: equal for two runs that may continue each other's checkpoints."""
-        return sha256_bytes(canonical_json(self.training_settings()).encode())
+        return settings_sha256(self.training_settings())
 
 
-def _unused(arch: Arch) -> Iterator[str]:
-    """Beginnings of keys."""
-    if not arch.is_moe:
-        yield "model.moe."
-    if not arch.is_mla:
-        yield "model.mla."
-    if not arch.sliding_window:
-        yield "model.sliding_window"
+def essential(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` (as of `training_settings`) without those of LATER_SETTINGS that are at their defaults."""
+    return {k: v for k, v in settings.items() if k not in LATER_SETTINGS or LATER_SETTINGS[k] != v}
 
 
-def _flatten(values: dict, prefix: str, flat: dict[str, Any]) -> None:
+def settings_sha256(settings: Mapping[str, Any]) -> str:
+    return sha256_bytes(canonical_json(essential(settings)).encode())
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 0.003}} -> {"optim.lr": 0.003}"""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict):
-            _flatten(value, f"{prefix}{name}.", flat)
-        else:
-            flat[prefix + name] = value
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+# Settings that were not there from the beginning, and more may come: at their defaults they are no part of a run's
+# identity, so that it does not change with them. Their defaults have to stay, and mean what there was before them.
+LATER_SETTINGS = {
+    "model.sliding_window": 0,
+    **_flat(to_dict(Moe()), "model.moe."),
+    **_flat(to_dict(Mla()), "model.mla."),
+}

@@ -111,6 +111,24 @@ def test_a_model_alone_needs_no_loads_and_lacks_none(folder, training):
     assert torch.equal(with_load[0].weight, training[0][0].weight)
 
 
+def test_a_model_alone_whose_biases_came_after_the_checkpoint_has_zeros(folder, training):
+    def with_bias():
+        model = make_training(seed=4)[0]
+        model[0].router = torch.nn.Module()
+        model[0].router.register_buffer("bias", torch.zeros(EXPERTS))
+        return model
+
+    path = save(folder, training)
+    model = with_bias()
+    load_model(path, model)
+    assert not model[0].router.bias.any() and torch.equal(model[0].weight, training[0][0].weight)
+    path = save_checkpoint(
+        folder, facts(20), state_of(*training, buffers=[WholePiece("2.router.bias", learned(1))]), (), keep=2
+    ).path
+    with pytest.raises(CheckpointError, match=r"0\.router\.bias: the checkpoint lacks it"):
+        load_model(path, with_bias())
+
+
 def test_another_number_of_experts_is_refused(folder, training):
     save(folder, training, buffers=filled(routers(LAYERS)))
     with pytest.raises(CheckpointError, match=r"router\.bias as float32\[6\], the model has float32\[8\]"):

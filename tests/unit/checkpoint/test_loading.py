@@ -12,6 +12,7 @@ from ingot.checkpoint.manifest import read_manifest, verify_checkpoint, write_ma
 from ingot.config import from_dict
 from ingot.errors import CheckpointError, ConfirmationNeeded
 from ingot.schema.checkpoint import CheckpointManifest, FileEntry
+from ingot.schema.run import settings_sha256
 from ingot.storage import sha256_bytes, write_json
 
 from .conftest import make_training, save, state_of, train_one, values
@@ -64,6 +65,16 @@ def test_another_number_of_ranks_keeps_its_own_random_state(folder, training):
 
 def test_a_new_run_starts_at_nothing(folder):
     assert go_on(folder, *make_training()) == (None, [])
+
+
+def test_settings_that_were_written_out_at_their_defaults_are_the_same_experiment(folder, training):
+    path = save(folder, 2, *training).path
+    settings = {"optim.lr": 0.1, "model.moe.noise": 0.0}
+    write_manifest(path, dataclasses.replace(read_manifest(path), config_sha256="0" * 64, settings=settings))
+    manifest, _ = go_on(folder, *training, config=settings_sha256({"optim.lr": 0.1}))
+    assert manifest.step == 2
+    with pytest.raises(ConfirmationNeeded, match="settings are not those"):
+        go_on(folder, *training, config=settings_sha256(settings | {"model.moe.noise": 0.5}))
 
 
 def test_falls_back_over_damaged_ones_and_says_why(folder, training):

@@ -7,6 +7,7 @@ from ingot.errors import ConfigError, ConfirmationNeeded
 from ingot.events import read_events
 from ingot.launch.continuity import record_accepted, require_same_experiment
 from ingot.schema import events
+from ingot.schema.arch import Moe
 
 from .conftest import write_checkpoint
 
@@ -95,6 +96,68 @@ def test_what_changes_training_needs_consent(folder, trained, key, value):
 def test_another_model_is_refused_even_with_consent(folder, trained, key, value):
     with pytest.raises(ConfigError, match="another model"):
         require_same_experiment(folder, changed(trained, key, value), DATA, (key,))
+
+
+EXPERTS = Moe(num_experts=8, top_k=2, d_expert=16, capacity_factor=1.5, z_loss=1e-3)
+
+
+def with_moe(config, **changes):
+    return changed(config, "model.moe", replace(EXPERTS, **changes))
+
+
+@pytest.fixture
+def sparse(folder, config):
+    write_checkpoint(folder, 40, with_moe(config, bias_rate=1e-3), DATA)
+    return config
+
+
+OF_TRAINING = [
+    ("noise", 0.5, "0.0 -> 0.5"),
+    ("capacity_factor", 1.25, "1.5 -> 1.25"),
+    ("capacity_factor", 0.0, "1.5 -> 0.0"),
+    ("sequence_loss", 1e-4, "0.0 -> 0.0001"),
+    ("global_loss", 1e-2, "0.0 -> 0.01"),
+    ("z_loss", 0.0, "0.001 -> 0.0"),
+    ("bias_rate", 1e-2, "0.001 -> 0.01"),
+    ("bias_steps", 60, "0 -> 60"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), OF_TRAINING)
+def test_how_experts_are_trained_changes_with_consent(folder, sparse, name, value, said):
+    config, key = with_moe(sparse, **{"bias_rate": 1e-3, name: value}), f"model.moe.{name}"
+    with pytest.raises(ConfirmationNeeded) as asked:
+        require_same_experiment(folder, config, DATA, ())
+    assert f"{key}   {said}" in asked.value.found and f"--accept-change {key}" in asked.value.fix
+    (change,) = require_same_experiment(folder, config, DATA, (key,))
+    assert change.key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("overflow", "fallback"), ("top_k", 1), ("d_expert", 8), ("scores", "sigmoid")]
+)
+def test_what_experts_are_stays(folder, sparse, name, value):
+    config = with_moe(sparse, bias_rate=1e-3, **{name: value})
+    with pytest.raises(ConfigError, match="another model") as refused:
+        require_same_experiment(folder, config, DATA, (f"model.moe.{name}",))
+    assert "--accept-change does not allow" in refused.value.rule
+
+
+def test_biases_may_come_and_not_go(folder, sparse, config):
+    with pytest.raises(ConfigError, match="the run file has none") as refused:
+        require_same_experiment(folder, with_moe(sparse), DATA, ("model.moe.bias_rate",))
+    assert "keep model.moe.bias_rate = 0.001 and set model.moe.bias_steps = 40" in refused.value.fix
+    write_checkpoint(folder, 50, with_moe(config), DATA)
+    (change,) = require_same_experiment(folder, with_moe(config, bias_rate=1e-3), DATA, ("model.moe.bias_rate",))
+    assert (change.before, change.after) == (0.0, 1e-3)
+
+
+def test_defaults_that_a_checkpoint_wrote_out_are_no_change(folder, sparse):
+    path = folder.checkpoint(40) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["settings"] |= {"model.moe.noise": 0.0, "model.moe.groups": 1}
+    path.write_text(json.dumps(manifest))
+    assert require_same_experiment(folder, with_moe(sparse, bias_rate=1e-3), DATA, ()) == []
 
 
 def test_other_tokens_need_consent_wherever_they_lie(folder, trained):

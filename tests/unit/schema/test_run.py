@@ -5,7 +5,7 @@ from dataclasses import replace
 from ingot.config import from_dict, load, to_dict, to_toml
 from ingot.recipes.load import load_model
 from ingot.schema.arch import Arch, Moe
-from ingot.schema.run import Data, RunConfig, Train
+from ingot.schema.run import Data, RunConfig, Train, settings_sha256
 
 TINY = Arch(
     vocab_size=4096, d_model=128, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=64, d_ffn=344, max_seq_len=256
@@ -33,10 +33,23 @@ def test_a_dense_run_continues_its_earlier_checkpoints():
 def test_what_a_model_uses_is_part_of_the_experiment():
     assert with_model(sliding_window=32).training_settings()["model.sliding_window"] == 32
     settings = with_model(moe=EXPERTS).training_settings()
-    assert settings["model.moe.num_experts"] == 8 and settings["model.moe.noise"] == 0.0
+    assert {key for key in settings if key.startswith("model.moe.")} == {"model.moe.num_experts", "model.moe.d_expert"}
     assert not any(key.startswith("model.mla.") for key in settings)
     mixed = with_model(moe=replace(EXPERTS, z_loss=1e-3))
     assert len({run.training_sha256() for run in (RUN, mixed, with_model(moe=EXPERTS))}) == 3
+
+
+# Of a run with experts: settings that come later must not change it.
+WITH_EXPERTS = "6e5a39266d8bf61c8e82c75090ae68ed5a6a5e0a9e89baad9f50ea7fd4cb9910"
+
+
+def test_a_setting_that_came_later_does_not_change_earlier_runs_with_experts():
+    assert with_model(moe=EXPERTS).training_sha256() == WITH_EXPERTS
+    written_out = with_model(moe=EXPERTS).training_settings() | {"model.moe.noise": 0.0, "model.mla.v_dim": 0}
+    assert settings_sha256(written_out) == WITH_EXPERTS
+    assert settings_sha256(written_out | {"model.moe.noise": 0.1}) != WITH_EXPERTS
+    resting = with_model(moe=replace(EXPERTS, bias_rate=0.1, bias_steps=9)).training_settings()
+    assert resting["model.moe.bias_steps"] == 9
 
 
 def test_a_window_that_hides_nothing_is_refused():
