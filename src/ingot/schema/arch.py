@@ -76,9 +76,11 @@ class Moe:
     def _below_least(self) -> Problems:
         if self.num_experts < 2:
             yield "num_experts", f"is {self.num_experts}, must be at least 2, or 0 for a dense model"
-        for name in ("top_k", "d_expert", "groups", "top_groups"):
+        for name in ("top_k", "groups", "top_groups"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
+        if self.d_expert < 0:  # 0, which is not set, is for Arch to tell: it knows what to propose
+            yield "d_expert", f"is {self.d_expert}, must be at least 1"
         for name in (
             *("shared_experts", "first_dense", "noise", "capacity_factor"),
             *("sequence_loss", "global_loss", "z_loss", "bias_rate", "bias_steps"),
@@ -222,11 +224,20 @@ class Arch:
             yield "head_dim", f"is {self.head_dim}; RoPE rotates pairs, so it must be even"
         if self.sliding_window < 0:
             yield "sliding_window", f"is {self.sliding_window}, must be at least 0"
-        if self.is_moe and self.moe.first_dense >= self.num_layers > 0:
-            found = f"{self.moe.first_dense} of {self.num_layers} blocks are dense, so none has experts"
-            yield "moe.first_dense", f"{found}; use 0 to {self.num_layers - 1}, or remove model.moe"
+        if self.is_moe:
+            yield from self._moe_problems()
         if self.is_mla:
             yield from self._mla_problems()
+
+    def _moe_problems(self) -> Problems:
+        moe = self.moe
+        if moe.d_expert == 0:
+            width = max(self.d_ffn // max(moe.top_k, 1), 1)
+            why = f"d_ffn / top_k = {width}, with which a token takes the work of a dense model"
+            yield "moe.d_expert", f"is 0: the width of one expert, at least 1; for example {why}"
+        if moe.first_dense >= self.num_layers > 0:
+            found = f"{moe.first_dense} of {self.num_layers} blocks are dense, so none has experts"
+            yield "moe.first_dense", f"{found}; use 0 to {self.num_layers - 1}, or remove model.moe"
 
     def _mla_problems(self) -> Problems:
         width = self.mla.nope_dim + self.mla.rope_dim

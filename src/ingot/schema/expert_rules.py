@@ -11,6 +11,7 @@ straddle ranks train the same model and bound nothing, so the planner only advis
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ingot.schema.nearest import divisors, nearest
@@ -59,12 +60,23 @@ def _degree_rules(experts: int, parallel: "Parallel") -> Problems:
     if ranks % ep:
         axes = [f"{axis} {getattr(parallel, axis)}" for axis in ("dp_shard", "cp", "tp")]
         of = f"the {ranks} ranks that share a copy of the model ({' x '.join(axes)})"
-        whole = " (a canonical sum keeps dp_shard = 1)" if parallel.reduce == "canonical" else ""
-        yield "parallel.ep", f"{ep} does not divide {of}{whole}; nearest: {near}"
+        yield "parallel.ep", f"{ep} does not divide {of}; nearest: {near}, or {_more_room(experts, parallel)}"
     elif not _takes_parts(ep, parallel):
         rule = "ep divides tp, or is tp times a divisor of cp, or tp x cp times a divisor of dp_shard"
         found = f"groups of {ep} neighbours lie across tp {parallel.tp} and cp {parallel.cp}"
         yield "parallel.ep", f"{found}: {rule}; nearest: {near}"
+
+
+def _more_room(experts: int, parallel: "Parallel") -> str:
+    """Which other degrees would allow this ep."""
+    if parallel.reduce == "canonical":
+        return "raise cp or tp (a canonical sum keeps dp_shard = 1); dp_replicate and pp make no room"
+    times = parallel.ep // math.gcd(parallel.ep, parallel.dp_shard * parallel.cp * parallel.tp)
+    shards = replace(parallel, dp_shard=parallel.dp_shard * times)
+    example = ""
+    if parallel.dp_replicate % times == 0 and parallel.ep in legal_ep(experts, shards):
+        example = f", for example dp_shard = {shards.dp_shard} with dp_replicate = {parallel.dp_replicate // times}"
+    return f"raise dp_shard, cp or tp{example}; dp_replicate and pp make no room"
 
 
 def _capacity_rule(run: "RunConfig") -> Problems:

@@ -28,7 +28,14 @@ CASES = [
         "parallel.ep",
         "6 does not divide the 4 ranks that share a copy of the model (dp_shard 2 x cp 2 x tp 1); nearest: 4",
     ),
-    (MOE, {"ep": 2, "dp_replicate": 2}, "parallel.ep", "nearest: 1"),
+    (
+        MOE,
+        {"ep": 2, "dp_replicate": 4, "pp": 2},
+        "parallel.ep",
+        "nearest: 1, or raise dp_shard, cp or tp, for example dp_shard = 2 with dp_replicate = 2; dp_replicate and pp "
+        "make no room",
+    ),
+    (MOE, {"ep": 2, "pp": 2}, "parallel.ep", "nearest: 1, or raise dp_shard, cp or tp; dp_replicate"),
     (
         MOE,
         {"ep": 3, "dp_shard": 3, "cp": 2},
@@ -40,7 +47,7 @@ CASES = [
         MOE,
         {"ep": 4, "dp_replicate": 4, "cp": 2, "reduce": "canonical", "virtual_ranks": 4},
         "parallel.ep",
-        "(a canonical sum keeps dp_shard = 1); nearest: 2",
+        "nearest: 2, or raise cp or tp (a canonical sum keeps dp_shard = 1); dp_replicate",
     ),
     (MOE, {"tp": 2, "sequence": False}, "parallel.sequence", "set it to true, or tp = 1"),
     (
