@@ -1,5 +1,6 @@
 """The form of context parallelism that suits a run on a cluster, written down."""
 
+import sys
 from dataclasses import replace
 
 from ingot.schema.cluster import Cluster
@@ -24,10 +25,10 @@ def with_context(run: RunConfig, cluster: Cluster) -> tuple[RunConfig, dict[str,
 
 
 def links_of(cluster: Cluster, precision: str) -> Links:
-    """Those of the cluster, as far as they are known."""
+    """Those of the cluster, as far as they are known. One machine is one node, however many ranks share it."""
     flops = cluster.peak_flops.get(precision, 0.0) * cluster.attention_efficiency
     return Links(
-        ranks_per_node=cluster.devices_per_node,
+        ranks_per_node=cluster.devices_per_node if cluster.nodes > 1 else sys.maxsize,
         inside=cluster.link_bandwidth or H100_NODES.inside,
         across=cluster.network_bandwidth or H100_NODES.across,
         flops=flops or H100_NODES.flops,

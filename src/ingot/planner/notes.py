@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ingot.planner.context import links_of
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
-from ingot.theory.context import H100_NODES, explain_context, imbalance
+from ingot.theory.context import explain_context, imbalance
 from ingot.theory.layout import positions, resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_count
@@ -32,12 +32,12 @@ def _experts(run: RunConfig) -> str:
 
 
 def _context(run: RunConfig, cluster: Cluster) -> str:
-    """What is "auto" is decided as the trainer decides it, by the figures of a fixed machine."""
+    """What is "auto" is decided as the trainer decides it, by the figures of a fixed machine; what it takes is told of
+    `cluster`, as it is of a form that the run names."""
     parallel = resolve_parallel(run)
     uneven = imbalance(parallel, run.train.seq_len, run.model.sliding_window)
-    how, links = (
-        ("auto: ", H100_NODES) if run.parallel.context == "auto" else ("", links_of(cluster, run.train.precision))
-    )
+    how = "auto, chosen for H100 nodes: " if run.parallel.context == "auto" else ""
+    costs = explain_context(run.model, run.train, parallel, links_of(cluster, run.train.precision))
+    unknown = "" if cluster.link_bandwidth else f"; {cluster.name} has no known links, those of H100 nodes stand in"
     layout = f"{parallel.context_layout}, " if parallel.ring > 1 else ""
-    balance = f"{layout}the busiest rank has {uneven:.2f} times the mean of attention"
-    return f"{how}{explain_context(run.model, run.train, run.parallel, links)}; {balance}"
+    return f"{how}{costs}{unknown}; {layout}the busiest rank has {uneven:.2f} times the mean of attention"
