@@ -69,6 +69,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     cluster = find_cluster(args.cluster, args.run_file.parent)
     cores = usable_cores()
     findings = check_run(args.run_file, cluster, cores=cores, overrides=tuple(args.overrides))
+    findings += _init_problem(args)
     for finding in findings:
         _say(finding, terminal)
     said = _notes(args, cluster)
@@ -109,6 +110,29 @@ def _say(finding: "Finding", terminal: Terminal) -> None:
     terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
     if finding.fix:
         terminal.say(f"{'':<9}fix: {finding.fix}")
+
+
+def _init_problem(args: argparse.Namespace) -> "list[Finding]":
+    """Why the run cannot begin with the model in `init`; nothing of a faulty run file, which has been told."""
+    from ingot.config import key_lines, load
+    from ingot.errors import ConfigError
+    from ingot.huggingface.config_file import require_fit
+    from ingot.planner.check import Finding
+    from ingot.schema.run import RunConfig
+
+    try:
+        config = load(RunConfig, args.run_file, tuple(args.overrides))
+    except ConfigError:
+        return []
+    folder = args.run_file.parent / config.init
+    try:
+        if config.init:
+            require_fit(folder, config.model)
+    except ConfigError as error:
+        given = any(override.partition("=")[0].strip() == "init" for override in args.overrides)
+        where = "--set init" if given else f"{args.run_file}:{key_lines(args.run_file.read_text()).get('init', '')}"
+        return [Finding("error", where, error.found, error.fix, missing_here=not folder.is_dir())]
+    return []
 
 
 def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:

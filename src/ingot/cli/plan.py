@@ -10,6 +10,7 @@ HELP = "memory, steps, time and cost of a run before it starts; writes the run f
 EXAMPLES = (
     "ingot plan --model tiny --tokens data --out run.toml",
     "ingot plan --model llama3-8b --tokens 1.5T --cluster 8xh100",
+    "ingot plan --init mixtral-hf --tokens data --out run.toml",
     "ingot plan --run run.toml --explain mem",
 )
 
@@ -21,9 +22,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--run", type=Path, metavar="FILE", help="an existing run file")
     what.add_argument("--model", metavar="PRESET|FILE", help="a model preset, or a TOML file with an [arch] section")
     what.add_argument(
+        "--init",
+        type=Path,
+        metavar="DIR",
+        help="instead of --model: a Hugging Face model folder; the run begins with its weights",
+    )
+    what.add_argument(
         "--tokens",
         metavar="DIR|COUNT",
-        help="with --model: DATA of `ingot data build --out DATA`, DATA/tokens or DATA/tokens/train;"
+        help="with --model or --init: DATA of `ingot data build --out DATA`, DATA/tokens or DATA/tokens/train;"
         " or a count like 1.5T",
     )
     what.add_argument(
@@ -106,12 +113,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _ways_to_fit(args: argparse.Namespace) -> tuple[str, ...]:
-    what = f"--run {args.run}" if args.run else f"--model {args.model} --tokens {args.tokens}"
+    what = f"--run {args.run}" if args.run else f"{_model(args)} --tokens {args.tokens}"
     shorter = "--set train.seq_len=T" if args.run else "--seq T"
     return (
         f"ingot plan {what} --cluster NAME   (more or larger devices: 8xh100, 128x8xh100)",
         f"ingot plan {what} {shorter}   (shorter sequences need less memory; or a smaller model)",
     )
+
+
+def _model(args: argparse.Namespace) -> str:
+    return f"--init {args.init}" if args.init else f"--model {args.model}"
 
 
 def _planned(args: argparse.Namespace):
@@ -120,8 +131,10 @@ def _planned(args: argparse.Namespace):
     from ingot.recipes.clusters import find_cluster
     from ingot.recipes.project import plan_file, plan_model
 
-    if bool(args.run) == bool(args.model):
-        raise UsageError("give either --run or --model", fix="ingot plan --run run.toml, or --model tiny --tokens DIR")
+    if sum(map(bool, (args.run, args.model, args.init))) != 1:
+        raise UsageError(
+            "give either --run or --model (or --init)", fix="ingot plan --run run.toml, or --model tiny --tokens DIR"
+        )
     for option in ("steps", "seq", "batch", "lr", "price"):
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
@@ -135,7 +148,7 @@ def _planned(args: argparse.Namespace):
             raise UsageError(f"{', '.join(given)} with --run", rule="a run file has these values", fix="use --set")
         return plan_file(args.run, cluster, tuple(args.overrides), args.price or 0.0)
     if not args.tokens or args.overrides:
-        found = "--set without --run" if args.overrides else "--model without --tokens"
+        found = "--set without --run" if args.overrides else f"{_model(args)} without --tokens"
         raise UsageError(found, rule="a new run is planned for some tokens", fix="--tokens data, or --tokens 1.5T")
     wanted = Hints(steps=args.steps or 0, seq_len=args.seq or 0, global_batch=args.batch or 0, lr=args.lr or 0.0)
     return plan_model(
@@ -147,6 +160,7 @@ def _planned(args: argparse.Namespace):
         wanted=wanted,
         precision=args.precision,
         usd_per_hour=args.price or 0.0,
+        init=args.init,
     )
 
 

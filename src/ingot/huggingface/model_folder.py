@@ -1,12 +1,15 @@
 """The model part of a Hugging Face folder: config.json, generation_config.json and safetensors, written and read."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from ingot.errors import CheckpointError, ConfigError, UsageError
+from ingot.errors import CheckpointError, UsageError
 from ingot.huggingface.arch_config import arch_of, huggingface_config
+from ingot.huggingface.config_file import CONFIG, read_config
+from ingot.huggingface.naming import huggingface_names
 from ingot.huggingface.tensors import (
     TRAINING_ONLY,
     WIDE,
@@ -15,18 +18,17 @@ from ingot.huggingface.tensors import (
     tensor_shapes,
     to_huggingface,
 )
-from ingot.huggingface.weights import read_weights, write_weights
+from ingot.huggingface.weights import StoredWeights, write_weights
 from ingot.schema.arch import Arch
 from ingot.storage import write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_CONFIG_LIMIT_BYTES = 1 << 20
 
 
 def write_model(
     folder: Path,
     arch: Arch,
-    state: dict[str, torch.Tensor],
+    state: dict[str, Tensor],
     *,
     eot_id: int,
     dtype: str = "float32",
@@ -47,37 +49,50 @@ def write_model(
             f"{len(odd)} parameters differ from the architecture: {', '.join(odd[:5])}",
             rule="a checkpoint holds exactly the parameters of the run's [model]",
         )
-    write_json(folder / "config.json", config)
+    write_json(folder / CONFIG, config)
     write_json(folder / "generation_config.json", {"bos_token_id": eot_id, "eos_token_id": eot_id, "do_sample": False})
     write_weights(folder, to_huggingface(arch, state), DTYPES[dtype], max_file_bytes, wide=WIDE)
 
 
-def import_huggingface(folder: Path) -> tuple[Arch, dict[str, torch.Tensor]]:
-    """The shape and the parameters (ingot's names, dtypes as stored) of a Hugging Face folder of one of the
-    classes in huggingface/kinds.py.
+class ModelFolder:
+    """A Hugging Face folder of one of the classes in huggingface/kinds.py: its shape, and its parameters by our names.
 
     Raises ConfigError for a model that ingot does not compute exactly, CheckpointError for damaged files.
     """
-    config = _read_config(folder / "config.json")
-    arch = arch_of(config, str(folder / "config.json"))
-    tied_copy = {"lm_head.weight": "model.embed_tokens.weight"} if arch.tied_embeddings else {}
-    tensors = read_weights(folder, huggingface_shapes(arch), copies=tied_copy)
-    return arch, from_huggingface(arch, tensors, pairs=config.get("rope_interleave", True))
+
+    def __init__(self, folder: Path):
+        config = read_config(folder)
+        self.arch = arch_of(config, str(folder / CONFIG))
+        self._pairs: bool = config.get("rope_interleave", True)
+        self._shapes = tensor_shapes(self.arch)
+        self._names = huggingface_names(self.arch, self._shapes)
+        tied_copy = {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tied_embeddings else {}
+        self._stored = StoredWeights(folder, huggingface_shapes(self.arch), copies=tied_copy)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of everything that logits depend on."""
+        return self._shapes
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, in the dtype on disk."""
+        shape = self._shapes[name]
+        return self.read_block(name, (0,) * len(shape), shape)
+
+    def read_block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The block of `sizes` from `offsets` on. Of a stack of experts only those in the block are read."""
+        if 0 in sizes:
+            return torch.empty(tuple(sizes))
+        names = self._names[name]
+        rows = self._shapes[name][0] // len(names)
+        first, stop = offsets[0] // rows, -(-(offsets[0] + sizes[0]) // rows)
+        parts = [self._stored.read(theirs) for theirs in names[first:stop]]
+        read = from_huggingface(self.arch, name, parts, pairs=self._pairs)
+        starts = (offsets[0] - first * rows, *offsets[1:])
+        return read[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
 
 
-def _read_config(path: Path) -> dict:
-    try:
-        if path.stat().st_size > _CONFIG_LIMIT_BYTES:
-            raise ValueError("it is larger than any model configuration")
-        config = json.loads(path.read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError("it is not a JSON object")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} has no config.json",
-            rule="a Hugging Face model folder has config.json and *.safetensors",
-            fix="name the folder that holds them",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", rule="config.json is a JSON object") from None
-    return config
+def import_huggingface(folder: Path) -> tuple[Arch, dict[str, Tensor]]:
+    """The shape and all parameters of a folder (ingot's names, dtypes as stored). Raises as ModelFolder does."""
+    there = ModelFolder(folder)
+    return there.arch, {name: there.read(name) for name in there.shapes}

@@ -3,6 +3,8 @@
 Shape letters: N heads, P and R the parts of a head without and with rotary positions, D inputs.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,17 +54,13 @@ def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def from_huggingface(arch: Arch, tensors: dict[str, Tensor], *, pairs: bool) -> dict[str, Tensor]:
-    """The inverse; empties `tensors`, so that stacks and their parts are not all in memory at once.
+def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: bool) -> Tensor:
+    """Our tensor `ours` of those of theirs that it is made of, in their order; of a stack any run of them will do.
 
     pairs: rotary rows of latent attention lie in pairs (config.json: rope_interleave).
     """
-    state = {}
-    for ours, names in huggingface_names(arch, tensor_shapes(arch)).items():
-        parts = [tensors.pop(name) for name in names]
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        state[ours] = _turned(arch, ours, whole, _halves) if pairs else whole
-    return state
+    whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+    return _turned(arch, ours, whole, _halves) if pairs else whole
 
 
 def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:

@@ -71,27 +71,34 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         os.close(fd)
 
 
-def read_weights(
-    folder: Path, shapes: dict[str, tuple[int, ...]], copies: dict[str, str] | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors of `folder`, which must be exactly those of `shapes`, in the dtypes on disk.
+class StoredWeights:
+    """The tensors of `folder`, which must be exactly those of `shapes`, each read when it is asked for.
 
     copies: tensors that may be there as well when they equal another one ({"lm_head.weight": embedding} when tied).
     Raises ConfigError when there is no safetensors file, CheckpointError when the files are not what `shapes` says.
     """
-    copies = copies or {}
-    places = _places(folder, shapes | {copy: shapes[original] for copy, original in copies.items()})
-    missing = [f"{name} is missing" for name in shapes if name not in places]
-    if missing:
-        raise _mismatch(folder, missing)
-    loaded = {}
-    for path in dict.fromkeys(places.values()):
-        with safe_open(path, framework="pt") as file:
-            loaded |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    for copy, original in copies.items():
-        if copy in loaded and not torch.equal(loaded[copy], loaded[original]):
-            raise _mismatch(folder, [f"{copy} differs from {original}, but config.json says that they are tied"])
-    return {name: loaded[name] for name in shapes}
+
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], copies: dict[str, str] | None = None):
+        copies = copies or {}
+        self.folder = folder
+        self._places = _places(folder, shapes | {copy: shapes[original] for copy, original in copies.items()})
+        missing = [f"{name} is missing" for name in shapes if name not in self._places]
+        if missing:
+            raise _mismatch(folder, missing)
+        self._copies = {original: copy for copy, original in copies.items() if copy in self._places}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, in the dtype on disk."""
+        tensor = self._load(name)
+        copy = self._copies.get(name)
+        if copy is not None and not torch.equal(self._load(copy), tensor):
+            problem = f"{copy} differs from {name}, but config.json says that they are tied"
+            raise _mismatch(self.folder, [problem])
+        return tensor
+
+    def _load(self, name: str) -> torch.Tensor:
+        with safe_open(self._places[name], framework="pt") as file:
+            return file.get_tensor(name)
 
 
 def _places(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:

@@ -3,8 +3,9 @@
 import importlib.util
 from collections.abc import Callable
 
-from ingot.checkpoint.manifest import list_checkpoints
+from ingot.checkpoint.manifest import candidate_folders, list_checkpoints
 from ingot.errors import ConfigError, IngotError, MissingPartError
+from ingot.huggingface.config_file import require_fit
 from ingot.loader.reader import check_vocabulary
 from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema.layout import RunFolder
@@ -23,6 +24,8 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
                 f"training needs the package {package!r}, which is not installed", fix="pip install 'ingot[train]'"
             )
     require_layout(config)
+    if config.init and not candidate_folders(folder.checkpoints):
+        require_fit((folder.root / config.init).resolve(), config.model)
     tokens = _checked_tokens(folder, config, "data.tokens", config.data.tokens)
     if config.data.heldout:
         _checked_tokens(folder, config, "data.heldout", config.data.heldout)

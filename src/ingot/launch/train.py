@@ -139,7 +139,7 @@ def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
     data = config.data
     data = replace(data, tokens=moved(data.tokens), heldout=moved(data.heldout), tokenizer=moved(data.tokenizer))
     parallel = replace(config.parallel, offload_folder=moved(config.parallel.offload_folder))
-    return replace(config, data=data, parallel=parallel)
+    return replace(config, init=moved(config.init), data=data, parallel=parallel)
 
 
 def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from ingot.config import load, to_dict, to_toml
 from ingot.errors import ConfigError, DataMissing, UsageError
+from ingot.huggingface.config_file import read_arch, require_fit
+from ingot.loader.reader import check_vocabulary
 from ingot.planner.context import with_context
 from ingot.planner.plan import make_plan
 from ingot.planner.propose import NO_HINTS, Hints, propose
 from ingot.recipes.clusters import find_cluster
-from ingot.recipes.load import load_model
+from ingot.recipes.load import ModelPreset, load_model
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
@@ -43,28 +45,38 @@ def plan_model(
     wanted: Hints = NO_HINTS,
     precision: str = "bf16",
     usd_per_hour: float = 0.0,
+    init: Path | None = None,
 ) -> Planned:
     """A run of preset or file `model` on `tokens`: a count ("1.5T"), or DATA of `data build --out DATA`,
     DATA/tokens or DATA/tokens/train.
 
-    beside: the folder of the run file; paths in the run are relative to it. Raises UsageError, ConfigError, DataError.
+    init: a Hugging Face folder that it begins with, which then says the model instead of `model`. beside: the folder of
+    the run file; paths in the run are relative to it. Raises UsageError, ConfigError, DataError.
     """
-    preset = load_model(model)
+    preset = ModelPreset(arch=read_arch(init)) if init else load_model(model)
     data, manifest, count = _data(tokens, beside)
     proposal = propose(
         preset.arch,
         cluster,
         data,
-        name=name or Path(model).stem,
+        name=name or (init.resolve().name if init else Path(model).stem),
         tokens=count,
-        vocab_size=manifest.vocab_size if manifest else 0,
+        # The ids of weights that are there already stay; tokens with others are refused.
+        vocab_size=manifest.vocab_size if manifest and not init else 0,
         preset=preset.train,
         wanted=wanted,
         precision=precision,
         usd_per_hour=usd_per_hour,
     )
-    plan = make_plan(proposal.run, cluster, tokens=count, manifest=manifest)
-    return Planned(run=proposal.run, plan=plan, reasons=proposal.reasons)
+    run, reasons = proposal.run, proposal.reasons
+    if init:
+        if manifest:
+            check_vocabulary(manifest, run.model.vocab_size)
+        require_fit(init, run.model)
+        run = replace(run, init=_relative(init, beside))
+        reasons["init"] = "the first weights, and the shape in [model]"
+    plan = make_plan(run, cluster, tokens=count, manifest=manifest)
+    return Planned(run=run, plan=plan, reasons=reasons)
 
 
 def plan_file(path: Path, cluster: Cluster, overrides: tuple[str, ...] = (), usd_per_hour: float = 0.0) -> Planned:

@@ -183,8 +183,15 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """init: a Hugging Face model folder, relative to the run file, whose weights the run begins with; "": drawn ones.
+
+    It acts at step 0 only. Its path is a part of the experiment's identity, its tensors are not hashed: whoever changes
+    them behind the same path starts another experiment under the same identity.
+    """
+
     name: str
     seed: int = 1234
+    init: str = ""
     model: Arch
     data: Data
     train: Train
@@ -251,6 +258,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # Settings that were not there from the beginning, and more may come: at their defaults they are no part of a run's
 # identity, so that it does not change with them. Their defaults have to stay, and mean what there was before them.
 LATER_SETTINGS = {
+    "init": "",
     "model.sliding_window": 0,
     **_flat(to_dict(Moe()), "model.moe."),
     **_flat(to_dict(Mla()), "model.mla."),

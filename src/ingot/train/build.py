@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ingot.checkpoint.loading import resume
+from ingot.checkpoint.manifest import candidate_folders
 from ingot.checkpoint.saving import CheckpointFacts
 from ingot.checkpoint.state import TrainingState
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
@@ -18,6 +19,7 @@ from ingot.dist.mesh import Mesh, build_mesh
 from ingot.dist.start import Place
 from ingot.errors import ConfigError
 from ingot.events import EventLog
+from ingot.huggingface.first_weights import first_weights
 from ingot.loader.ledger import Ledger
 from ingot.loader.loader import Loader
 from ingot.loader.reader import check_vocabulary
@@ -120,7 +122,8 @@ def build(
     check_prompts(config, encoder)
 
     policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16")
-    parts = build_parts(config, place.device, folder.config.parent, policy)
+    continues = bool(candidate_folders(folder.checkpoints))
+    parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
@@ -181,12 +184,19 @@ def data_path(folder: RunFolder, path: str) -> Path:
 
 
 def build_parts(
-    config: RunConfig, device: torch.device, base: Path, policy: Policy | None = None, *, first_values: bool = True
+    config: RunConfig,
+    device: torch.device,
+    base: Path,
+    policy: Policy | None = None,
+    *,
+    first_values: bool = True,
+    continues: bool = False,
 ) -> Parts:
     """The run's model on this rank's place in the mesh, with its first weights, and what updates it. Collective.
 
     base: where relative paths of the run file start. policy: none watches over a benchmark. first_values: False leaves
-    weights unset, for a trace. Raises ConfigError with every problem of the layout.
+    weights unset, for a trace. continues: a checkpoint will replace them, so config.init is not read, nor need it still
+    be there. Raises ConfigError with every problem of the layout, or if the model of config.init is another one.
     """
     require_layout(config)
     settings, arch = resolve_parallel(config), config.model
@@ -202,8 +212,11 @@ def build_parts(
         with torch.device("meta"):
             return Transformer(arch, context.attend, dispatch)
 
-    def first_value(name: str, shape, offsets, sizes) -> torch.Tensor:
+    def drawn(name: str, shape, offsets, sizes) -> torch.Tensor:
         return initial_value(name, shape, arch, config.seed, offsets, sizes)
+
+    from_elsewhere = config.init and first_values and not continues
+    first_value = first_weights(base / config.init, arch, drawn) if from_elsewhere else drawn
 
     model = parallelize(
         make,
@@ -230,6 +243,9 @@ def build_parts(
     optimizer = build_optimizer(model.pieces, config.optim, settings, base)
     loss_scale = LossScale(device) if config.train.precision == "fp16" else None
     balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
+    if from_elsewhere and balance:
+        for buffer in balance.pieces:
+            buffer.value.copy_(first_value(buffer.name, buffer.shape, buffer.offsets, buffer.sizes))
     state = TrainingState(
         model.pieces,
         optimizer,

@@ -1,10 +1,16 @@
 """The verbs of planning as a user meets them: doctor, init, plan, check."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from ingot.cli.main import main
+from ingot.config import load
+from ingot.huggingface.arch_config import huggingface_config
+from ingot.recipes.load import load_model
+from ingot.schema.arch import Moe
+from ingot.schema.run import RunConfig
 
 
 def out(capsys):
@@ -65,16 +71,59 @@ def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
     assert "nearest: 252 or 256" in out(capsys)
 
 
-@pytest.mark.parametrize("folder", ["data", "data/tokens", "data/tokens/train"])
-def test_a_plan_takes_the_build_folder_and_the_folders_in_it(capsys, tmp_path, folder):
+def write_manifest(folder, vocab_size=512):
     shard = {"name": "web-0", "source": "web", "tokens": 9000, "documents": 1, "text_bytes": 36_000}
     shard |= {"blocks_sha256": "b", "documents_sha256": "d"}
-    manifest = {"dtype": "uint16", "vocab_size": 512, "eot_id": 0, "tokenizer_sha256": "t", "corpus_sha256": "c"}
+    manifest = {"dtype": "uint16", "vocab_size": vocab_size, "eot_id": 0, "tokenizer_sha256": "t", "corpus_sha256": "c"}
     manifest |= {"split": "train", "block_bytes": 1 << 20, "seed": 1, "shards": [shard]}
-    (tmp_path / "data/tokens/train").mkdir(parents=True)
-    (tmp_path / "data/tokens/train/manifest.json").write_text(json.dumps(manifest))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("folder", ["data", "data/tokens", "data/tokens/train"])
+def test_a_plan_takes_the_build_folder_and_the_folders_in_it(capsys, tmp_path, folder):
+    write_manifest(tmp_path / "data/tokens/train")
     assert main(["plan", "--model", "tiny", "--tokens", folder, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["data"]["tokens"] == "data/tokens/train"
+
+
+def test_a_model_from_elsewhere_is_planned_and_checked(capsys, tmp_path):
+    arch = load_model("tiny-moe").arch
+    config = huggingface_config(
+        replace(arch, moe=Moe(num_experts=8, top_k=2, d_expert=arch.d_ffn)), eot_id=0, dtype="float32"
+    )
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    command = ["plan", "--init", "hf", "--tokens", "1.3M", "--cluster", "8xh100", "--seq", "64"]
+    assert main([*command, "--out", "runs/moe.toml"]) == 0
+    planned = load(RunConfig, tmp_path / "runs/moe.toml")
+    assert planned.init == "../hf" and planned.name == "hf"
+    assert planned.model.vocab_size == arch.vocab_size and planned.model.moe.num_experts == 8
+    capsys.readouterr()
+    check = ["check", "runs/moe.toml", "--cluster", "8xh100"]
+    main(check)
+    assert "init" not in out(capsys)
+    assert main([*check, "--set", "model.moe.top_k=3"]) == 3
+    assert "runs/moe.toml:3: init: the model in runs/../hf is not the run's: model.moe.top_k is 3, there 2" in out(
+        capsys
+    )
+    assert main([*check, "--set", "init=nowhere"]) == 3
+    assert "--set init: there is no folder runs/nowhere" in out(capsys)
+    assert main([*command[:-1], str(arch.max_seq_len * 2)]) == 3
+    assert "model.max_seq_len" in out(capsys)
+
+
+def test_a_model_from_elsewhere_keeps_its_vocabulary(capsys, tmp_path):
+    arch = load_model("tiny").arch
+    (tmp_path / "hf").mkdir()
+    config = huggingface_config(replace(arch, vocab_size=500), eot_id=0, dtype="float32")
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    write_manifest(tmp_path / "data/tokens/train", vocab_size=512)
+    assert main(["plan", "--init", "hf", "--tokens", "data"]) == 3
+    assert "512" in out(capsys)
+    write_manifest(tmp_path / "data/tokens/train", vocab_size=400)
+    assert main(["plan", "--init", "hf", "--tokens", "data", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["model"]["vocab_size"] == 500
 
 
 def test_missing_tokens_exit_3_and_damaged_ones_20(capsys, tmp_path):
@@ -118,6 +167,9 @@ def test_a_plan_under_json_is_one_object(capsys):
     ("command", "code", "says"),
     [
         (["plan"], 2, "either --run or --model"),
+        (["plan", "--model", "tiny", "--init", "hf", "--tokens", "1M"], 2, "either --run or --model"),
+        (["plan", "--init", "hf"], 2, "--init hf without --tokens"),
+        (["plan", "--init", "hf", "--tokens", "1M"], 3, "there is no folder hf"),
         (["plan", "--model", "tiny"], 2, "--tokens"),
         (["plan", "--model", "tyni", "--tokens", "1M"], 2, "did you mean 'tiny'"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--cluster", "8xh10"], 2, "did you mean 'h100'"),

@@ -1,13 +1,18 @@
+import json
+from dataclasses import replace
+
 import pytest
 
 import ingot.launch.train as launch_train
 from ingot.config import load
 from ingot.errors import ConfigError, ConfirmationNeeded, DataError, ResourceError, RunBusyError, UsageError
 from ingot.events import EventLog
+from ingot.huggingface.arch_config import huggingface_config
 from ingot.launch.supervise import Outcome
 from ingot.resilience.lock import RunLock, is_locked
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
+from ingot.schema.tokens import read_token_manifest
 from ingot.storage import shutil as storage_shutil
 
 from .conftest import write_checkpoint, write_token_manifest
@@ -222,3 +227,24 @@ def test_a_folder_without_a_run_is_refused(tmp_path, jobs):
         launch_train.train(tmp_path)
     with pytest.raises(ConfigError, match="no run file"):
         launch_train.train(tmp_path / "nothing.toml")
+
+
+def test_a_model_to_begin_with_is_looked_at_before_anything_starts(run_file, jobs, config, folder, tmp_path):
+    there = tmp_path / "hf"
+    with pytest.raises(ConfigError, match=r"no folder .*hf"):
+        launch_train.train(run_file, overrides=["init=hf"])
+    there.mkdir()
+    for layers, refused in ((3, True), (config.model.num_layers, False)):
+        theirs = huggingface_config(replace(config.model, num_layers=layers), eot_id=0, dtype="float32")
+        (there / "config.json").write_text(json.dumps(theirs))
+        if refused:
+            with pytest.raises(ConfigError, match=f"model.num_layers is {config.model.num_layers}, there 3"):
+                launch_train.train(run_file, overrides=["init=hf"])
+            assert not jobs
+    assert launch_train.train(run_file, overrides=["init=hf"]).run == folder.root and jobs
+    assert load(RunConfig, folder.config).init == "../../hf"
+    (there / "config.json").unlink()
+    begun = load(RunConfig, folder.config)
+    write_checkpoint(folder, 3, begun, read_token_manifest(tmp_path / "tokens").fingerprint())
+    launch_train.train(folder.root)  # it goes on from step 3
+    assert len(jobs) == 2
