@@ -67,8 +67,9 @@ def _say_experts(experts: dict, terminal: Terminal) -> None:
     layers, cvs, busiest = experts["layers"], experts["load_cv"], experts["max_load"]
     worst = max(range(len(layers)), key=busiest.__getitem__)
     parts = [f"load   busiest expert {busiest[worst]:.1f}x the mean (layer {layers[worst]})"]
-    if experts.get("dropped") is not None:
-        parts.append(f"dropped {sum(experts['dropped']) / len(layers):.1%}")
+    for name, word in (("dropped", "dropped"), ("fallback", "over capacity, to the fallback expert")):
+        if experts.get(name) is not None:
+            parts.append(f"{word} {sum(experts[name]) / len(layers):.1%}")
     parts.append(f"entropy {sum(experts['entropy']) / len(layers):.2f} nats")
     terminal.say("   ".join(parts))
     spread = f"{min(cvs):.2f}..{max(cvs):.2f}"

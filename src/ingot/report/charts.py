@@ -120,8 +120,9 @@ def expert_charts(facts: Facts) -> Charts | None:
         _small("Busiest expert (x mean load)", points("max_load", max), ".2f", facts, from_zero=True),
         _small("Entropy of a token's scores (nats)", points("entropy"), ".3f", facts),
     ]
-    if len(dropped := points("dropped")) > 1:
-        charts.append(_small("Beyond capacity", dropped, ".2%", facts, y_format=".1%", from_zero=True))
+    shares = {"Dropped, beyond capacity": points("dropped"), "To the fallback expert": points("fallback")}
+    if shares := {title: found for title, found in shares.items() if len(found) > 1}:
+        charts += [_small(t, found, ".2%", facts, y_format=".1%", from_zero=True) for t, found in shares.items()]
     else:
         charts.append(_small("Idlest expert (x mean load)", points("min_load", min), ".2f", facts, from_zero=True))
     return Charts(charts)

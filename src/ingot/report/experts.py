@@ -32,8 +32,11 @@ def _in_words(event: dict) -> str:
         f"steps up to {event['step']:,}, the busiest expert had {busiest[worst]:.1f}x its share "
         f"(layer {event['layers'][worst]}), and loads deviated by {fmean(event['load_cv']):.2f} (mean over layers)."
     )
-    if event["dropped"] is not None:
-        text += f" {fmean(event['dropped']):.2%} of the assignments were beyond the capacity of their expert."
+    for name, became in (("dropped", "dropped"), ("fallback", "taken by the fallback expert")):
+        if event[name] is not None:
+            text += (
+                f" {fmean(event[name]):.2%} of the assignments were beyond the capacity of their expert, and {became}."
+            )
     return text
 
 
@@ -45,8 +48,9 @@ def _table(event: dict) -> Table:
         ("Idlest", event["min_load"], ".2f"),
         ("Entropy (nats)", event["entropy"], ".3f"),
     ]
-    if event["dropped"] is not None:
-        columns.append(("Beyond capacity", event["dropped"], ".2%"))
+    for name, title in (("dropped", "Dropped"), ("fallback", "To fallback")):
+        if event[name] is not None:
+            columns.append((title, event[name], ".2%"))
     rows = [tuple(format(values[i], spec) for _, values, spec in columns) for i in range(len(event["layers"]))]
     caption = f"Loads by layer, steps up to {event['step']:,}"
     header = tuple(name for name, _, _ in columns)

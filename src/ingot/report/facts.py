@@ -40,7 +40,8 @@ _PERHAPS_NOT_FINITE = {
     kinds.STEP: ("loss", "grad_norm", "lr"),
     kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
 }
-_BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")  # of an `experts` event; "dropped" may be null
+_BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")  # of an `experts` event
+_BEYOND = ("dropped", "fallback")  # of it, too, or null
 _YEAR_5000_SECONDS = 95_617_584_000
 
 
@@ -216,7 +217,7 @@ def _is_readable(event) -> bool:
 
 
 def _has_numbers_by_layer(event: dict) -> bool:
-    names = _BY_LAYER if event.setdefault("dropped", None) is None else (*_BY_LAYER, "dropped")
+    names = (*_BY_LAYER, *(name for name in _BEYOND if event.setdefault(name, None) is not None))
     columns = [column for name in names if isinstance(column := event.get(name), list) and column]
     if len(columns) < len(names) or len({len(column) for column in columns}) > 1:
         return False

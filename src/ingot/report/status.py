@@ -23,8 +23,9 @@ class Status:
     checkpoints, but the event log is missing or tells nothing of them: `log_damage` says so, `step` is the newest's).
 
     losses: of the steps that count, a step done again replaces its first try. Times are Unix seconds; None: not yet.
-    layout: axes of the mesh that divide something, of the last attempt. experts: the last event of that kind (layers,
-    load_cv, max_load, dropped, ... by layer; telemetry/experts.py), without the load of every expert.
+    layout: axes of the mesh that divide something, of the last attempt, with "ep" and "context" (schema/events.py).
+    experts: the last event of that kind (layers, load_cv, max_load, dropped, fallback, ... by layer;
+    telemetry/experts.py), without the load of every expert.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Status:
     faults: tuple[str, ...]
     losses: tuple[float, ...]
     log_damage: str = ""
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: dict[str, int | str] = field(default_factory=dict)
     experts: dict | None = None
 
 

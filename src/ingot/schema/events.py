@@ -2,16 +2,18 @@
 
 Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th optimizer step.
 
-  run_started    run, attempt, world_size, layout {axis: size}, device, precision, parameters, flops_per_token,
-                 peak_flops (null: unknown), versions {..}, hardware {..}, from_step (0, or of the resumed checkpoint),
+  run_started    run, attempt, world_size, layout {axis: size, and where they divide something "ep": ranks, "context":
+                 "ring", "ulysses" or "usp, ulysses N"}, device, precision, parameters, flops_per_token, peak_flops
+                 (null: unknown), versions {..}, hardware {..}, from_step (0, or of the resumed checkpoint),
                  config_sha256, data_fingerprint
   rank_started   rank, pid, host, attempt
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
-                 no experts), dropped (null: never)                  one per log line
-  experts        step, steps (summed up), layers [..], by layer load_cv, max_load, min_load, dropped (null: never),
-                 entropy, loads [[..]] (null, but with a checkpoint)  one per log line, see telemetry/experts.py
+                 no experts), dropped, fallback (null: never)        one per log line
+  experts        step, steps (summed up), layers [..], by layer load_cv, max_load, min_load, dropped and fallback
+                 (null: never), entropy, loads [[..]] (null, but with a checkpoint)  one per log line,
+                 see telemetry/experts.py
   skipped        steps [..]                                           whose updates were vetoed, if any, per log line
   rolled_back    from_step, to_step                                   training goes on from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds, path                     after it was verified

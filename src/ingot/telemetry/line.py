@@ -13,7 +13,8 @@ from ingot.units import format_count
 class Progress:
     """The facts of a `progress` event (schema/events.py), in its units. Seconds are means per step of the interval.
 
-    load_cv, max_load, dropped: of all layers with experts (telemetry/experts.py) the mean, the highest, the mean.
+    load_cv, max_load, dropped, fallback: of all layers with experts (telemetry/experts.py) the mean, the highest, the
+    mean, the mean.
     """
 
     step: int
@@ -33,15 +34,17 @@ class Progress:
     load_cv: float | None = None
     max_load: float | None = None
     dropped: float | None = None
+    fallback: float | None = None
 
 
 # Every field of `format_line`, by name. The price is there only if it is known, loads if there are experts, what was
-# dropped if they have a capacity.
+# dropped, or was over and taken by the fallback expert, if they have a capacity.
 LINE_PATTERN = re.compile(
     r"step +(?P<step>\d+)/(?P<steps>\d+)"
     r" +loss +(?P<loss>[-+.\w]+) +bpb +(?P<bpb>[-+.\w]+) +gn +(?P<gn>[-+.\w]+) +lr +(?P<lr>[-+.\w]+)"
     r" +(?P<tokens_per_second>[.\w]+) tok/s +mfu +(?P<mfu>n/a|[\d.]+%) +data +(?P<data>\d+)%"
-    r"(?: +load cv +(?P<load_cv>[\d.]+) max +(?P<max_load>[\d.]+)x(?: drop +(?P<dropped>[\d.]+)%)?)?"
+    r"(?: +load cv +(?P<load_cv>[\d.]+) max +(?P<max_load>[\d.]+)x"
+    r"(?: drop +(?P<dropped>[\d.]+)%| over +(?P<fallback>[\d.]+)%)?)?"
     r" +eta +(?P<eta>[\dhms]+)(?: +\$(?P<cost>[\d,.]+))?"
 )
 
@@ -61,8 +64,9 @@ def format_line(progress: Progress) -> str:
 def _load(progress: Progress) -> str:
     if progress.load_cv is None:
         return ""
-    dropped = "" if progress.dropped is None else f" drop {progress.dropped:>5.1%}"
-    return f"  load cv {progress.load_cv:.2f} max {progress.max_load:>4.1f}x{dropped}"
+    shares = (("drop", progress.dropped), ("over", progress.fallback))
+    beyond = "".join(f" {word} {share:>5.1%}" for word, share in shares if share is not None)
+    return f"  load cv {progress.load_cv:.2f} max {progress.max_load:>4.1f}x{beyond}"
 
 
 def _five(loss: float) -> str:

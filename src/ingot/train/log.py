@@ -81,17 +81,19 @@ def log_experts(run: Training, recent: list[Facts], *, with_loads: bool) -> dict
     tables = [facts.experts for facts in recent if facts.experts is not None]
     if run.balance is None or not tables:
         return {}
+    moe = run.config.model.moe
     found = expert_load(
         torch.stack(tables).sum(0).cpu().numpy(),
         run.balance.layers,
         step=recent[-1].step,
         steps=len(tables),
-        has_capacity=run.config.model.moe.capacity_factor > 0,
+        overflow=moe.overflow if moe.capacity_factor else "",
         with_loads=with_loads,
     )
     run.log(events.EXPERTS, **asdict(found))
-    dropped = fmean(found.dropped) if found.dropped else None
-    return {"load_cv": fmean(found.load_cv), "max_load": max(found.max_load), "dropped": dropped}
+    beyond = {"dropped": found.dropped, "fallback": found.fallback}
+    means = {name: fmean(shares) if shares else None for name, shares in beyond.items()}
+    return {"load_cv": fmean(found.load_cv), "max_load": max(found.max_load), **means}
 
 
 def log_evaluation(run: Training, step: int) -> None:

@@ -22,13 +22,13 @@ from ingot.schema.layout import RunFolder
 from ingot.telemetry.experts import expert_load
 
 
-def experts_event(time: float, step: int, counts, dropped=0.0, with_loads=True, has_capacity=True) -> dict:
+def experts_event(time: float, step: int, counts, dropped=0.0, with_loads=True, overflow="drop") -> dict:
     """As train/log.py writes it: counts [layers, experts] of 100 tokens with an entropy of 1.25 nats."""
     counts = np.asarray(counts, dtype=np.float64)
     rest = np.array([[dropped * row.sum(), 125.0, 100.0] for row in counts])
     load = expert_load(
         np.concatenate((counts, rest), 1), range(1, 1 + len(counts)), step=step, steps=10, with_loads=with_loads,
-        has_capacity=has_capacity,
+        overflow=overflow,
     )  # fmt: skip
     return json.loads(json.dumps({"kind": "experts", "time": time, **asdict(load)}))
 
@@ -45,14 +45,30 @@ def test_loads_are_told_by_layer(tmp_path, logs):
     report = write_report(run_of(tmp_path, logs, experts_event(logs.START + 1, 20, UNEVEN, dropped=0.125)))
     markdown = report.markdown.read_text()
     assert "the busiest expert had 2.0x its share (layer 1)" in markdown
-    assert "12.50% of the assignments were beyond the capacity" in markdown
+    assert "12.50% of the assignments were beyond the capacity of their expert, and dropped" in markdown
     assert "| 1 | 0.721 | 2.00 | 0.00 | 1.250 | 12.50% |" in markdown
     assert "| 2 | 0.000 | 1.00 | 1.00 | 1.250 | 12.50% |" in markdown
     assert 'id="experts"' in report.html.read_text()
 
 
+def test_what_a_fallback_expert_takes_is_not_called_dropped(tmp_path, logs):
+    events = [experts_event(logs.START + s, s, UNEVEN, dropped=0.125, overflow="fallback") for s in (10, 20)]
+    report = write_report(run_of(tmp_path, logs, *events))
+    markdown = report.markdown.read_text()
+    assert "12.50% of the assignments were beyond the capacity of their expert, and taken by the fallback" in markdown
+    assert "| To fallback |" in markdown and "**To the fallback expert" in markdown
+    section = markdown[markdown.index("Experts") :]
+    assert "ropped" not in section[: section.find("\n## ", 1)]
+
+
+def test_an_event_from_before_there_was_such_a_number_is_read(tmp_path, logs):
+    event = experts_event(logs.START, 10, UNEVEN)
+    del event["fallback"]
+    assert list(gather(run_of(tmp_path, logs, event)).experts) == [10]
+
+
 def test_where_all_are_taken_nothing_is_said_to_be_dropped(tmp_path, logs):
-    events = [experts_event(logs.START + s, s, UNEVEN, has_capacity=False) for s in (10, 20)]
+    events = [experts_event(logs.START + s, s, UNEVEN, overflow="") for s in (10, 20)]
     markdown = write_report(run_of(tmp_path, logs, *events)).markdown.read_text()
     assert "capacity" not in markdown and "Idlest expert (x mean load)" in markdown
 
@@ -66,7 +82,7 @@ def test_charts_go_over_the_run_and_the_map_shows_the_last_loads_there_are(tmp_p
         experts_event(logs.START + s, s, [[50 - s, 25, 25, s], [25] * 4], with_loads=s == 20) for s in (10, 20, 25)
     ]
     markdown = write_report(run_of(tmp_path, logs, *events)).markdown.read_text()
-    for title in ("Deviation of loads", "Busiest expert", "Entropy of a token", "Beyond capacity"):
+    for title in ("Deviation of loads", "Busiest expert", "Entropy of a token", "Dropped, beyond capacity"):
         assert f"**{title}" in markdown
     assert "4 experts of each layer, steps up to 20" in markdown
     assert "Loads by layer, steps up to 25" in markdown

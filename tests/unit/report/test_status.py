@@ -146,6 +146,11 @@ def test_layout_and_experts_are_shown(folder, capsys):
     out = capsys.readouterr().out
     assert "(dp_shard 2 x tp 2)" in out
     assert "busiest expert 3.2x the mean (layer 2)   dropped 3.0%   entropy 1.25 nats" in out
+    by_layer |= {"dropped": None, "fallback": [0.02, 0.04]}
+    log.write(events.EXPERTS, step=3, steps=3, **by_layer, entropy=[1.0, 1.5], loads=None)
+    assert main(["status", str(folder.root)]) == 0
+    beyond = capsys.readouterr().out
+    assert "over capacity, to the fallback expert 3.0%" in beyond and "dropped" not in beyond
     assert "deviation █▁   0.25..0.50, layers 1 to 2" in out
     assert main(["status", str(folder.root), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

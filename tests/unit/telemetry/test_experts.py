@@ -12,7 +12,7 @@ def table(*rows) -> np.ndarray:
 
 
 def found(rows, **changes):
-    usual = {"step": 20, "steps": 10, "has_capacity": True, "with_loads": True}
+    usual = {"step": 20, "steps": 10, "overflow": "drop", "with_loads": True}
     return expert_load(table(*rows), range(1, 1 + len(rows)), **(usual | changes))
 
 
@@ -28,8 +28,10 @@ def test_loads_by_hand():
 
 
 def test_what_cannot_happen_is_not_told():
-    load = found([(6, 3, 3, 0, 0, 4.2, 6)], has_capacity=False, with_loads=False)
-    assert load.dropped is None and load.loads is None
+    load = found([(6, 3, 3, 0, 0, 4.2, 6)], overflow="", with_loads=False)
+    assert load.dropped is None and load.fallback is None and load.loads is None
+    taken = found([(6, 3, 3, 0, 3, 4.2, 6)], overflow="fallback")
+    assert taken.dropped is None and taken.fallback == [0.25]
 
 
 def test_an_event_of_the_largest_model_is_small():

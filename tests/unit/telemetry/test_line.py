@@ -38,6 +38,7 @@ def test_a_line_of_a_model_with_experts():
     before, after = line().split("  eta")
     assert line(**EVEN) == f"{before}  load cv 0.31 max  2.1x  eta{after}"
     assert line(**EVEN, dropped=0.0123) == f"{before}  load cv 0.31 max  2.1x drop  1.2%  eta{after}"
+    assert line(**EVEN, fallback=0.0123) == f"{before}  load cv 0.31 max  2.1x over  1.2%  eta{after}"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_a_line_of_a_model_with_experts():
         {},
         EVEN,
         {"load_cv": 15.97, "max_load": 256.0, "dropped": 0.996, "eta_seconds": 86_400 * 9.0, "mfu": 0.41},
+        {"load_cv": 15.97, "max_load": 256.0, "fallback": 1.0, "eta_seconds": 86_400 * 9.0, "mfu": 0.41},
         {"load_cv": 0.0, "max_load": 1.0, "dropped": 0.0},
         {"step": 1, "loss": 11.762},
         {"step": 880, "eta_seconds": 0.0},
@@ -71,7 +73,7 @@ def test_one_pattern_reads_every_line(changes):
     assert float(match["lr"]) == pytest.approx(values["lr"], rel=0.06)
     assert (match["mfu"] == "n/a") == (values["mfu"] is None)
     assert (match["cost"] is None) == (values["cost_usd"] is None)
-    for name, size in (("load_cv", 1), ("max_load", 1), ("dropped", 100)):
+    for name, size in (("load_cv", 1), ("max_load", 1), ("dropped", 100), ("fallback", 100)):
         assert (match[name] is None) == (name not in values)
         assert match[name] is None or float(match[name]) == pytest.approx(values[name] * size, abs=0.051)
 
