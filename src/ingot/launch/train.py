@@ -23,6 +23,7 @@ from ingot.schema.layout import RunFolder
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.storage import write_atomic
+from ingot.theory.layout import resolve_parallel
 
 
 def train(
@@ -169,14 +170,18 @@ def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
     what = f"continue  after step {step} of {config.train.steps}" if step else f"start     {config.train.steps} steps"
     return (
         f"run       {folder.root} (process {os.getpid()})\n"
-        f"{what} · seed {config.seed} · config {config.training_sha256()[:8]} · {_ranks(config.parallel)}"
+        f"{what} · seed {config.seed} · config {config.training_sha256()[:8]} · {_ranks(resolve_parallel(config))}"
     )
 
 
 def _ranks(parallel: Parallel) -> str:
-    """ "ranks 8: pp 2 x dp_shard 2 x tp 2, ep 2"; data-parallel ranks alone are only counted."""
+    """ "ranks 8: dp_shard 2 x cp 2 (ring) x tp 2, ep 2"; data-parallel ranks alone are only counted.
+
+    parallel: resolved.
+    """
     degrees = {axis: getattr(parallel, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-    divided = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    form = {"cp": f" ({parallel.context_form})"}
+    divided = [f"{axis} {degree}{form.get(axis, '')}" for axis, degree in degrees.items() if degree > 1]
     count = f"ranks {parallel.world_size}"
     experts = f", ep {parallel.ep}" if parallel.ep > 1 else ""
     if not experts and divided in ([], [f"dp_shard {parallel.dp_shard}"]):

@@ -114,6 +114,13 @@ class Parallel:
         return self.cp // max(self.ulysses, 1)
 
     @property
+    def context_form(self) -> str:
+        """ "ring", "ulysses" or "usp, ulysses 2", "" without context parallelism; `ulysses` is resolved."""
+        if self.cp == 1:
+            return ""
+        return {1: "ulysses", self.cp: "ring"}.get(self.ring, f"usp, ulysses {self.ulysses}")
+
+    @property
     def unit_blocks(self) -> int:
         """`unit_layers`, decided (theory/layout.py)."""
         assert self.unit_layers != "auto"

@@ -41,6 +41,7 @@ from ingot.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.layout import RunFolder
+from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.telemetry.cost import CostMeter
@@ -366,7 +367,7 @@ def log_start(run: Training) -> None:
         run=config.name,
         attempt=place.attempt,
         world_size=place.world_size,
-        layout=run.mesh.layout | ({"ep": config.parallel.ep} if config.parallel.ep > 1 else {}),
+        layout=run.mesh.layout | _besides_axes(run.mesh.parallel),
         device=place.device.type,
         precision=config.train.precision,
         parameters=count_parameters(config.model),
@@ -382,6 +383,12 @@ def log_start(run: Training) -> None:
         config_sha256=facts.config_sha256,
         data_fingerprint=facts.data_fingerprint,
     )
+
+
+def _besides_axes(parallel: Parallel) -> dict[str, int | str]:
+    """What else a layout is told by. parallel: resolved."""
+    experts: dict[str, int | str] = {"ep": parallel.ep} if parallel.ep > 1 else {}
+    return experts | ({"context": parallel.context_form} if parallel.cp > 1 else {})
 
 
 def _silent(*_, **__) -> None:

@@ -189,6 +189,21 @@ def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeyp
     assert not jobs
 
 
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        (["parallel.cp=2"], "ranks 2: cp 2 (ulysses)"),
+        (["parallel.cp=2", "parallel.context=ring", "parallel.dp_shard=2"], "ranks 4: dp_shard 2 x cp 2 (ring)"),
+        (["parallel.cp=4", "parallel.context=usp"], "ranks 4: cp 4 (usp, ulysses 2)"),
+    ],
+    ids=str,
+)
+def test_the_opening_names_the_form_of_context_parallelism(run_file, jobs, settings, ranks):
+    said = []
+    launch_train.train(run_file, overrides=settings, say=said.append)
+    assert any(line.endswith(ranks) for line in said), said
+
+
 def test_more_ranks_than_cores_is_said(run_file, jobs, monkeypatch):
     monkeypatch.setattr("ingot.launch.preflight.usable_cores", lambda: 1)
     said = []

@@ -106,3 +106,16 @@ def test_rules_and_trainer_cut_sequences_alike(cp, tp, sequence, times):
     resolved = resolve_context(ARCH, train, parallel)
     assert (resolved.context, resolved.ulysses) in legal
     assert token_multiple(resolved) == cut_of_sequences(resolved)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "form"),
+    [
+        (Parallel(), ""),
+        (Parallel(cp=4, context="ring"), "ring"),
+        (Parallel(cp=4, context="ulysses"), "ulysses"),
+        (Parallel(cp=8, context="usp", ulysses=2), "usp, ulysses 2"),
+    ],
+)
+def test_the_form_in_words(parallel, form):
+    assert resolve_context(ARCH, TRAIN, parallel).context_form == form
