@@ -22,6 +22,7 @@ def show(found: DryRun, terminal: Terminal) -> None:
         for t in first
     ]
     terminal.table(rows, ("rank", *MOMENTS, "planner"), right=range(1, len(MOMENTS) + 2))
+    _over_bill(found, terminal)
     terminal.say("\nOf the steady step's peak, by kind, and where it is reached:")
     kinds = [kind for kind in _KINDS if any(t.moments[STEADY].by_kind.get(kind) for t in first)]
     rows = [
@@ -46,6 +47,19 @@ def show(found: DryRun, terminal: Terminal) -> None:
     if found.overlap_left_out:
         terminal.say("The overlap of parallel.async_tp is not followed: collectives are told as they are without it.")
     _verdicts(found, terminal)
+
+
+def _over_bill(found: DryRun, terminal: Terminal) -> None:
+    if not found.over_bill:
+        return
+    worst, *others = found.over_bill
+    moment, peak = worst.peak
+    bill = found.bills[worst.position]
+    more = f"; {len(others)} more of the {len(found.traces)} ranks followed are above theirs" if others else ""
+    terminal.say(
+        f"More memory than planned: {worst.name} peaks at {format_bytes(peak)} ({moment}), the planner bills"
+        f" {format_bytes(bill)}: {peak / bill - 1:.0%} above it{more}."
+    )
 
 
 def _outermost(axis: str, found: DryRun) -> tuple[bool, int, int]:
@@ -105,5 +119,6 @@ def facts(found: DryRun) -> dict:
         "alike": found.world.alike,
         "compared": [asdict(c) | {"deviation": c.deviation, "agrees": c.agrees} for c in found.compared],
         "planner_bytes": found.bills,
+        "over_bill": [trace.rank for trace in found.over_bill],
         "useful_flops": found.useful,
     }

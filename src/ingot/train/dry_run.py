@@ -33,6 +33,7 @@ _FACTS = ("clip", "balance")  # places of the program that tell the whole world 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 _DEADLINE_SECONDS = 900
+_OVER_BILL = 1.05  # times the planner's bill of memory; what is above it is told
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Trace:
     cpu_seconds: float
     memory_bytes: int
 
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The moment of the highest peak, and its bytes."""
+        return max(((name, moment.bytes) for name, moment in self.moments.items()), key=lambda found: found[1])
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -87,6 +93,15 @@ class DryRun:
         """The first rank of every pipeline position."""
         inner = self.grid.world_size // self.grid.sizes["pp"]
         return [position * inner for position in range(self.grid.sizes["pp"])]
+
+    @property
+    def over_bill(self) -> list[Trace]:
+        """Ranks that need more memory than the planner's bill allows for, the worst first."""
+
+        def share(trace: Trace) -> float:
+            return trace.peak[1] / max(self.bills[trace.position], 1.0)
+
+        return sorted((trace for trace in self.traces if share(trace) > _OVER_BILL), key=share, reverse=True)
 
     @property
     def problems(self) -> bool:

@@ -1,6 +1,7 @@
 """`ingot check --simulate`: what it says, and its exit code."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,32 @@ def test_a_fault_makes_it_exit_3(run_file, capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "simulate", lambda *_, **__: found)
     assert main(["check", run_file, "--cluster", "8xh100", "--simulate"]) == 3
     assert "Collectives: deadlock" in capsys.readouterr().out
+
+
+def trace(rank: int, initial: int, steady: int) -> dry_run.Trace:
+    moments = {name: dry_run.Moment(10, {}, "forward", 0) for name in dry_run.MOMENTS}
+    moments["initialisation"] = replace(moments["initialisation"], bytes=initial)
+    moments["steady step"] = replace(moments["steady step"], bytes=steady)
+    return dry_run.Trace(rank, f"rank {rank}", rank, moments, 0.0, 0.0, 0.0, False, 0, {}, {}, [], 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("steady", "said"),
+    [
+        ((1000, 2000), None),
+        ((1000, 2100), None),  # 5% are left out of formulas
+        ((1000, 2120), "rank 1 peaks at 2.1 KiB (steady step), the planner bills 2.0 KiB: 6% above it."),
+        ((1500, 2120), "rank 0 peaks at 1.5 KiB (steady step), the planner bills 1000 B"),
+    ],
+)
+def test_memory_above_the_planners_bill_is_said(run_file, capsys, monkeypatch, steady, said):
+    traces = [trace(rank, initial=500, steady=bytes) for rank, bytes in enumerate(steady)]
+    grid = Grid(dict.fromkeys(dry_run.AXES, 1) | {"pp": 2})
+    found = dry_run.DryRun(grid, traces, WorldCheck(None, True, 2), [], [1000.0, 2000.0], [0.0, 0.0], False)
+    monkeypatch.setattr(dry_run, "simulate", lambda *_, **__: found)
+    assert main(["check", run_file, "--cluster", "8xh100", "--simulate"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("More memory than planned")]
+    assert (len(lines) == 1 and said in lines[0]) if said else not lines
 
 
 def test_given_loads_of_experts_are_told_beside_balanced_ones(run_file, tmp_path, capsys):
