@@ -8,7 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+# Machines are shared: how long one example takes says nothing.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 # One thread per process: forked ranks share two cores, and results stay the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
