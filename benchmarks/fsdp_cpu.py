@@ -54,7 +54,7 @@ def sharded_step() -> Callable[[], float]:
 
     from ingot.dist.start import start
     from ingot.loader.loader import Batch
-    from ingot.train.build import build_parts
+    from ingot.train.parts import build_parts
     from ingot.train.step import train_step
 
     place = start("cpu", 120)

@@ -52,7 +52,7 @@ def ingot_step(run, device) -> Callable[[], Any]:
     import numpy as np
 
     from ingot.loader.loader import Batch
-    from ingot.train.build import build_parts
+    from ingot.train.parts import build_parts
     from ingot.train.step import train_step
 
     parts = build_parts(run, device, Path())

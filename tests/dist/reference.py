@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ingot.model.init import initialize
 from ingot.model.transformer import Transformer
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 
 from .steps import CPU, Kept, batch_of, join, keep, run_of
 

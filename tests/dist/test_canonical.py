@@ -7,7 +7,7 @@ import pytest
 from ingot.checkpoint.loading import resume
 from ingot.checkpoint.saving import CheckpointFacts, save_checkpoint
 from ingot.schema.layout import RunFolder
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, same_bits, state_of, train
 

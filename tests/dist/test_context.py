@@ -25,7 +25,7 @@ from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 from ingot.train.evaluate import Heldout, evaluate
 from ingot.train.forward import run_logits, run_nats
 from ingot.train.heldout import SourceText

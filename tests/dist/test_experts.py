@@ -13,7 +13,7 @@ import pytest
 from ingot.parallel import expert
 from ingot.schema.arch import Moe
 from ingot.telemetry.tracker import Tracker
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of

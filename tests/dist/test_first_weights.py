@@ -5,7 +5,7 @@ from pathlib import Path
 from ingot.model.init import initialize
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 
 from .steps import CPU, join, keep, run_of, same_bits
 

@@ -11,7 +11,7 @@ import torch
 from ingot.model.init import initialize
 from ingot.model.transformer import Transformer
 from ingot.schema.arch import Mla
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 
 from . import steps
 from .steps import CPU, batch_of, join, keep, mean_losses, run_of

@@ -11,7 +11,7 @@ import torch
 
 from ingot.parallel import zero
 from ingot.telemetry.tracker import Tracker
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
 from .steps import ARCH, CPU, batch_of, run_of

@@ -10,7 +10,7 @@ from ingot.telemetry.tracker import HOST, Tracker
 from ingot.theory.layout import positions
 from ingot.theory.memory import shares
 from ingot.theory.state import state_per_parameter
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
 from .steps import CPU, batch_of, run_of

@@ -20,7 +20,7 @@ from ingot.telemetry.tracker import Tracker  # noqa: E402
 from ingot.theory.layout import Position, layout_problems, positions  # noqa: E402
 from ingot.theory.mesh_world import Grid  # noqa: E402
 from ingot.theory.traffic import step_traffic  # noqa: E402
-from ingot.train.build import build_parts  # noqa: E402
+from ingot.train.parts import build_parts  # noqa: E402
 
 # Dims that 2 and 4 ranks divide, so that nothing is padded.
 ARCH = Arch(vocab_size=128, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64)

@@ -3,8 +3,9 @@
 cases.py      what is tried: every form alone, every legal pair, triples, compositions of four axes; generated
 reference.py  one process in float64: plain PyTorch around the undivided model
 ranks.py      forked gloo ranks that live for many cases
-play.py       one case on one rank, by the code that trains: train/build.py and train/step.py
+play.py       one case on one rank, by the code that trains: train/parts.py and train/step.py
 compare.py    what the ranks hold together against the reference
-faults.py     errors planted one at a time, each of which has to be seen
+faults.py     errors planted one at a time, each of which has to be seen; faults_long.py: of long sequences and experts;
+              planting.py: how
 __main__.py   all cases, and the table in docs/parallelism.md: make proof
 """

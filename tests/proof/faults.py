@@ -19,7 +19,7 @@ from ingot.parallel.split_backward import WeightGradients
 from ingot.parallel.stages import TiedEnds
 from ingot.parallel.tensor import Region
 from ingot.parallel.zero import Zero
-from ingot.train import build
+from ingot.train import parts
 
 from .planting import fault, replaced
 
@@ -132,7 +132,7 @@ def wrong_rows_at_first(stack: ExitStack) -> None:
             name, shape, arch, seed, [0] * len(sizes), sizes
         )
 
-    replaced(stack, build, "initial_value", make)
+    replaced(stack, parts, "initial_value", make)
 
 
 @fault("ZeRO-3 takes the shard of the next rank for its own", "zero-3", "loss gradient norm parameters")
@@ -249,7 +249,7 @@ def last_micro_batch_dropped(stack: ExitStack) -> None:
 
         return shorter
 
-    replaced(stack, build, "build_table", make)
+    replaced(stack, parts, "build_table", make)
 
 
 @fault("a W is forgotten", "zb_h1", "gradient norm parameters loss")

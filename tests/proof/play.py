@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ingot.dist.mesh import Mesh
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
 from .cases import MICRO_BATCH, STEPS, Case

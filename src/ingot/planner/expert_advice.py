@@ -24,8 +24,8 @@ def expert_advice(run: RunConfig, cluster: Cluster, position: Position, times: d
     moe, parallel = run.model.moe, run.parallel
     if not (moe.bias_rate or moe.sequence_loss or moe.global_loss):
         yield (
-            "nothing balances the experts, and a few of them may take all tokens: set model.moe.bias_rate = 0.001"
-            " (Wang et al. 2024) or model.moe.global_loss = 0.01"
+            "nothing balances the experts, and a few of them may take all tokens: set model.moe.global_loss = 0.01,"
+            " or model.moe.bias_rate = 0.001 (Wang et al. 2024)"
         )
     if "ep" in times and times["ep"].crosses:
         legal = [ep for ep in legal_ep(moe.num_experts, parallel) if ep <= cluster.devices_per_node]

@@ -1,4 +1,4 @@
-"""From a run file to everything that trains it: the one place where data, model, optimizer and checkpoints meet."""
+"""From a run file to everything that trains it: where data and checkpoints come to the parts of train/parts.py."""
 
 import os
 import platform
@@ -13,31 +13,15 @@ import torch
 from ingot.checkpoint.loading import resume
 from ingot.checkpoint.manifest import candidate_folders
 from ingot.checkpoint.saving import CheckpointFacts
-from ingot.checkpoint.state import TrainingState
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
-from ingot.dist.mesh import Mesh, build_mesh
+from ingot.dist.mesh import Mesh
 from ingot.dist.start import Place
 from ingot.errors import ConfigError
 from ingot.events import EventLog
-from ingot.huggingface.first_weights import first_weights
 from ingot.loader.ledger import Ledger
 from ingot.loader.loader import Loader
 from ingot.loader.reader import check_vocabulary
-from ingot.model.attention import attend_locally
-from ingot.model.init import initial_value
-from ingot.model.moe import LocalDispatch, Pressure
-from ingot.model.transformer import SHARDING, Transformer
-from ingot.optim.adamw import Optimizer
-from ingot.optim.loss_scale import STATE as LOSS_SCALE
-from ingot.optim.loss_scale import LossScale
-from ingot.optim.offload import build_optimizer
-from ingot.parallel.apply import COMPUTE, Parallelized, parallelize
-from ingot.parallel.balance import Balance
-from ingot.parallel.context import Context
-from ingot.parallel.expert import dispatch_of
-from ingot.parallel.flash import require_kernels
-from ingot.parallel.pipeline import Pipeline
-from ingot.resilience.policy import DefaultPolicy, Policy, Unwatched
+from ingot.resilience.policy import DefaultPolicy
 from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.layout import RunFolder
@@ -46,34 +30,11 @@ from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.telemetry.cost import CostMeter
 from ingot.theory.flops import train_flops_per_token
-from ingot.theory.layout import require_layout, resolve_parallel
 from ingot.theory.params import count_parameters
 from ingot.theory.peaks import peak_flops
-from ingot.theory.schedule import build_table
 from ingot.train.evaluate import Heldout
 from ingot.train.heldout import read_heldout, unigram_nats
-
-
-@dataclass(kw_only=True)
-class Parts:
-    """What trains: the same on a laptop, on thousands of ranks, and in a trace without devices.
-
-    program: runs micro-batches through the pipeline's stages, be it one. loss_scale: in fp16 only. state: what is
-    saved. readers: the ranks that know losses, by the part of the batch that they read; of those that share its
-    sequences, the first. token_readers: all of them. balance: of the experts, if the model has any.
-    """
-
-    config: RunConfig
-    mesh: Mesh
-    model: Parallelized
-    program: Pipeline
-    optimizer: Optimizer
-    loss_scale: LossScale | None
-    state: TrainingState
-    policy: Policy
-    readers: list[int]
-    token_readers: list[int]
-    balance: Balance | None
+from ingot.train.parts import Parts, build_parts
 
 
 @dataclass(kw_only=True)
@@ -182,91 +143,6 @@ def load_newest(
 def data_path(folder: RunFolder, path: str) -> Path:
     """A path of the run file, which may be relative to it."""
     return (folder.config.parent / path).resolve()
-
-
-def build_parts(
-    config: RunConfig,
-    device: torch.device,
-    base: Path,
-    policy: Policy | None = None,
-    *,
-    first_values: bool = True,
-    continues: bool = False,
-) -> Parts:
-    """The run's model on this rank's place in the mesh, with its first weights, and what updates it. Collective.
-
-    base: where relative paths of the run file start. policy: none watches over a benchmark. first_values: False leaves
-    weights unset, for a trace. continues: a checkpoint will replace them, so config.init is not read, nor need it still
-    be there. Raises ConfigError with every problem of the layout, or if the model of config.init is another one.
-    """
-    require_layout(config)
-    settings, arch = resolve_parallel(config), config.model
-    mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe)
-    table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
-
-    if settings.ring > 1:
-        require_kernels(device, COMPUTE[config.train.precision], arch.head_dim)
-    context = Context(mesh, attend_locally)
-    dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # the views of experts are not there
-
-    def make() -> Transformer:
-        with torch.device("meta"):
-            return Transformer(arch, context.attend, dispatch)
-
-    def drawn(name: str, shape, offsets, sizes) -> torch.Tensor:
-        return initial_value(name, shape, arch, config.seed, offsets, sizes)
-
-    from_elsewhere = config.init and first_values and not continues
-    first_value = first_weights(base / config.init, arch, drawn) if from_elsewhere else drawn
-
-    model = parallelize(
-        make,
-        mesh,
-        config.train,
-        device,
-        sharding=SHARDING,
-        rank_of_stage=table.rank_of_stage,
-        micro_batches=config.accumulation,
-        initial_value=first_value if first_values else None,
-    )
-    sequence_ranks = settings.tp if settings.sequence else 1
-    program = Pipeline(
-        model.stages,
-        table,
-        mesh,
-        model.data,
-        d_model=arch.d_model,
-        dtype=model.hidden,
-        device=device,
-        sequence_ranks=sequence_ranks,
-        pressure=Pressure if arch.is_moe else None,
-    )
-    optimizer = build_optimizer(model.pieces, config.optim, settings, base)
-    loss_scale = LossScale(device) if config.train.precision == "fp16" else None
-    balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
-    if from_elsewhere and balance:
-        for buffer in balance.pieces:
-            buffer.value.copy_(first_value(buffer.name, buffer.shape, buffer.offsets, buffer.sizes))
-    state = TrainingState(
-        model.pieces,
-        optimizer,
-        extras=loss_scale.state() if loss_scale else {},
-        optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
-        buffers=balance.pieces if balance else (),
-    )
-    return Parts(
-        config=config,
-        mesh=mesh,
-        model=model,
-        program=program,
-        optimizer=optimizer,
-        loss_scale=loss_scale,
-        state=state,
-        policy=policy or Unwatched(),
-        readers=mesh.one_per_data_rank(table.rank_of_stage[-1]),
-        token_readers=mesh.one_per_token_rank(table.rank_of_stage[-1]),
-        balance=balance,
-    )
 
 
 def open_loader(config: RunConfig, tokens: Path, mesh: Mesh, device: torch.device, first_step: int) -> Loader:

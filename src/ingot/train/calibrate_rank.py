@@ -16,9 +16,9 @@ from ingot.dist.start import start, stop
 from ingot.loader.loader import Batch
 from ingot.schema.run import RunConfig
 from ingot.telemetry.memory import peak_memory_bytes
-from ingot.train.build import build_parts
 from ingot.train.calibrate import shapes
 from ingot.train.device_rates import measure_device, measure_gpu
+from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
 _MOST_STEPS, _SECONDS_PER_SHAPE = 4, 0.5

@@ -38,10 +38,10 @@ from ingot.telemetry.fake import FakeProgram, Known
 from ingot.telemetry.tracker import HOST, Tracker
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rendezvous import Call
-from ingot.train import build
-from ingot.train.build import Parts
+from ingot.train import parts
 from ingot.train.dry_run_attention import attended_pairs
 from ingot.train.dry_run_stand_ins import as_on_cuda, dealt_to_experts, own_groups_only, replaced
+from ingot.train.parts import Parts
 from ingot.train.step import train_step
 
 BUILD, FIRST, STEADY, SAVE = "initialisation", "first step", "steady step", "save"
@@ -79,8 +79,8 @@ def trace_rank(
             mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe)
         with (
             replaced(dist, "new_group", new_group),
-            replaced(build, "build_mesh", lambda *_, **__: mesh),
-            replaced(build, "build_optimizer", within_state(build.build_optimizer)),
+            replaced(parts, "build_mesh", lambda *_, **__: mesh),
+            replaced(parts, "build_optimizer", within_state(parts.build_optimizer)),
             dealt_to_experts(config, mesh, loads),
             as_on_cuda() if device == "cuda" else nullcontext(),
             fakes,
@@ -89,7 +89,7 @@ def trace_rank(
             tracker.begin(BUILD)
             with tracker.within("parameters", "build"):
                 policy = DefaultPolicy(RunFolder(Path()), scaled_loss=train.precision == "fp16")
-                run = build.build_parts(config, _CPU, Path(), policy, first_values=False)
+                run = parts.build_parts(config, _CPU, Path(), policy, first_values=False)
             _follow(run, tracker)
             for moment in (FIRST, STEADY):
                 tracker.begin(moment)

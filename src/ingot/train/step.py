@@ -7,7 +7,7 @@ from ingot.resilience.policy import Facts
 
 if TYPE_CHECKING:
     from ingot.parallel.pipeline import Batch
-    from ingot.train.build import Parts
+    from ingot.train.parts import Parts
 
 
 def train_step(run: "Parts", batch: "Batch", lr: float) -> Facts:

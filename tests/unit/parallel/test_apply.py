@@ -12,7 +12,7 @@ from ingot.parallel.apply import compile_blocks, should_compile
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
-from ingot.train.build import build_parts
+from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
 ARCH = Arch(vocab_size=20, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ffn=24)

@@ -64,7 +64,7 @@ def _really_trained(rank, world, run):
     """The same program with real tensors on a real rank: what the tracker saw of its second step."""
     from pathlib import Path
 
-    from ingot.train.build import build_parts
+    from ingot.train.parts import build_parts
     from ingot.train.step import train_step
 
     with Tracker() as tracker:
