@@ -334,6 +334,12 @@ def _mixed() -> Iterator[tuple[Form, ...]]:
         yield model, Form("pp x ddp x cp x ep x tp", axes, 2, tokens=LONG)
 
 
+def _axes(parallel: Parallel) -> int:
+    """How many axes of the mesh divide something, and other forms beside them."""
+    degrees = parallel.pp, parallel.data_ranks, parallel.cp, parallel.tp, parallel.ep
+    return sum(degree > 1 for degree in degrees) + (parallel.recompute != "none") + (parallel.offload != "none")
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A pair that the rules do not accept, and why."""
@@ -364,8 +370,8 @@ def all_cases() -> tuple[tuple[Case, ...], tuple[Refusal, ...]]:
         if not case.problems():
             cases.append(case)
     for number, group in enumerate([*_long(), *_mixed()]):
-        kind = KINDS[max(sum(bool(form.settings) for form in group), 1) - 1]
-        case = compose(*group, kind=kind, number=number)
+        case = compose(*group, number=number)
+        case = replace(case, kind=KINDS[min(max(_axes(case.parallel), 1), 4) - 1])
         if problems := case.problems():
             refused.append(Refusal(case.name, tuple(problems)))
         else:
