@@ -98,7 +98,11 @@ def test_a_trace_is_what_a_real_rank_does(fork_ranks, parallel):
         traced = role.trace_rank(run, rank)
         assert [(c.op, c.group, c.dtype, c.elements, c.peer) for c in traced.calls] == calls
         assert traced.flops_of(role.STEADY) == flops
-        assert traced.peaks()[role.STEADY].bytes == pytest.approx(peak, abs=ROUNDING_BYTES)  # a scalar
+        # Gloo's two threads each let go of an all-to-all's input and output some time after the wait for it.
+        sizes = [c.elements * getattr(torch, c.dtype).itemsize for c in traced.calls if c.op == "all_to_all"]
+        late = 4 * max(sizes, default=0)
+        more = peak - traced.peaks()[role.STEADY].bytes
+        assert -ROUNDING_BYTES <= more <= late + ROUNDING_BYTES  # rounding: a scalar
 
 
 def test_units_are_gathered_before_the_one_in_use_computes():
