@@ -56,6 +56,7 @@ def fork_ranks(tmp_path):
     The ranks are forked from this process, which has imported torch: 0.1 s instead of 7 s. Returns their results
     (picklable) by rank; the first rank's traceback becomes the failure. Closures work.
     """
+    pytest.importorskip("torch")
     import torch.distributed  # noqa: F401  (imported before the fork, so that the ranks have it)
 
     runs = iter(range(10_000))
