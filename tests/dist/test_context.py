@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,10 +26,10 @@ from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
-from ingot.train.parts import build_parts
 from ingot.train.evaluate import Heldout, evaluate
 from ingot.train.forward import run_logits, run_nats
 from ingot.train.heldout import SourceText
+from ingot.train.parts import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, train
 
@@ -241,7 +242,7 @@ LAYOUTS_OF_RUNS = ({"cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp_shard
 
 
 def trained(config):
-    parts = build_parts(config, CPU, base=None)  # type: ignore[arg-type]
+    parts = build_parts(config, CPU, Path())
     return SimpleNamespace(**vars(parts), place=SimpleNamespace(device=CPU))
 
 

@@ -67,7 +67,7 @@ def test_unknown_presets_suggest_the_nearest():
 
 def test_a_model_file(tmp_path):
     path = tmp_path / "mine.toml"
-    for name in ("tiny", "deepseek-v3"):
+    for name in ("tiny", "moe-671b"):
         path.write_text(to_toml(load_model(name)))
         assert load_model(str(path)) == load_model(name)
     path.write_text(to_toml(ModelPreset(arch=load_model("tiny").arch)))
