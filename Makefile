@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test check proof bench clean
+.PHONY: run test check proof bench native clean
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
@@ -22,6 +22,13 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
+
+# The compiled core again, after a change of its C files (installing ingot builds it too).
+NATIVE := $(patsubst src/ingot/data/native/%.c,src/ingot/data/native/_%.abi3.so,$(wildcard src/ingot/data/native/*.c))
+native: $(NATIVE)
+src/ingot/data/native/_%.abi3.so: src/ingot/data/native/%.c
+	$(CC) -O3 -Wall -Wextra -shared -fPIC -DPy_LIMITED_API=0x030B0000 \
+	  -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') -o $@.tmp $< && mv $@.tmp $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
