@@ -1,6 +1,7 @@
 """What `data build` made of a crawl: the funnel and the manifest of kept text."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class FunnelStage:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusPart:
-    """A gzip JSONL file of kept documents (id, url, source, file, record_id, language, text)."""
+    """A gzip JSONL file of kept documents: id, url, source, file, record_id, language, text and what lineage tells."""
 
     name: str
     source: str
@@ -32,11 +33,20 @@ class CorpusPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LineagePart:
+    """A Parquet file that tells the fate of every record of one input."""
+
+    name: str
+    records: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class CorpusManifest:
     """`corpus.json` of a corpus folder.
 
-    inputs: crawl file name -> sha256. sources: crawl file name -> source.
-    config_sha256: of the data recipe that was applied.
+    inputs: input name -> sha256, or what else identifies a remote one. sources: input name -> source.
+    config_sha256: of the data recipe that was applied, and of the files that it names. recipe: its values.
     dropped: the files of dropped documents, whose `text_bytes` count the excerpts they hold.
     """
 
@@ -47,6 +57,8 @@ class CorpusManifest:
     parts: tuple[CorpusPart, ...]
     funnel: tuple[FunnelStage, ...]
     dropped: tuple[CorpusPart, ...] = ()
+    lineage: tuple[LineagePart, ...] = ()
+    recipe: dict[str, Any] = field(default_factory=dict)
 
     def problems(self):
         if self.version != 1:

@@ -4,7 +4,9 @@ A token folder holds `manifest.json` and, per shard NAME:
   NAME.tokens     little-endian uint16 or uint32; documents back to back, each followed by the EOT token
   NAME.blocks     32-byte SHA-256 digests, one per `block_bytes` of NAME.tokens (the last block may be short)
   NAME.documents  the document index: records of DOCUMENT_DTYPE, in order of `start`
-Only the manifest is read at start; it carries the SHA-256 of .blocks and .documents, so every byte is covered.
+  NAME.lineage.parquet  where each document comes from, in the same order; training does not need it
+Only the manifest is read at start; it carries the SHA-256 of .blocks, .documents and the lineage, so every byte is
+covered.
 Documents were shuffled at build: reading a shard in order is reading its source at random.
 A shard holds documents of one source.
 """
@@ -25,7 +27,7 @@ DOCUMENT_DTYPE = [("start", "<u8"), ("tokens", "<u4"), ("id", "V16")]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """`text_bytes` are the UTF-8 bytes that the tokens encode, EOT excluded."""
+    """`text_bytes` are the UTF-8 bytes that the tokens encode, EOT excluded. lineage_sha256: "" if there is none."""
 
     name: str
     source: str
@@ -34,6 +36,7 @@ class Shard:
     text_bytes: int
     blocks_sha256: str
     documents_sha256: str
+    lineage_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,10 @@ class TokenManifest:
         return tuple(sorted({s.source for s in self.shards}))
 
     def fingerprint(self) -> str:
-        """Identifies the token stream: what the order of samples is a function of."""
+        """Identifies the token stream: what the order of samples is a function of. Lineage has no part in it."""
         # As to_dict, but an order of magnitude quicker for 10,000 shards: both classes are flat and hold no None.
-        values = vars(self) | {"shards": [vars(shard) for shard in self.shards]}
+        shards = [{k: v for k, v in vars(shard).items() if k != "lineage_sha256"} for shard in self.shards]
+        values = vars(self) | {"shards": shards}
         return sha256_bytes(canonical_json(values).encode())
 
 
