@@ -1,10 +1,27 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.data.dedup.minhash import DedupRules, jaccard, shingles, signature
+from ingot.data.dedup.minhash import (
+    DedupRules,
+    common_reference,
+    jaccard,
+    shingle_set,
+    shingles,
+    shingles_reference,
+    signature,
+    signature_of,
+    signature_reference,
+)
+from ingot.data.native import compiled
 
+TEXTS = st.text(
+    st.one_of(st.sampled_from("ab \u00a0\u1680\u2003\u202f\u3000\x85\x1c\n"), st.characters()), max_size=300
+)
+needs_core = pytest.mark.skipif(compiled("_minhash") is None, reason="the compiled core was not built")
 WORDS = st.lists(st.text(alphabet="abcÄ", min_size=1, max_size=3), max_size=40)
 
 
@@ -59,3 +76,69 @@ def test_long_texts_go_in_blocks():
 def test_rules_are_checked():
     assert [name for name, _ in DedupRules(jaccard=0, bands=0).problems()] == ["jaccard", "bands"]
     assert DedupRules(bands=14).permutations == 112
+
+
+def test_a_document_in_one_call():
+    rules, text = DedupRules(ngram=2), "one two three two three"
+    assert (signature_of(text, rules) == signature(shingles(text, 2), 128)).all()
+    assert shingle_set(text, rules).tolist() == sorted({*shingles("one two", 2), *shingles("two three two", 2)})
+
+
+def test_signatures_are_the_same_in_every_process_and_release():
+    found = signature_of("the quick brown fox jumps over", DedupRules(bands=1, rows=3))
+    assert found.tolist() == [1016250728, 1201384086, 1377846905]
+
+
+@needs_core
+@given(TEXTS, st.integers(1, 8))
+def test_the_compiled_core_gives_the_same(text, ngram):
+    rules = DedupRules(ngram=ngram, bands=3, rows=13)  # 39 permutations: one whole group and a rest
+    plain = shingles_reference(text, ngram)
+    assert (shingles(text, ngram) == plain).all()
+    assert (signature_of(text, rules) == signature_reference(plain, 39)).all()
+    assert (signature(plain, 39) == signature_reference(plain, 39)).all()
+
+
+@needs_core
+@pytest.mark.parametrize("alphabet", ["x", "Ж", "語", "\ud800"])
+def test_the_compiled_core_hashes_words_of_every_length(alphabet):
+    for length in [*range(1, 70), 127, 128, 129, 240, 241, 5000]:
+        text = f"{alphabet * length} {'ab' * length}"
+        assert (shingles(text, 1) == shingles_reference(text, 1)).all(), length
+
+
+@needs_core
+def test_the_compiled_core_splits_where_python_does():
+    for first in range(0, 0x110000, 0x1000):  # a whitespace character between the letters makes another shingle
+        text = "".join(f"a{chr(code)}b " for code in range(first, first + 0x1000))
+        assert (shingles(text, 1) == shingles_reference(text, 1)).all(), hex(first)
+
+
+@needs_core
+def test_the_compiled_core_takes_more_shingles_than_a_block():
+    text = " ".join(map(str, range(20_000)))
+    plain = shingles_reference(text, 5)
+    assert (shingles(text) == plain).all()
+    assert (signature_of(text, DedupRules()) == signature_reference(plain, 128)).all()
+
+
+@needs_core
+def test_the_compiled_core_with_an_ngram_longer_than_any_text():
+    assert (shingles("a b c", 2**40) == shingles_reference("a b c", 3)).all()
+
+
+@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)))
+def test_what_two_sets_share(a, b):
+    left, right = np.array(sorted(a), np.uint64), np.array(sorted(b), np.uint64)
+    assert common_reference(left, right) == len(a & b)
+    if a | b:
+        assert jaccard(left, right) == len(a & b) / len(a | b)
+
+
+@needs_core
+def test_the_core_refuses_what_it_cannot_take():
+    core: Any = compiled("_minhash")
+    with pytest.raises(ValueError, match="ngram"):
+        core.shingles("a b", 0, int)
+    with pytest.raises(ValueError, match="whole items"):
+        core.common(b"1234567", b"")
