@@ -1,25 +1,33 @@
 """The records of a WARC file, also of a damaged one: what cannot be read is reported, and reading goes on behind it.
 
 fastwarc does the reading. Around it stand checks for what it lets pass (headers cut by the end of the file, lengths
-that are no numbers) and a search for the next record after damage, so that one bad record costs one record.
+that are no numbers, an empty gzip member that it takes for the end) and a search for the next record after damage
+(members.py), so that one bad record costs one record.
 """
 
-import mmap
-import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastwarc.warc import ArchiveIterator, WarcRecord
 
+from ingot.data.sources.limits import Limits
+from ingot.data.sources.members import Member, packing_of
+from ingot.data.sources.window import Window
 from ingot.errors import DataError
 
-_GZIP_MAGIC = b"\x1f\x8b\x08"
-_GZIP_MEMBER = re.compile(rb"\x1f\x8b\x08[\x00-\x1f]")
-_PLAIN_RECORD = re.compile(rb"(?<![^\n])WARC/[01]\.\d\d?\r?\n")
-_HEADER_END = re.compile(rb"\r?\n\r?\n")
-_STEP_BYTES = 1 << 20
+# What may be read in vain behind records whose length is a lie, before the rest of the file is given up. Without this
+# a file of short records that each claim 30 MB would be read millions of times over.
+_MAX_WASTED_BYTES = 16 << 30
+_JUNK_BYTES = 1 << 20  # of what stands between records, looked at to tell padding from damage
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"Rar!": "a rar archive",
+    b"7z\xbc\xaf": "a 7z archive",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +50,16 @@ class Record:
     cut: bool = False
 
 
-def read_records(path: Path, *, block_bytes: int, header_bytes: int) -> Iterator[Record]:
-    """All records of the plain or gzip WARC file `path` in order, in constant memory.
+def read_records(path: Path, limits: Limits) -> Iterator[Record]:
+    """All records of the WARC file `path` (plain, gzip or zstd) in order, in constant memory.
 
     Raises DataError when the file cannot be opened or holds no WARC record at all.
     """
     try:
-        with path.open("rb") as file:
-            if not file.seek(0, 2):
+        with Window(path) as file:
+            if not file.size:
                 raise _no_warc(path, "is empty")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                yield from _Reader(path, data, block_bytes, header_bytes).records()
+            yield from _Reader(path, file, limits).records()
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror or error}",
@@ -64,49 +71,84 @@ def read_records(path: Path, *, block_bytes: int, header_bytes: int) -> Iterator
 def _no_warc(path: Path, found: str) -> DataError:
     return DataError(
         f"{path} {found}",
-        rule="a crawl file holds WARC records, plain or gzip (.warc .warc.gz .wet.gz); the first starts at offset 0",
-        fix="leave this file out, or fetch it again; unpack other formats (zstd, tar, zip) first",
+        rule="a crawl file holds WARC records, plain, gzip or zstd (.warc .warc.gz .warc.zst .wet.gz); "
+        "the first starts at offset 0",
+        fix="leave this file out, or fetch it again; unpack other formats (zip, bzip2, xz, lz4) first",
     )
 
 
+class _From:
+    """The file from `start` on behind `prefix`, as ArchiveIterator reads it. Its position 0 is `shift` in the file:
+    a dictionary is one at position 0 only."""
+
+    def __init__(self, file: Window, start: int, prefix: bytes):
+        self._file, self._position, self._prefix = file, start, prefix
+        self.shift = start - len(prefix)
+
+    def read(self, count: int) -> bytes:
+        data, self._prefix = self._prefix, b""
+        if not data:
+            data = self._file.at(self._position, count)
+            self._position += len(data)
+        return data
+
+    def tell(self) -> int:
+        return 0
+
+
 class _Reader:
-    def __init__(self, path: Path, data: mmap.mmap, block_bytes: int, header_bytes: int):
-        self.path, self.data = path, data
-        self.block_bytes, self.header_bytes = block_bytes, header_bytes
+    def __init__(self, path: Path, file: Window, limits: Limits):
+        self.path, self.file, self.limits = path, file, limits
+        self.packing = packing_of(file, limits)
+        self.wasted_bytes = 0
 
     def records(self) -> Iterator[Record]:
-        start = self._next_start(0)
+        start = self.packing.next_start(0)
         if start is None:
-            raise _no_warc(self.path, f"holds no WARC record: it starts with {bytes(self.data[:16])!r} at offset 0")
-        if bytes(self.data[:start]).strip():
+            raise _no_warc(self.path, self._instead())
+        before = len(self.packing.prefix)
+        if start > before and self.file.at(before, min(start, 1 << 20)).strip():
             yield Record(offset=0, problem=f"{start} bytes before the first record")
         while start is not None:
             start = yield from self._run(start)
+            if start is not None and self.wasted_bytes > _MAX_WASTED_BYTES:
+                yield Record(offset=start, problem="too much damage: the rest of the file is not read", cut=True)
+                return
+
+    def _instead(self) -> str:
+        head = self.file.at(0, 16)
+        kind = next((f" ({name})" for magic, name in _FOREIGN.items() if head.startswith(magic)), "")
+        return f"holds no WARC record: it starts with {head!r}{kind} at offset 0"
 
     def _run(self, start: int):
         """Yield records from `start` on until the end or damage. Returns where to go on, or None."""
         last: Record | None = None
-        with self.path.open("rb") as file:
-            file.seek(start)
-            reason = ""
-            try:
-                for found in ArchiveIterator(file, parse_http=False, max_header_len=self.header_bytes):
-                    # The header behind `last` could be read, so the length of `last` was right.
-                    if last:
-                        yield last
-                    last = self._record(found)
-                    if last.problem:
-                        return (yield from self._skip(last, last.offset + 1))
-            except OSError as error:
-                reason = str(error)
+        reason = ""
+        # One that starts in the middle of a zstd file has to see the dictionary at its start.
+        source = _From(self.file, start, self.packing.prefix if start else b"")
+        try:
+            for found in ArchiveIterator(source, parse_http=False, max_header_len=self.limits.header_bytes):  # pyright: ignore[reportArgumentType]
+                # The header behind `last` could be read, so the length of `last` was right.
+                if last:
+                    yield last
+                last = self._record(found, source.shift)
+                if last.problem:
+                    return (yield from self._skip(last, last.offset + 1))
+                if len(last.block) > self.limits.block_bytes:
+                    # The rest of it may inflate to anything: go around.
+                    yield last
+                    return self._after_large(last, found.content_length)
+        except OSError as error:
+            reason = str(error)
         if reason:
             return (yield from self._after_error(start, last, reason))
         if last:
             yield last
-        end = self._clean_end(last.offset if last else start, start)
-        if end is not None:
-            yield Record(offset=end, problem="the gzip stream is not whole", cut=True)
-        return None
+        return (yield from self._behind(last, start))
+
+    def _after_large(self, last: Record, length: int) -> int | None:
+        end = self.packing.record_end(last.offset, length)
+        return self.packing.next_start(last.offset + 1 if end is None else end)
 
     def _after_error(self, start: int, last: Record | None, reason: str):
         if last is None:
@@ -116,19 +158,20 @@ class _Reader:
             lie = Record(
                 offset=last.offset, kind=last.kind, record_id=last.record_id, url=last.url, problem="bad length"
             )
+            self.wasted_bytes += len(last.block)
             return (yield from self._skip(lie, last.offset + 1))
         yield last
-        end = self._record_end(last)
-        if end is None:  # one gzip stream over all records: no second way in
-            yield Record(offset=last.offset, problem=reason, cut=True)
-            return None
-        following = self._next_start(end)
-        if following == end:  # it looks like a record: a fresh reader says what is wrong with it
-            return end
-        return (yield from self._skip(Record(offset=end, problem=reason), end))
+        end = self.packing.record_end(last.offset, len(last.block))
+        if end is None:
+            following = self.packing.next_start(last.offset + 1)  # None: one stream over all records, no second way in
+            yield Record(offset=last.offset, problem=reason, cut=following is None)
+            return following
+        if end >= self.file.size:
+            yield Record(offset=end, problem=reason, cut=True)
+        return (yield from self._onward(end))  # if that looks like a record, a fresh reader says what is wrong with it
 
     def _skip(self, bad: Record, search_from: int):
-        following = self._next_start(search_from)
+        following = self.packing.next_start(search_from)
         yield Record(
             offset=bad.offset,
             kind=bad.kind,
@@ -139,23 +182,25 @@ class _Reader:
         )
         return following
 
-    def _record(self, found: WarcRecord) -> Record:
+    def _record(self, found: WarcRecord, shift: int) -> Record:
         headers = found.headers
         problem, block = "", b""
         length = (headers.get("Content-Length") or "").strip()
         if not (length.isascii() and length.isdigit()):
             problem = f"Content-Length is {length[:40]!r}" if length else "no Content-Length"
-        elif int(length) != found.content_length:
+        elif int(length[:20]) != found.content_length:
             problem = f"Content-Length {length[:40]} is out of range"
         else:
+            wanted = min(found.content_length, self.limits.block_bytes + 1)
             try:
-                block = found.reader.read(self.block_bytes + 1)
+                block = found.reader.read(wanted)  # asking for more than there is takes twice as long
             except OSError as error:
                 problem = str(error)
-            if not problem and len(block) < min(found.content_length, self.block_bytes + 1):
+            if not problem and len(block) < wanted:
                 problem = f"{len(block)} of {length} bytes"
+                self.wasted_bytes += len(block)
         return Record(
-            offset=found.stream_pos,
+            offset=found.stream_pos + shift,
             kind=(headers.get("WARC-Type") or "").strip().lower(),
             record_id=(headers.get("WARC-Record-ID") or "").strip(),
             url=(headers.get("WARC-Target-URI") or "").strip().removeprefix("<").removesuffix(">"),
@@ -166,59 +211,48 @@ class _Reader:
             problem=problem,
         )
 
-    def _next_start(self, position: int) -> int | None:
-        """Offset of the first record at or behind `position`: a gzip member that opens as WARC, or a version line."""
-        if self.data[:3] != _GZIP_MAGIC:
-            match = _PLAIN_RECORD.search(self.data, position)
-            return match.start() if match else None
-        for match in _GZIP_MEMBER.finditer(self.data, position):
-            try:
-                head = zlib.decompressobj(31).decompress(self.data[match.start() : match.start() + 4096], 64)
-            except zlib.error:
-                continue  # the magic bytes by chance
-            if head.lstrip().startswith(b"WARC/"):
-                return match.start()
-        return None
+    def _behind(self, last: Record | None, start: int):
+        """Account for everything behind `last`, where fastwarc saw the end. Returns where to go on, or None.
 
-    def _record_end(self, record: Record) -> int | None:
-        """Offset right behind `record` and its closing line ends. None if a gzip file is not compressed by record."""
-        if self.data[:3] == _GZIP_MAGIC:
-            whole, end = self._member_end(record.offset)
-            return end if whole else None
-        head = _HEADER_END.search(self.data, record.offset)
-        end = (head.end() if head else record.offset) + len(record.block)
-        while end < len(self.data) and self.data[end] in b"\r\n":
-            end += 1
-        return end
-
-    def _member_end(self, offset: int) -> tuple[bool, int]:
-        """(whether the gzip member at `offset` is whole, offset behind its last byte). Constant memory."""
-        stream = zlib.decompressobj(31)
-        position = offset
-        try:
-            while not stream.eof and position < len(self.data):
-                piece = self.data[position : position + _STEP_BYTES]
-                position += len(piece)
-                while piece and not stream.eof:
-                    stream.decompress(piece, _STEP_BYTES)
-                    piece = stream.unconsumed_tail
-        except zlib.error:
-            return False, position
-        return stream.eof, position - len(stream.unused_data)
-
-    def _clean_end(self, last: int, start: int) -> int | None:
-        """None if the gzip file ends with a whole member, else where the cut one starts.
-
-        fastwarc reads a member without its end, and takes one cut inside the header for the end of the file.
+        fastwarc reads a gzip member without its end, and takes an empty member, or one cut inside the header, for the
+        end of the file.
         """
-        if self.data[:3] != _GZIP_MAGIC:
-            return None
-        position = last if self.data[last : last + 3] == _GZIP_MAGIC else start
-        while position < len(self.data):
-            if not self.data[position : position + 64].strip(b"\0\r\n "):
-                return None  # padding
-            whole, end = self._member_end(position)
-            if not whole:
+        if last is None:
+            member = self.packing.member(start)
+            return (yield from self._skip(Record(offset=start, problem=_unread(member)), start + 1))
+        first = self.packing.member(last.offset)
+        if first is None:  # not packed, or one zstd frame over all records, which has no offsets in it
+            position = self.packing.record_end(last.offset, len(last.block)) or self.file.size
+        elif first.whole:
+            position = first.end
+        else:
+            return (yield from self._skip(Record(offset=last.offset, problem=_unread(first)), last.offset + 1))
+        return (yield from self._onward(position))
+
+    def _onward(self, position: int):
+        """Account for what stands at `position`, where a record should. Returns where the next one starts, or None."""
+        while position < self.file.size:
+            if self.packing.opens(position):
                 return position
-            position = end
+            member = self.packing.member(position)
+            if member is None or not member.whole:
+                return (yield from self._leftover(position, member))
+            if not member.blank:
+                yield Record(offset=position, problem="packed bytes that are no record")
+            position = member.end
         return None
+
+    def _leftover(self, position: int, member: Member | None):
+        """What is no whole member: padding, junk, or the beginning of what was cut off."""
+        following = self.packing.next_start(position + 1)
+        end = self.file.size if following is None else following
+        if member or self.file.at(position, min(end - position, _JUNK_BYTES)).strip(b"\0\r\n "):
+            problem = _unread(member) if member else f"{end - position} bytes that are no record"
+            yield Record(offset=position, problem=problem, cut=following is None)
+        return following
+
+
+def _unread(member: Member | None) -> str:
+    if member is None or member.whole:
+        return "no record"
+    return f"inflates to more than {member.bomb} times its size" if member.bomb else "the packed stream is not whole"

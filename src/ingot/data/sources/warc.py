@@ -6,10 +6,10 @@ the offset. Requests, metadata, resources and revisits (copies of an earlier res
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.data.sources.http import BadResponse, decoded_body, parse_response
+from ingot.data.sources.limits import Limits
 from ingot.data.sources.records import Record, read_records
 from ingot.data.sources.sniff import charset, media_type, page_type
 from ingot.schema.document import Document, Drop, document_id
@@ -17,19 +17,8 @@ from ingot.schema.document import Document, Drop, document_id
 STAGE = "read"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Caps per record, so that a bomb costs one record. block_bytes: the record as stored (after gzip of the file),
-    body_bytes: the body after its own decoding, header_bytes: WARC or HTTP headers.
-    """
-
-    block_bytes: int = 32 << 20
-    body_bytes: int = 64 << 20
-    header_bytes: int = 64 << 10
-
-
 def read_warc(path: Path, source: str, limits: Limits | None = None) -> Iterator[tuple[Document, Drop | None]]:
-    """Pairs (document, why it has to go or None) in the order of the file, which may be plain or gzip.
+    """Pairs (document, why it has to go or None) in the order of the file, which may be plain, gzip or zstd.
 
     Rules: read.http_status, not_html, empty_body, too_large, bad_http, not_http, bad_encoding, unsupported_encoding,
     no_url, bad_record (damage; reading goes on behind it), truncated_file (damage, and nothing readable behind it),
@@ -39,7 +28,7 @@ def read_warc(path: Path, source: str, limits: Limits | None = None) -> Iterator
     """
     limits = limits or Limits()
     pages, others = 0, Counter()
-    for record in read_records(path, block_bytes=limits.block_bytes, header_bytes=limits.header_bytes):
+    for record in read_records(path, limits):
         if record.problem:
             rule = "truncated_file" if record.cut else "bad_record"
             value = f"offset {record.offset}: {record.problem}"
