@@ -168,7 +168,9 @@ class _Reader:
             return following
         if end >= self.file.size:
             yield Record(offset=end, problem=reason, cut=True)
-        return (yield from self._onward(end))  # if that looks like a record, a fresh reader says what is wrong with it
+        return (
+            yield from self._onward(end, reason)
+        )  # if that looks like a record, a fresh reader says what is wrong with it
 
     def _skip(self, bad: Record, search_from: int):
         following = self.packing.next_start(search_from)
@@ -229,25 +231,28 @@ class _Reader:
             return (yield from self._skip(Record(offset=last.offset, problem=_unread(first)), last.offset + 1))
         return (yield from self._onward(position))
 
-    def _onward(self, position: int):
-        """Account for what stands at `position`, where a record should. Returns where the next one starts, or None."""
+    def _onward(self, position: int, reason: str = ""):
+        """Account for what stands at `position`, where a record should. Returns where the next one starts, or None.
+
+        reason: what the reader said of it, if it said something.
+        """
         while position < self.file.size:
             if self.packing.opens(position):
                 return position
             member = self.packing.member(position)
             if member is None or not member.whole:
-                return (yield from self._leftover(position, member))
+                return (yield from self._leftover(position, member, reason))
             if not member.blank:
                 yield Record(offset=position, problem="packed bytes that are no record")
             position = member.end
         return None
 
-    def _leftover(self, position: int, member: Member | None):
+    def _leftover(self, position: int, member: Member | None, reason: str):
         """What is no whole member: padding, junk, or the beginning of what was cut off."""
         following = self.packing.next_start(position + 1)
         end = self.file.size if following is None else following
-        if member or self.file.at(position, min(end - position, _JUNK_BYTES)).strip(b"\0\r\n "):
-            problem = _unread(member) if member else f"{end - position} bytes that are no record"
+        if member or reason or self.file.at(position, min(end - position, _JUNK_BYTES)).strip(b"\0\r\n "):
+            problem = _unread(member) if member else reason or f"{end - position} bytes that are no record"
             yield Record(offset=position, problem=problem, cut=following is None)
         return following
 
