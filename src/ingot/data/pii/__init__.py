@@ -1,0 +1,129 @@
+"""Personal data becomes placeholders: e-mail addresses, phone numbers, payment cards, IP addresses, ids by plug-in.
+
+Patterns alone hit order numbers, versions and ISBNs, so each kind is checked further: cards by issuer and Luhn sum
+(ISO/IEC 7812-1), IP addresses by range and by what stands before them, phone numbers by country code and length
+(ITU-T E.164), the North American plan, or a label such as "Tel." in front. What a plug-in found is left alone by the
+rest, so that an IBAN does not become a phone number.
+
+Every scan is linear in the text, and begins with a search for what a kind cannot do without: "@", a run of digits,
+two colons. Personal names and postal addresses are out of scope; docs/design/junk.md says what was measured.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ingot.data.pii.email import find_emails
+from ingot.data.pii.ids import IdPlugin, load_ids, problems_of
+from ingot.data.pii.network import find_ipv6, is_public_ipv4
+from ingot.data.pii.numbers import find_numbers, is_card
+from ingot.data.pii.span import CARD, EMAIL, IP, PHONE, Span, without_overlaps
+from ingot.schema.document import Document, Drop
+
+__all__ = ["CARD", "EMAIL", "IP", "PHONE", "Pii", "PiiRules", "Span", "is_card", "is_public_ipv4", "scrub"]
+
+Kind = Literal["email", "phone", "card", "ip"]
+KINDS: tuple[Kind, ...] = ("email", "phone", "card", "ip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PiiRules:
+    """density: the largest number of placeholders per word; above it a page is a list of contacts and is dropped.
+
+    kinds: what is replaced besides ids. obfuscated: also "name [at] host [dot] com".
+    ids: names of plug-ins, built in ("iban", "us_ssn", ...: see ids.py) or from installed packages.
+    """
+
+    enabled: bool = True
+    density: float = 0.1
+    kinds: tuple[Kind, ...] = KINDS
+    obfuscated: bool = False
+    ids: tuple[str, ...] = ()
+
+    def problems(self):
+        if not 0 < self.density <= 1:
+            yield "density", f"is {self.density}, must be in (0, 1]"
+        yield from problems_of(self.ids)
+
+
+class Pii:
+    """Stage: replaces personal data in the text and counts it in notes (pii_email, ...).
+
+    Rules: pii.density; pii.plugin where a plug-in raised or gave a span outside the text, as the document may still
+    hold what it was to find. Raises ConfigError for an id that is not installed.
+    """
+
+    name = "pii"
+
+    def __init__(self, rules: PiiRules | None = None):
+        self.rules = rules or PiiRules()
+        self.ids = load_ids(self.rules.ids)
+
+    @property
+    def ran(self) -> str:
+        names = {"email": "e-mail", "phone": "phone", "card": "card", "ip": "public IPv4 and IPv6"}
+        kinds = [names[kind] for kind in KINDS if kind in self.rules.kinds]
+        ids = f"ids {', '.join(self.rules.ids)}" if self.rules.ids else "no ids"
+        obfuscated = "" if self.rules.obfuscated else ", obfuscated e-mail off"
+        return f"{', '.join([*kinds, ids])}{obfuscated} -> placeholders, <= {self.rules.density:g} per word"
+
+    def __call__(self, document: Document) -> Drop | None:
+        try:
+            claimed = _plugin_spans(document.text, self.ids)
+        except Exception as error:  # whatever a plug-in of somebody else's does
+            return Drop(self.name, "pii.plugin", f"{type(error).__name__}: {error}"[:200])
+        text, found = _replace(document.text, _spans(document.text, self.rules.kinds, self.rules.obfuscated, claimed))
+        if not found:
+            return None
+        document.text = text
+        for placeholder, count in found.items():
+            document.notes[f"pii_{placeholder.strip('<>').lower()}"] = count
+        density = sum(found.values()) / len(text.split())
+        if density > self.rules.density:
+            return Drop(self.name, "pii.density", f"{density:.3f} > {self.rules.density:g}")
+        return None
+
+
+def scrub(
+    text: str, kinds: Iterable[str] = KINDS, *, obfuscated: bool = False, ids: Iterable[IdPlugin] = ()
+) -> tuple[str, Counter[str]]:
+    """`text` with placeholders, and how many of each were put in. ids: plug-ins, as `load_ids` gives them.
+
+    Raises what a plug-in raises, and ValueError where one gives a span outside the text.
+    """
+    return _replace(text, _spans(text, tuple(kinds), obfuscated, _plugin_spans(text, ids)))
+
+
+def _plugin_spans(text: str, ids: Iterable[IdPlugin]) -> list[Span]:
+    spans = []
+    for plugin in ids:
+        for start, end in plugin.find(text):
+            if not 0 <= start < end <= len(text):
+                raise ValueError(f"{plugin.placeholder}: span ({start}, {end}) is not in the text")
+            spans.append(Span(start, end, plugin.placeholder))
+    return spans
+
+
+def _spans(text: str, kinds: tuple[str, ...], obfuscated: bool, claimed: list[Span]) -> list[Span]:
+    """All spans in the text's order, none overlapping: plug-ins' first, then e-mail, then IP, card, phone."""
+    spans = claimed
+    if "email" in kinds:
+        spans = spans + find_emails(text, obfuscated)
+    if "ip" in kinds:
+        spans = spans + find_ipv6(text)
+    if any(kind in kinds for kind in ("ip", "card", "phone")):
+        spans = spans + find_numbers(text, kinds)
+    return without_overlaps(spans)
+
+
+def _replace(text: str, spans: list[Span]) -> tuple[str, Counter[str]]:
+    found: Counter[str] = Counter()
+    if not spans:
+        return text, found
+    pieces, done = [], 0
+    for start, end, placeholder in spans:
+        pieces += [text[done:start], placeholder]
+        found[placeholder] += 1
+        done = end
+    return "".join([*pieces, text[done:]]), found

@@ -1,0 +1,72 @@
+"""IP addresses of the public internet; private, reserved, multicast and documentation ranges are nobody's."""
+
+import ipaddress
+import re
+
+from ingot.data.pii.span import IP, Span
+
+_IPV4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\w|-[A-Za-z])")
+# "version 8.8.8.8", "Chrome/120.0.0.0", "section 4.3.2.1"
+_VERSION_BEFORE = re.compile(
+    r"(?:(?<!\w)(?:versions?|releases?|builds?|ver\.?|v\.?|rev\.?|revision|firmware|driver|update|patch|upgraded? to|"
+    r"sdk|windows|android|ios|kernel|sections?|sec\.|chapter|clause|table|figure|fig\.|appendix|article|step|rule|oid)"
+    r"[ :=#(\-]*|§ ?|(?<![:/])\w/)$",
+    re.IGNORECASE,
+)
+# Two colons with at most four hex digits between: times have them too, so the whole is looked at then.
+_COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
+# Only global unicast, 2000::/3.
+_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])")
+
+
+def find_ipv4(window: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Spans of addresses that begin in window[start:end]; what stands before `start` tells versions apart."""
+    spans = []
+    for match in _IPV4.finditer(window, start):
+        if match.start() >= end:
+            break
+        if is_public_ipv4(match[0]) and not _is_number_of_something(window, match):
+            spans.append(match.span())
+    return spans
+
+
+def _is_number_of_something(window: str, match: re.Match) -> bool:
+    if _VERSION_BEFORE.search(window, max(match.start() - 24, 0), match.start()):
+        return True
+    # "1.2.3.4 Title" at the start of a line or quotation: a heading's number.
+    begins = match.start() == 0 or window[match.start() - 1] in "\n\"'\u201c"
+    heading = begins and window[match.end() : match.end() + 1] == " " and window[match.end() + 1 :][:1].isupper()
+    return heading and all(int(octet) < 60 for octet in match[0].split("."))
+
+
+def find_ipv6(text: str) -> list[Span]:
+    spans, done = [], 0
+    if ":" not in text:
+        return spans
+    for colons in _COLONS.finditer(text):
+        if colons.start() < done:
+            continue
+        low = max(colons.start() - 4, 0)
+        match = _IPV6.match(text, low)
+        if match:
+            done = match.end()
+            if is_public_ipv6(match[0]):
+                spans.append(Span(*match.span(), IP))
+    return spans
+
+
+def is_public_ipv4(text: str) -> bool:
+    """Whether `text` is a dotted IPv4 address of the public internet."""
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return address.is_global and not address.is_multicast
+
+
+def is_public_ipv6(text: str) -> bool:
+    """Whether `text` is an IPv6 address of the public internet, with at least three groups: 2002:: is a network."""
+    try:
+        return ipaddress.IPv6Address(text).is_global and sum(map(bool, text.split(":"))) >= 3
+    except ValueError:
+        return False
