@@ -1,0 +1,132 @@
+"""`ingot data classifier train`, `score` and `show`."""
+
+import argparse
+from pathlib import Path
+
+from ingot.cli.terminal import Terminal
+
+HELP = "train a text classifier in fastText's format, score texts with one, show its card"
+EXAMPLES = (
+    "ingot data classifier train --positive good.jsonl --negative data/corpus --licence 'CC BY-SA 4.0' --out model.bin",
+    "ingot data classifier train labelled.txt --licence 'own texts' --out model.bin",
+    "ingot data classifier score model.bin data/corpus -n 20",
+    "ingot data classifier show model.bin",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="classifier_action", required=True, metavar="ACTION")
+    train = verbs.add_parser("train", help="learn from labelled texts, or from good and bad ones")
+    train.add_argument(
+        "files", nargs="*", metavar="FILE", help="lines '__label__NAME text', or JSONL with text and label"
+    )
+    for name, what in (("positive", "like what shall be found"), ("negative", "unlike it")):
+        train.add_argument(
+            f"--{name}",
+            nargs="+",
+            default=[],
+            metavar="FILE",
+            help=f"texts {what}: JSONL, text with one per line, or a corpus folder; their label is '{name}'",
+        )
+    train.add_argument("--out", required=True, metavar="FILE", help="the model; its card is written as FILE.json")
+    train.add_argument("--licence", required=True, metavar="TEXT", help="under which the examples may be used")
+    train.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL (default: text)")
+    train.add_argument("--label-field", default="label", metavar="NAME", help="of JSONL (default: label)")
+    train.add_argument("--heldout", type=float, default=0.1, metavar="SHARE", help="measured on (default: 0.1)")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="dim, ngrams, buckets, epochs, min_count, characters, batch, rate, loss or seed; repeatable",
+    )
+    train.add_argument("--force", action="store_true", help="replace the model at --out (default: refuse)")
+    score = verbs.add_parser("score", help="what a model says of texts")
+    score.add_argument("model", metavar="MODEL", help="a fastText .bin or .ftz")
+    score.add_argument("files", nargs="+", metavar="FILE", help="JSONL, text with one per line, or a corpus folder")
+    score.add_argument("-n", "--count", type=int, default=10, help="texts to show; 0: all (default: 10)")
+    score.add_argument("--characters", type=int, default=5000, help="beginning that is scored; 0: all (default: 5000)")
+    score.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL (default: text)")
+    show = verbs.add_parser("show", help="the card of a model: data, licence, what it reached on held-out texts")
+    show.add_argument("model", metavar="MODEL")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    {"train": _train, "score": _score, "show": _show}[args.classifier_action](args, terminal)
+
+
+def _train(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.config import load
+    from ingot.data.classify.make import NEGATIVE, POSITIVE, Source, load_card, make_classifier
+    from ingot.data.classify.train import ClassifierSettings
+    from ingot.errors import UsageError
+
+    groups = ((args.files, ""), (args.positive, POSITIVE), (args.negative, NEGATIVE))
+    sources = [Source(Path(name), label) for names, label in groups for name in names]
+    if not sources or bool(args.positive) != bool(args.negative):
+        raise UsageError(
+            "no examples to tell apart",
+            rule="labelled files, or both good and bad ones",
+            fix="ingot data classifier train --positive FILES --negative FILES ...",
+        )
+    make_classifier(
+        sources,
+        Path(args.out),
+        licence=args.licence,
+        settings=load(ClassifierSettings, None, args.set),
+        heldout=args.heldout,
+        text_field=args.text_field,
+        label_field=args.label_field,
+        force=args.force,
+        progress=terminal.progress,
+    )
+    _print(args.out, load_card(Path(args.out)), terminal)
+    terminal.next(f"ingot data classifier score {args.out} TEXTS", f"ingot data classifier show {args.out}")
+
+
+def _show(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.data.classify.make import load_card
+
+    _print(args.model, load_card(Path(args.model)), terminal)
+
+
+def _print(model: str, card: dict, terminal: Terminal) -> None:
+    terminal.say(f"{model}  sha256 {card['model_sha256'][:12]}  licence of the examples: {card['licence']}")
+    for name, sha256 in card["files"].items():
+        terminal.say(f"  learned from {name} ({sha256[:12]})")
+    terminal.say(
+        f"{card['trained']:,} texts learned from, {card['heldout']:,} held out: {card['accuracy']:.2%} told right"
+    )
+    for metrics in card["metrics"]:
+        terminal.say(f"\n{metrics['label']}: {metrics['examples']:,} of the held-out texts, AUC {metrics['auc']:.4f}")
+        rows = [
+            (
+                f"{one['threshold']:g}",
+                f"{one['taken']:.1%}",
+                f"{one['precision']:.1%}" if "precision" in one else "-",
+                f"{one['recall']:.1%}",
+            )
+            for one in metrics["thresholds"]
+        ]
+        terminal.table(rows, ("threshold", "taken", "precision", "recall"), right=(0, 1, 2, 3))
+    terminal.result(card)
+
+
+def _score(args: argparse.Namespace, terminal: Terminal) -> None:
+    import itertools
+
+    from ingot.data.classify.examples import read_texts
+    from ingot.data.classify.scorer import Scorer
+
+    scorer = Scorer(Path(args.model))
+    texts = (text for name in args.files for text in read_texts(Path(name), args.text_field))
+    rows = []
+    for text in itertools.islice(texts, args.count or None):
+        scores = scorer.scores(text[: args.characters] if args.characters else text)
+        best = sorted(scores.items(), key=lambda item: -item[1])[:3]
+        rows.append({"scores": dict(best), "text": " ".join(text[:120].split())})
+    shown = [
+        (", ".join(f"{label} {p:.3f}" for label, p in row["scores"].items()) or "-", row["text"][:80]) for row in rows
+    ]
+    terminal.table(shown, ("scores", "text"))
+    terminal.result({"model": args.model, "sha256": scorer.sha256, "texts": rows})

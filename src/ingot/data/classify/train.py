@@ -1,0 +1,253 @@
+"""Train a classifier in fastText's form: mean of word and n-gram vectors, softmax or one-vs-all on top (Joulin 2016).
+
+fastText moves one text at a time; here a batch of texts is one matrix product, so numpy trains 100,000 pages in about a
+minute. Two more differences, neither seen by who reads the file: vectors begin at zero, and n-grams that occur rarely
+are not trained. An n-gram that was never learned so adds nothing to a score, instead of the noise it began with.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ingot.data.classify.features import END, hash_words, ngram_buckets, words_of
+from ingot.data.classify.model import Model, probabilities
+from ingot.errors import ConfigError, DataError
+from ingot.rng import derive
+
+_CHUNK_TOKENS = 1 << 20
+_ADAGRAD_EPS = 1e-10
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierSettings:
+    """dim: of the vectors. ngrams: longest word n-gram. buckets: rows that n-grams share by their hash.
+
+    min_count: words and n-grams that occur less often get no vector. characters: beginning of a text that is looked at,
+    in training as later in a build. batch: texts per update. rate: the first step size of row-wise AdaGrad (Duchi et
+    al. 2011), which falls linearly to 0. loss: "softmax", or "one-vs-all" where labels do not exclude each other.
+    """
+
+    dim: int = 16
+    ngrams: int = 2
+    buckets: int = 1 << 20
+    epochs: int = 5
+    min_count: int = 5
+    characters: int = 5000
+    batch: int = 64
+    rate: float = 0.5
+    loss: str = "softmax"
+    seed: int = 1234
+
+    def problems(self):
+        for name in ("dim", "buckets", "epochs", "min_count", "characters", "batch"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be at least 1"
+        if not 1 <= self.ngrams <= 16:
+            yield "ngrams", f"is {self.ngrams}, must be in [1, 16]"
+        if not 0 < self.rate < float("inf"):
+            yield "rate", f"is {self.rate}, must be positive"
+        if self.loss not in ("softmax", "one-vs-all"):
+            yield "loss", f"is {self.loss!r}, must be 'softmax' or 'one-vs-all'"
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text and what it is an example of: one label, or several with one-vs-all."""
+
+    text: str
+    labels: tuple[str, ...]
+
+
+@dataclass
+class _Numbers(dict):
+    """bytes -> number, a new one for every new word."""
+
+    def __missing__(self, word: bytes) -> int:
+        number = self[word] = len(self)
+        return number
+
+
+@dataclass
+class _Texts:
+    """All texts as word numbers, in order of first appearance, back to back; 4 bytes per word."""
+
+    words: _Numbers = field(default_factory=_Numbers)
+    parts: list[np.ndarray] = field(default_factory=list)
+    labels: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, example: Labelled, characters: int) -> None:
+        words = words_of(example.text[:characters])
+        self.parts.append(np.fromiter(map(self.words.__getitem__, words), np.int32, len(words)))
+        self.labels.append(example.labels)
+
+
+def train(
+    examples: Iterable[Labelled], settings: ClassifierSettings | None = None, progress: Progress | None = None
+) -> Model:
+    """The model of `examples`: a function of them, their order and the settings alone.
+
+    Raises ConfigError for settings that break a rule, DataError for fewer than two labels.
+    """
+    settings = settings or ClassifierSettings()
+    for name, problem in settings.problems():
+        raise ConfigError(f"{name} {problem}", rule="settings of a classifier")
+    texts = _Texts()
+    for example in examples:
+        texts.add(example, settings.characters)
+    counts = Counter(label for labels in texts.labels for label in labels)
+    labels = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    if len(labels) < 2:
+        raise DataError(
+            f"the examples have {len(labels)} label{'s' * (len(labels) != 1)} ({', '.join(labels) or 'none at all'})",
+            rule="a classifier tells at least two kinds of text apart",
+            fix="give examples of the other kind as well",
+        )
+    if settings.loss == "softmax" and any(len(own) > 1 for own in texts.labels):
+        raise ConfigError(
+            "an example has several labels", rule="with softmax a text has one", fix="train with one-vs-all"
+        )
+    rows = _feature_rows(texts, settings)
+    vectors, weights = _fit(rows, _targets(texts.labels, list(labels)), settings, progress or (lambda *_: None))
+    return Model(
+        words=rows.words,
+        labels=labels,
+        vectors=vectors,
+        weights=weights,
+        ngrams=settings.ngrams,
+        buckets=settings.buckets,
+        loss=settings.loss,
+        epochs=settings.epochs,
+        min_count=settings.min_count,
+        tokens=sum(map(len, texts.parts)),
+    )
+
+
+def _targets(labels: Sequence[tuple[str, ...]], names: list[str]) -> np.ndarray:
+    """1 where a text has a label, else 0: float32 [texts, labels]."""
+    targets = np.zeros((len(labels), len(names)), np.float32)
+    column = {name: number for number, name in enumerate(names)}
+    for row, own in enumerate(labels):
+        targets[row, [column[name] for name in own]] = 1
+    return targets
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The trained features of every text, by row of `vectors`.
+
+    words: in the dictionary, with counts. ids: int32, text after text; ends: int64 [texts], where each one's end.
+    sizes: float32 [texts], how many features a text has in fastText's eyes, trained ones or not.
+    """
+
+    words: dict[bytes, int]
+    ids: np.ndarray
+    ends: np.ndarray
+    sizes: np.ndarray
+    count: int
+
+
+def _feature_rows(texts: _Texts, settings: ClassifierSettings) -> _Rows:
+    lengths = np.array([len(part) for part in texts.parts], np.int64)
+    tokens, names = np.concatenate(texts.parts), list(texts.words)
+    counts = np.bincount(tokens, minlength=len(names))
+    # Ties in the order of first appearance, which is the order of the numbers.
+    kept = [n for n in np.argsort(-counts, kind="stable") if counts[n] >= settings.min_count or names[n] == END]
+    row_of_word = np.full(len(names), -1, np.int32)
+    row_of_word[kept] = np.arange(len(kept))
+    words = {names[number]: int(counts[number]) for number in kept}
+    ends = np.cumsum(lengths)
+    grams, owners = _ngrams(tokens, hash_words(names), ends, settings)
+    word_rows = row_of_word[tokens]
+    known = word_rows >= 0
+    word_owners = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[known]
+    sizes = np.bincount(word_owners, minlength=len(lengths)) + np.bincount(owners, minlength=len(lengths))
+    often = np.bincount(grams, minlength=settings.buckets) >= settings.min_count
+    trained = often[grams]
+    ids = np.concatenate([word_rows[known], grams[trained] + np.int32(len(kept))])
+    owners = np.concatenate([word_owners, owners[trained]])
+    order = np.argsort(owners, kind="stable")
+    return _Rows(
+        words,
+        ids[order],
+        np.cumsum(np.bincount(owners, minlength=len(lengths))),
+        np.maximum(sizes, 1).astype(np.float32),
+        len(kept) + settings.buckets,
+    )
+
+
+def _ngrams(
+    tokens: np.ndarray, hashes: np.ndarray, ends: np.ndarray, settings: ClassifierSettings
+) -> tuple[np.ndarray, np.ndarray]:
+    """(bucket, number of the text) of every n-gram of all texts, int32; some texts at a time."""
+    found, owners = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first - 1]) if first else 0
+        stop = max(int(np.searchsorted(ends, begin + _CHUNK_TOKENS)), first + 1)
+        local = ends[first:stop] - begin
+        grams, where = ngram_buckets(hashes[tokens[begin : ends[stop - 1]]], local, settings.ngrams, settings.buckets)
+        found.append(grams.astype(np.int32))
+        owners.append((first + np.searchsorted(local, where, side="right")).astype(np.int32))
+        first = stop
+    return np.concatenate(found), np.concatenate(owners)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """rows: the distinct features, int32 [U]. cells: text x U + feature of every occurrence. texts: their numbers."""
+
+    texts: np.ndarray
+    rows: np.ndarray
+    cells: np.ndarray
+
+    def matrix(self, sizes: np.ndarray) -> np.ndarray:
+        """float32 [texts, U]: what a text's mean takes of each feature."""
+        counts = np.bincount(self.cells, minlength=len(self.texts) * len(self.rows))
+        return counts.reshape(len(self.texts), -1).astype(np.float32) / sizes[self.texts, None]
+
+
+def _batches(rows: _Rows, settings: ClassifierSettings) -> list[_Batch]:
+    """The texts in random order, cut into batches. They stay the same in every epoch, but not their order."""
+    order = np.random.default_rng(derive(settings.seed, "texts")).permutation(len(rows.ends))
+    starts = np.concatenate([[0], rows.ends[:-1]])
+    batches = []
+    for first in range(0, len(order), settings.batch):
+        texts = order[first : first + settings.batch]
+        ids = [rows.ids[starts[text] : rows.ends[text]] for text in texts]
+        distinct, place = np.unique(np.concatenate(ids), return_inverse=True)
+        owner = np.repeat(np.arange(len(texts)), [len(own) for own in ids])
+        batches.append(_Batch(texts, distinct, (owner * len(distinct) + place).astype(np.int32)))
+    return batches
+
+
+def _fit(
+    rows: _Rows, targets: np.ndarray, settings: ClassifierSettings, progress: Progress
+) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors float32 [rows.count, dim] and weights float32 [labels, dim]."""
+    random = np.random.default_rng(derive(settings.seed, "order"))
+    vectors = np.zeros((rows.count, settings.dim), np.float32)
+    weights = random.uniform(-1, 1, (targets.shape[1], settings.dim)).astype(np.float32)
+    vector_squares = np.full(rows.count, _ADAGRAD_EPS, np.float32)
+    weight_squares = np.full(weights.shape, _ADAGRAD_EPS, np.float32)
+    batches = _batches(rows, settings)
+    steps, step = settings.epochs * len(batches), 0
+    for epoch in range(settings.epochs):
+        for number in random.permutation(len(batches)):
+            batch = batches[number]
+            rate = settings.rate * (1 - step / steps)
+            mean = batch.matrix(rows.sizes)
+            hidden = mean @ vectors[batch.rows]
+            slope = probabilities(hidden @ weights.T, settings.loss).astype(np.float32) - targets[batch.texts]
+            weight_slope, hidden_slope = slope.T @ hidden, slope @ weights
+            vector_slope = mean.T @ hidden_slope
+            vector_squares[batch.rows] += np.einsum("ud,ud->u", vector_slope, vector_slope)
+            vectors[batch.rows] -= rate * vector_slope / np.sqrt(vector_squares[batch.rows])[:, None]
+            weight_squares += weight_slope**2
+            weights -= rate * weight_slope / np.sqrt(weight_squares)
+            step += 1
+            if step % 50 == 0:
+                progress(step / steps, f"epoch {epoch + 1} of {settings.epochs}")
+    return vectors, weights

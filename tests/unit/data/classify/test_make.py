@@ -1,0 +1,114 @@
+import argparse
+import gzip
+import json
+
+import pytest
+
+from ingot.cli.data_verbs import classifier
+from ingot.cli.terminal import Terminal
+from ingot.data.classify.examples import read_labelled, read_texts
+from ingot.data.classify.make import Source, load_card, make_classifier
+from ingot.data.classify.scorer import Scorer
+from ingot.data.classify.train import Labelled
+from ingot.errors import ConfigError, DataError, DataMissing
+from ingot.storage import sha256_file
+
+from .conftest import SETTINGS
+
+pytest.importorskip("fasttext")
+
+
+@pytest.fixture
+def sources(tmp_path, examples):
+    good, bad = tmp_path / "good.jsonl.gz", tmp_path / "bad.txt"
+    with gzip.open(good, "wt") as file:
+        file.writelines(json.dumps({"text": one.text}) + "\n" for one in examples if "good" in one.labels)
+    bad.write_text("\n\n".join(one.text for one in examples if "bad" in one.labels))
+    return [Source(good, "good"), Source(bad, "bad")]
+
+
+def test_one_call_trains_measures_and_writes_a_card(sources, tmp_path, examples):
+    out = tmp_path / "model.bin"
+    card = make_classifier(sources, out, licence="own texts", settings=SETTINGS)
+    assert card.trained + card.heldout == len(examples) and 20 < card.heldout < 60
+    assert card.accuracy > 0.95 and all(metrics.auc > 0.95 for metrics in card.metrics)
+    middle = next(one for one in card.metrics[0].thresholds if one.threshold == 0.5)
+    assert middle.precision > 0.9 < middle.recall and 0.3 < middle.taken < 0.7
+    assert Scorer(out).scores("theorem proof")["good"] > 0.9
+    written = load_card(out)
+    assert written["model_sha256"] == sha256_file(out) and written["licence"] == "own texts"
+    assert written["files"] == {str(source.path): sha256_file(source.path) for source in sources}
+    assert written["settings"]["dim"] == SETTINGS.dim
+
+
+def test_recall_falls_as_the_threshold_rises(sources, tmp_path):
+    card = make_classifier(sources, tmp_path / "model.bin", licence="own texts", settings=SETTINGS)
+    for metrics in card.metrics:
+        recalls = [one.recall for one in metrics.thresholds]
+        assert recalls == sorted(recalls, reverse=True)
+
+
+def test_a_licence_is_asked_for_and_nothing_overwritten(sources, tmp_path):
+    out = tmp_path / "model.bin"
+    with pytest.raises(ConfigError, match="licence"):
+        make_classifier(sources, out, licence=" ", settings=SETTINGS)
+    out.write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        make_classifier(sources, out, licence="x", settings=SETTINGS)
+    assert out.read_text() == "mine"
+
+
+def test_labelled_files_of_both_kinds(tmp_path):
+    lines, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    lines.write_text("__label__x one two\n__label__x __label__y three\n")
+    rows.write_text('{"text": "one two", "label": "x"}\n{"text": "three", "label": ["x", "y"]}\n')
+    wanted = [Labelled("one two", ("x",)), Labelled("three", ("x", "y"))]
+    assert list(read_labelled(lines)) == list(read_labelled(rows)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "no label here", "line 1"),
+        ("a.jsonl", '{"text": "x"}', "no label"),
+        ("a.jsonl", '{"text": "x", "label": "two words"}', "white space"),
+        ("a.jsonl", '{"label": "x"}', "no 'text'"),
+        ("a.jsonl", '{"text": 3, "label": "x"}', "int"),
+        ("a.txt", b"__label__x \xff", "UTF-8|cannot be read"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        list(read_labelled(path))
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(DataMissing):
+        list(read_texts(tmp_path / "none.txt"))
+
+
+def parsed(verb, *words):
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def test_the_verb_from_end_to_end(sources, tmp_path, capsys):
+    def run(*words: object) -> dict:
+        capsys.readouterr()
+        classifier.run(parsed(classifier, *words), Terminal(json_mode=True))
+        return json.loads(capsys.readouterr().out)
+
+    good, bad, out = sources[0].path, sources[1].path, tmp_path / "model.bin"
+    small = ("--set", "dim=8", "--set", "buckets=4096", "--set", "min_count=2", "--set", "batch=16")
+    learn = ("train", "--positive", good, "--negative", bad, "--licence", "own", "--out", out)
+    trained = run(*learn, *small)
+    assert trained["accuracy"] > 0.95 and run("show", out) == trained
+    scored = run("score", out, good, "-n", 3)
+    assert [row["scores"]["positive"] > 0.5 for row in scored["texts"]] == [True] * 3
+    with pytest.raises(ConfigError, match="unknown key 'dims'"):
+        run(*learn, "--set", "dims=8")
+    classifier.run(parsed(classifier, "show", out), Terminal())
+    assert "precision" in capsys.readouterr().out
