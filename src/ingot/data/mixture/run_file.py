@@ -1,0 +1,57 @@
+"""Put a mixture into a run file: its [data.weights], and nothing else, is replaced."""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from ingot.config import load
+from ingot.errors import ConfigError
+from ingot.schema.run import RunConfig
+from ingot.storage import write_atomic
+
+_HEADER = re.compile(r"\s*\[+\s*([^\[\]]+?)\s*\]+\s*(#.*)?$")
+_WEIGHTS = re.compile(r"\s*[\"']?weights[\"']?\s*[=.]")
+
+
+def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, float]:
+    """Set data.weights of TOML `run_file`; comments and order stay. Returns the weights that stood there.
+
+    Raises ConfigError when the file is no sound run file, or is laid out so that it has to be edited by hand.
+    """
+    before = dict(load(RunConfig, run_file).data.weights)
+    text = run_file.read_text(encoding="utf-8")
+    changed = with_weights(text, weights)
+    wanted = tomllib.loads(text)
+    wanted["data"]["weights"] = dict(weights)
+    if tomllib.loads(changed) != wanted:
+        raise ConfigError(
+            f"{run_file}: data.weights is written in a form that is not edited here",
+            rule="a section [data.weights], or one line weights = { ... } in [data]",
+            fix=f"write by hand: {weights_section(weights)!r}",
+        )
+    write_atomic(run_file, changed)
+    load(RunConfig, run_file)
+    return before
+
+
+def with_weights(text: str, weights: Mapping[str, float]) -> str:
+    """`text` of a run file with another [data.weights]; it comes behind [data]."""
+    kept: list[str] = []
+    section, end_of_data = "", 0
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            section = re.sub(r"[\s\"']", "", header[1])
+        if section == "data.weights" or (section == "data" and _WEIGHTS.match(line)):
+            continue
+        kept.append(line)
+        if section == "data" and line.strip():
+            end_of_data = len(kept)
+    kept[end_of_data:end_of_data] = ["", *weights_section(weights).splitlines()]
+    return "\n".join(kept).rstrip() + "\n"
+
+
+def weights_section(weights: Mapping[str, float]) -> str:
+    names = {source: source if re.fullmatch(r"[A-Za-z0-9_-]+", source) else json.dumps(source) for source in weights}
+    return "\n".join(["[data.weights]", *(f"{names[source]} = {share!r}" for source, share in weights.items())])

@@ -1,0 +1,195 @@
+"""How many tokens a run takes from each source: weights, a budget, and a cap on repetition.
+
+Weights are what is wanted. A source that is too small for its share is repeated up to its cap; what it cannot give goes
+to the others in proportion to their weights, so the budget is always met or refused.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ingot.errors import ConfigError, UsageError
+from ingot.units import format_count
+
+# Up to about four epochs repeated tokens are worth nearly as much as new ones; beyond, their worth falls quickly
+# (Muennighoff et al. 2023, arXiv:2305.16264, figure 5 and section 6).
+EPOCHS_WELL_SPENT = 4.0
+
+# Shares that add up to one. `classic` is the division that is often named for general models; its parts name 95%, and
+# the rest is here given to questions and answers, which LLaMA (Touvron et al. 2023, table 1) takes as a source as well.
+PRESETS: dict[str, dict[str, float]] = {
+    "classic": {"web": 0.70, "code": 0.10, "books": 0.05, "papers": 0.05, "encyclopedia": 0.05, "forums": 0.05},
+}
+NATURAL, EQUAL = "natural", "equal"  # presets that follow from what is there
+PRESET_NAMES = (*PRESETS, NATURAL, EQUAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceShare:
+    """available: its tokens. wanted, share: of the budget, before and after caps. epochs: tokens / available."""
+
+    source: str
+    available: int
+    wanted: float
+    share: float
+    tokens: int
+    epochs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """sources: largest share first. notes: what is not as it was asked for, and why. warnings: what may hurt."""
+
+    tokens: int
+    sources: tuple[SourceShare, ...]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """For data.weights of a run: source -> share, without sources that give nothing."""
+        return {one.source: round(one.share, 6) for one in self.sources if one.tokens}
+
+
+def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """(weights of preset `name` for the sources that are there, what had to be left out). Raises UsageError.
+
+    available: source -> tokens. The share of a source that is not there goes to the others.
+    """
+    if name == NATURAL:
+        return {source: float(tokens) for source, tokens in available.items()}, ()
+    if name == EQUAL:
+        return dict.fromkeys(available, 1.0), ()
+    if name not in PRESETS:
+        raise UsageError(f"no mixture is called {name!r}", rule=f"presets: {', '.join(PRESET_NAMES)}")
+    preset = PRESETS[name]
+    weights = {source: share for source, share in preset.items() if source in available}
+    if not weights:
+        raise UsageError(
+            f"the preset {name!r} names none of these sources",
+            rule=f"it mixes {', '.join(preset)}; here are {', '.join(sorted(available))}",
+            fix="name sources when building (data build --source NAME FILES), or give --weights",
+        )
+    missing, unnamed = [s for s in preset if s not in available], sorted(set(available) - set(preset))
+    notes = []
+    if missing:
+        share = sum(preset[source] for source in missing)
+        notes.append(f"{', '.join(missing)}: not in these tokens; their {share:.0%} go to the other sources")
+    if unnamed:
+        notes.append(f"{', '.join(unnamed)}: not named by the preset {name!r}, and not used")
+    return weights, tuple(notes)
+
+
+def mix(
+    available: Mapping[str, int],
+    weights: Mapping[str, float],
+    tokens: int,
+    max_epochs: float | Mapping[str, float] = EPOCHS_WELL_SPENT,
+) -> Mixture:
+    """Divide `tokens` over the sources. weights: positive shares in any unit; a source without one is not used.
+
+    max_epochs: of every source, or source -> its own cap (those not named: EPOCHS_WELL_SPENT). Raises ConfigError for
+    sources that are not there, and when the caps do not allow the budget.
+    """
+    _check(available, weights, tokens)
+    caps = _caps(available, weights, max_epochs)
+    total = sum(weights.values())
+    wanted = {source: weight / total for source, weight in weights.items()}
+    amounts = _fill(wanted, caps, float(tokens))
+    whole = _whole(amounts, tokens)
+    shares = [
+        SourceShare(
+            source=source,
+            available=available[source],
+            wanted=wanted[source],
+            share=amounts[source] / tokens,
+            tokens=whole[source],
+            epochs=whole[source] / available[source],
+        )
+        for source in weights
+    ]
+    notes = [
+        f"{one.source}: {one.wanted:.1%} wanted, {one.share:.1%} given; its {format_count(one.available)} tokens are "
+        f"repeated {one.epochs:.3g} times, the cap"
+        for one in shares
+        if one.share < one.wanted * (1 - 1e-9)
+    ]
+    warnings = [
+        f"{one.source} is repeated {one.epochs:.1f} times; beyond {EPOCHS_WELL_SPENT:g} epochs repeated tokens are "
+        "worth much less than new ones (Muennighoff et al. 2023)"
+        for one in shares
+        if one.epochs > EPOCHS_WELL_SPENT * (1 + 1e-9)
+    ]
+    return Mixture(
+        tokens=tokens,
+        sources=tuple(sorted(shares, key=lambda one: (-one.share, one.source))),
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
+
+
+def _check(available: Mapping[str, int], weights: Mapping[str, float], tokens: int) -> None:
+    if tokens < 1:
+        raise ConfigError(f"a budget of {tokens} tokens", rule="at least one token")
+    if not weights:
+        raise ConfigError("a mixture of no sources", rule=f"sources here: {', '.join(sorted(available))}")
+    for source, weight in weights.items():
+        _require_known(source, available)
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"{source} = {weight}", rule="weights are positive shares", fix="leave the source out")
+        if available[source] < 1:
+            raise ConfigError(f"the source {source!r} holds no tokens", rule="what is mixed is there")
+
+
+def _require_known(source: str, available: Mapping[str, int]) -> None:
+    if source not in available:
+        close = difflib.get_close_matches(source, list(available), n=1)
+        raise ConfigError(
+            f"the tokens have no source {source!r}",
+            rule=f"sources here: {', '.join(sorted(available))}",
+            fix=f"did you mean {close[0]!r}?" if close else "take it out of the weights",
+        )
+
+
+def _caps(
+    available: Mapping[str, int], weights: Mapping[str, float], max_epochs: float | Mapping[str, float]
+) -> dict[str, float]:
+    """Source -> most tokens it may give."""
+    own = max_epochs if isinstance(max_epochs, Mapping) else dict.fromkeys(weights, max_epochs)
+    for source, epochs in own.items():
+        _require_known(source, available)
+        if not epochs > 0:
+            raise ConfigError(f"max_epochs of {source} is {epochs}", rule="a source is passed over more than 0 times")
+    return {source: own.get(source, EPOCHS_WELL_SPENT) * available[source] for source in weights}
+
+
+def _fill(wanted: Mapping[str, float], caps: Mapping[str, float], tokens: float) -> dict[str, float]:
+    """Tokens by source: in proportion to `wanted` for all that are below their caps, which no other exceeds."""
+    amounts: dict[str, float] = {}
+    open_ones, left = dict(wanted), tokens
+    while open_ones:
+        total = sum(open_ones.values())
+        over = [source for source, share in open_ones.items() if left * share / total > caps[source]]
+        if not over:
+            return amounts | {source: left * share / total for source, share in open_ones.items()}
+        for source in over:
+            amounts[source] = caps[source]
+            del open_ones[source]
+        left = tokens - sum(amounts.values())
+    if left <= 1e-9 * tokens:
+        return amounts
+    possible = sum(caps.values())
+    raise ConfigError(
+        f"{format_count(tokens)} tokens are wanted, these sources give {format_count(possible)} at their caps",
+        rule="no source is repeated more often than its cap",
+        fix="lower the budget, raise max_epochs, or give more sources",
+    )
+
+
+def _whole(amounts: Mapping[str, float], tokens: int) -> dict[str, int]:
+    """Whole tokens that add up to the budget: largest remainders (Hamilton's method)."""
+    whole = {source: int(amount) for source, amount in amounts.items()}
+    by_remainder = sorted(amounts, key=lambda source: whole[source] - amounts[source])
+    for source in by_remainder[: tokens - sum(whole.values())]:
+        whole[source] += 1
+    return whole

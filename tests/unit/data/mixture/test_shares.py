@@ -1,0 +1,98 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.data.mixture.shares import PRESETS, mix, preset_weights
+from ingot.errors import ConfigError, UsageError
+
+
+def tokens_of(mixture) -> dict[str, int]:
+    return {one.source: one.tokens for one in mixture.sources}
+
+
+def test_weights_divide_the_budget():
+    mixture = mix({"web": 900, "code": 300}, {"web": 3, "code": 1}, 800)
+    assert tokens_of(mixture) == {"web": 600, "code": 200}
+    assert mixture.weights == {"web": 0.75, "code": 0.25} and not mixture.notes and not mixture.warnings
+    assert mixture.sources[0].epochs == 600 / 900
+
+
+def test_what_a_small_source_cannot_give_goes_to_the_others_in_proportion():
+    mixture = mix({"web": 10_000, "code": 10_000, "books": 100}, {"web": 6, "code": 2, "books": 2}, 2000, 2)
+    assert tokens_of(mixture) == {"web": 1350, "code": 450, "books": 200}
+    assert mixture.sources[2].epochs == 2 and "books: 20.0% wanted, 10.0% given" in mixture.notes[0]
+
+
+def test_a_source_that_gets_over_its_cap_by_what_others_leave_is_capped_too():
+    mixture = mix({"a": 10, "b": 60, "c": 1000}, {"a": 1, "b": 1, "c": 1}, 180, 1)
+    assert tokens_of(mixture) == {"c": 110, "b": 60, "a": 10}
+
+
+def test_more_than_four_epochs_are_warned_of():
+    (warning,) = mix({"web": 100}, {"web": 1}, 650, 10).warnings
+    assert "repeated 6.5 times" in warning and "Muennighoff" in warning
+    assert not mix({"web": 100}, {"web": 1}, 400, 10).warnings
+
+
+def test_caps_of_single_sources():
+    available = {"web": 1000, "code": 100}
+    assert tokens_of(mix(available, {"web": 1, "code": 1}, 1000, {"code": 1})) == {"web": 900, "code": 100}
+    with pytest.raises(ConfigError, match="no source 'cod'"):
+        mix(available, {"web": 1}, 10, {"cod": 1})
+
+
+@pytest.mark.parametrize(
+    ("weights", "tokens", "epochs", "message", "fix"),
+    [
+        ({"wbe": 1}, 10, 4, "no source 'wbe'", "did you mean 'web'"),
+        ({"web": 0}, 10, 4, "web = 0", ""),
+        ({"web": float("nan")}, 10, 4, "web = nan", ""),
+        ({"web": 1}, 0, 4, "budget of 0", ""),
+        ({}, 10, 4, "no sources", ""),
+        ({"web": 1, "code": 1}, 900, 2, "900 tokens are wanted, these sources give 800", "lower the budget"),
+        ({"web": 1}, 10, 0, "max_epochs of web is 0", ""),
+        ({"empty": 1}, 10, 4, "holds no tokens", ""),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(weights, tokens, epochs, message, fix):
+    with pytest.raises(ConfigError, match=message) as refused:
+        mix({"web": 300, "code": 100, "empty": 0}, weights, tokens, epochs)
+    assert fix in refused.value.fix
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 10**9), st.floats(1e-3, 1e3)), min_size=1),
+    st.floats(0.01, 0.999),
+    st.floats(0.1, 10),
+)
+def test_the_budget_is_met_and_no_cap_is_passed(sources, part, epochs):
+    available = {name: tokens for name, (tokens, _) in sources.items()}
+    budget = int(part * epochs * sum(available.values()))
+    if budget < 1:
+        return
+    mixture = mix(available, {name: weight for name, (_, weight) in sources.items()}, budget, epochs)
+    assert sum(one.tokens for one in mixture.sources) == budget
+    assert all(one.tokens <= epochs * one.available + 1 for one in mixture.sources)
+    free = [one.share / one.wanted for one in mixture.sources if one.tokens < epochs * one.available - 1]
+    assert all(ratio == pytest.approx(free[0]) for ratio in free) and all(ratio >= 1 - 1e-9 for ratio in free)
+
+
+def test_presets_add_up_to_one():
+    for weights in PRESETS.values():
+        assert sum(weights.values()) == pytest.approx(1)
+    assert PRESETS["classic"]["web"] == 0.7 and PRESETS["classic"]["forums"] == pytest.approx(0.05)
+
+
+def test_a_preset_is_fitted_to_the_sources_that_are_there():
+    weights, notes = preset_weights("classic", {"web": 10, "code": 10, "news": 10})
+    assert weights == {"web": 0.7, "code": 0.1}
+    assert notes == (
+        "books, papers, encyclopedia, forums: not in these tokens; their 20% go to the other sources",
+        "news: not named by the preset 'classic', and not used",
+    )
+    assert preset_weights("natural", {"web": 30, "code": 10})[0] == {"web": 30, "code": 10}
+    assert preset_weights("equal", {"web": 30, "code": 10})[0] == {"web": 1, "code": 1}
+    with pytest.raises(UsageError, match="names none"):
+        preset_weights("classic", {"news": 10})
+    with pytest.raises(UsageError, match="classic, natural, equal"):
+        preset_weights("clasic", {"web": 10})
