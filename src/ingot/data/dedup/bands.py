@@ -1,0 +1,254 @@
+"""Candidate pairs by locality-sensitive hashing (Indyk & Motwani 1998), from files, in bounded memory and linear time.
+
+Every curated file gets a folder of signatures (`write_bands`):
+    keys.npy        uint64 [bands + 1, documents]: a hash of each band's rows; last, of the whole signature
+    signatures.npy  uint8 [documents, permutations]: the low byte of every place, enough to estimate similarity
+                    (b-bit minwise hashing, Li & König 2010: unequal places agree once in 256)
+Documents are numbered through all folders in their order. One task per line of the keys then collects the documents
+that share a key, from all folders (`band_candidates`), and what the tasks found is merged (`merge_candidates`).
+A pair is one uint64: the earlier document in its upper half, so that sorted pairs are sorted by (earlier, later).
+
+Big buckets. In a bucket of up to WINDOW + 1 different signatures every pair is compared. In a bigger one (boilerplate,
+templates) its first member is compared with all others, and those that are almost surely like it are settled; this is
+done LEADERS times, then each remaining member is compared with the WINDOW members before it. So a bucket of k costs at
+most (LEADERS + WINDOW) * k comparisons and gives at most so many candidates. What can be missed: a pair of a big
+bucket, further apart than WINDOW, of which neither end is a leader; if it is settled, its cluster is nearly always
+found through the leader, and it has other bands. docs/design/dedup.md has the measured loss.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from ingot.data.dedup.arrays import PIECE, ArrayFile, ArrayWriter, Partitions, by_hash, partitions_for
+from ingot.data.dedup.equal import equal_rows
+from ingot.data.dedup.minhash import DedupRules
+from ingot.errors import DataError
+
+WINDOW = 32
+LEADERS = 8
+_SETTLED = 3  # standard errors above the threshold: one in a thousand such pairs is below it
+_ROW_BYTES = 80  # of memory per document while a partition of keys is worked on
+_PAIRS_AT_ONCE = 1 << 18  # whose signatures are held: 64 MiB at 128 permutations
+_MOST_DOCUMENTS = 2**32 - 1
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def write_bands(signatures: np.ndarray, rules: DedupRules, folder: Path) -> None:
+    """The folder of one curated file; `folder` exists. signatures: uint32 [documents, permutations], in order."""
+    columns = np.ascontiguousarray(signatures.T)
+    keys = [_key(columns[band * rules.rows : (band + 1) * rules.rows]) for band in range(rules.bands)]
+    np.save(folder / "keys.npy", np.array([*keys, _key(columns)], "<u8"))
+    np.save(folder / "signatures.npy", signatures.astype(np.uint8))
+
+
+def _key(columns: np.ndarray) -> np.ndarray:
+    """A hash of the columns [n, documents] of each document, uint64 [documents]."""
+    key = np.zeros(columns.shape[1], np.uint64)
+    for column in columns:
+        key = key * _MULTIPLIER + column + np.uint64(1)
+        key ^= key >> np.uint64(29)
+    return key
+
+
+class SignatureFolders:
+    """Documents of many folders by number. Files are opened when they are read, one at a time."""
+
+    def __init__(self, folders: Sequence[Path], rules: DedupRules):
+        """Raises DataError where a folder was written by other rules, or the documents are too many for one search."""
+        self.folders, self.rules = list(folders), rules
+        sizes = []
+        for folder in self.folders:
+            keys, signatures = ArrayFile(folder / "keys.npy"), ArrayFile(folder / "signatures.npy")
+            if keys.shape[0] != rules.bands + 1 or signatures.shape != (keys.shape[1], rules.permutations):
+                raise DataError(
+                    f"{folder} holds {keys.shape[0] - 1} bands of {signatures.shape[1]} permutations in all",
+                    rule=f"signatures are compared with those of the same rules: {rules.ran}",
+                    fix="compute its signatures again with these rules",
+                )
+            sizes.append(keys.shape[1])
+        self.starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int64)
+        if self.documents > _MOST_DOCUMENTS:
+            raise DataError(
+                f"{self.documents:,} documents in one search for near-duplicates",
+                rule=f"at most {_MOST_DOCUMENTS:,}: numbers of documents have 32 bits",
+                fix="search each crawl by itself, and the kept documents of older ones through an index",
+            )
+
+    @property
+    def documents(self) -> int:
+        return int(self.starts[-1])
+
+    def keys(self, band: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of the first document, keys uint64 [n]) through all folders; band `rules.bands`: whole signatures."""
+        for folder, start in zip(self.folders, self.starts.tolist(), strict=False):
+            file = ArrayFile(folder / "keys.npy")
+            documents = file.shape[1]
+            for piece in file.pieces(band * documents, (band + 1) * documents):
+                yield start, piece
+                start += len(piece)
+
+    def whole_keys(self, numbers: np.ndarray) -> np.ndarray:
+        """The hash of the whole signature of each document, uint64 [numbers]."""
+        return self._gather(numbers, "keys.npy", np.empty(len(numbers), np.uint64), lambda array: array[-1])
+
+    def estimates(self, earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
+        """The estimated Jaccard similarity of each pair of documents, float32 [pairs]."""
+        found = np.empty(len(earlier), np.float32)
+        for first in range(0, len(earlier), _PAIRS_AT_ONCE):
+            chunk = slice(first, first + _PAIRS_AT_ONCE)
+            agree = np.count_nonzero(self.signatures(earlier[chunk]) == self.signatures(later[chunk]), axis=1)
+            found[chunk] = (agree / self.rules.permutations - 1 / 256) / (1 - 1 / 256)
+        return found
+
+    def signatures(self, numbers: np.ndarray) -> np.ndarray:
+        """uint8 [numbers, permutations]."""
+        out = np.empty((len(numbers), self.rules.permutations), np.uint8)
+        return self._gather(numbers, "signatures.npy", out, lambda array: array)
+
+    def _gather(self, numbers, name: str, out: np.ndarray, rows_of) -> np.ndarray:
+        order = np.argsort(numbers)
+        ascending = numbers[order].astype(np.int64)
+        borders = np.searchsorted(ascending, self.starts)
+        for folder in np.flatnonzero(np.diff(borders)).tolist():
+            mine = slice(borders[folder], borders[folder + 1])
+            rows = rows_of(np.load(self.folders[folder] / name, mmap_mode="r"))
+            out[order[mine]] = rows[ascending[mine] - self.starts[folder]]
+        return out
+
+
+def band_candidates(
+    band: int, folders: Sequence[Path], rules: DedupRules, out: Path, *, fixed: int = 0, limit_bytes: int = 512 << 20
+) -> int:
+    """The pairs of documents of all `folders` that share band `band` and look similar; returns how many.
+
+    band: 0 to `rules.bands`; the last one gives every document whose whole signature came before, with the first such.
+    out: .npy file of pairs (uint64), ascending, each once. fixed: pairs among the first `fixed` documents are left out.
+    limit_bytes: of memory, about; beside it one folder's signatures are mapped. Scratch files lie beside `out`.
+    Raises DataError as SignatureFolders does.
+    """
+    source = SignatureFolders(folders, rules)
+    with TemporaryDirectory(dir=out.parent) as scratch:
+        ranges = partitions_for(source.documents, _ROW_BYTES, limit_bytes)
+        width = max(-(-source.documents // ranges), 1)
+        spread = Partitions(Path(scratch) / "pairs", ranges, "<u8", limit_bytes // 4)
+        found = _copies if band == rules.bands else _band_pairs
+        for pairs in found(source, band, Path(scratch), limit_bytes):
+            pairs = pairs[(pairs & _LOW) >= fixed]
+            spread.append(pairs, (pairs >> _HALF).astype(np.uint32) // np.uint32(width))
+        with ArrayWriter(out, "<u8") as writer:
+            for number in range(ranges):
+                writer.append(np.unique(spread.take_all(number)))
+    return writer.rows
+
+
+def pack(earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
+    return earlier.astype(np.uint64) << _HALF | later.astype(np.uint64)
+
+
+def unpack(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(earlier, later), uint32 each."""
+    return (pairs >> _HALF).astype(np.uint32), (pairs & _LOW).astype(np.uint32)
+
+
+def _copies(source: SignatureFolders, band: int, scratch: Path, limit_bytes: int) -> Iterator[np.ndarray]:
+    keys = ((start, keys[:, None]) for start, keys in source.keys(band))
+    for block in equal_rows(keys, source.documents, scratch, limit_bytes):
+        yield pack(block["first"], block["row"])
+
+
+def _band_pairs(source: SignatureFolders, band: int, scratch: Path, limit_bytes: int) -> Iterator[np.ndarray]:
+    count = partitions_for(source.documents, _ROW_BYTES, limit_bytes)
+    spread = Partitions(scratch / "keys", count, _KEYED, limit_bytes // 4)
+    for start, keys in source.keys(band):
+        records = np.empty(len(keys), _KEYED)
+        records["key"], records["number"] = keys, np.arange(start, start + len(keys), dtype=np.uint32)
+        spread.append(records, by_hash(keys, count))
+    for number in range(count):
+        # An even partition is one piece. One that holds an enormous bucket is cut: the first of each bucket is in all.
+        leaders = np.empty(0, _KEYED)
+        for piece in spread.take(number, 4 * limit_bytes // _ROW_BYTES):
+            records = np.concatenate((leaders, piece))
+            order = np.argsort(records["key"], kind="stable")
+            keys, numbers = records["key"][order], records["number"][order]
+            yield from _bucket_pairs(keys, numbers, source)
+            leaders = records[order[_starts(keys)]]
+
+
+_KEYED = np.dtype([("key", "<u8"), ("number", "<u4")])
+
+
+def _starts(ascending: np.ndarray) -> np.ndarray:
+    """Where a new value begins, bool."""
+    new = np.ones(len(ascending), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
+    return new
+
+
+def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolders) -> Iterator[np.ndarray]:
+    """Pairs that look similar among documents of equal keys. keys ascending; numbers ascending where keys are equal."""
+    new = _starts(keys)
+    alone = new & np.append(new[1:], True)
+    bucket, numbers = np.cumsum(new)[~alone], numbers[~alone]
+    bucket, numbers = _without_copies(bucket, numbers, source)
+
+    def similar(earlier: np.ndarray, later: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        estimates = source.estimates(earlier, later)
+        return pack(earlier, later)[estimates >= source.rules.least_estimate], estimates
+
+    active = np.ones(len(bucket), bool)
+    for _ in range(LEADERS):
+        big = np.flatnonzero(active)
+        big = big[(np.bincount(bucket[big]) > WINDOW + 1)[bucket[big]]] if len(big) else big
+        if not len(big):
+            break
+        leads = _starts(bucket[big])
+        leaders = big[leads][np.cumsum(leads) - 1][~leads]
+        others = big[~leads]
+        active[big[leads]] = False  # compared with all that are left
+        for first in range(0, len(others), PIECE):
+            chunk = slice(first, first + PIECE)
+            pairs, estimates = similar(numbers[leaders[chunk]], numbers[others[chunk]])
+            yield pairs
+            settled = source.rules.jaccard + _SETTLED * source.rules.standard_error
+            active[others[chunk][estimates >= min(settled, 1)]] = False
+    bucket, numbers = bucket[active], numbers[active]
+    left = np.arange(len(bucket))
+    for distance in range(1, WINDOW + 1):
+        left = left[left + distance < len(bucket)]
+        left = left[bucket[left] == bucket[left + distance]]
+        if not len(left):
+            break
+        for first in range(0, len(left), PIECE):
+            chunk = left[first : first + PIECE]
+            yield similar(numbers[chunk], numbers[chunk + distance])[0]
+
+
+def _without_copies(bucket, numbers, source: SignatureFolders) -> tuple[np.ndarray, np.ndarray]:
+    """Of equal signatures in a bucket the first; the others are found by `_copies`."""
+    whole = source.whole_keys(numbers)
+    order = np.lexsort((whole, bucket))
+    first = np.sort(order[_starts(bucket[order]) | _starts(whole[order])])
+    return bucket[first], numbers[first]
+
+
+def merge_candidates(files: Iterable[Path], out: Path) -> int:
+    """The pairs of all `files` (each ascending), ascending, each once, into `out`; returns how many."""
+    sources = [file for file in map(ArrayFile, files) if len(file)]
+    places = [0] * len(sources)
+    size = max(PIECE // max(len(sources), 1), 1)
+    with ArrayWriter(out, "<u8") as writer:
+        while any(place < len(file) for file, place in zip(sources, places, strict=True)):
+            heads = [
+                file.read(place, min(place + size, len(file))) for file, place in zip(sources, places, strict=True)
+            ]
+            # Everything up to the least of the last pairs is at hand.
+            last = min(head[-1] for head in heads if len(head))
+            counts = [int(np.searchsorted(head, last, side="right")) for head in heads]
+            places = [place + count for place, count in zip(places, counts, strict=True)]
+            writer.append(np.unique(np.concatenate([head[:n] for head, n in zip(heads, counts, strict=True)])))
+    return writer.rows
