@@ -137,8 +137,8 @@ def gather(context: Context) -> int:
 
 
 def misbehave(kind: str) -> None:
-    """ "": nothing. abort, segfault, kill, exit: the process dies. loop, sleep: it hangs. memory: it takes all there is.
-    refuse: DataError; bug: ValueError."""
+    """What a record can do to its process. abort, segfault, kill, exit: it dies. loop, sleep: it hangs. memory: it
+    takes all there is. refuse: DataError; bug: ValueError; anything else: nothing."""
     match kind:
         case "abort":
             os.abort()
@@ -170,7 +170,9 @@ def _log(context: Context) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ingot.data.execute.drill", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m ingot.data.execute.drill", description="Try a runner on a made-up job."
+    )
     parser.add_argument("folder", type=Path, help="where to work; seen by every machine at the same path")
     parser.add_argument("--workers", type=int, default=2, help="processes of this machine (default 2)")
     parser.add_argument("--ray", metavar="ADDRESS", help="on the Ray cluster there; 'auto' finds a running one")
@@ -203,7 +205,11 @@ def _runner(chosen: argparse.Namespace) -> Runner:
     if chosen.slurm:
         from ingot.data.execute.slurm import Slurm
 
-        return Slurm(**dict(option.split("=", 1) for option in chosen.set))
+        options: dict[str, Any] = {}
+        for option in chosen.set:
+            key, _, value = option.partition("=")
+            options[key] = int(value) if value.isdecimal() else value
+        return Slurm(**options)
     from ingot.data.execute.local import Local
 
     return Local(chosen.workers)
