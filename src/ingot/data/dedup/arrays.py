@@ -126,3 +126,8 @@ class Partitions:
     def take_all(self, number: int) -> np.ndarray:
         """The rows of a partition at once."""
         return np.concatenate([np.empty(0, self.dtype), *self.take(number)])
+
+    def close(self) -> None:
+        """Remove the folder; all rows have been taken."""
+        if self._folder.exists():
+            self._folder.rmdir()
