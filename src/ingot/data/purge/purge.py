@@ -1,0 +1,202 @@
+"""Taking documents out of a finished folder: found by lineage, cut out of every file, proven gone, and on record.
+
+Only files that hold such a document are written anew, and in them the others stay byte for byte in their order. Both
+manifests follow, so the folder has new fingerprints: a run that goes on with it has to accept that (--accept-change
+data.tokens). All files change as one (journal.py). DIR/purges.jsonl says what was done, without text or URL;
+DIR/purged.txt keeps the same documents out of later builds (listed.py).
+"""
+
+import getpass
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
+from ingot.data.corpus import json_line
+from ingot.data.find import SPLITS, Place, places
+from ingot.data.purge.journal import FOLDER, Staging, finish, is_unfinished
+from ingot.data.purge.listed import LIST, PurgedList, secret
+from ingot.data.purge.proof import PURGES, Progress, Proof, probes_of, prove
+from ingot.data.purge.request import Request, Target, Targets, find_targets, list_entries
+from ingot.data.purge.rewrite import rewrite_corpus, rewrite_tokens
+from ingot.data.url import canonical_url
+from ingot.errors import DataError, DataMissing
+from ingot.schema.tokens import MANIFEST, token_manifest_from_dict
+from ingot.storage import exclusive, require_free, sha256_file
+
+# Where the documents' tokens are -> what runs made of them, as JSON; from the floor above (report/exposure.py).
+Saw = Callable[[list[Place]], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """targets: what was (or, in a dry run, would be) removed. runs: those that saw it, as `Saw` gave them.
+
+    record: the line of purges.jsonl, None if nothing was changed. proof: of the scan. finished: the record of an
+    earlier purge that had been interrupted and was finished first.
+    """
+
+    targets: Targets
+    places: tuple[Place, ...] = ()
+    runs: tuple[dict[str, Any], ...] = ()
+    record: dict[str, Any] | None = None
+    proof: Proof | None = None
+    finished: dict[str, Any] | None = None
+
+
+def purge(
+    data: Path,
+    request: Request,
+    *,
+    reason: str = "",
+    saw: Saw | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Remove what `request` means from the folder of `data build --out`, and prove it.
+
+    Killed at any point, the folder is as it was, or the same call finishes it. Raises UsageError for a bad request,
+    RunBusyError while a build or a purge is at work, DataError when a build was left unfinished (its work files hold
+    texts), when something is damaged, or when the scan finds anything left.
+    """
+    report = progress or (lambda fraction, text: None)
+    if not (data / "corpus" / CORPUS_MANIFEST).exists():
+        raise DataMissing(
+            f"{data} holds no corpus", rule="a purge takes the folder that `ingot data build --out` wrote"
+        )
+    with _held(data):
+        finished = _finish_interrupted(data, dry_run, request, report)
+        targets = find_targets(data, request, lambda fraction, text: report(0.3 * fraction, f"searching {text}"))
+        found = places(data, targets.ids)
+        runs = tuple(saw(found) if saw and found else ())
+        outcome = Outcome(targets, tuple(found), runs, finished=finished)
+        if dry_run or not targets.records:
+            return outcome
+        probes = probes_of(data, found)
+        record = _rewrite(data, request, targets, found, probes, reason, runs)
+        proof = prove(data, targets.ids, _sources(targets), probes, request, lambda f, t: report(0.4 + 0.6 * f, t))
+    return Outcome(targets, tuple(found), runs, record, proof, finished)
+
+
+def read_purges(data: Path) -> list[dict[str, Any]]:
+    """The lines of DIR/purges.jsonl, oldest first."""
+    path = data / PURGES
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+@contextmanager
+def _held(data: Path) -> Iterator[None]:
+    """Hold the folder. A hidden folder in it is the work of a build: busy, or left behind by one that was stopped."""
+    with ExitStack() as stack:
+        stack.enter_context(exclusive(data, f"at work in {data}"))
+        for parent in (data, data / "tokens"):
+            for folder in sorted(parent.glob(".*")):
+                if not folder.is_dir() or folder == data / FOLDER:
+                    continue
+                stack.enter_context(exclusive(folder, f"building {data}"))
+                raise DataError(
+                    f"{folder} is left of a build that was stopped",
+                    rule="it holds texts of the crawl, which a purge would not reach",
+                    fix=f"finish the build with the command that began it, or remove it: rm -r {folder}",
+                )
+        yield
+
+
+def _finish_interrupted(data: Path, dry_run: bool, request: Request, report: Progress) -> dict[str, Any] | None:
+    if not is_unfinished(data):
+        if not dry_run:
+            Staging(data).drop()  # what one left that was killed before it was decided
+        return None
+    if dry_run:
+        raise DataError(
+            f"a purge of {data} was interrupted: some of its files are old, some new",
+            rule="nothing is looked up in a folder that does not fit itself",
+            fix="leave out --dry-run: any purge of this folder finishes that one first",
+        )
+    facts = finish(data)
+    assert facts is not None
+    record = facts["record"]
+    ids = frozenset(document["id"] for document in record["documents"])
+    same = request.sha256 == record["request_sha256"]
+    # What was asked for then is known by its hash only: with another request, ids and stretches are looked for.
+    wanted = request if same else Request(doc=min(ids))
+    prove(data, ids, facts["sources"], np.array(facts["probes"], np.uint64), wanted, report)
+    return record
+
+
+def _sources(targets: Targets) -> set[str]:
+    return {target.source for target in targets.records}
+
+
+def _rewrite(
+    data: Path,
+    request: Request,
+    targets: Targets,
+    found: list[Place],
+    probes: np.ndarray,
+    reason: str,
+    runs: tuple[dict[str, Any], ...],
+) -> dict[str, Any]:
+    """Stage and commit everything; returns the record."""
+    _require_room(data, targets, found)
+    staging = Staging(data)
+    try:
+        old_corpus = sha256_file(data / "corpus" / CORPUS_MANIFEST)
+        new_corpus = rewrite_corpus(data, targets, staging)
+        gone = {bytes.fromhex(target.id): target.text_bytes for target in targets.records if target.kept}
+        fingerprints = {}
+        for split in SPLITS:
+            if (data / "tokens" / split / MANIFEST).exists():
+                old, new = rewrite_tokens(data, split, gone, new_corpus, staging)
+                fingerprints[split] = [token_manifest_from_dict(one, split).fingerprint() for one in (old, new)]
+        record = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "who": _user(),
+            "reason": reason,
+            "by": request.kind,
+            "request_sha256": request.sha256,
+            "documents": [_on_record(target) for target in targets.records],
+            "kept": sum(target.kept for target in targets.records),
+            "tokens": sum(place.tokens for place in found),
+            "copies": [copy.id for copy in targets.copies],
+            "corpus_sha256": [old_corpus, new_corpus],
+            "fingerprints": fingerprints,
+            "runs": list(runs),
+        }
+        earlier = (data / PURGES).read_bytes() if (data / PURGES).exists() else b""
+        staging.write(PURGES, earlier + json_line(record))
+        staging.write(LIST, PurgedList.load(data).with_entries(list_entries(request, targets)).text)
+        staging.commit({"record": record, "probes": probes.tolist(), "sources": sorted(_sources(targets))})
+    except BaseException:
+        if not is_unfinished(data):  # else it is decided, and the next call finishes it
+            staging.drop()
+        raise
+    return record
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a user database
+        return ""
+
+
+def _on_record(target: Target) -> dict[str, str]:
+    """What stays known of a document: nothing that tells its text or its URL."""
+    url = canonical_url(target.url)
+    return {"id": target.id, "url": secret(url) if url else "", "before": target.before, "after": target.after}
+
+
+def _require_room(data: Path, targets: Targets, found: list[Place]) -> None:
+    """Old and new versions of the touched files stand side by side for a while."""
+    paths = {data / "corpus" / target.lineage for target in targets.records}
+    paths |= {data / "corpus" / target.part for target in targets.records if target.part}
+    paths |= {data / "tokens" / place.split / f"{place.shard}.tokens" for place in found}
+    touched = sum(path.stat().st_size for path in paths if path.exists())
+    require_free(data, touched + (64 << 20), "writing the touched files anew")

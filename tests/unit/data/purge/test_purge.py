@@ -1,0 +1,269 @@
+"""What is purged is gone from every file, the rest is byte for byte what it was, and a kill leaves no third state."""
+
+import os
+import shutil
+import sys
+from itertools import pairwise
+
+import pytest
+
+from ingot.data.corpus import load_corpus, read_documents, verify_corpus
+from ingot.data.purge.journal import is_unfinished
+from ingot.data.purge.listed import PurgedList
+from ingot.data.purge.purge import purge, read_purges
+from ingot.data.purge.request import Request
+from ingot.data.verify import verify_tokens
+from ingot.errors import DataError, RunBusyError, UsageError
+from ingot.schema.tokens import read_token_manifest
+from ingot.storage import exclusive, sha256_file
+
+
+@pytest.fixture
+def data(tmp_path, folders):
+    return folders.make_folder(tmp_path / "data", folders.crawl(), folders.tokenizer)
+
+
+def tree(folder, *patterns):
+    files = {p for pattern in patterns for p in folder.glob(pattern) if p.is_file()}
+    return {str(p.relative_to(folder)): sha256_file(p) for p in sorted(files)}
+
+
+DATA = ("corpus/*.gz", "corpus/*.parquet", "tokens/*/*.tokens", "tokens/*/*.documents", "tokens/*/*.blocks",
+        "tokens/*/*.parquet")  # fmt: skip
+
+
+def gone(request_matches, records):
+    return frozenset(record["id"] for record in records if request_matches(record))
+
+
+@pytest.mark.parametrize(
+    ("request_", "matches"),
+    [
+        (Request(url="HTTPS://A.example:443/p/0#top"), lambda r: r["url"].split("?")[0] == "https://a.example/p/0"),
+        (Request(domain="b.example"), lambda r: ".b.example/" in r["url"] or "/b.example/" in r["url"]),
+        (Request(pattern=r"number (7|8|9)\."), lambda r: r["record_id"] in "789"),
+        (Request(pattern="mirror.example"), lambda r: "mirror.example" in r["url"]),
+        (Request(pattern=r"number 0\.", copies=True), None),
+    ],
+)
+def test_the_rest_is_what_a_build_without_them_gives(data, folders, tmp_path, request_, matches):
+    records = folders.crawl()
+    outcome = purge(data, request_, reason="asked for by its owner")
+    ids = outcome.targets.ids
+    if matches:
+        assert ids == gone(matches, records)
+    else:
+        copies = gone(lambda r: r["drop"] and any(one in r["drop"][2] for one in ids), records)
+        assert gone(lambda r: r["record_id"] == "0", records) <= ids
+        assert copies and copies <= ids
+    expected = folders.make_folder(tmp_path / "expected", records, folders.tokenizer, without=ids)
+    assert tree(data, *DATA) == tree(expected, *DATA)
+    verify_corpus(data / "corpus")
+    for split in ("train", "heldout"):
+        verify_tokens(data / "tokens" / split)
+        manifest = read_token_manifest(data / "tokens" / split)
+        wanted = read_token_manifest(expected / "tokens" / split)
+        assert manifest.shards == wanted.shards
+        assert manifest.corpus_sha256 == sha256_file(data / "corpus/corpus.json")
+    assert load_corpus(data / "corpus").parts == load_corpus(expected / "corpus").parts
+    assert load_corpus(data / "corpus").dropped == load_corpus(expected / "corpus").dropped
+
+
+def test_files_without_such_a_document_are_not_touched(data):
+    before = {p: p.stat().st_mtime_ns for p in data.rglob("*") if p.is_file()}
+    outcome = purge(data, Request(url="https://b.example/p/13"))
+    place = outcome.places[0]
+    touched = {p.name for p, at in before.items() if not p.exists() or p.stat().st_mtime_ns != at}
+    shard = {f"{place.shard}.{end}" for end in ("tokens", "blocks", "documents", "lineage.parquet")}
+    names = {"corpus.json", "manifest.json", "web-00001.jsonl.gz", "lineage-00001.parquet"}
+    assert touched == names | shard
+
+
+def test_the_funnel_still_adds_up(data):
+    before = load_corpus(data / "corpus").funnel
+    outcome = purge(data, Request(domain="a.example"))
+    after = load_corpus(data / "corpus").funnel
+    assert after[0].documents_in == before[0].documents_in
+    assert after[-1].name == "purged" and after[-1].dropped == {"purged.later": len(outcome.targets.ids)}
+    assert after[-1].documents_out == len(list(read_documents(data / "corpus")))
+    for above, below in pairwise(after):
+        assert above.documents_out == below.documents_in
+    assert all(stage.documents_in - stage.documents_out == sum(stage.dropped.values()) for stage in after)
+
+
+def test_it_is_on_record_without_its_text_or_url(data):
+    old = {split: read_token_manifest(data / "tokens" / split).fingerprint() for split in ("train", "heldout")}
+    runs = [{"run": "somewhere", "checkpoints": [100]}]
+    purge(data, Request(url="https://a.example/p/0"), reason="GDPR 17", saw=lambda places: runs)
+    purge(data, Request(pattern="number 33"))
+    first, second = read_purges(data)
+    assert first["reason"] == "GDPR 17" and first["by"] == "url" and first["runs"] == runs and first["kept"] == 1
+    assert {split: pair[0] for split, pair in first["fingerprints"].items()} == old
+    assert first["fingerprints"]["train"][1] == second["fingerprints"]["train"][0]
+    written = (data / "purges.jsonl").read_text() + (data / "purged.txt").read_text()
+    assert "a.example" not in written and "number 33" not in written
+
+
+def test_copies_that_could_come_back_are_named(data, folders):
+    records = folders.crawl()
+    outcome = purge(data, Request(doc=records[0]["id"]))
+    assert {copy.id for copy in outcome.targets.copies} == {records[-1]["id"], records[-2]["id"]}
+    assert read_purges(data)[0]["copies"] == [copy.id for copy in outcome.targets.copies]
+
+
+def test_text_that_stays_in_another_document_is_told(tmp_path, folders):
+    records = folders.crawl()
+    quoted = records[0]["text"]
+    records.append(folders.page(990, "https://quotes.example/1", text=f"They wrote: {quoted} And so on."))
+    data = folders.make_folder(tmp_path / "data", records, folders.tokenizer)
+    outcome = purge(data, Request(doc=records[0]["id"]))
+    assert set(outcome.proof.shared) == {records[-1]["id"]}
+    assert outcome.proof.probes >= outcome.proof.shared[records[-1]["id"]] >= 6
+    assert purge(data, Request(doc=records[1]["id"])).proof.shared == {}
+
+
+def test_the_list_keeps_them_out(data, folders):
+    from ingot.data.purge.listed import Purged
+    from ingot.schema.document import Document
+
+    records = folders.crawl()
+    assert len(PurgedList.load(data)) == 0
+    purge(data, Request(domain="b.example"))
+    stage = Purged(PurgedList.load(data))
+
+    def rule(**fields):
+        drop = stage(Document(**({"id": "0" * 32, "url": "", "source": "", "file": "", "record_id": ""} | fields)))
+        return drop and drop.rule
+
+    mine = next(r for r in records if "//b.example" in r["url"] and not r["drop"])
+    assert rule(id=mine["id"]) == "purged.document"
+    assert rule(url=mine["url"] + "?utm_source=mail#x") == "purged.url"
+    assert rule(url="https://new.sub.B.example./never/seen") == "purged.domain"
+    assert rule(url="https://else.example/", text=mine["text"] + " before") == "purged.text"
+    assert rule(url="https://xb.example/p/3", text="something else") is None
+
+
+def test_a_broken_list_is_refused(data):
+    (data / "purged.txt").write_text("document 12\n")
+    with pytest.raises(DataError, match="line 1"):
+        PurgedList.load(data)
+
+
+def test_nothing_that_matches_changes_nothing(data):
+    before = tree(data, "**/*")
+    outcome = purge(data, Request(domain="elsewhere.example"))
+    assert outcome.record is None and not outcome.targets.records
+    assert tree(data, "**/*") == before
+
+
+def test_a_dry_run_changes_nothing(data):
+    before = tree(data, "**/*")
+    outcome = purge(data, Request(domain="a.example"), dry_run=True, saw=lambda places: [{"run": str(len(places))}])
+    assert outcome.targets.records and outcome.runs[0]["run"] == str(len(outcome.places)) != "0"
+    assert tree(data, "**/*") == before
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(), "exactly one"),
+        (Request(url="https://a.example/", doc="0" * 32), "exactly one"),
+        (Request(doc="12ab"), "whole document id"),
+        (Request(pattern="("), "no regular expression"),
+        (Request(pattern="x*"), "every document"),
+        (Request(domain="   "), "names no host"),
+    ],
+)
+def test_bad_requests_are_refused(data, request_, message):
+    with pytest.raises(UsageError, match=message):
+        purge(data, request_)
+
+
+def test_damage_is_not_made_to_look_right(data):
+    place = purge(data, Request(url="https://a.example/p/0"), dry_run=True).places[0]
+    path = data / "tokens" / place.split / f"{place.shard}.tokens"
+    path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
+    before = tree(data, "**/*")
+    with pytest.raises(DataError, match="block 0: SHA-256 differs"):
+        purge(data, Request(url="https://a.example/p/0"))
+    assert tree(data, "**/*") == before and not (data / ".purge").exists()
+
+
+def test_a_busy_folder_and_an_unfinished_build_are_refused(data):
+    with exclusive(data, "building"), pytest.raises(RunBusyError):
+        purge(data, Request(domain="a.example"))
+    (data / ".corpus.work").mkdir()
+    with exclusive(data / ".corpus.work", "building"), pytest.raises(RunBusyError):
+        purge(data, Request(domain="a.example"))
+    with pytest.raises(DataError, match="left of a build"):
+        purge(data, Request(domain="a.example"))
+
+
+def test_an_id_in_an_index_of_something_else_is_found(data, folders):
+    record = folders.crawl()[0]
+    (data / "corpus" / "clusters.txt").write_text(f"x {record['id']}\n")
+    with pytest.raises(DataError, match=r"clusters\.txt"):
+        purge(data, Request(doc=record["id"]))
+
+
+def test_an_old_folder_is_told_apart(data):
+    for path in (data / "corpus").glob("lineage-*"):
+        path.unlink()
+    with pytest.raises(DataError, match="no lineage"):
+        purge(data, Request(domain="a.example"))
+
+
+def _killed_at(data, request_, event_number):
+    """Run the purge in a fork that is killed before its `event_number`-th change of the disk. True if it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            seen = 0
+
+            def hook(event, arguments):
+                nonlocal seen
+                writes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+                if event == "open" and isinstance(arguments[2], int):
+                    writes = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+                if writes:
+                    seen += 1
+                    if seen == event_number:
+                        os._exit(9)
+
+            sys.addaudithook(hook)
+            purge(data, request_)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+def test_a_kill_at_any_write_leaves_the_old_state_or_one_that_the_same_command_finishes(tmp_path, folders):
+    data = folders.make_folder(tmp_path / "data", folders.crawl(pages=12), folders.tokenizer)
+    request_, files = Request(domain="a.example"), (*DATA, "**/*.json", "purged.txt")
+    old = tree(data, "**/*")
+    final, copy = tmp_path / "final", tmp_path / "copy"
+    shutil.copytree(data, final)
+    purge(final, request_)
+    new = tree(final, *files)
+    states, at = [], 1
+    while True:
+        shutil.copytree(data, copy, copy_function=os.link)
+        if not _killed_at(copy, request_, at):
+            break
+        now = {name: digest for name, digest in tree(copy, "**/*").items() if not name.startswith(".purge")}
+        decided = is_unfinished(copy)
+        states.append("decided" if decided else "old" if now == old else "new")
+        if decided:
+            with pytest.raises(DataError, match="interrupted"):
+                purge(copy, request_, dry_run=True)
+        elif now != old:
+            assert tree(copy, *files) == new
+        assert (purge(copy, request_).finished is not None) == decided
+        assert tree(copy, *files) == new and len(read_purges(copy)) == 1 and not list(copy.glob(".purge"))
+        shutil.rmtree(copy)
+        at += 2 if decided else 5
+    assert states == sorted(states, key=["old", "decided", "new"].index)
+    assert states.count("decided") > 10 and states.count("old") > 5
