@@ -1,23 +1,18 @@
-"""C4: line and document rules (Raffel et al. 2020, arXiv 1910.10683, section 2.2), as FineWeb uses them.
+"""C4: line and document rules (Raffel et al. 2020, arXiv 1910.10683, section 2.2).
 
-FineWeb leaves out the rule that every line ends in punctuation (it loses a third of the text) and the bad-word list.
-Thresholds and phrases: huggingface/datatrove, pipeline/filters/c4_filters.py and examples/fineweb.py.
+FineWeb leaves out the rule that every line ends in punctuation (it loses a third of the text) and the bad-word list,
+and so does the default here. Thresholds and phrases: huggingface/datatrove, pipeline/filters/c4_filters.py and
+examples/fineweb.py.
 """
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from ingot.data.filters.counts import LineRules, cut_lines
+from ingot.data.words import count_sentences as english_sentences
 from ingot.schema.document import Document, Drop
 
-POLICY_PHRASES = (
-    "terms of use",
-    "privacy policy",
-    "cookie policy",
-    "uses cookies",
-    "use of cookies",
-    "use cookies",
-)
-_CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
 # A sentence ends inside a line where its mark, and perhaps a closing quote, meets a space and no lower-case letter.
 _SENTENCE_BREAK = re.compile(r"[.!?]+[\"'”’)\]]*[ \t]+(?![a-z])")
 
@@ -28,7 +23,9 @@ class C4Rules:
 
     lorem_ipsum, curly_bracket: drop documents that hold "lorem ipsum" or "{". Switch the latter off for source code.
     javascript, policy_phrases: cut lines that ask for JavaScript or speak of cookies and policies.
+    terminal_punctuation: cut lines that do not end in . ? ! or a quotation mark, or end in "...".
     sentences: a document that has fewer after its lines were cut is dropped.
+    bad_words: file with one word or phrase per line; documents that hold one are dropped. "": no such rule.
     """
 
     enabled: bool = True
@@ -37,51 +34,68 @@ class C4Rules:
     curly_bracket: bool = True
     javascript: bool = True
     policy_phrases: bool = True
+    terminal_punctuation: bool = False
     word_length: int = 1000
     line_words: int = 3
+    bad_words: str = ""
+
+    def problems(self):
+        if self.bad_words and not Path(self.bad_words).is_file():
+            yield "bad_words", f"is {self.bad_words!r}, which is no file"
 
 
 class C4:
-    """Stage with rules c4.*; cuts citation marks like [3], then lines, out of the text, and blank lines with them."""
+    """Stage with rules c4.*; cuts citation marks like [3], then lines, out of the text, and blank lines with them.
+
+    words: with "spacy", as datatrove does it: citation marks count as words and leave the spaces around them, and
+    sentences end where spaCy ends them.
+    """
 
     name = "c4"
-    ran = "all rules but terminal punctuation and bad words"
 
-    def __init__(self, rules: C4Rules | None = None):
-        self.rules = rules or C4Rules()
+    def __init__(self, rules: C4Rules | None = None, *, words: str = "whitespace"):
+        self.rules = rules = rules or C4Rules()
+        self.words = words
+        self._lines = LineRules(
+            rules.word_length,
+            rules.line_words,
+            rules.terminal_punctuation,
+            rules.javascript,
+            rules.policy_phrases,
+            rules.lorem_ipsum,
+            rules.curly_bracket,
+            citations_first=words != "spacy",
+        )
+        self._bad_words = _pattern(Path(rules.bad_words)) if rules.bad_words else None
+
+    @property
+    def ran(self) -> str:
+        off = [] if self.rules.terminal_punctuation else ["terminal punctuation"]
+        off += [] if self._bad_words else ["bad words"]
+        return "all rules" + (f" but {' and '.join(off)}" if off else "")
 
     def __call__(self, document: Document) -> Drop | None:
-        rules, text = self.rules, document.text
-        lower = text.lower()
-        has_javascript = rules.javascript and "javascript" in lower
-        has_policy = rules.policy_phrases and any(phrase in lower for phrase in POLICY_PHRASES)
-        has_long_word = len(text) > rules.word_length
-        kept = []
-        for line in text.splitlines():
-            if "[" in line:
-                line = _CITATION.sub("", line)
-            words = line.split()
-            if len(words) < rules.line_words:
-                continue
-            if has_long_word and len(line) > rules.word_length and max(map(len, words)) > rules.word_length:
-                continue
-            if has_javascript or has_policy:
-                lower_line = line.lower()
-                if has_javascript and "javascript" in lower_line:
-                    continue
-                if has_policy and any(phrase in lower_line for phrase in POLICY_PHRASES):
-                    continue
-            kept.append(line.strip())
-        text = "\n".join(kept)
-        if rules.curly_bracket and "{" in text:
-            return Drop(self.name, "c4.curly_bracket", "holds '{'")
-        if rules.lorem_ipsum and "lorem ipsum" in lower and "lorem ipsum" in text.lower():
-            return Drop(self.name, "c4.lorem_ipsum", "holds 'lorem ipsum'")
-        sentences = count_sentences(text)
-        if sentences < rules.sentences:
-            return Drop(self.name, "c4.sentences", f"{sentences} < {rules.sentences}")
+        reason, num_lines, text = cut_lines(document.text, self._lines)
+        if reason:
+            return Drop(self.name, f"c4.{reason}", f"holds {'{' if reason == 'curly_bracket' else 'lorem ipsum'!r}")
+        least = self.rules.sentences
+        if num_lines < least:  # every line is a sentence at least
+            sentences = self._sentences(text) if num_lines else 0
+            if sentences < least:
+                return Drop(self.name, "c4.sentences", f"{sentences} < {least}")
+        text = text.strip()
+        if self._bad_words and (found := self._bad_words.search(text.lower())):
+            return Drop(self.name, "c4.bad_words", f"holds {found.group(1)!r}")
         document.text = text
         return None
+
+    def _sentences(self, text: str) -> int:
+        return sum(map(english_sentences, text.split("\n"))) if self.words == "spacy" else count_sentences(text)
+
+
+def _pattern(path: Path) -> re.Pattern[str] | None:
+    words = {line.strip().lower() for line in path.read_text(encoding="utf-8").splitlines()} - {""}
+    return re.compile(rf"(?:\W|^)({'|'.join(map(re.escape, sorted(words)))})(?:\W|$)") if words else None
 
 
 def count_sentences(text: str) -> int:

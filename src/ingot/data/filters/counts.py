@@ -1,0 +1,241 @@
+"""What the quality rules count in a text, in one pass each: the compiled loops, and the plain ones they must equal.
+
+The counting follows datatrove 0.10, with which FineWeb was made, in its peculiarities too:
+
+- the commonest n-gram counts with its length, spaces included, times how often it occurs, overlaps and all;
+- repeated n-grams count without spaces, are the same when their words joined without spaces are, and after a hit its
+  n words are not looked at again;
+- paragraphs are cut from the stripped text, lines from the text as it is.
+"""
+
+import re
+from collections import Counter
+from itertools import accumulate
+from typing import NamedTuple
+
+from ingot.data.words import native, split_words
+from ingot.data.words.tables import FLAGS, PUNCTUATION, STOP_WORDS, TERMINAL
+
+POLICY_PHRASES = (
+    "terms of use",
+    "privacy policy",
+    "cookie policy",
+    "uses cookies",
+    "use of cookies",
+    "use cookies",
+)
+CLOSING_QUOTES = "\"'”’»…"
+_KELVIN = "\u212a"  # its small letter is an ASCII "k"
+_CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
+# Bits of C4's switches, as native/quality.c takes them.
+_TERMINAL_PUNCTUATION, _JAVASCRIPT, _POLICY, _LOREM, _CURLY, _CITATIONS_FIRST = (1 << bit for bit in range(6))
+
+
+class GopherCounts(NamedTuple):
+    """real: of words that are not symbols only. pieces: lines as the repetition rules see them, blank ones aside."""
+
+    characters: int
+    words: int
+    real_words: int
+    real_characters: int
+    alphabetic_words: int
+    hashes: int
+    ellipses: int
+    lines: int
+    bullet_lines: int
+    ellipsis_lines: int
+    stop_words: int
+    paragraphs: int
+    duplicate_paragraphs: int
+    duplicate_paragraph_characters: int
+    pieces: int
+    duplicate_lines: int
+    duplicate_line_characters: int
+    top_2_gram: int
+    top_3_gram: int
+    top_4_gram: int
+    duplicate_5_gram: int
+    duplicate_6_gram: int
+    duplicate_7_gram: int
+    duplicate_8_gram: int
+    duplicate_9_gram: int
+    duplicate_10_gram: int
+
+
+class FineWebCounts(NamedTuple):
+    """characters: without newlines. words: between whitespace. lines: those that are not blank, as the next three."""
+
+    characters: int
+    words: int
+    newlines: int
+    lines: int
+    ended_lines: int
+    short_lines: int
+    duplicate_characters: int
+
+
+def count_gopher(text: str, words: str) -> GopherCounts:
+    """Counts for Gopher's quality and repetition rules, with the definition `words` of a word."""
+    module = native()
+    if module is not None:
+        try:
+            return GopherCounts._make(module.gopher(text, words == "spacy"))
+        except UnicodeEncodeError:  # a lone surrogate: there is no UTF-8 of it
+            pass
+    return plain_gopher(text, words)
+
+
+def plain_gopher(text: str, words: str) -> GopherCounts:
+    """The reference of `count_gopher`."""
+    found = split_words(text, words)
+    counts = Counter(found)
+    alphabetic = sum(count for word, count in counts.items() if word.isalpha() or any(map(str.isalpha, word)))
+    real = {word: count for word, count in counts.items() if word.isalpha() or _is_real(word, words)}
+    lines = text.splitlines()
+    paragraphs = re.split(r"\n{2,}", text.strip())
+    pieces = re.split(r"\n+", text)
+    return GopherCounts(
+        len(text),
+        len(found),
+        sum(real.values()),
+        sum(len(word) * count for word, count in real.items()),
+        alphabetic,
+        text.count("#"),
+        text.count("...") + text.count("…"),
+        len(lines),
+        sum(line.lstrip().startswith(("•", "-")) for line in lines),
+        sum(line.rstrip().endswith(("...", "…")) for line in lines),
+        sum(word in counts for word in STOP_WORDS),
+        len(paragraphs),
+        *duplicates(paragraphs),
+        len(pieces),
+        *duplicates(pieces),
+        *(top_ngram(found, n) for n in (2, 3, 4)),
+        *(duplicate_ngrams(found, n) for n in range(5, 11)),
+    )
+
+
+def _is_real(word: str, words: str) -> bool:
+    """datatrove's list of punctuation is short: to it a bullet is a word. Between whitespace no symbol is one."""
+    if words == "spacy":
+        return not all(FLAGS[character] & PUNCTUATION for character in word)
+    return any(map(str.isalnum, word))
+
+
+def duplicates(pieces: list[str]) -> tuple[int, int]:
+    """How many `pieces` stood there before, and their characters."""
+    seen = set(pieces)
+    if len(seen) == len(pieces):
+        return 0, 0
+    return len(pieces) - len(seen), sum(map(len, pieces)) - sum(map(len, seen))
+
+
+def top_ngram(words: list[str], n: int) -> int:
+    """Length with spaces times count of the commonest n-gram; of equally common ones the first in the text counts."""
+    if len(words) < n:
+        return 0
+    ngram, count = Counter(zip(*(words[i:] for i in range(n)), strict=False)).most_common(1)[0]
+    return (sum(map(len, ngram)) + n - 1) * count
+
+
+def duplicate_ngrams(words: list[str], n: int) -> int:
+    """Characters without spaces of n-grams seen before, where the n words of a hit are not looked at again."""
+    ends = [0, *accumulate(map(len, words))]
+    joined, seen, characters, i = "".join(words), set(), 0, 0
+    while i + n <= len(words):
+        ngram = joined[ends[i] : ends[i + n]]
+        if ngram in seen:
+            characters += len(ngram)
+            i += n
+        else:
+            seen.add(ngram)
+            i += 1
+    return characters
+
+
+def count_fineweb(text: str, short_characters: int, closing_quotes: bool) -> FineWebCounts:
+    """Counts for FineWeb's rules. short_characters: the most of a short line; closing_quotes: they end a sentence."""
+    module = native()
+    if module is not None:
+        try:
+            return FineWebCounts._make(module.fineweb(text, short_characters, closing_quotes))
+        except UnicodeEncodeError:
+            pass
+    return plain_fineweb(text, short_characters, closing_quotes)
+
+
+def plain_fineweb(text: str, short_characters: int, closing_quotes: bool) -> FineWebCounts:
+    """The reference of `count_fineweb`."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    more = CLOSING_QUOTES if closing_quotes else ""
+    newlines = text.count("\n")
+    return FineWebCounts(
+        len(text) - newlines,
+        len(text.split()),
+        newlines,
+        len(lines),
+        sum(bool(FLAGS[line[-1]] & TERMINAL) or line[-1] in more for line in lines),
+        sum(len(line) <= short_characters for line in lines),
+        duplicates(lines)[1],
+    )
+
+
+class LineRules(NamedTuple):
+    """Which lines and documents C4 cuts. citations_first: citation marks go before words are counted, not after."""
+
+    word_length: int
+    line_words: int
+    terminal_punctuation: bool
+    javascript: bool
+    policy_phrases: bool
+    lorem_ipsum: bool
+    curly_bracket: bool
+    citations_first: bool
+
+
+def cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
+    """(rule that drops the document or "", number of lines kept so far, those lines)."""
+    module = native()
+    if module is not None and _KELVIN not in text:
+        bits = (
+            _TERMINAL_PUNCTUATION * rules.terminal_punctuation
+            | _JAVASCRIPT * rules.javascript
+            | _POLICY * rules.policy_phrases
+            | _LOREM * rules.lorem_ipsum
+            | _CURLY * rules.curly_bracket
+            | _CITATIONS_FIRST * rules.citations_first
+        )
+        try:
+            return module.c4(text, rules.word_length, rules.line_words, bits)
+        except UnicodeEncodeError:
+            pass
+    return plain_cut_lines(text, rules)
+
+
+def plain_cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
+    """The reference of `cut_lines`."""
+    kept: list[str] = []
+    for line in text.splitlines():
+        if rules.citations_first:
+            line = _CITATION.sub("", line)
+        line = line.strip()
+        words = line.split()
+        if len(line) > rules.word_length and max(map(len, words)) > rules.word_length:
+            continue
+        if not rules.citations_first:
+            line = _CITATION.sub("", line)
+        if rules.terminal_punctuation and (not line.endswith((".", "?", "!", '"', "'")) or line.endswith("...")):
+            continue
+        if len(words) < rules.line_words:
+            continue
+        lower = line.lower()
+        if rules.lorem_ipsum and "lorem ipsum" in lower:
+            return "lorem_ipsum", len(kept), "\n".join(kept)
+        if rules.javascript and "javascript" in lower:
+            continue
+        if rules.curly_bracket and "{" in line:
+            return "curly_bracket", len(kept), "\n".join(kept)
+        if rules.policy_phrases and any(phrase in lower for phrase in POLICY_PHRASES):
+            continue
+        kept.append(line)
+    return "", len(kept), "\n".join(kept)
