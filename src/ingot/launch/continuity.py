@@ -15,6 +15,7 @@ from ingot.schema.run import LATER_SETTINGS, RunConfig, essential
 from ingot.storage import write_json
 
 DATA = "data.tokens"  # stands for the token stream, whose fingerprint is compared, not its path
+MIXTURE = "data.weights"  # one decision, however many sources it names
 # How experts are trained: no parameter comes or goes with these. Biases of routers can come, and may not go.
 BIAS_RATE = "model.moe.bias_rate"
 OF_TRAINING = {
@@ -35,12 +36,19 @@ class Change:
 
 def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerprint: str) -> list[Change]:
     """What differs between the experiment that made checkpoint `manifest` and the one that is asked for."""
-    before, after = essential(manifest.settings), config.training_settings()
+    before, after = _with_one_mixture(essential(manifest.settings)), _with_one_mixture(config.training_settings())
     keys = [k for k in before | after if before.get(k) != after.get(k)]
     changes = [Change(key, _value(before, key), _value(after, key)) for key in sorted(keys)]
     if manifest.data_fingerprint != data_fingerprint:
         changes.append(Change(DATA, manifest.data_fingerprint[:12], data_fingerprint[:12]))
     return changes
+
+
+def _with_one_mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """ "data.weights.web", "data.weights.code", ... as one setting."""
+    prefix = f"{MIXTURE}."
+    weights = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    return {key: value for key, value in settings.items() if not key.startswith(prefix)} | {MIXTURE: weights}
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,8 @@ class Loader:
     Rank r of `ranks` reads samples r*n..(r+1)*n-1 of each step's global batch: all ranks together read exactly what
     one rank would. Raises ConfigError at once when the batch cannot be divided so; damage in the data is raised by
     next(). Close it, or use it as a context manager, to end its thread.
+
+    earlier: the weights before, as (last step, weights), oldest first (loader/history.py).
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Loader:
         micro_batch: int,
         seed: int,
         weights: Mapping[str, float] | None = None,
+        earlier: Sequence[tuple[int, Mapping[str, float]]] = (),
         rank: int = 0,
         ranks: int = 1,
         first_step: int = 1,
@@ -77,7 +80,8 @@ class Loader:
                 rule="every rank reads the same number of micro-batches",
             )
         self.manifest = read_token_manifest(folder)
-        self.order = Order(self.manifest, seq_len, seed, weights)
+        mixes = [(step * global_batch, own) for step, own in earlier]
+        self.order = Order(self.manifest, seq_len, seed, weights, earlier=mixes)
         self.device = _with_index(torch.device(device))
         self.micro_batch, self.deadline_seconds = micro_batch, deadline_seconds
         self._reader = TokenReader(folder, seq_len, manifest=self.manifest)

@@ -1,11 +1,13 @@
 """Which samples a step trains on: a pure function of (seed, token manifest, step), on any number of ranks.
 
 Without weights all windows are one stream, shuffled anew every epoch. With weights every source is a stream of its
-own, and each cycle of 4,096 samples holds exactly its quota of every source.
+own, and each cycle of 4,096 samples holds exactly its quota of every source. When the weights of a run change, every
+source's stream goes on where the mixture before left it: nothing of an epoch is skipped or comes twice.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,23 +18,42 @@ from ingot.rng import derive
 from ingot.schema.tokens import TokenManifest
 
 CYCLE = 4096  # samples in which the quotas of weighted sources are exact
+_ALL = ""  # the stream over all windows, which is used without weights
 
 
 class Order:
     """The order of samples over one token folder. Memory is O(shards). Not for several threads.
 
-    weights: source -> share of the samples; a source that is not named is not used.
+    weights: source -> share of the samples; a source that is not named is not used. earlier: what the weights were
+    before, as (samples up to which they held, weights), oldest first; samples are counted from 0 over the whole run.
+    Between weights and none at all the streams are others, so there an epoch starts anew.
     Raises DataError when no shard is long enough for a window, ConfigError when weights do not fit the sources.
     """
 
-    def __init__(self, manifest: TokenManifest, seq_len: int, seed: int, weights: Mapping[str, float] | None = None):
+    def __init__(
+        self,
+        manifest: TokenManifest,
+        seq_len: int,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        *,
+        earlier: Sequence[tuple[int, Mapping[str, float]]] = (),
+    ):
         self.manifest, self.windows = manifest, Windows(manifest, seq_len)
         key = derive(seed, "order", manifest.fingerprint(), seq_len)
         self._cycle_key = derive(key, "cycle")
-        self._cycle_at, self._cycle_labels = -1, np.empty(0, np.int64)
-        names = sorted(weights) if weights else [""]
-        self._quotas = _quotas(names, weights, manifest) if weights else np.array([CYCLE])
-        self._streams = [_Stream(self, name, seq_len, derive(key, "source", name)) for name in names]
+        self._cycle_at, self._cycle_labels = (-1, -1), np.empty(0, np.int64)
+        self._streams: dict[str, _Stream] = {}
+        self._mixes: list[_Mix] = []
+        begin = 0
+        for end, own in (*earlier, (None, weights or {})):
+            if end is not None and end <= begin:
+                continue  # it never held
+            self._mixes.append(mix := self._mix(begin, end, own))
+            for name in mix.names:
+                if name not in self._streams:
+                    self._streams[name] = _Stream(self, name, seq_len, derive(key, "source", name))
+            begin = end or 0
 
     @property
     def epoch_windows(self) -> int:
@@ -41,19 +62,13 @@ class Order:
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Window ids (int64) of the samples first..first+count-1, counted from 0 over the whole run."""
-        if len(self._streams) == 1:
-            return self._streams[0].take(first, first + count)
         out = np.empty(count, np.int64)
         done = 0
         while done < count:
-            cycle, offset = divmod(first + done, CYCLE)
-            labels = self._labels(cycle)
-            here = labels[offset : offset + count - done]
-            for number, stream in enumerate(self._streams):
-                before = cycle * int(self._quotas[number]) + int(np.count_nonzero(labels[:offset] == number))
-                mine = here == number
-                out[done : done + len(here)][mine] = stream.take(before, before + int(np.count_nonzero(mine)))
-            done += len(here)
+            mix = self._mix_at(first + done)
+            stop = count if mix.end is None else min(count, mix.end - first)
+            out[done:stop] = self._of_mix(mix, first + done - mix.begin, stop - done)
+            done = stop
         return out
 
     def step(self, step: int, global_batch: int) -> np.ndarray:
@@ -66,20 +81,71 @@ class Order:
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often `samples` samples pass over each source: what a run repeats, or does not reach."""
-        if len(self._streams) == 1 and not self._streams[0].name:
-            return dict.fromkeys(self.manifest.sources, samples / self.epoch_windows)
-        return {
-            stream.name: samples * int(quota) / CYCLE / stream.windows
-            for stream, quota in zip(self._streams, self._quotas, strict=True)
-        }
+        mix = self._mix_at(samples)
+        now = {name: (samples - mix.begin) * int(q) / CYCLE for name, q in zip(mix.names, mix.quotas, strict=True)}
+        found: dict[str, float] = {}
+        for name in {**mix.taken, **now}:
+            epochs = (mix.taken.get(name, 0) + now.get(name, 0)) / self._streams[name].windows
+            for source in self.manifest.sources if name == _ALL else [name]:
+                found[source] = found.get(source, 0.0) + epochs
+        return found
 
-    def _labels(self, cycle: int) -> np.ndarray:
-        """Which source each sample of a cycle is from: the quotas, shuffled."""
-        if self._cycle_at != cycle:
-            labels = np.repeat(np.arange(len(self._quotas)), self._quotas)
-            self._cycle_labels = labels[permuted_range(CYCLE, derive(self._cycle_key, cycle))]
-            self._cycle_at = cycle
+    def _mix(self, begin: int, end: int | None, weights: Mapping[str, float]) -> "_Mix":
+        names = sorted(weights) or [_ALL]
+        quotas = _quotas(names, weights, self.manifest) if weights else np.array([CYCLE])
+        taken = self._taken(self._mixes[-1], begin - self._mixes[-1].begin) if self._mixes else {}
+        return _Mix(len(self._mixes), begin, end, tuple(names), quotas, taken)
+
+    def _mix_at(self, sample: int) -> "_Mix":
+        return next(mix for mix in self._mixes if mix.end is None or sample < mix.end)
+
+    def _taken(self, mix: "_Mix", samples: int) -> dict[str, int]:
+        """How many windows each stream has given, in all mixes, once `samples` samples of `mix` are done."""
+        cycles, rest = divmod(samples, CYCLE)
+        labels = self._labels(mix, cycles)[:rest] if rest else np.empty(0, np.int64)
+        now = cycles * mix.quotas + np.bincount(labels, minlength=len(mix.names))
+        return mix.taken | {n: mix.taken.get(n, 0) + int(k) for n, k in zip(mix.names, now, strict=True)}
+
+    def _of_mix(self, mix: "_Mix", first: int, count: int) -> np.ndarray:
+        """Window ids of samples first..first+count-1 of a mix, counted from its begin."""
+        starts = [mix.taken.get(name, 0) for name in mix.names]
+        if len(mix.names) == 1:
+            return self._streams[mix.names[0]].take(starts[0] + first, starts[0] + first + count)
+        out = np.empty(count, np.int64)
+        done = 0
+        while done < count:
+            cycle, offset = divmod(first + done, CYCLE)
+            labels = self._labels(mix, cycle)
+            here = labels[offset : offset + count - done]
+            for number, name in enumerate(mix.names):
+                before = starts[number] + cycle * int(mix.quotas[number])
+                before += int(np.count_nonzero(labels[:offset] == number))
+                mine = here == number
+                taken = self._streams[name].take(before, before + int(np.count_nonzero(mine)))
+                out[done : done + len(here)][mine] = taken
+            done += len(here)
+        return out
+
+    def _labels(self, mix: "_Mix", cycle: int) -> np.ndarray:
+        """Which source each sample of a cycle is from: the quotas, shuffled. Of the first mix as without any other."""
+        if self._cycle_at != (mix.number, cycle):
+            labels = np.repeat(np.arange(len(mix.quotas)), mix.quotas)
+            names = (cycle,) if not mix.begin else ("from", mix.begin, cycle)
+            self._cycle_labels = labels[permuted_range(CYCLE, derive(self._cycle_key, *names))]
+            self._cycle_at = (mix.number, cycle)
         return self._cycle_labels
+
+
+@dataclass(frozen=True)
+class _Mix:
+    """Weights that hold for the samples begin..end-1 (None: for all that follow). taken: by streams before it."""
+
+    number: int
+    begin: int
+    end: int | None
+    names: tuple[str, ...]
+    quotas: np.ndarray
+    taken: dict[str, int]
 
 
 class _Stream:

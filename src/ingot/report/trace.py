@@ -10,6 +10,7 @@ from ingot.checkpoint.manifest import list_checkpoints
 from ingot.config import load
 from ingot.data.corpus import MANIFEST, read_documents
 from ingot.errors import DataError, UsageError
+from ingot.loader.history import earlier_weights
 from ingot.loader.ledger import read_ledger
 from ingot.loader.order import Order
 from ingot.schema.checkpoint import LedgerSegment
@@ -53,7 +54,9 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
         raise UsageError(f"the run {config.name!r} has no step {step}", rule=f"steps go from 1 to {config.train.steps}")
     tokens = (run / config.data.tokens).resolve()
     manifest = read_token_manifest(tokens)
-    order = Order(manifest, config.train.seq_len, config.seed, config.data.weights)
+    batch, weights = config.train.global_batch, config.data.weights
+    earlier = [(last * batch, own) for last, own in earlier_weights(folder, weights)]
+    order = Order(manifest, config.train.seq_len, config.seed, weights, earlier=earlier)
     ids = order.step(step, config.train.global_batch)
     in_ledger = _check_ledger(folder, manifest, step, ids)
     parts = list(_parts(tokens, manifest, order, ids))

@@ -18,6 +18,7 @@ from ingot.dist.mesh import Mesh
 from ingot.dist.start import Place
 from ingot.errors import ConfigError
 from ingot.events import EventLog
+from ingot.loader.history import earlier_weights
 from ingot.loader.ledger import Ledger
 from ingot.loader.loader import Loader
 from ingot.loader.reader import check_vocabulary
@@ -100,7 +101,7 @@ def build(
         **vars(parts),
         folder=folder,
         place=place,
-        loader=open_loader(config, tokens, parts.mesh, place.device, first_step),
+        loader=open_loader(config, folder, tokens, parts.mesh, place.device, first_step),
         ledger=Ledger(),
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
@@ -145,7 +146,9 @@ def data_path(folder: RunFolder, path: str) -> Path:
     return (folder.config.parent / path).resolve()
 
 
-def open_loader(config: RunConfig, tokens: Path, mesh: Mesh, device: torch.device, first_step: int) -> Loader:
+def open_loader(
+    config: RunConfig, folder: RunFolder, tokens: Path, mesh: Mesh, device: torch.device, first_step: int
+) -> Loader:
     return Loader(
         tokens,
         seq_len=config.train.seq_len,
@@ -153,6 +156,7 @@ def open_loader(config: RunConfig, tokens: Path, mesh: Mesh, device: torch.devic
         micro_batch=config.train.micro_batch,
         seed=config.seed,
         weights=config.data.weights,
+        earlier=earlier_weights(folder, config.data.weights),
         rank=mesh.data_rank,
         ranks=mesh.data_ranks,
         first_step=first_step,

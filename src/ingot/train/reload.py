@@ -19,6 +19,6 @@ def reload(run: Training) -> int:
         )
     run.loader.close()
     tokens = data_path(run.folder, run.config.data.tokens)
-    run.loader = open_loader(run.config, tokens, run.mesh, run.place.device, restored.step + 1)
+    run.loader = open_loader(run.config, run.folder, tokens, run.mesh, run.place.device, restored.step + 1)
     run.ledger, run.segments = Ledger(), list(restored.ledger)
     return restored.step

@@ -163,3 +163,21 @@ def test_a_damaged_document_index_is_refused(run):
 def test_a_step_that_the_run_does_not_have_is_refused(run, step):
     with pytest.raises(UsageError, match="no step"):
         trace_step(run, step)
+
+
+def test_steps_before_a_change_of_the_mixture_are_traced_with_the_old_one(run):
+    """The run file has the new weights; what was accepted says since when."""
+    manifest = read_token_manifest(run.parent / "data/tokens/train")
+    first, then = {"web": 1.0}, {"web": 1.0, "books": 3.0}
+    text = (run / "run.toml").read_text()
+    write_atomic(run / "run.toml", text + "\n[data.weights]\nweb = 1.0\nbooks = 3.0\n")
+    change = {"step": 4, "config_sha256": "", "data_fingerprint": "", "changes": {"data.weights": [first, then]}}
+    write_json(RunFolder(run).accepted, [change])
+    order = Order(manifest, SEQ_LEN, 1234, then, earlier=[(4 * BATCH, first)])
+    checkpoint(run, order.samples(0, 8 * BATCH).reshape(8, BATCH))
+    assert {t.source for step in range(1, 5) for t in trace_step(run, step)} == {"web"}
+    late = [t for step in range(5, 9) for t in trace_step(run, step)]
+    assert {t.source for t in late} == {"web", "books"} and all(t.in_ledger for t in late)
+    RunFolder(run).accepted.unlink()
+    with pytest.raises(DataError, match="step 2: the ledger has other samples"):
+        trace_step(run, 2)
