@@ -13,6 +13,7 @@ from fastwarc.warc import ArchiveIterator, WarcRecord
 
 from ingot.data.sources.limits import Limits
 from ingot.data.sources.members import Member, packing_of
+from ingot.data.sources.unpack import foreign
 from ingot.data.sources.window import Window
 from ingot.errors import DataError
 
@@ -20,14 +21,6 @@ from ingot.errors import DataError
 # a file of short records that each claim 30 MB would be read millions of times over.
 _MAX_WASTED_BYTES = 16 << 30
 _JUNK_BYTES = 1 << 20  # of what stands between records, looked at to tell padding from damage
-_FOREIGN = {
-    b"PK\x03\x04": "a zip archive",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x04\x22\x4d\x18": "lz4",
-    b"Rar!": "a rar archive",
-    b"7z\xbc\xaf": "a 7z archive",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +110,7 @@ class _Reader:
 
     def _instead(self) -> str:
         head = self.file.at(0, 16)
-        kind = next((f" ({name})" for magic, name in _FOREIGN.items() if head.startswith(magic)), "")
-        return f"holds no WARC record: it starts with {head!r}{kind} at offset 0"
+        return f"holds no WARC record: it starts with {head!r}{foreign(head)} at offset 0"
 
     def _run(self, start: int):
         """Yield records from `start` on until the end or damage. Returns where to go on, or None."""

@@ -17,8 +17,12 @@ from ingot.schema.document import Document, Drop, document_id
 STAGE = "read"
 
 
-def read_warc(path: Path, source: str, limits: Limits | None = None) -> Iterator[tuple[Document, Drop | None]]:
+def read_warc(
+    path: Path, source: str, limits: Limits | None = None, *, name: str = ""
+) -> Iterator[tuple[Document, Drop | None]]:
     """Pairs (document, why it has to go or None) in the order of the file, which may be plain, gzip or zstd.
+
+    name: of the file in ids of documents, where that is not its own.
 
     Rules: read.http_status, not_html, empty_body, too_large, bad_http, not_http, bad_encoding, unsupported_encoding,
     no_url, bad_record (damage; reading goes on behind it), truncated_file (damage, and nothing readable behind it),
@@ -26,16 +30,16 @@ def read_warc(path: Path, source: str, limits: Limits | None = None) -> Iterator
     A page that the crawler itself cut short is kept, with notes["warc_truncated"].
     Raises DataError for what is no WARC file at all.
     """
-    limits = limits or Limits()
+    limits, name = limits or Limits(), name or path.name
     pages, others = 0, Counter()
     for record in read_records(path, limits):
         if record.problem:
             rule = "truncated_file" if record.cut else "bad_record"
             value = f"offset {record.offset}: {record.problem}"
-            yield _document(path, source, record), Drop(STAGE, f"{STAGE}.{rule}", value)
+            yield _document(name, source, record), Drop(STAGE, f"{STAGE}.{rule}", value)
         elif record.kind in ("response", "conversion"):
             pages += 1
-            document = _document(path, source, record)
+            document = _document(name, source, record)
             try:
                 _fill(document, record, limits)
             except BadResponse as bad:
@@ -46,16 +50,16 @@ def read_warc(path: Path, source: str, limits: Limits | None = None) -> Iterator
             others[record.kind] += 1
     if not pages:
         value = ", ".join(f"{count} {kind}" for kind, count in others.most_common(3))
-        yield _document(path, source, Record(offset=0)), Drop(STAGE, f"{STAGE}.no_pages", value)
+        yield _document(name, source, Record(offset=0)), Drop(STAGE, f"{STAGE}.no_pages", value)
 
 
-def _document(path: Path, source: str, record: Record) -> Document:
+def _document(name: str, source: str, record: Record) -> Document:
     record_id = record.record_id or f"offset-{record.offset}"
     return Document(
-        id=document_id(path.name, record_id, record.url),
+        id=document_id(name, record_id, record.url),
         url=record.url,
         source=source,
-        file=path.name,
+        file=name,
         record_id=record_id,
     )
 

@@ -1,0 +1,127 @@
+"""Objects in S3 and in stores that speak its protocol, by obstore (the object_store crate of Apache Arrow).
+
+Read in ranges of one version (If-Match), so that a download can be resumed and a large object never waits for one
+answer. Credentials, region and endpoint come from the usual environment variables; ingot neither reads nor stores them.
+"""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from ingot.data.sources.remote import Changed, Part, RemoteRules, Unreachable, Version, forbidden, gone
+from ingot.errors import ConfigError, require
+
+_RANGE_BYTES = 16 << 20
+_MAX_LISTED = 1_000_000
+
+
+def split(location: str) -> tuple[str, str]:
+    """'s3://bucket/some/key' -> ('bucket', 'some/key'). Raises ConfigError."""
+    bucket, _, key = location.removeprefix("s3://").partition("/")
+    if not bucket or any(part in ("", ".", "..") for part in key.rstrip("/").split("/") if key):
+        raise ConfigError(f"{location!r} names no object", rule="s3://bucket/key", fix="check the name")
+    return bucket, key
+
+
+class S3Object:
+    """A Remote in a bucket. It needs no politeness: such stores answer as many as ask."""
+
+    host = ""
+
+    def __init__(self, location: str, rules: RemoteRules, store: Any = None):
+        """store: an obstore store to use instead of the bucket."""
+        self.location = location
+        bucket, self.key = split(location)
+        self.store = store or _store(bucket, rules)
+
+    def version(self) -> Version:
+        obstore = require("obstore", "data")
+        with _translated(self.location):
+            return _version(obstore.head(self.store, self.key))
+
+    def part(self, start: int, version: Version | None) -> Part:
+        found = self.version()
+        if version and not version.same(found):
+            start = 0
+        return Part(start, found, self._pieces(start, found))
+
+    def _pieces(self, start: int, version: Version) -> Iterator[bytes]:
+        obstore = require("obstore", "data")
+        while start < version.bytes:
+            end = min(start + _RANGE_BYTES, version.bytes)
+            options: dict[str, Any] = {"range": (start, end)}
+            if version.etag:
+                options["if_match"] = version.etag
+            with _translated(self.location):
+                piece = bytes(obstore.get(self.store, self.key, options=options).bytes())
+            if len(piece) != end - start:
+                raise Unreachable(f"{self.location}: {len(piece)} bytes instead of {end - start}")
+            yield piece
+            start = end
+
+
+def listed(location: str, rules: RemoteRules, store: Any = None) -> list[str]:
+    """The keys below the prefix `location`, sorted, as s3:// names. Raises Unreachable, DataError, ConfigError."""
+    bucket, prefix = split(location)
+    obstore = require("obstore", "data")
+    keys: list[str] = []
+    with _translated(location):
+        for page in obstore.list(store or _store(bucket, rules), prefix=prefix.rstrip("/") or None):
+            keys += [entry["path"] for entry in page if entry["size"]]
+            if len(keys) > _MAX_LISTED:
+                raise ConfigError(
+                    f"{location} holds more than {_MAX_LISTED} objects", rule="a build has so many inputs at most",
+                    fix="name a longer prefix",
+                )  # fmt: skip
+    return [f"s3://{bucket}/{key}" for key in sorted(keys)]
+
+
+def _store(bucket: str, rules: RemoteRules) -> Any:
+    store = require("obstore.store", "data")
+    endpoint = rules.s3_endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    config: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    if rules.s3_anonymous:
+        config["skip_signature"] = True
+    seconds = timedelta(seconds=rules.timeout_seconds)
+    return store.S3Store(
+        bucket,
+        client_options={
+            "allow_http": endpoint.startswith("http://"),
+            "connect_timeout": min(seconds, timedelta(seconds=20)),
+            "read_timeout": seconds,
+            "timeout": 4 * seconds,
+            "user_agent": rules.user_agent,
+        },
+        # Attempts are counted in fetch.py, for all kinds of sources alike.
+        retry_config={"max_retries": 0, "retry_timeout": seconds},
+        **config,
+    )
+
+
+def _version(meta: Any) -> Version:
+    return Version(int(meta["size"]), meta.get("e_tag") or "", meta["last_modified"].isoformat())
+
+
+class _translated:
+    """What obstore raises, as what fetch.py knows: try again, begin anew, or give up."""
+
+    def __init__(self, location: str):
+        self.location = location
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, _) -> None:
+        if error is None:
+            return
+        exceptions = require("obstore.exceptions", "data")
+        words = f"{type(error).__name__}: {str(error).strip()[:200]}"
+        if isinstance(error, exceptions.NotFoundError | FileNotFoundError):
+            raise gone(self.location, "there is no such object") from None
+        if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+            raise forbidden(self.location, words) from None
+        if isinstance(error, exceptions.PreconditionError):
+            raise Changed(f"{self.location} changed while it was read") from None
+        if isinstance(error, exceptions.BaseError | OSError):
+            raise Unreachable(f"{self.location}: {words}") from None
