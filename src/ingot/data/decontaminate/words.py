@@ -1,0 +1,175 @@
+"""The words of a text as arrays, and numbers that rule out nearly all of its n-grams cheaply."""
+
+import functools
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+_PLANE = 0x20000  # above: ideographs, then nothing that is written
+_IDEOGRAPHS = (
+    (0x2E80, 0x2FE0),
+    (0x3040, 0x3130),
+    (0x31A0, 0x3200),
+    (0x3400, 0x4DC0),
+    (0x4E00, 0xA000),
+    (0xF900, 0xFB00),
+)
+# Odd multipliers for sums of words' features, so that powers can be undone modulo 2^64.
+_BASE = 0x9E3779B97F4A7C15
+_BASE_INVERSE = pow(_BASE, -1, 2**64)
+_ONE, _SIX, _SIXTY_THREE = np.uint64(1), np.uint64(6), np.uint64(63)
+_BLOCK = 1 << 14  # words at a time, which bounds the table of powers
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0xD6E8FEB86659FD93))
+
+
+@functools.cache
+def _folded_characters() -> np.ndarray:
+    """uint32 [_PLANE]: the lower case of each character that words are made of, 0 for all others."""
+    table = np.zeros(_PLANE, np.uint32)
+    for code in range(_PLANE):
+        char = chr(code)
+        # Marks are vowel signs and accents: without them words of Indic scripts would fall apart.
+        if char.isalnum() or unicodedata.category(char)[0] == "M":
+            lower = char.lower()
+            table[code] = ord(lower) if len(lower) == 1 else code
+    return table
+
+
+@functools.cache
+def _ideographs() -> np.ndarray:
+    table = np.zeros(_PLANE, bool)
+    for first, end in _IDEOGRAPHS:
+        table[first:end] = True
+    return table
+
+
+class Words(NamedTuple):
+    """The words of a text: folded[start:end], which stand at text[start:end].
+
+    folded: uint8 (of ASCII text) or uint32 [characters], lower case, 0 where no word is. starts, ends: int64 [words].
+    """
+
+    folded: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, text: str) -> "Words":
+        if text.isascii():
+            return cls(*_runs(np.frombuffer(text.encode().translate(_folded_ascii()), np.uint8)))
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        highest = int(codes.max())
+        if highest < _IDEOGRAPHS[0][0]:
+            return cls(*_runs(_folded_characters()[codes]))
+        folded = _folded_characters()[np.minimum(codes, _PLANE - 1)]
+        if highest >= _PLANE:
+            folded = np.where((codes >= _PLANE) & (codes < 2 * _PLANE), codes, folded)
+        return cls(*_runs(folded, _ideographs()[np.minimum(folded, _PLANE - 1)] | (folded >= _PLANE)))
+
+    def strings(self, first: int = 0, end: int | None = None) -> list[str]:
+        """Words first to end, as they go into an n-gram."""
+        starts, ends = self.starts[first:end].tolist(), self.ends[first:end].tolist()
+        if not starts:
+            return []
+        low = starts[0]
+        text = self.folded[low : ends[-1]].astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+        return [text[start - low : end - low] for start, end in zip(starts, ends, strict=True)]
+
+    def shapes(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """For each n: uint64 [words - n + 1], a number for the sizes and first letters of n words in a row."""
+        features = self.folded[self.starts].astype(np.uint64)
+        features <<= np.uint64(8)
+        features += (self.ends - self.starts).view(np.uint64)
+        if len(features) <= _BLOCK:
+            return _rolling(features, lengths)
+        step = _BLOCK + 1 - max(lengths)
+        blocks = []
+        for first in range(0, len(features), step):
+            shapes = _rolling(features[first : first + _BLOCK], lengths)
+            more = first + step < len(features)  # then the last windows of the shorter lengths come again
+            blocks.append([shape[:step] if more else shape for shape in shapes])
+        return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
+
+
+def _runs(folded: np.ndarray, alone: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(folded, starts, ends) of the runs that are not 0; characters that are `alone` are runs of one."""
+    is_word = np.zeros(len(folded) + 2, bool)
+    np.not_equal(folded, 0, out=is_word[1:-1])
+    border = is_word[1:] != is_word[:-1]
+    if alone is None:
+        edges = np.flatnonzero(border)
+        return folded, edges[::2], edges[1::2]
+    border[:-1] |= alone
+    border[1:] |= alone
+    return folded, np.flatnonzero(is_word[1:] & border), np.flatnonzero(is_word[:-1] & border)
+
+
+@functools.cache
+def _folded_ascii() -> bytes:
+    return _folded_characters()[:128].astype(np.uint8).tobytes() + bytes(128)
+
+
+@functools.cache
+def _powers() -> tuple[np.ndarray, np.ndarray]:
+    """(base^i, base^-i) modulo 2^64 for i < _BLOCK."""
+    factors = np.full((2, _BLOCK), 1, np.uint64)
+    factors[:, 1:] = np.array([[_BASE], [_BASE_INVERSE]], np.uint64)
+    powers = np.cumprod(factors, axis=1, dtype=np.uint64)
+    return powers[0], powers[1]
+
+
+def _rolling(features: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """For each n: sum of feature[i + j] * base^j over j < n, from differences of one running sum."""
+    powers, inverse = _powers()
+    sums = np.zeros(len(features) + 1, np.uint64)
+    np.cumsum(features * powers[: len(features)], out=sums[1:])
+    rolled = []
+    for n in lengths:
+        shapes = sums[n:] - sums[: max(len(sums) - n, 0)]
+        shapes *= inverse[: len(shapes)]
+        shapes += np.uint64(n)
+        rolled.append(shapes)
+    return rolled
+
+
+def hash_words(words: list[str]) -> int:
+    """The 64-bit hash of an n-gram."""
+    return xxhash.xxh3_64_intdigest(" ".join(words).encode("utf-8", "surrogatepass"))
+
+
+class Bitmap:
+    """A Bloom filter of shapes with three hashes: 6 to 9% of other shapes pass the first, less than 0.1% all."""
+
+    def __init__(self, data: np.ndarray):
+        """data: uint64 [power of two]."""
+        self.data = np.asarray(data)  # without the class memmap, whose every slice costs a microsecond
+        self._shift = np.uint64(64 - (len(data) * 64 - 1).bit_length())
+
+    @classmethod
+    def of(cls, shapes: np.ndarray) -> "Bitmap":
+        """With all `shapes` set, and 32 to 64 bits of room for each."""
+        bitmap = cls(np.zeros(1 << max((len(shapes) // 2).bit_length(), 4), np.uint64))
+        for multiplier in _MULTIPLIERS:
+            places = (shapes * multiplier) >> bitmap._shift
+            np.bitwise_or.at(bitmap.data, places >> _SIX, _ONE << (places & _SIXTY_THREE))
+        return bitmap
+
+    def candidates(self, shapes: np.ndarray) -> np.ndarray:
+        """int64: the numbers of those of `shapes` that may be in."""
+        numbers = np.flatnonzero(self._are_set(shapes, _MULTIPLIERS[0]))
+        for multiplier in _MULTIPLIERS[1:]:
+            if numbers.size:
+                numbers = numbers[self._are_set(shapes[numbers], multiplier)]
+        return numbers
+
+    def _are_set(self, shapes: np.ndarray, multiplier: np.uint64) -> np.ndarray:
+        places = shapes * multiplier
+        places >>= self._shift
+        words = self.data[places >> _SIX]
+        places &= _SIXTY_THREE
+        words >>= places
+        words &= _ONE
+        return words.view(np.int64) != 0
