@@ -10,7 +10,6 @@ pyarrow: fixed row groups and compression, no time, no machine.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import xxhash
 
 from ingot.data.url import canonical_url
 from ingot.errors import require
+from ingot.schema.corpus import LineagePart
 from ingot.storage import atomic_file, sha256_file
 
 GROUP_ROWS = 65_536  # of a row group: what is in memory at once, and what a Bloom filter is about
@@ -40,15 +40,6 @@ SHARD_COLUMNS = {
 _LOOKED_UP = ("id", "url_hash", "domain", "before", "after")  # with a Bloom filter
 _REPETITIVE = ("source", "file", "domain", "language", "stage", "rule", "part")  # stored as dictionaries
 _DEFAULTS = {"string": "", "int64": 0, "uint64": 0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LineagePart:
-    """A lineage file of a corpus. records: its rows."""
-
-    name: str
-    records: int
-    sha256: str
 
 
 def url_hash(canonical: str) -> int:

@@ -1,18 +1,26 @@
-"""From a training step back to the crawl: its samples, their documents, the pages and records they came from."""
+"""From a training step back to the crawl, and from a document to the steps that used it.
+
+Both go through lineage. Folders that were built before there was any are traced by reading the whole corpus.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ingot.checkpoint.manifest import list_checkpoints
 from ingot.config import load
 from ingot.data.corpus import MANIFEST, read_documents
+from ingot.data.find import Place, asking, find, places
+from ingot.data.purge.listed import secret
+from ingot.data.purge.purge import read_purges
+from ingot.data.url import canonical_url
 from ingot.errors import DataError, UsageError
-from ingot.loader.history import earlier_weights
 from ingot.loader.ledger import read_ledger
 from ingot.loader.order import Order
+from ingot.report.exposure import Exposure, Use, data_changed_at, exposure, order_of, uses
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
@@ -54,13 +62,11 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
         raise UsageError(f"the run {config.name!r} has no step {step}", rule=f"steps go from 1 to {config.train.steps}")
     tokens = (run / config.data.tokens).resolve()
     manifest = read_token_manifest(tokens)
-    batch, weights = config.train.global_batch, config.data.weights
-    earlier = [(last * batch, own) for last, own in earlier_weights(folder, weights)]
-    order = Order(manifest, config.train.seq_len, config.seed, weights, earlier=earlier)
+    order = order_of(folder, config, manifest)
     ids = order.step(step, config.train.global_batch)
     in_ledger = _check_ledger(folder, manifest, step, ids)
     parts = list(_parts(tokens, manifest, order, ids))
-    origin = _find_documents(tokens.parent.parent / "corpus", manifest, {part.document for part in parts})
+    origin = _origins(tokens, manifest, parts)
     return [
         TracedDocument(
             step=step,
@@ -118,8 +124,15 @@ def _read_index(tokens: Path, shard: Shard) -> np.ndarray:
 
 def _check_ledger(folder: RunFolder, manifest: TokenManifest, step: int, ids: np.ndarray) -> bool:
     """Hold the order against what the checkpoints' ledger says about `step`. False if none covers it (yet)."""
+    changed = data_changed_at(folder)
+    if step <= changed:
+        raise DataError(
+            f"step {step} was trained on other tokens: the data changed after step {changed}, as was accepted",
+            rule="a step is traced through the tokens it was trained on",
+            fix=f"trace a step after {changed}",
+        )
     for listed in list_checkpoints(folder.checkpoints):
-        if listed.manifest is None:
+        if listed.manifest is None or listed.step <= changed:
             continue
         if listed.manifest.data_fingerprint != manifest.fingerprint():
             raise DataError(
@@ -143,6 +156,25 @@ def _check_ledger(folder: RunFolder, manifest: TokenManifest, step: int, ids: np
 
 def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment | None:
     return next((s for s in segments if s.first_step <= step <= s.last_step), None)
+
+
+def _origins(tokens: Path, manifest: TokenManifest, parts: list[_Part]) -> dict[str, dict]:
+    """Document id -> where it came from: url, file and record_id, from the lineage beside the shards."""
+    wanted = {part.document for part in parts}
+    shards = {part.shard.name: part.shard for part in parts}
+    files = {name: tokens / f"{name}.lineage.parquet" for name in shards}
+    if not all(path.exists() for path in files.values()):
+        return _find_documents(tokens.parent.parent / "corpus", manifest, wanted)
+    for name, path in files.items():
+        if (sha256 := shards[name].lineage_sha256) and sha256_file(path) != sha256:
+            raise DataError(f"{path} does not have the hash in the manifest", fix=f"ingot data verify {tokens}")
+    with asking(files.values()) as connection:
+        query = "select id, url, file, record_id from lineage where id in (select unnest(?::varchar[]))"
+        rows = connection.execute(query, [sorted(wanted)]).fetchall()
+    origin = {one: {"url": url, "file": file, "record_id": record} for one, url, file, record in rows}
+    if missing := wanted - origin.keys():
+        raise DataError(f"the lineage of {tokens} lacks document {min(missing)}", fix=f"ingot data verify {tokens}")
+    return origin
 
 
 def _find_documents(corpus: Path, manifest: TokenManifest, wanted: set[str]) -> dict[str, dict]:
@@ -169,3 +201,43 @@ def _find_documents(corpus: Path, manifest: TokenManifest, wanted: set[str]) -> 
     if missing := wanted - origin.keys():
         raise DataError(f"{corpus} lacks document {min(missing)}", rule="tokens are made from documents of the corpus")
     return origin
+
+
+@dataclass(frozen=True)
+class Life:
+    """All that is known of a record. row: of its lineage. place: of its tokens, None if it was dropped.
+
+    uses: the samples of the run that was asked about; seen: what that run saw, None without a run.
+    """
+
+    row: dict[str, Any]
+    place: Place | None
+    uses: tuple[Use, ...] = ()
+    seen: Exposure | None = None
+
+
+def trace_documents(
+    data: Path, *, doc: str = "", url: str = "", run: Path | None = None, limit: int = 20
+) -> list[Life]:
+    """The lives of the records with this id, or of this page and the pages below it, at most `limit` of them.
+
+    data: a folder of `data build --out`. Raises UsageError for what is no id or URL, DataError without lineage.
+    """
+    rows = find(data, doc=doc, url=url, under=bool(url), limit=limit)
+    by_id = {place.id: place for place in places(data, {row["id"] for row in rows if not row["rule"]})}
+    lives = []
+    for row in rows:
+        place = by_id.get(row["id"])
+        used = uses(run, [place]) if run and place else ()
+        lives.append(Life(row, place, tuple(used), exposure(run, [place]) if run and place else None))
+    return lives
+
+
+def purges_of(data: Path, *, doc: str = "", url: str = "") -> list[dict[str, Any]]:
+    """The purges that removed this document, or a document of this page: lines of purges.jsonl, oldest first."""
+    wanted = secret(canonical_url(url)) if url else ""
+    found = []
+    for record in read_purges(data):
+        if any((doc and one["id"].startswith(doc)) or (wanted and one["url"] == wanted) for one in record["documents"]):
+            found.append(record)
+    return found
