@@ -122,7 +122,9 @@ def _literal(url: str, host: str) -> str:
     """The IP address that `host` spells, "" for a name. Raises RefusedAddress for all but the usual spelling."""
     if ":" in host:
         try:
-            return str(ipaddress.IPv6Address(host)) if "%" not in host else ""
+            if "%" in host:
+                raise ValueError("a zone")
+            return str(ipaddress.IPv6Address(host))
         except ValueError:
             raise _refused(url, f"{host!r} is no IPv6 address") from None
     if _NUMERIC_LABEL.fullmatch(host.rpartition(".")[2]):
