@@ -1,0 +1,166 @@
+"""Documents like the target are chosen, by weights that are the paper's formula, wherever the documents lie."""
+
+import io
+import itertools
+import json
+import math
+import random
+import re
+import zlib
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.config import to_dict
+from ingot.data.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
+from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
+from ingot.errors import ConfigError, DataError
+from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
+from ingot.storage import sha256_file, write_json
+
+_LAW = ["court", "judge", "appeal", "statute", "plaintiff", "ruling", "evidence", "hearing", "clause"]
+_FOOD = ["onion", "butter", "oven", "recipe", "garlic", "simmer", "flour", "pepper", "dough"]
+_BOTH = ["the", "of", "and", "to", "in", "it", "is", "was", "for", "on"]
+
+
+def text(kind: list[str], seed: int) -> str:
+    pick = random.Random(seed)
+    return " ".join(pick.choices(kind + _BOTH, k=pick.randint(20, 60))) + "."
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """200 documents of two sources; every fourth of `web` is about the law, all of `kitchen` is about food."""
+    folder, parts = tmp_path / "data/corpus", []
+    folder.mkdir(parents=True)
+    for source in ("kitchen", "web"):
+        rows = []
+        for number in range(100):
+            kind = _LAW if source == "web" and number % 4 == 0 else _FOOD
+            about = "law" if kind is _LAW else "food"
+            row = {"id": f"{about}-{source}-{number}", "url": "", "source": source, "file": "f", "record_id": "r"}
+            rows.append(row | {"language": "en", "text": text(kind, len(rows) + 1000 * len(parts))})
+        path = folder / f"{source}-00000.jsonl.gz"
+        with jsonl_writer(path) as write:
+            for row in rows:
+                write(json_line(row))
+        size = sum(len(row["text"]) for row in rows)
+        parts.append(
+            CorpusPart(name=path.name, source=source, documents=100, text_bytes=size, sha256=sha256_file(path))
+        )
+    funnel = (FunnelStage(name="read", ran="", documents_in=200, documents_out=200),)
+    write_json(
+        folder / "corpus.json",
+        to_dict(CorpusManifest(inputs={"f": "0"}, config_sha256="0", parts=tuple(parts), funnel=funnel)),
+    )
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path):
+    path = tmp_path / "law.jsonl"
+    path.write_text("".join(json.dumps({"text": text(_LAW, 5000 + n)}) + "\n" for n in range(20)))
+    return path
+
+
+def test_documents_like_the_target_are_chosen(corpus, target, tmp_path):
+    chosen = select(corpus, [target], 25, tmp_path / "out")
+    ids = [row["id"] for _, row in read_documents(tmp_path / "out/corpus")]
+    assert len(ids) == 25 and sum(name.startswith("law") for name in ids) >= 24
+    assert chosen.weights.get("web", 0) > 0.9
+    kitchen, web = chosen.sources
+    assert (kitchen.documents, web.documents, kitchen.chosen + web.chosen) == (100, 100, 25)
+    assert web.mean_log_weight > kitchen.mean_log_weight
+
+
+def test_what_is_written(corpus, target, tmp_path):
+    out = tmp_path / "out"
+    selection = select(corpus, [target], 25, out)
+    rows = list(read_jsonl(out / "importance.jsonl.gz"))
+    assert [row["id"] for row in rows] == [row["id"] for _, row in read_documents(corpus)]
+    chosen = {row["id"] for row in rows if row["chosen"]}
+    assert chosen == {row["id"] for _, row in read_documents(out / "corpus")}
+    before = {row["id"]: row for _, row in read_documents(corpus)}
+    assert all(before[row["id"]] == row for _, row in read_documents(out / "corpus"))
+    manifest = verify_corpus(out / "corpus")
+    assert manifest.funnel[-1].name == "dsir" and manifest.funnel[-1].dropped == {"dsir.not_chosen": 175}
+    assert sum(part.documents for part in manifest.parts) == 25 and manifest.inputs == {"f": "0"}
+    assert manifest.config_sha256 != load_corpus(corpus).config_sha256
+    assert json.loads((out / "dsir.json").read_text())["target"] == {str(target): sha256_file(target)}
+    assert selection.chosen == 25 and sorted(p.name for p in out.iterdir()) == [
+        "corpus",
+        "dsir.json",
+        "importance.jsonl.gz",
+    ]
+
+
+def test_the_same_seed_chooses_the_same_and_another_one_others(corpus, target, tmp_path):
+    def chosen(name, **rules):
+        select(corpus, [target], 50, tmp_path / name, DsirRules(**rules))
+        return [row["id"] for _, row in read_documents(tmp_path / name / "corpus")]
+
+    assert chosen("one") == chosen("two") != chosen("three", seed=5)
+
+
+def test_weights_are_those_of_the_paper():
+    """Counted word by word in plain Python: sum of log p_target - log p_raw over unigrams and bigrams."""
+    rules = DsirRules(buckets=50, smoothing=0.5)
+    raw = {"a": "Yes, yes! No?", "b": "the law the law", "c": ""}
+    target = "the law of the land"
+
+    def bag(document: str) -> Counter:
+        words = [zlib.crc32(w.encode()) for w in re.findall(r"\w+|[^\w\s]+", document.lower())]
+        pairs = [(a * 0x9E3779B97F4A7C15 + b * 0xBF58476D1CE4E5B9) % 2**64 >> 32 for a, b in itertools.pairwise(words)]
+        return Counter(value % 50 for value in words + pairs)
+
+    def log_p(counts: Counter) -> list[float]:
+        return [math.log((counts[n] + 0.5) / (sum(counts.values()) + 25)) for n in range(50)]
+
+    whole = sum((bag(document) for document in raw.values()), Counter())
+    ratio = np.subtract(log_p(bag(target)), log_p(whole))
+    wanted = [sum(count * ratio[n] for n, count in bag(document).items()) for document in raw.values()]
+    counts = np.bincount(Features(50)(target), minlength=50)
+    found = importance(raw.items(), counts, 1, rules, io.BytesIO())
+    assert np.allclose(found.log_weights, wanted) and found.log_weights[2] == 0
+    keys = [w + gumbel(rules.seed, identity) for w, identity in zip(wanted, raw, strict=True)]
+    assert found.chosen.tolist() == [key == max(keys) for key in keys]
+
+
+@given(st.lists(st.text(max_size=60), min_size=1, max_size=8), st.integers(0, 5))
+def test_order_and_neighbours_do_not_change_a_weight(texts, seed):
+    named = [(str(number), one) for number, one in enumerate(texts)]
+    shuffled = random.Random(seed).sample(named, len(named))
+    target = np.ones(100)
+    one = importance(named, target, 1, DsirRules(buckets=100), io.BytesIO())
+    other = importance(shuffled, target, 1, DsirRules(buckets=100), io.BytesIO())
+    by_name = dict(zip((name for name, _ in shuffled), other.log_weights.tolist(), strict=True))
+    assert np.allclose(one.log_weights, [by_name[name] for name, _ in named])
+
+
+def test_noise_is_gumbel():
+    drawn = np.array([gumbel(1, str(number)) for number in range(20_000)])
+    assert drawn.mean() == pytest.approx(0.5772, abs=0.03) and drawn.var() == pytest.approx(math.pi**2 / 6, rel=0.05)
+
+
+def test_it_samples_in_proportion_to_the_weights():
+    """Top 1 with Gumbel noise takes a document as often as its weight says."""
+    logs = np.log([0.6, 0.3, 0.1])
+    taken = Counter(int(np.argmax(logs + [gumbel(seed, name) for name in "abc"])) for seed in range(4000))
+    assert [taken[n] / 4000 for n in range(3)] == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
+
+
+def test_what_makes_no_sense_is_refused(corpus, target, tmp_path):
+    with pytest.raises(ConfigError, match="201 documents are to be kept of 200"):
+        select(corpus, [target], 201, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(DataError, match="no words"):
+        select(corpus, [tmp_path / "empty.txt"], 2, tmp_path / "out")
+    with pytest.raises(ConfigError, match="buckets"):
+        select(corpus, [target], 2, tmp_path / "out", DsirRules(buckets=1))
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists"):
+        select(corpus, [target], 2, tmp_path / "there")
