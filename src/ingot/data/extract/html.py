@@ -1,96 +1,112 @@
-"""HTML to text: the main content of a page, by resiliparse (Bevendorff et al. 2018), on the lexbor parser."""
+"""Stage: a page to its text. Three methods, with one set of caps and the same cleaning behind each.
 
-import re
+`fast` is resiliparse; `accurate` is ours (see docs/design/extraction.md); `trafilatura` is the package (Barbaresi 2021)
+with `fast=True`, its own rules without the comparison to other extractors, and without comments.
+"""
 
-from resiliparse.extract.html2text import extract_plain_text
-from resiliparse.parse.html import HTMLTree, traverse_dom
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
 
+from ingot.data.extract.clean import clean_text
 from ingot.data.extract.encoding import decode_page
+from ingot.data.extract.page import TOO_DEEP, TOO_MANY, Page, parse_page
+from ingot.data.extract.refused import Refused
 from ingot.data.sources.sniff import HTML_TYPES
+from ingot.errors import require
 from ingot.schema.document import Document, Drop
 
-# Control characters except tab and line feed; marks that steer bidirectional layout; soft hyphens and zero-width
-# spaces, which break words that look whole; the byte order mark. Joiners stay: they spell words in Persian and Hindi.
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufffe\uffff]"
-)
-_LINE_ENDS = re.compile("\r\n?|[\u2028\u2029\x85]")
-# The look-behind lets a match start only where a run of spaces starts, or a long run would take quadratic time.
-_SPACE_AT_LINE_END = re.compile(r"(?<![ \t])[ \t]+\n")
-_BLANK_LINES = re.compile(r"\n{3,}")
+_RAN = {
+    "fast": ("resiliparse", "main content"),
+    "accurate": ("ingot", "main content"),
+    "trafilatura": ("trafilatura", "fast"),
+}
 
 
-def clean_text(text: str) -> str:
-    """Unix line ends, plain spaces, no invisible characters, at most one blank line between paragraphs."""
-    text = _LINE_ENDS.sub("\n", text).replace("\xa0", " ")
-    text = _INVISIBLE.sub("", text)
-    text = _SPACE_AT_LINE_END.sub("\n", text)
-    return _BLANK_LINES.sub("\n\n", text).strip()
+@dataclass(frozen=True, kw_only=True)
+class ExtractRules:
+    """method: "fast", "accurate" or "trafilatura". The others are caps; a page beyond one is dropped by name.
+
+    max_bytes: of the page. max_depth: nesting of elements. max_work: sum of the depths of all elements ("fast" takes
+    time in proportion to it; 4 million are under a second). max_nodes: elements and pieces of text ("accurate" and
+    "trafilatura").
+    """
+
+    method: str = "fast"
+    max_bytes: int = 16 << 20
+    max_depth: int = 1000
+    max_work: int = 4_000_000
+    max_nodes: int = 300_000
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.method not in _RAN:
+            yield "method", f"is {self.method!r}, must be one of {', '.join(_RAN)}"
+        for name in ("max_bytes", "max_depth", "max_work", "max_nodes"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}, must be at least 1"
+        if self.max_depth > 10_000:
+            yield "max_depth", f"is {self.max_depth}, must be at most 10000"
+        if self.max_nodes > 100_000_000:
+            yield "max_nodes", f"is {self.max_nodes}, must be at most 100000000"
+
+
+def extract_text(html: str, rules: ExtractRules | None = None) -> str:
+    """The main content of `html`, cleaned; "" where there is none.
+
+    A line is a paragraph, a list item or a row of a table; blank lines are between blocks. Raises Refused for a page
+    beyond a cap, MissingPartError where the package of the method is not installed, and whatever a package raises.
+    """
+    rules = rules or ExtractRules()
+    if rules.method == "fast":
+        from ingot.data.extract.fast import main_text
+
+        return clean_text(main_text(html, rules.max_depth, rules.max_work))
+    page = parse_page(html.encode("utf-8", "replace"), rules.max_depth, rules.max_nodes)
+    _check(page, rules)
+    if rules.method == "accurate":
+        from ingot.data.extract.accurate import main_text
+
+        return clean_text(main_text(page))
+    trafilatura = require("trafilatura", "trafilatura")
+    return clean_text(trafilatura.extract(html, fast=True, include_comments=False) or "")
+
+
+def _check(page: Page, rules: ExtractRules) -> None:
+    if page.status == TOO_DEEP:
+        raise Refused("extract.too_deep", f"over {rules.max_depth} levels")
+    if page.status == TOO_MANY:
+        raise Refused("extract.too_many_nodes", f"over {rules.max_nodes} elements and texts")
 
 
 class Extract:
     """Stage: makes document.text of document.raw and clears raw. Plain text passes through the same cleaning.
 
-    max_bytes: of the decoded page. max_depth: nesting of elements. max_work: sum of the depths of all elements; the
-    search for main content takes time in proportion to it (measured: 0.2 µs each, so 4 million are under a second).
-    Rules: extract.too_large, extract.too_deep, extract.failed (the error's name), extract.empty.
+    Rules: extract.too_large, extract.too_deep, extract.too_many_nodes, extract.failed (the error's name),
+    extract.empty. Raises MissingPartError at once where the package of the method is not installed.
     """
 
     name = "extract"
-    ran = "resiliparse main content"
 
-    def __init__(self, max_bytes: int = 16 << 20, max_depth: int = 1000, max_work: int = 4_000_000):
-        self.max_bytes, self.max_depth, self.max_work = max_bytes, max_depth, max_work
+    def __init__(self, rules: ExtractRules | None = None):
+        self.rules = rules or ExtractRules()
+        package, what = _RAN[self.rules.method]
+        if self.rules.method == "trafilatura":
+            require("trafilatura", "trafilatura")
+        self.ran = f"{self.rules.method}: {package} {version(package)}, {what}"
 
     def __call__(self, document: Document) -> Drop | None:
         raw, document.raw = document.raw, b""
-        if len(raw) > self.max_bytes:
+        if len(raw) > self.rules.max_bytes:
             return Drop(self.name, "extract.too_large", f"{len(raw)} bytes")
         text, encoding = decode_page(raw, document.charset)
         document.notes["encoding"] = encoding
         if document.content_type in HTML_TYPES:
             try:
-                tree = HTMLTree.parse(text)
-                if drop := self._too_deep(text, tree):
-                    return drop
-                text = _main_content(tree)
-            except Exception as error:  # whatever the parser cannot take costs one page, by name
+                document.text = extract_text(text, self.rules)
+            except Refused as refused:
+                return Drop(self.name, refused.rule, refused.value)
+            except Exception as error:  # whatever a parser cannot take costs one page, by name
                 return Drop(self.name, "extract.failed", type(error).__name__)
-        document.text = clean_text(text)
+        else:
+            document.text = clean_text(text)
         return None if document.text else Drop(self.name, "extract.empty")
-
-    def _too_deep(self, text: str, tree: HTMLTree) -> Drop | None:
-        """Hostile nesting. The walk over the tree is slow (4 µs per element), so it is done where a bound is broken."""
-        elements = text.count("<")  # at least
-        root = tree.document.document_element if tree.document else None
-        if root is None or elements <= min(self.max_depth, self.max_work**0.5):
-            return None
-        if root.query_selector(_deeper_than(self.max_depth)) is not None:
-            return Drop(self.name, "extract.too_deep", f"over {self.max_depth} levels")
-        harmless_depth = max(self.max_work // elements, 32)
-        if harmless_depth < self.max_depth and root.query_selector(_deeper_than(harmless_depth)) is not None:
-            depths: list[int] = []
-            traverse_dom(root, lambda context: depths.append(context.depth), elements_only=True)
-            if sum(depths) > self.max_work:
-                value = f"{len(depths)} elements at mean depth {sum(depths) / len(depths):.0f}"
-                return Drop(self.name, "extract.too_deep", value)
-        return None
-
-
-def _deeper_than(depth: int) -> str:
-    """A selector of exactly the elements with at least `depth` ancestors, matched at native speed."""
-    return ">".join(["*"] * (depth + 1))
-
-
-def _main_content(tree: HTMLTree) -> str:
-    return extract_plain_text(
-        tree,
-        preserve_formatting=True,
-        main_content=True,
-        list_bullets=False,
-        alt_texts=False,
-        links=False,
-        form_fields=False,
-        noscript=False,
-        comments=False,
-    )

@@ -1,0 +1,233 @@
+"""Words in class, id, role and schema.org attributes that say what an element is, and the automaton that finds them.
+
+A pattern is matched as whole words: "post*body" finds "post-body", "postBody", "post__body" and "postbody". A `+` at
+its start or end leaves that side open: "newsletter+" also finds "newsletters". "role=main" is the beginning of the
+value of the attribute role; "style=+display*none" stands anywhere in the value. The words are those of many sites and
+content systems, in English, German, French, Spanish, Italian, Portuguese, Dutch and Polish; none is for one site.
+"""
+
+from collections import deque
+from enum import IntFlag
+from functools import cache
+
+import numpy as np
+
+from ingot.data.extract.tags import ID
+
+STRIDE, WORD_STRIDE = 64, 32  # row lengths of the two tables, as in page.c
+HYPHEN, EQUALS, DIGITS = 27, 28, 29  # symbols behind the letters 1..26
+PLAIN, NAMED, TARGET = 1, 2, 3  # kinds of attributes: words; words behind the name; its presence marks a link
+ATTRIBUTES = {"class": PLAIN, "id": PLAIN, "href": TARGET} | dict.fromkeys(
+    ("role", "itemprop", "itemtype", "style", "hidden", "aria-hidden", "aria-label", "rel", "type", "property"), NAMED
+)
+
+
+class Mark(IntFlag):
+    """What the attributes of an element say it is."""
+
+    BODY = 1 << 0  # the text of an article
+    ARTICLE = 1 << 1  # an article with what belongs to it
+    MAIN = 1 << 2  # the part of the page that is not the same on every page
+    NAVIGATION = 1 << 3
+    FOOTER = 1 << 4
+    SIDE = 1 << 5
+    SHARE = 1 << 6
+    RELATED = 1 << 7
+    COMMENT = 1 << 8
+    AD = 1 << 9
+    META = 1 << 10  # author, date, tags
+    CAPTION = 1 << 11
+    REQUEST = 1 << 12  # cookies, newsletter, log in
+    HIDDEN = 1 << 13
+    HEADLINE = 1 << 14
+    LEAD = 1 << 15
+    DATA = 1 << 16  # a script of JSON-LD
+    HEADER = 1 << 17
+    LINK = 1 << 63  # has href (on text nodes: follows white space)
+
+
+_PATTERNS = {
+    Mark.BODY: """
+        itemprop=article*body itemprop=review*body itemprop=text property=+article*body
+        article*body article*content article*text article*copy article*main article*inner article*paragraphs
+        articlebody+ post*body post*content post*text post*entry post*copy post*message
+        entry*content entry*body entry*text entry*inner story*body story*content story*text
+        news*body news*content news*text news*detail body*text body*copy text*body main*text content*text
+        content*body blog*content blog*post*content single*content single*post*content single*body
+        field*name*body field*body node*body node*content wysiwyg rich*text text*formatted e*content td*post*content
+        artikel*text artikel*inhalt artikel*body beitrag*text beitragstext artikeltext fliesstext meldung*text
+        texte*article corps*article contenu*article article*corps cuerpo*noticia texto*noticia cuerpo*articulo
+        nota*cuerpo texto*nota cuerpo*nota testo*articolo corpo*articolo corpo*materia conteudo*materia
+        texto*materia conteudo*texto tresc*artykulu artykul*tresc artikel*tekst full*text fulltext
+        document*content review*body recipe*body section*content press*release*body
+    """,
+    Mark.ARTICLE: """
+        article post story entry hentry blog*post blogpost news*item newsitem node*article single*post
+        artikel beitrag noticia articulo articolo artigo artykul materia nota role=article
+        itemtype=+schema*org*article itemtype=+schema*org*news*article itemtype=+schema*org*blog*posting
+        itemtype=+schema*org*report+ document post*wrap article*wrap+ article*container article*detail
+    """,
+    Mark.MAIN: """
+        main content main*content content*main maincontent+ page*content primary role=main inhalt hauptinhalt
+        contenu contenido contenuto conteudo tresc inhoud center*content content*area site*content
+        content*wrapper content*container contentarea mw*content*text bodycontent body*content text copy
+        main*column maincolumn center*column left*content itemprop=main*content*of*page middle*content
+    """,
+    Mark.NAVIGATION: """
+        nav navi navbar navbox navigation+ menu menus submenu topnav subnav mainnav breadcrumb+ bread*crumb+ krumel+
+        crumbs pagination pager pagenav paging page*nav page*numbers role=navigation role=menu role=menubar
+        role=search role=tablist skip*link+ skip*to+ toc table*of*contents sitemap post*nav+ nav*links nav*next
+        nav*previous next*prev prev*next next*post previous*post menu*item dropdown brotkrumen ariane
+        fil*d*ariane migas inhaltsverzeichnis seitennavigation topbar aria*label=breadcrumb+ letter*nav
+    """,
+    Mark.FOOTER: """
+        footer foot colophon role=contentinfo imprint impressum copyright legal disclaimer bottom*bar
+        site*info footnav pie page*foot site*footer article*footer entry*footer post*footer
+    """,
+    Mark.SIDE: """
+        sidebar+ side*bar sidebars aside role=complementary right*col right*column rightcol rightcolumn rail
+        right*rail left*rail left*col leftcol sidecol side*column secondary widget widgets widget*area marginal+
+        randspalte seitenleiste seitenspalte barre*laterale infobox info*box factbox fact*box
+    """,
+    Mark.SHARE: """
+        share shares sharing share*bar sharebar sharedaddy share*buttons share*tools sharetools social+
+        sociable addthis+ addtoany+ shariff follow follow*us followus jp*relatedposts teilen partager partage
+        compartir condividi compartilhar udostepnij twitter facebook whatsapp pinterest bookmark bookmarks
+        tweet like*button article*tools post*tools article*actions share*links
+    """,
+    Mark.RELATED: """
+        related related+ recommend+ read*more readmore read*next more*stories more*articles more*news more*from
+        more*on more*posts more*info most*read mostread most*popular most*viewed popular popular*posts trending similar+
+        also*like also*read see*also you*may you*might teaser teasers latest*news latest*posts latest*stories
+        recent*posts recent*articles recirc+ outbrain taboola up*next upnext suggest+ suggestions ob*widget
+        verwandt+ aehnlich+ mehr*zum*thema weiterlesen weitere*artikel weitere*meldungen empfehlung+ lesen*sie
+        relacionad+ lea*tambien correlat+ leggi*anche voir*aussi lire*aussi articles*lies zum*thema
+        polecane powiazane gerelateerd leia*mais leia*tambem crosslink+ cross*link+ promo promos promobox
+        yarpp+ zergnet revcontent more*link jp*related+ story*list news*list article*list post*list linkbox link*list
+        linklist carousel slider slideshow gallery ticker
+    """,
+    Mark.COMMENT: """
+        comment comments commentlist comment*list comment*form comment*section comments*area comments*section
+        disqus+ dsq+ respond commentform kommentar kommentare commentaire+ comentario+ commento commenti
+        comentarios komentarz+ reacties livefyre+ fb*comments talkback leserkommentar+ reply replies role=comment
+        itemprop=comment comol spot*im discussion guestbook
+    """,
+    Mark.AD: """
+        ad ads adv advert+ adsense adslot ad*slot ad*unit ad*container adbox adsbygoogle ad*wrapper banner banners
+        sponsor+ werbung anzeige anzeigen publicidad pubblicita publicidade reklama dfp google*ad+ gpt*ad+
+        ad*label ad*placeholder promotion paid*content advertorial*teaser
+    """,
+    Mark.META: """
+        byline bylines author authors author*box author*info author*bio authorbox about*author autor autoren auteur
+        autore meta metadata metas date datetime dateline timestamp time*stamp pubdate publish*date published
+        posted*on posted*by post*date entry*date entry*meta post*meta post*info article*meta article*info
+        article*infos article*date tags tag*list taglist tag*links tags*links tagcloud cat*links categories
+        category*list post*categories post*tags keywords schlagworte schlagwort+ mots*cles etiquetas
+        reading*time read*time itemprop=author itemprop=date+ itemprop=keywords itemprop=publisher
+        itemprop=aggregate*rating rel=author rel=tag views view*count rating ratings votes vote star*rating datum
+        post*author article*author user*info user*profile bio profile print printfriendly edit*link editsection
+        mw*editsection icon vcard toolbar tools actions action buttons button btn controls options info*bar
+        filed*under posted*in last*updated location
+    """,
+    Mark.CAPTION: """
+        caption captions figcaption wp*caption+ image*caption img*caption photo*caption credit credits
+        image*credit photo*credit bildunterschrift bildunterzeile bildtext bildnachweis legende legenda
+        pie*de*foto didascalia copyright*info attachment thumb*caption media*caption image*source image*copyright
+        legend unterschrift attribution img*credit bild*info slide*caption
+    """,
+    Mark.REQUEST: """
+        cookie+ consent gdpr modal popup pop*up overlay newsletter+ subscribe subscribe+ subscription sign*up signup
+        login log*in signin sign*in register registration mailing*list captcha notification notifications noprint
+        no*print hide*print print*hide donate donation optin opt*in lightbox toast paywall*prompt abo*box
+        push*notification permission mc*embed+ app*download onetrust+ paidbox paid*box
+        search search*form searchform searchbox cta call*to*action feedback survey poll quiz
+    """,
+    Mark.HIDDEN: """
+        hidden= aria*hidden=true style=+display*none style=+visibility*hidden display*none visually*hidden
+        visuallyhidden sr*only screen*reader+ offscreen u*hidden is*hidden nodisplay
+    """,
+    Mark.HEADLINE: """
+        headline title entry*title post*title article*title page*title story*title itemprop=headline itemprop=name
+        heading article*header article*headline titre titulo titel titolo
+    """,
+    Mark.LEAD: """
+        lead intro introduction standfirst summary abstract excerpt dek deck subtitle sub*title itemprop=description
+        vorspann chapo chapeau lede kicker teaser*text article*intro subhead subheadline bajada entradilla sommario
+        anleser leadtext article*summary article*lead post*excerpt
+    """,
+    Mark.HEADER: "header masthead page*header site*header role=banner head top*bar page*head",
+    Mark.DATA: "type=application*ld*json",
+}
+
+
+def _spellings(pattern: str) -> list[str]:
+    """The strings over a-z, '-' and '=' that the automaton looks for."""
+    name, named, value = pattern.rpartition("=")
+    joint = "=" if named else "-"
+    stems = [value.strip("+").replace("*", between) for between in ((joint, "") if "*" in value else ("",))]
+    closed = "" if value.endswith("+") or not value else joint
+    if named:  # a value with a "+" in front is found anywhere in the values of all named attributes
+        opened = joint if value.startswith("+") else f"-{name.replace('*', joint)}="
+    else:
+        opened = "" if value.startswith("+") else "-"
+    return [opened + stem + closed for stem in stems]
+
+
+def symbol(character: str) -> int:
+    """The symbol of a lower-case letter, digit, '-' or '='."""
+    if character in "-=":
+        return HYPHEN if character == "-" else EQUALS
+    return DIGITS + int(character) if character.isdigit() else ord(character) - ord("a") + 1
+
+
+@cache
+def name_tables() -> tuple[np.ndarray, np.ndarray]:
+    """(uint16 [states, STRIDE], uint8 [states]): trie over tag names and '=' + attribute names; id or kind, or 0.
+
+    State 0 is the root. State 1 is where unknown names end up.
+    """
+    rows, ids = [np.ones(STRIDE, np.uint16), np.ones(STRIDE, np.uint16)], [0, 0]
+    for name, number in [*ID.items(), *((f"={name}", kind) for name, kind in ATTRIBUTES.items())]:
+        state = 0
+        for character in name:
+            following = int(rows[state][symbol(character)])
+            if following == 1:
+                following = len(rows)
+                rows[state][symbol(character)] = following
+                rows.append(np.ones(STRIDE, np.uint16))
+                ids.append(0)
+            state = following
+        ids[state] = number
+    return np.stack(rows), np.array(ids, np.uint8)
+
+
+@cache
+def word_tables() -> tuple[np.ndarray, np.ndarray]:
+    """(uint16 [states, WORD_STRIDE], uint64 [states]): the automaton of Aho and Corasick (1975) and the marks found.
+
+    After every symbol, the marks of the state that is reached are those of all patterns that end there.
+    """
+    children: list[dict[int, int]] = [{}]
+    marks = [0]
+    for mark, patterns in _PATTERNS.items():
+        for pattern in patterns.split():
+            for spelling in _spellings(pattern):
+                state = 0
+                for number in map(symbol, spelling):
+                    if number not in children[state]:
+                        children[state][number] = len(children)
+                        children.append({})
+                        marks.append(0)
+                    state = children[state][number]
+                marks[state] |= int(mark)
+    table = np.zeros((len(children), WORD_STRIDE), np.uint16)
+    queue = deque([(0, 0)])  # (state, the state of its longest proper suffix)
+    while queue:
+        state, suffix = queue.popleft()
+        marks[state] |= marks[suffix]
+        if state:
+            table[state] = table[suffix]
+        for number, child in children[state].items():
+            queue.append((child, int(table[suffix][number]) if state else 0))
+            table[state][number] = child
+    return table, np.array(marks, np.uint64)
