@@ -15,6 +15,7 @@ SPLITS = ("train", "heldout")
 _MEMORY = "1GiB"
 _ID_DIGITS = 32
 _IN_ORDER = "order by filename, file_row_number"  # crawl order
+OF_DOMAIN = "(domain = ? or ends_with(domain, ?))"  # takes `host_of` a domain, and that after a dot
 
 
 def lineage_files(data: Path) -> list[Path]:
@@ -32,6 +33,12 @@ def require_lineage(data: Path) -> list[Path]:
         rule="a build writes corpus/lineage-NNNNN.parquet for every crawl file; older builds did not",
         fix="build it again with this version: ingot data build FILES... --out DIR",
     )
+
+
+def part_of(row: dict) -> str:
+    """The file of the corpus folder that holds the text (kept) or the excerpt (dropped) of a lineage row."""
+    number = Path(row["filename"]).stem.removeprefix("lineage-")
+    return row["part"] or f"dropped-{number}.jsonl.gz"
 
 
 @contextmanager
@@ -81,9 +88,9 @@ def find(
         conditions.append("url_hash = ?")
         parameters.append(url_hash(canonical))
     if domain:
-        host = domain_of(canonical_url(f"http://{domain.strip().rstrip('.')}/"))
-        conditions.append("(domain = ? or ends_with(domain, ?))")
-        parameters += [_require_domain(f"http://{host}/", domain), f".{host}"]
+        host = host_of(domain)
+        conditions.append(OF_DOMAIN)
+        parameters += [host, f".{host}"]
     if source:
         conditions.append("source = ?")
         parameters.append(source)
@@ -95,6 +102,11 @@ def find(
     if url:  # hashes can collide, and what is below a page is told by its text
         rows = [row for row in rows if _is_page(canonical_url(row["url"]), canonical, under)]
     return rows[:limit] if limit else rows
+
+
+def host_of(domain: str) -> str:
+    """A domain that somebody wrote, as lineage has it. Raises UsageError when it names no host."""
+    return _require_domain(canonical_url(f"http://{domain.strip().rstrip('.')}/"), domain)
 
 
 def _require_domain(canonical: str, given: str) -> str:

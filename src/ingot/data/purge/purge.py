@@ -196,7 +196,7 @@ def _on_record(target: Target) -> dict[str, str]:
 def _require_room(data: Path, targets: Targets, found: list[Place]) -> None:
     """Old and new versions of the touched files stand side by side for a while."""
     paths = {data / "corpus" / target.lineage for target in targets.records}
-    paths |= {data / "corpus" / target.part for target in targets.records if target.part}
+    paths |= {data / "corpus" / target.file for target in targets.records}
     paths |= {data / "tokens" / place.split / f"{place.shard}.tokens" for place in found}
     touched = sum(path.stat().st_size for path in paths if path.exists())
     require_free(data, touched + (64 << 20), "writing the touched files anew")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.data.corpus import load_corpus, read_jsonl
-from ingot.data.find import copies_of, find, rows_of
+from ingot.data.find import copies_of, find, host_of, part_of, rows_of
 from ingot.data.lineage import domain_of
 from ingot.data.purge.listed import secret
 from ingot.data.url import canonical_url
@@ -63,7 +63,7 @@ class Request:
             wanted = canonical_url(self.url)
             return lambda row: canonical_url(row["url"]) == wanted
         if self.domain:
-            host = domain_of(canonical_url(f"http://{self.domain.strip().rstrip('.')}/"))
+            host = host_of(self.domain)
 
             def of_domain(row: dict) -> bool:
                 found = domain_of(canonical_url(row["url"]))
@@ -76,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Target:
-    """A record to remove. part, row: its place in the corpus, "" and -1 for a dropped one; lineage: its lineage file.
+    """A record to remove. file: of the corpus, that holds it; row: its line if it was kept; lineage: its lineage file.
 
     before, after: hashes of the text as extracted and as kept; text_bytes: UTF-8 bytes of the kept text.
     """
@@ -89,7 +89,7 @@ class Target:
     before: str
     after: str
     text_bytes: int
-    part: str
+    file: str
     row: int
     lineage: str
 
@@ -143,7 +143,7 @@ def _target(row: dict) -> Target:
         before=row["before"],
         after=row["after"],
         text_bytes=row["after_bytes"],
-        part=row["part"],
+        file=part_of(row),
         row=row["row"],
         lineage=Path(row["filename"]).name,
     )
@@ -169,7 +169,7 @@ def list_entries(request: Request, targets: Targets) -> list[tuple[str, str]]:
         if target.before and (target.kept or not request.domain):
             entries.append(("text", target.before))
     if request.domain:
-        entries.append(("domain", secret(domain_of(canonical_url(f"http://{request.domain.strip().rstrip('.')}/")))))
+        entries.append(("domain", secret(host_of(request.domain))))
     if request.url:
         entries.append(("url", secret(canonical_url(request.url))))
     return entries

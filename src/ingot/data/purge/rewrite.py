@@ -48,12 +48,12 @@ def rewrite_corpus(data: Path, targets: Targets, staging: Staging) -> str:
     by_part: dict[str, list[Target]] = defaultdict(list)
     by_lineage: dict[str, list[Target]] = defaultdict(list)
     for target in targets.records:
-        by_part[target.part or f"dropped-{Path(target.lineage).stem.removeprefix('lineage-')}.jsonl.gz"].append(target)
+        by_part[target.file].append(target)
         by_lineage[target.lineage].append(target)
     for name, gone in sorted(by_part.items()):
         _require_hash(data / "corpus" / name, entries.get(name, {}).get("sha256"))
         _rewrite_part(data / "corpus" / name, f"corpus/{name}", {target.id for target in gone}, staging, entries[name])
-    removed_rows = {name: sorted(t.row for t in gone if t.part) for name, gone in by_part.items()}
+    removed_rows = {name: sorted(t.row for t in gone if t.kept) for name, gone in by_part.items()}
     for name, gone in sorted(by_lineage.items()):
         if name in entries:
             _require_hash(data / "corpus" / name, entries[name]["sha256"])
