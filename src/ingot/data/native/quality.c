@@ -486,6 +486,7 @@ static inline const byte *chunk_end(const byte *p, const byte *end, uint32_t *an
 static const byte *utf8(PyObject *text, size_t *size) {
     Py_ssize_t length;
     const char *data = PyUnicode_AsUTF8AndSize(text, &length);
+    *size = 0;
     if (data == NULL) return NULL;
     if ((uint64_t)length >= (uint64_t)1 << 30) {
         PyErr_SetString(PyExc_OverflowError, "a text of a gigabyte or more");

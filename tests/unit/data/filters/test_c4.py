@@ -85,3 +85,24 @@ def test_rules_can_be_switched_off():
 )
 def test_count_sentences(text, count):
     assert count_sentences(text) == count
+
+
+def test_terminal_punctuation_cuts_lines_when_it_is_on():
+    text = "\n".join([FIVE, "A heading without a full stop", 'He said "yes."', "And it goes on...", LINE])
+    assert run(text, terminal_punctuation=True) == ("", "\n".join([FIVE, 'He said "yes."', LINE]))
+
+
+def test_bad_words_are_whole_words_of_a_given_list(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("darn\nbad phrase\n\n", encoding="utf-8")
+    rules = {"bad_words": str(words)}
+    assert run(FIVE + "\nWell, DARN it all.", **rules)[0] == "c4.bad_words"
+    assert run(FIVE + "\nWhat a bad phrase it was.", **rules)[0] == "c4.bad_words"
+    assert run(FIVE + "\nShe darned all the socks.", **rules)[0] == ""
+
+
+def test_the_funnel_says_what_is_off(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("darn\n", encoding="utf-8")
+    assert C4().ran == "all rules but terminal punctuation and bad words"
+    assert C4(C4Rules(terminal_punctuation=True, bad_words=str(words))).ran == "all rules"

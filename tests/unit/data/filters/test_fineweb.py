@@ -36,3 +36,10 @@ def test_the_papers_threshold_keeps_a_repeated_line():
 
 def test_sentence_marks_of_other_scripts_count():
     assert rule_of([line.replace(".", "。") for line in LINES]) == ""
+
+
+@pytest.mark.parametrize("mark", list("\"'”’»…"))
+def test_closing_quotes_end_a_line_unless_they_may_not(mark):
+    lines = [line.rstrip(".") + mark for line in LINES]
+    assert rule_of(lines) == ""
+    assert rule_of(lines, closing_quotes=False) == "fineweb.terminal_punctuation"
