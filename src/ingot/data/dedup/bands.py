@@ -22,7 +22,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ingot.data.dedup.arrays import PIECE, ArrayFile, ArrayWriter, Partitions, by_hash, partitions_for
+from ingot.data.dedup.arrays import (
+    PIECE,
+    ArrayFile,
+    ArrayWriter,
+    Partitions,
+    by_hash,
+    partitions_for,
+    sorted_set,
+    starts,
+)
 from ingot.data.dedup.equal import equal_rows
 from ingot.data.dedup.minhash import DedupRules
 from ingot.errors import DataError
@@ -142,7 +151,7 @@ def band_candidates(
             spread.append(pairs, (pairs >> _HALF).astype(np.uint32) // np.uint32(width))
         with ArrayWriter(out, "<u8") as writer:
             for number in range(ranges):
-                writer.append(np.unique(spread.take_all(number)))
+                writer.append(sorted_set(spread.take_all(number)))
     return writer.rows
 
 
@@ -170,28 +179,20 @@ def _band_pairs(source: SignatureFolders, band: int, scratch: Path, limit_bytes:
         spread.append(records, by_hash(keys, count))
     for number in range(count):
         # An even partition is one piece. One that holds an enormous bucket is cut: the first of each bucket is in all.
-        leaders = np.empty(0, _KEYED)
-        for piece in spread.take(number, 4 * limit_bytes // _ROW_BYTES):
-            records = np.concatenate((leaders, piece))
+        records = np.empty(0, _KEYED)
+        for piece in spread.take(number, max(4 * limit_bytes // _ROW_BYTES, 1)):
+            records = np.concatenate((records[starts(records["key"])], piece))
             order = np.argsort(records["key"], kind="stable")
-            keys, numbers = records["key"][order], records["number"][order]
-            yield from _bucket_pairs(keys, numbers, source)
-            leaders = records[order[_starts(keys)]]
+            records = records[order]
+            yield from _bucket_pairs(records["key"], records["number"], source)
 
 
 _KEYED = np.dtype([("key", "<u8"), ("number", "<u4")])
 
 
-def _starts(ascending: np.ndarray) -> np.ndarray:
-    """Where a new value begins, bool."""
-    new = np.ones(len(ascending), bool)
-    np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
-    return new
-
-
 def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolders) -> Iterator[np.ndarray]:
     """Pairs that look similar among documents of equal keys. keys ascending; numbers ascending where keys are equal."""
-    new = _starts(keys)
+    new = starts(keys)
     alone = new & np.append(new[1:], True)
     bucket, numbers = np.cumsum(new)[~alone], numbers[~alone]
     bucket, numbers = _without_copies(bucket, numbers, source)
@@ -206,7 +207,7 @@ def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolder
         big = big[(np.bincount(bucket[big]) > WINDOW + 1)[bucket[big]]] if len(big) else big
         if not len(big):
             break
-        leads = _starts(bucket[big])
+        leads = starts(bucket[big])
         leaders = big[leads][np.cumsum(leads) - 1][~leads]
         others = big[~leads]
         active[big[leads]] = False  # compared with all that are left
@@ -232,7 +233,7 @@ def _without_copies(bucket, numbers, source: SignatureFolders) -> tuple[np.ndarr
     """Of equal signatures in a bucket the first; the others are found by `_copies`."""
     whole = source.whole_keys(numbers)
     order = np.lexsort((whole, bucket))
-    first = np.sort(order[_starts(bucket[order]) | _starts(whole[order])])
+    first = np.sort(order[starts(bucket[order]) | starts(whole[order])])
     return bucket[first], numbers[first]
 
 
@@ -250,5 +251,5 @@ def merge_candidates(files: Iterable[Path], out: Path) -> int:
             last = min(head[-1] for head in heads if len(head))
             counts = [int(np.searchsorted(head, last, side="right")) for head in heads]
             places = [place + count for place, count in zip(places, counts, strict=True)]
-            writer.append(np.unique(np.concatenate([head[:n] for head, n in zip(heads, counts, strict=True)])))
+            writer.append(sorted_set(np.concatenate([head[:n] for head, n in zip(heads, counts, strict=True)])))
     return writer.rows

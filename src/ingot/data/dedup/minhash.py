@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from ingot.data.dedup.arrays import sorted_set
 from ingot.data.native import compiled
 
 _BLOCK = 4096  # shingles at a time: 128 permutations of them are 2 MiB, which stay in cache
@@ -98,7 +99,7 @@ def word_hashes(text: str) -> np.ndarray:
 
 def shingle_set(text: str, rules: DedupRules) -> np.ndarray:
     """The different shingles of `text`, uint64, ascending: what verification compares."""
-    return np.unique(shingles(text, rules.ngram))
+    return sorted_set(shingles(text, rules.ngram))
 
 
 def signature_of(text: str, rules: DedupRules) -> np.ndarray:
@@ -137,7 +138,7 @@ def signature_reference(hashes: np.ndarray, permutations: int) -> np.ndarray:
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Jaccard similarity of two sets of shingles, uint64, each ascending and without repeats (`shingle_set`)."""
+    """Jaccard similarity of two sets of shingles, uint64, each ascending without repeats (`shingle_set`)."""
     common = _common(a, b)
     return common / (len(a) + len(b) - common)
 

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("equal")
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.lists(KEYS, max_size=30), max_size=6), st.sampled_from([100, 400, 1 << 20]))
 def test_as_with_a_dictionary(folder, parts, limit):
     arrays = [np.array(rows, np.uint64) for rows in parts]
@@ -32,7 +32,7 @@ def test_as_with_a_dictionary(folder, parts, limit):
     assert sorted(path.name for path in folder.iterdir()) == ["out.npy"]  # the scratch files are gone
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=30), max_size=6))
 def test_both_halves_of_128_bits_decide(folder, parts):
     arrays = [np.array(rows, np.uint64).reshape(-1, 2) for rows in parts]
@@ -85,18 +85,18 @@ def test_pieces_of_a_matrix(tmp_path):
     assert (np.concatenate(pieces) == matrix[1]).all()
 
 
-@pytest.mark.parametrize("spill", [0, 1 << 20])
+@pytest.mark.parametrize("spill", [0, 3000, 1 << 20])
 def test_partitions_keep_the_order(tmp_path, spill):
     rows = np.random.default_rng(1).integers(0, 2**63, 1000, dtype=np.uint64)
     numbers = by_hash(rows, 8)
     spread = Partitions(tmp_path, 8, "<u8", spill)
     for first in range(0, 1000, 100):
         spread.append(rows[first : first + 100], numbers[first : first + 100])
-    assert bool(list(tmp_path.iterdir())) == (spill == 0)
+    assert bool(list(tmp_path.iterdir())) == (spill < 1 << 20)
     assert np.bincount(numbers).min() > 80  # even
     for number in range(8):
         pieces = list(spread.take(number, rows=10))
-        assert max(map(len, pieces)) <= 10
+        assert {len(piece) for piece in pieces[:-1]} == {10} and len(pieces[-1]) <= 10
         assert (np.concatenate(pieces) == rows[numbers == number]).all()
         assert not len(spread.take_all(number))
     assert not list(tmp_path.iterdir())

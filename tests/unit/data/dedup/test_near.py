@@ -53,7 +53,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda
 
 
 @pytest.mark.parametrize("core", ["compiled", "plain"])
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(PAIRS, st.integers(1, 9))
 def test_clusters_are_what_pairs_connect(core, tmp_path_factory, pairs, size):
     if core == "compiled" and compiled("_minhash") is None:

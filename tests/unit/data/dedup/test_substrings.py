@@ -52,7 +52,7 @@ TEXT = st.lists(st.sampled_from(["a", "b", "A", "ä\u3000", "b \n", "c"]), max_s
 FILES = st.lists(st.lists(TEXT, max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(FILES, st.integers(2, 6), st.sampled_from([1, 2, 8]), st.sampled_from([3, 1 << 16]))
 def test_as_by_hand(tmp_path_factory, files, words, partitions, block):
     with pytest.MonkeyPatch.context() as patch:
