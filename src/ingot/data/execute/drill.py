@@ -33,7 +33,8 @@ _DROPPED = "read.killed_worker"
 def first_phase(
     tasks: int, records: int, *, faults: Mapping[int, str] | None = None, places: Mapping[str, Any] | None = None
 ) -> list[Task]:
-    """`tasks` tasks of `records` records each. faults: record -> kind, in the first task only (see `misbehave`).
+    """`tasks` tasks of `records` records each. faults: record -> kind, in the first task only (see `misbehave`); -1 is
+    before the first record.
 
     places: "seconds" that each record takes; "log", a file that gets a line per attempt.
     """
@@ -102,6 +103,7 @@ def make(context: Context) -> dict[str, int]:
     arguments = context.task.arguments
     counts: Counter[str] = Counter()
     _log(context)
+    misbehave(arguments["faults"].get("-1", ""))
     with (context.out / "lines.jsonl").open("w", encoding="utf-8") as file:
         for record in range(arguments["records"]):
             context.at(record, lambda: counts)

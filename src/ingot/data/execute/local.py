@@ -57,7 +57,7 @@ class Local:
         stall_seconds: float = STALL_SECONDS,
         preload: Sequence[str] = (),
     ):
-        self.workers, self.memory_bytes = workers, memory_bytes
+        self.workers, self.memory_bytes = max(workers, 1), memory_bytes
         self.record_seconds, self.stall_seconds = record_seconds, stall_seconds
         self.preload = tuple(preload)
         self._server: _ForkServer | None = None
@@ -104,11 +104,10 @@ class Local:
         return [worker.job.task for worker in self._crew if worker.job]
 
     def _hand_out(self, waiting: "deque[_Job]", store: Store, modules: list[str]) -> None:
-        while waiting and len(self._running()) < self.workers:
-            job = waiting[0]
-            worker = self._free_worker(modules, fresh=bool(job.deaths))
-            if worker.give(job, store):
-                waiting.popleft()
+        while waiting and len(self._running()) < self.workers and not (self._server and self._server.gone):
+            worker = self._free_worker(modules, fresh=bool(waiting[0].deaths))
+            if worker.give(waiting[0], store) or not worker.used:
+                waiting.popleft()  # a new worker that is dead already is buried like any other, so this comes to an end
             else:  # it was killed while it had nothing to do
                 self._dismiss(worker)
 
@@ -155,6 +154,8 @@ class Local:
 
     def _bury(self, worker: "_Worker", code: int | None, waiting: "deque[_Job]", ended: list[Task], store: Store):
         job, worker.job = worker.job, None
+        if code is None:
+            worker.wait_gone()
         self._dismiss(worker)
         if job is None:
             return
@@ -183,7 +184,7 @@ class Local:
                     worker.killed_at = now
                     self._server.kill(worker.number)
             elif now - worker.killed_at > _DYING_SECONDS:
-                self._server.stop()  # it does not answer; its end ends the workers too
+                self._server.give_up()  # it does not answer; its end ends the workers too
 
 
 class _Job:
@@ -214,13 +215,13 @@ class _Worker:
         self._sign: tuple[int, int] = (0, 0)
 
     def give(self, job: _Job, store: Store) -> bool:
-        """Whether it could be given."""
+        """It has the job now. Returns whether it can know."""
+        self.job, self._heard, self._cpu, self._sign = job, time.monotonic(), 0.0, (0, -1)
         message = {"task": job.task.to_json(), "store": str(store.root.absolute())}
         try:
             self.pipe.send_bytes(json.dumps(message).encode())
         except OSError:
             return False
-        self.job, self._heard, self._cpu, self._sign = job, time.monotonic(), 0.0, (0, -1)
         return True
 
     def listen(self) -> dict | None:
@@ -234,6 +235,13 @@ class _Worker:
         except (EOFError, OSError):
             self.hung_up = True  # the fork server says how it ended
         return None
+
+    def wait_gone(self) -> None:
+        """After SIGKILL: wait for its end to be seen here. Its pipe is closed then."""
+        deadline = time.monotonic() + _DYING_SECONDS
+        while not self.hung_up and time.monotonic() < deadline:
+            wait([self.pipe], timeout=0.1)
+            self.listen()
 
     def silent(self, store: Store, now: float, record_seconds: float, stall_seconds: float) -> tuple[str, str] | None:
         """Why it is to be killed. CPU time, not wall time, decides about a record: a busy machine is no fault of it."""
@@ -289,12 +297,12 @@ class _ForkServer:
         try:
             while not self.gone and wait([self.control], timeout=0):
                 if not (data := self.control.recv(1 << 16)):
-                    self._lost()
+                    self.give_up()
                     break
                 message = json.loads(data)
                 codes[message["ended"]] = message["status"]
         except OSError:
-            self._lost()
+            self.give_up()
         return codes
 
     def stop(self) -> None:
@@ -306,16 +314,17 @@ class _ForkServer:
             self.control.settimeout(5)
             while self.control.recv(1 << 16):
                 pass
-        self._lost()
+        self.give_up()
         self.control.close()
 
     def _send(self, message: dict, fds: Iterable[int] = ()) -> None:
         try:
             socket.send_fds(self.control, [json.dumps(message).encode()], list(fds))
         except OSError:
-            self._lost()
+            self.give_up()
 
-    def _lost(self) -> None:
+    def give_up(self) -> None:
+        """Kill it with all workers at once, or notice that it is gone."""
         if self.gone:
             return
         self.gone = True

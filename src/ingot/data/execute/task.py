@@ -30,7 +30,7 @@ from typing import Any
 
 from ingot import __version__
 from ingot.errors import ResourceError
-from ingot.storage import canonical_json, fsync_dir, sha256_bytes, write_json
+from ingot.storage import canonical_json, fsync_dir, sha256_bytes
 
 # How many attempts may end at one record before the next leaves it out, by the way they end. A crash (signal of a
 # fault, exit, no memory) is nearly always the record's own doing; so is a loop, which costs more to see. Whoever sends
@@ -146,6 +146,7 @@ class Context:
     ):
         self.task, self.out, self.folders, self.skip = task, out, folders, skip
         self.records = 0
+        self.held = -1  # open on the folder `out`, to know it again
         self._board, self._watched, self._beat = board, watched, beat
         self._beats, self._due = 0, 0.0
         self._counts: Callable[[], dict[str, int]] | None = None
@@ -199,7 +200,7 @@ def run_task(task: Task, store: Store, *, watched: bool = False, beat: Callable[
             "records": context.records,
             "counts": context.counts(),
         }
-        _publish(context.out, store.folder(task.key), facts, time.process_time() - started)
+        _publish(context, store.folder(task.key), facts, time.process_time() - started)
 
 
 @contextlib.contextmanager
@@ -220,7 +221,12 @@ def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Context]
             board = mmap.mmap(file, _STATE.size + _COUNTS_BYTES)
         try:
             out.mkdir()
-            yield Context(task, out, folders, skip, board, watched=watched, beat=beat)
+            context = Context(task, out, folders, skip, board, watched=watched, beat=beat)
+            context.held = os.open(out, os.O_RDONLY)
+            try:
+                yield context
+            finally:
+                os.close(context.held)
         except BaseException as error:
             shutil.rmtree(out, ignore_errors=True)  # also frees what it took
             if file is not None and not isinstance(error, MemoryError):  # that is a death, and the board tells where
@@ -328,7 +334,11 @@ def _skip(deaths: dict[int, list[str]]) -> frozenset[int]:
 
 
 def _remove_attempts(task: Task, store: Store) -> None:
+    # Renamed first: should its process live after all, it finds its folder gone, and cannot publish half of it.
     for old in (store.root / "attempts").glob(f"{task.key}.*"):
+        with contextlib.suppress(OSError):
+            old.rename(old.with_name(f"removed.{uuid.uuid4().hex}"))
+    for old in (store.root / "attempts").glob("removed.*"):
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -339,16 +349,22 @@ def _function(name: str) -> Callable[[Context], Any]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _publish(out: Path, done: Path, facts: dict, seconds: float) -> None:
-    """Make `out` the folder `done`, whole and on disk. The first attempt wins; a later one is thrown away."""
+def _publish(context: Context, done: Path, facts: dict, seconds: float) -> None:
+    """Make the attempt's folder the folder `done`, whole and on disk. The first attempt wins, a later one is thrown
+    away. FileNotFoundError when somebody took this process for dead and removed its folder: what the task wrote since
+    may have made another one in its place."""
+    out = context.out
+    if not os.path.samestat(out.stat(), os.fstat(context.held)):
+        raise FileNotFoundError(errno.ENOENT, "the folder of this attempt was removed", str(out))
     for path in out.rglob("*"):
         if path.is_dir():
             fsync_dir(path)
         elif path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    write_json(out / "seconds.json", seconds)  # apart: equal tasks have an equal done.json
-    write_json(out / "done.json", facts)
+    _write(out / "seconds.json", seconds)  # apart: equal tasks have an equal done.json
+    _write(out / "done.json", facts)
+    fsync_dir(out)
     if not done.parent.exists():
         done.parent.mkdir(exist_ok=True)
         fsync_dir(done.parent.parent)
@@ -359,3 +375,11 @@ def _publish(out: Path, done: Path, facts: dict, seconds: float) -> None:
             raise
         shutil.rmtree(out)
     fsync_dir(done.parent)
+
+
+def _write(path: Path, value: Any) -> None:
+    # Not atomic on its own (the folder's rename is), and it makes no folder.
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
