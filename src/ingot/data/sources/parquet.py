@@ -31,10 +31,10 @@ def read_parquet(
     Raises DataError for what is no Parquet file, and for one without the column that `fields.text` names.
     """
     with Window(path) as file:
-        footer_bytes = int.from_bytes(file.at(file.size - 8, 4), "little")
+        footer_bytes = int.from_bytes(file.at(max(file.size - 8, 0), 4), "little")
         if file.at(0, 4) != _MAGIC:
             raise _no_parquet(path, f"starts with {file.at(0, 4)!r}")
-        if file.at(file.size - 4, 4) != _MAGIC or footer_bytes + 12 > file.size:
+        if file.at(max(file.size - 4, 0), 4) != _MAGIC or footer_bytes + 12 > file.size:
             yield dropped(name, source, "truncated_file", f"no footer at byte {file.size}", "file")
             return
         if footer_bytes > _MAX_FOOTER_BYTES:
@@ -62,6 +62,8 @@ class _Reader:
             columns = self._columns(opened.schema_arrow)
             for group in range(opened.metadata.num_row_groups):
                 rows = opened.metadata.row_group(group).num_rows
+                if not rows:
+                    continue
                 first = self.row
                 try:
                     count = self._rows_at_once(opened.metadata.row_group(group), columns)

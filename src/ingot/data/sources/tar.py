@@ -65,12 +65,12 @@ def read_tar(stream: Unpacked, max_bytes: int, limits: Limits) -> Iterator[Entry
             continue
         label, count = name or own_name, own_size if size is None else size
         name, size = "", None
-        if kind in _FILES:
+        if kind in _FILES and not label.endswith("/"):  # such a name was a folder before POSIX had a type for it
             content = stream.exactly(min(count, max_bytes + 1))
             if len(content) + stream.skip(count - len(content)) < count:
                 raise BadStream("truncated_file", f"offset {start}: the archive is cut inside of {label[:80]}")
             yield Entry(start, label, content, count)
-        elif kind != _FOLDER:
+        elif kind != _FOLDER and kind not in _FILES:
             count = 0 if kind in _LINKS else count
             stream.skip(count)
             yield Entry(start, label, other=_LINKS.get(kind, f"a member of type {kind!r}"))
