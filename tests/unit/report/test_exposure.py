@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     tokenizer = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    module.tokenizer = module.train_bpe((record["text"] for record in module.crawl()), 300, tokenizer)
+    vars(module)["tokenizer"] = module.train_bpe((record["text"] for record in module.crawl()), 300, tokenizer)
     return module
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import hashlib
 import importlib.util
-import json
 import random
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import xxhash
 
 from ingot.config import to_dict
+from ingot.data.corpus import json_line
 from ingot.data.lineage import write_lineage, write_shard_lineage
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import load_encoder
@@ -77,7 +77,7 @@ def _shard_of(record):
 def _write_part(path, rows):
     with path.open("wb") as file, gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
         for row in rows:
-            packed.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            packed.write(json_line(row))
 
 
 def _fields(kind, **values):
@@ -176,5 +176,5 @@ def folders(tmp_path_factory):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    module.tokenizer = train_bpe((record["text"] for record in crawl()), 300, path)
+    vars(module)["tokenizer"] = train_bpe((record["text"] for record in crawl()), 300, path)
     return module

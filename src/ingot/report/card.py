@@ -1,0 +1,217 @@
+"""The data card: a `Page` about a corpus and its tokens, as one HTML file that needs nothing else.
+
+Every word of it that came from a crawl is hostile: it is cut, freed of control and direction characters, and escaped
+by the renderer, under a policy that allows no script and no loading (report/html.py).
+"""
+
+import re
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ingot import __version__
+from ingot.config import to_dict
+from ingot.data.card import CardFacts, SampleText, gather_card
+from ingot.data.funnel import SWITCHED_OFF
+from ingot.errors import UsageError
+from ingot.report.facts import Facts
+from ingot.report.html import render_html
+from ingot.report.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
+from ingot.report.story import funnel_section
+from ingot.schema.layout import RunFolder
+from ingot.storage import write_atomic
+from ingot.units import format_bytes, format_count
+
+# Controls but tab and line feed; and what would turn the text around it: embeddings, overrides, isolates.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_VALUE_CHARACTERS, _URL_CHARACTERS = 160, 200
+
+
+def write_card(data: Path, out: Path, samples: int = 3) -> CardFacts:
+    """Write the card of a folder of `data build --out` to `out`; returns what it tells.
+
+    Raises UsageError when `out` lies in the folder: a card shows texts, and a purge would not reach them there.
+    """
+    if data.resolve() in out.resolve().parents:
+        raise UsageError(
+            f"{out} lies in {data}",
+            rule="a card shows texts of the crawl, which a purge of the folder could not take out of it",
+            fix="write it elsewhere: --out card.html",
+        )
+    facts = gather_card(data, samples)
+    write_atomic(out, render_html(card(facts, f"ingot data card {data} --out {out}")).encode("utf-8", "replace"))
+    return facts
+
+
+def card_facts(facts: CardFacts) -> dict[str, Any]:
+    """The facts as JSON values, manifests shortened to what identifies them."""
+    values = {k: v for k, v in asdict(facts).items() if k not in ("corpus", "tokens")}
+    return values | {
+        "funnel": [to_dict(stage) for stage in facts.corpus.funnel],
+        "recipe_sha256": facts.corpus.config_sha256,
+        "fingerprints": {split: manifest.fingerprint() for split, manifest in facts.tokens.items()},
+    }
+
+
+def card(facts: CardFacts, command: str) -> Page:
+    """The page. command: what makes it again."""
+    sections = (
+        funnel_section(Facts(folder=RunFolder(Path()), corpus=facts.corpus, tokens=facts.tokens.get("train"))),
+        _sources(facts),
+        _shares("lengths", "Lengths", "Kept documents by UTF-8 bytes of their text.", _lengths(facts), facts.kept),
+        _shares("languages", "Languages", "Of kept documents, as identified.", facts.languages, facts.kept),
+        _shares("domains", "Domains", _domains_text(facts), facts.domains, facts.kept),
+        _shares("encodings", "Encodings", "Of kept documents, as they were crawled.", facts.encodings, facts.kept),
+        _edits(facts),
+        _clusters(facts),
+        _kept(facts),
+        _dropped(facts),
+        _purges(facts),
+        _provenance(facts),
+    )
+    return Page(
+        title=f"Data card: {facts.name}",
+        subtitle=f"{len(facts.corpus.inputs):,} crawl files, {facts.records:,} records",
+        tiles=_tiles(facts),
+        command=command,
+        sections=[section for section in sections if section],
+        footer=f"Written by ingot {__version__} from manifests and lineage. Texts of a crawl: do not trust them.",
+    )
+
+
+def clean(text: str, limit: int) -> str:
+    """Crawled text for a reader's eyes: at most `limit` characters, without those that hide or turn around others."""
+    cut = text[:limit]
+    return _UNSEEN.sub("\ufffd", cut) + (" …" if len(text) > limit else "")
+
+
+def _tiles(facts: CardFacts) -> list[Tile]:
+    share = facts.kept / facts.records if facts.records else 0.0
+    text_bytes = sum(source.text_bytes for source in facts.sources)
+    tiles = [
+        Tile("Documents", format_count(facts.kept), f"{share:.1%} of {facts.records:,} records"),
+        Tile("Text", format_bytes(text_bytes), f"{facts.domain_count:,} hosts, {len(facts.sources)} sources"),
+    ]
+    if facts.tokens:
+        held = facts.tokens["heldout"].tokens if "heldout" in facts.tokens else 0
+        train = facts.tokens["train"].tokens if "train" in facts.tokens else 0
+        tiles.append(Tile("Training tokens", format_count(train), f"{format_count(held)} held out"))
+    if facts.purges:
+        gone = sum(len(record["documents"]) for record in facts.purges)
+        tiles.append(Tile("Purged", f"{gone:,}", f"records in {len(facts.purges)} purges"))
+    return tiles
+
+
+def _sources(facts: CardFacts) -> Section:
+    rows = [
+        (
+            s.name,
+            f"{s.records:,}",
+            f"{s.documents:,}",
+            format_bytes(s.text_bytes),
+            *(f"{n:,}" for n in s.tokens.values()),
+        )
+        for s in facts.sources
+    ]
+    header = ("Source", "Records", "Kept", "Text", *(f"Tokens, {split}" for split in facts.tokens))
+    blocks: list[Block] = [Table(header, rows, right=tuple(range(1, len(header))))]
+    if facts.warnings:
+        blocks.append(Table(("Warning",), [(warning,) for warning in facts.warnings]))
+    return Section("sources", "Sources", blocks)
+
+
+def _lengths(facts: CardFacts) -> tuple[tuple[str, int], ...]:
+    return tuple((f"{format_bytes(low)} to {format_bytes(2 * low)}", count) for low, count in facts.lengths)
+
+
+def _domains_text(facts: CardFacts) -> str:
+    return f"The hosts with the most kept documents, of {facts.domain_count:,}."
+
+
+def _shares(anchor: str, title: str, text: str, counts, total: int) -> Section | None:
+    """Bars as long as the share of the largest; the share of all stands beside."""
+    if not counts:
+        return None
+    largest, total = max(max(n for _, n in counts), 1), max(total, 1)
+    bars = [Bar(clean(name, _URL_CHARACTERS), n / largest, (f"{n:,}", f"{n / total:.1%}")) for name, n in counts]
+    return Section(anchor, title, [Text(text), Bars((title, "Documents", "Share"), bars)])
+
+
+def _edits(facts: CardFacts) -> Section | None:
+    if not facts.edits:
+        return None
+    rows = [(name, f"{documents:,}", f"{total:,.0f}") for name, documents, total in facts.edits]
+    text = "What stages counted in documents that were kept: lines cut, placeholders set, and the like."
+    return Section("edits", "Edits", [Text(text), Table(("Note", "Documents", "Sum"), rows, right=(1, 2))])
+
+
+def _clusters(facts: CardFacts) -> Section | None:
+    if not facts.clusters:
+        return None
+    rows = [(f"{size:,}", f"{count:,}", f"{(size - 1) * count:,}") for size, count in facts.clusters]
+    text = "Clusters of near-duplicates by their number of documents. One of each cluster was kept."
+    header = ("Documents", "Clusters", "Dropped")
+    return Section(
+        "duplicates", "Near-duplicates", [Text(text), Table(header, rows, right=(0, 1, 2), folded=len(rows) > 12)]
+    )
+
+
+def _kept(facts: CardFacts) -> Section | None:
+    kept = [sample for sample in facts.samples if not sample.rule]
+    blocks: list[Block] = [Text("Beginnings of documents, drawn by hash.")]
+    for source, samples in groupby(kept, key=lambda sample: sample.source):
+        blocks += [_sample(sample, source) for sample in samples]
+    return Section("kept", "Kept", blocks) if kept else None
+
+
+def _dropped(facts: CardFacts) -> Section | None:
+    dropped = [sample for sample in facts.samples if sample.rule]
+    blocks: list[Block] = [Text("Excerpts of dropped documents for every rule, drawn by hash.")]
+    for rule, samples in groupby(dropped, key=lambda sample: sample.rule):
+        blocks += [_sample(sample, f"{rule} {clean(sample.value, _VALUE_CHARACTERS)}".strip()) for sample in samples]
+    return Section("dropped", "Dropped", blocks) if dropped else None
+
+
+def _sample(sample: SampleText, label: str) -> Sample:
+    return Sample(f"{label} · {clean(sample.url, _URL_CHARACTERS)}\n", clean(sample.text, len(sample.text)))
+
+
+def _purges(facts: CardFacts) -> Section | None:
+    if not facts.purges:
+        return None
+    rows = [
+        (
+            str(record["time"]),
+            str(record["by"]),
+            f"{len(record['documents']):,}",
+            f"{record['tokens']:,}",
+            f"{len(record['runs'])}",
+            clean(str(record["reason"]), _VALUE_CHARACTERS),
+        )
+        for record in facts.purges
+    ]
+    text = "Documents that were taken out after the build. They stay out of later builds of this folder."
+    header = ("When", "By", "Records", "Tokens", "Runs", "Reason")
+    return Section("purges", "Purges", [Text(text), Table(header, rows, right=(2, 3, 4))])
+
+
+def _provenance(facts: CardFacts) -> Section:
+    off = [stage.name for stage in facts.corpus.funnel if stage.ran == SWITCHED_OFF]
+    pairs = [("Switched off", ", ".join(off) or "nothing")]
+    rows = [("corpus", facts.corpus_sha256), ("recipe", facts.corpus.config_sha256)]
+    for split, manifest in facts.tokens.items():
+        rows.append((f"token stream, {split}", manifest.fingerprint()))
+    if manifest := next(iter(facts.tokens.values()), None):
+        rows.append(("tokenizer", manifest.tokenizer_sha256))
+        pairs.append(("Tokens", f"{manifest.dtype}, vocabulary {manifest.vocab_size:,}, end of text {manifest.eot_id}"))
+    inputs = [(clean(name, _URL_CHARACTERS), str(sha256)) for name, sha256 in sorted(facts.corpus.inputs.items())]
+    return Section(
+        "provenance",
+        "Provenance",
+        [
+            Pairs(pairs),
+            Table(("What", "SHA-256"), rows),
+            Table(("Input", "SHA-256"), inputs, caption=f"{len(inputs):,} inputs", folded=len(inputs) > 4),
+        ],
+    )

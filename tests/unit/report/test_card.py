@@ -1,0 +1,140 @@
+"""The data card tells what the folder holds, and nothing of the crawl's can act in it."""
+
+import importlib.util
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ingot.cli.terminal import Terminal
+from ingot.data.card import gather_card
+from ingot.data.purge.purge import purge
+from ingot.data.purge.request import Request
+from ingot.errors import DataError, UsageError
+from ingot.report.card import clean, write_card
+from ingot.schema.tokens import read_token_manifest
+
+HOSTILE = "</blockquote><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x00&lt;b&gt;\ud800"
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The functions that make a data folder by hand, from the tests of purge."""
+    path = Path(__file__).parents[1] / "data" / "purge" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("folders", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tokenizer = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    vars(module)["tokenizer"] = module.train_bpe((record["text"] for record in module.crawl()), 300, tokenizer)
+    return module
+
+
+@pytest.fixture
+def data(tmp_path, folders):
+    return folders.make_folder(tmp_path / "data", folders.crawl(), folders.tokenizer)
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes = set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+
+def tags_of(path):
+    parser = _Tags()
+    parser.feed(path.read_text(encoding="utf-8"))
+    return parser
+
+
+def test_it_tells_what_the_folder_holds(data, folders):
+    records = folders.crawl()
+    kept = [record for record in records if not record["drop"]]
+    facts = gather_card(data)
+    assert (facts.records, facts.kept) == (len(records), len(kept))
+    assert sum(n for _, n in facts.lengths) == sum(n for _, n in facts.domains) == len(kept)
+    assert dict(facts.languages) == {"en": len(kept)} and dict(facts.encodings) == {"utf-8": len(kept)}
+    assert facts.clusters == ((2, 1),)
+    assert facts.domain_count == len({record["url"].split("/")[2] for record in kept})
+    for source in facts.sources:
+        mine = [record for record in kept if record["source"] == source.name]
+        assert (source.documents, source.text_bytes) == (len(mine), sum(len(r["text"]) for r in mine))
+        shards = read_token_manifest(data / "tokens/train").shards
+        assert source.tokens["train"] == sum(shard.tokens for shard in shards if shard.source == source.name)
+    by_id = {record["url"]: record["text"] for record in records}
+    assert all(by_id[sample.url].startswith(sample.text) for sample in facts.samples)
+    assert {sample.rule for sample in facts.samples} == {r["drop"][1] if r["drop"] else "" for r in records}
+    assert gather_card(data) == facts
+
+
+def test_edits_are_counts_not_scores(tmp_path, folders, monkeypatch):
+    original = folders._row
+    notes = {"pii_email": 2, "language_score": 0.5, "c4_lines": 0, "encoding": "utf-8", "odd'; key": 1}
+    monkeypatch.setattr(folders, "_row", lambda record: original(record) | {"notes": notes})
+    facts = gather_card(folders.make_folder(tmp_path / "edited", folders.crawl(), folders.tokenizer))
+    assert facts.edits == (("odd'; key", facts.kept, facts.kept), ("pii_email", facts.kept, 2 * facts.kept))
+
+
+def test_nothing_of_a_crawl_can_act(tmp_path, folders):
+    records = folders.crawl()
+    for number, drop in enumerate((None, ("gopher", "gopher.word_count", f"1 < 50 {HOSTILE}"))):
+        url = f"https://evil.example/{HOSTILE}/{number}"  # with a lone surrogate, as broken URLs have
+        record = folders.page(800 + number, "https://evil.example/", text=HOSTILE.replace("\ud800", ""), drop=drop)
+        records.append(record | {"url": url})
+    data = folders.make_folder(tmp_path / "data", records, folders.tokenizer)
+    facts = write_card(data, tmp_path / "card.html", samples=100)
+    assert any("alert(1)" in sample.text for sample in facts.samples)
+    page = tags_of(tmp_path / "card.html")
+    assert not page.tags & {"script", "img", "iframe", "link", "object", "embed", "base", "form"}
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert not [value for name, value in page.attributes if name in ("href", "src") and not value.startswith("#")]
+    text = (tmp_path / "card.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in text and "\u202e" not in text and "\x00" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_purges_are_told(data, tmp_path):
+    purge(data, Request(domain="a.example"), reason="<b>asked</b>")
+    write_card(data, tmp_path / "card.html")
+    text = (tmp_path / "card.html").read_text()
+    assert "&lt;b&gt;asked&lt;/b&gt;" in text and "<b>asked" not in text
+    assert "a.example" not in text.replace("data.example", "")
+
+
+def test_a_card_is_not_written_where_a_purge_would_not_reach_it(data):
+    with pytest.raises(UsageError, match="lies in"):
+        write_card(data, data / "card.html")
+
+
+def test_a_folder_without_lineage_has_no_card(data, tmp_path):
+    for path in (data / "corpus").glob("lineage-*"):
+        path.unlink()
+    with pytest.raises(DataError, match="no lineage"):
+        write_card(data, tmp_path / "card.html")
+
+
+def test_the_verb(data, tmp_path, capsys):
+    import argparse
+
+    from ingot.cli.data_verbs import card as verb
+
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    out = tmp_path / "out" / "card.html"
+    verb.run(parser.parse_args([str(data), "--out", str(out)]), Terminal(json_mode=True))
+    facts = json.loads(capsys.readouterr().out)
+    assert out.exists() and facts["kept"] and facts["fingerprints"]["train"]
+    corpus = tmp_path / "corpus only"
+    (data / "corpus").rename(corpus)
+    verb.run(parser.parse_args([str(corpus), "--out", str(out)]), Terminal(json_mode=True))
+    assert json.loads(capsys.readouterr().out)["fingerprints"] == {}
+
+
+def test_clean_keeps_lines_and_cuts():
+    assert clean("a\n\tb\r\x1b[31mc\u202ed", 100) == "a\n\tb\ufffd\ufffd[31mc\ufffdd"
+    assert clean("abcdef", 3) == "abc …"
