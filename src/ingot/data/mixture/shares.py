@@ -129,8 +129,6 @@ def mix(
 
 
 def _check(available: Mapping[str, int], weights: Mapping[str, float], tokens: int) -> None:
-    if tokens < 1:
-        raise ConfigError(f"a budget of {tokens} tokens", rule="at least one token")
     if not weights:
         raise ConfigError("a mixture of no sources", rule=f"sources here: {', '.join(sorted(available))}")
     for source, weight in weights.items():
@@ -139,6 +137,8 @@ def _check(available: Mapping[str, int], weights: Mapping[str, float], tokens: i
             raise ConfigError(f"{source} = {weight}", rule="weights are positive shares", fix="leave the source out")
         if available[source] < 1:
             raise ConfigError(f"the source {source!r} holds no tokens", rule="what is mixed is there")
+    if tokens < 1:
+        raise ConfigError(f"a budget of {tokens} tokens", rule="at least one token")
 
 
 def _require_known(source: str, available: Mapping[str, int]) -> None:

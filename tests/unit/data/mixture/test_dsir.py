@@ -1,5 +1,6 @@
 """Documents like the target are chosen, by weights that are the paper's formula, wherever the documents lie."""
 
+import argparse
 import io
 import itertools
 import json
@@ -14,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ingot.cli.data_verbs import mix
+from ingot.cli.terminal import Terminal
 from ingot.config import to_dict
 from ingot.data.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError, DataError, UsageError
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
 from ingot.storage import sha256_file, write_json
 
@@ -164,3 +167,17 @@ def test_what_makes_no_sense_is_refused(corpus, target, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists"):
         select(corpus, [target], 2, tmp_path / "there")
+
+
+def test_the_verb_chooses(corpus, target, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    mix.configure(parser)
+
+    def run(*words: object) -> None:
+        mix.run(parser.parse_args([str(word) for word in words]), Terminal(json_mode=True))
+
+    with pytest.raises(UsageError, match="--keep"):
+        run(corpus.parent, "--dsir", target, "--out", tmp_path / "out")
+    run(corpus.parent, "--dsir", target, "--keep", 25, "--out", tmp_path / "out")
+    found = json.loads(capsys.readouterr().out)
+    assert found["selection"]["chosen"] == 25 and len(list(read_documents(tmp_path / "out/corpus"))) == 25
