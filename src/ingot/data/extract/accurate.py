@@ -62,9 +62,9 @@ def _bits(*marks: Mark) -> np.uint64:
 _BLOCK = _tags(
     "html body address article aside blockquote center details dialog dir div dl dd dt fieldset figcaption figure "
     "footer form header hgroup main menu nav ol p pre section summary ul li listing search h1 h2 h3 h4 h5 h6 hr table "
-    "caption colgroup thead tbody tfoot tr td th option select button textarea iframe title"
+    "caption colgroup thead tbody tfoot tr td th"
 )
-_TIGHT = _tags("li tr td th dt dd option br")  # no blank line around them
+_TIGHT = _tags("li tr td th dt dd")  # no blank line around them
 _LINE = _BLOCK | _tags("br")
 _NEVER = _tags(
     "head title nav button select option datalist textarea template svg math dialog menu object applet audio video "
@@ -85,7 +85,7 @@ _BODY, _ARTICLE, _MAIN = _bits(Mark.BODY), _bits(Mark.ARTICLE), _bits(Mark.MAIN)
 _HIDDEN, _LINK, _DATA = _bits(Mark.HIDDEN), _bits(Mark.LINK), _bits(Mark.DATA)
 
 _NUMBER_TOO_LONG = re.compile(r"&#(?:\d{8,}|[xX][0-9a-fA-F]{7,});?")
-_ARTICLE_BODY = re.compile(rb'"articleBody"\s*:\s*("(?:[^"\\]|\\.)*")')
+_ARTICLE_BODY = re.compile(rb'"articleBody"\s*:\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")')
 
 
 def main_text(page: Page) -> str:
@@ -172,8 +172,8 @@ def _select(rows: _Rows) -> np.ndarray:
     """bool [rows]: the rows of the main content."""
     page = rows.page
     alive = _visible(rows)
-    inside = rows.sums(rows.prose(alive))
-    total = int(inside[0]) if rows.size else 0
+    prose = rows.prose(alive)
+    inside, total = rows.sums(prose), int(prose.sum())
     if not total:
         return alive
     light, heavy = _noise(rows, alive, inside, total)
@@ -181,12 +181,11 @@ def _select(rows: _Rows) -> np.ndarray:
     prose = rows.prose(clean)
     root = _root(rows, clean, prose)
     kept = np.zeros(rows.size, bool)
-    kept[root : page.end[root]] = True
-    kept[_standfirst(rows, clean, root)] = True
+    kept[root] = True
+    kept[_standfirst(rows, clean, root.start)] = True
     kept &= alive
-    inside = rows.sums(rows.prose(kept))
-    total = int(inside[0])
-    light[root] = heavy[root] = False
+    prose = rows.prose(kept)
+    inside, total = rows.sums(prose), int(prose.sum())
     noise = light & (inside <= total * _LIGHT_SHARE) | heavy & (inside <= total * _HEAVY_SHARE_INSIDE)
     best = _paragraphs(rows, kept & ~rows.within(noise))
     found = int(page.chars[best].sum())
@@ -221,10 +220,10 @@ def _noise(rows: _Rows, alive: np.ndarray, inside: np.ndarray, total: int) -> tu
     return free & ((flags & _LIGHT) != 0), free & (((flags & _HEAVY) != 0) | _CHROME[tag])
 
 
-def _root(rows: _Rows, clean: np.ndarray, prose: np.ndarray) -> int:
-    """The row of the element that holds the main content."""
-    page, inside = rows.page, rows.sums(prose)
-    flags, tag, total = page.flags, page.tag, int(inside[0])
+def _root(rows: _Rows, clean: np.ndarray, prose: np.ndarray) -> slice:
+    """The rows of the element that holds the main content, or all where there is no such element."""
+    page, inside, total = rows.page, rows.sums(prose), int(prose.sum())
+    flags, tag = page.flags, page.tag
     usable = clean & _ROOTS[tag]
     tiers = (
         (flags & _BODY) != 0,
@@ -238,17 +237,18 @@ def _root(rows: _Rows, clean: np.ndarray, prose: np.ndarray) -> int:
         if not len(found):
             continue
         most = int(inside[found].max())
-        united = rows.sums(np.where(rows.within(marked), prose, 0))
-        if most >= united[0] * _ONE_OF_MANY:
-            root = int(found[inside[found] >= most * _NEARLY_ALL][-1])
+        held = np.where(rows.within(marked), prose, 0)
+        if most >= held.sum() * _ONE_OF_MANY:
+            found = found[inside[found] >= most * _NEARLY_ALL]
         else:
-            holders = np.flatnonzero((usable | (tag == ID["body"])) & (united >= united[0] * _NEARLY_ALL))
-            root = int(holders[-1]) if len(holders) else 0
-        if inside[root] >= max(_LEAST_PROSE, total * share):
-            within = usable[root : page.end[root]] & (inside[root : page.end[root]] >= inside[root] * _NEARLY_ALL)
-            return root + int(np.flatnonzero(within)[-1]) if within.any() else root
+            found = np.flatnonzero((usable | (tag == ID["body"])) & (rows.sums(held) >= held.sum() * _NEARLY_ALL))
+        if len(found) and inside[found[-1]] >= max(_LEAST_PROSE, total * share):
+            root = int(found[-1])
+            better = usable[root : page.end[root]] & (inside[root : page.end[root]] >= inside[root] * _NEARLY_ALL)
+            root += int(np.flatnonzero(better)[-1]) if better.any() else 0
+            return slice(root, int(page.end[root]))
     found = np.flatnonzero(usable & (inside >= total * _MOST))
-    return int(found[-1]) if len(found) else 0
+    return slice(int(found[-1]), int(page.end[found[-1]])) if len(found) else slice(0, rows.size)
 
 
 def _standfirst(rows: _Rows, clean: np.ndarray, root: int) -> np.ndarray:

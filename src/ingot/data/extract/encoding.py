@@ -11,19 +11,22 @@ _META_BYTES = 4096
 # Supersets that Python has and pages use under the smaller set's name.
 _SUPERSETS = {"gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "iso8859-11": "cp874"}
 _TOLERATED_ERRORS = 0.01
+_HEAD_BYTES = 1024
 
 
 def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
     """(text, encoding used). Never fails; bytes that do not decode become U+FFFD.
 
-    In this order: byte order mark; UTF-8 if all of it is valid (other encodings almost never are by chance, and
-    headers lie); the HTTP header; the meta element; detection by uchardet. A named encoding is taken if at most 1%
-    of the characters fail, otherwise the one with the fewest failures wins. Only encodings of the WHATWG standard
-    are used, so no page can choose a slow or strange Python codec.
+    In this order: byte order mark; UTF-16 if the zero bytes show it; UTF-8 if all of it is valid (other encodings
+    almost never are by chance, and headers lie); the HTTP header; the meta element; detection by uchardet. A named
+    encoding is taken if at most 1% of the characters fail, otherwise the one with the fewest failures wins. Only
+    encodings of the WHATWG standard are used, so no page can choose a slow or strange Python codec.
     """
     for bom, name in _BOMS:
         if raw.startswith(bom):
             return raw[len(bom) :].decode(name, "replace"), name
+    if name := _unmarked_utf16(raw[:_HEAD_BYTES]):
+        return raw.decode(name, "replace"), name
     declared = [name for name in (_known(header_charset), _known(_meta_charset(raw))) if name]
     if "iso2022_jp" not in declared:  # written in ASCII bytes, so it would pass for UTF-8
         try:
@@ -40,6 +43,14 @@ def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
         if errors <= _TOLERATED_ERRORS:
             break
     return best[0], best[1]
+
+
+def _unmarked_utf16(head: bytes) -> str:
+    """Markup in UTF-16 has zero in every other byte; all of it is valid UTF-8 as well, so this is asked first."""
+    zeros = [head[first::2].count(0) for first in (0, 1)]
+    if sum(zeros) * 3 <= len(head) or min(zeros) * 10 > max(zeros):
+        return ""
+    return "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
 
 
 def _meta_charset(raw: bytes) -> str:

@@ -36,7 +36,7 @@ class ExtractRules:
     max_bytes: int = 16 << 20
     max_depth: int = 1000
     max_work: int = 4_000_000
-    max_nodes: int = 300_000
+    max_nodes: int = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.method not in _RAN:

@@ -74,8 +74,8 @@ _PATTERNS = {
         main*column maincolumn center*column left*content itemprop=main*content*of*page middle*content
     """,
     Mark.NAVIGATION: """
-        nav navi navbar navbox navigation+ menu menus submenu topnav subnav mainnav breadcrumb+ bread*crumb+ krumel+
-        crumbs pagination pager pagenav paging page*nav page*numbers role=navigation role=menu role=menubar
+        nav navi +navbar+ navbox +navigation+ menu menus submenu topnav subnav mainnav +breadcrumb+ bread*crumb+ krumel+
+        crumbs +pagination+ pager pagenav paging page*nav page*numbers role=navigation role=menu role=menubar
         role=search role=tablist skip*link+ skip*to+ toc table*of*contents sitemap post*nav+ nav*links nav*next
         nav*previous next*prev prev*next next*post previous*post menu*item dropdown brotkrumen ariane
         fil*d*ariane migas inhaltsverzeichnis seitennavigation topbar aria*label=breadcrumb+ letter*nav
@@ -85,36 +85,36 @@ _PATTERNS = {
         site*info footnav pie page*foot site*footer article*footer entry*footer post*footer
     """,
     Mark.SIDE: """
-        sidebar+ side*bar sidebars aside role=complementary right*col right*column rightcol rightcolumn rail
+        +sidebar+ side*bar aside role=complementary right*col right*column rightcol rightcolumn rail
         right*rail left*rail left*col leftcol sidecol side*column secondary widget widgets widget*area marginal+
         randspalte seitenleiste seitenspalte barre*laterale infobox info*box factbox fact*box
     """,
     Mark.SHARE: """
         share shares sharing share*bar sharebar sharedaddy share*buttons share*tools sharetools social+
-        sociable addthis+ addtoany+ shariff follow follow*us followus jp*relatedposts teilen partager partage
+        sociable addthis+ addtoany+ shariff follow follow*us followus teilen partager partage
         compartir condividi compartilhar udostepnij twitter facebook whatsapp pinterest bookmark bookmarks
         tweet like*button article*tools post*tools article*actions share*links
     """,
     Mark.RELATED: """
-        related related+ recommend+ read*more readmore read*next more*stories more*articles more*news more*from
+        +related+ +recommend+ read*more readmore read*next more*stories more*articles more*news more*from
         more*on more*posts more*info most*read mostread most*popular most*viewed popular popular*posts trending similar+
         also*like also*read see*also you*may you*might teaser teasers latest*news latest*posts latest*stories
         recent*posts recent*articles recirc+ outbrain taboola up*next upnext suggest+ suggestions ob*widget
         verwandt+ aehnlich+ mehr*zum*thema weiterlesen weitere*artikel weitere*meldungen empfehlung+ lesen*sie
         relacionad+ lea*tambien correlat+ leggi*anche voir*aussi lire*aussi articles*lies zum*thema
         polecane powiazane gerelateerd leia*mais leia*tambem crosslink+ cross*link+ promo promos promobox
-        yarpp+ zergnet revcontent more*link jp*related+ story*list news*list article*list post*list linkbox link*list
+        yarpp+ zergnet revcontent more*link story*list news*list article*list post*list linkbox link*list
         linklist carousel slider slideshow gallery ticker
     """,
     Mark.COMMENT: """
-        comment comments commentlist comment*list comment*form comment*section comments*area comments*section
-        disqus+ dsq+ respond commentform kommentar kommentare commentaire+ comentario+ commento commenti
-        comentarios komentarz+ reacties livefyre+ fb*comments talkback leserkommentar+ reply replies role=comment
+        comment +comments+ +commentlist+ comment*list comment*form comment*section comments*area comments*section
+        disqus+ dsq+ respond commentform +kommentar+ commentaire+ comentario+ commento commenti
+        comentarios komentarz+ reacties livefyre+ fb*comments talkback reply replies role=comment
         itemprop=comment comol spot*im discussion guestbook
     """,
     Mark.AD: """
-        ad ads adv advert+ adsense adslot ad*slot ad*unit ad*container adbox adsbygoogle ad*wrapper banner banners
-        sponsor+ werbung anzeige anzeigen publicidad pubblicita publicidade reklama dfp google*ad+ gpt*ad+
+        ad ads adv +advert+ adsense adslot ad*slot ad*unit ad*container adbox adsbygoogle ad*wrapper banner banners
+        +sponsor+ werbung anzeige anzeigen publicidad pubblicita publicidade reklama dfp google*ad+ gpt*ad+
         ad*label ad*placeholder promotion paid*content advertorial*teaser
     """,
     Mark.META: """
@@ -136,7 +136,7 @@ _PATTERNS = {
         legend unterschrift attribution img*credit bild*info slide*caption
     """,
     Mark.REQUEST: """
-        cookie+ consent gdpr modal popup pop*up overlay newsletter+ subscribe subscribe+ subscription sign*up signup
+        cookie+ consent gdpr modal popup pop*up overlay +newsletter+ subscribe+ subscription sign*up signup
         login log*in signin sign*in register registration mailing*list captcha notification notifications noprint
         no*print hide*print print*hide donate donation optin opt*in lightbox toast paywall*prompt abo*box
         push*notification permission mc*embed+ app*download onetrust+ paidbox paid*box

@@ -18,6 +18,9 @@ GERMAN = "Die Würde des Menschen ist unantastbar; sie zu achten ist Pflicht. " 
         ("世界人权宣言。人人生而自由,在尊严和权利上一律平等。" * 9, "gb18030", "gb2312", ""),
         ("世界人権宣言" * 9, "iso2022_jp", "iso-2022-jp", ""),
         (GERMAN, "utf-16", "", ""),
+        (GERMAN, "utf-16-le", "", "utf-8"),  # no byte order mark, and a header that lies
+        (GERMAN, "utf-16-be", "utf-16", ""),
+        (RUSSIAN, "windows-1251", "windows-1251", "utf-8"),
         (GERMAN, "utf-8-sig", "windows-1251", ""),
         (GERMAN, "utf-8", "rot13", "unicode_escape"),  # no codec of the web
     ],
@@ -26,6 +29,17 @@ def test_the_real_encoding_wins(text, codec, meta, header):
     page = (f'<html><meta http-equiv="Content-Type" content="text/html; charset={meta}">' if meta else "<p>") + text
     decoded, _ = decode_page(page.encode(codec), header)
     assert decoded == page
+
+
+def test_utf7_is_no_encoding_of_the_web():
+    """It could hide tags from everything that reads the page as it is."""
+    assert decode_page(b"<p>+ADw-script+AD4-</p>", "utf-7") == ("<p>+ADw-script+AD4-</p>", "utf-8")
+
+
+def test_zeros_do_not_make_utf16():
+    text = "A page with some\0 zeros\0\0 in it. " * 20
+    assert decode_page(text.encode(), "") == (text, "utf-8")
+    assert decode_page(b"\0" * 2000 + b"x", "")[1] == "utf-8"
 
 
 def test_a_few_bad_bytes_do_not_change_the_encoding():

@@ -169,7 +169,8 @@ _PIECES = (
     "<p> </p> <div > class= ' \" = / /> <a_href=x> </a> <!-- --> --!> - <script> </script </script> <li> </li> <ul> "
     "</ul> <table> <tr> <td> </td> </table> <b> </b> <x-y> </x-y> </X-Y_> &amp; &#x12; & x A. ü 。 ड़। \xa0 _ \n <svg> "
     "</svg> <![CDATA[ ]]> <!x <?y < </ </br> <br> <h1> </h2> <title> </title> <pre> </pre> <body> </body> <head> "
-    "postBody post-body role=main style='display:_none' hidden \x00 <noscript> </noscript> <button> <option> <dd> <dt> 😀"
+    "postBody post-body role=main style='display:_none' hidden \x00 <noscript> </noscript> <button> <option> <dd> <dt> "
+    "😀"
 ).replace("\n", "\x0b")
 _PIECE = st.sampled_from([piece.replace("_", " ").replace("\x0b", "\n") for piece in _PIECES.split(" ")])
 
