@@ -1,11 +1,18 @@
-"""Toxicity: pages in which listed words are frequent, and what a classifier says if one is plugged in."""
+"""Toxicity: pages in which listed words are frequent, and what a classifier says if a recipe names one.
+
+The word list comes with ingot. A classifier does not: no weights are shipped. One is trained on a named, licensed set
+with `ingot data classifier train --positive TOXIC --negative HARMLESS` (docs/design/classifiers.md lists such sets).
+"""
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
+from ingot.data.classify.scorer import model_sha256
+from ingot.data.classify.stage import score_of
 from ingot.schema.document import Document, Drop
 
 _WORD = re.compile(r"[^\W\d_]+")
@@ -15,15 +22,23 @@ _WORD = re.compile(r"[^\W\d_]+")
 class ToxicityRules:
     """Both `min_words` listed words and a `words` share of all words are needed to drop a page.
 
-    classifier: pages that score at least this are dropped; without a classifier it decides nothing.
+    model: a fastText `.bin` or `.ftz`; "" for none. Pages whose probability of `label` is at least `classifier` are
+    dropped; without a model these decide nothing. characters: beginning of a page that the model scores; 0: all of it.
     """
 
     enabled: bool = True
     words: float = 0.01
     min_words: int = 3
+    model: str = ""
+    label: str = "positive"
     classifier: float = 0.8
+    characters: int = 5000
 
     def problems(self):
+        if not self.label:
+            yield "label", "is empty"
+        if self.characters < 0:
+            yield "characters", f"is {self.characters}, must be at least 0"
         for name in ("words", "classifier"):
             if not 0 < getattr(self, name) <= 1:
                 yield name, f"is {getattr(self, name)}, must be in (0, 1]"
@@ -36,12 +51,17 @@ def listed_words() -> frozenset[str]:
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
+def fingerprint(rules: ToxicityRules) -> str:
+    """What decides the stage's verdicts besides the rules' own values: the hash of its model, "" without one."""
+    return model_sha256(Path(rules.model)) if rules.enabled and rules.model else ""
+
+
 class Toxicity:
-    """Stage with rules toxicity.words and toxicity.classifier.
+    """Stage with rules toxicity.words and toxicity.classifier; sets notes["toxicity"] to the classifier's score.
 
     words: lower-case words, matched between word borders; the shipped list if None.
-    classifier: text -> score in [0, 1]. It comes as a Python object, never as a name in a file, so that a recipe
-    from elsewhere cannot run code. It must be picklable when the build uses several workers.
+    classifier: text -> score in [0, 1], a Python object in place of rules.model. It must be picklable when the build
+    uses several workers. The model of the rules is loaded when first needed, once per process.
     """
 
     name = "toxicity"
@@ -56,21 +76,36 @@ class Toxicity:
         self.rules = rules or ToxicityRules()
         self.words = listed_words() if words is None else frozenset(word.lower() for word in words)
         self.classifier = classifier
+        self._sha256 = fingerprint(self.rules)
 
     @property
     def ran(self) -> str:
-        if self.classifier is None:
-            return f"word list of {len(self.words)} words; no classifier"
-        return f"word list of {len(self.words)} words; classifier {classifier_name(self.classifier)}"
+        rules, named = self.rules, "no classifier"
+        if self.classifier is not None:
+            named = f"classifier {classifier_name(self.classifier)}"
+        elif rules.model:
+            model = f"{Path(rules.model).name} ({self._sha256[:12]})"
+            named = f"classifier {model}, {rules.label} from {rules.classifier:g} on"
+        return f"word list of {len(self.words)} words; {named}"
 
     def __call__(self, document: Document) -> Drop | None:
         hits, share = self.listed(document.text)
         if hits >= self.rules.min_words and share >= self.rules.words:
             return Drop(self.name, "toxicity.words", f"{share:.3f} >= {self.rules.words:g}")
-        if self.classifier is not None:
-            score = float(self.classifier(document.text))
+        score = self._score(document.text)
+        if score is not None:
+            document.notes["toxicity"] = round(score, 4)
             if score >= self.rules.classifier:
                 return Drop(self.name, "toxicity.classifier", f"{score:.3f} >= {self.rules.classifier:g}")
+        return None
+
+    def _score(self, text: str) -> float | None:
+        """What the classifier says, None if there is none."""
+        rules = self.rules
+        if self.classifier is not None:
+            return float(self.classifier(text))
+        if rules.model:
+            return score_of(text, rules.model, self._sha256, rules.label, rules.characters)
         return None
 
     def listed(self, text: str) -> tuple[int, float]:

@@ -1,6 +1,11 @@
+import pickle
+
 import pytest
 
-from ingot.data.toxicity import Toxicity, ToxicityRules, listed_words
+from ingot.data.classify.model import write_model
+from ingot.data.classify.train import ClassifierSettings, Labelled, train
+from ingot.data.toxicity import Toxicity, ToxicityRules, fingerprint, listed_words
+from ingot.errors import ConfigError
 from ingot.schema.document import Document
 
 
@@ -44,3 +49,40 @@ def test_a_classifier_plugs_in():
     stage = Toxicity(ToxicityRules(classifier=0.5), classifier=lambda text: len(text) / 10)
     assert run("long text that scores", stage).rule == "toxicity.classifier"
     assert run("shor", stage) is None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A classifier that knows two words."""
+    pytest.importorskip("fasttext")
+    path = tmp_path_factory.mktemp("model") / "toxic.bin"
+    examples = [Labelled("awful hateful rant", ("positive",)), Labelled("kind gentle talk", ("negative",))] * 30
+    write_model(path, train(examples, ClassifierSettings(dim=4, buckets=64, min_count=1, batch=4)))
+    return path
+
+
+def document(text):
+    return Document(id="", url="", source="", file="", record_id="", text=text)
+
+
+def test_a_model_file_does_it(model):
+    stage = Toxicity(ToxicityRules(model=str(model)))
+    bad, good = document("hateful rant"), document("gentle talk")
+    drop = stage(bad)
+    assert drop is not None and drop.rule == "toxicity.classifier" and drop.value.endswith(">= 0.8")
+    assert stage(good) is None and 0 <= good.notes["toxicity"] < 0.2 < 0.8 <= bad.notes["toxicity"]
+    assert stage.ran.endswith(f"; classifier toxic.bin ({fingerprint(stage.rules)[:12]}), positive from 0.8 on")
+    assert pickle.loads(pickle.dumps(stage))(document("hateful rant")) == drop
+
+
+def test_the_word_list_needs_no_model_and_leaves_no_score():
+    one = document("gentle talk")
+    assert Toxicity()(one) is None and "toxicity" not in one.notes
+    assert fingerprint(ToxicityRules()) == "" == fingerprint(ToxicityRules(enabled=False, model="missing.bin"))
+
+
+def test_a_model_that_is_missing_or_lacks_the_label_is_said(model, tmp_path):
+    with pytest.raises(ConfigError, match="no classifier at"):
+        Toxicity(ToxicityRules(model=str(tmp_path / "none.bin")))
+    with pytest.raises(ConfigError, match="no label 'toxic'"):
+        Toxicity(ToxicityRules(model=str(model), label="toxic"))(document("x"))
