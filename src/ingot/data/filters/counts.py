@@ -110,8 +110,8 @@ def plain_gopher(text: str, words: str) -> GopherCounts:
         *duplicates(paragraphs),
         len(pieces),
         *duplicates(pieces),
-        *(top_ngram(found, n) for n in (2, 3, 4)),
-        *(duplicate_ngrams(found, n) for n in range(5, 11)),
+        *top_ngrams(found),
+        *duplicate_ngrams(found),
     )
 
 
@@ -130,26 +130,54 @@ def duplicates(pieces: list[str]) -> tuple[int, int]:
     return len(pieces) - len(seen), sum(map(len, pieces)) - sum(map(len, seen))
 
 
-def top_ngram(words: list[str], n: int) -> int:
-    """Length with spaces times count of the commonest n-gram; of equally common ones the first in the text counts."""
-    if len(words) < n:
-        return 0
-    ngram, count = Counter(zip(*(words[i:] for i in range(n)), strict=False)).most_common(1)[0]
-    return (sum(map(len, ngram)) + n - 1) * count
+def top_ngrams(words: list[str]) -> list[int]:
+    """For n = 2, 3, 4: length with spaces times count of the commonest n-gram; of equally common ones the first counts.
+
+    An n-gram that occurs twice begins and ends with (n-1)-grams that do: only those are looked at.
+    """
+    found = []
+    tally: Counter = Counter(words)
+    shorter = {i: word for i, word in enumerate(words) if tally[word] > 1}  # position -> (n-1)-gram
+    for n in (2, 3, 4):
+        last = len(words) - n
+        ngrams = {i: (ngram, words[i + n - 1]) for i, ngram in shorter.items() if i <= last and i + 1 in shorter}
+        tally = Counter(ngrams.values())
+        ngram, count = tally.most_common(1)[0] if tally else (None, 1)
+        shorter = {i: ngram for i, ngram in ngrams.items() if tally[ngram] > 1}
+        first = next((i for i in shorter if shorter[i] == ngram), 0)
+        found.append((sum(map(len, words[first : first + n])) + n - 1) * count if last >= 0 else 0)
+    return found
 
 
-def duplicate_ngrams(words: list[str], n: int) -> int:
-    """Characters without spaces of n-grams seen before, where the n words of a hit are not looked at again."""
-    ends = [0, *accumulate(map(len, words))]
-    joined, seen, characters, i = "".join(words), set(), 0, 0
-    while i + n <= len(words):
+def duplicate_ngrams(words: list[str]) -> list[int]:
+    """For n = 5 .. 10: characters of n-grams seen before, where the n words of a hit are not looked at again.
+
+    Two that are the same begin, in all words joined, with the same 16 characters, or are shorter than that: all other
+    positions need no look.
+    """
+    joined, ends = "".join(words), [0, *accumulate(map(len, words))]
+    beginnings = [joined[end : end + 16] for end in ends[:-1]]
+    tally = Counter(beginnings)
+    places = [
+        i
+        for i, beginning in enumerate(beginnings[: max(len(words) - 4, 0)])
+        if tally[beginning] > 1 or ends[i + 5] - ends[i] < 16
+    ]
+    return [_duplicates_of(n, joined, ends, places) for n in range(5, 11)]
+
+
+def _duplicates_of(n: int, joined: str, ends: list[int], places: list[int]) -> int:
+    seen: set[str] = set()
+    characters = next_place = 0
+    for i in places:
+        if i < next_place or i + n >= len(ends):
+            continue
         ngram = joined[ends[i] : ends[i + n]]
         if ngram in seen:
             characters += len(ngram)
-            i += n
+            next_place = i + n
         else:
             seen.add(ngram)
-            i += 1
     return characters
 
 
