@@ -40,11 +40,14 @@ Progress = Callable[[float, str], None]
 class DsirRules:
     """buckets: of the hash, as in the paper. smoothing: added to the count of every bucket, so that none is impossible.
 
-    seed: of the noise. A document's noise depends on the seed and its id alone.
+    min_words: shorter documents are never chosen. A sum over few features is near 0, and where most of a corpus is
+    unlike the target, that would put an empty document before nearly all others. seed: of the noise. A document's noise
+    depends on the seed and its id alone.
     """
 
     buckets: int = 10_000
     smoothing: float = 1.0
+    min_words: int = 50
     seed: int = 1234
 
     def problems(self):
@@ -52,6 +55,8 @@ class DsirRules:
             yield "buckets", f"is {self.buckets}, must be in [2, 65536]"
         if not 0 < self.smoothing < float("inf"):
             yield "smoothing", f"is {self.smoothing}, must be positive"
+        if self.min_words < 0:
+            yield "min_words", f"is {self.min_words}, must be at least 0"
 
 
 class Features:
@@ -120,13 +125,16 @@ def importance(
         scratch.write(found.data)
         lengths.append(len(found))
         noise.append(gumbel(rules.seed, identity))
-    if not 0 < keep <= len(lengths):
+    sizes = np.array(lengths, np.int64)
+    long_enough = sizes >= 2 * rules.min_words - 1
+    if not 0 < keep <= (count := int(long_enough.sum())):
         raise ConfigError(
-            f"{keep:,} documents are to be kept of {len(lengths):,}", rule="at least one, at most all of them"
+            f"{keep:,} documents are to be kept of {count:,} with at least {rules.min_words} words",
+            rule="at least one, at most all of them",
         )
     table = log_frequencies(target, rules.smoothing) - log_frequencies(counts, rules.smoothing)
-    log_weights = _sums(scratch, np.array(lengths, np.int64), table)
-    keys = log_weights + np.array(noise)
+    log_weights = _sums(scratch, sizes, table)
+    keys = np.where(long_enough, log_weights + np.array(noise), -np.inf)
     chosen = np.zeros(len(keys), bool)
     chosen[np.argsort(-keys, kind="stable")[:keep]] = True
     return Importance(log_weights=log_weights, chosen=chosen)

@@ -31,7 +31,7 @@ _BOTH = ["the", "of", "and", "to", "in", "it", "is", "was", "for", "on"]
 
 def text(kind: list[str], seed: int) -> str:
     pick = random.Random(seed)
-    return " ".join(pick.choices(kind + _BOTH, k=pick.randint(20, 60))) + "."
+    return " ".join(pick.choices(kind + _BOTH, k=pick.randint(50, 90))) + "."
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_the_same_seed_chooses_the_same_and_another_one_others(corpus, target, t
 
 def test_weights_are_those_of_the_paper():
     """Counted word by word in plain Python: sum of log p_target - log p_raw over unigrams and bigrams."""
-    rules = DsirRules(buckets=50, smoothing=0.5)
+    rules = DsirRules(buckets=50, smoothing=0.5, min_words=0)
     raw = {"a": "Yes, yes! No?", "b": "the law the law", "c": ""}
     target = "the law of the land"
 
@@ -137,10 +137,20 @@ def test_order_and_neighbours_do_not_change_a_weight(texts, seed):
     named = [(str(number), one) for number, one in enumerate(texts)]
     shuffled = random.Random(seed).sample(named, len(named))
     target = np.ones(100)
-    one = importance(named, target, 1, DsirRules(buckets=100), io.BytesIO())
-    other = importance(shuffled, target, 1, DsirRules(buckets=100), io.BytesIO())
+    one = importance(named, target, 1, DsirRules(buckets=100, min_words=0), io.BytesIO())
+    other = importance(shuffled, target, 1, DsirRules(buckets=100, min_words=0), io.BytesIO())
     by_name = dict(zip((name for name, _ in shuffled), other.log_weights.tolist(), strict=True))
     assert np.allclose(one.log_weights, [by_name[name] for name, _ in named])
+
+
+def test_short_documents_are_not_chosen_for_being_short():
+    documents = [(str(n), text(_FOOD, n)) for n in range(20)] + [("short", "court"), ("empty", "")]
+    target = np.bincount(Features(10_000)(" ".join(text(_LAW, n) for n in range(50))), minlength=10_000)
+    for keep in (1, 20):
+        chosen = importance(documents, target, keep, DsirRules(), io.BytesIO()).chosen
+        assert not chosen[20:].any() and chosen.sum() == keep
+    with pytest.raises(ConfigError, match="21 documents are to be kept of 20 with at least 50 words"):
+        importance(documents, target, 21, DsirRules(), io.BytesIO())
 
 
 def test_noise_is_gumbel():
@@ -156,7 +166,7 @@ def test_it_samples_in_proportion_to_the_weights():
 
 
 def test_what_makes_no_sense_is_refused(corpus, target, tmp_path):
-    with pytest.raises(ConfigError, match="201 documents are to be kept of 200"):
+    with pytest.raises(ConfigError, match="201 documents are to be kept of 200 "):
         select(corpus, [target], 201, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "empty.txt").write_text("\n")
