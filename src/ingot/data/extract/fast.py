@@ -15,7 +15,11 @@ def main_text(html: str, max_depth: int, max_work: int) -> str:
     time in proportion to (measured: 0.2 µs each).
     """
     tree = HTMLTree.parse(html)
-    _check_depth(html, tree, max_depth, max_work)
+    check_depth(html, tree, max_depth, max_work)
+    return tree_text(tree)
+
+
+def tree_text(tree: HTMLTree) -> str:
     return extract_plain_text(
         tree,
         preserve_formatting=True,
@@ -29,9 +33,11 @@ def main_text(html: str, max_depth: int, max_work: int) -> str:
     )
 
 
-def _check_depth(html: str, tree: HTMLTree, max_depth: int, max_work: int) -> None:
-    """The walk over the tree is slow (4 µs per element), so it is done where a bound is broken. Before that come
-    selectors, the shortest first: few pages are deeper than usual."""
+def check_depth(html: str, tree: HTMLTree, max_depth: int, max_work: int) -> None:
+    """Raises Refused. The walk over the tree is slow (4 µs per element), so it is done where a bound is broken.
+
+    Before that come selectors, the shortest first: few pages are deeper than usual.
+    """
     elements = html.count("<")  # at least
     root = tree.document.document_element if tree.document else None
     if root is None or elements <= min(max_depth, max_work**0.5):
