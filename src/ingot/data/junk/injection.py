@@ -11,7 +11,7 @@ import re
 from ingot.data.junk.near import near
 
 # Text to models has one of the first and one of the second; patterns look around the first.
-_NEEDLES = (b"instructions", b"prompt", b"language model", b"you are an ai", b" ai a", b"do anything now", b"chatgpt")
+_NEEDLES = (b"instructions", b"prompt", b"language model", b"chatgpt")
 _ORDERS = (
     b"ignore ", b"disregard ", b"forget ", b"overrid", b"bypass", b"reveal", b"system prompt", b"you are now",
     b"from now on", b"you are a", b"attention", b"do anything now", b"developer mode", b"dear ",
@@ -81,7 +81,7 @@ _TAG = re.compile(
     r"<\|(?:im_start|im_end|im_sep|system|user|assistant|endoftext|begin_of_text|end_of_text|start_header_id|"
     r"end_header_id|eot_id|eom_id|endofprompt|end)\|>|\[/?inst\]|<</?sys>>|<(?:start|end)_of_turn>"
 )
-_TAG_SIGNS = ((b"|", b"<|"), (b"]", b"inst]"), (b">", b"sys>>"), (b">", b"_of_turn>"))
+_TAG_SIGNS = tuple(map(re.compile, (rb"<[|<]|<\w+_of_turn>", rb"\[/?inst\]")))
 # Words of pages that report on models and on attacks against them.
 _ABOUT = (
     "prompt injection", "jailbreak", "attack", "vulnerab", "researcher", "adversarial", "security", "chat template",
@@ -95,8 +95,6 @@ _QUOTED = 0.25
 
 def injection(text: str, data: bytes) -> float:
     """A score; 3 and more is text that speaks to language models."""
-    # One byte is found 20 times faster than two.
-    tagged = (
         (b"|" in data and b"<|" in data)
         or (b"]" in data and b"inst]" in data)
         or (b">" in data and b"_of_turn>" in data)
@@ -107,7 +105,7 @@ def injection(text: str, data: bytes) -> float:
         for points, pattern in _KINDS:
             weights = sorted((_weight(around, match) for match in pattern.finditer(around)), reverse=True)
             score += points * sum(weights[:1]) + points / 2 * sum(weights[1:2])
-    if tagged:
+    if any(sign.search(data) for sign in _TAG_SIGNS):
         tags = _TAG.findall(text.lower())
         often = len(tags) >= 4 and len(tags) * 500 >= len(text)
         score += min(len(set(tags)), 2) + (2 if often else 0)

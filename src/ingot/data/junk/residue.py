@@ -7,7 +7,9 @@ from ingot.data.junk.near import near
 
 # Word-by-word paraphrases of terms, as "counterfeit consciousness" for artificial intelligence: tortured phrases
 # (Cabanac, Labbe and Magazinov 2021, arXiv:2107.06751). One near a needle lets the whole text be searched.
-_TORTURED_NEEDLES = (b"counterfeit ", b" acknowledgment", b"profound ", b"bosom ", b"commotion", b" blunder")
+_TORTURED_NEEDLES = (
+    b"counterfeit conscious", b"profound learning", b"bosom peril", b" to commotion", b"facial acknowledgment",
+)  # fmt: skip
 _TORTURED = re.compile(
     r"counterfeit (?:consciousness|intelligence|neural)|(?:discourse|facial|face|picture|image|voice|gesture) "
     r"acknowledgment|(?:flag|sign|signal)[ -]to[ -](?:commotion|clamou?r)|bosom (?:peril|malignan\w+|disease|growth)|"
@@ -30,11 +32,8 @@ _FIELDS = re.compile(
     r"\[(?:your|insert|enter|company|city|product|customer|client|business|keyword)[ _][A-Za-z_ ]{0,30}\]",
     re.IGNORECASE,
 )
-# With their first byte, which is found 20 times faster.
-_FIELD_SIGNS = (
-    (b"{", b"{{"), (b"{", b"{%"), (b"<", b"<%"), (b"%", b"%%"), (b"[", b"[["), (b"[", b"[your"), (b"[", b"[insert"),
-    (b"[", b"[company"),
-)  # fmt: skip
+# Patterns of one first byte, which is found as fast as memory is read.
+_FIELD_SIGNS = tuple(map(re.compile, (rb"\{[{%]", rb"<%", rb"%%", rb"\[(?:\[|your|insert|company)")))
 _LOREM_WORDS = """
     lorem ipsum dolor amet consectetur consectetuer adipiscing adipisicing eiusmod incididunt aliqua aliquam
     exercitation ullamco veniam nostrud pellentesque vestibulum curabitur praesent nulla facilisi facilisis mauris
@@ -64,6 +63,9 @@ def machine_translated(text: str, data: bytes) -> int:
 
 def keyword_stuffing(text: str, data: bytes) -> float:
     """Of a text that is mostly a list of short entries, the share of entries with its most frequent word."""
+    middle = data[len(data) // 2 :][:500]
+    if (middle.count(b",") + middle.count(b"|")) * 40 < len(middle):
+        return 0.0
     separators = data.count(b",") + data.count(b"|")
     if separators < _ENTRIES or separators * 30 < len(text):
         return 0.0
@@ -79,7 +81,7 @@ def keyword_stuffing(text: str, data: bytes) -> float:
 def placeholder(text: str, data: bytes) -> float:
     """Share of the characters in unfilled template fields and in lines of lorem ipsum."""
     covered = 0
-    if any(first in data and sign in data for first, sign in _FIELD_SIGNS):
+    if any(sign.search(data) for sign in _FIELD_SIGNS):
         covered += sum(match.end() - match.start() for match in _FIELDS.finditer(text))
     if b"ipsum" in data or b"pellentesque" in data:
         lines = text.lower().split("\n")
