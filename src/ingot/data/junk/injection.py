@@ -95,10 +95,6 @@ _QUOTED = 0.25
 
 def injection(text: str, data: bytes) -> float:
     """A score; 3 and more is text that speaks to language models."""
-        (b"|" in data and b"<|" in data)
-        or (b"]" in data and b"inst]" in data)
-        or (b">" in data and b"_of_turn>" in data)
-    )
     score = 0.0
     if any(needle in data for needle in _NEEDLES) and any(order in data for order in _ORDERS):
         around = near(data, _NEEDLES, _BEFORE, _AFTER)
