@@ -27,8 +27,10 @@ from record import record
 from ingot.data.dedup import bands, minhash
 from ingot.data.dedup.bands import band_candidates, merge_candidates, unpack, write_bands
 from ingot.data.dedup.clusters import clusters
+from ingot.data.dedup.equal import firsts
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingle_set, shingles_reference, signature, signature_of
 from ingot.data.dedup.near import find_duplicates
+from ingot.data.dedup.substrings import RepeatedSpans, SubstringRules, cut, mark_repeated, write_windows
 from ingot.data.dedup.verify import slices, verify_pairs
 from ingot.storage import write_json
 
@@ -71,9 +73,11 @@ def main() -> None:
         "quality": quality(documents, truth),
         "speed": speed(list(documents.values()), args.data, args.datasketch_python, args.rounds),
         "big_buckets": big_buckets(),
+        "equal_rows": equal_rows(),
+        "substrings": substrings(list(documents.values())),
         "growth": [],
     }
-    for name in ("quality", "speed", "big_buckets"):
+    for name in ("quality", "speed", "big_buckets", "equal_rows", "substrings"):
         print(name)
         for key, value in results[name].items():
             print(f"  {key:56}{value}")
@@ -220,6 +224,49 @@ def big_buckets(documents: int = 4000, own: int = 24, template: int = 120) -> di
         "similar pairs, all pairs of each bucket compared": len(found[1]),
         "share found within the limits of a bucket": round(len(found[0]) / len(found[1]), 4),
         "CPU s within the limits, and without": spent,
+    }
+
+
+def equal_rows(rows: int = 4_000_000, parts: int = 16) -> dict[str, object]:
+    """128-bit hashes of whole texts, three in ten of which came before, on one core."""
+    numbers = np.arange(rows, dtype=np.uint64)
+    draw = mixed(numbers)
+    numbers = np.where(draw % np.uint64(10) < 3, draw % np.maximum(numbers, np.uint64(1)), numbers)
+    keys = np.stack((mixed(numbers + np.uint64(1)), mixed(numbers + np.uint64(1 << 40))), axis=1)
+    seconds = {}
+    with tempfile.TemporaryDirectory() as name:
+        for limit in (1 << 30, 64 << 20):
+            started = time.process_time()
+            found = firsts(np.array_split(keys, parts), Path(name) / "found.npy", limit_bytes=limit)
+            spent = (time.process_time() - started) / rows * 1e6
+            seconds[f"CPU s per million rows, {limit >> 20} MiB"] = round(spent, 2)
+    return {"rows": rows, "equal an earlier one": len(found), **seconds}
+
+
+def substrings(texts: list[str], partitions: int = 16) -> dict[str, object]:
+    """All three steps on the documents of DATA as one file."""
+    rules, megabytes, spent = SubstringRules(), sum(len(text.encode()) for text in texts) / 1e6, []
+    with tempfile.TemporaryDirectory() as name:
+        marked = [Path(name) / str(number) for number in range(partitions)]
+        started = time.process_time()
+        windows = write_windows(texts, rules, partitions, Path(name))
+        spent.append(time.process_time() - started)
+        started = time.process_time()
+        for number, folder in enumerate(marked):
+            folder.mkdir()
+            mark_repeated(number, [Path(name)], folder)
+        spent.append(time.process_time() - started)
+        started = time.process_time()
+        spans = RepeatedSpans(0, Path(name), marked, rules)
+        left = [cut(text, spans.of(text)) for text in texts]
+        spans.finish()
+        spent.append(time.process_time() - started)
+        stored = sum(path.stat().st_size for path in Path(name).rglob("*.npy"))
+    return {
+        "text MB, windows": (round(megabytes, 1), windows),
+        "share of the text that is cut": round(1 - sum(len(t.encode()) for t in left) / 1e6 / megabytes, 3),
+        "MB of text per CPU s: write, mark, cut": [round(megabytes / seconds, 1) for seconds in spent],
+        "MB of files per MB of text": round(stored / 1e6 / megabytes, 2),
     }
 
 

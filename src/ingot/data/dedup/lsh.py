@@ -1,6 +1,7 @@
-"""Locality-sensitive hashing (Indyk & Motwani 1998): candidates by band, verified, united; the earliest stays.
+"""Near-duplicates in memory: candidates by band, verified, united; the earliest stays.
 
-Holds all signatures in memory (512 bytes per document at 128 permutations).
+Holds all signatures (512 bytes per document at 128 permutations) and compares all pairs of a bucket. near.py finds the
+same clusters from files, in bounded memory and linear time.
 """
 
 from collections.abc import Callable, Iterator
