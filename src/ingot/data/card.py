@@ -15,7 +15,7 @@ from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 
 KEPT_CHARACTERS = 700  # of a sample's text; of dropped documents there is only an excerpt
-_TOP = 25
+_TOP = 15
 _SAMPLE_FILES = 8  # crawl files that samples are taken from, so that a card of a large corpus reads few parts
 _LIKE = "regexp_extract(value, '[0-9a-f]{32}')"
 

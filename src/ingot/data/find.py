@@ -106,7 +106,8 @@ def find(
 
 def host_of(domain: str) -> str:
     """A domain that somebody wrote, as lineage has it. Raises UsageError when it names no host."""
-    return _require_domain(canonical_url(f"http://{domain.strip().rstrip('.')}/"), domain)
+    url = domain if "://" in domain else f"http://{domain.strip().strip('.')}/"
+    return _require_domain(canonical_url(url), domain)
 
 
 def _require_domain(canonical: str, given: str) -> str:

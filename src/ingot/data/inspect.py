@@ -99,7 +99,7 @@ def inspect(
             cut_files(corpus),
             asked.top("domain"),
             asked.top("language"),
-            tuple(asked.limits()) if dropped_by else (),
+            tuple(asked.limits()) if dropped_by in dict(rules) else (),  # a stage has no one measure
         )
     if dropped_by:
         rows = (row for row in read_dropped(corpus) if dropped_by in (row["rule"], row["stage"]))

@@ -42,6 +42,11 @@ _REPETITIVE = ("source", "file", "domain", "language", "stage", "rule", "part") 
 _DEFAULTS = {"string": "", "int64": 0, "uint64": 0}
 
 
+def text_hash(text: str) -> str:
+    """What stands in `before` and `after`: XXH3-128 of the UTF-8 text, as 32 hex digits; "" for no text."""
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass")) if text else ""
+
+
 def url_hash(canonical: str) -> int:
     """64 bits of a canonical URL (`data.url.canonical_url`); 0 without one."""
     return xxhash.xxh3_64_intdigest(canonical.encode("utf-8", "surrogatepass")) if canonical else 0

@@ -102,7 +102,7 @@ def test_what_another_limit_would_let_pass(traced):
             assert limit.kept == sum(words >= limit.limit for words in WORDS) and limit.dropped == len(WORDS)
     assert [limit.limit for limit in limits if limit.below] == [30, 20, 12, 3]
     assert [limit for limit in limits if not limit.below] == [Limit(123456, False, 1, 1)]
-    assert inspect(traced).limits == ()
+    assert inspect(traced).limits == inspect(traced, dropped_by="gopher").limits == ()
 
 
 def test_edits_of_kept_documents(traced):

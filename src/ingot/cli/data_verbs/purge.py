@@ -109,6 +109,8 @@ def _print_proof(outcome, terminal: Terminal) -> None:
     terminal.say(
         f"scanned: {proof.rows:,} rows, {proof.shards:,} shards with {proof.tokens:,} tokens: none of it is left"
     )
+    if proof.probes and not proof.shared:
+        terminal.say(f"none of {proof.probes:,} stretches of 16 of its tokens stands in another document")
     if proof.shared:
         terminal.say(f"{len(proof.shared):,} documents that stay share text with it (stretches of 16 tokens):")
         shown = list(proof.shared.items())[:_SHOWN]

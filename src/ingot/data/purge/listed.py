@@ -13,9 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
-from ingot.data.lineage import domain_of
+from ingot.data.lineage import domain_of, text_hash
 from ingot.data.url import canonical_url
 from ingot.errors import DataError
 from ingot.schema.document import Document, Drop
@@ -29,11 +27,6 @@ STAGE = "purged"
 def secret(text: str) -> str:
     """The hash that stands for a URL or a domain in the list."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def text_hash(text: str) -> str:
-    """The hash of a text in the list and in lineage (`before`, `after`)."""
-    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True)
