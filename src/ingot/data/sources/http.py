@@ -16,6 +16,8 @@ from ingot.data.sources.sniff import looks_like_html
 _HEADER_END = re.compile(rb"\r?\n\r?\n")
 _STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? +(\d{3})\b")
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
+_PIECE_BYTES = 256 << 10
+_BROTLI_LARGE_WINDOW = 0b0010001  # no legal window (RFC 7932, 9.1), but an extension that asks for a gigabyte
 _MAX_ENCODINGS = 3  # nobody honest stacks more; a bomb does
 
 
@@ -86,9 +88,11 @@ def _decoded(body: bytes, name: str, limit_bytes: int) -> bytes:
             zlib_wrapped = len(body) > 1 and body[0] & 15 == 8 and (body[0] << 8 | body[1]) % 31 == 0
             data = _inflated(body, 15 if zlib_wrapped else -15, limit_bytes)
         elif name == "br":
-            data = BrotliReader(io.BytesIO(body)).read(limit_bytes + 1) if body else b""
+            if body and body[0] & 0x7F == _BROTLI_LARGE_WINDOW:
+                raise BadResponse("bad_encoding", "br: a window of up to 1 GB")
+            data = _all_of(BrotliReader(io.BytesIO(body)), limit_bytes) if body else b""
         elif name == "zstd":
-            data = ZstdReader(io.BytesIO(body)).read(limit_bytes + 1) if body else b""
+            data = _all_of(ZstdReader(io.BytesIO(body)), limit_bytes) if body else b""
         else:
             raise BadResponse("unsupported_encoding", name[:40])
     except (zlib.error, OSError) as error:
@@ -96,6 +100,15 @@ def _decoded(body: bytes, name: str, limit_bytes: int) -> bytes:
     if len(data) > limit_bytes:
         raise BadResponse("too_large", f"{name} body over {limit_bytes} bytes after decoding")
     return data
+
+
+def _all_of(reader: BrotliReader | ZstdReader, limit_bytes: int) -> bytes:
+    """What `reader` gives, at most little more than `limit_bytes`. In pieces: it allocates all that is asked for."""
+    parts, size = [], 0
+    while size <= limit_bytes and (piece := reader.read(_PIECE_BYTES)):
+        parts.append(piece)
+        size += len(piece)
+    return b"".join(parts)
 
 
 def _inflated(data: bytes, window_bits: int, limit_bytes: int) -> bytes:

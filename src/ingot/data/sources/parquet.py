@@ -1,8 +1,8 @@
 """Parquet files row by row, by pyarrow, with only the columns that are needed.
 
 pyarrow believes the sizes that a file states, and a page of a few kilobytes may state two gigabytes. So the headers of
-all pages are read first (pages.py); a row group with a page beyond the limits is left out by name, and as many rows are
-read at once as surely fit into memory.
+all pages are read first (thrift.py); a row group with a page beyond the limits is left out by name, and only so many
+rows are read at once as surely fit into memory.
 """
 
 from collections.abc import Iterator
@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ingot.data.sources.limits import Limits
-from ingot.data.sources.pages import BadPages, Page, read_pages
 from ingot.data.sources.rows import Fields, dropped, row_document
+from ingot.data.sources.thrift import BadParquet, Group, Page, read_footer, read_pages
 from ingot.data.sources.window import Window
 from ingot.errors import DataError, require
 from ingot.schema.document import Document, Drop
 
 _MAX_ROWS = 1024  # read at once
 _BATCH_BYTES = 192 << 20  # of them, decoded
-_MAX_FOOTER_BYTES = 64 << 20
 _MAGIC = b"PAR1"
 
 
@@ -31,16 +30,14 @@ def read_parquet(
     Raises DataError for what is no Parquet file, and for one without the column that `fields.text` names.
     """
     with Window(path) as file:
-        footer_bytes = int.from_bytes(file.at(max(file.size - 8, 0), 4), "little")
         if file.at(0, 4) != _MAGIC:
             raise _no_parquet(path, f"starts with {file.at(0, 4)!r}")
-        if file.at(max(file.size - 4, 0), 4) != _MAGIC or footer_bytes + 12 > file.size:
-            yield dropped(name, source, "truncated_file", f"no footer at byte {file.size}", "file")
+        try:
+            groups = read_footer(file)
+        except BadParquet as bad:
+            yield dropped(name, source, bad.rule, bad.value, "file")
             return
-        if footer_bytes > _MAX_FOOTER_BYTES:
-            yield dropped(name, source, "too_large", f"a footer of {footer_bytes} bytes", "file")
-            return
-        yield from _Reader(path, name, source, fields, limits, file).pairs()
+        yield from _Reader(path, name, source, fields, limits, file).pairs(groups)
 
 
 class _Reader:
@@ -49,7 +46,7 @@ class _Reader:
         self.file = file
         self.row = 0
 
-    def pairs(self) -> Iterator[tuple[Document, Drop | None]]:
+    def pairs(self, groups: list[Group]) -> Iterator[tuple[Document, Drop | None]]:
         arrow = require("pyarrow", "data")
         parquet = require("pyarrow.parquet", "data")
         try:
@@ -60,22 +57,23 @@ class _Reader:
             return
         with opened:
             columns = self._columns(opened.schema_arrow)
-            for group in range(opened.metadata.num_row_groups):
-                rows = opened.metadata.row_group(group).num_rows
-                if not rows:
-                    continue
+            for index, group in enumerate(groups):
                 first = self.row
                 try:
-                    count = self._rows_at_once(opened.metadata.row_group(group), columns)
-                    batches = opened.iter_batches(count, row_groups=[group], columns=columns, use_threads=False)
+                    count = self._rows_at_once(group, columns) if group.rows else 0
+                    batches = (
+                        opened.iter_batches(count, row_groups=[index], columns=columns, use_threads=False)
+                        if count
+                        else ()
+                    )
                     for batch in batches:
                         yield from self._batch(batch)
-                except BadPages as bad:
-                    yield self._drop(bad.rule, f"row group {group} of {rows} rows: {bad.value}", f"group-{group}")
+                except BadParquet as bad:
+                    yield self._drop(bad.rule, f"row group {index} of {group.rows} rows: {bad.value}", f"group-{index}")
                 except (arrow.ArrowException, OSError, MemoryError, UnicodeError) as error:
-                    value = f"row group {group}, behind {self.row - first} of {rows} rows: {_short(error)}"
-                    yield self._drop("bad_row_group", value, f"group-{group}")
-                self.row = first + rows
+                    value = f"row group {index}, behind {self.row - first} of {group.rows} rows: {_short(error)}"
+                    yield self._drop("bad_row_group", value, f"group-{index}")
+                self.row = first + group.rows
             if not self.row:
                 yield self._drop("empty_body", "no rows", "file")
 
@@ -90,12 +88,9 @@ class _Reader:
             )
         return present
 
-    def _rows_at_once(self, group: Any, columns: list[str]) -> int:
-        """How many rows of `group` surely fit into _BATCH_BYTES. Raises BadPages."""
-        chunks = [group.column(index) for index in range(group.num_columns)]
-        wanted = [
-            c for c in chunks if any(c.path_in_schema == n or c.path_in_schema.startswith(n + ".") for n in columns)
-        ]
+    def _rows_at_once(self, group: Group, columns: list[str]) -> int:
+        """How many rows of `group` surely fit into _BATCH_BYTES. Raises BadParquet."""
+        wanted = [c for c in group.chunks if any(c.path == name or c.path.startswith(name + ".") for name in columns)]
         pages = [read_pages(self.file, chunk, self.limits) for chunk in wanted]
         count = _MAX_ROWS
         while count > 1 and sum(_most_bytes(column, count) for column in pages) > _BATCH_BYTES:

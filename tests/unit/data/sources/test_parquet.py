@@ -4,9 +4,9 @@ import struct
 import pytest
 
 from ingot.data.sources.limits import Limits
-from ingot.data.sources.pages import BadPages, Page, _Thrift, read_pages
 from ingot.data.sources.parquet import _most_bytes, read_parquet
 from ingot.data.sources.rows import Fields
+from ingot.data.sources.thrift import _FOOTER, _PAGE, BadParquet, Page, _Thrift, read_footer, read_pages
 from ingot.data.sources.window import Window
 from ingot.errors import DataError
 
@@ -91,16 +91,31 @@ def test_no_parquet_and_no_footer(tmp_path, write):
 def test_pages_are_read_as_pyarrow_wrote_them(write):
     texts = [f"{n} " * 300 for n in range(3000)]
     path = write({"text": texts}, use_dictionary=False, compression="none", data_page_size=1 << 16)
-    chunk = parquet.ParquetFile(path).metadata.row_group(0).column(0)
     with Window(path) as file:
+        ((chunk,),) = [group.chunks for group in read_footer(file)]
         pages = read_pages(file, chunk, LIMITS)
     assert len(pages) > 2 and sum(page.values for page in pages) == 3000
     assert 0 <= sum(page.size for page in pages) - sum(len(text) + 4 for text in texts) < 100 * len(pages)
     assert all(page.size < 1 << 21 and not page.dictionary for page in pages)
     path = write({"text": ["same", "other"] * 500})
     with Window(path) as file:
-        pages = read_pages(file, parquet.ParquetFile(path).metadata.row_group(0).column(0), LIMITS)
+        pages = read_pages(file, read_footer(file)[0].chunks[0], LIMITS)
     assert [page.dictionary for page in pages] == [True, False] and pages[1].values == 1000
+
+
+def test_footer_says_what_pyarrow_says(write):
+    table = {"text": [f"{n}" for n in range(900)], "meta": [{"url": "x", "n": n} for n in range(900)]}
+    path = write(table, row_group_size=400, compression="zstd")
+    theirs = parquet.ParquetFile(path).metadata
+    with Window(path) as file:
+        groups = read_footer(file)
+    assert [group.rows for group in groups] == [400, 400, 100]
+    for number, group in enumerate(groups):
+        columns = [theirs.row_group(number).column(index) for index in range(3)]
+        assert [c.path for c in group.chunks] == [c.path_in_schema for c in columns] == ["text", "meta.url", "meta.n"]
+        starts = [min(c.data_page_offset, c.dictionary_page_offset or c.data_page_offset) for c in columns]
+        assert [c.start for c in group.chunks] == starts
+        assert [c.end - c.start for c in group.chunks] == [c.total_compressed_size for c in columns]
 
 
 def test_bombs_cost_their_row_group(write):
@@ -147,5 +162,6 @@ def test_most_bytes_of_neighbouring_rows():
     "data", [b"\x19" * 4000, b"\x1c" * 4000, b"\x15" + b"\xff" * 30, b"\x1b", b"\x19\xff\xff\xff\xff\x0f"]
 )
 def test_hostile_headers_end(data):
-    with pytest.raises((BadPages, IndexError)):
-        _Thrift(data).struct(0)
+    for wanted in (_PAGE, _FOOTER):
+        with pytest.raises((BadParquet, IndexError)):
+            _Thrift(data).struct(wanted)
