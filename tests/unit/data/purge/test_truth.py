@@ -1,4 +1,4 @@
-"""The planted pages that must be gone: built from real crawl files, purged by their marker, looked for in every byte."""
+"""Planted pages that must be gone: built from real crawl files, purged by their marker, looked for in every byte."""
 
 import gzip
 import json
