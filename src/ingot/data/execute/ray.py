@@ -142,30 +142,41 @@ def _check_nodes(ray, store: Store) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     nonce = os.urandom(8).hex()
     (folder / nonce).write_text(nonce, encoding="utf-8")
-    probe = ray.remote(num_cpus=0, max_retries=3)(_probe)
-    asked = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            place = scheduling.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            name = f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
-            asked[name] = probe.options(scheduling_strategy=place).remote(str(folder), nonce, node["NodeID"])
     try:
-        for name, ref in asked.items():
-            _check_answer(name, _answer(ray, ref, name), store, folder)
+        checked: set[str] = set()
+        deadline = time.monotonic() + _PROBE_SECONDS
+        while unchecked := [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in checked]:
+            asked = [(node, _ask(ray, scheduling, node, folder, nonce)) for node in unchecked]
+            for node, ref in asked:
+                name = f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+                try:
+                    answer = ray.get(ref, timeout=_PROBE_SECONDS)
+                except (ray.exceptions.RayTaskError, ray.exceptions.RaySystemError) as error:
+                    raise _unfit(name, error) from None
+                except ray.exceptions.RayError as error:  # lost just now: Ray takes a while to call it dead
+                    if time.monotonic() > deadline:
+                        raise _unfit(name, error) from None
+                    time.sleep(1)
+                    continue
+                _check_answer(name, answer, store, folder)
+                checked.add(node["NodeID"])
     finally:
         for path in folder.glob(f"{nonce}*"):
             path.unlink(missing_ok=True)
 
 
-def _answer(ray, ref, name: str) -> dict[str, str]:
-    try:
-        return ray.get(ref, timeout=_PROBE_SECONDS)
-    except ray.exceptions.RayError as error:
-        raise ConfigError(
-            f"node {name} of the Ray cluster cannot run ingot: {str(error).strip().splitlines()[-1]}",
-            rule="every node has the same Python, Ray and ingot installed",
-            fix="install ingot on it, or take it out of the cluster",
-        ) from None
+def _ask(ray, scheduling, node: dict, folder: Path, nonce: str):
+    place = scheduling.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    probe = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(_probe)
+    return probe.remote(str(folder), nonce, node["NodeID"])
+
+
+def _unfit(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"node {name} of the Ray cluster cannot run ingot: {str(error).strip().splitlines()[-1]}",
+        rule="every node has the same Python, Ray and ingot installed",
+        fix="install ingot on it, or take it out of the cluster",
+    )
 
 
 def _check_answer(name: str, answer: dict[str, str], store: Store, folder: Path) -> None:
