@@ -46,7 +46,6 @@ _LEAD, _LEADS = 120, 1000  # characters: of each paragraph, at least; of all, at
 _TOO_LITTLE = 250  # characters; then once more without the rules for noise, and the page's structured data
 _CARD_LINKS, _CARD_PROSE = 0.5, 100  # a box with at least that share in links and at most that prose is a card
 _LABEL = 25  # a shorter text outside of paragraphs, without punctuation, is a label
-_LAST_PROSE, _TRAILER = 60, 30  # behind the last paragraph of at least 60 characters, shorter ones than 30 go
 
 
 def _tags(names: str) -> np.ndarray:
@@ -77,7 +76,6 @@ _ROOTS = _tags("div section article main td center form span p blockquote")
 _HEADING = _tags("h1 h2 h3 h4 h5 h6")
 _CARDS = _tags("div ul ol section table dl aside form figure li header footer center tr")
 _PARAGRAPHS = _tags("p h1 h2 h3 h4 h5 h6 li pre td th dd dt blockquote")
-_LISTED = _tags("li td th dd dt pre")
 _PRE = _tags("pre listing")
 _LIGHT = _bits(Mark.NAVIGATION, Mark.SHARE, Mark.META, Mark.AD, Mark.CAPTION)  # never long texts
 _HEAVY = _bits(Mark.FOOTER, Mark.SIDE, Mark.RELATED, Mark.COMMENT, Mark.REQUEST)
@@ -264,7 +262,7 @@ def _standfirst(rows: _Rows, clean: np.ndarray, root: int) -> np.ndarray:
 
 
 def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
-    """`kept` without cards, paragraphs of links, labels, headings of nothing and what trails behind the last text."""
+    """`kept` without cards, paragraphs of links, labels and headings of nothing."""
     page = rows.page
     chars = np.where(kept & rows.text, page.chars, 0)
     total, linked = rows.sums(chars), rows.sums(np.where(rows.linked, chars, 0))
@@ -277,10 +275,6 @@ def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
     heading = rows.within(_HEADING[page.tag])[runs.head]
     outside = ~rows.within(_PARAGRAPHS[page.tag])[runs.head]
     good &= ~(outside & (runs.chars < _LABEL) & (runs.marks == 0))
-    text = np.flatnonzero(good & ~heading & (runs.marks > 0) & (runs.chars >= _LAST_PROSE))
-    if len(text):
-        listed = rows.within(_LISTED[page.tag])[runs.head]
-        good[text[-1] + 1 :] &= (runs.chars >= _TRAILER)[text[-1] + 1 :] | listed[text[-1] + 1 :]
     # A heading of nothing: the next thing is a heading too, or the end.
     left = np.flatnonzero(good)
     good[left[heading[left] & np.append(heading[left][1:], True)]] = False
