@@ -58,7 +58,7 @@ _GENERATED = re.compile(
 _GENERATED_BYTES = 600  # such a notice stands at the top
 _MINIFIED_NAME = re.compile(r"[.-]min\.(js|css|mjs)$")
 _MAX_LINE, _MAX_MEAN_LINE, _MIN_ALPHANUMERIC = 1000, 100, 0.25
-_ALPHANUMERIC = re.compile(rb"[0-9A-Za-z\x80-\xff]")
+_ALPHANUMERIC = bytes(byte for byte in range(256) if byte > 127 or chr(byte).isalnum())
 _BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -176,7 +176,7 @@ def _content_rule(label: str, content: bytes, size: int, limits: Limits) -> tupl
         longest, mean = max(map(len, lines)), len(content) / len(lines)
         if longest > _MAX_LINE or mean > _MAX_MEAN_LINE:
             return "minified", f"longest line {longest}, mean {mean:.0f}", ""
-        if len(_ALPHANUMERIC.findall(content)) < _MIN_ALPHANUMERIC * len(content):
+        if len(content.translate(None, _ALPHANUMERIC)) > (1 - _MIN_ALPHANUMERIC) * len(content):
             return "not_code", "less than a quarter letters and digits", ""
     return "", "", language
 

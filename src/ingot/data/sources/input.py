@@ -62,7 +62,7 @@ class Input:
         if not self.is_remote:
             return Path(self.location).absolute().name
         path, _, query = self.location.partition("://")[2].partition("?")
-        base = re.sub(r"[^A-Za-z0-9._-]", "_", unquote(path.rstrip("/").rpartition("/")[2]))[-_MAX_NAME:] or "index"
+        base = _safe(unquote(path.rstrip("/").rpartition("/")[2]))
         return f"{sha256_bytes(query.encode())[:8]}-{base}" if query else base
 
     @property
@@ -248,7 +248,7 @@ def _in_bucket(word: str, cache: Path, rules: RemoteRules) -> list[tuple[str, st
     found = [place for place in locations if (pattern.fullmatch(place) if pattern else _by_name(place))]
     if not found:
         raise _nothing(word, "holds no crawl files, tables or archives")
-    return [(place, _label(place.removeprefix(folder))) for place in found]
+    return [(place, _label(_safe(place.removeprefix(folder), "/"))) for place in found]
 
 
 def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
@@ -256,10 +256,16 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
     if path.is_dir():
         if format == "folder":
             return [(word, "")]
-        files = [os.fsdecode(name) for name, other in walk(path) if not other and _by_name(os.fsdecode(name))]
-        if not files:
+        found = [(name, other) for name, other in walk(path) if _by_name(name)]
+        if not found:
             raise _nothing(word, "is a folder without crawl files, tables or archives; source code is read as a folder")
-        return [(str(path / name), _label(name)) for name in files]
+        if closed := next((f"{name}, {other}" for name, other in found if other), ""):
+            raise ConfigError(
+                f"{word} holds {closed}",
+                rule="links in a folder are not followed, and nothing is left out in silence",
+                fix=f"name the files themselves: {word.rstrip('/')}/*",
+            )
+        return [(str(path / name), _label(name)) for name, _ in found]
     if path.exists() or not glob.has_magic(word):
         if not path.is_file():
             raise _nothing(word, "is no file" if path.exists() else "does not exist")
@@ -272,7 +278,16 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
 
 def _label(relative: str) -> str:
     """A name for a file deeper in a folder that was named: en/part-0.jsonl and de/part-0.jsonl are two."""
-    return relative.replace("/", "__") if "/" in relative else ""
+    if "/" not in relative:
+        return ""
+    label = relative.replace("/", "__")
+    digest = sha256_bytes(relative.encode("utf-8", "surrogateescape"))[:8]
+    return label if len(label) <= _MAX_NAME else f"{digest}-{label[-_MAX_NAME:]}"
+
+
+def _safe(name: str, also: str = "") -> str:
+    """A name that somebody else chose, as one for files and messages here."""
+    return re.sub(rf"[^A-Za-z0-9._{also}-]", "_", name)[-1000 if also else -_MAX_NAME :] or "index"
 
 
 def _nothing(word: str, found: str) -> ConfigError:

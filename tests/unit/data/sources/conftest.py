@@ -51,6 +51,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format, *args):
         pass
 
+    def end_headers(self):
+        self.send_header("Connection", "close")
+        super().end_headers()
+
     def do_HEAD(self):
         if self.site.knows_head:
             self.answer(head=True)

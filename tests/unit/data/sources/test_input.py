@@ -103,6 +103,17 @@ def test_folders(tmp_path, contents):
         raws(Input(location=str(root / "x.warc"), format="folder"), tmp_path)
 
 
+def test_links_in_a_folder_are_not_left_out_in_silence(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "blob").write_bytes(b'{"text": "row"}\n')
+    (root / "a.jsonl").symlink_to(tmp_path / "blob")
+    with pytest.raises(ConfigError, match=r"a\.jsonl, a symbolic link"):
+        expand([str(root)], "web", cache=tmp_path)
+    (one,) = expand([f"{root}/*"], "web", cache=tmp_path)
+    assert raws(one, tmp_path) == [b"row"]
+
+
 def test_words_that_name_nothing(tmp_path):
     (tmp_path / "folder").mkdir()
     for word in (
