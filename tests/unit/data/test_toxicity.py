@@ -57,7 +57,7 @@ def model(tmp_path_factory):
     pytest.importorskip("fasttext")
     path = tmp_path_factory.mktemp("model") / "toxic.bin"
     examples = [Labelled("awful hateful rant", ("positive",)), Labelled("kind gentle talk", ("negative",))] * 30
-    write_model(path, train(examples, ClassifierSettings(dim=4, buckets=64, min_count=1, batch=4)))
+    write_model(path, train(examples, ClassifierSettings(dim=4, buckets=64, min_count=1, batch=4, rate=0.5)))
     return path
 
 

@@ -6,7 +6,7 @@ are not trained. An n-gram that was never learned so adds nothing to a score, in
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,8 +36,8 @@ class ClassifierSettings:
     epochs: int = 5
     min_count: int = 5
     characters: int = 5000
-    batch: int = 64
-    rate: float = 0.5
+    batch: int = 16
+    rate: float = 0.25
     loss: str = "softmax"
     seed: int = 1234
 
@@ -150,49 +150,64 @@ class _Rows:
 
 
 def _feature_rows(texts: _Texts, settings: ClassifierSettings) -> _Rows:
-    lengths = np.array([len(part) for part in texts.parts], np.int64)
-    tokens, names = np.concatenate(texts.parts), list(texts.words)
-    counts = np.bincount(tokens, minlength=len(names))
+    names = list(texts.words)
+    hashes, words, row_of_word = hash_words(names), *_dictionary(texts, names, settings)
+    often = np.zeros(settings.buckets, np.int64)
+    for chunk in _chunks(texts.parts):
+        grams, _ = _ngrams(chunk, hashes, settings)
+        often += np.bincount(grams, minlength=settings.buckets)
+    trained = often >= settings.min_count
+    ids, ends, sizes, end = [], [], [], 0
+    for chunk in _chunks(texts.parts):
+        count = len(chunk)
+        grams, gram_owners = _ngrams(chunk, hashes, settings)
+        rows = row_of_word[np.concatenate(chunk)]
+        owners = np.repeat(np.arange(count), [len(part) for part in chunk])[rows >= 0]
+        sizes.append(np.bincount(owners, minlength=count) + np.bincount(gram_owners, minlength=count))
+        kept = trained[grams]
+        owners = np.concatenate([owners, gram_owners[kept]])
+        chunk_ids = np.concatenate([rows[rows >= 0], (grams[kept] + len(words)).astype(np.int32)])
+        ids.append(chunk_ids[np.argsort(owners, kind="stable")])
+        ends.append(end + np.cumsum(np.bincount(owners, minlength=count)))
+        end = int(ends[-1][-1])
+    return _Rows(
+        words,
+        np.concatenate(ids),
+        np.concatenate(ends),
+        np.maximum(np.concatenate(sizes), 1).astype(np.float32),
+        len(words) + settings.buckets,
+    )
+
+
+def _dictionary(texts: _Texts, names: list[bytes], settings: ClassifierSettings) -> tuple[dict[bytes, int], np.ndarray]:
+    """(words that get a vector, with their counts, most frequent first; row of each word number, -1 for none)."""
+    counts = np.zeros(len(names), np.int64)
+    for chunk in _chunks(texts.parts):
+        counts += np.bincount(np.concatenate(chunk), minlength=len(names))
     # Ties in the order of first appearance, which is the order of the numbers.
     kept = [n for n in np.argsort(-counts, kind="stable") if counts[n] >= settings.min_count or names[n] == END]
     row_of_word = np.full(len(names), -1, np.int32)
     row_of_word[kept] = np.arange(len(kept))
-    words = {names[number]: int(counts[number]) for number in kept}
-    ends = np.cumsum(lengths)
-    grams, owners = _ngrams(tokens, hash_words(names), ends, settings)
-    word_rows = row_of_word[tokens]
-    known = word_rows >= 0
-    word_owners = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[known]
-    sizes = np.bincount(word_owners, minlength=len(lengths)) + np.bincount(owners, minlength=len(lengths))
-    often = np.bincount(grams, minlength=settings.buckets) >= settings.min_count
-    trained = often[grams]
-    ids = np.concatenate([word_rows[known], grams[trained] + np.int32(len(kept))])
-    owners = np.concatenate([word_owners, owners[trained]])
-    order = np.argsort(owners, kind="stable")
-    return _Rows(
-        words,
-        ids[order],
-        np.cumsum(np.bincount(owners, minlength=len(lengths))),
-        np.maximum(sizes, 1).astype(np.float32),
-        len(kept) + settings.buckets,
-    )
+    return {names[number]: int(counts[number]) for number in kept}, row_of_word
+
+
+def _chunks(parts: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
+    """Texts in order, some at a time."""
+    first = tokens = 0
+    for number, part in enumerate(parts, 1):
+        tokens += len(part)
+        if tokens >= _CHUNK_TOKENS or number == len(parts):
+            yield parts[first:number]
+            first, tokens = number, 0
 
 
 def _ngrams(
-    tokens: np.ndarray, hashes: np.ndarray, ends: np.ndarray, settings: ClassifierSettings
+    chunk: Sequence[np.ndarray], hashes: np.ndarray, settings: ClassifierSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(bucket, number of the text) of every n-gram of all texts, int32; some texts at a time."""
-    found, owners = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-    first = 0
-    while first < len(ends):
-        begin = int(ends[first - 1]) if first else 0
-        stop = max(int(np.searchsorted(ends, begin + _CHUNK_TOKENS)), first + 1)
-        local = ends[first:stop] - begin
-        grams, where = ngram_buckets(hashes[tokens[begin : ends[stop - 1]]], local, settings.ngrams, settings.buckets)
-        found.append(grams.astype(np.int32))
-        owners.append((first + np.searchsorted(local, where, side="right")).astype(np.int32))
-        first = stop
-    return np.concatenate(found), np.concatenate(owners)
+    """(bucket, number of the text within the chunk) of every n-gram, int64."""
+    ends = np.cumsum([len(part) for part in chunk])
+    grams, where = ngram_buckets(hashes[np.concatenate(chunk)], ends, settings.ngrams, settings.buckets)
+    return grams, np.searchsorted(ends, where, side="right")
 
 
 @dataclass(frozen=True)

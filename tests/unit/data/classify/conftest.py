@@ -7,7 +7,7 @@ import pytest
 from ingot.data.classify.model import write_model
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
 
-SETTINGS = ClassifierSettings(dim=8, buckets=1 << 12, min_count=2, epochs=5, batch=16)
+SETTINGS = ClassifierSettings(dim=8, buckets=1 << 12, min_count=2, epochs=5, batch=8, rate=0.5)
 _GOOD = ["theorem", "proof", "lemma", "follows", "therefore", "integral", "der", "größte", "μέγα", "数学", "given"]
 _BAD = ["buy", "cheap", "now", "click", "discount", "offer", "бесплатно", "☃", "viagra", "win"]
 _BOTH = ["the", "of", "and", "to", "in", "is", "it", "that", "for", "with"]

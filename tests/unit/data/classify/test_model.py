@@ -42,7 +42,7 @@ def test_scores_of_any_text_are_those_of_fasttext(model, model_file, text):
 
 @pytest.mark.parametrize("ngrams", [1, 3])
 def test_one_vs_all_and_other_ngrams_too(tmp_path, ngrams):
-    settings = ClassifierSettings(dim=4, buckets=512, min_count=1, ngrams=ngrams, batch=4, loss="one-vs-all")
+    settings = ClassifierSettings(dim=4, buckets=512, min_count=1, ngrams=ngrams, batch=4, rate=0.5, loss="one-vs-all")
     examples = [
         Labelled("red round apple", ("fruit", "red")),
         Labelled("red fast car", ("red",)),
