@@ -97,6 +97,7 @@ def main() -> None:
             "kept": sum(map(is_kept, all_answers)),
             "dropped": dict(Counter(answer for answer in all_answers if not is_kept(answer)).most_common()),
         }
+    results["web_to_fineweb"] = flips(answers["web"]["all"], answers["fineweb"]["all"])
     if args.datatrove_python:
         results["agreement"] = compare(answers["fineweb"], answers["datatrove"])
     if args.json:
@@ -160,6 +161,17 @@ def is_kept(answer: str) -> bool:
     return "." not in answer
 
 
+def flips(web: list[str], fineweb: list[str]) -> dict[str, int]:
+    """How many documents only one of the two presets keeps, by the rule of the other."""
+    found: Counter = Counter()
+    for one, other in zip(web, fineweb, strict=True):
+        if is_kept(one) and not is_kept(other):
+            found[f"kept by web, {other} in fineweb"] += 1
+        elif is_kept(other) and not is_kept(one):
+            found[f"{one} in web, kept by fineweb"] += 1
+    return dict(found.most_common())
+
+
 def compare(mine: dict, others: dict) -> dict:
     """Per filter: shares of documents with the same fate, and with the same fate and text, and those that differ."""
     found = {}
@@ -186,6 +198,9 @@ def show(results: dict, size: int) -> None:
             same = results["agreement"][step] if name == "datatrove" else {}
             told = f"  same fate {same['same_fate']:.2%}, same text {same['same_text']:.2%}" if same else ""
             print(f"  {step:20}{rate:9.2f} MB/s {per:9.3f} ms per document{told}")
+    print("\nweb and fineweb decide differently:")
+    for which, count in results["web_to_fineweb"].items():
+        print(f"  {count:6,}  {which}")
     if "datatrove" in results:
         times = results["datatrove"]["seconds"]["all"] / results["fineweb"]["seconds"]["all"]
         print(f"\nall filters: {times:.0f} times as fast as datatrove")

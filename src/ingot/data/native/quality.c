@@ -23,29 +23,33 @@ enum {
     /* Of bytes only: */
     NOT_ASCII = 1 << 24, HASH = 1 << 25, STOP = 1 << 26
 };
-enum { ELLIPSIS = 0x2026, BULLET = 0x2022, KELVIN = 0x212A, NO_ID = 0x7FFFFFFF };
+enum { ELLIPSIS = 0x2026 };
 
 /* ---- characters ---- */
 
 static PyObject *page_source;
 static uint32_t *pages[0x1100];
 static uint32_t byte_flags[256];
+static int page_failed; /* an error is set; whoever asked for classes looks before it returns a result */
 static uint64_t salt;
 
 static const uint32_t *load_page(uint32_t number) {
+    static const uint32_t nothing[256];
+    if (page_failed) return nothing; /* Python must not be called with an error set */
     PyObject *bytes = PyObject_CallFunction(page_source, "I", number);
     char *data;
     Py_ssize_t size;
-    static const uint32_t nothing[256];
     if (bytes == NULL || PyBytes_AsStringAndSize(bytes, &data, &size) < 0 || size != 256 * sizeof(uint32_t)) {
         Py_XDECREF(bytes);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a page has 256 classes");
-        return nothing; /* whoever asked looks for the error before it returns a result */
+        page_failed = 1;
+        return nothing;
     }
     uint32_t *page = PyMem_Malloc(sizeof(nothing));
     if (page == NULL) {
         Py_DECREF(bytes);
         PyErr_NoMemory();
+        page_failed = 1;
         return nothing;
     }
     memcpy(page, data, sizeof(nothing));
@@ -168,13 +172,17 @@ static Table special_table;
 static uint64_t special_sizes[256], joined_sizes[256]; /* by first byte: bit n for a case of n bytes */
 static size_t longest_special;                          /* in characters */
 static char *units[256];
+static size_t unit_sizes[256]; /* in bytes */
 static size_t num_units, longest_unit; /* longest in characters */
 static char *stop_words[MOST_STOP_WORDS];
 static size_t num_stop_words;
 
-static const Special *find_special(const byte *p, size_t size, const byte *limit) {
-    if (size == 0 || size > 63 || !(special_sizes[*p] >> size & 1)) return NULL;
-    size_t slot = hash_bytes(p, size, limit) & (special_table.size - 1);
+static inline int may_be_special(const byte *p, size_t size) {
+    return size > 0 && size < 64 && special_sizes[*p] >> size & 1;
+}
+
+static const Special *find_special(const byte *p, size_t size, uint64_t hash) {
+    size_t slot = hash & (special_table.size - 1);
     for (uint32_t entry; (entry = special_table.slots[slot]) != 0; slot = (slot + 1) & (special_table.size - 1)) {
         const Special *special = &specials[entry - 1];
         if (special->size == size && memcmp(special->bytes, p, size) == 0) return special;
@@ -196,7 +204,9 @@ typedef struct {
 
 static const Special *special_at(const Chunk *c, size_t start, size_t end) {
     if (start >= end || end - start > longest_special) return NULL;
-    return find_special(c->text + c->offsets[start], c->offsets[end] - c->offsets[start], c->limit);
+    const byte *p = c->text + c->offsets[start];
+    size_t size = c->offsets[end] - c->offsets[start];
+    return may_be_special(p, size) ? find_special(p, size, hash_bytes(p, size, c->limit)) : NULL;
 }
 
 static inline int is_digit(uint32_t c) { return c - '0' < 10; }
@@ -226,7 +236,7 @@ static int is_unit(const Chunk *c, size_t start, size_t end) {
     size_t size = c->offsets[end] - c->offsets[start];
     const byte *p = c->text + c->offsets[start];
     for (size_t i = 0; i < num_units; i++)
-        if (strlen(units[i]) == size && memcmp(units[i], p, size) == 0) return 1;
+        if (unit_sizes[i] == size && memcmp(units[i], p, size) == 0) return 1;
     return 0;
 }
 
@@ -361,7 +371,7 @@ static void join(Chunk *c) {
             size_t end = c->ends[i + words - 1], size = c->offsets[end] - c->offsets[start];
             if (end - start > longest_special || size > 63) break;
             if (!(joined_sizes[*p] >> size & 1)) continue;
-            const Special *special = find_special(p, size, c->limit);
+            const Special *special = find_special(p, size, hash_bytes(p, size, c->limit));
             if (special == NULL || special->joined != words) continue;
             size_t same = 0;
             while (same < words && special->cuts[same] == c->ends[i + same] - start) same++;
@@ -459,6 +469,12 @@ static int split_chunk(Chunk *c, size_t from, size_t to) {
     return 0;
 }
 
+/* Whether the chunk, which has `all` classes in common and is ASCII, is a word as it is; with its hash. */
+static inline int is_plain(uint32_t any, uint32_t all, const byte *p, size_t size, uint64_t hash) {
+    if (any & NOT_ASCII || !(all & LETTER)) return 0;
+    return !may_be_special(p, size) || find_special(p, size, hash) == NULL;
+}
+
 /* The end of the chunk at p, which is no whitespace. *any and *all: bits of any and of all its characters. */
 static inline const byte *chunk_end(const byte *p, const byte *end, uint32_t *any, uint32_t *all, size_t *chars) {
     uint32_t or = 0, and = ~(uint32_t)0;
@@ -487,6 +503,7 @@ static const byte *utf8(PyObject *text, size_t *size) {
     Py_ssize_t length;
     const char *data = PyUnicode_AsUTF8AndSize(text, &length);
     *size = 0;
+    page_failed = 0;
     if (data == NULL) return NULL;
     if ((uint64_t)length >= (uint64_t)1 << 30) {
         PyErr_SetString(PyExc_OverflowError, "a text of a gigabyte or more");
@@ -510,7 +527,7 @@ static PyObject *words(PyObject *self, PyObject *text) {
     if (start == NULL) return NULL;
     PyObject *list = PyList_New(0);
     Chunk c = {.text = start, .limit = end};
-    for (const byte *p = start; list != NULL && p < end && !PyErr_Occurred();) {
+    for (const byte *p = start; list != NULL && p < end && !page_failed;) {
         uint32_t any, all;
         size_t chars;
         const byte *next = chunk_end(p, end, &any, &all, &chars);
@@ -519,7 +536,7 @@ static PyObject *words(PyObject *self, PyObject *text) {
             continue;
         }
         int failed = 0;
-        if (!(any & NOT_ASCII) && all & LETTER && find_special(p, next - p, end) == NULL) {
+        if (is_plain(any, all, p, next - p, hash_bytes(p, next - p, end))) {
             failed = append(list, p, next - p);
         } else if ((failed = split_chunk(&c, p - start, next - start)) < 0) {
             PyErr_NoMemory();
@@ -543,7 +560,7 @@ static PyObject *sentences(PyObject *self, PyObject *text) {
     if (start == NULL) return NULL;
     Chunk c = {.text = start, .limit = end};
     int after_mark = 0;
-    for (const byte *p = start; p < end && !PyErr_Occurred();) {
+    for (const byte *p = start; p < end && !page_failed;) {
         uint32_t any, all;
         size_t chars;
         const byte *next = chunk_end(p, end, &any, &all, &chars);
@@ -638,7 +655,7 @@ static size_t separated(Pieces *set, const byte *start, const byte *end, int new
 }
 
 typedef struct {
-    uint32_t start, size, chars; /* bytes of the text, bytes, characters */
+    uint32_t start, size, chars, hash; /* bytes of the text, bytes, characters */
 } Word;
 
 typedef struct {
@@ -646,14 +663,15 @@ typedef struct {
     size_t count;
 } Words;
 
-static int add_word(Words *words, size_t start, size_t size, size_t chars) {
+static int add_word(Words *words, size_t start, size_t size, size_t chars, uint64_t hash) {
     if (array_reserve(&words->words, words->count + 1, sizeof(Word)) < 0) return -1;
-    ((Word *)words->words.items)[words->count++] = (Word){(uint32_t)start, (uint32_t)size, (uint32_t)chars};
+    Word *word = (Word *)words->words.items + words->count++;
+    *word = (Word){(uint32_t)start, (uint32_t)size, (uint32_t)chars, (uint32_t)hash};
     return 0;
 }
 
 /* ids[i]: the number of word i among the different ones, the stop words being the first. Returns how many, or -1. */
-static Py_ssize_t number_words(const Words *words, const byte *text, const byte *limit, uint32_t *ids, int *stops) {
+static Py_ssize_t number_words(const Words *words, const byte *text, uint32_t *ids, int *stops) {
     const Word *word = words->words.items;
     size_t most = words->count + num_stop_words, mask, count = 0;
     const byte **known = PyMem_Malloc(most * sizeof(*known));
@@ -666,9 +684,9 @@ static Py_ssize_t number_words(const Words *words, const byte *text, const byte 
         int stop = i < num_stop_words;
         const Word *w = stop ? NULL : &word[i - num_stop_words];
         const byte *p = stop ? (const byte *)stop_words[i] : text + w->start;
-        size_t size = stop ? strlen(stop_words[i]) : w->size, slot;
+        size_t size = stop ? strlen(stop_words[i]) : w->size;
+        size_t slot = (stop ? (uint32_t)hash_bytes(p, size, p + size) : w->hash) & mask;
         uint32_t entry;
-        slot = hash_bytes(p, size, stop ? p + size : limit) & mask;
         while ((entry = table.slots[slot]) != 0) {
             if (sizes[entry - 1] == size && memcmp(known[entry - 1], p, size) == 0) break;
             slot = (slot + 1) & mask;
@@ -695,39 +713,66 @@ out_of_memory:
     return -1;
 }
 
+/* Which of `count` hashes may occur twice: may[i] is 0 only where no other is the same. Two passes over a few bits
+ * each, without a branch, are much faster than a table; `bits` has room for 4 * count + 8 bytes. */
+static void may_repeat(const uint64_t *hashes, size_t count, byte *may, byte *bits) {
+    size_t size = 64;
+    while (size < 16 * count) size *= 2; /* at most 32 bits each */
+    memset(bits, 0, size / 8);
+    for (size_t i = 0; i < count; i++) {
+        size_t bit = hashes[i] & (size - 1);
+        may[i] = bits[bit / 8] >> bit % 8 & 1;
+        bits[bit / 8] |= (byte)(1 << bit % 8);
+    }
+    memset(bits, 0, size / 8);
+    for (size_t i = count; i-- > 0;) {
+        size_t bit = hashes[i] & (size - 1);
+        may[i] |= bits[bit / 8] >> bit % 8 & 1;
+        bits[bit / 8] |= (byte)(1 << bit % 8);
+    }
+}
+
 /* top[0..2]: characters of repetition of the commonest 2-, 3- and 4-gram: its length with spaces times its count; of
  * equally common ones the first in the text. An n-gram that occurs twice begins and ends with (n-1)-grams that do, so
- * only those are looked at. before[i]: number of the (n-1)-gram at i, or NO_ID where it occurs once. */
-static int top_ngrams(const Words *words, const uint32_t *ids, size_t num_ids, size_t top[3]) {
+ * only those are looked at: where[k] is the position of such a one, grams[k] its number. */
+static int top_ngrams(const Words *words, const uint32_t *ids, size_t top[3]) {
     const Word *word = words->words.items;
-    size_t count = words->count, failed = 1;
-    uint32_t *before = PyMem_Malloc((count + 1) * sizeof(uint32_t)), *at = PyMem_Malloc((count + 1) * sizeof(uint32_t));
-    uint32_t *counts = PyMem_Calloc(num_ids + count + 1, sizeof(uint32_t));
-    uint64_t *keys = PyMem_Malloc((count + 1) * sizeof(uint64_t));
-    uint32_t *firsts = PyMem_Malloc((count + 1) * sizeof(uint32_t));
+    size_t count = words->count, num = 0, failed = 1;
+    size_t room = (count + 1) * sizeof(uint32_t);
+    uint32_t *where = PyMem_Malloc(room), *grams = PyMem_Malloc(room);
+    uint32_t *counts = PyMem_Malloc(room), *firsts = PyMem_Malloc(room);
+    uint64_t *keys = PyMem_Malloc(2 * room);
+    byte *may = PyMem_Malloc(count + 1), *bits = PyMem_Malloc(4 * count + 8);
     Table table = {0};
     top[0] = top[1] = top[2] = 0;
-    if (!before || !at || !counts || !keys || !firsts || table_make(&table, count) < 0) goto done;
-    for (size_t i = 0; i < count; i++) counts[ids[i]]++;
-    for (size_t i = 0; i < count; i++) before[i] = counts[ids[i]] > 1 ? ids[i] : NO_ID;
+    if (!where || !grams || !counts || !firsts || !keys || !may || !bits) goto done;
+    for (size_t i = 0; i + 1 < count; i++) {
+        uint64_t h = mix(salt, (uint64_t)ids[i] << 32 | ids[i + 1]);
+        keys[i] = h ^ h >> 32;
+    }
+    if (count > 1) may_repeat(keys, count - 1, may, bits);
+    for (size_t i = 0; i + 1 < count; i++) {
+        where[num] = (uint32_t)i;
+        grams[num] = ids[i];
+        num += may[i];
+    }
+    if (table_make(&table, num) < 0) goto done;
     for (size_t n = 2; n <= 4 && n <= count; n++) {
-        size_t different = 0, mask = table.size - 1, best = 0;
+        size_t different = 0, mask = table.size - 1, best = 0, left = 0;
         memset(table.slots, 0, table.size * sizeof(uint32_t));
-        memset(counts, 0, (count + 1) * sizeof(uint32_t));
-        for (size_t i = 0; i + n <= count; i++) {
-            at[i] = NO_ID;
-            if (before[i] == NO_ID || before[i + 1] == NO_ID) continue;
-            uint64_t key = (uint64_t)before[i] << 32 | ids[i + n - 1], h = mix(salt, key);
+        for (size_t k = 0; k < num; k++) {
+            uint64_t key = (uint64_t)grams[k] << 32 | ids[where[k] + n - 1], h = mix(salt, key);
             size_t slot = (h ^ h >> 32) & mask;
             uint32_t entry;
             while ((entry = table.slots[slot]) != 0 && keys[entry - 1] != key) slot = (slot + 1) & mask;
             if (entry == 0) {
                 keys[different] = key;
-                firsts[different] = (uint32_t)i;
+                counts[different] = 0;
+                firsts[different] = where[k];
                 entry = table.slots[slot] = (uint32_t)++different;
             }
             counts[entry - 1]++;
-            at[i] = entry - 1;
+            grams[k] = entry - 1;
         }
         for (size_t k = 1; k < different; k++)
             if (counts[k] > counts[best]) best = k;
@@ -735,15 +780,22 @@ static int top_ngrams(const Words *words, const uint32_t *ids, size_t num_ids, s
         size_t first = repeated ? firsts[best] : 0, length = n - 1;
         for (size_t i = first; i < first + n; i++) length += word[i].chars;
         top[n - 2] = length * (repeated ? counts[best] : 1);
-        for (size_t i = 0; i + n <= count; i++) before[i] = at[i] != NO_ID && counts[at[i]] > 1 ? at[i] : NO_ID;
+        for (size_t k = 0; k + 1 < num; k++) {
+            if (where[k + 1] != where[k] + 1 || counts[grams[k]] < 2 || counts[grams[k + 1]] < 2) continue;
+            where[left] = where[k];
+            grams[left++] = grams[k];
+        }
+        num = left;
     }
     failed = 0;
 done:
-    PyMem_Free(before);
-    PyMem_Free(at);
+    PyMem_Free(where);
+    PyMem_Free(grams);
     PyMem_Free(counts);
-    PyMem_Free(keys);
     PyMem_Free(firsts);
+    PyMem_Free(keys);
+    PyMem_Free(may);
+    PyMem_Free(bits);
     PyMem_Free(table.slots);
     return failed ? -1 : 0;
 }
@@ -751,18 +803,22 @@ done:
 /* duplicates[0..5]: characters of the 5- to 10-grams that came before, where the words of a hit are not looked at
  * again. Two n-grams are the same when their words, joined without spaces, are.
  *
- * In `joined`, all words without spaces, two that are the same and 16 bytes or longer begin with the same 16 bytes. So
- * only those positions are candidates where 16 bytes stand that begin another word too, and those of short 5-grams. */
+ * In `joined`, all words without spaces, two that are the same and BEGINNING bytes or longer begin with the same
+ * BEGINNING bytes. So only those positions are candidates where such bytes begin another word too, and those of short
+ * 5-grams. */
+enum { BEGINNING = 12 };
+
 static int duplicate_ngrams(const Words *words, const byte *text, size_t duplicates[6]) {
     const Word *word = words->words.items;
     size_t count = words->count, total = 0, candidates = 0, failed = 1;
     for (size_t n = 0; n < 6; n++) duplicates[n] = 0;
     if (count < 5) return 0;
     for (size_t i = 0; i < count; i++) total += word[i].size;
-    byte *joined = PyMem_Malloc(total + 16), *twice = PyMem_Calloc(count, 1);
+    byte *joined = PyMem_Malloc(total + 1), *may = PyMem_Malloc(count), *bits = PyMem_Malloc(4 * count + 8);
     uint32_t *offsets = PyMem_Malloc((count + 1) * sizeof(uint32_t)), *where = PyMem_Malloc(count * sizeof(uint32_t));
+    uint64_t *hashes = PyMem_Malloc(count * sizeof(uint64_t));
     Table table = {0};
-    if (!joined || !twice || !offsets || !where || table_make(&table, count) < 0) goto done;
+    if (!joined || !may || !bits || !offsets || !where || !hashes) goto done;
     const byte *limit = joined + total;
     total = 0;
     for (size_t i = 0; i < count; total += word[i++].size) {
@@ -770,25 +826,15 @@ static int duplicate_ngrams(const Words *words, const byte *text, size_t duplica
         memcpy(joined + total, text + word[i].start, word[i].size);
     }
     offsets[count] = (uint32_t)total;
-    size_t mask = table.size - 1;
     for (size_t i = 0; i < count; i++) {
         const byte *p = joined + offsets[i];
-        if (limit - p < 16) {
-            twice[i] = 1;
-            continue;
-        }
-        size_t slot = hash_bytes(p, 16, limit) & mask;
-        uint32_t entry;
-        while ((entry = table.slots[slot]) != 0 && memcmp(joined + offsets[entry - 1], p, 16) != 0)
-            slot = (slot + 1) & mask;
-        if (entry) twice[entry - 1] = twice[i] = 1;
-        else table.slots[slot] = (uint32_t)i + 1;
+        hashes[i] = limit - p < BEGINNING ? 0 : hash_bytes(p, BEGINNING, limit); /* else a short 5-gram */
     }
+    may_repeat(hashes, count, may, bits);
     for (size_t i = 0; i + 5 <= count; i++)
-        if (twice[i] || offsets[i + 5] - offsets[i] < 16) where[candidates++] = (uint32_t)i;
-    PyMem_Free(table.slots);
+        if (may[i] || offsets[i + 5] - offsets[i] < BEGINNING) where[candidates++] = (uint32_t)i;
     if (table_make(&table, candidates) < 0) goto done;
-    mask = table.size - 1;
+    size_t mask = table.size - 1;
     for (size_t n = 5; n <= 10 && n <= count; n++) {
         size_t allowed = 0, characters = 0;
         memset(table.slots, 0, table.size * sizeof(uint32_t));
@@ -814,7 +860,9 @@ static int duplicate_ngrams(const Words *words, const byte *text, size_t duplica
     failed = 0;
 done:
     PyMem_Free(joined);
-    PyMem_Free(twice);
+    PyMem_Free(may);
+    PyMem_Free(bits);
+    PyMem_Free(hashes);
     PyMem_Free(offsets);
     PyMem_Free(where);
     PyMem_Free(table.slots);
@@ -858,7 +906,8 @@ static int count_chunk(Chunk *c, Words *words, size_t *counts, size_t from, size
         }
         size_t chars = c->ends[i] - start, at = c->offsets[start];
         count_word(counts, chars, any, !(all & PUNCTUATION));
-        if (add_word(words, at, c->offsets[c->ends[i]] - at, chars) < 0) return -1;
+        size_t size = c->offsets[c->ends[i]] - at;
+        if (add_word(words, at, size, chars, hash_bytes(c->text + at, size, c->limit)) < 0) return -1;
     }
     return 0;
 }
@@ -868,7 +917,6 @@ static int count_words(Chunk *c, Words *words, size_t *counts, const byte *text,
     int first = 1, dots = 0; /* no word in the line yet; its last word ends in an ellipsis */
     const byte *line = text;
     for (const byte *p = text; p < end;) {
-        if (PyErr_Occurred()) return -1;
         uint32_t any, all;
         size_t chars;
         const byte *next = chunk_end(p, end, &any, &all, &chars);
@@ -907,12 +955,10 @@ static int count_words(Chunk *c, Words *words, size_t *counts, const byte *text,
             first = 0;
         }
         int failed = 0;
-        if (!spacy) {
+        uint64_t hash = hash_bytes(p, size, end);
+        if (!spacy || is_plain(any, all, p, size, hash)) {
             count_word(counts, chars, any, any & ALPHANUMERIC);
-            failed = add_word(words, p - text, size, chars);
-        } else if (!(any & NOT_ASCII) && all & LETTER && find_special(p, size, end) == NULL) {
-            count_word(counts, chars, any, 1);
-            failed = add_word(words, p - text, size, chars);
+            failed = add_word(words, p - text, size, chars, hash);
         } else {
             failed = count_chunk(c, words, counts, p - text, next - text);
         }
@@ -923,7 +969,7 @@ static int count_words(Chunk *c, Words *words, size_t *counts, const byte *text,
         counts[LINES]++;
         counts[ELLIPSIS_LINES] += dots;
     }
-    return 0;
+    return page_failed ? -1 : 0;
 }
 
 static PyObject *gopher(PyObject *self, PyObject *args) {
@@ -942,8 +988,7 @@ static PyObject *gopher(PyObject *self, PyObject *args) {
     if (count_words(&c, &words, counts, text, end, spacy) < 0) goto done;
     ids = PyMem_Malloc((words.count + 1) * sizeof(uint32_t));
     if (ids == NULL) goto done;
-    Py_ssize_t num_ids = number_words(&words, text, end, ids, &stops);
-    if (num_ids < 0 || top_ngrams(&words, ids, (size_t)num_ids, counts + TOP) < 0) goto done;
+    if (number_words(&words, text, ids, &stops) < 0 || top_ngrams(&words, ids, counts + TOP) < 0) goto done;
     if (duplicate_ngrams(&words, text, counts + DUPLICATE) < 0) goto done;
     size_t newlines = 0;
     for (size_t i = 0; i < size; i++) newlines += text[i] == '\n';
@@ -1124,7 +1169,7 @@ static PyObject *c4(PyObject *self, PyObject *args) {
             if (next[-1] == '\r' && next < end && *next == '\n') next++;
             break;
         }
-        if (PyErr_Occurred()) goto done;
+        if (page_failed) goto done;
         const byte *from = p, *to = stop, *small;
         int has_javascript = javascript, has_policy = policy, has_lorem = lorem, too_long = 0;
         if (bracket && rules & CITATIONS_FIRST) {
@@ -1255,7 +1300,8 @@ static PyObject *setup(PyObject *self, PyObject *args) {
     if (take_strings(unit_tuple, units, sizeof(units) / sizeof(*units), &num_units) < 0) goto failed;
     if (take_strings(stop_tuple, stop_words, MOST_STOP_WORDS, &num_stop_words) < 0) goto failed;
     for (size_t i = 0; i < num_units; i++) {
-        size_t chars = count_characters((byte *)units[i], strlen(units[i]));
+        unit_sizes[i] = strlen(units[i]);
+        size_t chars = count_characters((byte *)units[i], unit_sizes[i]);
         if (chars > longest_unit) longest_unit = chars;
     }
     Py_RETURN_NONE;
