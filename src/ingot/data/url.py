@@ -15,7 +15,8 @@ _TRACKING_PREFIXES = ("utm_", "mtm_", "pk_", "hsa_", "__hs")
 _TRACKING_NAMES = """
     gclid gclsrc dclid gbraid wbraid fbclid msclkid yclid ysclid twclid ttclid igshid igsh li_fat_id mc_cid mc_eid
     mkt_tok _ga _gl _hsenc _hsmi vero_id vero_conv oly_anon_id oly_enc_id wickedid rb_clickid s_cid ncid cmpid
-    phpsessid jsessionid aspsessionid
+    srsltid gad_source gad_campaignid wt_mc mibextid epik rdt_cid sscid irclickid _openstat ref_src
+    phpsessid jsessionid aspsessionid oscsid zenid cfid cftoken
 """
 _TRACKING = frozenset(_TRACKING_NAMES.split())
 _SESSION_IN_PATH = re.compile(r";jsessionid=[^/?;]*", re.IGNORECASE)
