@@ -10,22 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from ingot.checkpoint.manifest import list_checkpoints
-from ingot.config import load
 from ingot.data.corpus import MANIFEST, read_documents
-from ingot.data.find import Place, asking, find, places
+from ingot.data.find import Place, asking, find, places, rows_of
+from ingot.data.purge.layouts import PURGED, Layout
 from ingot.data.purge.listed import secret
 from ingot.data.purge.purge import read_purges
 from ingot.data.url import canonical_url
 from ingot.errors import DataError, UsageError
 from ingot.loader.ledger import read_ledger
 from ingot.loader.order import Order
-from ingot.report.exposure import Exposure, Use, data_changed_at, exposure, order_of, uses
+from ingot.report.exposure import Exposure, RunTokens, Use, exposure, uses
 from ingot.schema.checkpoint import LedgerSegment
-from ingot.schema.layout import RunFolder
-from ingot.schema.run import RunConfig
-from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest, read_token_manifest
-from ingot.storage import sha256_bytes, sha256_file
+from ingot.schema.tokens import Shard, TokenManifest
+from ingot.storage import sha256_file
 
 
 @dataclass(frozen=True)
@@ -56,17 +53,22 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
     What the run's ledger says was consumed is held against the order wherever a checkpoint covers the step. Raises
     UsageError when the run has no such step, DataError when ledger, tokens or corpus are not those of the run.
     """
-    folder = RunFolder(run)
-    config = load(RunConfig, folder.config)
+    reader = RunTokens(run)
+    config = reader.config
     if not 1 <= step <= config.train.steps:
         raise UsageError(f"the run {config.name!r} has no step {step}", rule=f"steps go from 1 to {config.train.steps}")
-    tokens = (run / config.data.tokens).resolve()
-    manifest = read_token_manifest(tokens)
-    order = order_of(folder, config, manifest)
+    layout = reader.layout_at(step)
+    if layout is None:
+        raise DataError(
+            f"step {step} was trained on other tokens than those that data.tokens names now",
+            rule="a step is traced through the tokens it was trained on; after a purge, through what DIR/purges keeps",
+            fix="restore them, or trace the run that used these",
+        )
+    order = reader.order(layout)
     ids = order.step(step, config.train.global_batch)
-    in_ledger = _check_ledger(folder, manifest, step, ids)
-    parts = list(_parts(tokens, manifest, order, ids))
-    origin = _origins(tokens, manifest, parts)
+    in_ledger = _check_ledger(reader, step, ids)
+    parts = list(_parts(layout, order, ids))
+    origin = _origins(reader.tokens, layout, parts)
     return [
         TracedDocument(
             step=step,
@@ -96,12 +98,12 @@ class _Part:
     document: str
 
 
-def _parts(tokens: Path, manifest: TokenManifest, order: Order, ids: np.ndarray) -> Iterator[_Part]:
+def _parts(layout: Layout, order: Order, ids: np.ndarray) -> Iterator[_Part]:
     indexes: dict[int, np.ndarray] = {}
     for sample, (number, start) in enumerate(zip(*map(np.ndarray.tolist, order.locate(ids)), strict=True)):
-        shard = manifest.shards[number]
+        shard = layout.manifest.shards[number]
         if number not in indexes:
-            indexes[number] = _read_index(tokens, shard)
+            indexes[number] = layout.index(shard)
         index, stop = indexes[number], start + order.windows.seq_len + 1
         first = int(np.searchsorted(index["start"], start, side="right")) - 1
         last = int(np.searchsorted(index["start"], stop, side="left"))
@@ -111,60 +113,36 @@ def _parts(tokens: Path, manifest: TokenManifest, order: Order, ids: np.ndarray)
             yield _Part(sample, shard, begin, end - begin, bytes(row["id"]).hex())
 
 
-def _read_index(tokens: Path, shard: Shard) -> np.ndarray:
-    path = tokens / f"{shard.name}.documents"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})", rule="every shard has a document index") from None
-    if sha256_bytes(data) != shard.documents_sha256:
-        raise DataError(f"{path} does not have the hash in the manifest", fix=f"ingot data verify {tokens}")
-    return np.frombuffer(data, DOCUMENT_DTYPE)
-
-
-def _check_ledger(folder: RunFolder, manifest: TokenManifest, step: int, ids: np.ndarray) -> bool:
+def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> bool:
     """Hold the order against what the checkpoints' ledger says about `step`. False if none covers it (yet)."""
-    changed = data_changed_at(folder)
-    if step <= changed:
-        raise DataError(
-            f"step {step} was trained on other tokens: the data changed after step {changed}, as was accepted",
-            rule="a step is traced through the tokens it was trained on",
-            fix=f"trace a step after {changed}",
-        )
-    for listed in list_checkpoints(folder.checkpoints):
-        if listed.manifest is None or listed.step <= changed:
-            continue
-        if listed.manifest.data_fingerprint != manifest.fingerprint():
+    segment = _segment_of(reader.ledger, step)
+    if segment is None:
+        return False
+    for consumed_step, consumed in read_ledger(reader.folder.ledger, [segment]):
+        if consumed_step == step and not np.array_equal(consumed, ids):
             raise DataError(
-                f"{listed.path} was trained on other tokens than those that data.tokens names now",
-                rule="a run is traced through the tokens it was trained on",
-                fix="restore them, or trace the run that used these",
+                f"step {step}: the ledger has other samples than the order gives",
+                rule="samples are a function of seed, tokens and step alone",
+                fix="run.toml was changed after the run; restore its seed, seq_len, global_batch and weights",
             )
-        segment = _segment_of(listed.manifest.ledger, step)
-        if segment is None:
-            continue
-        for consumed_step, consumed in read_ledger(folder.ledger, [segment]):
-            if consumed_step == step and not np.array_equal(consumed, ids):
-                raise DataError(
-                    f"step {step}: the ledger has other samples than the order gives",
-                    rule="samples are a function of seed, tokens and step alone",
-                    fix="run.toml was changed after the run; restore its seed, seq_len, global_batch and weights",
-                )
-        return True
-    return False
+    return True
 
 
 def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment | None:
     return next((s for s in segments if s.first_step <= step <= s.last_step), None)
 
 
-def _origins(tokens: Path, manifest: TokenManifest, parts: list[_Part]) -> dict[str, dict]:
+def _origins(tokens: Path, layout: Layout, parts: list[_Part]) -> dict[str, dict]:
     """Document id -> where it came from: url, file and record_id, from the lineage beside the shards."""
-    wanted = {part.document for part in parts}
+    wanted = {part.document for part in parts} - {PURGED}
+    nothing = {PURGED: {"url": "(purged)", "file": "", "record_id": ""}}
+    if not layout.current:
+        rows = rows_of(tokens.parent.parent, wanted)
+        return nothing | {row["id"]: row for row in rows}
     shards = {part.shard.name: part.shard for part in parts}
     files = {name: tokens / f"{name}.lineage.parquet" for name in shards}
     if not all(path.exists() for path in files.values()):
-        return _find_documents(tokens.parent.parent / "corpus", manifest, wanted)
+        return _find_documents(tokens.parent.parent / "corpus", layout.manifest, wanted)
     for name, path in files.items():
         if (sha256 := shards[name].lineage_sha256) and sha256_file(path) != sha256:
             raise DataError(f"{path} does not have the hash in the manifest", fix=f"ingot data verify {tokens}")
@@ -228,8 +206,8 @@ def trace_documents(
     lives = []
     for row in rows:
         place = by_id.get(row["id"])
-        used = uses(run, [place]) if run and place else ()
-        lives.append(Life(row, place, tuple(used), exposure(run, [place]) if run and place else None))
+        used = uses(run, [row["id"]]) if run and place else ()
+        lives.append(Life(row, place, tuple(used), exposure(run, [row["id"]]) if run and place else None))
     return lives
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 from ingot.checkpoint.manifest import write_manifest
 from ingot.cli.terminal import Terminal
 from ingot.config import to_toml
-from ingot.data.find import places
 from ingot.data.purge.purge import purge, read_purges
 from ingot.data.purge.request import Request
 from ingot.errors import DataError, DataMissing, UsageError
@@ -20,7 +21,7 @@ from ingot.report.exposure import exposure, runs_on, uses
 from ingot.report.trace import purges_of, trace_documents, trace_step
 from ingot.resilience.lock import RunLock
 from ingot.schema.arch import Arch
-from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.layout import RunFolder
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.tokens import read_token_manifest
@@ -64,17 +65,17 @@ def run(data):
     return folder
 
 
-def save(run, step, first=1, order=None):
+def save(run, step, first=1, earlier=()):
     """A checkpoint whose ledger says that the order was followed from `first` on."""
     manifest = read_token_manifest(run.parents[1] / "data/tokens/train")
-    order = order or Order(manifest, SEQ_LEN, SEED)
+    order = Order(manifest, SEQ_LEN, SEED)
     ids = np.stack([order.step(one, BATCH) for one in range(first, step + 1)])
     segment = write_segment(RunFolder(run).ledger, first, step, ids)
     folder = RunFolder(run).checkpoint(step)
     folder.mkdir(parents=True)
     facts = CheckpointManifest(
         step=step, tokens=0, config_sha256="", settings={}, data_fingerprint=manifest.fingerprint(), layout={},
-        files={}, tensors={}, ledger=(segment,),
+        files={}, tensors={}, ledger=(*(LedgerSegment(**one) for one in earlier), segment),
     )  # fmt: skip
     write_manifest(folder, facts)
 
@@ -96,7 +97,7 @@ def test_a_run_saw_what_tracing_every_step_finds(data, run, folders):
     expected = traced(run)
     assert len(expected) > 10
     for document in kept(folders)[::3]:
-        found = places(data, [document])
+        found = [document]
         used = uses(run, found)
         assert [(use.step, use.sample) for use in used] == expected.get(document, [])
         assert all(use.to_come == (use.step > 20) and use.document == document for use in used)
@@ -107,26 +108,56 @@ def test_a_run_saw_what_tracing_every_step_finds(data, run, folders):
         assert (seen.trained_steps, seen.unknown_steps, seen.training_now) == (20, 0, False)
 
 
-def test_what_was_trained_on_other_tokens_counts_as_seen(data, run, folders):
+def goes_on(run, data, step, before, save_at):
+    """The run accepts the tokens that are there now after `step`, and is saved at `save_at`."""
+    now = read_token_manifest(data / "tokens/train").fingerprint()
+    accepted = RunFolder(run).accepted
+    records = json.loads(accepted.read_text()) if accepted.exists() else []
+    write_json(accepted, [*records, {"step": step, "changes": {"data.tokens": [before[:12], now[:12]]}}])
+    newest = RunFolder(run).checkpoint(step) / "manifest.json"
+    save(run, save_at, first=step + 1, earlier=json.loads(newest.read_text())["ledger"])
+
+
+def test_steps_before_a_purge_can_still_be_traced(data, run, folders):
+    """Twice the run goes on with what a purge left: every step is told as it was, but for what is gone."""
+    told = {step: trace_step(run, step) for step in range(1, 21)}
+    used = sorted({one.document_id for step in told for one in told[step]})
+    gone, gone_later, stays = used[0], used[1], used[2]
+    seen = exposure(run, [stays])
+    fingerprint = read_token_manifest(data / "tokens/train").fingerprint()
+    purge(data, Request(doc=gone))
+    assert exposure(run, [stays]) == seen
+    goes_on(run, data, 20, fingerprint, 25)
+    told |= {step: trace_step(run, step) for step in range(21, 26)}
+    before = exposure(run, [gone_later])
+    fingerprint = read_token_manifest(data / "tokens/train").fingerprint()
+    outcome = purge(data, Request(doc=gone_later), saw=lambda ids: [vars(exposure(run, ids))])
+    assert outcome.runs[0] == vars(before) and before.trained_steps == 25 and before.unknown_steps == 0
+    goes_on(run, data, 25, fingerprint, 30)
+    for step, documents in told.items():
+        for was, now in zip(documents, trace_step(run, step), strict=True):
+            if was.document_id in (gone, gone_later):
+                was = replace(was, document_id="0" * 32, url="(purged)", file="", record_id="")
+            assert was == now
+    expected = [(s, one.sample) for s in told for one in told[s] if one.document_id == stays]
+    assert [(use.step, use.sample) for use in uses(run, [stays]) if use.step <= 25] == expected
+    assert trace_step(run, 28)[0].in_ledger
+
+
+def test_steps_on_tokens_that_are_not_known_count_as_seen(data, run, folders):
     document = kept(folders)[0]
     purge(data, Request(doc=kept(folders)[1]))
-    seen = exposure(run, places(data, [document]))
+    shutil.rmtree(data / "purges")
+    seen = exposure(run, [document])
     assert (seen.unknown_steps, seen.samples, seen.checkpoints) == (20, 0, (10, 20))
-    # The run goes on with what is there now, as its owner accepted.
-    write_json(RunFolder(run).accepted, [{"step": 20, "changes": {"data.tokens": ["a", "b"]}}])
-    save(run, 30, first=21)
-    seen = exposure(run, places(data, [document]))
-    assert seen.unknown_steps == 20 and seen.checkpoints == (10, 20, 30)
-    assert all(use.step > 20 for use in uses(run, places(data, [document])))
-    assert trace_step(run, 25)
-    with pytest.raises(DataError, match="changed after step 20"):
+    with pytest.raises(DataError, match="trained on other tokens"):
         trace_step(run, 5)
 
 
 def test_a_run_that_is_at_work_is_told(data, run, folders):
     with RunLock(RunFolder(run).lock):
-        assert exposure(run, places(data, kept(folders)[:1])).training_now
-    assert not exposure(run, places(data, kept(folders)[:1])).training_now
+        assert exposure(run, kept(folders)[:1]).training_now
+    assert not exposure(run, kept(folders)[:1]).training_now
 
 
 def test_runs_beside_the_data_are_found(data, run, tmp_path):

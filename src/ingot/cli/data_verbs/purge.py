@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         data,
         request,
         reason=args.reason,
-        saw=lambda places: [vars(exposure(one, places)) for one in runs],
+        saw=lambda documents: [vars(exposure(one, documents)) for one in runs],
         dry_run=args.dry_run,
         progress=terminal.progress,
     )
@@ -86,7 +86,7 @@ def _print_runs(runs, terminal: Terminal) -> None:
         else:
             told += "saw none of them" if not one["unknown_steps"] else "saw none of them since"
         if one["unknown_steps"]:
-            told += f" step {one['unknown_steps']}; before, it trained on other tokens, of which nothing can be told"
+            told += f" step {one['unknown_steps']}; up to there it trained on tokens that are not known any more"
         terminal.say(told)
         if one["checkpoints"]:
             terminal.say(f"  checkpoints that may know them: steps {', '.join(map(str, one['checkpoints']))}")

@@ -84,6 +84,7 @@ def finish(data: Path) -> dict[str, Any] | None:
     for relative in replace:
         new, place = data / FOLDER / "new" / relative, data / relative
         if new.exists():  # else an earlier call moved it
+            place.parent.mkdir(parents=True, exist_ok=True)
             new.replace(place)
             touched.add(place.parent)
     for relative in delete:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.find import SPLITS, Place, asking, places, rows_of
+from ingot.data.purge.layouts import ids_in_layouts
 from ingot.data.purge.listed import LIST
 from ingot.data.purge.request import Request, matching
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
@@ -96,6 +97,7 @@ def prove(
     remains += [f"document {row['id']} in {row['filename']}" for row in rows_of(data, ids)]
     remains += [f"document {one}" for one in _in_shard_lineage(data, ids)]
     remains += [f"document {p.id} in the index of {p.split}/{p.shard}" for p in places(data, ids)]
+    remains += [f"a document in {path}" for path in ids_in_layouts(data, ids)]
     remains += _in_other_files(data, ids)
     shards = [(split, manifest, shard) for split, manifest, shard in _shards(data) if shard.source in sources]
     encoder = _encoder(data) if request.pattern and shards else None

@@ -3,7 +3,8 @@
 Only files that hold such a document are written anew, and in them the others stay byte for byte in their order. Both
 manifests follow, so the folder has new fingerprints: a run that goes on with it has to accept that (--accept-change
 data.tokens). All files change as one (journal.py). DIR/purges.jsonl says what was done, without text or URL;
-DIR/purged.txt keeps the same documents out of later builds (listed.py).
+DIR/purges/ keeps how the tokens were laid out, so that older steps of runs can be traced (layouts.py); DIR/purged.txt
+keeps the same documents out of later builds (listed.py).
 """
 
 import getpass
@@ -21,6 +22,7 @@ from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.corpus import json_line
 from ingot.data.find import SPLITS, Place, places
 from ingot.data.purge.journal import FOLDER, Staging, finish, is_unfinished
+from ingot.data.purge.layouts import blank_older, save_layout
 from ingot.data.purge.listed import LIST, PurgedList, secret
 from ingot.data.purge.proof import PURGES, Progress, Proof, probes_of, prove
 from ingot.data.purge.request import Request, Target, Targets, find_targets, list_entries
@@ -30,8 +32,8 @@ from ingot.errors import DataError, DataMissing
 from ingot.schema.tokens import MANIFEST, token_manifest_from_dict
 from ingot.storage import exclusive, require_free, sha256_file
 
-# Where the documents' tokens are -> what runs made of them, as JSON; from the floor above (report/exposure.py).
-Saw = Callable[[list[Place]], list[dict[str, Any]]]
+# Ids of documents -> what runs saw of them, as JSON; from the floor above (report/exposure.py).
+Saw = Callable[[frozenset[str]], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def purge(
         finished = _finish_interrupted(data, dry_run, request, report)
         targets = find_targets(data, request, lambda fraction, text: report(0.3 * fraction, f"searching {text}"))
         found = places(data, targets.ids)
-        runs = tuple(saw(found) if saw and found else ())
+        runs = tuple(saw(targets.ids) if saw and found else ())
         outcome = Outcome(targets, tuple(found), runs, finished=finished)
         if dry_run or not targets.records:
             return outcome
@@ -154,7 +156,11 @@ def _rewrite(
         for split in SPLITS:
             if (data / "tokens" / split / MANIFEST).exists():
                 old, new = rewrite_tokens(data, split, gone, new_corpus, staging)
-                fingerprints[split] = [token_manifest_from_dict(one, split).fingerprint() for one in (old, new)]
+                before, after = (token_manifest_from_dict(one, split).fingerprint() for one in (old, new))
+                fingerprints[split] = [before, after]
+                text = (data / "tokens" / split / MANIFEST).read_text(encoding="utf-8")
+                save_layout(data, split, (before, after), text, gone, staging)
+        blank_older(data, gone, staging)
         record = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "who": _user(),

@@ -94,7 +94,7 @@ def test_the_funnel_still_adds_up(data):
 def test_it_is_on_record_without_its_text_or_url(data):
     old = {split: read_token_manifest(data / "tokens" / split).fingerprint() for split in ("train", "heldout")}
     runs = [{"run": "somewhere", "checkpoints": [100]}]
-    purge(data, Request(url="https://a.example/p/0"), reason="GDPR 17", saw=lambda places: runs)
+    purge(data, Request(url="https://a.example/p/0"), reason="GDPR 17", saw=lambda ids: runs)
     purge(data, Request(pattern="number 33"))
     first, second = read_purges(data)
     assert first["reason"] == "GDPR 17" and first["by"] == "url" and first["runs"] == runs and first["kept"] == 1
@@ -158,8 +158,8 @@ def test_nothing_that_matches_changes_nothing(data):
 
 def test_a_dry_run_changes_nothing(data):
     before = tree(data, "**/*")
-    outcome = purge(data, Request(domain="a.example"), dry_run=True, saw=lambda places: [{"run": str(len(places))}])
-    assert outcome.targets.records and outcome.runs[0]["run"] == str(len(outcome.places)) != "0"
+    outcome = purge(data, Request(domain="a.example"), dry_run=True, saw=lambda ids: [{"run": str(len(ids))}])
+    assert outcome.places and outcome.runs[0]["run"] == str(len(outcome.targets.ids)) != "0"
     assert tree(data, "**/*") == before
 
 
