@@ -47,35 +47,41 @@ class _Reader:
         self.row = 0
 
     def pairs(self, groups: list[Group]) -> Iterator[tuple[Document, Drop | None]]:
-        arrow = require("pyarrow", "data")
         parquet = require("pyarrow.parquet", "data")
         try:
             # A small buffer makes pyarrow read pages one by one instead of whole column chunks.
             opened = parquet.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False)
-        except (arrow.ArrowException, OSError, MemoryError) as error:
+            schema = opened.schema_arrow
+        except Exception as error:  # whatever pyarrow cannot take is one drop, by name
             yield self._drop("truncated_file", f"the footer cannot be read: {_short(error)}", "file")
             return
         with opened:
-            columns = self._columns(opened.schema_arrow)
+            columns = self._columns(schema)
             for index, group in enumerate(groups):
                 first = self.row
-                try:
-                    count = self._rows_at_once(group, columns) if group.rows else 0
-                    batches = (
-                        opened.iter_batches(count, row_groups=[index], columns=columns, use_threads=False)
-                        if count
-                        else ()
-                    )
-                    for batch in batches:
-                        yield from self._batch(batch)
-                except BadParquet as bad:
-                    yield self._drop(bad.rule, f"row group {index} of {group.rows} rows: {bad.value}", f"group-{index}")
-                except (arrow.ArrowException, OSError, MemoryError, UnicodeError) as error:
-                    value = f"row group {index}, behind {self.row - first} of {group.rows} rows: {_short(error)}"
-                    yield self._drop("bad_row_group", value, f"group-{index}")
+                yield from self._group(opened, index, group, columns)
                 self.row = first + group.rows
             if not self.row:
                 yield self._drop("empty_body", "no rows", "file")
+
+    def _group(
+        self, opened: Any, index: int, group: Group, columns: list[str]
+    ) -> Iterator[tuple[Document, Drop | None]]:
+        if not group.rows:
+            return
+        first, rule, reason = self.row, "", ""
+        try:
+            count = self._rows_at_once(group, columns)
+            for batch in opened.iter_batches(count, row_groups=[index], columns=columns, use_threads=False):
+                yield from self._batch(batch)
+        except BadParquet as bad:
+            rule, reason = bad.rule, bad.value
+        except Exception as error:
+            rule, reason = "bad_row_group", _short(error)
+        read = self.row - first
+        if rule or read != group.rows:
+            value = f"row group {index}, {read} of {group.rows} rows read: {reason or 'there are no more, or too many'}"
+            yield self._drop(rule or "bad_row_group", value, f"group-{index}")
 
     def _columns(self, schema: Any) -> list[str]:
         """The paths of the columns to read. Raises DataError without the one of the text."""

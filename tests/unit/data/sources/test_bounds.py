@@ -29,7 +29,7 @@ def _read(path: Path, megabytes: int, pipe) -> None:
 
 @pytest.fixture
 def fates(tmp_path):
-    def run(name: str, data: bytes, megabytes: int = 400) -> dict:
+    def run(name: str, data: bytes, megabytes: int = 300) -> dict:
         pytest.importorskip("pyarrow")
         (tmp_path / name).write_bytes(data)
         context = multiprocessing.get_context("spawn")
@@ -77,9 +77,9 @@ MEGABYTE = bytes(1 << 20)
 
 
 def test_warc(fates):
-    large = packed((response(2, len(PAGE) + (600 << 20)) + PAGE, 1), (MEGABYTE, 600), (b"\r\n\r\n", 1))
+    large = packed((response(2, len(PAGE) + (400 << 20)) + PAGE, 1), (MEGABYTE, 400), (b"\r\n\r\n", 1))
     assert fates("a.warc.gz", GOOD + large + GOOD) == {"kept": 2, "too_large": 1}
-    deflated = packed((b"<p>x", 1), (MEGABYTE, 600))
+    deflated = packed((b"<p>x", 1), (MEGABYTE, 400))
     body = PAGE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n").removesuffix(b"<p>words") + deflated
     assert fates("b.warc", response(3, len(body)) + body + b"\r\n\r\n") == {"too_large": 1}
     headers = packed((b"WARC/1.0\r\n", 1), (b"A: " + b"b" * 997 + b"\r\n", 1 << 20))
@@ -93,17 +93,17 @@ def test_json_lines(fates):
     just_fits = ((b'{"a": [', 1), (b"{}," * (1 << 18), 42), (b'{}], "text": "heavy"}\n{"text": "good"}\n', 1))
     # The worst that 32 MB can be: eleven million empty objects of 72 bytes.
     assert fates("b.jsonl.gz", packed(*just_fits), 1200) == {"kept": 2}
-    assert fates("c.jsonl.gz", packed((MEGABYTE, 1000))) == {"too_large": 1}
+    assert fates("c.jsonl.gz", packed((MEGABYTE, 400))) == {"too_large": 1}
 
 
 def test_text_and_archives(fates):
-    assert fates("a.txt.gz", packed((b"words " * (1 << 17), 700))) == {"too_large": 1}
+    assert fates("a.txt.gz", packed((b"words " * (1 << 17), 500))) == {"too_large": 1}
     header = bytearray(512)
     header[:4], header[156:157] = b"a.py", b"0"
-    header[124:136] = b"\x80" + struct.pack(">3xQ", 600 << 20)
+    header[124:136] = b"\x80" + struct.pack(">3xQ", 400 << 20)
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
-    found = fates("a.tar.gz", packed((bytes(header), 1), (MEGABYTE, 600), (bytes(1024), 1)))
+    found = fates("a.tar.gz", packed((bytes(header), 1), (MEGABYTE, 400), (bytes(1024), 1)))
     assert found == {"too_large": 1}
 
 

@@ -126,7 +126,7 @@ def test_bombs_cost_their_row_group(write):
     assert path.stat().st_size < 1 << 20
     pairs = read(path)
     assert fates(pairs) == ["good", "too_large", "good"]
-    assert "row group 1 of 1 rows" in pairs[1][1].value and pairs[2][0].record_id == "row-2"
+    assert "row group 1, 0 of 1 rows" in pairs[1][1].value and pairs[2][0].record_id == "row-2"
 
 
 def test_dictionary_that_expands_is_read_few_rows_at_once(write):
