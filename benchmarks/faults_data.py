@@ -43,7 +43,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("command", nargs="+", help="after --: a command with --out DIR")
     chosen = parser.parse_args()
-    command = [sys.executable, "-m", *chosen.command] if chosen.command[0] == "ingot" else chosen.command
+    command = chosen.command
+    if command[0] == "ingot":  # of this environment
+        command = [str(Path(sys.executable).with_name("ingot")), *command[1:]]
     out = Path(command[command.index("--out") + 1])
     shutil.rmtree(out, ignore_errors=True)
     started = time.monotonic()
@@ -72,6 +74,7 @@ def main() -> None:
         "tasks_in_flight_when_killed": tally.in_flight,
         "tasks_redone": tally.redone,
     }
+    sys.argv = [Path(one).name if os.sep in one else one for one in sys.argv]  # the record tells names, not places
     print(record("faults_data", results, ["ingot"]), results)
 
 
@@ -139,14 +142,14 @@ def descendants(pid: int) -> list[int]:
 
 def look_at_attempts(root: Path, tally: Tally) -> None:
     """Folders of attempts that are there now: seen often enough to miss only tasks of milliseconds."""
-    for folder in [*root.glob("*/attempts"), *root.glob("*/*/attempts"), *root.glob(".*/attempts")]:
+    for folder in [*root.glob("*/attempts"), *root.glob("*/*/attempts"), *root.glob("*/*/*/attempts")]:
         with contextlib.suppress(OSError):
             tally.attempts |= {path.name for path in folder.iterdir() if not path.name.startswith("removed")}
 
 
 def digest(folder: Path) -> str:
     """SHA-256 of names and content of all files, but not of how long stages took."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "seconds.json")
     return sha256_bytes("\n".join(f"{path.relative_to(folder)} {sha256_file(path)}" for path in files).encode())
 
 

@@ -169,7 +169,7 @@ from ingot.data.execute.task import Store
 from ingot.errors import ResourceError
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
 try:
-    run_all(first_phase(2, 4000), Store(Path(sys.argv[1])), Local(2) if sys.argv[3] == "local" else Inline())
+    run_all(first_phase(2, 1500), Store(Path(sys.argv[1])), Local(2) if sys.argv[3] == "local" else Inline())
 except ResourceError as error:
     print(error)
 """
@@ -178,13 +178,13 @@ except ResourceError as error:
 @pytest.mark.parametrize("runner", ["inline", "local"])
 def test_a_full_disk_stops_cleanly_and_the_same_command_goes_on(tmp_path, runner):
     """A limit on file sizes stands for the disk: the same path, another errno."""
-    store, tasks = Store(tmp_path / "s"), first_phase(2, 4000)
+    store, tasks = Store(tmp_path / "s"), first_phase(2, 1500)
 
     def build(limit):
         command = [sys.executable, "-c", _LIMITED, str(store.root), str(limit), runner]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
 
-    told = build(50_000)
+    told = build(20_000)
     assert "the disk of" in told.stdout, told.stderr
     assert "it goes on" in told.stdout
     assert not list((store.root / "attempts").iterdir())
