@@ -3,6 +3,7 @@
 Plain `read` instead of memory maps where files are read through: mapped pages count as memory of the process.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,16 +16,19 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class ArrayWriter:
-    """A one-dimensional .npy file that grows. Without a normal end of the `with` block it stays unreadable."""
+    """An .npy file that grows. Without a normal end of the `with` block it stays unreadable.
 
-    def __init__(self, path: Path, dtype: np.dtype | str):
-        self.dtype, self.rows = np.dtype(dtype), 0
+    shape: -1 stands for what follows from the number of items. `rows` counts the items appended so far.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype | str, shape: tuple[int, ...] = (-1,)):
+        self.dtype, self.rows, self._shape = np.dtype(dtype), 0, shape
         self._file = path.open("wb")
         self._file.write(bytes(_HEADER_BYTES))
 
     def append(self, rows: np.ndarray) -> None:
         self._file.write(np.ascontiguousarray(rows, self.dtype).data)
-        self.rows += len(rows)
+        self.rows += rows.size
 
     def __enter__(self) -> "ArrayWriter":
         return self
@@ -32,7 +36,9 @@ class ArrayWriter:
     def __exit__(self, kind, value, traceback) -> None:
         with self._file:
             if kind is None:
-                facts = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.rows,)}
+                known = -math.prod(self._shape)
+                shape = tuple(self.rows // known if size == -1 else size for size in self._shape)
+                facts = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
                 text = repr(facts).encode().ljust(_HEADER_BYTES - 11) + b"\n"
                 self._file.seek(0)
                 self._file.write(npy.magic(1, 0) + (_HEADER_BYTES - 10).to_bytes(2, "little") + text)

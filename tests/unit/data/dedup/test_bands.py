@@ -2,7 +2,15 @@ import numpy as np
 import pytest
 
 from ingot.data.dedup import bands
-from ingot.data.dedup.bands import SignatureFolders, band_candidates, merge_candidates, pack, unpack, write_bands
+from ingot.data.dedup.bands import (
+    SignatureFolders,
+    band_candidates,
+    join_folders,
+    merge_candidates,
+    pack,
+    unpack,
+    write_bands,
+)
 from ingot.data.dedup.lsh import _buckets
 from ingot.data.dedup.minhash import DedupRules, signature_of
 from ingot.errors import DataError
@@ -52,6 +60,18 @@ def test_the_cut_into_folders_and_the_memory_change_nothing(tmp_path, write_fold
         band_candidates(3, write_folders(texts, RULES, sizes), RULES, tmp_path / "pairs.npy", limit_bytes=limit)
         results.append((tmp_path / "pairs.npy").read_bytes())
     assert results[0] == results[1] == results[2]
+
+
+def test_joined_folders_are_as_the_folders(tmp_path, write_folders):
+    texts = versions(10, 6)
+    folders = write_folders(texts, RULES, [20, 0, 40])
+    for name, joined in (("joined", folders), ("nothing", [])):
+        (tmp_path / name).mkdir()
+        join_folders(joined, RULES, tmp_path / name)
+    assert SignatureFolders([tmp_path / "nothing"], RULES).documents == 0
+    (whole,) = write_folders(texts, RULES)
+    for name in ("keys.npy", "signatures.npy"):
+        assert np.array_equal(np.load(tmp_path / "joined" / name), np.load(whole / name))
 
 
 def test_pairs_among_fixed_documents_are_left_out(tmp_path, write_folders):
