@@ -158,7 +158,9 @@ def _sharing(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.nda
     tokens = np.memmap(folder / f"{shard.name}.tokens", _dtype(manifest), "r")
     for at in range(0, len(tokens), _CHUNK_TOKENS):
         hashes = hashes_of_stretches(tokens[at : at + _CHUNK_TOKENS + PROBE_TOKENS - 1])
-        for hit in np.flatnonzero(np.isin(hashes, probes)):
+        near = np.searchsorted(probes, hashes)  # np.isin would sort all of it
+        near[near == len(probes)] = 0
+        for hit in np.flatnonzero(probes[near] == hashes):
             row = index[np.searchsorted(index["start"], at + int(hit), side="right") - 1]
             yield bytes(row["id"]).hex()
 
