@@ -66,7 +66,8 @@ def _set_up(module: ModuleType) -> None:
     def ends(words) -> tuple[int, ...]:
         return tuple(english.ends(words))
 
-    cases = [(case, ends(words), tuple(english.JOINING.get(case, ()))) for case, words in english.SPECIAL.items()]
+    joining = english.joining_cases()
+    cases = [(case, ends(words), tuple(joining.get(case, ()))) for case, words in english.SPECIAL.items()]
     salt = int.from_bytes(os.urandom(8), "little")
     module.setup(
         lambda number: tables.page(number).tobytes(), cases, tuple(sorted(tables.UNITS)), tables.STOP_WORDS, salt

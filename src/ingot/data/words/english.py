@@ -10,7 +10,7 @@ bounded cost, because the usual way, one regular expression per rule, takes quad
 `native/quality.c` does the same much faster; words/__init__.py chooses.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from ingot.data.words.tables import (
@@ -35,12 +35,12 @@ from ingot.data.words.tables import (
 SPECIAL = special_cases()
 LONGEST_SPECIAL = max(map(len, SPECIAL))
 _DIGITS = frozenset("0123456789")
-_MADE_BY_WORD = 4096  # chunks longer than this are not kept: they do not come again
+_LONGEST_KEPT = 64  # a longer chunk hardly comes again
 
 
 def words_of_chunk(chunk: str) -> tuple[str, ...]:
     """The words of a piece of text without whitespace; together they are that piece."""
-    return _remembered(chunk) if len(chunk) < _MADE_BY_WORD else _joined(_split(chunk, True))
+    return _remembered(chunk) if len(chunk) <= _LONGEST_KEPT else _joined(_split(chunk, True))
 
 
 @lru_cache(1 << 15)
@@ -255,7 +255,8 @@ def _ip(text: str, start: int) -> int:
     return i
 
 
-def _joining_cases() -> dict[str, list[int]]:
+@cache
+def joining_cases() -> dict[str, list[int]]:
     """Special cases that the other rules would cut up: where they would cut, as ends of the words."""
     cases = {}
     for case in SPECIAL:
@@ -270,23 +271,19 @@ def ends(words) -> list[int]:
     return list(accumulate(map(len, words)))
 
 
-JOINING = _joining_cases()
-_MOST_JOINED = max(map(len, JOINING.values()))
-
-
 def _joined(words: list[str]) -> tuple[str, ...]:
     """`words` where neighbours that make up a special case have become that case: longest first, then leftmost."""
     if len(words) < 2:
         return tuple(words)
-    found = []
+    found, cases = [], joining_cases()
     for start in range(len(words)):
         text, cuts = "", []
-        for word in words[start : start + _MOST_JOINED]:
+        for word in words[start : start + LONGEST_SPECIAL]:
             text += word
             cuts.append(len(text))
             if len(text) > LONGEST_SPECIAL:
                 break
-            if JOINING.get(text) == cuts:
+            if cases.get(text) == cuts:
                 found.append((-len(cuts), start, text))
     if not found:
         return tuple(words)
