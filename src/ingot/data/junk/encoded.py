@@ -26,7 +26,7 @@ _MOJIBAKE = re.compile(
     # UTF-8 read as Windows-1251: every second letter is one of two.
     r"|(?:[\u0420\u0421][\u0080-\u00bf\u0400-\u040f\u0450-\u045f\u2013-\u2122\u0490\u0491]){3,}"
 )
-# How some of these begin in UTF-8. A pattern's first byte is found as fast as memory is read.
+# How some of these begin in UTF-8.
 _SIGNS = (
     re.compile(rb"\xc3[\x82-\x85\x8e\x8f\x90\x91\xa0\xa2-\xa9\xaf\xb0][\xc2-\xe2]"),
     re.compile(rb"\xef\xbf\xbd"),
@@ -55,7 +55,7 @@ def encoded(text: str, data: bytes) -> float:
     if data.count(b"{") * 60 > size:
         lines = (line for line in text.split("\n") if len(line) >= _LONG_LINE)
         covered += sum(len(line) for line in lines if sum(map(line.count, "{}();=")) * 7 > len(line))
-    if sum(data.count(sign) for sign in (b"%", b"\\", b"&", b"=")) * 20 > size:
+    if sum(data.count(sign) for sign in (b"%", b"\\", b"&", b"=") if sign in data) * 20 > size:
         covered += sum(match.end() - match.start() for match in _ESCAPES.finditer(text))
     middle = data[size // 2 : size // 2 + 400]
     if middle.count(b" ") * 4 > len(middle):  # words of less than three characters

@@ -81,7 +81,8 @@ _TAG = re.compile(
     r"<\|(?:im_start|im_end|im_sep|system|user|assistant|endoftext|begin_of_text|end_of_text|start_header_id|"
     r"end_header_id|eot_id|eom_id|endofprompt|end)\|>|\[/?inst\]|<</?sys>>|<(?:start|end)_of_turn>"
 )
-_TAG_SIGNS = tuple(map(re.compile, (rb"<[|<]|<\w+_of_turn>", rb"\[/?inst\]")))
+# First byte, which is found 20 times faster than anything longer, and pattern.
+_TAG_SIGNS = ((b"<", re.compile(rb"<[|<]|<\w+_of_turn>")), (b"[", re.compile(rb"\[/?inst\]")))
 # Words of pages that report on models and on attacks against them.
 _ABOUT = (
     "prompt injection", "jailbreak", "attack", "vulnerab", "researcher", "adversarial", "security", "chat template",
@@ -101,7 +102,7 @@ def injection(text: str, data: bytes) -> float:
         for points, pattern in _KINDS:
             weights = sorted((_weight(around, match) for match in pattern.finditer(around)), reverse=True)
             score += points * sum(weights[:1]) + points / 2 * sum(weights[1:2])
-    if any(sign.search(data) for sign in _TAG_SIGNS):
+    if any(first in data and sign.search(data) for first, sign in _TAG_SIGNS):
         tags = _TAG.findall(text.lower())
         often = len(tags) >= 4 and len(tags) * 500 >= len(text)
         score += min(len(set(tags)), 2) + (2 if often else 0)

