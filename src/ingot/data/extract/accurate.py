@@ -45,6 +45,8 @@ _LEAD, _LEADS = 120, 1000  # characters: of each paragraph, at least; of all, at
 # Inside of the root.
 _TOO_LITTLE = 250  # characters; then once more without the rules for noise, and the page's structured data
 _CARD_LINKS, _CARD_PROSE = 0.5, 100  # a box with at least that share in links and at most that prose is a card
+_PLAIN, _PLAIN_SHARE = 20, 1 / 6  # characters that are not links in a paragraph that is mostly links
+_CELL = 150  # characters of a cell of a table of data, at most
 _LABEL = 25  # a shorter text outside of paragraphs, without punctuation, is a label
 
 
@@ -76,12 +78,14 @@ _ROOTS = _tags("div section article main td center form span p blockquote")
 _HEADING = _tags("h1 h2 h3 h4 h5 h6")
 _CARDS = _tags("div ul ol section table dl aside form figure li header footer center tr")
 _PARAGRAPHS = _tags("p h1 h2 h3 h4 h5 h6 li pre td th dd dt blockquote")
+_CELLS = _tags("td th")
 _PRE = _tags("pre listing")
 _LIGHT = _bits(Mark.NAVIGATION, Mark.SHARE, Mark.META, Mark.AD, Mark.CAPTION)  # never long texts
 _HEAVY = _bits(Mark.FOOTER, Mark.SIDE, Mark.RELATED, Mark.COMMENT, Mark.REQUEST)
 _BODY, _ARTICLE, _MAIN = _bits(Mark.BODY), _bits(Mark.ARTICLE), _bits(Mark.MAIN)
 _HIDDEN, _LINK, _DATA = _bits(Mark.HIDDEN), _bits(Mark.LINK), _bits(Mark.DATA)
 
+_JOINTS = ("", " ", "\t", "\n", "\n\n")
 _NUMBER_TOO_LONG = re.compile(r"&#(?:\d{8,}|[xX][0-9a-fA-F]{7,});?")
 _ARTICLE_BODY = re.compile(rb'"articleBody"\s*:\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")')
 
@@ -103,7 +107,20 @@ class _Rows:
         self.page, self.size = page, len(page.tag)
         self.text = page.tag == 0
         self.linked = self.within((page.tag == ID["a"]) & ((page.flags & _LINK) != 0))
-        self.block = self.edges(_BLOCK[page.tag])
+        self.cells = self._data_cells()
+        self.block = self.edges(_BLOCK[page.tag] & ~self.cells)
+
+    def _data_cells(self) -> np.ndarray:
+        """bool: cells of rows in which every cell is short and has no blocks. Such a row is one line of text."""
+        page, is_cell = self.page, _CELLS[self.page.tag]
+        if not is_cell.any():
+            return is_cell
+        blocks, chars = self.sums(_LINE[page.tag]), self.sums(page.chars)
+        row = is_cell & (page.parent >= 0) & (page.tag[page.parent] == ID["tr"])
+        large = row & ((blocks > 1) | (chars > _CELL))
+        broken = np.zeros(self.size, bool)
+        broken[page.parent[large]] = True
+        return row & ~broken[page.parent]
 
     def edges(self, elements: np.ndarray) -> np.ndarray:
         """How many starts and ends of `elements` (bool) come up to each row."""
@@ -271,7 +288,13 @@ def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
     runs = rows.runs(kept & ~rows.within(cards))
     if not len(runs.head):
         return np.zeros(rows.size, bool)
-    good = (runs.linked * 2 < runs.chars) | ((runs.marks > 1) & (runs.chars - runs.linked >= 40))
+    good = runs.linked * 2 < runs.chars
+    # A sentence of many links, as encyclopedias have them.
+    plain, paragraph = runs.chars - runs.linked, rows.within(page.tag == ID["p"])[runs.head]
+    good |= paragraph & (runs.marks > 1) & (plain >= _PLAIN) & (plain >= runs.chars * _PLAIN_SHARE)
+    # A table of data stays whole.
+    tables = (page.tag == ID["table"]) & (linked * 2 < total)
+    good |= (rows.within(rows.cells) & rows.within(tables))[runs.head]
     heading = rows.within(_HEADING[page.tag])[runs.head]
     outside = ~rows.within(_PARAGRAPHS[page.tag])[runs.head]
     good &= ~(outside & (runs.chars < _LABEL) & (runs.marks == 0))
@@ -288,10 +311,13 @@ def _write(rows: _Rows, kept: np.ndarray) -> str:
     if not len(chosen):
         return ""
     tag, number = page.tag, np.cumsum(rows.text)[chosen]
-    line, block = rows.edges(_LINE[tag])[chosen], rows.edges(_BLOCK[tag] & ~_TIGHT[tag])[chosen]
-    # What stands before each piece: nothing, a space, a line end, a blank line.
-    spaced = (np.diff(number) > 1) | ((page.flags[chosen[1:]] & _LINK) != 0)
-    joint = np.where(np.diff(block) > 0, 3, np.where(np.diff(line) > 0, 2, spaced))
+    line = rows.edges(_LINE[tag] & ~rows.cells)[chosen]
+    block = rows.edges(_BLOCK[tag] & ~_TIGHT[tag])[chosen]
+    cell = rows.edges(rows.cells)[chosen]
+    # What stands before each piece: nothing, a space, a tab, a line end, a blank line.
+    joint = ((np.diff(number) > 1) | ((page.flags[chosen[1:]] & _LINK) != 0)).astype(np.int8)
+    for kind, edges in enumerate((cell, line, block), 2):
+        joint[np.diff(edges) > 0] = kind
     verbatim = rows.within(_PRE[tag])[chosen].tolist()
     parts, run = [], []
     places = zip(page.start[chosen].tolist(), page.stop[chosen].tolist(), [0, *joint.tolist()], verbatim, strict=True)
@@ -300,8 +326,7 @@ def _write(rows: _Rows, kept: np.ndarray) -> str:
         if "&" in piece:
             piece = html_entities.unescape(_NUMBER_TOO_LONG.sub("\ufffd", piece))
         if before >= 2 or as_it_is:
-            parts.append(" ".join("".join(run).split()))
-            parts.append(("", " ", "\n", "\n\n")[before])
+            parts += " ".join("".join(run).split()), _JOINTS[before]
             run = []
         elif before:
             run.append(" ")

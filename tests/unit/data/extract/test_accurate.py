@@ -67,7 +67,7 @@ def test_lists_tables_quotes_and_code_stay_in_order():
     <pre>def f(x):\n    return  x\n</pre><h2>End</h2><p>{SENTENCE}</p></article>"""
     s = SENTENCE.strip()
     assert extract_text(html, ExtractRules(method="accurate")) == (
-        f"Title\n\n{s}\n\none thing\nanother thing\n\n{s}\n\nName\nHeight\nOak\n20 m\n\n"
+        f"Title\n\n{s}\n\none thing\nanother thing\n\n{s}\n\nName\tHeight\nOak\t20 m\n\n"
         f"def f(x):\n    return  x\n\nEnd\n\n{s}"
     )
 
@@ -124,3 +124,21 @@ def test_without_the_compiled_parser_the_text_is_the_same(monkeypatch):
     expected = lines(html)
     monkeypatch.setenv("INGOT_NATIVE", "0")
     assert lines(html) == expected == PROSE
+
+
+def test_a_table_of_data_is_one_line_per_row_and_stays_whole():
+    rows = "".join(
+        f"<tr><td><a href=/{n}>draft-{n}-of-a-long-name</a><td>{n} May<td>On hold for now, until the next meeting"
+        for n in range(4)
+    )
+    text = lines(f"<article>{TEXT}<table><tr><th>Name<th>Date<th>Status{rows}</table></article>")
+    assert text[5:7] == ["Name\tDate\tStatus", "draft-0-of-a-long-name\t0 May\tOn hold for now, until the next meeting"]
+    assert len(text) == 10
+
+
+def test_a_sentence_of_many_links_stays_and_a_list_of_them_goes():
+    sentence = (
+        "<a href=1>Oaks</a>, <a href=2>birches</a> and <a href=3>alders</a> grow by the river, like <a href=4>reed</a>."
+    )
+    text = lines(f"<article><p>{sentence}</p>{TEXT}<p><a href=1>Oaks</a> | <a href=2>Birches</a></p></article>")
+    assert text == ["Oaks, birches and alders grow by the river, like reed.", *PROSE]
