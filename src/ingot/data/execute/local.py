@@ -25,7 +25,7 @@ from ingot.data.execute.failures import from_json
 from ingot.data.execute.forks import OUT_OF_MEMORY
 from ingot.data.execute.run import Look
 from ingot.data.execute.task import Store, Task, forget_attempt, note_death, too_many
-from ingot.errors import DataError
+from ingot.errors import ConfigError, DataError
 from ingot.units import format_bytes
 
 MEMORY_BYTES = 3 << 29  # 1.5 GiB; libraries take 0.1 of it (pyarrow and duckdb another 0.1)
@@ -260,7 +260,14 @@ class _ForkServer:
     """This side of the process that forks workers (forks.py)."""
 
     def __init__(self, memory_bytes: int):
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"worker processes are not made for {sys.platform}",
+                rule="their end with the driver, and their limits, are the Linux kernel's doing",
+                fix="--workers 1, which works in one process",
+            )
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _never_blocks(self.control)
         # Its sys.path is ours, however that was set; the script that runs here is not imported there.
         start = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -282,8 +289,7 @@ class _ForkServer:
         """(number, pipe) of a new worker. It may be dead at once, like any worker."""
         self._forked += 1
         ours, theirs = socket.socketpair()
-        # A worker that is stopped and reads nothing must not stop us.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 10, 0))
+        _never_blocks(ours)
         with theirs:
             self._send({"fork": self._forked, "import": modules}, [theirs.fileno()])
         return self._forked, Connection(ours.detach())
@@ -331,6 +337,12 @@ class _ForkServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # before it is waited for: the number is still its own
         self.process.wait()
+
+
+def _never_blocks(ours: socket.socket) -> None:
+    """A process that is stopped, in the middle of a message or before it reads ours, must not stop this one."""
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_DYING_SECONDS), 0))
 
 
 def _cause(code: int | None, memory_bytes: int) -> tuple[str, str]:

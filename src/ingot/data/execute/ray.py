@@ -66,7 +66,8 @@ class Ray:
                     task, losses = waiting.popleft()
                     ref = do.remote(task.to_json(), str(store.root.absolute()), self.memory_bytes, self.preload)
                     flying[ref] = (task, losses)
-                ready, _ = ray.wait(list(flying), num_returns=len(flying), timeout=_LOOK_SECONDS)
+                ray.wait(list(flying), timeout=_LOOK_SECONDS)  # for one; then all that are ready
+                ready, _ = ray.wait(list(flying), num_returns=len(flying), timeout=0)
                 ended = []
                 for ref in ready:
                     task, losses = flying.pop(ref)

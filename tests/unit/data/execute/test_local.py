@@ -2,10 +2,12 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -14,7 +16,7 @@ from ingot.data.execute.drill import first_phase, run_job
 from ingot.data.execute.local import Local, _Job
 from ingot.data.execute.run import Inline, Status, run_all
 from ingot.data.execute.task import Store, Task
-from ingot.errors import DataError
+from ingot.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -217,3 +219,22 @@ def test_kills_at_random_change_nothing(tmp_path, undisturbed, children, until, 
     assert len(attempts) - 13 <= redone_at_most  # one per worker that had a task
     for name in ("attempts", "progress", "deaths"):
         assert not list((root / name).iterdir())
+
+
+def test_half_a_message_of_a_stopped_process_stops_nothing(monkeypatch):
+    """The reader gives up, and the silence ends the worker."""
+    monkeypatch.setattr(local, "_DYING_SECONDS", 1)
+    ours, theirs = socket.socketpair()
+    local._never_blocks(ours)
+    worker = local._Worker(1, Connection(ours.detach()))
+    theirs.send(b"\0\0\1\0{")  # 256 bytes were promised
+    assert worker.listen() is None
+    assert worker.hung_up
+    worker.pipe.close()
+    theirs.close()
+
+
+def test_other_systems_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="not made for darwin"):
+        run_all(first_phase(1, 1), Store(tmp_path), Local(2))
