@@ -30,7 +30,7 @@ from ingot.storage import sha256_bytes, sha256_file
 
 FORMATS = ("warc", "wet", "text", "jsonl", "parquet", "tar", "folder")
 _SUFFIXES = {
-    "warc": "warc", "wet": "wet", "wat": "warc", "arc": "warc", "txt": "text", "text": "text", "jsonl": "jsonl",
+    "warc": "warc", "wet": "wet", "wat": "warc", "txt": "text", "text": "text", "jsonl": "jsonl",
     "json": "jsonl", "ndjson": "jsonl", "parquet": "parquet", "tar": "tar", "tgz": "tar",
 }  # fmt: skip
 _PACKED = frozenset({"gz", "zst"})
@@ -138,11 +138,9 @@ def read(
     limits = limits or Limits()
     path = Path(one.location)
     if one.is_remote:
-        expected = (
-            Version(**{key: known[key] for key in ("bytes", "etag", "last_modified")})
-            if known and "etag" in known
-            else None
-        )
+        expected = None
+        if known and "etag" in known:
+            expected = Version(known["bytes"], known["etag"], known["last_modified"])
         path = fetch.fetch(one.location, cache, rules, expected=expected)
     try:
         kind = one.format if one.format != "auto" else format_of(path, one.name, limits)
@@ -154,7 +152,13 @@ def read(
             )
         yield from _reader(kind, path, one, limits)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(Path(one.location), error) from None
+    except DataError as error:
+        if not one.is_remote:
+            raise
+        # Nobody knows the name that it has in the cache.
+        found = error.found.replace(str(path), one.location.partition("?")[0])
+        raise DataError(found, rule=error.rule, fix=error.fix) from None
 
 
 def forget(one: Input, cache: Path) -> None:

@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import time
 from dataclasses import replace
 
@@ -150,15 +151,16 @@ def test_servers_without_head(site, get, tmp_path):
     assert site.seen("Range") == ["bytes=0-0"]
 
 
-def test_full_disk_is_said_and_kept(site, get, monkeypatch, tmp_path):
-    def full(self, *arguments):
-        raise ResourceError("cannot write")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fetching._Download, "_write", full)
-        with pytest.raises(ResourceError):
+def test_full_disk_is_said_and_what_was_fetched_is_kept(site, get):
+    """A limit on the size of files stands for the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(ResourceError, match="cannot write"):
             get()
-    assert get() == DATA
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert get() == DATA and site.seen("Range")[-1] == f"bytes={1 << 20}-"
 
 
 def test_pauses_grow_and_servers_are_obeyed(site, get, monkeypatch):

@@ -179,6 +179,12 @@ def test_remote_input_from_words_to_documents(site, tmp_path):
         raws(one, tmp_path, rules=site.rules, known=known)
 
 
+def test_errors_name_the_file_where_it_is(site, tmp_path):
+    site.files["/x.warc.gz"] = b"<html>Please log in</html>"
+    with pytest.raises(DataError, match=r"http://127.0.0.1:\d+/x\.warc\.gz holds no WARC record"):
+        raws(Input(location=f"{site.url}/x.warc.gz"), tmp_path, rules=site.rules)
+
+
 def test_private_addresses_are_refused_for_inputs(site, tmp_path):
     site.files["/x.jsonl"] = b"{}"
     rules = replace(site.rules, allow_hosts=(), common_crawl="https://data.commoncrawl.org")
