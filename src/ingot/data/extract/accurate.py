@@ -337,11 +337,11 @@ def _write(rows: _Rows, kept: np.ndarray) -> str:
 
 def _article_body(page: Page) -> str:
     """The longest articleBody of the page's JSON-LD (schema.org), "" without one."""
-    found = [""]
+    longest = b'""'
     for row in np.flatnonzero((page.flags & _DATA) != 0).tolist():
         for match in _ARTICLE_BODY.finditer(page.html, int(page.start[row]), int(page.stop[row])):
-            try:
-                found.append(html_entities.unescape(json.loads(match[1], strict=False)))
-            except ValueError:
-                continue
-    return max(found, key=len)
+            longest = max(longest, match[1], key=len)
+    try:
+        return html_entities.unescape(_NUMBER_TOO_LONG.sub("\ufffd", json.loads(longest, strict=False)))
+    except ValueError:  # not the JSON that it seemed
+        return ""
