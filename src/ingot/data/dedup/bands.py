@@ -6,7 +6,8 @@ Every curated file gets a folder of signatures (`write_bands`):
                     (b-bit minwise hashing, Li & König 2010: unequal places agree once in 256)
 Documents are numbered through all folders in their order. One task per line of the keys then collects the documents
 that share a key, from all folders (`band_candidates`), and what the tasks found is merged (`merge_candidates`).
-A pair is one uint64: the earlier document in its upper half, so that sorted pairs are sorted by (earlier, later).
+A pair is one uint64: the later document in its upper half, so that sorted pairs are sorted by (later, earlier). A
+document is the later one of a bounded number of pairs, the earlier one of any number.
 
 Big buckets. In a bucket of up to WINDOW + 1 different signatures every pair is compared. In a bigger one (boilerplate,
 templates) its first member is compared with all others, and those that are almost surely like it are settled; this is
@@ -40,6 +41,7 @@ WINDOW = 32
 LEADERS = 8
 _SETTLED = 3  # standard errors above the threshold: one in a thousand such pairs is below it
 _ROW_BYTES = 80  # of memory per document while a partition of keys is worked on
+_PAIR_BYTES = 16 * (LEADERS + WINDOW)  # of memory per document while its pairs are sorted, at most
 _PAIRS_AT_ONCE = 1 << 18  # whose signatures are held: 64 MiB at 128 permutations
 _MOST_DOCUMENTS = 2**32 - 1
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -159,12 +161,12 @@ def band_candidates(
     """
     source = SignatureFolders(folders, rules)
     with TemporaryDirectory(dir=out.parent) as scratch:
-        ranges = partitions_for(source.documents, _ROW_BYTES, limit_bytes)
+        ranges = partitions_for(source.documents, _PAIR_BYTES, limit_bytes)
         width = max(-(-source.documents // ranges), 1)
         spread = Partitions(Path(scratch) / "pairs", ranges, "<u8", limit_bytes // 4)
         found = _copies if band == rules.bands else _band_pairs
         for pairs in found(source, band, Path(scratch), limit_bytes):
-            pairs = pairs[(pairs & _LOW) >= fixed]
+            pairs = pairs[pairs >> _HALF >= fixed]
             spread.append(pairs, (pairs >> _HALF).astype(np.uint32) // np.uint32(width))
         with ArrayWriter(out, "<u8") as writer:
             for number in range(ranges):
@@ -173,12 +175,12 @@ def band_candidates(
 
 
 def pack(earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
-    return earlier.astype(np.uint64) << _HALF | later.astype(np.uint64)
+    return later.astype(np.uint64) << _HALF | earlier.astype(np.uint64)
 
 
 def unpack(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(earlier, later), uint32 each."""
-    return (pairs >> _HALF).astype(np.uint32), (pairs & _LOW).astype(np.uint32)
+    return (pairs & _LOW).astype(np.uint32), (pairs >> _HALF).astype(np.uint32)
 
 
 def _copies(source: SignatureFolders, band: int, scratch: Path, limit_bytes: int) -> Iterator[np.ndarray]:

@@ -1,9 +1,9 @@
 """Candidates become verified pairs: the exact Jaccard similarity of their sets of shingles.
 
-Candidates are sorted by their earlier document, so that those are read nearly in order; sets that may be needed again
-stay in a cache bounded in bytes. A pair whose ends are already connected by pairs of the same slice is not compared:
-it changes no cluster. Slices can be verified by any worker: the clusters, and the first document that each was found
-to be like, do not depend on how the candidates are cut.
+Candidates are sorted by their later document, so that those are read in order; earlier ones, of which many are asked
+for again and again, stay in a cache bounded in bytes. A pair whose ends are already connected by pairs of the same
+slice is not compared: it changes no cluster. Slices can be verified by any worker: the clusters, and the first document
+that each was found to be like, do not depend on how the candidates are cut.
 """
 
 from collections import OrderedDict
@@ -48,8 +48,8 @@ def verify_pairs(
 ) -> Verification:
     """The candidates [start, stop) of the file `pairs` with a similarity of at least `rules.jaccard`: VERIFIED records.
 
-    set_of(number): the shingle set of a document (`minhash.shingle_set`); earlier documents are asked for in order.
-    cache_bytes: of sets that are kept. The records in the .npy file `out` are ascending by (earlier, later).
+    set_of(number): the shingle set of a document (`minhash.shingle_set`); later documents are asked for in order.
+    cache_bytes: of sets that are kept. The records in the .npy file `out` are ascending by (later, earlier).
     """
     sets = _Cache(set_of, cache_bytes)
     connected = _Connected()

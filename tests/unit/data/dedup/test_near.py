@@ -112,7 +112,7 @@ def test_verified_pairs_are_exact(tmp_path):
 
 def test_how_candidates_are_cut_changes_nothing(tmp_path):
     texts = versions(5, 10, most=4)
-    np.save(tmp_path / "pairs.npy", np.array([i << 32 | j for i in range(50) for j in range(i + 1, 50)], np.uint64))
+    np.save(tmp_path / "pairs.npy", np.array([j << 32 | i for j in range(50) for i in range(j)], np.uint64))
     results = []
     for at_most in (7, 100, 10_000):
         paths = []
@@ -135,7 +135,7 @@ def test_how_candidates_are_cut_changes_nothing(tmp_path):
 def test_the_cache_is_bounded_and_asks_in_order(tmp_path):
     sets = [shingle_set(changed(words(n)), RULES) for n in range(40)]
     asked = []
-    np.save(tmp_path / "pairs.npy", np.array([i << 32 | i + 1 for i in range(39)], np.uint64))
+    np.save(tmp_path / "pairs.npy", np.array([i + 1 << 32 | i for i in range(39)], np.uint64))
     verify_pairs(
         tmp_path / "pairs.npy",
         lambda n: (asked.append(n), sets[n])[1],
