@@ -13,7 +13,7 @@ for a whole document, and looked up in a bitmap; a true hash is computed of the 
 The folder of an index, memory-mapped, so that all workers of a machine share it (16 to 24 bytes per n-gram):
     hashes.npy   uint64 [n-grams], sorted: xxh3 of the n-gram
     owners.npy   uint32 [n-grams]: the number of the item that each belongs to
-    bitmap.npy   uint64 [power of two]: three bits per n-gram's shape
+    bitmap.npy   uint64 [power of two]: four bits per n-gram's shape
     totals.npy   uint32 [items]: distinct n-grams of each item
     index.json   settings, lengths of n-grams, evaluation sets with their first item; written last
 """
