@@ -38,6 +38,7 @@ from ingot.storage import canonical_json, fsync_dir, sha256_bytes
 DEATHS_PER_RECORD = 3
 _PER_RECORD = {"crashed": DEATHS_PER_RECORD, "hung": 2, "stalled": 3, "killed": 6}
 _PROOF = 6  # of guilt: a common multiple, so that kinds add up in whole numbers
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COUNTS_SECONDS = 0.5
 _COUNTS_BYTES = 8192
 _STATE = struct.Struct("<qqqq")  # watched, beats, record, seen
@@ -269,11 +270,12 @@ def _open_locked(path: Path) -> tuple[int, bool]:
 def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number not in _FULL and os.strerror(errno.ENOSPC) not in str(error):  # duckdb has errors of its own
             raise
         raise ResourceError(
-            f"the disk of {store.root} is full, or a quota or limit of it is met ({error.strerror}): "
+            f"the disk of {store.root} is full, or a quota or limit of it is met ({error}): "
             f"{task.label or task.function} could not be finished",
             rule="what was finished is kept, nothing half-written stays",
             fix="free some space and give the same command again: it goes on",

@@ -1,4 +1,4 @@
-import os
+import errno
 import subprocess
 import sys
 
@@ -196,10 +196,28 @@ def test_a_full_disk_stops_cleanly_and_the_same_command_goes_on(tmp_path, runner
     assert digest(store, tasks) == digest(other, tasks)
 
 
-def test_no_space_is_a_resource_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("IO Error: Could not write file: No space left on device"),
+    ],
+)
+def test_no_space_is_a_resource_error(tmp_path, monkeypatch, error):
     def full(*_):
-        raise OSError(module.errno.ENOSPC, os.strerror(module.errno.ENOSPC))
+        raise error
 
     monkeypatch.setattr(module.os, "pwrite", full)
-    with pytest.raises(ResourceError, match="No space left"):
+    with pytest.raises(ResourceError, match="is full, or a quota"):
+        run_task(one(), Store(tmp_path))
+    assert not list((tmp_path / "attempts").iterdir())
+
+
+def test_other_errors_stay_what_they_are(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module.os, "pwrite", broken)
+    with pytest.raises(OSError, match="Input/output error"):
         run_task(one(), Store(tmp_path))
