@@ -9,6 +9,7 @@ from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.corpus import cut_files, load_corpus, read_jsonl
 from ingot.data.find import SPLITS, asking, part_of, require_lineage
 from ingot.data.inspect import corpus_folder
+from ingot.data.purge.layouts import PURGED
 from ingot.data.purge.purge import read_purges
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
@@ -157,7 +158,7 @@ def _edits(query: Query) -> tuple[tuple[str, int, float], ...]:
 
 def _clusters(query: Query) -> tuple[tuple[int, int], ...]:
     copies = f"select {_LIKE} as id, count(*) + 1 as n from lineage where stage = 'near_duplicates' group by 1"
-    return tuple(query(f"select n, count(*) from ({copies}) where id <> '' group by 1 order by 1"))
+    return tuple(query(f"select n, count(*) from ({copies}) where id not in ('', '{PURGED}') group by 1 order by 1"))
 
 
 def _samples(corpus: Path, files: list[Path], count: int) -> list[SampleText]:

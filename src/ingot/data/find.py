@@ -81,9 +81,9 @@ def find(
         conditions.append("id = ?" if len(doc) == _ID_DIGITS else "starts_with(id, ?)")
         parameters.append(doc)
     canonical = canonical_url(url)
-    if url and under:
+    if url and under and domain_of(canonical):
         conditions.append("domain = ?")
-        parameters.append(_require_domain(canonical, url))
+        parameters.append(domain_of(canonical))
     elif url:
         conditions.append("url_hash = ?")
         parameters.append(url_hash(canonical))

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         terminal.say(f"{verb}: {kept:,} documents with {tokens:,} tokens, {len(records) - kept:,} dropped records")
         terminal.table([(t.id[:12], t.rule or "kept", t.url) for t in records[:_SHOWN]], ("document", "was", "url"))
         _say_more(len(records), terminal)
+        if heldout := sum(place.split == "heldout" for place in outcome.places):
+            terminal.say(f"{heldout:,} of them were held out: no run trained on them, evaluations used them")
     _print_runs(outcome.runs, terminal)
     _print_copies(outcome.targets.copies, terminal)
     _print_proof(outcome, terminal)

@@ -18,6 +18,7 @@ from ingot.data.find import SPLITS, Place, asking, places, rows_of
 from ingot.data.purge.layouts import ids_in_layouts
 from ingot.data.purge.listed import LIST
 from ingot.data.purge.request import Request, matching
+from ingot.data.purge.rewrite import names_one_of
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
 from ingot.errors import DataError
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
@@ -90,7 +91,7 @@ def prove(
 
     def is_left(row: dict) -> bool:
         rows["seen"] += 1
-        return row["id"] in ids or matches(row)
+        return row["id"] in ids or matches(row) or names_one_of(row, ids)
 
     for row in matching(data / "corpus", is_left, lambda done, text: progress(0.4 * done, f"scanning {text}")):
         remains.append(f"document {row['id']} in the corpus")

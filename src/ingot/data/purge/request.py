@@ -17,7 +17,7 @@ from ingot.storage import sha256_bytes
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Exactly one of: url (any spelling of it), domain (with subdomains), doc (id), pattern (a regular expression, as
-    Python's `re.search`, on kept texts, on the excerpts of dropped ones and on URLs).
+    Python's `re.search`, on kept texts, on the excerpts of dropped ones, on URLs, and on what rules found).
 
     copies: also what was dropped as a copy of what is purged.
     """
@@ -71,7 +71,7 @@ class Request:
 
             return of_domain
         search = re.compile(self.pattern).search
-        return lambda row: bool(search(row["text"]) or search(row["url"]))
+        return lambda row: any(search(row.get(name, "")) for name in ("text", "url", "value"))
 
 
 @dataclass(frozen=True)

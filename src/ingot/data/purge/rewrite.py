@@ -4,6 +4,7 @@ import bisect
 import gzip
 import hashlib
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
-from ingot.data.corpus import jsonl_writer
+from ingot.data.corpus import json_line, jsonl_writer
 from ingot.data.lineage import RECORD_COLUMNS, SHARD_COLUMNS, read_lineage, write_rows
 from ingot.data.purge.journal import Staging
+from ingot.data.purge.layouts import PURGED
 from ingot.data.purge.listed import STAGE
 from ingot.data.purge.request import Target, Targets
 from ingot.data.verify import block_digests
@@ -24,6 +26,7 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST
 from ingot.storage import atomic_file, sha256_bytes, sha256_file
 
 _DAMAGED = "ingot data verify DIR tells all damage; mend it, then purge"
+_ID = re.compile("[0-9a-f]{32}")
 _LISTS = ("parts", "dropped", "lineage")  # of corpus.json, with a name and a hash per file
 
 
@@ -43,22 +46,23 @@ def _json(values: dict) -> str:
 
 def rewrite_corpus(data: Path, targets: Targets, staging: Staging) -> str:
     """Stage the parts, lineage files and manifest of a corpus without `targets`; returns the new manifest's SHA-256."""
-    manifest = read_manifest(data / "corpus" / CORPUS_MANIFEST)
+    manifest, ids = read_manifest(data / "corpus" / CORPUS_MANIFEST), targets.ids
     entries = {entry["name"]: entry for name in _LISTS for entry in manifest.get(name) or ()}
     by_part: dict[str, list[Target]] = defaultdict(list)
     by_lineage: dict[str, list[Target]] = defaultdict(list)
-    for target in targets.records:
+    for target in (*targets.records, *targets.copies):  # of copies only what names an id that goes
         by_part[target.file].append(target)
         by_lineage[target.lineage].append(target)
-    for name, gone in sorted(by_part.items()):
+    for name, touched in sorted(by_part.items()):
         _require_hash(data / "corpus" / name, entries.get(name, {}).get("sha256"))
-        _rewrite_part(data / "corpus" / name, f"corpus/{name}", {target.id for target in gone}, staging, entries[name])
-    removed_rows = {name: sorted(t.row for t in gone if t.kept) for name, gone in by_part.items()}
-    for name, gone in sorted(by_lineage.items()):
+        gone = {target.id for target in touched} & ids
+        _rewrite_part(data / "corpus" / name, f"corpus/{name}", gone, ids, staging, entries[name])
+    removed_rows = {name: sorted(t.row for t in some if t.kept and t.id in ids) for name, some in by_part.items()}
+    for name in sorted(by_lineage):
         if name in entries:
             _require_hash(data / "corpus" / name, entries[name]["sha256"])
         path = staging.path(f"corpus/{name}")
-        rows = _moved_up(data / "corpus" / name, {target.id for target in gone}, removed_rows)
+        rows = _moved_up(data / "corpus" / name, ids, removed_rows)
         records = write_rows(path, rows, RECORD_COLUMNS)
         if name in entries:
             entries[name] |= {"records": records, "sha256": sha256_file(path)}
@@ -77,7 +81,10 @@ def _require_hash(path: Path, sha256: str | None) -> None:
         raise DataError(f"{path} does not have the hash in its manifest", fix=_DAMAGED)
 
 
-def _rewrite_part(path: Path, relative: str, gone: set[str], staging: Staging, entry: dict) -> None:
+def _rewrite_part(
+    path: Path, relative: str, gone: set[str], ids: frozenset[str], staging: Staging, entry: dict
+) -> None:
+    """gone: the ids that this part holds; ids: all that go, which others in it may name."""
     found: set[str] = set()
     with gzip.open(path, "rb") as lines, jsonl_writer(staging.path(relative)) as keep:
         for line in lines:
@@ -86,6 +93,8 @@ def _rewrite_part(path: Path, relative: str, gone: set[str], staging: Staging, e
                 found.add(row["id"])
                 entry["documents"] -= 1
                 entry["text_bytes"] -= len(row["text"].encode("utf-8", "surrogatepass"))
+            elif names_one_of(row, ids):
+                keep(json_line(row | {"value": without_ids(row["value"], ids)}))
             else:
                 keep(line)
     if gone - found:
@@ -96,13 +105,24 @@ def _rewrite_part(path: Path, relative: str, gone: set[str], staging: Staging, e
         staging.delete(relative)
 
 
-def _moved_up(path: Path, gone: set[str], removed: dict[str, list[int]]) -> Iterator[dict]:
+def names_one_of(row: dict, ids: frozenset[str]) -> bool:
+    """Whether a dropped record says that it is a copy of one of `ids`."""
+    return row.get("stage") == "near_duplicates" and not ids.isdisjoint(_ID.findall(row["value"]))
+
+
+def without_ids(value: str, ids: frozenset[str]) -> str:
+    return _ID.sub(lambda found: PURGED if found[0] in ids else found[0], value)
+
+
+def _moved_up(path: Path, gone: frozenset[str], removed: dict[str, list[int]]) -> Iterator[dict]:
     """The rows of a lineage file that stay, with their places in parts that became shorter."""
     for row in read_lineage(path):
         if row["id"] in gone:
             continue
         if row["part"] in removed and row["row"] >= 0:
             row["row"] -= bisect.bisect_left(removed[row["part"]], row["row"])
+        if names_one_of(row, gone):
+            row["value"] = without_ids(row["value"], gone)
         yield row
 
 

@@ -80,6 +80,14 @@ def _fields(kind, **values):
     return kind(**{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(kind)}})
 
 
+def _naming_none_of(without, record):
+    """The record, with zeros where it says to be a copy of one that is not there."""
+    stage, rule, value = record["drop"] or ("", "", "")
+    if stage != "near_duplicates" or value[-32:] not in without:
+        return record
+    return record | {"drop": (stage, rule, value[:-32] + "0" * 32)}
+
+
 def make_folder(root: Path, records, tokenizer: Path, without=frozenset()) -> Path:
     """Write root/corpus and root/tokens from all `records` but those whose id is in `without`."""
     corpus, tokens = root / "corpus", root / "tokens"
@@ -87,7 +95,7 @@ def make_folder(root: Path, records, tokenizer: Path, without=frozenset()) -> Pa
     (tokens / "train").mkdir(parents=True)
     (tokens / "heldout").mkdir()
     write_atomic(tokens / "tokenizer.json", tokenizer.read_bytes())
-    present = [record for record in records if record["id"] not in without]
+    present = [_naming_none_of(without, record) for record in records if record["id"] not in without]
     parts, dropped, lineage = [], [], []
     for number, source in sorted({(r["number"], r["source"]) for r in records}):
         rows, count = [], 0

@@ -1,5 +1,6 @@
 """What is purged is gone from every file, the rest is byte for byte what it was, and a kill leaves no third state."""
 
+import gzip
 import os
 import shutil
 import sys
@@ -7,7 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from ingot.data.corpus import load_corpus, read_documents, verify_corpus
+from ingot.data.card import gather_card
+from ingot.data.corpus import load_corpus, read_documents, read_jsonl, verify_corpus
+from ingot.data.lineage import read_lineage
 from ingot.data.purge.journal import is_unfinished
 from ingot.data.purge.listed import PurgedList
 from ingot.data.purge.purge import purge, read_purges
@@ -109,6 +112,24 @@ def test_copies_that_could_come_back_are_named(data, folders):
     outcome = purge(data, Request(doc=records[0]["id"]))
     assert {copy.id for copy in outcome.targets.copies} == {records[-1]["id"], records[-2]["id"]}
     assert read_purges(data)[0]["copies"] == [copy.id for copy in outcome.targets.copies]
+
+
+def test_no_byte_names_them(data, folders):
+    """Not even where a copy that stays says what it is a copy of, nor in what is kept of older layouts."""
+    records = folders.crawl()
+    purge(data, Request(doc=records[0]["id"]))
+    purge(data, Request(doc=records[1]["id"]))
+    for path in sorted(p for p in data.rglob("*") if p.is_file() and p.name not in ("purges.jsonl", "purged.txt")):
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        elif path.suffix == ".parquet":
+            content = str(list(read_lineage(path))).encode()
+        for record in records[:2]:
+            assert record["id"].encode() not in content and bytes.fromhex(record["id"]) not in content, path
+    copy = next(row for row in read_jsonl(data / "corpus" / "dropped-00001.jsonl.gz") if "mirror" in row["url"])
+    assert copy["value"] == "0.912 with " + "0" * 32
+    assert gather_card(data).clusters == ()
 
 
 def test_text_that_stays_in_another_document_is_told(tmp_path, folders):
