@@ -223,7 +223,7 @@ def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = ())
 
     Without a `path` there are the defaults of `kind` and the overrides only.
     """
-    values, where = _read(path, overrides)
+    values, where = read(path, overrides)
     return from_dict(kind, values, where=where)
 
 
@@ -232,7 +232,7 @@ def load_sections(kind: type, path: Path, overrides: typing.Sequence[str] = ()) 
 
     A section that the file leaves out has its defaults. Raises ConfigError when the file cannot be read at all.
     """
-    values, where = _read(path, overrides)
+    values, where = read(path, overrides)
     reader = _Reader(where, kind)
     reader.dataclass(kind, values, "")
     left_out = {f.name: f.default_factory for f in dataclasses.fields(kind) if f.name not in values}
@@ -240,7 +240,7 @@ def load_sections(kind: type, path: Path, overrides: typing.Sequence[str] = ()) 
     return defaults | reader.sections, reader.problems
 
 
-def _read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typing.Callable[[str], str]]:
+def read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typing.Callable[[str], str]]:
     """The values of TOML `path` with the overrides, and the place of a dotted key for messages."""
     try:
         text = path.read_text(encoding="utf-8") if path else ""

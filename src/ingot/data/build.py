@@ -1,59 +1,48 @@
 """Crawl files -> corpus folder: every document's fate, decided in the order of the inputs.
 
-Workers take one crawl file each through the stages that look at one document (curate.py). This process then decides,
-in input order, what came before: URLs, then near-duplicates among what passed. Workers write the parts. So the corpus
-does not depend on the number of workers, and what a file gave is kept, by content, until the corpus is finished: the
-same command after Ctrl-C or a crash goes on where it stopped.
+Tasks (execute/) take one input each through the stages that look at one document (curate.py). Further tasks decide, in
+input order, what came before: URLs, equal texts, near-duplicates among what passed (duplicates.py), and write the parts
+(parts.py). So the corpus does not depend on the runner or the number of workers, and what a task did is kept, by
+content, until the corpus is finished: the same command after Ctrl-C or a crash goes on where it stopped.
 """
 
 import contextlib
+import json
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from ingot import __version__
-from ingot.config import to_dict
+from ingot.config import from_dict, to_dict
 from ingot.data.corpus import MANIFEST, load_corpus, write_manifest
-from ingot.data.curate import DONE, URL, Classifier, Curated, CurateTask, curate
-from ingot.data.dedup.lsh import near_duplicates
-from ingot.data.dedup.minhash import shingles
+from ingot.data.dedup.index import INDEX
+from ingot.data.duplicates import decide, find_spans
+from ingot.data.execute.run import Inline, Runner, Status, describe, run_all
+from ingot.data.execute.task import Context, Store, Task
 from ingot.data.funnel import funnel, most_dropped, what_ran
-from ingot.data.parts import WriteTask, write_parts
-from ingot.data.recipe import DataRecipe
-from ingot.data.toxicity import classifier_name
-from ingot.data.url import UrlDuplicates
-from ingot.data.workers import run_tasks
-from ingot.errors import ConfigError, DataError
-from ingot.schema.corpus import CorpusManifest
-from ingot.schema.document import Drop
+from ingot.data.purge.listed import LIST, PurgedList
+from ingot.data.recipe import DataRecipe, fingerprint
+from ingot.data.sources.input import Input, identity
+from ingot.data.sources.remote import RemoteRules
+from ingot.errors import ConfigError, DataError, ResourceError
+from ingot.schema.corpus import CorpusManifest, CorpusPart, LineagePart
 from ingot.storage import canonical_json, exclusive, fsync_dir, require_free, sha256_bytes, sha256_file
 
 Progress = Callable[[float, str], None]
-_CURATE_SHARE = 0.9  # of the time of a build, for the progress bar
+_CURATE_SHARE, _DUPLICATES_SHARE = 0.85, 0.95  # of the time of a build, for the progress bar
 _SPARE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Input:
-    """A crawl file, and the name under which weights and evaluation know what comes from it."""
+class Identity:
+    """What decides every byte of a corpus, besides ingot's version."""
 
-    path: Path
-    source: str = "web"
-
-
-@dataclass
-class _File:
-    """A curated input. `overrides`: line number -> the drop that build.py decided on instead of the worker's fate."""
-
-    curated: Curated
-    source: str
-    overrides: dict[int, Drop] = field(default_factory=dict)
+    inputs: dict[str, str]  # name -> sha256, or another word that changes with a remote input
+    sources: dict[str, str]  # name -> source
+    config_sha256: str
 
 
 def build_corpus(
@@ -61,51 +50,86 @@ def build_corpus(
     out: Path,
     recipe: DataRecipe | None = None,
     *,
-    workers: int = 1,
-    classifier: Classifier | None = None,
+    runner: Runner | None = None,
+    purged: Path | None = None,
+    against: Path | None = None,
+    replace: bool = True,
     progress: Progress | None = None,
 ) -> CorpusManifest:
     """Curate `inputs` by `recipe` (default: the preset `web`) into the corpus folder `out`; returns its manifest.
 
     A finished corpus of the same inputs and recipe is kept as it is; one of others is replaced when the new one is
-    complete. classifier: text -> toxicity score, see toxicity.py. progress(fraction, text) is called now and then.
-    Files are taken in the order of their names, whatever the order of `inputs`.
-    Raises ConfigError, ResourceError, RunBusyError; DataError for a file that is no crawl file, for one whose worker
-    dies twice, and when nothing is left (`out` then holds the dropped documents, to be looked at).
+    complete, or refused if not `replace`: tokens were made from it. purged: folder whose list says what may not come
+    back (purge/listed.py). against: index of the documents that earlier builds kept (dedup/index.py): what is like
+    them is dropped. progress(fraction, text) is called now and then. Inputs are taken in the order of their names,
+    whatever the order of `inputs`.
+    Raises ConfigError, ResourceError, RunBusyError; DataError for a file that is no crawl file, for one whose workers
+    die again and again, and when nothing is left (`out` then holds the dropped documents, to be looked at).
     """
-    recipe = recipe or DataRecipe()
+    recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
     _check_inputs(inputs)
-    inputs = sorted(inputs, key=lambda one: one.path.name)
-    identity = corpus_identity(inputs, recipe, classifier)
-    if finished := find_corpus(out, identity):
-        return _not_empty(finished, out)
-    _check_out(out)
-    stored = sum(i.path.stat().st_size for i in inputs)
-    require_free(out, 3 * stored + _SPARE_BYTES, "building the corpus")
+    inputs = sorted(inputs, key=lambda one: one.name)
+    list_folder = str(purged.absolute()) if purged and (purged / LIST).exists() else ""
     with _work_folder(out) as work:
-        manifest = _build(
-            inputs, work, recipe, identity, workers, classifier, progress or (lambda fraction, text: None)
-        )
+        begun, store, runner = any(work.iterdir()), Store(work / "store"), runner or Inline()
+        try:
+            identity, stored = corpus_identity(inputs, recipe, against, store, runner)
+            if finished := find_corpus(out, identity):
+                return _not_empty(finished, out)
+            _check_out(out, replace)
+            require_free(out, 3 * stored + _SPARE_BYTES, "building the corpus")
+        except (ConfigError, ResourceError):
+            if not begun:
+                shutil.rmtree(work)
+            raise
+        manifest = _Build(inputs, recipe, identity, list_folder, against, store, runner, report).run(work / "corpus")
         _publish(work / "corpus", out, work)
+    report(1.0, "corpus written")
     return _not_empty(manifest, out)
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What decides every byte of a corpus, besides ingot's version."""
-
-    inputs: dict[str, str]  # base name -> sha256
-    sources: dict[str, str]  # base name -> source
-    config_sha256: str
-
-
-def corpus_identity(inputs: Sequence[Input], recipe: DataRecipe, classifier: Classifier | None) -> Identity:
-    plugged = {"classifier": classifier_name(classifier)} if classifier else {}
-    return Identity(
-        inputs={i.path.name: sha256_file(i.path) for i in inputs},
-        sources={i.path.name: i.source for i in inputs},
-        config_sha256=sha256_bytes(canonical_json(to_dict(recipe) | plugged).encode()),
+def corpus_identity(
+    inputs: Sequence[Input], recipe: DataRecipe, against: Path | None, store: Store, runner: Runner
+) -> tuple[Identity, int]:
+    """Hashes the inputs, each in a task. Also returns their bytes, as far as they are known."""
+    places = {"cache": str(store.root / "fetched"), "remote": to_dict(recipe.remote)}
+    tasks = [
+        Task(
+            function="ingot.data.build:identify",
+            arguments={"input": to_dict(one), "stamp": _stamp(one)},
+            places=places,
+            label=one.name,
+        )
+        for one in inputs
+    ]
+    found = run_all(tasks, store, runner)
+    decides = fingerprint(recipe) | ({"against": sha256_file(against / INDEX)} if against else {})
+    identity = Identity(
+        inputs={one.name: version.get("sha256") or canonical_json(version) for one, version in _pairs(inputs, found)},
+        sources={one.name: one.source for one in inputs},
+        config_sha256=sha256_bytes(canonical_json(decides).encode()),
     )
+    return identity, sum(version["bytes"] for version in found)
+
+
+def identify(context: Context) -> dict:
+    """Task: what changes when the content of an input does. arguments: input, stamp. places: cache, remote."""
+    places = context.task.places
+    rules = from_dict(RemoteRules, places["remote"])
+    return identity(from_dict(Input, context.task.arguments["input"]), Path(places["cache"]), rules)
+
+
+def _stamp(one: Input) -> list[list[int | str]]:
+    """Size and time of change of a local input: while they stay, it need not be hashed again in one build."""
+    if one.is_remote:
+        return []
+    path = Path(one.location)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [[str(file.relative_to(path)), stat.st_size, stat.st_mtime_ns] for file in files for stat in [file.lstat()]]
+
+
+def _pairs(inputs: Sequence[Input], found: list[dict]) -> Iterator[tuple[Input, dict]]:
+    return zip(inputs, found, strict=True)
 
 
 def find_corpus(out: Path, identity: Identity) -> CorpusManifest | None:
@@ -119,23 +143,13 @@ def find_corpus(out: Path, identity: Identity) -> CorpusManifest | None:
 def _check_inputs(inputs: Sequence[Input]) -> None:
     if not inputs:
         raise ConfigError("no crawl files given", fix="ingot data build FILES... --out DIR")
-    names = Counter(i.path.name for i in inputs)
+    names = Counter(one.name for one in inputs)
     for one in inputs:
-        if one.path.is_dir():
+        if not one.is_remote and not Path(one.location).exists():
+            raise ConfigError(f"no crawl file at {one.location}", fix="check its name")
+        if names[one.name] > 1:
             raise ConfigError(
-                f"{one.path} is a folder",
-                rule="inputs are WARC or WET files, plain or gzip",
-                fix=f"name its files: {one.path}/*.warc.gz",
-            )
-        if not one.path.is_file():
-            raise ConfigError(f"no crawl file at {one.path}", rule="inputs are WARC or WET files, plain or gzip")
-        if not one.path.stat().st_size:
-            raise ConfigError(
-                f"{one.path} is empty", rule="a crawl file holds records", fix="fetch it again, or leave it out"
-            )
-        if names[one.path.name] > 1:
-            raise ConfigError(
-                f"{names[one.path.name]} inputs are called {one.path.name}",
+                f"{names[one.name]} inputs are called {one.name}",
                 rule="document ids are made from the file's base name, so it must be unique",
                 fix="give each file once, or rename one",
             )
@@ -146,7 +160,13 @@ def _check_inputs(inputs: Sequence[Input]) -> None:
             )
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, replace: bool) -> None:
+    if not replace and (out / MANIFEST).exists():
+        raise ConfigError(
+            f"{out.parent} holds finished tokens of another corpus (other crawl files, sources or recipe)",
+            rule="finished tokens are not overwritten: a run may be training on them",
+            fix=f"choose another --out, or remove {out.parent} first",
+        )
     if out.exists() and not (out / MANIFEST).exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"{out} exists and is not a corpus",
@@ -165,84 +185,104 @@ def _work_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(work)
 
 
-def _build(inputs, work: Path, recipe, identity: Identity, workers: int, classifier, progress) -> CorpusManifest:
-    """Everything into work/corpus, the manifest last."""
-    tasks = [_curate_task(one, work, recipe, identity, classifier) for one in inputs]
-    total = sum(i.path.stat().st_size for i in inputs)
-    missing = [task for task in tasks if not (task.folder / DONE).exists()]
+@dataclass(frozen=True)
+class _Build:
+    inputs: Sequence[Input]
+    recipe: DataRecipe
+    identity: Identity
+    purged: str
+    against: Path | None
+    store: Store
+    runner: Runner
+    report: Progress
 
-    def curating(done: int, documents: int) -> None:
-        finished = sum(t.path.stat().st_size for t in tasks) - sum(t.path.stat().st_size for t in missing[done:])
-        text = f"{documents:,} records, {len(tasks) - len(missing) + done} of {len(tasks)} files"
-        progress(_CURATE_SHARE * finished / max(total, 1), text)
+    def run(self, folder: Path) -> CorpusManifest:
+        """Everything into `folder`, the manifest last."""
+        index = self._contamination_index()
+        curated = [self._curate_task(number, index) for number in range(len(self.inputs))]
+        results = self._all(curated, "reading", 0.0, _CURATE_SHARE)
+        fates, seconds = decide(curated, self.recipe.dedup, self.against, self.store, self._compare)
+        spans = find_spans(curated, fates, self.recipe.substrings, self.store, self._compare)
+        seconds["substrings"] += spans.seconds
+        writing = [
+            Task(
+                function="ingot.data.parts:write_parts",
+                arguments={"source": one.source, "number": number, "substrings": to_dict(self.recipe.substrings)},
+                inputs=(curated[number].key, fates.key, *spans.of(number)),
+                label=one.name,
+            )
+            for number, one in enumerate(self.inputs)
+        ]
+        parts = self._all(writing, "writing", _DUPLICATES_SHARE, 1 - _DUPLICATES_SHARE)
+        for task in curated:
+            own = json.loads((self.store.folder(task.key) / "seconds_by_stage.json").read_text())
+            for stage, spent in own.items():
+                seconds[stage] += spent
+        ran = what_ran(self.recipe, index=self.store.folder(index.key) if index else None, purged=self.purged)
+        manifest = CorpusManifest(
+            inputs=self.identity.inputs,
+            sources=self.identity.sources,
+            config_sha256=self.identity.config_sha256,
+            parts=tuple(from_dict(CorpusPart, one["kept"]) for one in parts if one["kept"]),
+            dropped=tuple(from_dict(CorpusPart, one["dropped"]) for one in parts if one["dropped"]),
+            lineage=tuple(from_dict(LineagePart, one["lineage"]) for one in parts),
+            funnel=funnel(sum(results), [one["drops"] for one in parts], ran, seconds),
+            recipe=to_dict(self.recipe),
+        )
+        shutil.rmtree(folder, ignore_errors=True)  # of a build that was stopped here
+        folder.mkdir()
+        for task in writing:
+            for path in self.store.folder(task.key).glob("*-*"):
+                (folder / path.name).hardlink_to(path)
+        write_manifest(folder, manifest)
+        return manifest
 
-    run_tasks(curate, missing, workers=workers, progress=curating)
-    files = [_File(Curated(task.folder), task.source) for task in tasks]
-    started = time.process_time()
-    _drop_seen_urls(files)
-    url_seconds, started = time.process_time() - started, time.process_time()
-    if recipe.dedup.enabled:
-        progress(_CURATE_SHARE, "near-duplicates")
-        _drop_near_duplicates(files, recipe)
-    parent_seconds = {"url": url_seconds, "near_duplicates": time.process_time() - started}
-    folder = work / "corpus"
-    shutil.rmtree(folder, ignore_errors=True)  # of a build that was stopped here
-    folder.mkdir()
-    write_tasks = [
-        WriteTask(file.curated.folder, number, file.source, file.overrides, folder) for number, file in enumerate(files)
-    ]
-    parts = run_tasks(write_parts, write_tasks, workers=workers, progress=lambda done, documents: None)
-    manifest = CorpusManifest(
-        inputs=identity.inputs,
-        sources=identity.sources,
-        config_sha256=identity.config_sha256,
-        parts=tuple(kept for kept, _ in parts if kept),
-        dropped=tuple(dropped for _, dropped in parts if dropped),
-        funnel=funnel([(file.curated, file.overrides) for file in files], what_ran(recipe, classifier), parent_seconds),
-    )
-    write_manifest(folder, manifest)
-    progress(1.0, "corpus written")
-    return manifest
+    def _all(self, tasks: Sequence[Task], doing: str, start: float, share: float) -> list[Any]:
+        def watch(status: Status) -> None:
+            self.report(start + share * status.done / max(status.total, 1), f"{doing}: {describe(status)}")
+
+        return run_all(tasks, self.store, self.runner, watch)
+
+    def _compare(self, tasks: Sequence[Task], doing: str) -> list[Any]:
+        return self._all(tasks, doing, _CURATE_SHARE, 0.0)
+
+    def _contamination_index(self) -> Task | None:
+        rules = self.recipe.decontamination
+        if not rules.enabled or not rules.files:
+            return None
+        arguments = {"rules": to_dict(rules), "files": fingerprint(self.recipe)["files"][""]["decontamination"]}
+        task = Task(function="ingot.data.build:contamination_index", arguments=arguments, label="evaluation sets")
+        self._all([task], "indexing", 0.0, 0.0)
+        return task
+
+    def _curate_task(self, number: int, index: Task | None) -> Task:
+        one = self.inputs[number]
+        how = to_dict(one)
+        location = how.pop("location")
+        arguments = {
+            "name": one.name,
+            "identity": self.identity.inputs[one.name],
+            "input": how,
+            "decides": fingerprint(self.recipe),
+            "purged": PurgedList.load(Path(self.purged)).sha256 if self.purged else "",
+        }
+        places = {
+            "location": location,
+            "cache": str(self.store.root / "fetched"),
+            "remote": to_dict(self.recipe.remote),
+            "purged": self.purged,
+        }
+        inputs = (index.key,) if index else ()
+        return Task(
+            function="ingot.data.curate:curate", arguments=arguments, inputs=inputs, places=places, label=one.name
+        )
 
 
-def _curate_task(one: Input, work: Path, recipe: DataRecipe, identity: Identity, classifier) -> CurateTask:
-    """The key names all that a file's result depends on, ingot's version included, so that a stale one is not used."""
-    name = one.path.name
-    key = sha256_bytes(
-        canonical_json([name, identity.inputs[name], one.source, identity.config_sha256, __version__]).encode()
-    )
-    return CurateTask(one.path, one.source, work / f"file-{key[:24]}", recipe, classifier)
+def contamination_index(context: Context) -> None:
+    """Task: the n-grams of the evaluation sets."""
+    from ingot.data.decontaminate import DecontaminationRules, build_index
 
-
-def _drop_seen_urls(files: list[_File]) -> None:
-    """Of pages with one canonical URL the first stays, whatever later stages make of it."""
-    seen = UrlDuplicates()
-    for file in files:
-        reached = np.flatnonzero(file.curated.index["stage"] >= URL)
-        for number, url in zip(reached.tolist(), file.curated.urls(), strict=True):
-            if seen.seen(url) and file.curated.index["stage"][number] != URL:
-                file.overrides[number] = Drop("url", "url.duplicate", url[:300])
-
-
-def _drop_near_duplicates(files: list[_File], recipe: DataRecipe) -> None:
-    candidates: list[tuple[_File, int]] = []
-    signatures = [np.zeros((0, recipe.dedup.permutations), np.uint32)]
-    for file in files:
-        passed = file.curated.passed
-        stays = np.array([number not in file.overrides for number in passed.tolist()], bool)
-        signatures.append(file.curated.signatures()[stays])
-        candidates += [(file, number) for number in passed[stays].tolist()]
-
-    def shingle_set(candidate: int) -> np.ndarray:
-        file, number = candidates[candidate]
-        return np.unique(shingles(file.curated.row(number)["text"], recipe.dedup.ngram))
-
-    for candidate, found in near_duplicates(np.concatenate(signatures), shingle_set, recipe.dedup).items():
-        file, number = candidates[candidate]
-        like_file, like_number = candidates[found.like]
-        rule = "near_duplicates.same_text" if found.jaccard == 1 else "near_duplicates.similar"
-        value = f"{found.jaccard:.3f} with {like_file.curated.row(like_number)['id']}"
-        file.overrides[number] = Drop("near_duplicates", rule, value)
+    build_index(from_dict(DecontaminationRules, context.task.arguments["rules"]), context.out)
 
 
 def _publish(folder: Path, out: Path, work: Path) -> None:

@@ -2,8 +2,10 @@
 
     corpus.json            CorpusManifest; written last, so a folder without it is not a corpus
     seconds.json           CPU seconds by stage; apart, so that equal builds have an equal corpus.json
-    SOURCE-NNNNN.jsonl.gz  kept documents (id, url, source, file, record_id, language, text)
+    SOURCE-NNNNN.jsonl.gz  kept documents (id, url, source, file, record_id, language, text; before, after: hashes of
+                           the text as it was extracted and as it is kept)
     dropped-NNNNN.jsonl.gz dropped ones (id, url, source, file, stage, rule, value, the first 300 characters of text)
+    lineage-NNNNN.parquet  the fate of every record of an input, without its text (lineage.py)
 
 The same documents give the same bytes on every machine that has the same zlib.
 """
@@ -89,7 +91,7 @@ def verify_corpus(folder: Path, manifest: CorpusManifest | None = None) -> Corpu
     """Check the hash of every kept and dropped part. Raises one DataError naming all that differ."""
     manifest = manifest or load_corpus(folder)
     damage: list[DataError] = []
-    for part in (*manifest.parts, *manifest.dropped):
+    for part in (*manifest.parts, *manifest.dropped, *manifest.lineage):
         try:
             _check(folder / part.name, part.sha256)
         except DataError as error:
@@ -108,6 +110,12 @@ def _check(path: Path, sha256: str) -> None:
             rule="a corpus is not edited after it was built",
             fix=_REBUILD,
         )
+
+
+def read_part(path: Path, sha256: str) -> Iterator[dict]:
+    """The rows of a part whose hash is checked first. Raises DataError when it is damaged."""
+    _check(path, sha256)
+    yield from read_jsonl(path)
 
 
 def read_documents(corpus: Path, *, verify: bool = True) -> Iterator[tuple[str, dict]]:

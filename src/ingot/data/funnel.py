@@ -1,63 +1,59 @@
 """The funnel: how many documents each stage saw and dropped, by rule, and what exactly ran."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-import numpy as np
-
-from ingot.data.curate import KEPT, STAGES, Classifier, Curated, document_stages
-from ingot.data.extract.html import Extract
-from ingot.data.recipe import DataRecipe
+from ingot.data.recipe import DataRecipe, recipe_of
+from ingot.data.stages import STAGES, document_stages
 from ingot.schema.corpus import FunnelStage
-from ingot.schema.document import Drop
 
 SWITCHED_OFF = "switched off"
 
 
-def what_ran(recipe: DataRecipe, classifier: Classifier | None = None) -> dict[str, str]:
-    """Stage name -> what exactly runs under `recipe`."""
+def what_ran(recipe: DataRecipe, *, index: Path | None, purged: str) -> dict[str, str]:
+    """Stage name -> what exactly runs under `recipe`. index, purged: as document_stages takes them."""
+    dedup, substrings = recipe.dedup, recipe.substrings
     ran = {
-        "read": "WARC responses and WET conversions",
-        "extract": Extract().ran,
+        "read": "WARC, WET, text, JSONL, Parquet, tar and folders",
         "url": "canonical URL, the first page stays",
-        "near_duplicates": recipe.dedup.ran if recipe.dedup.enabled else SWITCHED_OFF,
+        "duplicates": "texts that are equal, the first stays" if dedup.enabled and dedup.exact else SWITCHED_OFF,
+        "near_duplicates": dedup.ran if dedup.enabled else SWITCHED_OFF,
+        "substrings": substrings.ran if substrings.enabled else SWITCHED_OFF,
     }
-    for name, stage in document_stages(recipe, classifier).items():
-        ran[name] = stage.ran if stage else SWITCHED_OFF
+    ran |= _of_stages(recipe, index, purged)
+    for source in recipe.source:
+        for name, text in _of_stages(recipe_of(recipe, source), index, purged).items():
+            if text != ran[name].partition("; of ")[0]:
+                ran[name] += f"; of {source}: {text}"
     return ran
 
 
-def funnel(
-    files: Sequence[tuple[Curated, dict[int, Drop]]], ran: dict[str, str], more_seconds: dict[str, float]
-) -> tuple[FunnelStage, ...]:
-    """The funnel of curated files, where the drops in the dict of each (by line) replace what the worker found.
+def _of_stages(recipe: DataRecipe, index: Path | None, purged: str) -> dict[str, str]:
+    stages = document_stages(recipe, index=index, purged=purged)
+    both = stages.before_url | stages.behind_url
+    return {name: stage.ran if stage else SWITCHED_OFF for name, stage in both.items()}
 
-    more_seconds: CPU seconds by stage spent outside the workers.
-    """
+
+def funnel(
+    records: int, drops: Sequence[Mapping[str, Mapping[str, int]]], ran: dict[str, str], seconds: Mapping[str, float]
+) -> tuple[FunnelStage, ...]:
+    """The funnel of `records` records. drops: of each input, stage -> rule -> documents. seconds: CPU, by stage."""
     dropped: dict[str, Counter[str]] = {name: Counter() for name in STAGES}
-    records = 0
-    for curated, overrides in files:
-        records += len(curated.index)
-        own = np.ones(len(curated.index), bool)
-        own[list(overrides)] = False
-        own &= curated.index["stage"] != KEPT
-        pairs, counts = np.unique(curated.index[["stage", "rule"]][own], return_counts=True)
-        for (stage, rule), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-            dropped[STAGES[stage]][curated.rules[rule]] += count
-        for drop in overrides.values():
-            dropped[drop.stage][drop.rule] += 1
+    for one in drops:
+        for stage, rules in one.items():
+            dropped[stage].update(rules)
     rows = []
     for name in STAGES:
-        lost = sum(dropped[name].values())
-        seconds = sum(curated.seconds[name] for curated, _ in files) + more_seconds.get(name, 0.0)
+        lost = dropped[name].total()
         rows.append(
             FunnelStage(
                 name=name,
                 ran=ran[name],
                 documents_in=records,
                 documents_out=records - lost,
-                dropped=dict(dropped[name].most_common()),
-                seconds=round(seconds, 3),
+                dropped=dict(sorted(dropped[name].items(), key=lambda rule: (-rule[1], rule[0]))),
+                seconds=round(seconds.get(name, 0.0), 3),
             )
         )
         records -= lost

@@ -1,65 +1,97 @@
-"""The files of a corpus: one of kept and one of dropped documents per crawl file."""
+"""The files of a corpus that come from one input: kept documents, dropped ones, and the lineage of all."""
 
 import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import xxhash
+
+from ingot.config import from_dict, to_dict
 from ingot.data.corpus import json_line, jsonl_writer
-from ingot.data.curate import KEPT, TOXICITY, Curated, dropped_row
-from ingot.data.workers import Report
+from ingot.data.curate import dropped_row
+from ingot.data.dedup.substrings import RepeatedSpans, SubstringRules, cut
+from ingot.data.duplicates import Fates, drop_of
+from ingot.data.execute.task import Context
+from ingot.data.lineage import write_lineage
+from ingot.data.url import canonical_url
 from ingot.schema.corpus import CorpusPart
 from ingot.schema.document import Drop
 from ingot.storage import sha256_file
 
 
-@dataclass(frozen=True)
-class WriteTask:
-    """`curated`: folder of crawl file `number`. `overrides`: line number -> drop, decided after it was curated."""
+def write_parts(context: Context) -> dict:
+    """Task. arguments: source, number (of the input), substrings (rules). inputs: curated file, the folder with all
+    fates, and what found repeated passages (duplicates.Spans), if they are cut.
 
-    curated: Path
-    number: int
-    source: str
-    overrides: dict[int, Drop]
-    folder: Path
+    Returns kept and dropped (schema CorpusPart, or None where there is none), lineage (LineagePart), and drops: stage
+    -> rule -> documents.
+    """
+    source, number = context.task.arguments["source"], context.task.arguments["number"]
+    curated, decided, *passages = context.folders
+    cutter = _Cutter(number, passages, context.task.arguments["substrings"]) if passages else None
+    fates = {int(fate["row"]): fate for fate in Fates(decided).of(number)}
+    kept = context.out / f"{source}-{number:05d}.jsonl.gz"
+    dropped = context.out / f"dropped-{number:05d}.jsonl.gz"
+    sizes: dict[Path, list[int]] = {kept: [], dropped: []}
+    drops: dict[str, Counter[str]] = {}
 
-    @property
-    def label(self) -> str:
-        return str(self.folder / f"{self.source}-{self.number:05d}")
+    def records() -> Iterator[dict]:
+        """Every record, for the lineage; on the way its line goes into the file where it belongs."""
+        with (curated / "rows.jsonl").open("rb") as lines, jsonl_writer(kept) as keep, jsonl_writer(dropped) as drop:
+            for at, line in enumerate(lines):
+                context.at(at)
+                row = json.loads(line)
+                if (fate := fates.get(at)) is not None:
+                    row = dropped_row(row, drop_of(fate, canonical_url(row["url"])))
+                    line = json_line(row)
+                elif cutter is not None and not row.get("stage"):
+                    row = cutter(row)
+                    line = json_line(row)
+                if row.get("stage"):
+                    drop(line)
+                    sizes[dropped].append(len(row["text"].encode("utf-8", "surrogatepass")))
+                    drops.setdefault(row["stage"], Counter())[row["rule"]] += 1
+                    yield row
+                else:
+                    keep(line)
+                    yield row | {"part": kept.name, "row": len(sizes[kept])}
+                    sizes[kept].append(row["after_bytes"])
+
+    lineage = write_lineage(context.out / f"lineage-{number:05d}.parquet", records())
+    return {
+        "kept": _part(kept, source, sizes[kept]),
+        "dropped": _part(dropped, source, sizes[dropped]),
+        "lineage": to_dict(lineage),
+        "drops": drops,
+    }
 
 
-def write_parts(task: WriteTask, report: Report) -> tuple[CorpusPart | None, CorpusPart | None]:
-    """Write the kept and the dropped documents of one crawl file; None for a part that would be empty."""
-    curated = Curated(task.curated)
-    kept = task.folder / f"{task.source}-{task.number:05d}.jsonl.gz"
-    dropped = task.folder / f"dropped-{task.number:05d}.jsonl.gz"
-    kept_sizes, dropped_sizes = [], []
-    rows = (curated.folder / "rows.jsonl").open("rb")
-    with rows, jsonl_writer(kept) as keep, jsonl_writer(dropped) as drop:
-        for number, line in enumerate(rows):
-            stage, override = int(curated.index["stage"][number]), task.overrides.get(number)
-            if stage == KEPT and override is None:
-                keep(line)
-                kept_sizes.append(int(curated.index["text_bytes"][number]))
-            else:
-                row = _dropped(json.loads(line), stage, override)
-                drop(json_line(row))
-                dropped_sizes.append(len(row["text"].encode("utf-8", "surrogatepass")))
-            report(number)
-    return _part(kept, task.source, kept_sizes), _part(dropped, task.source, dropped_sizes)
+class _Cutter:
+    """Takes repeated passages out of the rows that stay, in order."""
+
+    def __init__(self, number: int, folders: list[Path], rules: dict):
+        self._rules = from_dict(SubstringRules, rules)
+        self._spans = RepeatedSpans(number, folders[0], folders[1:], self._rules)
+
+    def __call__(self, row: dict) -> dict:
+        spans = self._spans.of(row["text"])
+        if not spans:
+            return row
+        text = cut(row["text"], spans).strip()
+        if len(text.split()) < self._rules.words:
+            value = f"{len(text.split())} words left of {len(row['text'].split())}"
+            return dropped_row(row, Drop("substrings", "substrings.too_short", value))
+        after = text.encode("utf-8", "surrogatepass")
+        notes = row["notes"] | {"substrings_cut": len(spans)}
+        hashed = {"after": xxhash.xxh3_128_hexdigest(after), "after_bytes": len(after)}
+        return row | {"text": text, "notes": notes} | hashed
 
 
-def _dropped(row: dict, stage: int, override: Drop | None) -> dict:
-    if override is not None:
-        return dropped_row(row, override)
-    if stage == TOXICITY:  # the whole document with its drop, see curate.py
-        return dropped_row(row, Drop(row["stage"], row["rule"], row["value"]))
-    return row
-
-
-def _part(path: Path, source: str, sizes: list[int]) -> CorpusPart | None:
+def _part(path: Path, source: str, sizes: list[int]) -> dict | None:
     if not sizes:
         path.unlink()
         return None
-    return CorpusPart(
-        name=path.name, source=source, documents=len(sizes), text_bytes=sum(sizes), sha256=sha256_file(path)
+    return to_dict(
+        CorpusPart(name=path.name, source=source, documents=len(sizes), text_bytes=sum(sizes), sha256=sha256_file(path))
     )

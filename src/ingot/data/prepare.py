@@ -5,18 +5,19 @@ OUT/tokens/tokenizer.json    trained on the corpus, or the one that was given
 OUT/tokens/{train,heldout}   token folders
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from ingot.data.build import Input, Progress, build_corpus, corpus_identity, find_corpus
+from ingot.data.build import Progress, build_corpus
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
-from ingot.data.corpus import cut_files, read_documents, verify_corpus
-from ingot.data.curate import Classifier
+from ingot.data.corpus import cut_files, load_corpus, read_documents, verify_corpus
 from ingot.data.damage import raise_all
+from ingot.data.execute.run import Runner
 from ingot.data.recipe import DataRecipe
-from ingot.data.shards import SPLITS, build_shards
+from ingot.data.shards import SHARD_BYTES, SPLITS, build_shards
+from ingot.data.sources.input import Input
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
 from ingot.data.verify import verify_tokens
@@ -26,6 +27,7 @@ from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import exclusive, sha256_file
 
 _SAMPLE_DOCUMENTS = 32  # on which the fast encoder has to equal the slow one
+_TRAINING_BYTES = 1 << 30  # of text, about, that a tokenizer is trained on: merges do not change any more behind it
 _CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
 
 
@@ -54,14 +56,17 @@ def prepare(
     vocab_size: int = 32_768,
     tokenizer: Path | None = None,
     eot: str = "",
-    workers: int = 1,
+    runner: Runner | None = None,
     seed: int = 1234,
-    classifier: Classifier | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    against: Path | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
     """Make `out` ready for training. tokenizer: a tokenizer.json; a BPE of `vocab_size` is trained if None.
 
-    eot: the token that ends a document, for a tokenizer whose token for it has an unusual name.
+    eot: the token that ends a document, for a tokenizer whose token for it has an unusual name. runner: who does the
+    tasks (execute/), this process if None; the result is the same for all. shard_bytes: see build_shards.
+    against: see build_corpus.
 
     The same call again does nothing, after an interruption it goes on. Raises what build_corpus, train_bpe,
     load_encoder and build_shards raise; ConfigError when `out` holds tokens that something else made, RunBusyError when
@@ -71,19 +76,14 @@ def prepare(
     corpus, tokens = out / "corpus", out / "tokens"
     _check_tokenizer(tokenizer, eot)
     finished = all((tokens / split / MANIFEST).exists() for split in SPLITS)
-    built = finished and inputs and (corpus / CORPUS_MANIFEST).exists()
-    if built and not find_corpus(corpus, corpus_identity(inputs, recipe, classifier)):
-        raise ConfigError(
-            f"{out} holds finished tokens of another corpus (other crawl files, sources or recipe)",
-            rule="finished tokens are not overwritten: a run may be training on them",
-            fix=f"choose another --out, or remove {out} first",
-        )
     manifest = build_corpus(
         inputs,
         corpus,
         recipe,
-        workers=workers,
-        classifier=classifier,
+        runner=runner,
+        purged=out,
+        against=against,
+        replace=not finished,
         progress=lambda fraction, text: report(_CORPUS_SHARE * fraction, text),
     )
     report(_CORPUS_SHARE, "tokenizer")
@@ -96,7 +96,8 @@ def prepare(
                 tokens,
                 tokenizer=path,
                 seed=seed,
-                workers=workers,
+                shard_bytes=shard_bytes,
+                runner=runner,
                 progress=lambda fraction, text: report(_TOKENIZER_SHARE + (1 - _TOKENIZER_SHARE) * fraction, text),
             )
         finally:
@@ -135,9 +136,16 @@ def _encoder(
         path = tokens / "tokenizer.json"
     elif path is None:
         path, trained = tokens.with_name(".tokenizer.json"), True
-        train_bpe((document["text"] for _, document in read_documents(corpus)), vocab_size, path)
+        train_bpe(_training_texts(corpus), vocab_size, path)
     sample = [document["text"] for _, document in islice(read_documents(corpus, verify=False), _SAMPLE_DOCUMENTS)]
     return load_encoder(path, sample, eot=eot), path, trained
+
+
+def _training_texts(corpus: Path) -> Iterator[str]:
+    """All texts of the corpus, or of a large one those whose id is low enough: a share that any process finds again."""
+    text_bytes = sum(part.text_bytes for part in load_corpus(corpus).parts)
+    limit = min(_TRAINING_BYTES / max(text_bytes, 1), 1.0) * 2**64
+    return (row["text"] for _, row in read_documents(corpus) if int(row["id"][:16], 16) < limit)
 
 
 @dataclass(frozen=True)

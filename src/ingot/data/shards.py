@@ -1,47 +1,39 @@
 """Corpus text to token shards (layout: schema/tokens.py), shuffled, split into training and held-out documents.
 
-Two passes over tokens, never all of them in memory: documents are encoded in corpus order into one spool file per
-source, then shards are gathered from the spools in shuffled order. Split and order are pure functions of a document's
-id, so they do not depend on the number of workers, and a document stays in its split when the corpus grows (unless
-its source is so small that only the one with the lowest hash is held out).
+Parts of the corpus are tokenised one by one (tokenise.py), then every shard is merged from what the parts have in its
+range of hashes. Both are tasks: any worker does any of them, in memory that does not grow with the corpus. Split and
+order are pure functions of a document's id, so they do not depend on the number of workers, and a document stays in
+its split when the corpus grows (unless its source is so small that only the one with the lowest hash is held out).
 """
 
-import contextlib
-import hashlib
 import shutil
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import quote
 
 import numpy as np
 
-from ingot.config import to_dict
+from ingot.config import from_dict, to_dict
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
-from ingot.data.corpus import load_corpus, read_documents
+from ingot.data.corpus import load_corpus
+from ingot.data.execute.run import Inline, Runner, Status, describe, run_all
+from ingot.data.execute.task import Context, Store, Task
+from ingot.data.lineage import write_shard_lineage
+from ingot.data.tokenise import BUCKET_BITS, BUCKETS, TokenisedPart, heldout
 from ingot.data.tokenizer.encoder import Encoder
-from ingot.data.tokenizer.parallel import encode_documents
 from ingot.data.verify import block_digests
 from ingot.errors import ConfigError, DataError
-from ingot.rng import derive
+from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
-from ingot.storage import (
-    atomic_file,
-    exclusive,
-    fsync_dir,
-    require_free,
-    sha256_bytes,
-    sha256_file,
-    write_atomic,
-    write_json,
-)
+from ingot.storage import exclusive, fsync_dir, require_free, sha256_bytes, sha256_file, write_atomic, write_json
 
 Progress = Callable[[float, str], None]
 
 SPLITS = ("train", "heldout")
+SHARD_BYTES = 10**9
 _GATHER_DOCUMENTS = 1024  # copied to a shard at once
+_TOKENISE_SHARE = 0.85  # of the time, for the progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +55,18 @@ def build_shards(
     tokenizer: Path,
     seed: int = 1234,
     heldout_fraction: float = 0.02,
-    shard_bytes: int = 10**9,
+    shard_bytes: int = SHARD_BYTES,
     block_bytes: int = 1 << 20,
     dtype: str = "auto",
-    workers: int = 1,
+    runner: Runner | None = None,
     progress: Progress | None = None,
 ) -> tuple[TokenManifest, TokenManifest]:
     """Write out/train, out/heldout and out/tokenizer.json; returns both manifests (train, heldout).
 
     A document is held out by its id alone; every source gives at least one. dtype: "auto" takes uint16 up to 65,536
-    tokens, else uint32. Finished folders made from the same corpus, tokenizer and options are kept as they are.
+    tokens, else uint32. shard_bytes: most that a shard holds, unless one document is larger (or, of sources above
+    65,536 shards' worth, one hash bucket is). Finished folders made from the same corpus, tokenizer and options are
+    kept as they are; what an interrupted call had done is used by the next.
     Raises ConfigError, DataError when a source has fewer than two documents, ResourceError when the disk is too small.
     """
     options = _Options(
@@ -84,7 +78,8 @@ def build_shards(
     )
     _check(options)
     report = progress or (lambda fraction, text: None)
-    text_bytes = sum(part.text_bytes for part in load_corpus(corpus).parts)
+    manifest = load_corpus(corpus)
+    text_bytes = sum(part.text_bytes for part in manifest.parts)
     origin = {
         "corpus_sha256": sha256_file(corpus / CORPUS_MANIFEST),
         "vocab_size": encoder.vocab_size,
@@ -95,16 +90,21 @@ def build_shards(
         return existing
     if sha256_file(tokenizer) != encoder.sha256:
         raise DataError(f"{tokenizer} is not the tokenizer that was loaded", fix="load it again, then build")
-    # Spool and shards stand side by side for a while. English takes a token per 4 bytes, so per 2 bytes is ample.
+    if not manifest.parts:
+        raise DataError(f"{corpus} holds no documents", fix="look at what was dropped: ingot data inspect")
+    # Tokenised parts and shards stand side by side for a while. English takes a token per 4 bytes, so 2 are ample.
     require_free(out, text_bytes * np.dtype(options.dtype).itemsize, "tokenising the corpus")
     out.mkdir(parents=True, exist_ok=True)
-    with _building(out) as work:
+    work = out / ".building"
+    with exclusive(out, f"building tokens in {out}"):
         write_atomic(out / "tokenizer.json", tokenizer.read_bytes())
-        spools = _spool(corpus, encoder, work, options, workers, text_bytes, report)
-        train, heldout = (_write_split(spools, split, work / split, origin, options) for split in SPLITS)
+        store, runner = Store(work / "store"), runner or Inline()
+        train, heldout = _build(manifest, corpus, encoder, out, store, runner, origin, options, report)
         for split in SPLITS:
             shutil.rmtree(out / split, ignore_errors=True)  # without a manifest: never finished
             (work / split).rename(out / split)
+        shutil.rmtree(work)
+        fsync_dir(out)
     report(1.0, "token shards written")
     return train, heldout
 
@@ -149,127 +149,193 @@ def _finished(out: Path, origin: dict, options: _Options) -> tuple[TokenManifest
     return (found[0], found[1]) if len(found) == len(SPLITS) else None
 
 
-@contextlib.contextmanager
-def _building(out: Path) -> Iterator[Path]:
-    """A work folder inside `out`, gone afterwards whatever happens. Raises RunBusyError when another build has it."""
-    folder = out / ".building"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusive(out, f"building tokens in {out}"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed: its lock died with it
-        folder.mkdir()
-        yield folder
-        fsync_dir(out)
+def _build(
+    manifest: CorpusManifest,
+    corpus: Path,
+    encoder: Encoder,
+    out: Path,
+    store: Store,
+    runner: Runner,
+    origin: dict,
+    options: _Options,
+    report: Progress,
+) -> tuple[TokenManifest, TokenManifest]:
+    """Both token folders beside the store, their manifests last."""
+    by_source: dict[str, list[Task]] = {}
+    for part in sorted(manifest.parts, key=lambda part: (part.source, part.name)):
+        arguments = {
+            "part": {"name": part.name, "sha256": part.sha256},
+            "tokenizer": encoder.sha256,
+            "eot": encoder.eot,
+            "notice": encoder.notice,
+            "dtype": options.dtype,
+            "seed": options.seed,
+            "heldout_fraction": options.heldout_fraction,
+        }
+        places = {"part": str(corpus / part.name), "tokenizer": str(out / "tokenizer.json")}
+        task = Task(function="ingot.data.tokenise:tokenise", arguments=arguments, places=places, label=part.name)
+        by_source.setdefault(part.source, []).append(task)
+    tasks = [task for tasks in by_source.values() for task in tasks]
+
+    def watch(share: float, doing: str) -> Callable[[Status], None]:
+        first = 0.0 if doing == "encoding" else _TOKENISE_SHARE
+        return lambda status: report(first + share * status.done / max(status.total, 1), f"{doing}: {describe(status)}")
+
+    run_all(tasks, store, runner, watch(_TOKENISE_SHARE, "encoding"))
+    splits: dict[str, list[Task]] = {split: [] for split in SPLITS}
+    for source, parts in by_source.items():
+        for split in SPLITS:
+            splits[split] += _shard_tasks(source, split, parts, store, options)
+    run_all(
+        [task for split in SPLITS for task in splits[split]], store, runner, watch(0.99 - _TOKENISE_SHARE, "shards")
+    )
+    train, heldout = (
+        _assemble(splits[split], split, store, store.root.parent / split, origin, options) for split in SPLITS
+    )
+    return train, heldout
 
 
-@dataclass
-class _Spool:
-    """All documents of one source as they came: tokens with EOT in `path`; length, bytes and id in memory."""
-
-    source: str
-    path: Path
-    file: BinaryIO
-    tokens: array = field(default_factory=lambda: array("I"))
-    text_bytes: array = field(default_factory=lambda: array("Q"))
-    ids: bytearray = field(default_factory=bytearray)
-
-
-def _spool(
-    corpus: Path, encoder: Encoder, work: Path, options: _Options, workers: int, text_bytes: int, report: Progress
-) -> list[_Spool]:
-    """Encode every document of the corpus, in order, into one spool file per source (sorted by source)."""
-    dtype = np.dtype(options.dtype).newbyteorder("<")
-    spools: dict[str, _Spool] = {}
-    eot = np.array([encoder.eot_id], dtype).tobytes()
-    done = 0
-    with contextlib.ExitStack() as files:
-        for source, identity, ids, size in encode_documents(read_documents(corpus), encoder, workers):
-            if source not in spools:
-                path = work / f"{quote(source, safe='')}.spool"
-                spools[source] = _Spool(source, path, files.enter_context(path.open("wb")))
-            spool = spools[source]
-            spool.file.write(ids.astype(dtype).tobytes() + eot)
-            spool.tokens.append(len(ids) + 1)
-            spool.text_bytes.append(size)
-            spool.ids += bytes.fromhex(identity)
-            done += size
-            report(0.9 * done / max(text_bytes, 1), f"encoding {source}")
-    if not spools:
-        raise DataError(f"{corpus} holds no documents", fix="look at what was dropped: ingot data inspect")
-    return [spools[source] for source in sorted(spools)]
-
-
-def _hashes(ids: np.ndarray, purpose: str) -> np.ndarray:
-    """A uint64 per document id ([n, 16] uint8), uniform and independent for every purpose."""
-    key = purpose.encode()
-    digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8, key=key).digest() for row in ids)
-    return np.frombuffer(digests, "<u8")
-
-
-def _chosen(spool: _Spool, split: str, options: _Options) -> np.ndarray:
-    """Numbers of the source's documents in `split`, in shuffled order.
-
-    Held out are the ids whose hash lies in the lowest `heldout_fraction`, and always the lowest one.
-    """
-    ids = np.frombuffer(bytes(spool.ids), np.uint8).reshape(-1, 16)
-    if len(ids) < 2:
+def _shard_tasks(source: str, split: str, parts: Sequence[Task], store: Store, options: _Options) -> list[Task]:
+    """One task per shard of `source` in `split`: its range of hash buckets."""
+    results = [store.result(part) for part in parts]
+    documents = sum(result["documents"] for result in results)
+    if documents < 2:
         raise DataError(
-            f"source {spool.source!r} has only {len(ids)} document",
+            f"source {source!r} has only {documents} document",
             rule="every source gives at least one document to training and one to the held-out split",
             fix="give more files for it, relax the rules that dropped the rest (ingot data inspect), or leave it out",
         )
-    place = _hashes(ids, "heldout")
-    heldout = place < np.uint64(min(int(options.heldout_fraction * 2**64), 2**64 - 1))
-    heldout[np.argmin(place)] = True
-    if heldout.all():
-        heldout[np.argmax(place)] = False
-    numbers = np.flatnonzero(heldout if split == "heldout" else ~heldout)
-    order = _hashes(ids[numbers], f"shuffle {derive(options.seed, 'shuffle', split)}")
-    return numbers[np.argsort(order, kind="stable")]
+    tokens = np.zeros((2, BUCKETS), np.uint64)
+    for part in parts:
+        tokens += np.load(store.folder(part.key) / "histogram.npy")
+    # A source in which no hash is low enough holds out its lowest; one in which all are trains on its highest.
+    moved = ""
+    if not tokens[1].any():
+        moved = min(tuple(result["lowest"][0]) for result in results if result["lowest"])[1]
+    elif not tokens[0].any():
+        moved = max(tuple(result["highest"][0]) for result in results if result["highest"])[1]
+    number = SPLITS.index(split)
+    itemsize = np.dtype(options.dtype).itemsize
+    tasks = []
+    for low, high in _ranges(tokens[number], options.shard_bytes // itemsize) or [(0, BUCKETS)]:
+        name = f"{quote(source, safe='')}-{len(tasks):05d}"
+        arguments = {
+            "name": name,
+            "source": source,
+            "heldout": bool(number),
+            "moved": moved,
+            "buckets": [low, high],
+            "dtype": options.dtype,
+            "block_bytes": options.block_bytes,
+            "heldout_fraction": options.heldout_fraction,
+        }
+        inputs = tuple(part.key for part in parts)
+        tasks.append(
+            Task(function="ingot.data.shards:write_shard", arguments=arguments, inputs=inputs, label=f"{split}/{name}")
+        )
+    return tasks
 
 
-def _write_split(spools: list[_Spool], split: str, folder: Path, origin: dict, options: _Options) -> TokenManifest:
-    """Write the token folder of one split; its manifest comes last."""
+def _ranges(sizes: np.ndarray, limit: int) -> list[tuple[int, int]]:
+    """Ranges of buckets with at most `limit` tokens each, filled from the left; a bucket above it stands alone."""
+    ranges: list[tuple[int, int]] = []
+    low, held = 0, 0
+    for bucket in np.flatnonzero(sizes).tolist():
+        size = int(sizes[bucket])
+        if held and held + size > limit:
+            ranges.append((low, bucket))
+            low, held = bucket, 0
+        held += size
+    return [*ranges, (low, BUCKETS)] if held else ranges
+
+
+def write_shard(context: Context) -> dict | None:
+    """Task: the shard of a range of hash buckets, from all tokenised parts of a source. Returns it as schema Shard."""
+    arguments = context.task.arguments
+    dtype = np.dtype(arguments["dtype"]).newbyteorder("<")
+    parts = [TokenisedPart(folder, dtype) for folder in context.folders]
+    which, rows = _chosen(parts, arguments)
+    if not len(rows):
+        return None
+    path = context.out / f"{arguments['name']}.tokens"
+    lengths = np.zeros(len(rows), np.int64)
+    sizes = np.zeros(len(rows), np.int64)
+    index = np.zeros(len(rows), DOCUMENT_DTYPE)
+    for number, part in enumerate(parts):
+        mine = which == number
+        entries = part.index[rows[mine]]
+        lengths[mine], sizes[mine], index["id"][mine] = entries["tokens"], entries["text_bytes"], entries["id"]
+    with path.open("wb") as file:
+        pairs = list(zip(which.tolist(), rows.tolist(), strict=True))
+        for at in range(0, len(pairs), _GATHER_DOCUMENTS):
+            context.at(-1)
+            file.write(np.concatenate([_tokens(parts[p], r) for p, r in pairs[at : at + _GATHER_DOCUMENTS]]).tobytes())
+    index["tokens"] = lengths
+    index["start"] = np.cumsum(lengths) - lengths
+    blocks = block_digests(path, arguments["block_bytes"])
+    path.with_suffix(".documents").write_bytes(index.tobytes())
+    path.with_suffix(".blocks").write_bytes(blocks)
+    lineage = write_shard_lineage(path.with_suffix(".lineage.parquet"), _lineage(parts, pairs, index))
+    shard = Shard(
+        name=arguments["name"],
+        source=arguments["source"],
+        tokens=int(lengths.sum()),
+        documents=len(rows),
+        text_bytes=int(sizes.sum()),
+        blocks_sha256=sha256_bytes(blocks),
+        documents_sha256=sha256_bytes(index.tobytes()),
+        lineage_sha256=lineage,
+    )
+    return to_dict(shard)
+
+
+def _chosen(parts: Sequence[TokenisedPart], arguments: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(number of the part, row in it) of the shard's documents, in their order."""
+    low, high = arguments["buckets"]
+    moved = bytes.fromhex(arguments["moved"])
+    orders, which, rows = [], [], []
+    for number, part in enumerate(parts):
+        order = part.index["order"]
+        shift = 64 - BUCKET_BITS
+        first = int(np.searchsorted(order, np.uint64(low << shift)))
+        last = int(np.searchsorted(order, np.uint64(high << shift))) if high < BUCKETS else len(order)
+        entries = part.index[first:last]
+        out = heldout(entries["place"], arguments["heldout_fraction"])
+        if moved:
+            out ^= entries["id"] == np.void(moved)
+        mine = np.flatnonzero(out == arguments["heldout"])
+        orders.append(entries["order"][mine])
+        which.append(np.full(len(mine), number))
+        rows.append(first + mine)
+    order = np.argsort(np.concatenate(orders), kind="stable")
+    return np.concatenate(which)[order], np.concatenate(rows)[order]
+
+
+def _tokens(part: TokenisedPart, row: int) -> np.ndarray:
+    entry = part.index[row]
+    start = int(entry["start"])
+    return part.tokens[start : start + int(entry["tokens"])]
+
+
+def _lineage(parts: Sequence[TokenisedPart], pairs: list[tuple[int, int]], index: np.ndarray) -> Iterator[dict]:
+    for (part, row), start, tokens in zip(pairs, index["start"].tolist(), index["tokens"].tolist(), strict=True):
+        yield {"start": start, "tokens": tokens} | parts[part].origin(row)
+
+
+def _assemble(
+    tasks: Sequence[Task], split: str, store: Store, folder: Path, origin: dict, options: _Options
+) -> TokenManifest:
+    """The token folder of one split out of finished shards; its manifest comes last."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    shards = tuple(shard for spool in spools for shard in _write_source(spool, split, folder, options))
-    manifest = TokenManifest(**origin, **vars(options), split=split, shards=shards)
+    shards = []
+    for task in tasks:
+        result = store.result(task)
+        if result is None:
+            continue
+        shards.append(from_dict(Shard, result))
+        for path in store.folder(task.key).glob(f"{task.arguments['name']}.*"):
+            (folder / path.name).hardlink_to(path)
+    manifest = TokenManifest(**origin, **vars(options), split=split, shards=tuple(shards))
     write_json(folder / MANIFEST, to_dict(manifest))
     return manifest
-
-
-def _write_source(spool: _Spool, split: str, folder: Path, options: _Options) -> Iterator[Shard]:
-    """Write the shards of one source and split. A document never spans shards, so a giant one makes a giant shard."""
-    dtype = np.dtype(options.dtype).newbyteorder("<")
-    lengths, sizes = np.array(spool.tokens, np.int64), np.array(spool.text_bytes, np.int64)
-    starts = np.cumsum(lengths) - lengths
-    chosen = _chosen(spool, split, options)
-    stream = np.memmap(spool.path, dtype, "r")
-    limit = options.shard_bytes // dtype.itemsize
-    ends = np.cumsum(lengths[chosen])
-    first = number = 0
-    while first < len(chosen):
-        before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + limit, side="right")), first + 1)
-        rows = chosen[first:last]
-        name = f"{quote(spool.source, safe='')}-{number:05d}"
-        with atomic_file(folder / f"{name}.tokens") as file:
-            for at in range(0, len(rows), _GATHER_DOCUMENTS):
-                batch = rows[at : at + _GATHER_DOCUMENTS]
-                file.write(np.concatenate([stream[starts[r] : starts[r] + lengths[r]] for r in batch]).tobytes())
-        index = np.zeros(len(rows), DOCUMENT_DTYPE)
-        index["tokens"] = lengths[rows]
-        index["start"] = np.cumsum(lengths[rows]) - lengths[rows]
-        index["id"] = np.frombuffer(bytes(spool.ids), "V16")[rows]
-        blocks = block_digests(folder / f"{name}.tokens", options.block_bytes)
-        write_atomic(folder / f"{name}.documents", index.tobytes())
-        write_atomic(folder / f"{name}.blocks", blocks)
-        yield Shard(
-            name=name,
-            source=spool.source,
-            tokens=int(lengths[rows].sum()),
-            documents=len(rows),
-            text_bytes=int(sizes[rows].sum()),
-            blocks_sha256=sha256_bytes(blocks),
-            documents_sha256=sha256_bytes(index.tobytes()),
-        )
-        first, number = last, number + 1

@@ -55,7 +55,7 @@ def verify_tokens(folder: Path, progress: Callable[[float, str], None] | None = 
 
 
 def _shard_damage(folder: Path, shard: Shard, manifest: TokenManifest) -> Iterator[DataError]:
-    """All that is wrong with the three files of a shard; what one of them hides is not guessed."""
+    """All that is wrong with the files of a shard; what one of them hides is not guessed."""
     index = digests = None
     try:
         index = _index(folder, shard)
@@ -65,6 +65,11 @@ def _shard_damage(folder: Path, shard: Shard, manifest: TokenManifest) -> Iterat
         digests = _read(folder, f"{shard.name}.blocks", shard.blocks_sha256)
     except DataError as error:
         yield error
+    if shard.lineage_sha256:
+        try:
+            _read(folder, f"{shard.name}.lineage.parquet", shard.lineage_sha256)
+        except DataError as error:
+            yield error
     yield from _block_damage(folder, shard, manifest, index, digests)
 
 

@@ -14,9 +14,10 @@ from typing import Protocol
 
 from ingot import config as configuration
 from ingot.config import to_toml
-from ingot.data.build import Input
+from ingot.data.execute.local import Local
 from ingot.data.funnel import funnel_table
 from ingot.data.prepare import Prepared, prepare
+from ingot.data.sources.input import Input
 from ingot.errors import Preempted, RunFailed, require
 from ingot.events import EventLog, read_events
 from ingot.launch.train import train
@@ -155,7 +156,7 @@ class Story:
     def crawl(self) -> list[Input]:
         """The crawl files, and the source that each one's text counts for: the user's own, or files made here."""
         if self.warcs:
-            return [Input(path) for path in self.warcs]
+            return [Input(location=str(path)) for path in self.warcs]
         with self.chapter("crawl") as lines:
             complete = self.places.crawl / "complete"
             if not complete.exists():
@@ -174,17 +175,18 @@ class Story:
                 f"{complete.read_text()} of this machine's documentation, fetched over HTTP into {len(files)} WARC "
                 f"files, {format_bytes(size)}"
             )
-        return [Input(file, source_of(file)) for file in files]
+        return [Input(location=str(file), source=source_of(file)) for file in files]
 
     def data(self, inputs: list[Input]) -> Prepared:
         with self.chapter("data") as lines:
-            prepared = prepare(
-                inputs,
-                self.places.data,
-                vocab_size=VOCAB_SIZE,
-                workers=self.workers,
-                progress=self.narrator.progress,
-            )
+            with Local(self.workers) as runner:
+                prepared = prepare(
+                    inputs,
+                    self.places.data,
+                    vocab_size=VOCAB_SIZE,
+                    runner=runner,
+                    progress=self.narrator.progress,
+                )
             kept = sum(part.documents for part in prepared.corpus.parts)
             lines.append(
                 f"{prepared.corpus.funnel[0].documents_in:,} records -> {kept:,} documents -> "

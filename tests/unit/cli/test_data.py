@@ -63,7 +63,7 @@ def test_files_of_several_sources(crawl_files, tmp_path, capsys):
     assert main([*build[:6], str(tmp_path / "e"), *build[7:], *crawl_files]) == 0
     assert json.loads(capsys.readouterr().out)["corpus"]["sources"] == {"law.warc.gz": "law", "crawl.warc.gz": "web"}
     assert main([*build, "--source", "news"]) == 2
-    assert "--source news names no files" in capsys.readouterr().err
+    assert "--source news names no inputs" in capsys.readouterr().err
 
 
 def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
@@ -86,21 +86,22 @@ def test_inspect_hints_a_setting_that_can_be_given_as_it_stands(crawl_files, bui
 
 
 def test_what_is_no_crawl_file_and_no_recipe_is_told_apart(crawl_files, tmp_path, capsys):
+    (tmp_path / "bare").mkdir()
     (tmp_path / "empty.warc.gz").touch()
     build = ["data", "build", "--out", str(tmp_path / "d")]
-    for arguments, message in (
-        ([str(tmp_path)], f"{tmp_path} is a folder"),
-        ([str(tmp_path / "empty.warc.gz")], "empty.warc.gz is empty"),
-        ([*crawl_files, "--recipe", "nope.toml"], "no data recipe at nope.toml"),
+    for arguments, code, message in (
+        ([str(tmp_path / "bare")], 3, "bare is a folder without crawl files"),
+        ([str(tmp_path / "empty.warc.gz")], 20, "empty.warc.gz is empty"),
+        ([*crawl_files, "--recipe", "nope.toml"], 3, "no data recipe at nope.toml"),
     ):
-        assert main([*build, *arguments]) == 3
+        assert main([*build, *arguments]) == code
         assert message in capsys.readouterr().err
 
 
 def test_inspect_says_that_no_page_matches(built, capsys):
     assert main(["data", "inspect", built, "--url", "nosuch"]) == 0
     text = capsys.readouterr().out
-    assert "no page kept has 'nosuch' in its URL" in text
+    assert "no page kept fits url nosuch" in text
     assert "records" not in text and "0 of 0" not in text
 
 

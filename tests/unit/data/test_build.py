@@ -9,16 +9,19 @@ from dataclasses import replace
 import pytest
 
 from ingot.data import build
-from ingot.data.build import Input, build_corpus
+from ingot.data.build import build_corpus
 from ingot.data.corpus import load_corpus, read_documents, read_dropped, verify_corpus
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingles
-from ingot.data.recipe import DataRecipe, LanguageRules, load_recipe
+from ingot.data.execute.local import Local
+from ingot.data.language import LanguageRules
+from ingot.data.recipe import DataRecipe, load_recipe
+from ingot.data.sources.input import Input
 from ingot.errors import ConfigError, DataError, ResourceError, RunBusyError
 from ingot.schema.document import document_id
 
 
 def inputs_of(crawl):
-    return [Input(path, "web") for path in crawl]
+    return [Input(location=str(path)) for path in crawl]
 
 
 def fates(out):
@@ -62,7 +65,8 @@ def test_every_page_meets_its_fate(crawl, tmp_path):
 
 
 def test_lineage_of_a_kept_document(crawl, tmp_path):
-    build_corpus([Input(crawl[0], "guide"), Input(crawl[1], "web")], tmp_path / "corpus")
+    inputs = [Input(location=str(crawl[0]), source="guide"), Input(location=str(crawl[1]))]
+    build_corpus(inputs, tmp_path / "corpus")
     for source, row in read_documents(tmp_path / "corpus"):
         assert row["id"] == document_id(row["file"], row["record_id"], row["url"])
         assert source == row["source"] == ("guide" if row["file"] == "crawl-0.warc.gz" else "web")
@@ -70,15 +74,16 @@ def test_lineage_of_a_kept_document(crawl, tmp_path):
 
 
 def test_the_corpus_does_not_depend_on_workers_or_order(crawl, tmp_path):
-    build_corpus(inputs_of(crawl), tmp_path / "one", workers=1)
-    build_corpus(inputs_of(crawl)[::-1], tmp_path / "two", workers=2)
+    build_corpus(inputs_of(crawl), tmp_path / "one")
+    with Local(2) as runner:
+        build_corpus(inputs_of(crawl)[::-1], tmp_path / "two", runner=runner)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
 def test_building_again_does_nothing(crawl, tmp_path, monkeypatch):
     out = tmp_path / "corpus"
     first = build_corpus(inputs_of(crawl), out)
-    monkeypatch.setattr(build, "run_tasks", None)  # would fail if anything ran
+    monkeypatch.setattr(build, "_Build", None)  # would fail if anything was built
     assert build_corpus(inputs_of(crawl), out) == first == load_corpus(out)
 
 
@@ -94,42 +99,36 @@ def test_switched_off_stages_stay_in_the_funnel(crawl, tmp_path):
     recipe = load_recipe(None, [f"{part}.enabled=false" for part in ("language", "dedup", "toxicity", "pii")])
     manifest = build_corpus(inputs_of(crawl), tmp_path / "corpus", recipe)
     off = [stage.name for stage in manifest.funnel if stage.ran == "switched off"]
-    assert off == ["language", "pii", "near_duplicates", "toxicity"]
+    always_off = {"purged", "classifier", "contaminated", "substrings", "blocklist"}
+    assert set(off) - always_off == {"language", "toxicity", "pii", "duplicates", "near_duplicates"}
     found = fates(tmp_path / "corpus")
     assert found["http://b.example/mirror"] == found["http://b.example/spam"] == "kept"
 
 
-def score(text):
-    return 1.0 if "kalo" in text else 0.0
-
-
-def test_a_classifier_is_named_and_used(crawl, tmp_path):
-    manifest = build_corpus(inputs_of(crawl), tmp_path / "corpus", classifier=score, workers=2)
-    assert "score" in manifest.funnel[-1].ran
-    assert manifest.config_sha256 != build_corpus(inputs_of(crawl), tmp_path / "plain").config_sha256
-
-
 def test_interrupted_builds_continue(crawl, tmp_path, monkeypatch):
     out, curated = tmp_path / "corpus", []
-    real = build.run_tasks
+    real = build.run_all
 
-    def stop_after_first(function, tasks, **options):
-        real(function, tasks[:1], **options)
-        raise KeyboardInterrupt
+    def stop_after_first(tasks, *rest):
+        if tasks[0].function.endswith(":curate"):
+            real(tasks[:1], *rest)
+            raise KeyboardInterrupt
+        return real(tasks, *rest)
 
-    monkeypatch.setattr(build, "run_tasks", stop_after_first)
+    monkeypatch.setattr(build, "run_all", stop_after_first)
     with pytest.raises(KeyboardInterrupt):
         build_corpus(inputs_of(crawl), out)
     assert not out.exists()
 
-    def count(function, tasks, **options):
-        curated.append(len(tasks))
-        return real(function, tasks, **options)
+    def count(tasks, store, *rest):
+        if tasks[0].function.endswith(":curate"):
+            curated.append(sum(not store.finished(task) for task in tasks))
+        return real(tasks, store, *rest)
 
-    monkeypatch.setattr(build, "run_tasks", count)
+    monkeypatch.setattr(build, "run_all", count)
     build_corpus(inputs_of(crawl), out)
-    assert curated[0] == 1  # the other file was there
-    monkeypatch.setattr(build, "run_tasks", real)
+    assert curated == [1]  # the other file was there
+    monkeypatch.setattr(build, "run_all", real)
     build_corpus(inputs_of(crawl), tmp_path / "fresh")
     assert tree(out) == tree(tmp_path / "fresh")
 
@@ -169,8 +168,8 @@ def test_everything_filtered_out_says_by_what(crawl, tmp_path):
 def test_garbage_is_named_and_other_files_are_kept(crawl, tmp_path):
     garbage = tmp_path / "garbage.warc.gz"
     garbage.write_bytes(b"this is no crawl file at all\n" * 50)
-    with pytest.raises(DataError, match=r"garbage\.warc\.gz"):
-        build_corpus([*inputs_of(crawl), Input(garbage)], tmp_path / "corpus", workers=2)
+    with pytest.raises(DataError, match=r"garbage\.warc\.gz"), Local(2) as runner:
+        build_corpus([*inputs_of(crawl), Input(location=str(garbage))], tmp_path / "corpus", runner=runner)
     assert not (tmp_path / "corpus").exists()
 
 
@@ -178,10 +177,10 @@ def test_garbage_is_named_and_other_files_are_kept(crawl, tmp_path):
     ("change", "message"),
     [
         (lambda inputs: [], "no crawl files"),
-        (lambda inputs: [*inputs, Input(inputs[0].path.with_name("absent.warc"))], "no crawl file at"),
+        (lambda inputs: [*inputs, Input(location="absent.warc")], "no crawl file at"),
         (lambda inputs: [*inputs, inputs[0]], "2 inputs are called"),
-        (lambda inputs: [Input(inputs[0].path, "../x")], "cannot name a source"),
-        (lambda inputs: [Input(inputs[0].path, "dropped")], "cannot name a source"),
+        (lambda inputs: [replace(inputs[0], source="../x")], "cannot name a source"),
+        (lambda inputs: [replace(inputs[0], source="dropped")], "cannot name a source"),
     ],
 )
 def test_bad_inputs(crawl, tmp_path, change, message):
@@ -215,7 +214,8 @@ def test_planted_records_meet_their_fate(test_data, tmp_path):
     """Every kind of truth_warc.jsonl, on the four shared crawl files."""
     out = tmp_path / "corpus"
     crawl = sorted((test_data / "warc").glob("shared-0000?.warc.gz"))
-    manifest = build_corpus(inputs_of(crawl), out, workers=2)
+    with Local(2) as runner:
+        manifest = build_corpus(inputs_of(crawl), out, runner=runner)
     kept = {row["record_id"]: row for _, row in read_documents(out)}
     dropped = {row["id"]: row["rule"] for row in read_dropped(out)}
     assert manifest.funnel[0].documents_in == len(kept) + len(dropped) == 1089

@@ -5,16 +5,17 @@ import json
 
 import pytest
 
-from ingot.data.build import Input, build_corpus
+from ingot.data.build import build_corpus
 from ingot.data.corpus import read_jsonl
 from ingot.data.inspect import Limit, _spread, inspect
 from ingot.data.lineage import write_lineage
+from ingot.data.sources.input import Input
 from ingot.errors import DataError, UsageError
 
 
 @pytest.fixture
 def built(crawl, tmp_path):
-    build_corpus([Input(path) for path in crawl], tmp_path / "out" / "corpus")
+    build_corpus([Input(location=str(path)) for path in crawl], tmp_path / "out" / "corpus")
     return tmp_path / "out"
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from ingot.config import to_toml
 from ingot.data.filters.gopher import Gopher
-from ingot.data.recipe import DataRecipe, load_recipe, preset_of, setting_of
+from ingot.data.recipe import DataRecipe, load_recipe, setting_of, value_of
 from ingot.errors import ConfigError
 
 
@@ -68,6 +68,6 @@ def test_setting_of_a_rule(rule, setting):
     "setting", ["quality.gopher.word_count", "language.keep", "dedup.enabled", "dedup.jaccard", "quality.gopher"]
 )
 def test_the_value_of_the_preset_can_be_set(setting):
-    value = preset_of(setting)
+    value = value_of(setting)
     assert bool(value) == (setting != "quality.gopher")
     assert load_recipe(None, [f"{setting}={value}"] if value else []) == DataRecipe()

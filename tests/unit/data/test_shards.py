@@ -4,16 +4,15 @@ import fcntl
 import gzip
 import json
 import os
-import signal
-import time
 
 import numpy as np
 import pytest
 
 from ingot.config import to_dict
 from ingot.data import shards as module
+from ingot.data import tokenise
+from ingot.data.execute.local import Local
 from ingot.data.shards import build_shards
-from ingot.data.tokenizer import parallel
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import load_encoder
 from ingot.data.verify import verify_tokens
@@ -120,10 +119,11 @@ def test_documents_are_shuffled(corpus, build, encoder, tmp_path):
 
 
 def test_the_result_does_not_depend_on_the_number_of_workers(corpus, build, tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "_BATCH_CHARACTERS", 2000)  # several batches
+    monkeypatch.setattr(tokenise, "_BATCH_CHARACTERS", 2000)  # several batches
     folder, _ = corpus
-    build(folder, out="one", workers=1)
-    build(folder, out="two", workers=2)
+    build(folder, out="one")
+    with Local(2) as runner:
+        build(folder, out="two", runner=runner)
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
 
 
@@ -159,7 +159,8 @@ def test_what_was_never_finished_is_built_again(corpus, build, tmp_path):
     whole = bytes_of(tmp_path / "tokens")
     (tmp_path / "tokens/heldout/manifest.json").unlink()
     (tmp_path / "tokens/.building").mkdir()
-    (tmp_path / "tokens/.building/web.spool").write_bytes(b"half")
+    (tmp_path / "tokens/.building/train").mkdir()
+    (tmp_path / "tokens/.building/train/web-00000.tokens").write_bytes(b"half")
     build(folder)
     assert bytes_of(tmp_path / "tokens") == whole
     (tmp_path / "tokens/heldout/manifest.json").unlink()
@@ -177,7 +178,7 @@ def test_every_source_needs_two_documents(build, tmp_path, documents, fine):
         return
     with pytest.raises(DataError, match="has only 1 document"):
         build(folder)
-    assert [p.name for p in (tmp_path / "tokens").iterdir()] == ["tokenizer.json"]
+    assert sorted(p.name for p in (tmp_path / "tokens").iterdir()) == [".building", "tokenizer.json"]
 
 
 def test_an_empty_corpus_is_an_error(build, tmp_path):
@@ -196,7 +197,7 @@ def test_a_damaged_corpus_leaves_nothing_half_written(corpus, build, tmp_path):
     part.write_bytes(part.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"part-1\.jsonl\.gz"):
         build(folder)
-    assert [p.name for p in (tmp_path / "tokens").iterdir()] == ["tokenizer.json"]
+    assert sorted(p.name for p in (tmp_path / "tokens").iterdir()) == [".building", "tokenizer.json"]
 
 
 def test_dtype_follows_the_vocabulary(corpus, build, encoder, tmp_path, monkeypatch):
@@ -238,24 +239,6 @@ def test_two_builds_at_once_in_one_folder_are_refused(corpus, build, tmp_path):
             build(corpus[0])
     finally:
         os.close(lock)
-
-
-def test_a_killed_worker_ends_the_build_with_an_error(corpus, build, tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "_BATCH_CHARACTERS", 500)
-    parents = []
-
-    def kill_a_worker(fraction, text):
-        import multiprocessing
-
-        for child in multiprocessing.active_children()[:1] if not parents else ():
-            parents.append(child.pid)
-            os.kill(child.pid, signal.SIGKILL)
-            time.sleep(0.2)
-
-    with pytest.raises(DataError, match="a tokenizer process died"):
-        build(corpus[0], workers=2, progress=kill_a_worker)
-    assert parents
-    assert not (tmp_path / "tokens/train").exists()
 
 
 def test_progress_goes_up_to_one(corpus, build):

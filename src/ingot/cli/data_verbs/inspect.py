@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
     from ingot.data.funnel import funnel_table
     from ingot.data.inspect import inspect
-    from ingot.data.recipe import preset_of
+    from ingot.data.recipe import value_of
 
     what = f"dropped by {args.dropped_by}" if args.dropped_by else "kept"
     filters = {"url": args.url, "domain": args.domain, "language": args.language, "edited": args.edited}
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         }
     )
     if found.setting:
-        value = preset_of(found.setting)
+        value = value_of(found.setting)
         setting = f"{found.setting}={value}" if value else f"{found.setting}.enabled=false"
         note = "put your value for the preset's; to another --out" if value else "to another --out"
         terminal.next(f"ingot data build ... --set '{setting}'   ({note})")

@@ -303,7 +303,7 @@ def _nothing(word: str, found: str) -> ConfigError:
 
 
 def _check_settings(format: str, rules: RemoteRules) -> None:
-    problems = rules.problems()
+    problems = [f"{name} {text}" for name, text in rules.problems()]
     if format not in (*FORMATS, "auto"):
         problems.append(f"format is {format!r}, must be auto or one of {', '.join(FORMATS)}")
     if problems:

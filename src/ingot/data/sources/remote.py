@@ -35,25 +35,15 @@ class RemoteRules:
     s3_endpoint: str = ""
     s3_anonymous: bool = False
 
-    def problems(self) -> list[str]:
-        problems = [
-            f"{name} is {value}, must be at least {least}"
-            for name, value, least in (
-                ("attempts", self.attempts, 1),
-                ("backoff_seconds", self.backoff_seconds, 0),
-                ("timeout_seconds", self.timeout_seconds, 1),
-                ("connections", self.connections, 1),
-                ("delay_seconds", self.delay_seconds, 0),
-                ("redirects", self.redirects, 0),
-                ("max_bytes", self.max_bytes, 1),
-            )
-            if value < least
-        ]
+    def problems(self) -> Iterator[tuple[str, str]]:
+        leasts = {"attempts": 1, "backoff_seconds": 0, "timeout_seconds": 1, "connections": 1, "delay_seconds": 0}
+        for name, least in (leasts | {"redirects": 0, "max_bytes": 1}).items():
+            if getattr(self, name) < least:
+                yield name, f"is {getattr(self, name)}, must be at least {least}"
         if not self.user_agent.isprintable() or not self.user_agent.isascii() or not self.user_agent:
-            problems.append(f"user_agent is {self.user_agent!r}, must be printable ASCII")
+            yield "user_agent", f"is {self.user_agent!r}, must be printable ASCII"
         if not self.common_crawl.startswith(("https://", "s3://")) and _host(self.common_crawl) not in self.allow_hosts:
-            problems.append(f"common_crawl is {self.common_crawl!r}, must begin with https:// or s3://")
-        return problems
+            yield "common_crawl", f"is {self.common_crawl!r}, must begin with https:// or s3://"
 
 
 def _host(url: str) -> str:

@@ -113,7 +113,7 @@ class Encoder:
         return np.concatenate([self._plain(h, self._tokenizer.encode(h, add_special_tokens=False)) for h in halves])
 
     def __reduce__(self):
-        return _reopen, (self.path, self.sha256, self.eot, self.notice)
+        return reopen, (self.path, self.sha256, self.eot, self.notice)
 
 
 def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str | int = "") -> Encoder:
@@ -129,7 +129,11 @@ def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str | int = "")
     return encoder
 
 
-def _reopen(path: Path, sha256: str, eot: str, notice: str) -> Encoder:
+def reopen(path: Path, sha256: str, eot: str, notice: str) -> Encoder:
+    """The encoder that `load_encoder` made and proved. notice: what it said, which decides the engine.
+
+    Raises DataError when the file is another one by now.
+    """
     encoder = _open(path, eot, use_tiktoken=not notice)
     if encoder.sha256 != sha256:
         raise DataError(f"{path} changed while it was in use", fix="run the command again")

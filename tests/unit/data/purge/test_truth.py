@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 
-from ingot.data.build import Input
 from ingot.data.prepare import prepare
 from ingot.data.purge.purge import purge
 from ingot.data.purge.request import Request
+from ingot.data.sources.input import Input
 from ingot.data.tokenizer.encoder import load_encoder
 from ingot.data.verify import verify_tokens
 from ingot.schema.tokens import read_token_manifest
@@ -20,7 +20,7 @@ def test_planted_markers_are_gone(test_data, tmp_path, folders):
     mine = [one for one in planted if one["file"] == 0]
     crawl = test_data / "warc" / "shared-00000.warc.gz"
     data = tmp_path / "data"
-    prepare([Input(crawl)], data, vocab_size=2048)
+    prepare([Input(location=str(crawl))], data, vocab_size=2048)
     folders.add_lineage(data)
     markers = [one["marker"] for one in mine]
     before = b"".join(texts(data))

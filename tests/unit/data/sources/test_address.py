@@ -192,6 +192,6 @@ def test_no_way_from_https_to_http(monkeypatch):
 
 
 def test_common_crawl_is_asked_with_tls():
-    assert not RemoteRules().problems()
-    assert RemoteRules(common_crawl="http://data.commoncrawl.org").problems()
-    assert RemoteRules(attempts=0).problems() and RemoteRules(user_agent="a\r\nb").problems()
+    assert not list(RemoteRules().problems())
+    assert list(RemoteRules(common_crawl="http://data.commoncrawl.org").problems())
+    assert list(RemoteRules(attempts=0).problems()) and list(RemoteRules(user_agent="a\r\nb").problems())

@@ -2,8 +2,9 @@ import gzip
 
 import pytest
 
-from ingot.data.build import Input, build_corpus
+from ingot.data.build import build_corpus
 from ingot.data.recipe import load_recipe
+from ingot.data.sources.input import Input
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.inspect import describe, train_on
 from ingot.errors import DataError, UsageError
@@ -37,7 +38,7 @@ def test_the_folder_around_a_corpus_is_as_good_as_the_corpus(tmp_path):
     crawl.write_bytes(gzip.compress(head.encode() + block + b"\r\n\r\n"))
     sections = ("language", "quality.gopher", "quality.gopher_repetition", "quality.c4", "quality.fineweb", "toxicity")
     recipe = load_recipe(None, [f"{section}.enabled=false" for section in sections])
-    build_corpus([Input(crawl)], tmp_path / "data" / "corpus", recipe)
+    build_corpus([Input(location=str(crawl))], tmp_path / "data" / "corpus", recipe)
     around = train_on([tmp_path / "data"], 270, tmp_path / "a.json")
     assert around.read_bytes() == train_on([tmp_path / "data" / "corpus"], 270, tmp_path / "b.json").read_bytes()
 

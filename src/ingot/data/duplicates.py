@@ -1,0 +1,455 @@
+"""What can only be decided once every input is curated: which documents came before, by URL, text, or nearly.
+
+A chain of tasks over files; each but the first and the last is done per input, per band, or per slice of pairs, and
+none holds more than a bounded part of the corpus in memory (dedup/). The order of the inputs decides which of two
+documents stays, never who worked when.
+
+    same_urls     all inputs    pages whose canonical URL came before -> fates
+    same_texts    all inputs    texts that came before, among what is left -> fates
+    band_keys     per input     signatures of what is left, and its key in every band
+    candidates    per band      pairs of documents that share a key, and whose signatures agree enough
+    merged        all           the candidates of all bands, each once
+    verified      per slice     pairs whose texts are as similar as the recipe asks
+    united        all           clusters of verified pairs -> fates, the earlier ones included
+    windows       per input     runs of words of what is left, if the recipe cuts repeated ones
+    marked        per partition which of them came before
+"""
+
+import contextlib
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ingot.config import from_dict, to_dict
+from ingot.data.corpus import EXCERPT_CHARACTERS, load_corpus, read_part
+from ingot.data.dedup.bands import SignatureFolders, band_candidates, merge_candidates, write_bands
+from ingot.data.dedup.clusters import clusters
+from ingot.data.dedup.equal import firsts
+from ingot.data.dedup.index import INDEX, Index, add_to_index
+from ingot.data.dedup.minhash import DedupRules, shingle_set
+from ingot.data.dedup.substrings import SubstringRules, mark_repeated, window_partitions, write_windows
+from ingot.data.dedup.verify import slices, verify_pairs
+from ingot.data.execute.task import Context, Store, Task
+from ingot.data.stages import KEPT, URL
+from ingot.schema.document import Drop
+from ingot.storage import sha256_file
+
+# What becomes of a document: `row` of input `part` goes, because of the document `like`. Sorted by part and row.
+FATE = np.dtype([("part", "<u4"), ("row", "<u4"), ("kind", "u1"), ("similarity", "<f4"), ("like", "V16")])
+SAME_URL, SAME_TEXT, SIMILAR = 0, 1, 2
+_PAIRS_PER_SLICE = 1 << 20
+_OPEN_FILES = 64
+_BEAT_SECONDS = 5.0
+_BYTES_PER_WORD = 4  # fewer than any language has, on average: partitions come out small rather than large
+
+
+@contextlib.contextmanager
+def _beating(context: Context) -> Iterator[None]:
+    """Says now and then that a task lives that has no records but much to do."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(_BEAT_SECONDS):
+            context.at(-1)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class Fates:
+    """The FATE rows of all inputs, in a finished folder."""
+
+    def __init__(self, folder: Path):
+        self.rows = np.load(folder / "fates.npy", mmap_mode="r")
+
+    def of(self, part: int) -> np.ndarray:
+        """Those of input number `part`, ascending by row."""
+        first = np.searchsorted(self.rows["part"], part)
+        return self.rows[first : np.searchsorted(self.rows["part"], part, side="right")]
+
+
+def drop_of(fate: np.void, url: str) -> Drop:
+    """`fate` as the funnel and the lineage tell it. url: the document's canonical one."""
+    like = bytes(fate["like"]).hex()
+    if fate["kind"] == SAME_URL:
+        return Drop("url", "url.duplicate", url[:EXCERPT_CHARACTERS])
+    if fate["kind"] == SAME_TEXT:
+        return Drop("duplicates", "duplicates.same_text", f"as {like}")
+    return Drop("near_duplicates", "near_duplicates.similar", f"{fate['similarity']:.3f} with {like}")
+
+
+class _Inputs:
+    """The curated files, without the documents that earlier fates took away."""
+
+    def __init__(self, folders: Sequence[Path], *fates: Fates):
+        self.folders, self.fates = folders, fates
+
+    def index(self, part: int) -> np.ndarray:
+        return np.load(self.folders[part] / "index.npy", mmap_mode="r")
+
+    def reached_url(self, part: int) -> np.ndarray:
+        """Rows of the documents whose URL counts."""
+        return np.flatnonzero(self.index(part)["stage"] >= URL)
+
+    def passed(self, part: int) -> np.ndarray:
+        """Rows of the documents that passed every stage: those with a text hash and a signature."""
+        return np.flatnonzero(self.index(part)["stage"] == KEPT)
+
+    def left(self, part: int) -> np.ndarray:
+        """Of `passed`, positions in it of the documents that no fate took."""
+        rows, gone = self.passed(part), [fates.of(part)["row"] for fates in self.fates]
+        return np.flatnonzero(~np.isin(rows, np.concatenate([*gone, np.empty(0, "<u4")])))
+
+    def texts_left(self, part: int) -> Iterator[str]:
+        index = self.index(part)
+        with (self.folders[part] / "rows.jsonl").open("rb") as file:
+            for row in self.rows_left(part).tolist():
+                file.seek(int(index["start"][row]))
+                yield json.loads(file.read(int(index["bytes"][row])))["text"]
+
+    def rows_left(self, part: int) -> np.ndarray:
+        return self.passed(part)[self.left(part)]
+
+
+def same_urls(context: Context) -> int:
+    """Task. inputs: every curated file, in order. Of pages with one canonical URL the first stays, whatever later
+    stages make of it."""
+    inputs = _Inputs(context.folders)
+    with _beating(context):
+        found = firsts([folder / "urls.npy" for folder in context.folders], context.out / "found.npy")
+    fates = _fates(inputs, found, SAME_URL, inputs.reached_url)
+    # What the worker had seen earlier in the same file is dropped already.
+    new = [inputs.index(part)["stage"][rows["row"]] != URL for part, rows in _by_part(fates)]
+    return _save(context, fates[np.concatenate([*new, np.empty(0, bool)])])
+
+
+def same_texts(context: Context) -> int:
+    """Task. inputs: every curated file, in order, and same_urls. Of equal texts the first stays."""
+    *folders, earlier = context.folders
+    inputs = _Inputs(folders, Fates(earlier))
+    paths = []
+    for part, folder in enumerate(folders):
+        paths.append(context.out / f"texts-{part}.npy")
+        np.save(paths[-1], np.load(folder / "texts.npy", mmap_mode="r")[inputs.left(part)])
+    with _beating(context):
+        found = firsts(paths, context.out / "found.npy")
+    count = _save(context, _fates(inputs, found, SAME_TEXT, inputs.rows_left))
+    for path in paths:
+        path.unlink()
+    return count
+
+
+def _fates(inputs: _Inputs, found: np.ndarray, kind: int, rows_of_part: Callable[[int], np.ndarray]) -> np.ndarray:
+    """What `firsts` found among rows_of_part(part) as FATE rows."""
+    fates = np.zeros(len(found), FATE)
+    fates["part"], fates["kind"], fates["similarity"] = found["part"], kind, 1.0
+    for part, own in _by_part(found):
+        fates["row"][_span(found["part"], part)] = rows_of_part(part)[own["row"]]
+    order = np.argsort(found["first_part"], kind="stable")
+    for part in np.unique(found["first_part"]).tolist():
+        mine = order[_span(found["first_part"][order], part)]
+        fates["like"][mine] = inputs.index(part)["id"][rows_of_part(part)[found["first_row"][mine]]]
+    return fates
+
+
+def _span(ascending: np.ndarray, value: int) -> slice:
+    return slice(int(np.searchsorted(ascending, value)), int(np.searchsorted(ascending, value, side="right")))
+
+
+def _by_part(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    for part in np.unique(rows["part"]).tolist():
+        yield part, rows[_span(rows["part"], part)]
+
+
+def _save(context: Context, fates: np.ndarray) -> int:
+    """The fates of this task, ascending by part and row."""
+    (context.out / "found.npy").unlink(missing_ok=True)
+    np.save(context.out / "fates.npy", fates)
+    return len(fates)
+
+
+def band_keys(context: Context) -> int:
+    """Task. arguments: part (its number), rules. inputs: the curated file, and the fates so far."""
+    curated, *earlier = context.folders
+    part = context.task.arguments["part"]
+    inputs = _Inputs([curated] * (part + 1), *map(Fates, earlier))
+    left = inputs.left(part)
+    signatures = np.load(curated / "signatures.npy", mmap_mode="r")[left]
+    write_bands(signatures, _rules(context), context.out)
+    np.save(context.out / "rows.npy", inputs.passed(part)[left])
+    return len(left)
+
+
+def candidates(context: Context) -> int:
+    """Task. arguments: band, rules, index. inputs: band_keys of every input. places: index."""
+    index = _index(context)
+    folders = [*(index.folders if index else ()), *context.folders]
+    fixed = index.documents if index else 0
+    band = context.task.arguments["band"]
+    with _beating(context):
+        return band_candidates(band, folders, _rules(context), context.out / "pairs.npy", fixed=fixed)
+
+
+def merged(context: Context) -> int:
+    """Task. inputs: the candidates of every band. Returns how many pairs there are."""
+    with _beating(context):
+        return merge_candidates([folder / "pairs.npy" for folder in context.folders], context.out / "pairs.npy")
+
+
+def verified(context: Context) -> dict:
+    """Task. arguments: slice (start, stop), rules, index. inputs: merged, then band_keys of all, then curated files."""
+    pairs, *both = context.folders
+    index, rules = _index(context), _rules(context)
+    texts = _Texts(both[: len(both) // 2], both[len(both) // 2 :], rules, index.documents if index else 0)
+
+    def set_of(number: int) -> np.ndarray:
+        context.at(number)
+        return index.set_of(number) if index and number < index.documents else shingle_set(texts[number], rules)
+
+    start, stop = context.task.arguments["slice"]
+    done = verify_pairs(pairs / "pairs.npy", set_of, rules, context.out / "verified.npy", start=start, stop=stop)
+    return vars(done)
+
+
+class _Texts:
+    """Texts of what is left in all inputs, by number; behind the `fixed` documents of an index."""
+
+    def __init__(self, keys: Sequence[Path], curated: Sequence[Path], rules: DedupRules, fixed: int):
+        self._starts = fixed + SignatureFolders(keys, rules).starts
+        self._keys, self._curated = keys, curated
+        self._open = lru_cache(_OPEN_FILES)(self._files)
+
+    def _files(self, part: int):
+        index = np.load(self._curated[part] / "index.npy", mmap_mode="r")
+        return (
+            np.load(self._keys[part] / "rows.npy", mmap_mode="r"),
+            index,
+            (self._curated[part] / "rows.jsonl").open("rb"),
+        )
+
+    def __getitem__(self, number: int) -> str:
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        rows, index, file = self._open(part)
+        entry = index[rows[number - int(self._starts[part])]]
+        file.seek(int(entry["start"]))
+        return json.loads(file.read(int(entry["bytes"])))["text"]
+
+
+def united(context: Context) -> int:
+    """Task. arguments: inputs and earlier (how many folders of each), rules, index. inputs: curated files, their
+    band_keys, earlier fates, verified slices. Gives all fates, the earlier ones included."""
+    arguments = context.task.arguments
+    count, folders = arguments["inputs"], list(context.folders)
+    curated, keys, rest = folders[:count], folders[count : 2 * count], folders[2 * count :]
+    earlier, slices = rest[: arguments["earlier"]], rest[arguments["earlier"] :]
+    index = _index(context)
+    fixed = index.documents if index else 0
+    starts = fixed + SignatureFolders(keys, _rules(context)).starts
+    with _beating(context):
+        found = clusters(int(starts[-1]), [folder / "verified.npy" for folder in slices]).duplicates(fixed)
+    inputs, fates = _Inputs(curated), np.zeros(len(found), FATE)
+    fates["part"] = np.searchsorted(starts, found["document"], side="right") - 1
+    fates["kind"], fates["similarity"] = SIMILAR, found["jaccard"]
+    for part in np.unique(fates["part"]).tolist():
+        mine = _span(fates["part"], part)
+        rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
+        fates["row"][mine] = rows[found["document"][mine] - starts[part]]
+    order = np.argsort(found["like"], kind="stable")
+    likes = found["like"][order]
+    for part in np.unique(np.searchsorted(starts, likes, side="right") - 1).tolist():
+        mine = slice(*np.searchsorted(likes, [starts[part], starts[part + 1]]).tolist()) if part >= 0 else slice(0, 0)
+        rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
+        fates["like"][order[mine]] = inputs.index(part)["id"][rows[likes[mine] - starts[part]]]
+    for place in order[: int(np.searchsorted(likes, fixed))].tolist():
+        assert index is not None
+        fates["like"][place] = np.void(bytes.fromhex(index.id_of(int(found["like"][place]))))
+    together = np.concatenate([fates, *(Fates(folder).rows for folder in earlier)])
+    return _save(context, together[np.lexsort((together["row"], together["part"]))])
+
+
+def _rules(context: Context) -> DedupRules:
+    return from_dict(DedupRules, context.task.arguments["rules"])
+
+
+def _index(context: Context) -> Index | None:
+    """The kept documents of earlier builds, if the recipe compares with them."""
+    place = context.task.places.get("index")
+    return Index(Path(place), _rules(context)) if place else None
+
+
+def decide(
+    curated: Sequence[Task],
+    rules: DedupRules,
+    against: Path | None,
+    store: Store,
+    run: Callable[[Sequence[Task], str], list[Any]],
+) -> tuple[Task, dict[str, float]]:
+    """Run all of it. curated: finished tasks of every input, in order. run(tasks, doing): their results.
+    against: the index of what earlier builds kept (dedup/index.py).
+
+    Returns the task whose folder has all fates, and CPU seconds by stage of the funnel.
+    """
+    everything = tuple(task.key for task in curated)
+    seconds: dict[str, float] = defaultdict(float)
+
+    def do(stage: str, tasks: Sequence[Task]) -> list[Any]:
+        results = run(tasks, "comparing" if stage != "url" else "URLs")
+        seconds[stage] += sum(json.loads((store.folder(task.key) / "seconds.json").read_text()) for task in tasks)
+        return results
+
+    urls = Task(function=f"{__name__}:same_urls", arguments={}, inputs=everything, label="URLs")
+    do("url", [urls])
+    if not rules.enabled:
+        return urls, seconds
+    earlier = [urls]
+    if rules.exact:
+        texts = Task(function=f"{__name__}:same_texts", arguments={}, inputs=(*everything, urls.key), label="texts")
+        do("duplicates", [texts])
+        earlier.append(texts)
+    gone = tuple(task.key for task in earlier)
+    common = {"rules": to_dict(rules), "index": sha256_file(against / INDEX) if against else ""}
+    places = {"index": str(against.absolute())} if against else {}
+    keys = [
+        Task(
+            function=f"{__name__}:band_keys",
+            arguments={"part": part, "rules": to_dict(rules)},
+            inputs=(task.key, *gone),
+            label=task.label,
+        )
+        for part, task in enumerate(curated)
+    ]
+    left = sum(do("near_duplicates", keys))
+    signed = tuple(task.key for task in keys)
+    bands = [
+        Task(
+            function=f"{__name__}:candidates",
+            arguments={"band": band} | common,
+            inputs=signed,
+            places=places,
+            label=f"band {band} of {left:,} documents",
+        )
+        for band in range(rules.bands + 1)
+    ]
+    do("near_duplicates", bands)
+    pairs = Task(function=f"{__name__}:merged", arguments={}, inputs=tuple(task.key for task in bands), label="pairs")
+    do("near_duplicates", [pairs])
+    checks = [
+        Task(
+            function=f"{__name__}:verified",
+            arguments={"slice": [start, stop]} | common,
+            inputs=(pairs.key, *signed, *everything),
+            places=places,
+            label=f"pairs {start:,} to {stop:,}",
+        )
+        for start, stop in slices(store.folder(pairs.key) / "pairs.npy", _PAIRS_PER_SLICE)
+    ]
+    do("near_duplicates", checks)
+    last = Task(
+        function=f"{__name__}:united",
+        arguments={"inputs": len(curated), "earlier": len(earlier)} | common,
+        inputs=(*everything, *signed, *gone, *(task.key for task in checks)),
+        places=places,
+        label="clusters",
+    )
+    do("near_duplicates", [last])
+    return last, seconds
+
+
+def windows(context: Context) -> int:
+    """Task. arguments: part, rules, partitions. inputs: the curated file, and all fates."""
+    curated, decided = context.folders
+    part = context.task.arguments["part"]
+    inputs = _Inputs([curated] * (part + 1), Fates(decided))
+
+    def texts() -> Iterator[str]:
+        for number, text in enumerate(inputs.texts_left(part)):
+            context.at(number)
+            yield text
+        context.at(-1)
+
+    rules = from_dict(SubstringRules, context.task.arguments["rules"])
+    return write_windows(texts(), rules, context.task.arguments["partitions"], context.out)
+
+
+def marked(context: Context) -> int:
+    """Task. arguments: partition. inputs: windows of every input. Returns how many came before."""
+    with _beating(context):
+        return mark_repeated(context.task.arguments["partition"], context.folders, context.out)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Tasks that found repeated passages; none if the recipe cuts none."""
+
+    windows: tuple[str, ...] = ()
+    marked: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def of(self, part: int) -> tuple[str, ...]:
+        """What cutting input `part` reads: its windows, then the marks of every partition."""
+        return (self.windows[part], *self.marked) if self.windows else ()
+
+
+def find_spans(
+    curated: Sequence[Task],
+    fates: Task,
+    rules: SubstringRules,
+    store: Store,
+    run: Callable[[Sequence[Task], str], list[Any]],
+) -> Spans:
+    """Run the tasks that look for repeated passages in what is left."""
+    if not rules.enabled:
+        return Spans()
+    sizes = (int(np.load(store.folder(t.key) / "index.npy", mmap_mode="r")["after_bytes"].sum()) for t in curated)
+    partitions = window_partitions(sum(sizes) // _BYTES_PER_WORD)
+    first = [
+        Task(
+            function=f"{__name__}:windows",
+            arguments={"part": part, "rules": to_dict(rules), "partitions": partitions},
+            inputs=(task.key, fates.key),
+            label=task.label,
+        )
+        for part, task in enumerate(curated)
+    ]
+    run(first, "passages")
+    keys = tuple(task.key for task in first)
+    second = [
+        Task(
+            function=f"{__name__}:marked",
+            arguments={"partition": number},
+            inputs=keys,
+            label=f"passages, partition {number}",
+        )
+        for number in range(partitions)
+    ]
+    run(second, "passages")
+    seconds = sum(json.loads((store.folder(task.key) / "seconds.json").read_text()) for task in (*first, *second))
+    return Spans(keys, tuple(task.key for task in second), seconds)
+
+
+def index_corpus(corpus: Path, index: Path, progress: Callable[[int, int], None]) -> int:
+    """Add the documents of a corpus to `index`, for builds `against` it; returns how many.
+
+    progress(parts done, documents). Raises DataError for a corpus that is damaged, was built without near-duplicates,
+    or by other rules than the index.
+    """
+    manifest = load_corpus(corpus)
+    rules = from_dict(DedupRules, manifest.recipe.get("dedup", {}))
+    documents = 0
+    for done, part in enumerate(manifest.parts, 1):
+        rows = read_part(corpus / part.name, part.sha256)
+        documents += add_to_index(index, rules, ((row["id"], shingle_set(row["text"], rules)) for row in rows))
+        progress(done, documents)
+    return documents

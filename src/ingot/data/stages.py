@@ -1,0 +1,69 @@
+"""The stages of curating, in their order, made of a recipe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.data.blocklist import Blocklist
+from ingot.data.classify.stage import Classify
+from ingot.data.decontaminate import Decontaminate
+from ingot.data.extract.html import Extract
+from ingot.data.filters.quality import quality_stages
+from ingot.data.junk import Junk
+from ingot.data.language import Language
+from ingot.data.pii import Pii
+from ingot.data.purge.listed import Purged, PurgedList
+from ingot.data.recipe import DataRecipe
+from ingot.data.stage import Stage
+from ingot.data.toxicity import Toxicity
+
+# The rows of the funnel, in order. Indices into this tuple stand in curate.INDEX_DTYPE["stage"].
+STAGES = (
+    "read",
+    "blocklist",
+    "extract",
+    "url",
+    "purged",
+    "language",
+    "gopher",
+    "c4",
+    "fineweb",
+    "junk",
+    "classifier",
+    "toxicity",
+    "pii",
+    "contaminated",
+    "duplicates",
+    "near_duplicates",
+    "substrings",
+)
+URL = STAGES.index("url")
+KEPT = len(STAGES)
+
+
+@dataclass(frozen=True)
+class DocumentStages:
+    """Name -> stage, None for one that is switched off. What is dropped `before_url` does not take its URL."""
+
+    before_url: dict[str, Stage | None]
+    behind_url: dict[str, Stage | None]
+
+
+def document_stages(recipe: DataRecipe, *, index: Path | None, purged: str) -> DocumentStages:
+    """index: folder of the decontamination index, if the recipe names evaluation sets. purged: folder whose
+    list says what may not come back (purge/listed.py), or ""."""
+    before: dict[str, Stage | None] = {
+        "blocklist": Blocklist(recipe.blocklist) if recipe.blocklist.enabled else None,
+        "extract": Extract(recipe.extract),
+    }
+    spoken = recipe.language
+    behind: dict[str, Stage | None] = {
+        "purged": Purged(PurgedList.load(Path(purged))) if purged else None,
+        "language": Language(spoken.keep, spoken.threshold, spoken.thresholds) if spoken.enabled else None,
+        **quality_stages(recipe.quality),
+        "junk": Junk(recipe.junk) if recipe.junk.enabled else None,
+        "classifier": Classify(recipe.classifier) if recipe.classifier.enabled else None,
+        "toxicity": Toxicity(recipe.toxicity) if recipe.toxicity.enabled else None,
+        "pii": Pii(recipe.pii) if recipe.pii.enabled else None,
+        "contaminated": Decontaminate(recipe.decontamination, index) if index else None,
+    }
+    return DocumentStages(before, behind)
