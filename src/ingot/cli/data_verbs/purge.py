@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             terminal.say(f"{heldout:,} of them were held out: no run trained on them, evaluations used them")
     _print_runs(outcome.runs, terminal)
     _print_copies(outcome.targets.copies, terminal)
-    _print_proof(outcome, terminal)
+    _print_proof(outcome, data, terminal)
     terminal.result(
         {
             "dry_run": args.dry_run,
@@ -104,7 +104,9 @@ def _print_copies(copies, terminal: Terminal) -> None:
     _say_more(len(copies), terminal)
 
 
-def _print_proof(outcome, terminal: Terminal) -> None:
+def _print_proof(outcome, data: Path, terminal: Terminal) -> None:
+    from ingot.data.find import rows_of
+
     proof = outcome.proof
     if not proof:
         return
@@ -115,8 +117,9 @@ def _print_proof(outcome, terminal: Terminal) -> None:
         terminal.say(f"none of {proof.probes:,} stretches of 16 of its tokens stands in another document")
     if proof.shared:
         terminal.say(f"{len(proof.shared):,} documents that stay share text with it (stretches of 16 tokens):")
-        shown = list(proof.shared.items())[:_SHOWN]
-        terminal.table([(one, f"{count} of {proof.probes}") for one, count in shown])
+        shown = dict(list(proof.shared.items())[:_SHOWN])
+        urls = {row["id"]: row["url"] for row in rows_of(data, shown)}
+        terminal.table([(one[:12], f"{n} of {proof.probes}", urls.get(one, "")) for one, n in shown.items()])
         _say_more(len(proof.shared), terminal)
     if proof.vocabulary:
         terminal.say(f"{proof.vocabulary} tokens of the tokenizer match the pattern: it had learned from these texts")
