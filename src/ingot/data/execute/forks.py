@@ -1,4 +1,4 @@
-"""The process that worker processes are forked from, and what they do.
+"""The process that worker processes are forked from, its owner's side of it, and what workers do.
 
 It has imported what tasks need and has no threads, so that a worker starts in milliseconds, also in place of one that
 died; the process that wants workers may have threads (torch, duckdb), and forking it would copy their locks. Unlike the
@@ -19,16 +19,111 @@ import resource
 import select
 import signal
 import socket
-from multiprocessing.connection import Connection
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
 from ingot.data.execute.failures import to_json
 from ingot.data.execute.task import Store, Task, run_task
+from ingot.errors import ConfigError
 
 OUT_OF_MEMORY = 77  # exit code of a worker whose task got a MemoryError
+ANSWER_SECONDS = 10.0  # that one side waits for the other in the middle of a message
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+
+
+class ForkServer:
+    """The owner's side: starts the process that forks workers, speaks with it, and ends it."""
+
+    def __init__(self, memory_bytes: int):
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"worker processes are not made for {sys.platform}",
+                rule="their end with the driver, and their limits, are the Linux kernel's doing",
+                fix="--workers 1, which works in one process",
+            )
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _never_blocks(self.control)
+        # Its sys.path is ours, however that was set; the script that runs here is not imported there.
+        start = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"from ingot.data.execute.forks import serve\nserve({theirs.fileno()}, {os.getpid()}, {memory_bytes})"
+        )
+        # Processes are the parallelism: threads of libraries would only share their cores.
+        threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", start],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the parent, which ends them; and all can be killed as one group
+            env={**dict.fromkeys(threads, "1"), "TOKENIZERS_PARALLELISM": "false", **os.environ},
+        )
+        theirs.close()
+        self.gone, self._owner, self._forked = False, os.getpid(), 0
+
+    def fork(self, modules: list[str]) -> tuple[int, Connection]:
+        """(number, pipe) of a new worker. It may be dead at once, like any worker."""
+        self._forked += 1
+        ours, theirs = socket.socketpair()
+        _never_blocks(ours)
+        with theirs:
+            self._send({"fork": self._forked, "import": modules}, [theirs.fileno()])
+        return self._forked, Connection(ours.detach())
+
+    def kill(self, number: int) -> None:
+        self._send({"kill": number})
+
+    def ended(self) -> dict[int, int]:
+        """number -> exit code of the workers that ended since the last call."""
+        codes = {}
+        try:
+            while not self.gone and wait([self.control], timeout=0):
+                if not (data := self.control.recv(1 << 16)):
+                    self.give_up()
+                    break
+                message = json.loads(data)
+                codes[message["ended"]] = message["status"]
+        except OSError:
+            self.give_up()
+        return codes
+
+    def stop(self) -> None:
+        """End it and all workers; none is left as a zombie."""
+        if os.getpid() != self._owner or self.control.fileno() < 0:
+            return  # a fork of the owner, at its exit; or stopped already
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)  # it then kills and reaps its workers
+            self.control.settimeout(5)
+            while self.control.recv(1 << 16):
+                pass
+        self.give_up()
+        self.control.close()
+
+    def _send(self, message: dict, fds: Iterable[int] = ()) -> None:
+        try:
+            socket.send_fds(self.control, [json.dumps(message).encode()], list(fds))
+        except OSError:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Kill it with all workers at once, or notice that it is gone."""
+        if self.gone:
+            return
+        self.gone = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # before it is waited for: the number is still its own
+        self.process.wait()
+
+
+def _never_blocks(ours: socket.socket) -> None:
+    """A process that is stopped, in the middle of a message or before it reads ours, must not stop this one."""
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(ANSWER_SECONDS), 0))
 
 
 def serve(control_fd: int, parent: int, memory_bytes: int) -> None:

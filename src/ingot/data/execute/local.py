@@ -6,26 +6,21 @@ silent too long, is replaced; its task is tried again, by a new process, and lea
 attempt ended. Tries are bounded by what they teach: see `_Job.hopeless`.
 """
 
-import contextlib
 import json
 import os
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from ingot.data.execute.failures import from_json
-from ingot.data.execute.forks import OUT_OF_MEMORY
+from ingot.data.execute.forks import OUT_OF_MEMORY, ForkServer
 from ingot.data.execute.run import Look
 from ingot.data.execute.task import Store, Task, forget_attempt, note_death, too_many
-from ingot.errors import ConfigError, DataError
+from ingot.errors import DataError
 from ingot.units import format_bytes
 
 MEMORY_BYTES = 3 << 29  # 1.5 GiB; libraries take 0.1 of it (pyarrow and duckdb another 0.1)
@@ -60,7 +55,7 @@ class Local:
         self.workers, self.memory_bytes = max(workers, 1), memory_bytes
         self.record_seconds, self.stall_seconds = record_seconds, stall_seconds
         self.preload = tuple(preload)
-        self._server: _ForkServer | None = None
+        self._server: ForkServer | None = None
         self._crew: list[_Worker] = []
 
     def __enter__(self) -> "Local":
@@ -120,7 +115,7 @@ class Local:
             if len(self._crew) >= self.workers:
                 self._dismiss(worker)
         if self._server is None:
-            self._server = _ForkServer(self.memory_bytes)
+            self._server = ForkServer(self.memory_bytes)
             weakref.finalize(self, self._server.stop)
         worker = _Worker(*self._server.fork(modules))
         self._crew.append(worker)
@@ -254,95 +249,6 @@ class _Worker:
         elif now - self._heard > stall_seconds:
             return "stalled", f"said nothing for {stall_seconds:.0f} s"
         return None
-
-
-class _ForkServer:
-    """This side of the process that forks workers (forks.py)."""
-
-    def __init__(self, memory_bytes: int):
-        if sys.platform != "linux":
-            raise ConfigError(
-                f"worker processes are not made for {sys.platform}",
-                rule="their end with the driver, and their limits, are the Linux kernel's doing",
-                fix="--workers 1, which works in one process",
-            )
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _never_blocks(self.control)
-        # Its sys.path is ours, however that was set; the script that runs here is not imported there.
-        start = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            f"from ingot.data.execute.forks import serve\nserve({theirs.fileno()}, {os.getpid()}, {memory_bytes})"
-        )
-        # Processes are the parallelism: threads of libraries would only share their cores.
-        threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", start],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends them; and all can be killed as one group
-            env={**dict.fromkeys(threads, "1"), "TOKENIZERS_PARALLELISM": "false", **os.environ},
-        )
-        theirs.close()
-        self.gone, self._owner, self._forked = False, os.getpid(), 0
-
-    def fork(self, modules: list[str]) -> tuple[int, Connection]:
-        """(number, pipe) of a new worker. It may be dead at once, like any worker."""
-        self._forked += 1
-        ours, theirs = socket.socketpair()
-        _never_blocks(ours)
-        with theirs:
-            self._send({"fork": self._forked, "import": modules}, [theirs.fileno()])
-        return self._forked, Connection(ours.detach())
-
-    def kill(self, number: int) -> None:
-        self._send({"kill": number})
-
-    def ended(self) -> dict[int, int]:
-        """number -> exit code of the workers that ended since the last call."""
-        codes = {}
-        try:
-            while not self.gone and wait([self.control], timeout=0):
-                if not (data := self.control.recv(1 << 16)):
-                    self.give_up()
-                    break
-                message = json.loads(data)
-                codes[message["ended"]] = message["status"]
-        except OSError:
-            self.give_up()
-        return codes
-
-    def stop(self) -> None:
-        """End it and all workers; none is left as a zombie."""
-        if os.getpid() != self._owner or self.control.fileno() < 0:
-            return  # a fork of the owner, at its exit; or stopped already
-        with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_WR)  # it then kills and reaps its workers
-            self.control.settimeout(5)
-            while self.control.recv(1 << 16):
-                pass
-        self.give_up()
-        self.control.close()
-
-    def _send(self, message: dict, fds: Iterable[int] = ()) -> None:
-        try:
-            socket.send_fds(self.control, [json.dumps(message).encode()], list(fds))
-        except OSError:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Kill it with all workers at once, or notice that it is gone."""
-        if self.gone:
-            return
-        self.gone = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # before it is waited for: the number is still its own
-        self.process.wait()
-
-
-def _never_blocks(ours: socket.socket) -> None:
-    """A process that is stopped, in the middle of a message or before it reads ours, must not stop this one."""
-    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_DYING_SECONDS), 0))
 
 
 def _cause(code: int | None, memory_bytes: int) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from ingot.data.execute import local
+from ingot.data.execute import forks, local
 from ingot.data.execute.drill import first_phase, run_job
 from ingot.data.execute.local import Local, _Job
 from ingot.data.execute.run import Inline, Status, run_all
@@ -223,9 +223,9 @@ def test_kills_at_random_change_nothing(tmp_path, undisturbed, children, until, 
 
 def test_half_a_message_of_a_stopped_process_stops_nothing(monkeypatch):
     """The reader gives up, and the silence ends the worker."""
-    monkeypatch.setattr(local, "_DYING_SECONDS", 1)
+    monkeypatch.setattr(forks, "ANSWER_SECONDS", 1)
     ours, theirs = socket.socketpair()
-    local._never_blocks(ours)
+    forks._never_blocks(ours)
     worker = local._Worker(1, Connection(ours.detach()))
     theirs.send(b"\0\0\1\0{")  # 256 bytes were promised
     assert worker.listen() is None
