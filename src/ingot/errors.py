@@ -108,6 +108,12 @@ PARTS = {
     "xxhash": "data",
     "tokenizers": "data",
     "tiktoken": "data",
+    "pyarrow": "data",
+    "pyarrow.parquet": "data",
+    "duckdb": "data",
+    "obstore": "data",
+    "ray": "ray",
+    "trafilatura": "trafilatura",
 }
 
 
