@@ -75,8 +75,12 @@ def write_shard_lineage(path: Path, rows: Iterable[dict]) -> str:
 
     Returns the file's SHA-256.
     """
-    write_rows(path, (row | {"domain": domain_of(canonical_url(row.get("url", "")))} for row in rows), SHARD_COLUMNS)
+    write_rows(path, (_only(SHARD_COLUMNS, row | {"domain": _domain(row)}) for row in rows), SHARD_COLUMNS)
     return sha256_file(path)
+
+
+def _domain(row: dict) -> str:
+    return domain_of(canonical_url(row.get("url", "")))
 
 
 def read_lineage(path: Path) -> Iterator[dict[str, Any]]:
@@ -91,7 +95,12 @@ def _record(row: dict) -> dict:
     notes = json.dumps(row.get("notes") or {}, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     url = canonical_url(row.get("url", ""))
     derived = {"notes": notes, "url_hash": url_hash(url), "domain": domain_of(url), "row": row.get("row", -1)}
-    return row | derived
+    return _only(RECORD_COLUMNS, row | derived)
+
+
+def _only(columns: dict[str, str], row: dict) -> dict:
+    """Without the text and what else a caller's row holds: a whole row group waits in memory."""
+    return {name: row[name] for name in columns if name in row}
 
 
 def write_rows(path: Path, rows: Iterable[dict], columns: dict[str, str]) -> int:

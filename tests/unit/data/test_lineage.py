@@ -50,6 +50,16 @@ def test_equal_rows_give_equal_bytes_in_bounded_groups(tmp_path, monkeypatch):
     assert list(read_lineage(tmp_path / "none.parquet")) == []
 
 
+def test_texts_do_not_wait_in_memory(tmp_path):
+    import tracemalloc
+
+    tracemalloc.start()
+    write_lineage(tmp_path / "lineage-00000.parquet", (row(n, text="x" * 100_000) for n in range(1000)))
+    write_shard_lineage(tmp_path / "x.lineage.parquet", (row(n, text="x" * 100_000) for n in range(1000)))
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+
+
 def test_of_a_shard(tmp_path):
     rows = [row(n, "http://b.example/", start=10 * n, tokens=10, before="b", after="a") for n in range(3)]
     sha256 = write_shard_lineage(tmp_path / "web-0.lineage.parquet", rows)

@@ -226,3 +226,9 @@ def test_the_verbs(data, run, folders, capsys, tmp_path):
     with pytest.raises(UsageError):
         call(trace_verb, "--step", "3")
     assert "nothing fits" in call(purge_verb, str(data), "--doc", record["id"], json_mode=False)
+
+
+def test_a_page_cannot_write_on_the_terminal():
+    from ingot.cli.data_verbs.plain import plain
+
+    assert plain("a\x1b[2Jb\r\u202ec\ud800\td\n") == "a\ufffd[2Jb\ufffd\ufffdc\ufffd\td\n"

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.data_verbs.plain import plain
 from ingot.cli.terminal import Terminal
 
 HELP = "what was kept or dropped, and why, with examples"
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     for number, row in enumerate(found.examples, 1):
         excerpt = " ".join(row["text"][:_EXCERPT].split())
         reason = "  ".join(filter(None, (row.get("rule"), row.get("value"), f"in {row['file']}", _edits(row))))
-        terminal.say("\n" + "\n   ".join(filter(None, (f"#{number} {row['url']}", reason, excerpt))))
+        terminal.say("\n" + plain("\n   ".join(filter(None, (f"#{number} {row['url']}", reason, excerpt)))))
     terminal.result(
         {
             "funnel": [to_dict(stage) for stage in found.funnel],

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.data_verbs.plain import plain
 from ingot.cli.terminal import Terminal
 
 HELP = "take a page, a site or a document out of a finished folder, and prove that it is gone"
@@ -52,7 +53,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         verb = "would go" if args.dry_run else "gone"
         tokens = sum(place.tokens for place in outcome.places)
         terminal.say(f"{verb}: {kept:,} documents with {tokens:,} tokens, {len(records) - kept:,} dropped records")
-        terminal.table([(t.id[:12], t.rule or "kept", t.url) for t in records[:_SHOWN]], ("document", "was", "url"))
+        terminal.table(
+            [(t.id[:12], t.rule or "kept", plain(t.url)) for t in records[:_SHOWN]], ("document", "was", "url")
+        )
         _say_more(len(records), terminal)
         if heldout := sum(place.split == "heldout" for place in outcome.places):
             terminal.say(f"{heldout:,} of them were held out: no run trained on them, evaluations used them")
@@ -100,7 +103,7 @@ def _print_copies(copies, terminal: Terminal) -> None:
     if not copies:
         return
     terminal.say(f"{len(copies):,} records were dropped as copies of these; another build could keep them (--copies):")
-    terminal.table([(copy.id[:12], copy.rule, copy.url) for copy in copies[:_SHOWN]])
+    terminal.table([(copy.id[:12], copy.rule, plain(copy.url)) for copy in copies[:_SHOWN]])
     _say_more(len(copies), terminal)
 
 
@@ -119,7 +122,7 @@ def _print_proof(outcome, data: Path, terminal: Terminal) -> None:
         terminal.say(f"{len(proof.shared):,} documents that stay share text with it (stretches of 16 tokens):")
         shown = dict(list(proof.shared.items())[:_SHOWN])
         urls = {row["id"]: row["url"] for row in rows_of(data, shown)}
-        terminal.table([(one[:12], f"{n} of {proof.probes}", urls.get(one, "")) for one, n in shown.items()])
+        terminal.table([(one[:12], f"{n} of {proof.probes}", plain(urls.get(one, ""))) for one, n in shown.items()])
         _say_more(len(proof.shared), terminal)
     if proof.vocabulary:
         terminal.say(f"{proof.vocabulary} tokens of the tokenizer match the pattern: it had learned from these texts")

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.data_verbs.plain import plain
 from ingot.cli.terminal import Terminal
 from ingot.errors import DataMissing, UsageError
 
@@ -33,7 +34,7 @@ def _step(args: argparse.Namespace, terminal: Terminal) -> None:
     if not args.run:
         raise UsageError("--step without --run", rule="a step is of a run", fix="--run DIR --step N")
     documents = trace_step(Path(args.run), args.step)
-    rows = [(d.sample, d.tokens_in_sample, d.source, d.document_id[:12], d.url) for d in documents]
+    rows = [(d.sample, d.tokens_in_sample, d.source, d.document_id[:12], plain(d.url)) for d in documents]
     terminal.table(rows, ("sample", "tokens", "source", "document", "url"), right=(0, 1))
     if documents and not documents[0].in_ledger:
         terminal.say(f"no checkpoint covers step {args.step} yet: this is what it will be trained on")
@@ -69,7 +70,7 @@ def _documents(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _print_life(life, terminal: Terminal) -> None:
     row = life.row
-    terminal.say(f"\n{row['id']}  {row['url']}")
+    terminal.say(f"\n{row['id']}  {plain(row['url'])}")
     facts = [
         ("record", f"{row['record_id']} in {row['file']} (source {row['source']})"),
         ("extracted", f"{row['before_bytes']:,} bytes, XXH3 {row['before']}" if row["before"] else "nothing"),
@@ -87,7 +88,7 @@ def _print_life(life, terminal: Terminal) -> None:
     if life.seen:
         facts.append((f"run {life.seen.name}", _seen(life)))
     width = max(len(name) for name, _ in facts)
-    terminal.say("\n".join(f"  {name:<{width}}  {text}" for name, text in facts))
+    terminal.say("\n".join(f"  {name:<{width}}  {plain(text)}" for name, text in facts))
 
 
 def _seen(life) -> str:
