@@ -7,6 +7,7 @@ DIR/purges/ keeps how the tokens were laid out, so that older steps of runs can 
 keeps the same documents out of later builds (listed.py).
 """
 
+import errno
 import getpass
 import json
 import time
@@ -28,7 +29,7 @@ from ingot.data.purge.proof import PURGES, Progress, Proof, probes_of, prove
 from ingot.data.purge.request import Request, Target, Targets, find_targets, list_entries
 from ingot.data.purge.rewrite import rewrite_corpus, rewrite_tokens
 from ingot.data.url import canonical_url
-from ingot.errors import DataError, DataMissing
+from ingot.errors import DataError, DataMissing, ResourceError
 from ingot.schema.tokens import MANIFEST, token_manifest_from_dict
 from ingot.storage import exclusive, require_free, sha256_file
 
@@ -179,9 +180,15 @@ def _rewrite(
         staging.write(PURGES, earlier + json_line(record))
         staging.write(LIST, PurgedList.load(data).with_entries(list_entries(request, targets)).text)
         staging.commit({"record": record, "probes": probes.tolist(), "sources": sorted(_sources(targets))})
-    except BaseException:
+    except BaseException as error:
         if not is_unfinished(data):  # else it is decided, and the next call finishes it
             staging.drop()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(
+                f"the disk of {data} is full",
+                rule="a purge writes the files that it changes anew, beside the old ones",
+                fix="free some space and give the same command again",
+            ) from None
         raise
     return record
 

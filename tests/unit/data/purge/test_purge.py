@@ -1,5 +1,6 @@
 """What is purged is gone from every file, the rest is byte for byte what it was, and a kill leaves no third state."""
 
+import errno
 import gzip
 import os
 import shutil
@@ -11,12 +12,13 @@ import pytest
 from ingot.data.card import gather_card
 from ingot.data.corpus import load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.lineage import read_lineage
+from ingot.data.purge import journal
 from ingot.data.purge.journal import is_unfinished
 from ingot.data.purge.listed import PurgedList
 from ingot.data.purge.purge import purge, read_purges
 from ingot.data.purge.request import Request
 from ingot.data.verify import verify_tokens
-from ingot.errors import DataError, RunBusyError, UsageError
+from ingot.errors import DataError, ResourceError, RunBusyError, UsageError
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import exclusive, sha256_file
 
@@ -208,6 +210,23 @@ def test_damage_is_not_made_to_look_right(data):
     with pytest.raises(DataError, match="block 0: SHA-256 differs"):
         purge(data, Request(url="https://a.example/p/0"))
     assert tree(data, "**/*") == before and not (data / ".purge").exists()
+
+
+def test_a_full_disk_leaves_everything_as_it_was(data, monkeypatch):
+    before, written = tree(data, "**/*"), []
+
+    def full(path, content):
+        written.append(path)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    monkeypatch.setattr(journal, "write_atomic", full)
+    with pytest.raises(ResourceError, match="is full"):
+        purge(data, Request(domain="a.example"))
+    assert len(written) == 4 and tree(data, "**/*") == before and not (data / ".purge").exists()
+    monkeypatch.undo()
+    assert purge(data, Request(domain="a.example")).record
 
 
 def test_a_busy_folder_and_an_unfinished_build_are_refused(data):
