@@ -16,7 +16,7 @@ EXAMPLES = (
     "ingot data mix data --weights web=0.7 code=0.3 --tokens 1B --max-epochs 4 books=2 --write run.toml",
     "ingot data mix data --doremi --steps 200 --out doremi.json --write run.toml",
     "ingot data mix data --ablate natural classic mine.toml --steps 200 --out ablation",
-    "ingot data mix data --dsir good.jsonl --keep 100k --out chosen",
+    "ingot data mix data --dsir good.jsonl --keep 100k --out chosen --tokenizer data/tokens/tokenizer.json",
 )
 _TRAINING_STEPS = 200
 
@@ -44,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="PATH", help="folder of --dsir and --ablate, JSON file of --doremi")
     parser.add_argument("--keep", metavar="N", help="documents that --dsir chooses, like 10k")
     parser.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL for --dsir (default: text)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="make tokens of what --dsir chose (default: none are made)")
     parser.add_argument(
         "--proxy", metavar="RUN.toml", help="model and training of --doremi and --ablate (default: a tiny one)"
     )
@@ -241,6 +242,8 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
     from ingot.data.inspect import corpus_folder
     from ingot.data.mixture.dsir import DsirRules, select
+    from ingot.data.shards import build_shards
+    from ingot.data.tokenizer.encoder import load_encoder
     from ingot.errors import UsageError
     from ingot.units import parse_count
 
@@ -261,4 +264,11 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
         for one in chosen.sources
     ]
     terminal.table(rows, ("source", "chosen", "of", "share of the text"), right=(1, 2, 3))
-    terminal.result({"out": args.out, "selection": to_dict(chosen)})
+    facts: dict = {"out": args.out, "selection": to_dict(chosen)}
+    if args.tokenizer:
+        out, tokenizer = Path(args.out), Path(args.tokenizer)
+        train, heldout = build_shards(out / "corpus", load_encoder(tokenizer), out / "tokens", tokenizer=tokenizer)
+        terminal.say(f"tokens: {train.tokens:,} to train on, {heldout.tokens:,} held out")
+        terminal.next(f"ingot data mix {args.out}", f"ingot plan --model tiny --tokens {args.out} --out run.toml")
+        facts |= {"train_tokens": train.tokens, "heldout_tokens": heldout.tokens}
+    terminal.result(facts)

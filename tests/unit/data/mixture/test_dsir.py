@@ -20,8 +20,11 @@ from ingot.cli.terminal import Terminal
 from ingot.config import to_dict
 from ingot.data.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
+from ingot.data.tokenizer.bpe import train_bpe
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
+from ingot.schema.document import document_id
+from ingot.schema.tokens import read_token_manifest
 from ingot.storage import sha256_file, write_json
 
 _LAW = ["court", "judge", "appeal", "statute", "plaintiff", "ruling", "evidence", "hearing", "clause"]
@@ -44,7 +47,8 @@ def corpus(tmp_path):
         for number in range(100):
             kind = _LAW if source == "web" and number % 4 == 0 else _FOOD
             about = "law" if kind is _LAW else "food"
-            row = {"id": f"{about}-{source}-{number}", "url": "", "source": source, "file": "f", "record_id": "r"}
+            identity = document_id("f", f"{source}-{number}", "")
+            row = {"id": identity, "url": "", "source": source, "file": "f", "record_id": about}
             rows.append(row | {"language": "en", "text": text(kind, len(rows) + 1000 * len(parts))})
         path = folder / f"{source}-00000.jsonl.gz"
         with jsonl_writer(path) as write:
@@ -71,8 +75,8 @@ def target(tmp_path):
 
 def test_documents_like_the_target_are_chosen(corpus, target, tmp_path):
     chosen = select(corpus, [target], 25, tmp_path / "out")
-    ids = [row["id"] for _, row in read_documents(tmp_path / "out/corpus")]
-    assert len(ids) == 25 and sum(name.startswith("law") for name in ids) >= 24
+    about = [row["record_id"] for _, row in read_documents(tmp_path / "out/corpus")]
+    assert len(about) == 25 and about.count("law") >= 24
     assert chosen.weights.get("web", 0) > 0.9
     kitchen, web = chosen.sources
     assert (kitchen.documents, web.documents, kitchen.chosen + web.chosen) == (100, 100, 25)
@@ -188,6 +192,9 @@ def test_the_verb_chooses(corpus, target, tmp_path, capsys):
 
     with pytest.raises(UsageError, match="--keep"):
         run(corpus.parent, "--dsir", target, "--out", tmp_path / "out")
-    run(corpus.parent, "--dsir", target, "--keep", 25, "--out", tmp_path / "out")
+    tokenizer = train_bpe((row["text"] for _, row in read_documents(corpus)), 280, tmp_path / "tokenizer.json")
+    capsys.readouterr()
+    run(corpus.parent, "--dsir", target, "--keep", 150, "--out", tmp_path / "out", "--tokenizer", tokenizer)
     found = json.loads(capsys.readouterr().out)
-    assert found["selection"]["chosen"] == 25 and len(list(read_documents(tmp_path / "out/corpus"))) == 25
+    assert found["selection"]["chosen"] == 150 and len(list(read_documents(tmp_path / "out/corpus"))) == 150
+    assert read_token_manifest(tmp_path / "out/tokens/train").tokens == found["train_tokens"] > 1000
