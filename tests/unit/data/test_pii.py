@@ -41,6 +41,9 @@ from ingot.schema.document import Document
         ("+1\u00a0(791)\u2009499\u20112968 +44\u202f20\u202f7588\u202f2072", "<PHONE> <PHONE>"),
         ("(393)759-6305 (393)7596305 393.759.6305 393/759-6305", "<PHONE> <PHONE> <PHONE> <PHONE>"),
         ("393–759–6305, 1-800-555-1234, 1 (393) 759-6305", "<PHONE>, <PHONE>, <PHONE>"),
+        ("555-123-4567, 123-456-7890, +1-555-123-4567", "<PHONE>, <PHONE>, <PHONE>"),  # made up, as in forms
+        ("+44.20.7946.0958 or +27 82 123 4567 or +34 912 34 56 78", "<PHONE> or <PHONE> or <PHONE>"),
+        ("T. 020 7946 0958, Ph: (02) 9876 5432", "T. <PHONE>, Ph: <PHONE>"),
         ("Tel. 030 1234567, Fax: (089) 12 34 56", "Tel. <PHONE>, Fax: <PHONE>"),
         ("Tél. : 01 23 45 67 89", "Tél. : <PHONE>"),
         ("Phone 020 7946 0958 or 020 7946 0959", "Phone <PHONE> or <PHONE>"),
@@ -90,6 +93,9 @@ def test_personal_data_is_replaced(text, scrubbed):
         "https://x.com/status/4111111111111111 http://x.com/?id=393-759-6305",
         "00442075882072 is zero-padded",
         "iPhone 1234567",
+        "pages 100-200-3000, vol. 12 (345) 678-6790, 1914-1918, 2020-2021-2022, score 110-105-98",
+        "ISSN 0378-5955, 3.14159 26535 89793 23846, build 10.0.19041.1, ticket #555-123-4567, 12-345-6789",
+        "0.0.0.0 10.0.0.0/8 255.255.255.0 CVE-2021-44228 E=6.62607015e-34 1.800.000.000 Euro",
     ],
 )
 def test_what_only_looks_like_it_stays(text):

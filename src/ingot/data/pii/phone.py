@@ -13,8 +13,9 @@ _INTERNATIONAL = re.compile(
 _EXIT_CODE = re.compile(rf"(?<![\w+.,\-/])(?:00|011[ \-])(?=[1-9])[0-9]++(?:{_BETWEEN}{_GROUP})++{_END}")
 _NORTH_AMERICAN = re.compile(
     r"(?<![\w.\-/+])(?:"
-    r"(?:1[ .\-]?)?\([2-9][0-9]{2}\)(?: ?- ?|[ ./])?[0-9]{3}[ .\-]?[0-9]{4}"  # (393) 759-6305
-    r"|(?:1[ .\-])?[2-9][0-9]{2}([ .\-])[2-9][0-9]{2}\1[0-9]{4}"  # 393-759-6305
+    r"(?:1[ .\-]?)?\([1-9][0-9]{2}\)(?: ?- ?|[ ./])?[0-9]{3}[ .\-]?[0-9]{4}"  # (393) 759-6305
+    r"|(?:1[ .\-])?[1-9][0-9]{2}([.\-])[0-9]{3}\1[0-9]{4}"  # 393-759-6305; made-up ones (555-123-4567) as well
+    r"|(?:1 )?[2-9][0-9]{2}( )[2-9][0-9]{2} [0-9]{4}"  # 393 759 6305
     r"|[2-9][0-9]{2}/[2-9][0-9]{2}-[0-9]{4}"  # 393/759-6305
     rf"){_END}"
 )
@@ -30,7 +31,7 @@ _FILLERS = (
     r"no|nr|num|number|numbers|us|me|him|her|them|now|today|at|on|is|direct|mobile|home|work|office|free|toll-free"
 )
 _LABEL = re.compile(
-    rf"(?:(?<!\w)(?:{_WORDS})|电话|電話|手机|手機|传真|傳真|전화|☎|☏|✆|📞|📱|(?<!\w)[TMF](?=:))"
+    rf"(?:(?<!\w)(?:{_WORDS})|电话|電話|手机|手機|传真|傳真|전화|☎|☏|✆|📞|📱|(?<!\w)[TMF](?=[:.]))"
     rf"(?:[ .:)\-/]{{0,3}}(?<!\w)(?:{_FILLERS})(?!\w))*[ .:#)\-/|\uff1a\ufe0f]{{0,4}}\(?$",
     re.IGNORECASE,
 )
@@ -81,7 +82,8 @@ def find_phones(
         toll_free = match[0].lstrip("1(-. ")[:3] in _TOLL_FREE
         if labelled_otherwise and not toll_free:
             continue
-        if match[1] == " " and not labelled and _in_a_row_of_numbers(window, match):
+        follows_one = spans and match.start() - spans[-1][1] <= 3
+        if not (labelled or toll_free or follows_one) and _is_other_number(window, match):
             continue
         spans.append(match.span())
     if labelled and not spans:
@@ -128,8 +130,6 @@ def _international(match: re.Match) -> tuple[int, int] | None:
     national = digits[len(code) :]
     if len(digits) < 9 or national.startswith("00") or (code in ("1", "7") and len(digits) != 11):
         return None
-    if code == "1" and national[0] in "01":
-        return None
     return None if _is_decimal(text) else (start, end)
 
 
@@ -165,8 +165,13 @@ def _cut(match: re.Match, most: int) -> tuple[int, int]:
     return match.start(), end
 
 
-def _in_a_row_of_numbers(window: str, match: re.Match) -> bool:
-    """Whether another number stands beside it: "200 300 4000 500" is a table."""
+def _is_other_number(window: str, match: re.Match) -> bool:
+    """Whether it is round (pages 100-200-3000), follows a number (vol. 12 (345) 678-6790) or, with spaces, is one of
+    several (200 300 4000 500)."""
+    if all(group.endswith("0") for group in _DIGITS.findall(match[0])):
+        return True
     before = window[max(match.start() - 3, 0) : match.start()].rstrip(" ,;")
     after = window[match.end() : match.end() + 3].lstrip(" ,;")
-    return before[-1:].isdigit() or after[:1].isdigit()
+    if match[0].startswith("("):
+        return before[-1:].isdigit() and window[match.start() - 1] not in ",;"
+    return bool(match[2]) and (before[-1:].isdigit() or after[:1].isdigit())
