@@ -109,7 +109,7 @@ def corpus_identity(
         sources={one.name: one.source for one in inputs},
         config_sha256=sha256_bytes(canonical_json(decides).encode()),
     )
-    return identity, sum(version["bytes"] for version in found)
+    return identity, sum(max(version["bytes"], 0) for version in found)  # -1 where a server does not say
 
 
 def identify(context: Context) -> dict:

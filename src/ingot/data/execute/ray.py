@@ -10,7 +10,7 @@ import importlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ _LOOK_SECONDS = 0.5
 class Ray:
     """A runner. The store must be on a file system that all nodes see at the same path; that is checked first.
 
-    address: of a running cluster, "auto" to find the one on this machine, None to start one here for the call.
-    cpus: that a task asks of Ray. memory_bytes, preload: as of `Local`. If Ray is initialised already, that is used.
+    address: of a running cluster, "auto" to find the one on this machine, None to start one here. It is connected to
+    once, until `close` or the end of this process; if Ray is initialised already, that is used.
+    cpus: that a task asks of Ray. memory_bytes, preload: as of `Local`.
     """
 
     def __init__(
@@ -45,14 +46,29 @@ class Ray:
     ):
         self.address, self.cpus = address, cpus
         self.memory_bytes, self.preload = memory_bytes, tuple(preload)
+        self._connected = False
+
+    def __enter__(self) -> "Ray":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        if self._connected:
+            require("ray", "ray").shutdown()
+            self._connected = False
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         """Return when all are done. Raises what the first failing task raised (the others are cancelled); ConfigError
         when nodes do not share the store or run another ingot; DataError when machine after machine is lost."""
         ray = require("ray", "ray")
-        with _connected(ray, self.address):
-            _check_nodes(ray, store)
-            self._run(ray, tasks, store, watch)
+        if not ray.is_initialized():
+            _connect(ray, self.address)
+            self._connected = True
+        _check_nodes(ray, store)
+        self._run(ray, tasks, store, watch)
 
     def _run(self, ray, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         # Losses are counted here, so that they can be told from other ends. num_cpus is what Ray schedules by.
@@ -116,11 +132,7 @@ def _local(memory_bytes: int, preload: tuple[str, ...]) -> Local:
     return _locals.setdefault((memory_bytes, preload), Local(1, memory_bytes=memory_bytes, preload=preload))
 
 
-@contextlib.contextmanager
-def _connected(ray, address: str | None) -> Iterator[None]:
-    if ray.is_initialized():
-        yield
-        return
+def _connect(ray, address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(address=address, log_to_driver=False, logging_level="WARNING", include_dashboard=None)
@@ -130,10 +142,6 @@ def _connected(ray, address: str | None) -> Iterator[None]:
             rule="'auto' finds a cluster that runs on this machine; without an address one is started for the call",
             fix="ray start --head, or another address",
         ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _check_nodes(ray, store: Store) -> None:

@@ -68,7 +68,7 @@ def test_column_that_is_not_there_names_those_that_are(write):
     path = write({"content": ["a"], "name": ["b"]})
     with pytest.raises(DataError, match="content, name") as caught:
         read(path)
-    assert "--text-field" in caught.value.fix
+    assert "text=COLUMN" in caught.value.fix
     for name in ("content.x", "no.content"):
         with pytest.raises(DataError):
             read(path, text=name)
