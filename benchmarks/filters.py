@@ -189,7 +189,7 @@ def show(results: dict, size: int) -> None:
     documents = results["documents"]
     print(f"{documents:,} documents, {size / 1e6:.2f} MB, compiled core: {'yes' if results['compiled'] else 'no'}")
     for name in [*PRESETS, "datatrove"]:
-        if name not in results:
+        if name not in results or name == "none":
             continue
         part = results[name]
         print(f"\n{name}: keeps {part['kept']:,}")
