@@ -51,7 +51,8 @@ def test_a_ray_cluster_of_two_nodes_gives_the_same_bytes(crawl, tmp_path, substr
     try:
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
-        prepare(inputs_of(crawl), tmp_path / "ray", substrings, vocab_size=300, runner=Ray(cluster.address))
+        with Ray(cluster.address) as runner:
+            prepare(inputs_of(crawl), tmp_path / "ray", substrings, vocab_size=300, runner=runner)
     finally:
         cluster.shutdown()
     assert snapshot(tmp_path / "ray") == undisturbed
