@@ -31,15 +31,15 @@ _PARAGRAPH, _SENTENCES = 50, 3  # characters that make one with punctuation; mar
 _LONG = 200  # characters that make one without punctuation
 _LITTLE = 300  # less prose than this on a page: then all text that is not links counts
 # Noise: the largest share of the page's prose that an element may hold and still go.
-_LIGHT_SHARE, _HEAVY_SHARE, _HEAVY_SHARE_INSIDE = 1 / 6, 5 / 8, 0.9
+_LIGHT_SHARE, _HEAVY_SHARE, _HEAVY_SHARE_INSIDE = 1 / 6, 2 / 3, 0.9
 _BODY_SHARE = 1 / 8  # an element marked as text that holds more is never noise
 _HOLDS = 1 / 3  # marks the ancestors of an element with more as no noise
 # The root.
-_LEAST_PROSE = 200
-_SHARES = (1 / 8, 1 / 4, 1 / 3, 1 / 2)  # of the page's prose, that a root of each tier has at least
+_LEAST_PROSE = 150
+_SHARES = (1 / 8, 1 / 4)  # of the page's prose, that a root of each tier has at least
 _ONE_OF_MANY = 0.6  # the best element of a tier holds that share of what the tier holds; else their common ancestor
 _NEARLY_ALL = 0.9  # an element inside with that share is the better root
-_MOST = 0.7  # share of the page's prose of a root without marks
+_MOST = 0.75  # share of the page's prose of a root without marks
 # The standfirst.
 _LEAD, _LEADS = 120, 1000  # characters: of each paragraph, at least; of all, at most
 # Inside of the root.
@@ -74,7 +74,7 @@ _NEVER = _tags(
 )
 _CHROME = _tags("aside footer figcaption")
 _PROTECTED = _tags("html body main article")  # their classes speak of the page, not of them
-_ROOTS = _tags("div section article main td center form span p blockquote")
+_ROOTS = _tags("div section article main td center form")
 _HEADING = _tags("h1 h2 h3 h4 h5 h6")
 _CARDS = _tags("div ul ol section table dl aside form figure li header footer center tr")
 _PARAGRAPHS = _tags("p h1 h2 h3 h4 h5 h6 li pre td th dd dt blockquote")
@@ -82,7 +82,7 @@ _CELLS = _tags("td th")
 _PRE = _tags("pre listing")
 _LIGHT = _bits(Mark.NAVIGATION, Mark.SHARE, Mark.META, Mark.AD, Mark.CAPTION)  # never long texts
 _HEAVY = _bits(Mark.FOOTER, Mark.SIDE, Mark.RELATED, Mark.COMMENT, Mark.REQUEST)
-_BODY, _ARTICLE, _MAIN = _bits(Mark.BODY), _bits(Mark.ARTICLE), _bits(Mark.MAIN)
+_BODY, _ARTICLE = _bits(Mark.BODY), _bits(Mark.ARTICLE)
 _HIDDEN, _LINK, _DATA = _bits(Mark.HIDDEN), _bits(Mark.LINK), _bits(Mark.DATA)
 
 _JOINTS = ("", " ", "\t", "\n", "\n\n")
@@ -240,12 +240,7 @@ def _root(rows: _Rows, clean: np.ndarray, prose: np.ndarray) -> slice:
     page, inside, total = rows.page, rows.sums(prose), int(prose.sum())
     flags, tag = page.flags, page.tag
     usable = clean & _ROOTS[tag]
-    tiers = (
-        (flags & _BODY) != 0,
-        tag == ID["article"],
-        (flags & _ARTICLE) != 0,
-        (tag == ID["main"]) | ((flags & _MAIN) != 0),
-    )
+    tiers = ((flags & _BODY) != 0, (tag == ID["article"]) | ((flags & _ARTICLE) != 0))
     for tier, share in zip(tiers, _SHARES, strict=True):
         marked = usable & tier & (inside > 0)
         found = np.flatnonzero(marked)
@@ -298,12 +293,21 @@ def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
     heading = rows.within(_HEADING[page.tag])[runs.head]
     outside = ~rows.within(_PARAGRAPHS[page.tag])[runs.head]
     good &= ~(outside & (runs.chars < _LABEL) & (runs.marks == 0))
-    # A heading of nothing: the next thing is a heading too, or the end.
+    # A heading of nothing: the next thing is a heading that is not below it, or the end.
     left = np.flatnonzero(good)
-    good[left[heading[left] & np.append(heading[left][1:], True)]] = False
+    level = np.where(heading[left], _level(rows, runs.head[left]), 7)
+    good[left[(level < 7) & (np.append(level[1:], 0) <= level)]] = False
     result = np.zeros(rows.size, bool)
     result[runs.of(good)] = True
     return result
+
+
+def _level(rows: _Rows, chosen: np.ndarray) -> np.ndarray:
+    """1 to 6: the level of the last heading that starts before each of the chosen rows; 0 before the first."""
+    tag = rows.page.tag
+    headings = np.flatnonzero(_HEADING[tag])
+    levels = np.concatenate(([0], tag[headings].astype(np.int64) - ID["h1"] + 1))
+    return levels[np.searchsorted(headings, chosen)]
 
 
 def _write(rows: _Rows, kept: np.ndarray) -> str:

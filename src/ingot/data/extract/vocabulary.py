@@ -27,22 +27,18 @@ class Mark(IntFlag):
 
     BODY = 1 << 0  # the text of an article
     ARTICLE = 1 << 1  # an article with what belongs to it
-    MAIN = 1 << 2  # the part of the page that is not the same on every page
-    NAVIGATION = 1 << 3
-    FOOTER = 1 << 4
-    SIDE = 1 << 5
-    SHARE = 1 << 6
-    RELATED = 1 << 7
-    COMMENT = 1 << 8
-    AD = 1 << 9
-    META = 1 << 10  # author, date, tags
-    CAPTION = 1 << 11
-    REQUEST = 1 << 12  # cookies, newsletter, log in
-    HIDDEN = 1 << 13
-    HEADLINE = 1 << 14
-    LEAD = 1 << 15
-    DATA = 1 << 16  # a script of JSON-LD
-    HEADER = 1 << 17
+    NAVIGATION = 1 << 2
+    FOOTER = 1 << 3
+    SIDE = 1 << 4
+    SHARE = 1 << 5
+    RELATED = 1 << 6
+    COMMENT = 1 << 7
+    AD = 1 << 8
+    META = 1 << 9  # author, date, tags
+    CAPTION = 1 << 10
+    REQUEST = 1 << 11  # cookies, newsletter, log in
+    HIDDEN = 1 << 12
+    DATA = 1 << 13  # a script of JSON-LD
     LINK = 1 << 63  # has href (on text nodes: follows white space)
 
 
@@ -62,16 +58,8 @@ _PATTERNS = {
         document*content review*body recipe*body section*content press*release*body
     """,
     Mark.ARTICLE: """
-        article post story entry hentry blog*post blogpost news*item newsitem node*article single*post
-        artikel beitrag noticia articulo articolo artigo artykul materia nota role=article
-        itemtype=+schema*org*article itemtype=+schema*org*news*article itemtype=+schema*org*blog*posting
-        itemtype=+schema*org*report+ document post*wrap article*wrap+ article*container article*detail
-    """,
-    Mark.MAIN: """
-        main content main*content content*main maincontent+ page*content primary role=main inhalt hauptinhalt
-        contenu contenido contenuto conteudo tresc inhoud center*content content*area site*content
-        content*wrapper content*container contentarea mw*content*text bodycontent body*content text copy
-        main*column maincolumn center*column left*content itemprop=main*content*of*page middle*content
+        role=article itemtype=+schema*org*article itemtype=+schema*org*news*article itemtype=+schema*org*blog*posting
+        itemtype=+schema*org*report+
     """,
     Mark.NAVIGATION: """
         nav navi +navbar+ navbox +navigation+ menu menus submenu topnav subnav mainnav +breadcrumb+ bread*crumb+ krumel+
@@ -146,16 +134,6 @@ _PATTERNS = {
         hidden= aria*hidden=true style=+display*none style=+visibility*hidden display*none visually*hidden
         visuallyhidden sr*only screen*reader+ offscreen u*hidden is*hidden nodisplay
     """,
-    Mark.HEADLINE: """
-        headline title entry*title post*title article*title page*title story*title itemprop=headline itemprop=name
-        heading article*header article*headline titre titulo titel titolo
-    """,
-    Mark.LEAD: """
-        lead intro introduction standfirst summary abstract excerpt dek deck subtitle sub*title itemprop=description
-        vorspann chapo chapeau lede kicker teaser*text article*intro subhead subheadline bajada entradilla sommario
-        anleser leadtext article*summary article*lead post*excerpt
-    """,
-    Mark.HEADER: "header masthead page*header site*header role=banner head top*bar page*head",
     Mark.DATA: "type=application*ld*json",
 }
 

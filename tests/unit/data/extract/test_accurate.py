@@ -142,3 +142,13 @@ def test_a_sentence_of_many_links_stays_and_a_list_of_them_goes():
     )
     text = lines(f"<article><p>{sentence}</p>{TEXT}<p><a href=1>Oaks</a> | <a href=2>Birches</a></p></article>")
     assert text == ["Oaks, birches and alders grow by the river, like reed.", *PROSE]
+
+
+def test_headings_of_nothing_go():
+    html = f"<article><h1>Rivers</h1><h2>In towns</h2><h3>At night</h3>{TEXT}<h2>Tags</h2><h2>More</h2></article>"
+    assert lines(html) == ["Rivers", "In towns", "At night", *PROSE]
+
+
+def test_a_long_paragraph_is_not_the_root():
+    html = f"<body><div><p>{SENTENCE * 30}</p><p>{SENTENCE}</p><p>The end came late.</p></div>"
+    assert len(lines(html)) == 3
