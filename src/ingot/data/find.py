@@ -1,6 +1,7 @@
 """Asking lineage, by DuckDB in this process: which records came from a page or a site, and where their tokens are."""
 
 import glob
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,10 @@ def asking(files: Iterable[Path]) -> Iterator[Any]:
     """Yield a DuckDB connection on which `lineage` is a view over `files`, with `filename` and `file_row_number`."""
     duckdb = require("duckdb", "data")
     settings = {"memory_limit": _MEMORY, "autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-    with duckdb.connect(":memory:", config=settings) as connection:
+    with (
+        tempfile.TemporaryDirectory() as spill,  # else it would be ".tmp" where the command was given
+        duckdb.connect(":memory:", config=settings | {"temp_directory": spill}) as connection,
+    ):
         names = [glob.escape(str(path)) for path in files]
         try:
             connection.read_parquet(names, filename=True, file_row_number=True).create_view("lineage")
