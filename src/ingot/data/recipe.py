@@ -168,6 +168,10 @@ def value_of(setting: str, recipe: dict[str, Any] | None = None) -> str:
 _KEYS = {
     "language.other": "language.keep",
     "language.unsure": "language.threshold",
+    "blocklist.domain": "blocklist.files",
+    "blocklist.url": "blocklist.files",
+    "contaminated.ngram": "decontamination.ngram",
+    "pii.plugin": "pii.ids",
     "duplicates.same_text": "dedup.exact",
     "near_duplicates.similar": "dedup.jaccard",
 }

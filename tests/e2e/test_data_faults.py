@@ -1,0 +1,97 @@
+"""A real build whose processes are killed at random instants, ten times: the same bytes as undisturbed, and no hang."""
+
+import gzip
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+PAGES, FILES, KILLS = 120, 6, 10
+WORDS = (
+    "the people water house river which would about there their other could these first after where right think great "
+    "through before little under never found those while might something always together important children have with"
+)
+MAIN = "import sys; from ingot.cli.main import main; sys.exit(main())"
+
+
+def write_crawl(folder: Path) -> list[str]:
+    pick, paths = random.Random(0), []
+    for number in range(FILES):
+        paths.append(folder / f"crawl-{number}.warc.gz")
+        with paths[-1].open("wb") as file:
+            for page in range(PAGES):
+                lines = ["The " + " ".join(pick.choices(WORDS.split(), k=14)) + " and that of it." for _ in range(12)]
+                if page % 5 == 0:
+                    lines = ["The same story is told by the people of that house with few words." for _ in lines]
+                body = "".join(f"<p>{line}</p>" for line in lines)
+                block = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html><body><article>{body}</article>"
+                head = (
+                    f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Record-ID: <urn:uuid:{number}-{page}>\r\n"
+                    f"WARC-Target-URI: http://site{page % 7}.example/{number}/{page}\r\n"
+                    f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(block)}\r\n\r\n"
+                )
+                file.write(gzip.compress((head + block + "\r\n\r\n").encode(), mtime=0))
+    return [str(path) for path in paths]
+
+
+def start(crawl: list[str], out: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", MAIN, "data", "build", *crawl, "--out", str(out), "--vocab-size", "300"]
+    return subprocess.Popen(
+        [*command, "--workers", "2", "-q"], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def family(driver: int) -> list[int]:
+    """The driver and everything that it started."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if stat[0] != "Z":
+            parents[int(folder.name)] = int(stat[1])
+    found = [driver]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return [process for process in found if process in parents]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "seconds.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_ten_kills_leave_no_trace(tmp_path):
+    crawl, pick, kills, builds = write_crawl(tmp_path), random.Random(1), [], 0
+    undisturbed = start(crawl, tmp_path / "undisturbed")
+    began = time.monotonic()
+    assert undisturbed.wait(120) == 0, undisturbed.stdout.read().decode()
+    seconds = time.monotonic() - began
+    expected = snapshot(tmp_path / "undisturbed")
+    while len(kills) < KILLS:
+        out = tmp_path / f"build-{builds}"
+        builds += 1
+        driver = start(crawl, out)
+        while driver.poll() is None or driver.returncode == -signal.SIGKILL:
+            if driver.returncode == -signal.SIGKILL:  # as a person would: the same command again
+                driver.communicate()
+                driver = start(crawl, out)
+            try:
+                driver.wait(pick.uniform(0.1, seconds / 2) if len(kills) < KILLS else 120)
+            except subprocess.TimeoutExpired:
+                assert len(kills) < KILLS, "it hangs"
+                alive = family(driver.pid)
+                if alive:
+                    kills.append(pick.choice(alive))
+                    os.kill(kills[-1], signal.SIGKILL)
+        assert driver.returncode == 0, driver.stdout.read().decode()
+        assert snapshot(out) == expected
+        assert not family(driver.pid)[1:]
+    assert not list(tmp_path.glob(".*"))
