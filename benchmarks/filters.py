@@ -17,6 +17,7 @@ import itertools
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -105,6 +106,8 @@ def main() -> None:
     else:
         show(results, size)
     if args.datatrove_python and not args.texts:
+        here = str(args.datatrove_python)
+        sys.argv = ["PYTHON" if part == here else part for part in sys.argv]  # the record says how, not where
         record("filters", results, ["ingot"])
 
 
