@@ -26,7 +26,8 @@ class Order:
 
     weights: source -> share of the samples; a source that is not named is not used. earlier: what the weights were
     before, as (samples up to which they held, weights), oldest first; samples are counted from 0 over the whole run.
-    Between weights and none at all the streams are others, so there an epoch starts anew.
+    Between weights and none at all the streams are others, so there an epoch starts anew. Sources of earlier weights
+    that are not there any more are left out: the run went over to other tokens as well.
     Raises DataError when no shard is long enough for a window, ConfigError when weights do not fit the sources.
     """
 
@@ -46,9 +47,9 @@ class Order:
         self._streams: dict[str, _Stream] = {}
         self._mixes: list[_Mix] = []
         begin = 0
-        for end, own in (*earlier, (None, weights or {})):
-            if end is not None and end <= begin:
-                continue  # it never held
+        for end, own in (*((end, self._known(own)) for end, own in earlier), (None, weights or {})):
+            if own is None or (end is not None and end <= begin):
+                continue  # nothing of it is there, or it never held
             self._mixes.append(mix := self._mix(begin, end, own))
             for name in mix.names:
                 if name not in self._streams:
@@ -89,6 +90,11 @@ class Order:
             for source in self.manifest.sources if name == _ALL else [name]:
                 found[source] = found.get(source, 0.0) + epochs
         return found
+
+    def _known(self, weights: Mapping[str, float]) -> Mapping[str, float] | None:
+        """Without sources that these tokens do not have; None if that leaves none."""
+        known = {name: weight for name, weight in weights.items() if name in self.manifest.sources}
+        return known if known or not weights else None
 
     def _mix(self, begin: int, end: int | None, weights: Mapping[str, float]) -> "_Mix":
         names = sorted(weights) or [_ALL]

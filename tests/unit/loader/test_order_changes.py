@@ -69,3 +69,13 @@ def test_epochs_add_up_over_mixtures(make_manifest):
     order = Order(make_manifest(SHARDS), 16, 3, {"code": 1}, earlier=[(1014, {}), (1014 + 61, {"code": 1})])
     assert order.epochs(1014) == {"books": 1.0, "code": 1.0, "web": 1.0}
     assert order.epochs(1014 + 122)["code"] == pytest.approx(3.0)
+
+
+def test_earlier_sources_that_are_gone_do_not_stop_a_run(make_manifest):
+    """It went over to other tokens and another mixture at once."""
+    for gone in ({"news": 1.0}, {"news": 1.0, "web": 1.0}):
+        order = Order(make_manifest(SHARDS), 16, 3, {"web": 1.0}, earlier=[(100, gone)])
+        web = order.samples(0, 300)
+        assert len(set(web.tolist())) == 300 and np.array_equal(
+            web, Order(make_manifest(SHARDS), 16, 3, {"web": 1}).samples(0, 300)
+        )
