@@ -4,8 +4,8 @@ A text is a bag of unigrams and bigrams in 10,000 buckets. Two such bags, of the
 document a log importance weight, sum over its features of log p_target - log p_corpus; Gumbel noise on top (Kool et al.
 2019) makes the k largest keys a sample without replacement in proportion to the weights.
 
-The corpus is read twice, document by document. In between, features lie in a file of 2 bytes each, so memory holds only
-24 bytes per document.
+The corpus is read twice, document by document. In between, features lie in a file of 2 bytes each, so memory holds
+numbers only, some 60 bytes per document.
 """
 
 import math
@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +119,7 @@ def importance(
     target: counts of the target's features, [buckets]. scratch: an empty file for the documents' features.
     """
     features = Features(rules.buckets)
-    lengths, noise, counts = [], [], np.zeros(rules.buckets, np.int64)
+    lengths, noise, counts = array("q"), array("d"), np.zeros(rules.buckets, np.int64)
     for identity, text in documents:
         found = features(text)
         counts += np.bincount(found, minlength=rules.buckets)
