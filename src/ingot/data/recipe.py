@@ -31,6 +31,7 @@ from ingot.data.sources.limits import Limits
 from ingot.data.sources.remote import RemoteRules
 from ingot.data.toxicity import ToxicityRules
 from ingot.errors import ConfigError
+from ingot.storage import sha256_file
 
 DEFAULT_PRESET = "web"
 OF_ONE_SOURCE = ("preset", "extract", "blocklist", "language", "quality", "junk", "classifier", "toxicity", "pii")
@@ -131,7 +132,9 @@ def fingerprint(recipe: DataRecipe) -> dict[str, Any]:
 
 
 def _files(recipe: DataRecipe) -> dict[str, Any]:
+    bad_words = recipe.quality.c4.bad_words if recipe.quality.c4.enabled else ""
     return {
+        "bad_words": sha256_file(Path(bad_words)) if bad_words else "",
         "blocklist": blocklist.fingerprint(recipe.blocklist) if recipe.blocklist.enabled else {},
         "classifier": classify.fingerprint(recipe.classifier) if recipe.classifier.enabled else {},
         "toxicity": toxicity.fingerprint(recipe.toxicity) if recipe.toxicity.enabled else "",
