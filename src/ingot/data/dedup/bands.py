@@ -44,6 +44,7 @@ _ROW_BYTES = 80  # of memory per document while a partition of keys is worked on
 _PAIR_BYTES = 16 * (LEADERS + WINDOW)  # of memory per document while its pairs are sorted, at most
 _PAIRS_AT_ONCE = 1 << 18  # whose signatures are held: 64 MiB at 128 permutations
 _MOST_DOCUMENTS = 2**32 - 1
+_KEYED = np.dtype([("key", "<u8"), ("number", "<u4")])
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -204,9 +205,6 @@ def _band_pairs(source: SignatureFolders, band: int, scratch: Path, limit_bytes:
             order = np.argsort(records["key"], kind="stable")
             records = records[order]
             yield from _bucket_pairs(records["key"], records["number"], source)
-
-
-_KEYED = np.dtype([("key", "<u8"), ("number", "<u4")])
 
 
 def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolders) -> Iterator[np.ndarray]:
