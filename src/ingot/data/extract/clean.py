@@ -11,14 +11,19 @@ _WIDE_LINE_ENDS = re.compile("[\u2028\u2029\x85]")
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
-def clean_text(text: str) -> str:
-    """Unix line ends, plain spaces, no invisible characters, at most one blank line between paragraphs."""
+def clean_text(text: str, *, blank_lines: bool = False) -> str:
+    """Unix line ends, plain spaces, no invisible characters, at most one blank line between paragraphs.
+
+    blank_lines: leave them, and indentation before the first word, as they are.
+    """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.isascii():
         text = _WIDE_LINE_ENDS.sub("\n", text).replace("\xa0", " ")
     text = _INVISIBLE.sub("", text)
     if " \n" in text or "\t\n" in text:
         text = "\n".join([line.rstrip(" \t") for line in text.split("\n")])
+    if blank_lines:
+        return text.strip("\n").rstrip()
     if "\n\n\n" in text:
         text = _BLANK_LINES.sub("\n\n", text)
     return text.strip()

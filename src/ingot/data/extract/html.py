@@ -32,7 +32,7 @@ class ExtractRules:
     "trafilatura").
     """
 
-    method: str = "fast"
+    method: str = "accurate"
     max_bytes: int = 16 << 20
     max_depth: int = 1000
     max_work: int = 4_000_000
@@ -108,5 +108,6 @@ class Extract:
             except Exception as error:  # whatever a parser cannot take costs one page, by name
                 return Drop(self.name, "extract.failed", type(error).__name__)
         else:
-            document.text = clean_text(text)
+            # Blank lines of source code are its own.
+            document.text = clean_text(text, blank_lines="code_language" in document.notes)
         return None if document.text else Drop(self.name, "extract.empty")

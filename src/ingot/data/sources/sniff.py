@@ -41,6 +41,8 @@ def looks_like_html(body: bytes) -> bool:
     head = body[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf")
     if head[:2] in _WIDE_BOMS:
         head = head.decode("utf-16", "ignore").encode("latin-1", "ignore")
+    elif head[:4].count(0) == 2:  # UTF-16 without a mark: a letter, a zero, a letter, a zero
+        head = head.replace(b"\0", b"")
     return _HTML.match(_without_comments(head)) is not None
 
 

@@ -89,8 +89,8 @@ def test_rules():
 
 
 def test_what_ran():
-    assert re.fullmatch(r"fast: resiliparse \d.*, main content", Extract().ran)
-    assert re.fullmatch(r"accurate: ingot \d.*, main content", Extract(ExtractRules(method="accurate")).ran)
+    assert re.fullmatch(r"fast: resiliparse \d.*, main content", Extract(ExtractRules(method="fast")).ran)
+    assert re.fullmatch(r"accurate: ingot \d.*, main content", Extract().ran)
 
 
 class TestTrafilatura:
@@ -140,7 +140,7 @@ class TestTrafilatura:
 )
 def test_hostile_nesting_is_dropped_quickly(page):  # by "fast"; for "accurate" see below
     start = time.process_time()
-    assert extract(page.encode()) == "extract.too_deep"
+    assert extract(page.encode(), method="fast") == "extract.too_deep"
     assert time.process_time() - start < 4
 
 
@@ -193,3 +193,11 @@ def test_quality_on_marked_pages(marked, method, least):
 
 def _four_words(words: list[str]) -> Counter:
     return Counter(tuple(words[i : i + 4]) for i in range(max(1, len(words) - 3)))
+
+
+def test_source_code_keeps_its_blank_lines_and_its_indentation():
+    code = "    first = 1\n\n\n\nsecond = 2  \n\n"
+    document = Document(id="0" * 32, url="", source="code", file="f", record_id="r", content_type="text/plain")
+    document.raw, document.notes["code_language"] = code.encode(), "python"
+    assert Extract()(document) is None
+    assert document.text == "    first = 1\n\n\n\nsecond = 2"

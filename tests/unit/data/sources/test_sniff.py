@@ -38,3 +38,8 @@ def test_sniffing_is_linear():
     for hostile in (b" " * 1_000_000, b"<!--" * 250_000, b"<!---->" * 150_000, b"<?xml" * 200_000):
         assert not looks_like_html(hostile)
     assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16"])
+def test_pages_in_utf_16_are_pages(encoding):
+    assert page_type("<!DOCTYPE html><html><body>page</body></html>".encode(encoding), "", "") == ("text/html", "")
