@@ -90,7 +90,7 @@ class _Reader:
             raise DataError(
                 f"{self.path} has no column {self.fields.text!r}, but {', '.join(schema.names[:20])}",
                 rule="the text of a document is one column of strings",
-                fix="say which one, beside the input: --source NAME FILE text=COLUMN (dots lead into structs: meta.text)",
+                fix="say which one: --source NAME FILE text=COLUMN (dots lead into structs: meta.text)",
             )
         return present
 
