@@ -55,6 +55,12 @@ from ingot.schema.document import Document
         ("4222222222222, 30569309025904, 378282246310005, 6304000000000000000", "<CARD>, <CARD>, <CARD>, <CARD>"),
         ("[2a00:1450:4001:81b::200e]:80 and 2001:4860:4860::8888", "[<IP>]:80 and <IP>"),
         ("http://8.8.8.8:80/x", "http://<IP>:80/x"),
+        (
+            "邮箱jane@x.com电话+86 10 6552 9988卡号4111111111111111。IP为8.8.8.8。",
+            "邮箱<EMAIL>电话<PHONE>卡号<CARD>。IP为<IP>。",
+        ),
+        ("ที่jane@x.co.thและ메일jane@x.kr입니다", "ที่<EMAIL>และ메일<EMAIL>입니다"),
+        ("(310) 450-8820, phone=3104508821, (212) 555 – 0198", "<PHONE>, phone=<PHONE>, <PHONE>"),
     ],
 )
 def test_personal_data_is_replaced(text, scrubbed):
@@ -75,6 +81,8 @@ def test_personal_data_is_replaced(text, scrubbed):
         "2024-01-15 12:30:45 (2019) 100-200",
         "+123 and +1111111111111111111",
         "image@2x.png and lodash@4.17.21",
+        "Version number 8.8.8.8, version no. 8.8.4.4, the version is 8.8.4.4, updated to 8.8.8.8, the 8.8.8.8 release",
+        "Chrome 12.34.56.78 and Python 3.11.2.1, API 2.1.1.5, call number 813.54 1234",
         "Chrome/120.0.0.0 and OID 1.3.6.1.4.1 and firmware 8.8.8.8, rfc7231#section-7.1.1.1",
         "1.2.3.4 Introduction\n5.1.2.3 Methods",
         "fe80::1, 2001:db8::1, ::1, 2002::/16, std::vector, 12:30:45, 00:1A:2B:3C:4D:5E",

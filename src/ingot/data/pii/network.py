@@ -5,18 +5,22 @@ import re
 
 from ingot.data.pii.span import IP, Span
 
-_IPV4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\w|-[A-Za-z])")
-# "version 8.8.8.8", "Chrome/120.0.0.0", "section 4.3.2.1"
+_IPV4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\w|-[A-Za-z])", re.ASCII)
+# "version 8.8.8.8", "version number is 8.8.8.8", "Chrome/120.0.0.0", "section 4.3.2.1"
 _VERSION_BEFORE = re.compile(
-    r"(?:(?<!\w)(?:versions?|releases?|builds?|ver\.?|v\.?|rev\.?|revision|firmware|driver|update|patch|upgraded? to|"
-    r"sdk|windows|android|ios|kernel|sections?|sec\.|chapter|clause|table|figure|fig\.|appendix|article|step|rule|oid)"
-    r"[ :=#(\-]*|§ ?|(?<![:/])\w/)$",
+    r"(?:(?<!\w)(?:versions?|releases?|builds?|ver\.?|v\.?|rev\.?|revision|firmware|driver|update|patch|sdk|api|protocol|"
+    r"package|library|plug-?in|app|software|program|tool|windows|android|ios|macos|kernel|chrome|chromium|firefox|safari|"
+    r"opera|edge|java|python|php|sections?|sec\.|chapter|clause|table|figure|fig\.|appendix|article|step|rule|oid)"
+    r"(?: (?:numbers?|no\.?|nr\.?|is|was)){0,2}[ :=#(\-]*"
+    r"|(?<!\w)(?:up|down)(?:grade|date)[sd]? to |§ ?|(?<![:/])\w/)$",
     re.IGNORECASE,
 )
+# "the 8.8.8.8 release"
+_VERSION_AFTER = re.compile(r" (?:version|release|update|build|beta|patch)", re.IGNORECASE)
 # Two colons with at most four hex digits between: times have them too, so the whole is looked at then.
 _COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
 # Only global unicast, 2000::/3.
-_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])")
+_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])", re.ASCII)
 
 
 def find_ipv4(window: str, start: int, end: int) -> list[tuple[int, int]]:
@@ -31,7 +35,9 @@ def find_ipv4(window: str, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _is_number_of_something(window: str, match: re.Match) -> bool:
-    if _VERSION_BEFORE.search(window, max(match.start() - 24, 0), match.start()):
+    if _VERSION_BEFORE.search(window, max(match.start() - 32, 0), match.start()):
+        return True
+    if _VERSION_AFTER.match(window, match.end()):
         return True
     # "1.2.3.4 Title" at the start of a line or quotation: a heading's number.
     begins = match.start() == 0 or window[match.start() - 1] in "\n\"'\u201c"

@@ -17,12 +17,13 @@ _PLAIN = str.maketrans(
     dict.fromkeys(_DASHES, "-") | dict.fromkeys(_SPACES, " ") | {"\uff0b": "+", "\uff08": "(", "\uff09": ")"}
 )
 _RUN = re.compile(rf"[0-9][0-9 ()./\-{_DASHES}{_SPACES}\uff08\uff09]{{5,}}[0-9]")
-_BEFORE, _AFTER = 48, 8  # characters around a run that may decide what it is
+_BEFORE, _AFTER = 48, 10  # characters around a run that may decide what it is
 
 _CARD = re.compile(
     r"(?<![\w.\-+])(?:[0-9]{13,19}"
     r"|[0-9]{4}( ?[\-.] ?| {1,2})[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?P<tail>\1[0-9]{1,3})?"
-    r"|[0-9]{4}( ?[\-.] ?| {1,2})[0-9]{6}\3[0-9]{4,5})(?!\.[0-9]|-?\w)"
+    r"|[0-9]{4}( ?[\-.] ?| {1,2})[0-9]{6}\3[0-9]{4,5})(?!\.[0-9]|-?\w)",
+    re.ASCII,  # letters of scripts without spaces do not make it part of a word
 )
 # First digits of issuers by number of digits. 13: old Visa; 14: Diners; 15: American Express (not 35, an IMEI);
 # 17 to 19: Maestro, UnionPay, JCB, Visa, Discover.

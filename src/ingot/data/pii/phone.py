@@ -3,28 +3,30 @@
 import re
 
 # A group of digits, perhaps in brackets, and what may stand between groups. Possessive: no way back, so no blow-up.
+# ASCII: where a script has no spaces, its letters stand right beside a number.
 _GROUP = r"(?:\([0-9]{1,5}\)|[0-9]++)"
 _BETWEEN = r"(?: ?[\-./] ?| )?+"
 _END = r"(?!\.[0-9]|-?\w)"
 _INTERNATIONAL = re.compile(
-    rf"(?<![\w+])(?:\(\+[1-9][0-9]{{0,3}}\)|\+\(?[1-9][0-9]*+\)?)(?:{_BETWEEN}{_GROUP})*+{_END}"
+    rf"(?<![\w+])(?:\(\+[1-9][0-9]{{0,3}}\)|\+\(?[1-9][0-9]*+\)?)(?:{_BETWEEN}{_GROUP})*+{_END}", re.ASCII
 )
 # 00 in most of the world, 011 from North America; digits without a gap may be any padded number.
-_EXIT_CODE = re.compile(rf"(?<![\w+.,\-/])(?:00|011[ \-])(?=[1-9])[0-9]++(?:{_BETWEEN}{_GROUP})++{_END}")
+_EXIT_CODE = re.compile(rf"(?<![\w+.,\-/])(?:00|011[ \-])(?=[1-9])[0-9]++(?:{_BETWEEN}{_GROUP})++{_END}", re.ASCII)
 _NORTH_AMERICAN = re.compile(
     r"(?<![\w.\-/+])(?:"
-    r"(?:1[ .\-]?)?\([1-9][0-9]{2}\)(?: ?- ?|[ ./])?[0-9]{3}[ .\-]?[0-9]{4}"  # (393) 759-6305
+    r"(?:1[ .\-]?)?\([1-9][0-9]{2}\)(?: ?- ?|[ ./])?[0-9]{3}(?: ?- ?|[ .])?[0-9]{4}"  # (393) 759-6305
     r"|(?:1[ .\-])?[1-9][0-9]{2}([.\-])[0-9]{3}\1[0-9]{4}"  # 393-759-6305; made-up ones (555-123-4567) as well
     r"|(?:1 )?[2-9][0-9]{2}( )[2-9][0-9]{2} [0-9]{4}"  # 393 759 6305
     r"|[2-9][0-9]{2}/[2-9][0-9]{2}-[0-9]{4}"  # 393/759-6305
-    rf"){_END}"
+    rf"){_END}",
+    re.ASCII,
 )
-_NATIONAL = re.compile(rf"(?<![\w+])\(?[0-9]++\)?(?:{_BETWEEN}{_GROUP})*+{_END}")
+_NATIONAL = re.compile(rf"(?<![\w+])\(?[0-9]++\)?(?:{_BETWEEN}{_GROUP})*+{_END}", re.ASCII)
 _DIGITS = re.compile(r"[0-9]+")
 
 _WORDS = (
     r"tel(?:e(?:phone|f[oó]n[eo]?|fax))?|t[ée]l(?:[ée](?:phone|fono|copie))?|phone|ph|fax|mob(?:ile?|iel|il(?:telefon|funk))?|"
-    r"cell(?:ular|phone)?|handy|call|dial|ring|sms|whatsapp|hotline|helpline|fon|telefoon|puhelin|tlf|tlph|"
+    r"cell(?:ular|phone)?|handy|call(?! num)|dial|ring|sms|whatsapp|hotline|helpline|fon|telefoon|puhelin|tlf|tlph|"
     r"portable|celular|m[óo]vil|cellulare|тел|телефон|факс|моб|טלפון|هاتف|تلفن|फ़ोन|दूरभाष|โทร"
 )
 _FILLERS = (
@@ -32,7 +34,7 @@ _FILLERS = (
 )
 _LABEL = re.compile(
     rf"(?:(?<!\w)(?:{_WORDS})|电话|電話|手机|手機|传真|傳真|전화|☎|☏|✆|📞|📱|(?<!\w)[TMF](?=[:.]))"
-    rf"(?:[ .:)\-/]{{0,3}}(?<!\w)(?:{_FILLERS})(?!\w))*[ .:#)\-/|\uff1a\ufe0f]{{0,4}}\(?$",
+    rf"(?:[ .:)\-/]{{0,3}}(?<!\w)(?:{_FILLERS})(?!\w))*[ .:=#)\-/|\uff1a\ufe0f]{{0,4}}\(?$",
     re.IGNORECASE,
 )
 _ALSO = re.compile(r"^ ?(?:/|,|;|\||&|or|and|oder|und|ou|et|o|y|e) ?\(?$", re.IGNORECASE)
@@ -166,12 +168,12 @@ def _cut(match: re.Match, most: int) -> tuple[int, int]:
 
 
 def _is_other_number(window: str, match: re.Match) -> bool:
-    """Whether it is round (pages 100-200-3000), follows a number (vol. 12 (345) 678-6790) or, with spaces, is one of
-    several (200 300 4000 500)."""
-    if all(group.endswith("0") for group in _DIGITS.findall(match[0])):
-        return True
+    """Whether it follows a number (vol. 12 (345) 678-6790), or without brackets is round (pages 100-200-3000) or, with
+    spaces, one of several (200 300 4000 500)."""
     before = window[max(match.start() - 3, 0) : match.start()].rstrip(" ,;")
     after = window[match.end() : match.end() + 3].lstrip(" ,;")
     if match[0].startswith("("):
         return before[-1:].isdigit() and window[match.start() - 1] not in ",;"
+    if all(group.endswith("0") for group in _DIGITS.findall(match[0])):
+        return True
     return bool(match[2]) and (before[-1:].isdigit() or after[:1].isdigit())
