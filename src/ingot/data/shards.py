@@ -6,7 +6,9 @@ order are pure functions of a document's id, so they do not depend on the number
 its split when the corpus grows (unless its source is so small that only the one with the lowest hash is held out).
 """
 
+import json
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from ingot.data.corpus import load_corpus
 from ingot.data.execute.run import Inline, Runner, Status, describe, run_all
 from ingot.data.execute.task import Context, Store, Task
 from ingot.data.lineage import write_shard_lineage
-from ingot.data.tokenise import BUCKET_BITS, BUCKETS, TokenisedPart, heldout
+from ingot.data.tokenise import BUCKET_BITS, BUCKETS, PartWriter, TokenisedPart, heldout
 from ingot.data.tokenizer.encoder import Encoder
 from ingot.data.verify import block_digests
 from ingot.errors import ConfigError, DataError
@@ -32,7 +34,6 @@ Progress = Callable[[float, str], None]
 
 SPLITS = ("train", "heldout")
 SHARD_BYTES = 10**9
-_GATHER_DOCUMENTS = 1024  # copied to a shard at once
 _TOKENISE_SHARE = 0.85  # of the time, for the progress bar
 
 
@@ -184,8 +185,8 @@ def _build(
     run_all(tasks, store, runner, watch(_TOKENISE_SHARE, "encoding"))
     splits: dict[str, list[Task]] = {split: [] for split in SPLITS}
     for source, parts in by_source.items():
-        for split in SPLITS:
-            splits[split] += _shard_tasks(source, split, parts, store, options)
+        for split, shards in _shard_tasks(source, parts, store, options).items():
+            splits[split] += shards
     run_all(
         [task for split in SPLITS for task in splits[split]], store, runner, watch(0.99 - _TOKENISE_SHARE, "shards")
     )
@@ -195,8 +196,8 @@ def _build(
     return train, heldout
 
 
-def _shard_tasks(source: str, split: str, parts: Sequence[Task], store: Store, options: _Options) -> list[Task]:
-    """One task per shard of `source` in `split`: its range of hash buckets."""
+def _shard_tasks(source: str, parts: Sequence[Task], store: Store, options: _Options) -> dict[str, list[Task]]:
+    """Split -> one task per shard of `source` in it: its range of hash buckets."""
     results = [store.result(part) for part in parts]
     documents = sum(result["documents"] for result in results)
     if documents < 2:
@@ -207,32 +208,32 @@ def _shard_tasks(source: str, split: str, parts: Sequence[Task], store: Store, o
         )
     tokens = np.zeros((2, BUCKETS), np.uint64)
     for part in parts:
-        tokens += np.load(store.folder(part.key) / "histogram.npy")
+        found = np.load(store.folder(part.key) / "histogram.npy")
+        tokens[:, found["bucket"]] += found["tokens"].T
     # A source in which no hash is low enough holds out its lowest; one in which all are trains on its highest.
     moved = ""
     if not tokens[1].any():
         moved = min(tuple(result["lowest"][0]) for result in results if result["lowest"])[1]
     elif not tokens[0].any():
         moved = max(tuple(result["highest"][0]) for result in results if result["highest"])[1]
-    number = SPLITS.index(split)
-    itemsize = np.dtype(options.dtype).itemsize
-    tasks = []
-    for low, high in _ranges(tokens[number], options.shard_bytes // itemsize) or [(0, BUCKETS)]:
-        name = f"{quote(source, safe='')}-{len(tasks):05d}"
-        arguments = {
-            "name": name,
-            "source": source,
-            "heldout": bool(number),
-            "moved": moved,
-            "buckets": [low, high],
-            "dtype": options.dtype,
-            "block_bytes": options.block_bytes,
-            "heldout_fraction": options.heldout_fraction,
-        }
-        inputs = tuple(part.key for part in parts)
-        tasks.append(
-            Task(function="ingot.data.shards:write_shard", arguments=arguments, inputs=inputs, label=f"{split}/{name}")
-        )
+    inputs = tuple(part.key for part in parts)
+    limit = options.shard_bytes // np.dtype(options.dtype).itemsize
+    tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
+    for number, split in enumerate(SPLITS):
+        for low, high in _ranges(tokens[number], limit) or [(0, BUCKETS)]:
+            name = f"{quote(source, safe='')}-{len(tasks[split]):05d}"
+            arguments = {
+                "name": name,
+                "source": source,
+                "heldout": bool(number),
+                "moved": moved,
+                "buckets": [low, high],
+                "dtype": options.dtype,
+                "block_bytes": options.block_bytes,
+                "heldout_fraction": options.heldout_fraction,
+            }
+            function, label = "ingot.data.shards:write_shard", f"{split}/{name}"
+            tasks[split].append(Task(function=function, arguments=arguments, inputs=inputs, label=label))
     return tasks
 
 
@@ -250,76 +251,80 @@ def _ranges(sizes: np.ndarray, limit: int) -> list[tuple[int, int]]:
 
 
 def write_shard(context: Context) -> dict | None:
-    """Task: the shard of a range of hash buckets, from all tokenised parts of a source. Returns it as schema Shard."""
+    """Task: the shard of a range of hash buckets, from all tokenised parts of a source. Returns it as schema Shard.
+
+    What each part has there is copied into scratch files first, part after part, and then put in order: one part is
+    open at a time, and memory is 16 bytes per document.
+    """
     arguments = context.task.arguments
     dtype = np.dtype(arguments["dtype"]).newbyteorder("<")
-    parts = [TokenisedPart(folder, dtype) for folder in context.folders]
-    which, rows = _chosen(parts, arguments)
-    if not len(rows):
-        return None
     path = context.out / f"{arguments['name']}.tokens"
-    lengths = np.zeros(len(rows), np.int64)
-    sizes = np.zeros(len(rows), np.int64)
-    index = np.zeros(len(rows), DOCUMENT_DTYPE)
-    for number, part in enumerate(parts):
-        mine = which == number
-        entries = part.index[rows[mine]]
-        lengths[mine], sizes[mine], index["id"][mine] = entries["tokens"], entries["text_bytes"], entries["id"]
-    with path.open("wb") as file:
-        pairs = list(zip(which.tolist(), rows.tolist(), strict=True))
-        for at in range(0, len(pairs), _GATHER_DOCUMENTS):
+    scratch = context.out / "scratch"
+    scratch.mkdir()
+    if not (documents := _collect(context, dtype, scratch)):
+        shutil.rmtree(scratch)
+        return None
+    all_of_it = TokenisedPart(scratch, dtype)
+    order = np.argsort(all_of_it.index["order"], kind="stable")
+    start = text_bytes = 0
+    with path.open("wb") as file, path.with_suffix(".documents").open("wb") as index_file:
+        for rows, tokens, _ in all_of_it.taken(order):
             context.at(-1)
-            file.write(np.concatenate([_tokens(parts[p], r) for p, r in pairs[at : at + _GATHER_DOCUMENTS]]).tobytes())
-    index["tokens"] = lengths
-    index["start"] = np.cumsum(lengths) - lengths
+            index = np.zeros(len(rows), DOCUMENT_DTYPE)
+            index["tokens"], index["id"] = rows["tokens"], rows["id"]
+            index["start"] = start + np.cumsum(rows["tokens"], dtype=np.uint64) - rows["tokens"]
+            index_file.write(index.tobytes())
+            file.write(tokens.tobytes())
+            start, text_bytes = start + len(tokens), text_bytes + int(rows["text_bytes"].sum())
     blocks = block_digests(path, arguments["block_bytes"])
-    path.with_suffix(".documents").write_bytes(index.tobytes())
     path.with_suffix(".blocks").write_bytes(blocks)
-    lineage = write_shard_lineage(path.with_suffix(".lineage.parquet"), _lineage(parts, pairs, index))
+    lineage = write_shard_lineage(path.with_suffix(".lineage.parquet"), _lineage(context, all_of_it, order))
+    shutil.rmtree(scratch)
     shard = Shard(
         name=arguments["name"],
         source=arguments["source"],
-        tokens=int(lengths.sum()),
-        documents=len(rows),
-        text_bytes=int(sizes.sum()),
+        tokens=start,
+        documents=documents,
+        text_bytes=text_bytes,
         blocks_sha256=sha256_bytes(blocks),
-        documents_sha256=sha256_bytes(index.tobytes()),
+        documents_sha256=sha256_file(path.with_suffix(".documents")),
         lineage_sha256=lineage,
     )
     return to_dict(shard)
 
 
-def _chosen(parts: Sequence[TokenisedPart], arguments: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(number of the part, row in it) of the shard's documents, in their order."""
+def _collect(context: Context, dtype: np.dtype, scratch: Path) -> int:
+    """The shard's documents in the order of the parts, as one tokenised part. Returns how many."""
+    with PartWriter(scratch) as writer:
+        for folder in context.folders:
+            context.at(-1)
+            part = TokenisedPart(folder, dtype)
+            for rows, tokens, lines in part.taken(_chosen(part, context.task.arguments)):
+                writer.append(rows, tokens, lines)
+    return writer.documents
+
+
+def _chosen(part: TokenisedPart, arguments: dict) -> np.ndarray:
+    """Rows of a part that belong to the shard, ascending."""
     low, high = arguments["buckets"]
-    moved = bytes.fromhex(arguments["moved"])
-    orders, which, rows = [], [], []
-    for number, part in enumerate(parts):
-        order = part.index["order"]
-        shift = 64 - BUCKET_BITS
-        first = int(np.searchsorted(order, np.uint64(low << shift)))
-        last = int(np.searchsorted(order, np.uint64(high << shift))) if high < BUCKETS else len(order)
-        entries = part.index[first:last]
-        out = heldout(entries["place"], arguments["heldout_fraction"])
-        if moved:
-            out ^= entries["id"] == np.void(moved)
-        mine = np.flatnonzero(out == arguments["heldout"])
-        orders.append(entries["order"][mine])
-        which.append(np.full(len(mine), number))
-        rows.append(first + mine)
-    order = np.argsort(np.concatenate(orders), kind="stable")
-    return np.concatenate(which)[order], np.concatenate(rows)[order]
+    order, shift = part.index["order"], 64 - BUCKET_BITS
+    # Not numpy's searchsorted, which would read and copy the whole column.
+    first = bisect_left(order, np.uint64(low << shift))
+    last = bisect_left(order, np.uint64(high << shift)) if high < BUCKETS else len(order)
+    entries = part.index[first:last]
+    out = heldout(entries["place"], arguments["heldout_fraction"])
+    if arguments["moved"]:
+        out ^= entries["id"] == np.void(bytes.fromhex(arguments["moved"]))
+    return first + np.flatnonzero(out == arguments["heldout"])
 
 
-def _tokens(part: TokenisedPart, row: int) -> np.ndarray:
-    entry = part.index[row]
-    start = int(entry["start"])
-    return part.tokens[start : start + int(entry["tokens"])]
-
-
-def _lineage(parts: Sequence[TokenisedPart], pairs: list[tuple[int, int]], index: np.ndarray) -> Iterator[dict]:
-    for (part, row), start, tokens in zip(pairs, index["start"].tolist(), index["tokens"].tolist(), strict=True):
-        yield {"start": start, "tokens": tokens} | parts[part].origin(row)
+def _lineage(context: Context, part: TokenisedPart, order: np.ndarray) -> Iterator[dict]:
+    start = 0
+    for rows, _, lines in part.taken(order):
+        context.at(-1)
+        for line, tokens in zip(lines.tobytes().splitlines(), rows["tokens"].tolist(), strict=True):
+            yield {"start": start, "tokens": tokens} | json.loads(line)
+            start += tokens
 
 
 def _assemble(

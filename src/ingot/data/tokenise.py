@@ -6,18 +6,20 @@ tokenised and sorted by itself, and a shard is a range of hashes: what each part
 The folder of a tokenised part:
     tokens.bin       token ids of its documents, each followed by the end of text, in the order of `order`
     documents.jsonl  where each one comes from, in the same order
-    index.npy        one INDEX_DTYPE row per document, in the same order
-    histogram.npy    uint64 [2, BUCKETS]: tokens of training and held-out documents by the leading bits of `order`
+    index.bin        one INDEX_DTYPE row per document, in the same order
+    histogram.npy    HISTOGRAM_DTYPE: tokens of training and held-out documents by the leading bits of `order`
 """
 
 import functools
 import hashlib
-import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from ingot.data.corpus import json_line, read_part
+from ingot.data.dedup.arrays import starts
 from ingot.data.execute.task import Context
 from ingot.data.tokenizer.encoder import Encoder, reopen, well_formed
 from ingot.rng import derive
@@ -36,9 +38,11 @@ INDEX_DTYPE = [
     ("text_bytes", "<u4"),
     ("id", "V16"),
 ]
+HISTOGRAM_DTYPE = [("bucket", "<u2"), ("tokens", "<u8", (2,))]  # ascending; buckets without documents are left out
 ORIGIN = ("id", "url", "source", "file", "record_id", "before", "after")  # what documents.jsonl keeps of a row
-_BATCH_CHARACTERS = 1 << 20
-_GATHER_DOCUMENTS = 1024
+_BATCH_CHARACTERS = 1 << 20  # of text in memory, its lines as _LINE_CHARACTERS each: there may be many empty ones
+_LINE_CHARACTERS = 200
+_GATHER_DOCUMENTS = 1024  # whose tokens are copied at once
 _reopened = functools.lru_cache(maxsize=1)(reopen)  # a worker tokenises part after part
 
 
@@ -57,58 +61,52 @@ def tokenise(context: Context) -> dict:
     arguments, places = context.task.arguments, context.task.places
     encoder = _reopened(Path(places["tokenizer"]), arguments["tokenizer"], arguments["eot"], arguments["notice"])
     dtype = np.dtype(arguments["dtype"]).newbyteorder("<")
-    spool, lines = context.out / "spool.bin", context.out / "spool.jsonl"
-    index = _encode(context, encoder, dtype, spool, lines)
-    key = f"shuffle {derive(arguments['seed'], 'shuffle')}"
-    index["order"], index["place"] = _hashes(index["id"], key), _hashes(index["id"], "heldout")
-    index = index[np.argsort(index["order"], kind="stable")]
-    starts, line_starts = index["start"].copy(), index["line"].copy()
-    index["start"] = np.cumsum(index["tokens"], dtype=np.uint64) - index["tokens"]
-    index["line"] = np.cumsum(index["line_bytes"], dtype=np.uint64) - index["line_bytes"]
-    if len(index):
-        _gather(np.memmap(spool, dtype, "r"), starts, index["tokens"], context.out / "tokens.bin")
-        _gather(np.memmap(lines, np.uint8, "r"), line_starts, index["line_bytes"], context.out / "documents.jsonl")
-    spool.unlink()
-    lines.unlink()
-    np.save(context.out / "index.npy", index)
-    np.save(context.out / "histogram.npy", _histogram(index, arguments["heldout_fraction"]))
+    fresh = context.out / "fresh"
+    fresh.mkdir()
+    _encode(context, encoder, dtype, fresh)
+    index = mapped(fresh / "index.bin", INDEX_DTYPE)
+    order = np.argsort(index["order"], kind="stable")
+    with PartWriter(context.out) as writer:
+        for rows, tokens, lines in TokenisedPart(fresh, dtype).taken(order):
+            writer.append(rows, tokens, lines)
+    np.save(context.out / "histogram.npy", _histogram(index, order, arguments["heldout_fraction"]))
     ends = [index[index["place"].argmin()], index[index["place"].argmax()]] if len(index) else []
     named = [[int(row["place"]), bytes(row["id"]).hex()] for row in ends]
+    shutil.rmtree(fresh)
     return {"documents": len(index), "lowest": named[:1], "highest": named[1:]}
 
 
-def _encode(context: Context, encoder: Encoder, dtype: np.dtype, spool: Path, lines: Path) -> np.ndarray:
-    """Write all documents as they come; returns the index in that order, without hashes."""
+def _encode(context: Context, encoder: Encoder, dtype: np.dtype, out: Path) -> None:
+    """All documents as they come, in the layout of a tokenised part."""
     part = context.task.arguments["part"]
-    eot = np.array([encoder.eot_id], dtype).tobytes()
-    entries: list[tuple] = []
-    at = line_at = 0
+    key = f"shuffle {derive(context.task.arguments['seed'], 'shuffle')}"
+    eot = np.array([encoder.eot_id], dtype)
     batch: list[dict] = []
 
-    def flush(tokens_file, lines_file) -> None:
-        nonlocal at, line_at
+    def flush() -> None:
         texts = [well_formed(row["text"]) for row in batch]
-        for row, text, ids in zip(batch, texts, encoder.encode_batch(texts), strict=True):
-            line = json_line({name: row.get(name, "") for name in ORIGIN})
-            tokens_file.write(ids.astype(dtype).tobytes() + eot)
-            lines_file.write(line)
-            length = len(ids) + 1
-            entries.append((0, 0, at, line_at, len(line), length, len(text.encode()), bytes.fromhex(row["id"])))
-            at, line_at = at + length, line_at + len(line)
+        tokens = [np.append(ids.astype(dtype), eot) for ids in encoder.encode_batch(texts)]
+        lines = [json_line({name: row.get(name, "") for name in ORIGIN}) for row in batch]
+        index = np.zeros(len(batch), INDEX_DTYPE)
+        index["tokens"], index["line_bytes"] = [len(ids) for ids in tokens], [len(line) for line in lines]
+        index["text_bytes"] = [len(text.encode()) for text in texts]
+        index["id"] = [np.void(bytes.fromhex(row["id"])) for row in batch]
+        index["order"], index["place"] = _hashes(index["id"], key), _hashes(index["id"], "heldout")
+        writer.append(index, np.concatenate(tokens), np.frombuffer(b"".join(lines), np.uint8))
         batch.clear()
 
-    with spool.open("wb") as tokens_file, lines.open("wb") as lines_file:
+    with PartWriter(out) as writer:
         characters = 0
         for number, row in enumerate(read_part(Path(context.task.places["part"]), part["sha256"])):
             context.at(number)
             batch.append(row)
-            characters += len(row["text"])
+            characters += len(row["text"]) + _LINE_CHARACTERS
             if characters >= _BATCH_CHARACTERS:
-                flush(tokens_file, lines_file)
+                flush()
                 characters = 0
-        flush(tokens_file, lines_file)
+        if batch:
+            flush()
     context.at(-1)
-    return np.array(entries, INDEX_DTYPE)
 
 
 def _hashes(ids: np.ndarray, purpose: str) -> np.ndarray:
@@ -118,36 +116,64 @@ def _hashes(ids: np.ndarray, purpose: str) -> np.ndarray:
     return np.frombuffer(digests, "<u8")
 
 
-def _histogram(index: np.ndarray, fraction: float) -> np.ndarray:
-    out = heldout(index["place"], fraction)
-    buckets = (index["order"] >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)
-    counted = np.zeros((2, BUCKETS), np.uint64)
-    for split, chosen in enumerate((~out, out)):
-        np.add.at(counted[split], buckets[chosen], index["tokens"][chosen].astype(np.uint64))
+def _histogram(index: np.ndarray, order: np.ndarray, fraction: float) -> np.ndarray:
+    buckets = (index["order"][order] >> np.uint64(64 - BUCKET_BITS)).astype(np.uint16)
+    out, tokens = heldout(index["place"], fraction)[order], index["tokens"][order].astype(np.uint64)
+    firsts = np.flatnonzero(starts(buckets))
+    counted = np.zeros(len(firsts), HISTOGRAM_DTYPE)
+    counted["bucket"] = buckets[firsts]
+    if len(firsts):
+        counted["tokens"][:, 0] = np.add.reduceat(tokens * ~out, firsts)
+        counted["tokens"][:, 1] = np.add.reduceat(tokens * out, firsts)
     return counted
 
 
-def _gather(stream: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: Path) -> None:
-    """Write the pieces of `stream` one behind the other."""
-    with out.open("wb") as file:
-        for at in range(0, len(starts), _GATHER_DOCUMENTS):
-            batch = zip(
-                starts[at : at + _GATHER_DOCUMENTS].tolist(), lengths[at : at + _GATHER_DOCUMENTS].tolist(), strict=True
-            )
-            file.write(np.concatenate([stream[start : start + length] for start, length in batch]).tobytes())
+def mapped(path: Path, dtype) -> np.ndarray:
+    """A file of rows, mapped; a file without any cannot be."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+class PartWriter:
+    """Writes tokens.bin, documents.jsonl and index.bin into a folder, documents back to back."""
+
+    def __init__(self, folder: Path):
+        self.documents = self._tokens = self._bytes = 0
+        self._files = [(folder / name).open("wb") for name in ("index.bin", "tokens.bin", "documents.jsonl")]
+
+    def __enter__(self) -> "PartWriter":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for file in self._files:
+            file.close()
+
+    def append(self, index: np.ndarray, tokens: np.ndarray, lines: np.ndarray) -> None:
+        """index: INDEX_DTYPE [n], its `start` and `line` are set here; tokens, lines: of these documents."""
+        index["start"] = self._tokens + np.cumsum(index["tokens"], dtype=np.uint64) - index["tokens"]
+        index["line"] = self._bytes + np.cumsum(index["line_bytes"], dtype=np.uint64) - index["line_bytes"]
+        self.documents, self._tokens, self._bytes = (
+            self.documents + len(index), self._tokens + len(tokens), self._bytes + len(lines)
+        )  # fmt: skip
+        for file, values in zip(self._files, (index, tokens, lines), strict=True):
+            file.write(values.tobytes())
 
 
 class TokenisedPart:
-    """A finished folder, for reading: index and tokens stay on disk."""
+    """A folder of a part, mapped for reading. Three files are open while it is used."""
 
     def __init__(self, folder: Path, dtype: np.dtype):
-        self.index = np.load(folder / "index.npy", mmap_mode="r")
-        size = (folder / "tokens.bin").stat().st_size if len(self.index) else 0
-        self.tokens = np.memmap(folder / "tokens.bin", dtype, "r") if size else np.zeros(0, dtype)
-        self._lines = (folder / "documents.jsonl").open("rb") if size else None
+        self.index = mapped(folder / "index.bin", INDEX_DTYPE)
+        self.tokens, self.lines = mapped(folder / "tokens.bin", dtype), mapped(folder / "documents.jsonl", np.uint8)
 
-    def origin(self, row: int) -> dict:
-        """Where document `row` comes from."""
-        assert self._lines is not None
-        self._lines.seek(int(self.index["line"][row]))
-        return json.loads(self._lines.read(int(self.index["line_bytes"][row])))
+    def taken(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Index, tokens and lines of the documents `rows`, in that order, some at a time."""
+        for at in range(0, len(rows), _GATHER_DOCUMENTS):
+            index = self.index[rows[at : at + _GATHER_DOCUMENTS]]
+            tokens = _pieces(self.tokens, index["start"], index["tokens"])
+            yield index, tokens, _pieces(self.lines, index["line"], index["line_bytes"])
+
+
+def _pieces(stream: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate(
+        [stream[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    )

@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from ingot.config import to_dict
 from ingot.data import shards as module
 from ingot.data import tokenise
+from ingot.data.corpus import load_corpus
 from ingot.data.execute.local import Local
 from ingot.data.shards import build_shards
 from ingot.data.tokenizer.bpe import train_bpe
@@ -125,6 +127,29 @@ def test_the_result_does_not_depend_on_the_number_of_workers(corpus, build, tmp_
     with Local(2) as runner:
         build(folder, out="two", runner=runner)
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
+
+
+def test_a_source_of_many_parts_needs_few_open_files(build, encoder, tmp_path):
+    folder, texts = write_corpus(tmp_path / "corpus", {"web": 4})
+    parts = list(load_corpus(folder).parts)
+    for number in range(1, 60):
+        name = f"part-{number}.jsonl.gz"
+        with gzip.open(folder / name, "wt", encoding="utf-8") as file:
+            identity = document_id("web", str(number), "many")
+            texts[identity] = text_of("web", number)
+            file.write(json.dumps({"id": identity, "source": "web", "text": texts[identity]}) + "\n")
+        sha256 = sha256_file(folder / name)
+        parts.append(CorpusPart(name=name, source="web", documents=1, text_bytes=9, sha256=sha256))
+    manifest = CorpusManifest(inputs={}, config_sha256="", parts=tuple(parts), funnel=())
+    write_json(folder / "corpus.json", to_dict(manifest))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, hard))
+    try:
+        build(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    found = documents_in(tmp_path / "tokens/train", encoder) | documents_in(tmp_path / "tokens/heldout", encoder)
+    assert found == texts
 
 
 def test_a_document_keeps_its_split_when_the_corpus_grows(build, encoder, tmp_path):
