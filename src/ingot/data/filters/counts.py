@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ingot.data.words import native, split_words
-from ingot.data.words.tables import FLAGS, PUNCTUATION, STOP_WORDS, TERMINAL
+from ingot.data.words.tables import BULLET, FLAGS, PUNCTUATION, STOP_WORDS, TERMINAL
 
 POLICY_PHRASES = (
     "terms of use",
@@ -32,7 +32,11 @@ _TERMINAL_PUNCTUATION, _JAVASCRIPT, _POLICY, _LOREM, _CURLY, _CITATIONS_FIRST = 
 
 
 class GopherCounts(NamedTuple):
-    """real: of words that are not symbols only. pieces: lines as the repetition rules see them, blank ones aside."""
+    """real: of words that are not symbols only. pieces: lines as the repetition rules see them, blank ones aside.
+
+    lines: with spaCy's words all, as in datatrove, and of bullets only "•" and "-"; else those that are not blank, as
+    text out of pages has a blank line behind each entry of a list.
+    """
 
     characters: int
     words: int
@@ -91,7 +95,7 @@ def plain_gopher(text: str, words: str) -> GopherCounts:
     counts = Counter(found)
     alphabetic = sum(count for word, count in counts.items() if word.isalpha() or any(map(str.isalpha, word)))
     real = {word: count for word, count in counts.items() if word.isalpha() or _is_real(word, words)}
-    lines = text.splitlines()
+    lines = [line for line in map(str.strip, text.splitlines()) if line or words == "spacy"]
     paragraphs = re.split(r"\n{2,}", text.strip())
     pieces = re.split(r"\n+", text)
     return GopherCounts(
@@ -103,8 +107,8 @@ def plain_gopher(text: str, words: str) -> GopherCounts:
         text.count("#"),
         text.count("...") + text.count("…"),
         len(lines),
-        sum(line.lstrip().startswith(("•", "-")) for line in lines),
-        sum(line.rstrip().endswith(("...", "…")) for line in lines),
+        sum(line.startswith(("•", "-")) if words == "spacy" else bool(FLAGS[line[0]] & BULLET) for line in lines),
+        sum(line.endswith(("...", "…")) for line in lines),
         sum(word in counts for word in STOP_WORDS),
         len(paragraphs),
         *duplicates(paragraphs),

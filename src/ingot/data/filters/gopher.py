@@ -12,7 +12,10 @@ from ingot.schema.document import Document, Drop
 
 @dataclass(frozen=True, kw_only=True)
 class GopherRules:
-    """word_count, mean_word_length: least and most. The others are shares of words or lines, stop_words a count."""
+    """word_count, mean_word_length: least and most. The others are shares of words or lines, stop_words a count.
+
+    Blank lines are no lines, except with spaCy's words, which count as datatrove does.
+    """
 
     enabled: bool = True
     word_count: tuple[int, int] = (50, 100_000)

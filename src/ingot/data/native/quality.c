@@ -19,7 +19,7 @@ enum {
     SPACE = 1 << 0, BREAK = 1 << 1, ALPHABETIC = 1 << 2, ALPHANUMERIC = 1 << 3, DECIMAL = 1 << 4,
     PUNCTUATION = 1 << 5, TERMINAL = 1 << 6, PREFIX = 1 << 7, SUFFIX = 1 << 8, BEFORE_STOP = 1 << 9,
     LETTER = 1 << 10, LOWER = 1 << 11, UPPER = 1 << 12, QUOTE = 1 << 13, ICON = 1 << 14,
-    CATEGORY_P = 1 << 15, SENTENCE = 1 << 16,
+    CATEGORY_P = 1 << 15, SENTENCE = 1 << 16, BULLET = 1 << 17,
     /* Of bytes only: */
     NOT_ASCII = 1 << 24, HASH = 1 << 25, STOP = 1 << 26
 };
@@ -924,7 +924,7 @@ static int count_words(Chunk *c, Words *words, size_t *counts, const byte *text,
             uint32_t flags = flags_of(next_character(&next));
             if (flags & BREAK) {
                 if (*p == '\r' && next < end && *next == '\n') next++;
-                counts[LINES]++;
+                counts[LINES] += spacy || !first;
                 counts[ELLIPSIS_LINES] += dots;
                 first = 1;
                 dots = 0;
@@ -951,7 +951,9 @@ static int count_words(Chunk *c, Words *words, size_t *counts, const byte *text,
             dots |= memcmp(next - 3, "\xE2\x80\xA6", 3) == 0;
         }
         if (first) {
-            counts[BULLET_LINES] += *p == '-' || (size >= 3 && memcmp(p, "\xE2\x80\xA2", 3) == 0);
+            const byte *behind = p;
+            uint32_t sign = next_character(&behind);
+            counts[BULLET_LINES] += spacy ? sign == '-' || sign == 0x2022 : (flags_of(sign) & BULLET) != 0;
             first = 0;
         }
         int failed = 0;
@@ -966,7 +968,7 @@ static int count_words(Chunk *c, Words *words, size_t *counts, const byte *text,
         p = next;
     }
     if (line < end) {
-        counts[LINES]++;
+        counts[LINES] += spacy || !first;
         counts[ELLIPSIS_LINES] += dots;
     }
     return page_failed ? -1 : 0;

@@ -20,12 +20,15 @@ PREFIX, SUFFIX, BEFORE_STOP = 1 << 7, 1 << 8, 1 << 9
 LETTER, LOWER, UPPER, QUOTE, ICON = (1 << bit for bit in range(10, 15))
 # spaCy's sentences: category P, and the marks that end one.
 CATEGORY_P, SENTENCE = 1 << 15, 1 << 16
+# What begins the entry of a list.
+BULLET = 1 << 17
 
 LINE_BREAKS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
 QUOTES = "'\"”“`‘´’‚,„»«「」『』（）〔〕【】《》〈〉\u2329\u232a⟦⟧"
 _MARKS = "…,:;!?¿؟¡()[]{}<>_#*&。？！，、；：～·।،۔؛٪"
 _CURRENCY = "$£€¥฿₽﷼" + "".join(map(chr, range(0x20A0, 0x20C0)))
 _DASHES = "–—"
+_BULLETS = "-*•‣⁃◦∙·▪▫■□●○◆◇▶►➢➤✓✔"
 
 # Hexadecimal, first-last. Letters with case and without; So of Unicode 11 (dingbats, emoji, box drawing).
 _CASED = (
@@ -95,6 +98,7 @@ _CLASSES = (
     (QUOTE, _of(QUOTES)),
     (ICON, _ranges(_ICONS)),
     (SENTENCE, _ranges(_SENTENCE)),
+    (BULLET, _of(_BULLETS)),
 )
 
 

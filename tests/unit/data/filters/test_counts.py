@@ -17,7 +17,7 @@ from ingot.data.words import native
 
 # Pieces that the rules look at, whitespace and line ends of all kinds, and characters of one to four bytes.
 _PIECES = (
-    "the|of|with|a|ab|one two three|end.|...|....|…|•|-|#|##|[1]|[12]|[edit]|[citation needed]|[|]|{|}|java|script|"
+    "the|of|with|a|ab|one two three|end.|...|....|…|•|-|*|▪|#|##|[1]|[12]|[edit]|[citation needed]|[|]|{|}|java|script|"
     "JavaScript|use cookies|Privacy Policy|terms of use|Lorem Ipsum|don't|U.S.|:)|x.com|é|中文|🎉|“so”|。|？|\x00|"
     "\u200b|\u212a|İ|२|wordwordword"
 )

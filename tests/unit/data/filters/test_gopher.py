@@ -66,6 +66,22 @@ def test_good_text_stays():
     assert drop_of(GOOD) == ""
 
 
+@pytest.mark.parametrize("sign", ["•", "-", "*", "▪", "\t▶"])
+def test_blank_lines_do_not_hide_lists(sign):
+    words = GOOD.split()
+    entries = [f"{sign} {' '.join(words[i : i + 9])}" for i in range(0, len(words), 9)]
+    assert drop_of("\n\n".join(entries)) == "gopher.bullet_lines"
+    document = Document(id="", url="", source="", file="", record_id="", text="\n\n".join(entries))
+    drop = Gopher(words="spacy")(document)  # datatrove counts blank lines
+    assert drop is None or drop.rule != "gopher.bullet_lines"
+
+
+def test_blank_lines_do_not_hide_teasers():
+    words = GOOD.split()
+    lines = [" ".join(words[i : i + 9]) + "..." * (i < 45) for i in range(0, len(words), 9)]
+    assert len(lines) == 11 and drop_of("\n\n".join(lines)) == "gopher.ellipsis_lines"
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
