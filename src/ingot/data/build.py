@@ -18,6 +18,7 @@ from typing import Any
 
 from ingot.config import from_dict, to_dict
 from ingot.data.corpus import MANIFEST, load_corpus, write_manifest
+from ingot.data.curate import stamp
 from ingot.data.dedup.index import INDEX
 from ingot.data.duplicates import decide, find_spans
 from ingot.data.execute.run import Inline, Runner, Status, describe, run_all
@@ -73,7 +74,7 @@ def build_corpus(
     with _work_folder(out) as work:
         begun, store, runner = any(work.iterdir()), Store(work / "store"), runner or Inline()
         try:
-            identity, stored = corpus_identity(inputs, recipe, against, store, runner)
+            identity, stored = corpus_identity(inputs, recipe, against, store, runner, report)
             if finished := find_corpus(out, identity):
                 return _not_empty(finished, out)
             _check_out(out, replace)
@@ -89,20 +90,31 @@ def build_corpus(
 
 
 def corpus_identity(
-    inputs: Sequence[Input], recipe: DataRecipe, against: Path | None, store: Store, runner: Runner
+    inputs: Sequence[Input],
+    recipe: DataRecipe,
+    against: Path | None,
+    store: Store,
+    runner: Runner,
+    report: Progress,
 ) -> tuple[Identity, int]:
-    """Hashes the inputs, each in a task. Also returns their bytes, as far as they are known."""
+    """Hashes the inputs, each in a task. Also returns their bytes, as far as they are known.
+
+    A build that goes on hashes local inputs again if their size or time changed, and asks every server again.
+    """
     places = {"cache": str(store.root / "fetched"), "remote": to_dict(recipe.remote)}
     tasks = [
         Task(
             function="ingot.data.build:identify",
-            arguments={"input": to_dict(one), "stamp": _stamp(one)},
+            arguments={"input": to_dict(one), "stamp": stamp(one)},
             places=places,
             label=one.name,
         )
         for one in inputs
     ]
-    found = run_all(tasks, store, runner)
+    for one, task in zip(inputs, tasks, strict=True):
+        if one.is_remote and store.finished(task) and "common_crawl" not in store.result(task):
+            store.forget(task)
+    found = run_all(tasks, store, runner, lambda status: report(0.0, f"hashing: {describe(status)}"))
     decides = fingerprint(recipe) | ({"against": sha256_file(against / INDEX)} if against else {})
     identity = Identity(
         inputs={one.name: version.get("sha256") or canonical_json(version) for one, version in _pairs(inputs, found)},
@@ -117,15 +129,6 @@ def identify(context: Context) -> dict:
     places = context.task.places
     rules = from_dict(RemoteRules, places["remote"])
     return identity(from_dict(Input, context.task.arguments["input"]), Path(places["cache"]), rules)
-
-
-def _stamp(one: Input) -> list[list[int | str]]:
-    """Size and time of change of a local input: while they stay, it need not be hashed again in one build."""
-    if one.is_remote:
-        return []
-    path = Path(one.location)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [[str(file.relative_to(path)), stat.st_size, stat.st_mtime_ns] for file in files for stat in [file.lstat()]]
 
 
 def _pairs(inputs: Sequence[Input], found: list[dict]) -> Iterator[tuple[Input, dict]]:
@@ -181,7 +184,11 @@ def _work_folder(out: Path) -> Iterator[Path]:
     work = out.absolute().with_name(f".{out.name}.work")
     work.mkdir(parents=True, exist_ok=True)
     with exclusive(work, f"building {out}"):
+        shutil.rmtree(work / "removed", ignore_errors=True)
         yield work
+        # It has many files: who stops here must not leave half of them where they count.
+        if (work / "store").exists():
+            (work / "store").rename(work / "removed")
         shutil.rmtree(work)
 
 
@@ -198,8 +205,10 @@ class _Build:
 
     def run(self, folder: Path) -> CorpusManifest:
         """Everything into `folder`, the manifest last."""
-        index = self._contamination_index()
-        curated = [self._curate_task(number, index) for number in range(len(self.inputs))]
+        decides = fingerprint(self.recipe)  # once: it hashes word lists and models
+        listed = PurgedList.load(Path(self.purged)).sha256 if self.purged else ""
+        index = self._contamination_index(decides)
+        curated = [self._curate_task(one, index, decides, listed) for one in self.inputs]
         results = self._all(curated, "reading", 0.0, _CURATE_SHARE)
         fates, seconds = decide(curated, self.recipe.dedup, self.against, self.store, self._compare)
         spans = find_spans(curated, fates, self.recipe.substrings, self.store, self._compare)
@@ -237,37 +246,37 @@ class _Build:
         write_manifest(folder, manifest)
         return manifest
 
-    def _all(self, tasks: Sequence[Task], doing: str, start: float, share: float) -> list[Any]:
+    def _all(self, tasks: Sequence[Task], doing: str, start: float, share: float, unit: str = "files") -> list[Any]:
         def watch(status: Status) -> None:
-            self.report(start + share * status.done / max(status.total, 1), f"{doing}: {describe(status)}")
+            self.report(start + share * status.done / max(status.total, 1), f"{doing}: {describe(status, unit)}")
 
         return run_all(tasks, self.store, self.runner, watch)
 
     def _compare(self, tasks: Sequence[Task], doing: str) -> list[Any]:
-        return self._all(tasks, doing, _CURATE_SHARE, 0.0)
+        return self._all(tasks, doing, _CURATE_SHARE, 0.0, "tasks")
 
-    def _contamination_index(self) -> Task | None:
+    def _contamination_index(self, decides: dict[str, Any]) -> Task | None:
         rules = self.recipe.decontamination
         if not rules.enabled or not rules.files:
             return None
-        arguments = {"rules": to_dict(rules), "files": fingerprint(self.recipe)["files"][""]["decontamination"]}
+        arguments = {"rules": to_dict(rules), "files": decides["files"][""]["decontamination"]}
         task = Task(function="ingot.data.build:contamination_index", arguments=arguments, label="evaluation sets")
         self._all([task], "indexing", 0.0, 0.0)
         return task
 
-    def _curate_task(self, number: int, index: Task | None) -> Task:
-        one = self.inputs[number]
+    def _curate_task(self, one: Input, index: Task | None, decides: dict[str, Any], listed: str) -> Task:
         how = to_dict(one)
         location = how.pop("location")
         arguments = {
             "name": one.name,
             "identity": self.identity.inputs[one.name],
             "input": how,
-            "decides": fingerprint(self.recipe),
-            "purged": PurgedList.load(Path(self.purged)).sha256 if self.purged else "",
+            "decides": decides,
+            "purged": listed,
         }
         places = {
             "location": location,
+            "stamp": stamp(one),
             "cache": str(self.store.root / "fetched"),
             "remote": to_dict(self.recipe.remote),
             "purged": self.purged,

@@ -33,6 +33,7 @@ from ingot.data.sources.remote import RemoteRules
 from ingot.data.stage import Stage
 from ingot.data.stages import KEPT, STAGES, document_stages
 from ingot.data.url import UrlDuplicates, canonical_url
+from ingot.errors import DataError
 from ingot.schema.document import Document, Drop
 from ingot.storage import write_json
 
@@ -48,10 +49,11 @@ INDEX_DTYPE = [
 
 
 def curate(context: Context) -> int:
-    """Task. arguments: input (identity, source, format, fields), recipe. places: location, cache, remote, purged.
+    """Task. arguments: name, identity, input (without its location), decides, purged.
 
+    places: location, stamp, cache, remote, purged.
     inputs: the task of the decontamination index, if the recipe has one. Returns how many records there were.
-    Raises DataError for a file that is no crawl file.
+    Raises DataError for a file that is no crawl file, and for one that changed under our hands.
     """
     whole = from_dict(DataRecipe, context.task.arguments["decides"]["recipe"])
     recipe = recipe_of(whole, context.task.arguments["input"]["source"])
@@ -94,6 +96,18 @@ def curate(context: Context) -> int:
     return len(output.index)
 
 
+def stamp(one: Input) -> list[list[int | str]]:
+    """Size and time of change of a local input: while they stay it is taken for unchanged in one build."""
+    if one.is_remote:
+        return []
+    path = Path(one.location)
+    if not path.is_dir():
+        found = path.stat()
+        return [["", found.st_size, found.st_mtime_ns]]
+    inside = ((file, file.lstat()) for file in sorted(path.rglob("*")))  # as it is read: links are not followed
+    return [[str(file.relative_to(path)), found.st_size, found.st_mtime_ns] for file, found in inside]
+
+
 class _Source:
     """The input of a task."""
 
@@ -114,6 +128,7 @@ class _Source:
             pair = next(self._records, None)
             if pair is None:
                 context.at(-1)
+                self._check_unchanged()
                 forget(self._input, self._cache)
                 return
             if number in context.skip:
@@ -121,6 +136,15 @@ class _Source:
                 pair = (pair[0], Drop("read", "read.killed_worker", "worker after worker died on it"))
             yield pair
             number += 1
+
+    def _check_unchanged(self) -> None:
+        """A remote input was checked when it was fetched, and the copy is ours."""
+        if stamp(self._input) != self._context.task.places["stamp"]:
+            raise DataError(
+                f"{self._input.location} has changed since the build began",
+                rule="inputs stay as they are during a build",
+                fix="give the same command again: what changed is read again",
+            )
 
 
 def dropped_row(row: dict, drop: Drop) -> dict:

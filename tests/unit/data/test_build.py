@@ -2,6 +2,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -13,6 +14,8 @@ from ingot.data.build import build_corpus
 from ingot.data.corpus import load_corpus, read_documents, read_dropped, verify_corpus
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingles
 from ingot.data.execute.local import Local
+from ingot.data.execute.run import Inline
+from ingot.data.execute.task import Store
 from ingot.data.language import LanguageRules
 from ingot.data.recipe import DataRecipe, load_recipe
 from ingot.data.sources.input import Input
@@ -260,3 +263,73 @@ def jaccard_of(sets, count):
 
     unique = [np.unique(s) for s in sets[:count]]
     return [jaccard(a, b) for i, a in enumerate(unique) for b in unique[:i] if len(a) == len(b)] or [0.0]
+
+
+def test_a_store_that_was_removed_by_half_does_not_count(crawl, tmp_path, monkeypatch):
+    """Killed while the finished build's scratch files are removed."""
+    out, real = tmp_path / "corpus", shutil.rmtree
+
+    def killed(path, *args, **kwargs):
+        if path.name == ".corpus.work":
+            for facts in path.rglob("done.json"):
+                facts.unlink()
+            raise KeyboardInterrupt
+        real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_corpus(inputs_of(crawl), out)
+    before = tree(out)
+    build_corpus(inputs_of(crawl), out)
+    assert tree(out) == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused_and_then_read_again(crawl, tmp_path, monkeypatch):
+    out, real = tmp_path / "corpus", build.run_all
+
+    def changed(tasks, *rest):
+        if tasks[0].function.endswith(":curate"):
+            shutil.copy(crawl[1], crawl[0])
+        return real(tasks, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "run_all", changed)
+        with pytest.raises(DataError, match="has changed since the build began"):
+            build_corpus(inputs_of(crawl), out)
+    build_corpus(inputs_of(crawl), out)
+    build_corpus(inputs_of(crawl), tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_the_files_of_a_recipe_are_hashed_once(crawl, tmp_path, monkeypatch):
+    calls, real = [], build.fingerprint
+    monkeypatch.setattr(build, "fingerprint", lambda recipe: calls.append(1) or real(recipe))
+    build_corpus(inputs_of(crawl), tmp_path / "corpus")
+    few = len(calls)
+    copies = [Input(location=str(shutil.copy(crawl[0], tmp_path / f"more-{n}.warc.gz"))) for n in range(3)]
+    calls.clear()
+    build_corpus([*inputs_of(crawl), *copies], tmp_path / "larger")
+    assert len(calls) == few
+
+
+def test_a_server_is_asked_again_when_a_build_goes_on(tmp_path, monkeypatch):
+    asked = []
+    version = {"bytes": 7, "etag": "a", "last_modified": ""}
+    monkeypatch.setattr(build, "identity", lambda one, cache, rules: asked.append(one.name) or {"name": "x", **version})
+    inputs = [Input(location="https://a.example/x.warc.gz")]
+
+    def identify():
+        store = Store(tmp_path / "store")
+        return build.corpus_identity(inputs, DataRecipe(), None, store, Inline(), lambda fraction, text: None)
+
+    first = identify()
+    assert identify() == first
+    version["etag"] = "b"
+    assert identify()[0].inputs != first[0].inputs
+    assert len(asked) == 3
+    version["common_crawl"] = "CC-MAIN-2025-05/x"  # such files never change
+    identify()
+    identify()
+    assert len(asked) == 4

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ def test_a_source_of_many_parts_needs_few_open_files(build, encoder, tmp_path):
     manifest = CorpusManifest(inputs={}, config_sha256="", parts=tuple(parts), funnel=())
     write_json(folder / "corpus.json", to_dict(manifest))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 30, hard))
     try:
         build(folder)
     finally:

@@ -114,6 +114,13 @@ class Store:
         """A finished task's label, function and result, and the `records` and `counts` that it said last."""
         return json.loads((self.folder(task.key) / "done.json").read_text(encoding="utf-8"))
 
+    def forget(self, task: Task) -> None:
+        """Have a finished task done again."""
+        attempts = self.root / "attempts"
+        attempts.mkdir(exist_ok=True)
+        self.folder(task.key).rename(old := attempts / f"removed.{uuid.uuid4().hex}")
+        shutil.rmtree(old, ignore_errors=True)
+
     def progress(self, task: Task) -> Progress:
         """How far the attempt at `task` is that runs now, or that died."""
         try:
