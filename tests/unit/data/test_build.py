@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -270,8 +271,8 @@ def test_a_store_that_was_removed_by_half_does_not_count(crawl, tmp_path, monkey
     out, real = tmp_path / "corpus", shutil.rmtree
 
     def killed(path, *args, **kwargs):
-        if path.name == ".corpus.work":
-            for facts in path.rglob("done.json"):
+        if Path(path).name == ".corpus.work":
+            for facts in Path(path).rglob("done.json"):
                 facts.unlink()
             raise KeyboardInterrupt
         real(path, *args, **kwargs)
