@@ -92,9 +92,17 @@ def _model():
 
 
 def identify(text: str, sure: float = _SURE) -> tuple[str, float]:
-    """(ISO 639 code, probability) of the beginning of `text`; of 500 characters if that is at least `sure`."""
+    """(ISO 639 code, probability) of the beginning of `text`; of 500 characters if that is at least `sure`.
+
+    The model hardly knows words in capitals: text that is mostly capitals is looked at in small letters.
+    """
     first = _predict(text[:_FIRST])
-    return first if first[1] >= sure or len(text) <= _FIRST else _predict(text[:_CHARACTERS])
+    if first[1] >= sure:
+        return first
+    more = text[:_CHARACTERS]
+    if 2 * sum(map(str.isupper, more)) > sum(map(str.isalpha, more)):
+        return _predict(more.lower())
+    return first if len(text) <= _FIRST else _predict(more)
 
 
 def _predict(text: str) -> tuple[str, float]:

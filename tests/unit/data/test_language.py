@@ -56,6 +56,12 @@ def test_more_is_read_where_the_first_characters_are_unclear():
     assert identify(codes + GERMAN * 20, sure=0.0) == identify(codes[:500])
 
 
+def test_capitals_are_read():
+    shouted = "BÜROS DER GEMEINDE SIND AM MONTAG GESCHLOSSEN. BITTE WENDEN SIE SICH AN DIE NÄCHSTE STELLE."
+    assert identify(shouted) == identify(shouted.lower()) != language._predict(shouted)
+    assert identify("КЪДЕТО РЕКАТА СЕ ВЛИВА В МОРЕТО, ДЕЦАТА ПЛУВАТ ПРЕЗ ЛЯТОТО ПОД СТАРИЯ МОСТ.")[0] == "bg"
+
+
 def test_a_text_of_two_languages_gets_the_one_that_begins():
     """Said in the docs: one label per document, of its beginning."""
     page = document(ENGLISH * 6 + "\n" + GERMAN * 6)
