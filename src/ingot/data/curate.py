@@ -13,6 +13,7 @@ The folder of a curated file:
     seconds_by_stage.json  CPU seconds
 """
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ import xxhash
 
 from ingot.config import from_dict
 from ingot.data.corpus import EXCERPT_CHARACTERS, json_line
+from ingot.data.dedup.arrays import ArrayWriter
 from ingot.data.dedup.equal import text_hash
 from ingot.data.dedup.minhash import signature_of
 from ingot.data.execute.task import Context
@@ -31,7 +33,7 @@ from ingot.data.recipe import DataRecipe, recipe_of
 from ingot.data.sources.input import Input, forget, read
 from ingot.data.sources.remote import RemoteRules
 from ingot.data.stage import Stage
-from ingot.data.stages import KEPT, STAGES, document_stages
+from ingot.data.stages import KEPT, STAGES, DocumentStages, document_stages
 from ingot.data.url import UrlDuplicates, canonical_url
 from ingot.errors import DataError
 from ingot.schema.document import Document, Drop
@@ -46,6 +48,8 @@ INDEX_DTYPE = [
     ("stage", "u1"),
     ("id", "V16"),
 ]
+_ROWS_IN_MEMORY = 4096
+_URLS_IN_MEMORY = 1 << 20  # 80 bytes each
 
 
 def curate(context: Context) -> int:
@@ -61,39 +65,52 @@ def curate(context: Context) -> int:
     stages = document_stages(
         recipe, index=context.folders[0] if context.folders else None, purged=context.task.places["purged"]
     )
-    output, clock, dedup = _Output(context.out), _Clock(), recipe.dedup
-    seen, counts = UrlDuplicates(), Counter()
-    for document, drop in source.records(counts):
-        clock.lap("read")
-        row = _row(document)
-        if drop is None:
-            drop = _first_drop(document, stages.before_url, clock)
-        text = document.text.encode("utf-8", "surrogatepass")
-        row["before"], row["before_bytes"] = (xxhash.xxh3_128_hexdigest(text), len(text)) if text else ("", 0)
-        if drop is None:
-            canonical = canonical_url(document.url)
-            output.urls.append(xxhash.xxh3_64_intdigest(canonical.encode("utf-8", "surrogatepass")))
-            if seen.seen(canonical):
-                drop = Drop("url", "url.duplicate", canonical[:EXCERPT_CHARACTERS])
-            clock.lap("url")
-        if drop is None:
-            drop = _first_drop(document, stages.behind_url, clock)
-        row |= {"language": document.language, "text": document.text, "notes": document.notes}
-        if drop is None:
-            if dedup.enabled:
-                output.signatures.append(signature_of(document.text, dedup))
-                clock.lap("near_duplicates")
-            text = document.text.encode("utf-8", "surrogatepass")
-            row |= {"after": xxhash.xxh3_128_hexdigest(text), "after_bytes": len(text)}
-            output.texts.append(text_hash(document.text))
-            output.write(row, None, len(text))
-            counts["kept"] += 1
-        else:
-            output.write(dropped_row(row, drop), drop)
-            counts[drop.rule] += 1
-    output.close(dedup.permutations)
+    clock, seen, counts = _Clock(), UrlDuplicates(), Counter()
+    with _Output(context.out, recipe.dedup.permutations) as output:
+        for document, drop in source.records(counts):
+            clock.lap("read")
+            if output.records % _URLS_IN_MEMORY == 0:
+                seen = UrlDuplicates()  # what it would have known is found in duplicates.py, at the price of some work
+            row, drop = _fate(document, drop, stages, seen, output, clock)
+            if drop is None:
+                signature = None
+                if recipe.dedup.enabled:
+                    signature = signature_of(document.text, recipe.dedup)
+                    clock.lap("near_duplicates")
+                text = document.text.encode("utf-8", "surrogatepass")
+                row |= {"after": xxhash.xxh3_128_hexdigest(text), "after_bytes": len(text)}
+                output.passed(text_hash(document.text), signature)
+                output.write(row, None, len(text))
+            else:
+                output.write(dropped_row(row, drop), drop)
+            counts[drop.rule if drop else "kept"] += 1
     write_json(context.out / "seconds_by_stage.json", clock.seconds)
-    return len(output.index)
+    return output.records
+
+
+def _fate(
+    document: Document,
+    drop: Drop | None,
+    stages: DocumentStages,
+    seen: UrlDuplicates,
+    output: "_Output",
+    clock: "_Clock",
+) -> tuple[dict, Drop | None]:
+    """`document` through the stages, unless it was dropped when it was read: its row, and why it has to go."""
+    row = {name: getattr(document, name) for name in ("id", "url", "source", "file", "record_id")}
+    if drop is None:
+        drop = _first_drop(document, stages.before_url, clock)
+    text = document.text.encode("utf-8", "surrogatepass")
+    row["before"], row["before_bytes"] = (xxhash.xxh3_128_hexdigest(text), len(text)) if text else ("", 0)
+    if drop is None:
+        canonical = canonical_url(document.url)
+        output.reached_url(xxhash.xxh3_64_intdigest(canonical.encode("utf-8", "surrogatepass")))
+        if seen.seen(canonical):
+            drop = Drop("url", "url.duplicate", canonical[:EXCERPT_CHARACTERS])
+        clock.lap("url")
+    if drop is None:
+        drop = _first_drop(document, stages.behind_url, clock)
+    return row | {"language": document.language, "text": document.text, "notes": document.notes}, drop
 
 
 def stamp(one: Input) -> list[list[int | str]]:
@@ -153,10 +170,6 @@ def dropped_row(row: dict, drop: Drop) -> dict:
     return row | {"after": "", "after_bytes": 0} | more
 
 
-def _row(document: Document) -> dict:
-    return {name: getattr(document, name) for name in ("id", "url", "source", "file", "record_id")}
-
-
 def _first_drop(document: Document, stages: dict[str, Stage | None], clock: "_Clock") -> Drop | None:
     for name, stage in stages.items():
         if stage is None:
@@ -169,30 +182,61 @@ def _first_drop(document: Document, stages: dict[str, Stage | None], clock: "_Cl
 
 
 class _Output:
-    """The open files of one folder, and the index in memory."""
+    """The open files of one folder; rows of arrays wait in memory only until there are some."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.rows = (folder / "rows.jsonl").open("wb")
-        self.index: list[tuple] = []
-        self.urls: list[int] = []
-        self.texts: list[bytes] = []
-        self.signatures: list[np.ndarray] = []
-        self.start = 0
+    def __init__(self, folder: Path, permutations: int):
+        self.records = self.start = 0
+        with contextlib.ExitStack() as stack:
+            self._rows = stack.enter_context((folder / "rows.jsonl").open("wb"))
+            self._arrays = {
+                name: stack.enter_context(ArrayWriter(folder / f"{name}.npy", dtype, shape))
+                for name, dtype, shape in (
+                    ("index", np.dtype(INDEX_DTYPE), (-1,)),
+                    ("urls", "<u8", (-1,)),
+                    ("texts", "<u8", (-1, 2)),
+                    ("signatures", "<u4", (-1, permutations)),
+                )
+            }
+            self._stack = stack.pop_all()
+        self._index: list[tuple] = []
+        self._urls: list[int] = []
+        self._texts: list[bytes] = []
+        self._signatures: list[np.ndarray] = []
+
+    def __enter__(self) -> "_Output":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if exc[0] is None:
+            self._flush()
+        self._stack.__exit__(*exc)
+
+    def reached_url(self, url_hash: int) -> None:
+        self._urls.append(url_hash)
+
+    def passed(self, text: bytes, signature: np.ndarray | None) -> None:
+        self._texts.append(text)
+        if signature is not None:
+            self._signatures.append(signature)
 
     def write(self, row: dict, drop: Drop | None, after_bytes: int = 0) -> None:
         line = json_line(row)
-        self.rows.write(line)
+        self._rows.write(line)
         stage = STAGES.index(drop.stage) if drop else KEPT
-        self.index.append((self.start, len(line), after_bytes, stage, bytes.fromhex(row["id"])))
+        self._index.append((self.start, len(line), after_bytes, stage, bytes.fromhex(row["id"])))
         self.start += len(line)
+        self.records += 1
+        if len(self._index) >= _ROWS_IN_MEMORY:
+            self._flush()
 
-    def close(self, permutations: int) -> None:
-        self.rows.close()
-        np.save(self.folder / "index.npy", np.array(self.index, INDEX_DTYPE))
-        np.save(self.folder / "urls.npy", np.array(self.urls, np.uint64))
-        np.save(self.folder / "texts.npy", np.frombuffer(b"".join(self.texts), "<u8").reshape(-1, 2))
-        np.save(self.folder / "signatures.npy", np.array(self.signatures, np.uint32).reshape(-1, permutations))
+    def _flush(self) -> None:
+        self._arrays["index"].append(np.array(self._index, INDEX_DTYPE))
+        self._arrays["urls"].append(np.array(self._urls, np.uint64))
+        self._arrays["texts"].append(np.frombuffer(b"".join(self._texts), "<u8"))
+        if self._signatures:
+            self._arrays["signatures"].append(np.array(self._signatures, np.uint32))
+        for waiting in (self._index, self._urls, self._texts, self._signatures):
+            waiting.clear()
 
 
 class _Clock:

@@ -30,33 +30,35 @@ def write_parts(context: Context) -> dict:
     source, number = context.task.arguments["source"], context.task.arguments["number"]
     curated, decided, *passages = context.folders
     cutter = _Cutter(number, passages, context.task.arguments["substrings"]) if passages else None
-    fates = {int(fate["row"]): fate for fate in Fates(decided).of(number)}
+    fates = iter(Fates(decided).of(number))
     kept = context.out / f"{source}-{number:05d}.jsonl.gz"
     dropped = context.out / f"dropped-{number:05d}.jsonl.gz"
-    sizes: dict[Path, list[int]] = {kept: [], dropped: []}
+    sizes = {path: Counter(documents=0, text_bytes=0) for path in (kept, dropped)}
     drops: dict[str, Counter[str]] = {}
 
     def records() -> Iterator[dict]:
         """Every record, for the lineage; on the way its line goes into the file where it belongs."""
         with (curated / "rows.jsonl").open("rb") as lines, jsonl_writer(kept) as keep, jsonl_writer(dropped) as drop:
+            fate = next(fates, None)
             for at, line in enumerate(lines):
                 context.at(at)
                 row = json.loads(line)
-                if (fate := fates.get(at)) is not None:
+                if fate is not None and fate["row"] == at:
                     row = dropped_row(row, drop_of(fate, canonical_url(row["url"])))
-                    line = json_line(row)
+                    line, fate = json_line(row), next(fates, None)
                 elif cutter is not None and not row.get("stage"):
                     row = cutter(row)
                     line = json_line(row)
                 if row.get("stage"):
                     drop(line)
-                    sizes[dropped].append(len(row["text"].encode("utf-8", "surrogatepass")))
+                    size = len(row["text"].encode("utf-8", "surrogatepass"))
+                    sizes[dropped].update(documents=1, text_bytes=size)
                     drops.setdefault(row["stage"], Counter())[row["rule"]] += 1
                     yield row
                 else:
                     keep(line)
-                    yield row | {"part": kept.name, "row": len(sizes[kept])}
-                    sizes[kept].append(row["after_bytes"])
+                    yield row | {"part": kept.name, "row": sizes[kept]["documents"]}
+                    sizes[kept].update(documents=1, text_bytes=row["after_bytes"])
 
     lineage = write_lineage(context.out / f"lineage-{number:05d}.parquet", records())
     return {
@@ -88,10 +90,8 @@ class _Cutter:
         return row | {"text": text, "notes": notes} | hashed
 
 
-def _part(path: Path, source: str, sizes: list[int]) -> dict | None:
-    if not sizes:
+def _part(path: Path, source: str, sizes: Counter[str]) -> dict | None:
+    if not sizes["documents"]:
         path.unlink()
         return None
-    return to_dict(
-        CorpusPart(name=path.name, source=source, documents=len(sizes), text_bytes=sum(sizes), sha256=sha256_file(path))
-    )
+    return to_dict(CorpusPart(name=path.name, source=source, sha256=sha256_file(path), **sizes))

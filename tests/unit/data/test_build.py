@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.data import build
+from ingot.data import build, curate
 from ingot.data.build import build_corpus
 from ingot.data.corpus import load_corpus, read_documents, read_dropped, verify_corpus
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingles
@@ -334,3 +334,15 @@ def test_a_server_is_asked_again_when_a_build_goes_on(tmp_path, monkeypatch):
     identify()
     identify()
     assert len(asked) == 4
+
+
+def test_the_result_does_not_depend_on_what_waits_in_memory(crawl, tmp_path, monkeypatch):
+    build_corpus(inputs_of(crawl), tmp_path / "one")
+    monkeypatch.setattr(curate, "_ROWS_IN_MEMORY", 2)
+    build_corpus(inputs_of(crawl), tmp_path / "two")
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    monkeypatch.setattr(curate, "_URLS_IN_MEMORY", 1)  # duplicates within a file are found with those of other files
+    build_corpus(inputs_of(crawl), tmp_path / "three")
+    assert fates(tmp_path / "one") == fates(tmp_path / "three")
+    kept = [list(read_documents(tmp_path / name)) for name in ("one", "three")]
+    assert kept[0] == kept[1]
