@@ -1,6 +1,9 @@
 import pickle
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ingot.data.classify.model import write_model
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
@@ -43,6 +46,21 @@ def test_single_words_and_parts_of_words_do_not(text):
 
 def test_case_and_punctuation_do_not_hide_words():
     assert run("DAMN! (Idiot) 'moron', crap.").rule == "toxicity.words"
+
+
+_WORDS = ("damn", "fuck", "fucking", "ass", "b", "größe", "schei\u00dfe", "ab-c", "x1")
+_PIECES = st.sampled_from(
+    [*_WORDS, "DAMN", "GRÖSSE", "é", "\u0130", "\ud800", "1", "_", " ", "\n", "\u201c", "-", "c", ""]
+)
+
+
+@given(st.lists(_PIECES | st.text(max_size=4), max_size=30).map("".join))
+def test_what_is_counted_is_what_splitting_finds(text):
+    stage = Toxicity(ToxicityRules(words=1e-9, min_words=1), words=_WORDS)
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    hits = sum(word in _WORDS for word in words)
+    drop = run(text, stage)
+    assert (drop and drop.value) == (f"{hits / len(words):.3f} >= 1e-09" if hits else None)
 
 
 def test_a_classifier_plugs_in():
