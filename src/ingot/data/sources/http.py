@@ -15,7 +15,8 @@ from ingot.data.sources.sniff import looks_like_html
 
 _HEADER_END = re.compile(rb"\r?\n\r?\n")
 _STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? +(\d{3})\b")
-_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
+_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,16})[ \t]*(?:;[^\r\n]*)?\r?\n")
+_LISTS = frozenset({"content-encoding", "transfer-encoding"})
 _PIECE_BYTES = 256 << 10
 _BROTLI_LARGE_WINDOW = 0b0010001  # no legal window (RFC 7932, 9.1), but an extension that asks for a gigabyte
 _MAX_ENCODINGS = 3  # nobody honest stacks more; a bomb does
@@ -31,7 +32,8 @@ class BadResponse(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """status: HTTP code. headers: lower-case name -> value, the first of repeated ones. body: still encoded."""
+    """status: HTTP code. headers: lower-case name -> value; of repeated ones the first, lists of encodings joined
+    (RFC 9110, 5.2). body: still encoded."""
 
     status: int
     headers: dict[str, str]
@@ -49,10 +51,19 @@ def parse_response(block: bytes, header_bytes: int) -> Response:
             raise BadResponse("too_large", f"headers over {header_bytes} bytes")
         raise BadResponse("bad_http", "headers do not end")
     headers: dict[str, str] = {}
+    name = ""
     for line in block[status.end() : end.start()].decode("latin-1").split("\n")[1:]:
+        if line[:1] in (" ", "\t") and name:  # folded (RFC 9112, 5.2)
+            headers[name] += " " + line.strip()
+            continue
         name, colon, value = line.partition(":")
-        if colon:
-            headers.setdefault(name.strip().lower(), value.strip())
+        name = name.strip().lower() if colon else ""
+        if name in _LISTS and name in headers:
+            headers[name] += ", " + value.strip()
+        elif name in headers:
+            name = ""
+        elif name:
+            headers[name] = value.strip()
     return Response(int(status[1]), headers, block[end.end() :])
 
 
@@ -63,10 +74,10 @@ def decoded_body(response: Response, limit_bytes: int) -> bytes:
     unsupported_encoding.
     """
     body = response.body
-    if "chunked" in response.headers.get("transfer-encoding", "").lower():
+    transfer = _names(response.headers.get("transfer-encoding", ""))
+    if "chunked" in transfer:
         body = _dechunked(body)
-    names = [n.strip().lower() for n in response.headers.get("content-encoding", "").split(",")]
-    names = [n for n in names if n not in ("", "identity", "none")]
+    names = _names(response.headers.get("content-encoding", "")) + [name for name in transfer if name != "chunked"]
     if len(names) > _MAX_ENCODINGS:
         raise BadResponse("unsupported_encoding", f"{len(names)} encodings on one body")
     for name in reversed(names):
@@ -74,6 +85,11 @@ def decoded_body(response: Response, limit_bytes: int) -> bytes:
     if len(body) > limit_bytes:
         raise BadResponse("too_large", f"body over {limit_bytes} bytes")
     return body
+
+
+def _names(value: str) -> list[str]:
+    names = (name.strip().lower() for name in value.split(","))
+    return [name for name in names if name not in ("", "identity", "none")]
 
 
 def _decoded(body: bytes, name: str, limit_bytes: int) -> bytes:

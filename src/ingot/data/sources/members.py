@@ -37,12 +37,14 @@ _CONTENT_SIZE_BYTES = (0, 2, 4, 8)
 @dataclass(frozen=True, slots=True)
 class Member:
     """What stands at an offset. end: offset behind it. whole: it is complete. blank: it holds nothing but space.
-    bomb: the ratio that it inflates beyond, or 0; it was left there, and `end` is no border."""
+    bomb: the ratio that it inflates beyond, or 0; it was left there, and `end` is no border. size: what it inflates to,
+    where that was found out."""
 
     end: int
     whole: bool
     blank: bool = False
     bomb: int = 0
+    size: int = 0
 
 
 class Packing(Protocol):
@@ -59,7 +61,13 @@ class Packing(Protocol):
         ...
 
     def record_end(self, offset: int, block_bytes: int) -> int | None:
-        """Offset behind the record at `offset` with a block of `block_bytes`; None if there is no second way in."""
+        """Offset behind the record at `offset` with a block of `block_bytes`; None if there is no second way in, or the
+        file ends before."""
+        ...
+
+    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+        """Whether the record that a reader found at `offset` shares its member with no other, so that the next member
+        is all that follows. Offsets of later records of a member are those of what the reader had taken by then."""
         ...
 
     def member(self, offset: int) -> Member | None:
@@ -92,7 +100,10 @@ class Plain:
         head = _HEADER_END.search(self.file.at(offset, self.header_bytes + 4))
         end = offset + (head.end() if head else 0) + block_bytes
         after = self.file.at(end, 16)
-        return min(end + len(after) - len(after.lstrip(b"\r\n")), self.file.size)
+        return end + len(after) - len(after.lstrip(b"\r\n")) if end <= self.file.size else None
+
+    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+        return True
 
     def member(self, offset: int) -> Member | None:
         return None
@@ -118,6 +129,16 @@ class Gzip:
         member = self.member(offset)
         return member.end if member and member.whole else None
 
+    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+        try:
+            head = zlib.decompressobj(31).decompress(self.file.at(offset, _HEAD_BYTES), self.limits.header_bytes)
+        except zlib.error:
+            return False
+        member = self.member(offset) if record_id.encode("utf-8", "replace") in head else None
+        end = _HEADER_END.search(head)
+        header_bytes = end.end() if end else len(head)
+        return member is not None and member.size <= header_bytes + block_bytes + len(b"\r\n\r\n")
+
     def member(self, offset: int) -> Member | None:
         if self.file.at(offset, 3) != GZIP_MAGIC:
             return None
@@ -135,7 +156,7 @@ class Gzip:
                     piece = stream.unconsumed_tail
         except zlib.error:
             return Member(position, whole=False)
-        return Member(position - len(stream.unused_data), stream.eof, blank and stream.eof)
+        return Member(position - len(stream.unused_data), stream.eof, blank and stream.eof, size=size)
 
 
 class Zstd:
@@ -164,6 +185,10 @@ class Zstd:
     def record_end(self, offset: int, block_bytes: int) -> int | None:
         member = self.member(offset)
         return member.end if member and member.whole else None
+
+    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+        # Frames are not decoded here: one that others follow is taken for the frame of one record.
+        return self.next_start(offset + 1) is not None
 
     def member(self, offset: int) -> Member | None:
         head = self.file.at(offset, 18)

@@ -5,8 +5,11 @@ that are no numbers, an empty gzip member that it takes for the end) and a searc
 (members.py), so that one bad record costs one record.
 """
 
+import contextlib
+import re
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastwarc.warc import ArchiveIterator, WarcRecord
@@ -20,7 +23,12 @@ from ingot.errors import DataError
 # What may be read in vain behind records whose length is a lie, before the rest of the file is given up. Without this
 # a file of short records that each claim 30 MB would be read millions of times over.
 _MAX_WASTED_BYTES = 16 << 30
+_PIECE_BYTES = 1 << 20
+_READ_AHEAD_BYTES = 64 << 10  # that fastwarc may have taken before
 _JUNK_BYTES = 1 << 20  # of what stands between records, looked at to tell padding from damage
+
+
+_NESTED = re.compile(rb"\nWARC/[01]\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,8 @@ def _no_warc(path: Path, found: str) -> DataError:
         f"{path} {found}",
         rule="a crawl file holds WARC records, plain, gzip or zstd (.warc .warc.gz .warc.zst .wet.gz); "
         "the first starts at offset 0",
-        fix="leave this file out, or fetch it again; unpack other formats (zip, bzip2, xz, lz4) first",
+        fix="leave this file out, or fetch it again; unpack other formats (zip, bzip2, xz, lz4) first; "
+        "ARC files become WARC by `warcio recompress x.arc.gz x.warc.gz`",
     )
 
 
@@ -76,6 +85,7 @@ class _From:
 
     def __init__(self, file: Window, start: int, prefix: bytes):
         self._file, self._position, self._prefix = file, start, prefix
+        self.taken = 0  # bytes
         self.shift = start - len(prefix)
 
     def read(self, count: int) -> bytes:
@@ -83,6 +93,7 @@ class _From:
         if not data:
             data = self._file.at(self._position, count)
             self._position += len(data)
+            self.taken += len(data)
         return data
 
     def tell(self) -> int:
@@ -109,8 +120,10 @@ class _Reader:
                 return
 
     def _instead(self) -> str:
-        head = self.file.at(0, 16)
-        return f"holds no WARC record: it starts with {head!r}{foreign(head)} at offset 0"
+        head = self.file.at(0, 4096)
+        with contextlib.suppress(zlib.error):
+            head = zlib.decompressobj(31).decompress(head, 64) or head
+        return f"holds no WARC record: it starts with {head[:16]!r}{foreign(head)} at offset 0"
 
     def _run(self, start: int):
         """Yield records from `start` on until the end or damage. Returns where to go on, or None."""
@@ -127,9 +140,11 @@ class _Reader:
                 if last.problem:
                     return (yield from self._skip(last, last.offset + 1))
                 if len(last.block) > self.limits.block_bytes:
-                    # The rest of it may inflate to anything: go around.
-                    yield last
-                    return self._after_large(last, found.content_length)
+                    # The rest of it may inflate to anything: around, unless the only way to the next leads through.
+                    if self.packing.alone(last.offset, last.record_id, found.content_length):
+                        return (yield from self._around(last, found.content_length))
+                    if bad := self._through(found, last, source):
+                        return (yield from self._skip(bad, last.offset + 1))
         except OSError as error:
             reason = str(error)
         if reason:
@@ -138,20 +153,37 @@ class _Reader:
             yield last
         return (yield from self._behind(last, start))
 
-    def _after_large(self, last: Record, length: int) -> int | None:
-        end = self.packing.record_end(last.offset, length)
-        return self.packing.next_start(last.offset + 1 if end is None else end)
+    def _around(self, large: Record, length: int):
+        end = self.packing.record_end(large.offset, length)
+        honest = end == self.file.size or (end is not None and self.packing.opens(end))
+        if not honest and self.packing.member(large.offset) is None:  # not packed: the length is all that there is
+            self.wasted_bytes += len(large.block)
+            lie = replace(large, block=b"", problem=f"Content-Length {length} leads to no record")
+            return (yield from self._skip(lie, large.offset + 1))
+        yield large
+        return self.packing.next_start(large.offset + 1) if end is None else (yield from self._onward(end))
+
+    def _through(self, found: WarcRecord, large: Record, source: _From) -> Record | None:
+        """Read the rest of a record that others follow in one packed stream. Returns the record as a bad one if that
+        is too much for its packed size, or less than announced."""
+        size, packed_before = len(large.block), source.taken
+        while size < found.content_length and (piece := found.reader.read(_PIECE_BYTES)):
+            size += len(piece)
+            packed = source.taken - packed_before + _READ_AHEAD_BYTES
+            if size > max(self.limits.ratio_floor_bytes + len(large.block), self.limits.ratio * packed):
+                return replace(large, block=b"", problem=f"inflates to more than {self.limits.ratio} times its size")
+        if size == found.content_length:
+            return None
+        self.wasted_bytes += size
+        return replace(large, block=b"", problem=f"{size} of {found.content_length} bytes")
 
     def _after_error(self, start: int, last: Record | None, reason: str):
         if last is None:
             return (yield from self._skip(Record(offset=start, problem=reason), start + 1))
-        if b"\nWARC/1." in last.block:
+        if _NESTED.search(last.block):
             # Garbage follows a record that holds other records: its length was a lie.
-            lie = Record(
-                offset=last.offset, kind=last.kind, record_id=last.record_id, url=last.url, problem="bad length"
-            )
             self.wasted_bytes += len(last.block)
-            return (yield from self._skip(lie, last.offset + 1))
+            return (yield from self._skip(replace(last, block=b"", problem="bad length"), last.offset + 1))
         yield last
         end = self.packing.record_end(last.offset, len(last.block))
         if end is None:
@@ -160,20 +192,12 @@ class _Reader:
             return following
         if end >= self.file.size:
             yield Record(offset=end, problem=reason, cut=True)
-        return (
-            yield from self._onward(end, reason)
-        )  # if that looks like a record, a fresh reader says what is wrong with it
+        # If that looks like a record, a fresh reader says what is wrong with it.
+        return (yield from self._onward(end, reason))
 
     def _skip(self, bad: Record, search_from: int):
         following = self.packing.next_start(search_from)
-        yield Record(
-            offset=bad.offset,
-            kind=bad.kind,
-            record_id=bad.record_id,
-            url=bad.url,
-            problem=bad.problem,
-            cut=following is None,
-        )
+        yield replace(bad, cut=following is None)
         return following
 
     def _record(self, found: WarcRecord, shift: int) -> Record:

@@ -21,6 +21,8 @@ _FOREIGN = {
     b"7z\xbc\xaf": "7z",
     b"%PDF-": "PDF",
     b"SQLite": "SQLite",
+    b"filedesc:": "ARC",
+    b"WARC/0.9 ": "WARC 0.9",
 }
 
 

@@ -58,6 +58,17 @@ def test_chunks(end):
 def test_headers_repeat_fold_and_end_in_bare_lf():
     response = parse_response(b"HTTP/1.0 301 Moved\nLocation: /a\nLOCATION: /b\nno colon\n\nbody", 4096)
     assert (response.status, response.headers, response.body) == (301, {"location": "/a"}, b"body")
+    folded = parse_response(b"HTTP/1.1 200 OK\r\nContent-Type: text/html;\r\n\tcharset=koi8-r\r\n x\r\n\r\n", 4096)
+    assert folded.headers == {"content-type": "text/html; charset=koi8-r x"}
+
+
+def test_encodings_come_in_chains_on_one_line_or_several_and_in_the_transfer():
+    page = b"<p>Hello there."
+    chain = brotli.compress(gzip.compress(page))
+    assert body_of(chain, b"Content-Encoding: gzip, br") == page
+    assert body_of(chain, b"Content-Encoding: gzip\r\nVary: *\r\ncontent-encoding: BR") == page
+    packed = gzip.compress(page)
+    assert body_of(b"%015x\r\n%b\r\n0\r\n\r\n" % (len(packed), packed), b"Transfer-Encoding: gzip, chunked") == page
 
 
 @pytest.mark.parametrize(

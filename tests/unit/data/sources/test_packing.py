@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import random
 import resource
 
 import pytest
@@ -90,6 +91,36 @@ def test_record_that_inflates_beyond_its_limit_is_not_inflated(tmp_path, pack):
     limits = Limits(block_bytes=1 << 20, ratio_floor_bytes=1 << 20)
     data = pack(record(0)) + pack(record(1, bytes(60 << 20))) + pack(record(2))
     assert fates(tmp_path, data, limits) == [("kept", "0"), ("too_large", "1"), ("kept", "2")]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstd([data])])
+@pytest.mark.parametrize("others", [[], [4, 5]])
+def test_records_behind_a_large_one_in_the_same_stream(tmp_path, pack, others):
+    """Around it there is no way; through it there is. Another member of several records may follow."""
+    large = record(1, random.Random(1).randbytes(3 << 20))
+    data = pack(record(0) + large + record(2) + record(3))
+    if others and pack is gzip.compress:
+        data += pack(b"".join(map(record, others)))
+    found = fates(tmp_path, data, Limits(block_bytes=1 << 20))
+    rest = [("kept", str(number)) for number in (others if pack is gzip.compress else [])]
+    assert found == [("kept", "0"), ("too_large", "1"), ("kept", "2"), ("kept", "3"), *rest]
+
+
+def test_bomb_within_a_stream_of_many_records_is_left(tmp_path):
+    data = gzip.compress(record(0) + record(1, bytes(60 << 20)) + record(2))
+    found = fates(tmp_path, data, Limits(block_bytes=1 << 20, ratio_floor_bytes=1 << 20))
+    assert found[0] == ("kept", "0") and ("truncated_file", "1") in found
+
+
+@pytest.mark.parametrize("length", [5_000_000_000, 2_000_000])
+def test_five_gigabytes_that_are_not_there_cost_one_record(tmp_path, length):
+    """In a file that goes on for longer than one record may be: the length leads behind the end, or into the middle."""
+    behind = [record(i % 10, b"words " * 200) for i in range(3000)]
+    found = fates(tmp_path, record(7) + record(8, length=length) + b"".join(behind), Limits(block_bytes=1 << 20))
+    assert found[:2] == [("kept", "7"), ("bad_record", "8")] and len(found) == 3002
+    assert all(rule == "kept" for rule, _ in found[2:])
+    packed = gzip.compress(record(7) + record(8, length=5_000_000_000) + b"".join(behind))
+    assert fates(tmp_path, packed, Limits(block_bytes=1 << 20)) == [("kept", "7"), ("truncated_file", "8")]
 
 
 def test_zeros_behind_a_record_cost_that_member(tmp_path):

@@ -75,11 +75,57 @@ def test_every_response_has_a_named_fate(read):
     assert rules(read(*cases.values())) == list(cases)
 
 
-def test_requests_and_revisits_are_no_pages(read):
-    others = [record(http(), kind=kind) for kind in (b"warcinfo", b"request", b"metadata", b"revisit")]
+def test_requests_are_no_pages(read):
+    others = [record(http(), kind=kind) for kind in (b"warcinfo", b"request", b"metadata")]
     assert rules(read(*others, record(http()))) == ["kept"]
     pairs = read(*others)
     assert rules(pairs) == ["read.no_pages"] and "1 warcinfo" in pairs[0][1].value
+
+
+def test_records_without_a_body_of_their_own_are_counted(read):
+    pairs = read(record(b"HTTP/1.1 200 OK\r\n\r\n", kind=b"revisit"), record(b"more", 2, kind=b"continuation"))
+    assert rules(pairs) == ["read.revisit", "read.continuation"]
+    assert [document.url[-1] for document, _ in pairs] == ["1", "2"]
+
+
+def test_resources_are_pages_if_they_are_html_or_text_of_a_web_address(read):
+    def resource(block, number, content_type, url=b"https://a.example/%d"):
+        return record(block, number, kind=b"resource", content_type=content_type, url=url)
+
+    pairs = read(
+        resource(PAGE, 1, b"text/html; charset=UTF-8"),
+        resource(b"words", 2, b"text/plain"),
+        resource(b"\x89PNG\r\n", 3, b"image/png"),
+        resource(b"a log", 4, b"text/plain", url=b"metadata://gnu.org/wget.log"),
+    )
+    assert rules(pairs) == ["kept", "kept"]
+    assert pairs[0][0].raw == PAGE and [one.content_type for one, _ in pairs] == ["text/html", "text/plain"]
+
+
+@pytest.mark.parametrize("line", [b"HTTP/2 200", b"HTTP/1.1 200", b"HTTP/1.1 200 ", b"HTTP/1.0  203 Non-Authoritative"])
+def test_status_lines_as_servers_write_them(read, line):
+    assert rules(read(record(line + b"\r\nContent-Type: text/html\r\n\r\n" + PAGE))) == ["kept"]
+
+
+@pytest.mark.parametrize("version", [b"WARC/0.17", b"WARC/0.18", b"WARC/0.9", b"WARC/1.1"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_other_versions_with_named_headers(read, version, packed):
+    records = [record(http(), number).replace(b"WARC/1.0", version, 1) for number in (1, 2)]
+    assert rules(read(*records, packed=packed)) == ["kept", "kept"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"filedesc://x.arc 0.0.0.0 20010101", "ARC"),
+        (gzip.compress(b"filedesc://x.arc 0.0.0.0 20010101"), "ARC"),
+        (b"WARC/0.9 0000000321 response http://a.example/", "WARC 0.9"),  # its headers have no names
+    ],
+)
+def test_older_formats_are_refused_by_name(tmp_path, content, kind):
+    (tmp_path / "x.warc.gz").write_bytes(content)
+    with pytest.raises(DataError, match=rf"\({kind}\)"):
+        list(read_warc(tmp_path / "x.warc.gz", "web"))
 
 
 @pytest.mark.parametrize("packed", [True, False])
