@@ -13,6 +13,7 @@ from ingot.data.url import canonical_url
 from ingot.errors import DataError, UsageError, require
 
 SPLITS = ("train", "heldout")
+COPIES = ("duplicates", "near_duplicates")  # stages that drop a document for one that stays, whose id they tell
 _MEMORY = "1GiB"
 _ID_DIGITS = 32
 _IN_ORDER = "order by filename, file_row_number"  # crawl order
@@ -132,14 +133,15 @@ def rows_of(data: Path, ids: Collection[str]) -> list[dict]:
 
 
 def copies_of(data: Path, ids: Collection[str], url_hashes: Collection[int]) -> list[dict]:
-    """Records that were dropped because one of `ids`, or an earlier page with one of these URLs, was kept."""
+    """Records that were dropped as a copy of one of `ids`, or for a page with one of these URLs that came before."""
     with asking(require_lineage(data)) as connection:
         _wanted(connection, ids)
         connection.execute("create temp table hashes as select unnest(?::ubigint[]) as url_hash", [list(url_hashes)])
         return _rows(
             connection,
             "select l.* from lineage l where l.id not in (select id from wanted) and ("
-            " (l.stage = 'near_duplicates' and regexp_extract(l.value, '[0-9a-f]{32}') in (select id from wanted))"
+            f" (l.stage in {COPIES} and"
+            " regexp_extract(l.value, '[0-9a-f]{32}') in (select id from wanted))"
             " or (l.stage = 'url' and l.rule = 'url.duplicate' and l.url_hash in (select url_hash from hashes)))"
             f" {_IN_ORDER}",
         )

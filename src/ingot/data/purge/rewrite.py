@@ -15,6 +15,7 @@ import numpy as np
 
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.corpus import json_line, jsonl_writer
+from ingot.data.find import COPIES
 from ingot.data.lineage import RECORD_COLUMNS, SHARD_COLUMNS, read_lineage, write_rows
 from ingot.data.purge.journal import Staging
 from ingot.data.purge.layouts import PURGED
@@ -107,7 +108,7 @@ def _rewrite_part(
 
 def names_one_of(row: dict, ids: frozenset[str]) -> bool:
     """Whether a dropped record says that it is a copy of one of `ids`."""
-    return row.get("stage") == "near_duplicates" and not ids.isdisjoint(_ID.findall(row["value"]))
+    return row.get("stage") in COPIES and not ids.isdisjoint(_ID.findall(row["value"]))
 
 
 def without_ids(value: str, ids: frozenset[str]) -> str:

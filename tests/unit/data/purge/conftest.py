@@ -37,7 +37,7 @@ def page(number, url, *, source="web", file=0, text=None, drop=None, seed=0):
 
 
 def crawl(seed=0, pages=60):
-    """Records of two sources in three crawl files: four hosts, some dropped, a near-duplicate, a URL twice."""
+    """Records of two sources in three crawl files: four hosts, some dropped, a near-duplicate, a text and a URL twice."""
     made = []
     for number in range(pages):
         file, source = number % 3, "books" if number % 3 == 2 else "web"
@@ -48,6 +48,8 @@ def crawl(seed=0, pages=60):
     value = f"0.912 with {like['id']}"
     drop = ("near_duplicates", "near_duplicates.similar", value)
     made.append(page(900, "https://mirror.example/1", file=1, text=like["text"] + " twice", drop=drop))
+    drop = ("duplicates", "duplicates.same_text", f"as {like['id']}")
+    made.append(page(902, "https://copy.example/1", file=1, text=like["text"], drop=drop))
     drop = ("url", "url.duplicate", like["url"])
     made.append(page(901, like["url"] + "?utm_source=x", file=1, drop=drop))
     return made
@@ -83,7 +85,7 @@ def _fields(kind, **values):
 def _naming_none_of(without, record):
     """The record, with zeros where it says to be a copy of one that is not there."""
     stage, rule, value = record["drop"] or ("", "", "")
-    if stage != "near_duplicates" or value[-32:] not in without:
+    if value[-32:] not in without:
         return record
     return record | {"drop": (stage, rule, value[:-32] + "0" * 32)}
 
@@ -119,7 +121,7 @@ def make_folder(root: Path, records, tokenizer: Path, without=frozenset()) -> Pa
         lineage.append(write_lineage(corpus / f"lineage-{number:05d}.parquet", rows))
     counts = Counter(r["drop"][:2] for r in present if r["drop"])
     left, funnel = len(present), []
-    for stage in ("url", "gopher", "near_duplicates"):
+    for stage in ("url", "gopher", "duplicates", "near_duplicates"):
         lost = {rule: n for (name, rule), n in counts.items() if name == stage}
         row = FunnelStage(name=stage, ran="x", documents_in=left, documents_out=left - sum(lost.values()), dropped=lost)
         funnel.append(row)
