@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot import config
-from ingot.data.junk import MEASURES, Junk, JunkRules
+from ingot.data.junk import MEASURES, SIGNS, Junk, JunkRules
 from ingot.data.junk.near import near
+from ingot.data.junk.signs import Signs
 from ingot.schema.document import Document
 
 PROSE = (
@@ -28,7 +29,8 @@ def judged(text, **rules):
 
 
 def measured(name, text):
-    return MEASURES[name](text, text.encode("utf-8", "surrogatepass").lower())
+    data = text.encode("utf-8", "surrogatepass").lower()
+    return MEASURES[name](text, data, SIGNS.found_in(data))
 
 
 def noise(count):
@@ -214,6 +216,24 @@ def test_measures_are_bounded_and_never_raise(text):
     for name in ("encoded", "mojibake", "mixed_script", "keyword_stuffing", "placeholder"):
         assert 0 <= measured(name, text) <= 1
     assert measured("injection", text) >= 0 and measured("machine_translated", text) >= 0
+
+
+@given(
+    st.lists(st.sampled_from(SIGNS.signs), max_size=3),
+    st.lists(st.one_of(st.binary(max_size=4), st.sampled_from(SIGNS.signs)), max_size=9),
+    st.integers(0, 9),
+)
+def test_signs_are_found_in_one_pass(some, parts, cut):
+    for signs in (SIGNS, Signs([b"ab", b"aba", b"\x00\x00", *some])):
+        data = b"".join(parts)
+        for piece in (data, data[cut:], data[: len(data) - cut], b"abab" + data + b"\x00"):
+            assert signs.found_in(piece) == signs.plain_found_in(piece)
+
+
+def test_signs_have_bounds():
+    for wrong in ([b"a"], [bytes((i, j)) for i in range(5) for j in range(13)]):
+        with pytest.raises(ValueError, match="signs, must be at most 64"):
+            Signs(wrong)
 
 
 @given(

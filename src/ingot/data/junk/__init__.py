@@ -17,16 +17,18 @@ stands in docs/design/junk.md.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from ingot.data.junk.encoded import encoded, mixed_script, mojibake
-from ingot.data.junk.injection import injection
-from ingot.data.junk.residue import keyword_stuffing, machine_translated, placeholder
+from ingot.data.junk.encoded import MOJIBAKE_SIGNS, encoded, mixed_script, mojibake
+from ingot.data.junk.injection import INJECTION_SIGNS, injection
+from ingot.data.junk.residue import RESIDUE_SIGNS, keyword_stuffing, machine_translated, placeholder
+from ingot.data.junk.signs import Signs
 from ingot.schema.document import Document, Drop
 
 __all__ = ["Junk", "JunkRules"]
 
-# Name -> measure of the text, which also gets it as UTF-8 in lower case (of ASCII letters): searching bytes costs
-# the same whatever the script, and `str.lower` of a page that is not ASCII alone would cost more than all rules.
-MEASURES: dict[str, Callable[[str, bytes], float]] = {
+# Name -> measure of the text, which also gets it as UTF-8 in lower case (of ASCII letters), and which of SIGNS are in
+# that: searching bytes costs the same whatever the script, and `str.lower` of a page that is not ASCII alone would cost
+# more than all rules.
+MEASURES: dict[str, Callable[[str, bytes, list[bytes]], float]] = {
     "encoded": encoded,
     "mojibake": mojibake,
     "mixed_script": mixed_script,
@@ -35,6 +37,7 @@ MEASURES: dict[str, Callable[[str, bytes], float]] = {
     "keyword_stuffing": keyword_stuffing,
     "placeholder": placeholder,
 }
+SIGNS = Signs((*MOJIBAKE_SIGNS, *INJECTION_SIGNS, *RESIDUE_SIGNS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,9 @@ class Junk:
     def __call__(self, document: Document) -> Drop | None:
         text = document.text
         data = text.encode("utf-8", "surrogatepass").lower()
+        signs = SIGNS.found_in(data)
         for name, measure, most in self._measures:
-            value = measure(text, data)
+            value = measure(text, data, signs)
             if value >= most:
                 return Drop(self.name, f"junk.{name}", f"{value:.3g} >= {most:g}")
         return None

@@ -26,15 +26,14 @@ _MOJIBAKE = re.compile(
     # UTF-8 read as Windows-1251: every second letter is one of two.
     r"|(?:[\u0420\u0421][\u0080-\u00bf\u0400-\u040f\u0450-\u045f\u2013-\u2122\u0490\u0491]){3,}"
 )
-# How some of these begin in UTF-8.
-_SIGNS = (
-    re.compile(
-        rb"\xc3(?:[\x82-\x85\x8e-\x91][\xc2-\xe2]|\xa2(?:\xe2\x82|\xc2\x80)|[\xa0\xa3-\xa9]\xc2[\x80-\x9f\xa1-\xbf]|"
-        rb"\xaf\xc2\xbf|\xb0(?:\xc5|\xc2\x9f))"
-    ),
-    re.compile(rb"\xef\xbf\xbd"),
-    re.compile(rb"\xd0\xa0[\xc2-\xe2]"),
+# How these begin in UTF-8.
+_LATIN = re.compile(
+    rb"\xc3(?:[\x82-\x85\x8e-\x91][\xc2-\xe2]|\xa2(?:\xe2\x82|\xc2\x80)|[\xa0\xa3-\xa9]\xc2[\x80-\x9f\xa1-\xbf]|"
+    rb"\xaf\xc2\xbf|\xb0(?:\xc5|\xc2\x9f))"
 )
+_CYRILLIC = re.compile(rb"\xd0\xa0[\xc2-\xe2]")
+_REPLACEMENT, _ER = "\ufffd".encode(), "\u0420".encode()
+MOJIBAKE_SIGNS = (_REPLACEMENT, _ER)
 
 _OTHER_ALPHABETS = (b"\xce", b"\xcf", b"\xd0", b"\xd1")  # how Greek and Cyrillic letters begin in UTF-8
 _OTHER_LETTER = r"[\u0391-\u03a1\u03a3-\u03c9\u0400-\u04ff]"
@@ -45,17 +44,17 @@ _MIXED = re.compile(
 )
 
 
-def encoded(text: str, data: bytes) -> float:
+def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
     """Share of the characters that stand in encoded data or escapes."""
     covered = 0
     size = len(text)
     block = max(len(data) // _BLOCKS, _SHORTEST)
-    if any(b" " not in data[i : i + block] for i in range(0, len(data) - block + 1, block)):
+    if any(data.find(b" ", i, i + block) < 0 for i in range(0, len(data) - block + 1, block)):
         for match in _UNBROKEN.finditer(text):
             blob = match[0]
             if len(set(blob)) >= _DISTINCT and not _WEB_ADDRESS.match(blob):
                 covered += len(blob)
-    if data.count(b"{") * 60 > size:
+    if b"{" in data and data.count(b"{") * 60 > size:
         lines = (line for line in text.split("\n") if len(line) >= _LONG_LINE)
         covered += sum(len(line) for line in lines if sum(map(line.count, "{}();=")) * 7 > len(line))
     if sum(data.count(sign) for sign in (b"%", b"\\", b"&", b"=") if sign in data) * 20 > size:
@@ -66,16 +65,17 @@ def encoded(text: str, data: bytes) -> float:
     return min(covered / max(size, 1), 1.0)
 
 
-def mojibake(text: str, data: bytes) -> float:
+def mojibake(text: str, data: bytes, signs: list[bytes]) -> float:
     """Share of the characters that come from a wrong decoding, or stand for what could not be decoded."""
     if text.isascii():
         return 0.0
-    if not any(sign.search(data) for sign in _SIGNS):
+    seen = _REPLACEMENT in signs or (b"\xc3" in data and _LATIN.search(data))
+    if not seen and not (_ER in signs and _CYRILLIC.search(data)):
         return 0.0
     return sum(match.end() - match.start() for match in _MOJIBAKE.finditer(text)) / len(text)
 
 
-def mixed_script(text: str, data: bytes) -> float:
+def mixed_script(text: str, data: bytes, signs: list[bytes]) -> float:
     """Share of the words in which a Latin letter stands beside a Cyrillic or Greek one."""
     if text.isascii() or not any(lead in data for lead in _OTHER_ALPHABETS):
         return 0.0

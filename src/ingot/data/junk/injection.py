@@ -81,8 +81,8 @@ _TAG = re.compile(
     r"<\|(?:im_start|im_end|im_sep|system|user|assistant|endoftext|begin_of_text|end_of_text|start_header_id|"
     r"end_header_id|eot_id|eom_id|endofprompt|end)\|>|\[/?inst\]|<</?sys>>|<(?:start|end)_of_turn>"
 )
-# First byte, which is found 20 times faster than anything longer, and pattern.
-_TAG_SIGNS = ((b"<", re.compile(rb"<[|<]|<\w+_of_turn>")), (b"[", re.compile(rb"\[/?inst\]")))
+_TAG_SIGNS = (b"<|", b"<<", b"_of_turn>", b"[inst]", b"[/inst]")
+INJECTION_SIGNS = (*_NEEDLES, *_TAG_SIGNS)
 # Words of pages that report on models and on attacks against them.
 _ABOUT = (
     "prompt injection", "jailbreak", "attack", "vulnerab", "researcher", "adversarial", "security", "chat template",
@@ -94,15 +94,15 @@ _QUOTES = re.compile("[\"`\u201c\u2018\u00ab]|(?<!\\w)'")
 _QUOTED = 0.25
 
 
-def injection(text: str, data: bytes) -> float:
+def injection(text: str, data: bytes, signs: list[bytes]) -> float:
     """A score; 3 and more is text that speaks to language models."""
     score = 0.0
-    if any(needle in data for needle in _NEEDLES) and any(order in data for order in _ORDERS):
+    if any(sign in _NEEDLES for sign in signs) and any(order in data for order in _ORDERS):
         around = near(data, _NEEDLES, _BEFORE, _AFTER)
         for points, pattern in _KINDS:
             weights = sorted((_weight(around, match) for match in pattern.finditer(around)), reverse=True)
             score += points * sum(weights[:1]) + points / 2 * sum(weights[1:2])
-    if any(first in data and sign.search(data) for first, sign in _TAG_SIGNS):
+    if any(sign in _TAG_SIGNS for sign in signs):
         tags = _TAG.findall(text.lower())
         often = len(tags) >= 4 and len(tags) * 500 >= len(text)
         score += min(len(set(tags)), 2) + (2 if often else 0)

@@ -1216,6 +1216,40 @@ done:
     return result;
 }
 
+/* ---- signs ---- */
+
+/* The `signs` that are in `data`, in their order. masks: three times 256 numbers, for each of the first three bytes, and
+ * each value of it, a bit for every sign that allows it there: see ingot.data.junk.signs. */
+static PyObject *signs(PyObject *self, PyObject *args) {
+    const byte *data, *masks;
+    Py_ssize_t size, masks_size;
+    PyObject *tuple;
+    uint64_t may_be[3][256], found = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#O!y#", &data, &size, &PyTuple_Type, &tuple, &masks, &masks_size)) return NULL;
+    Py_ssize_t count = PyTuple_Size(tuple);
+    if (masks_size != sizeof(may_be) || count > 64) {
+        PyErr_SetString(PyExc_ValueError, "at most 64 signs, with 768 masks");
+        return NULL;
+    }
+    memcpy(may_be, masks, sizeof(may_be));
+    for (Py_ssize_t i = 0; i + 1 < size; i++) {
+        uint64_t may = may_be[0][data[i]] & may_be[1][data[i + 1]] & ~found;
+        if (i + 2 < size) may &= may_be[2][data[i + 2]];
+        for (Py_ssize_t n = 0; may != 0 && n < count; n++, may >>= 1) {
+            if (!(may & 1)) continue;
+            char *sign;
+            Py_ssize_t length;
+            if (PyBytes_AsStringAndSize(PyTuple_GetItem(tuple, n), &sign, &length) < 0) return NULL;
+            if (length <= size - i && memcmp(data + i, sign, (size_t)length) == 0) found |= (uint64_t)1 << n;
+        }
+    }
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t n = 0; list != NULL && n < count; n++)
+        if (found >> n & 1 && PyList_Append(list, PyTuple_GetItem(tuple, n)) < 0) Py_CLEAR(list);
+    return list;
+}
+
 /* ---- what Python hands over ---- */
 
 static char *copy_of(PyObject *text) {
@@ -1318,6 +1352,7 @@ static PyMethodDef methods[] = {
     {"gopher", gopher, METH_VARARGS, "gopher(text, spacy) -> the fields of GopherCounts"},
     {"fineweb", fineweb, METH_VARARGS, "fineweb(text, short_characters, quotes) -> the fields of FineWebCounts"},
     {"c4", c4, METH_VARARGS, "c4(text, word_length, line_words, rules) -> (reason, lines kept, those lines)"},
+    {"signs", signs, METH_VARARGS, "signs(data, signs, masks) -> those that are in data"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_quality", NULL, -1, methods, NULL, NULL, NULL, NULL};
