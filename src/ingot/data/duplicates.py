@@ -301,7 +301,7 @@ def decide(
 
     Returns the task whose folder has all fates, and CPU seconds by stage of the funnel.
     """
-    everything = tuple(task.key for task in curated)
+    everything = store.group(task.key for task in curated)
     seconds: dict[str, float] = defaultdict(float)
 
     def do(stage: str, tasks: Sequence[Task]) -> list[Any]:
@@ -309,13 +309,13 @@ def decide(
         seconds[stage] += sum(json.loads((store.folder(task.key) / "seconds.json").read_text()) for task in tasks)
         return results
 
-    urls = Task(function=f"{__name__}:same_urls", arguments={}, inputs=everything, label="URLs")
+    urls = Task(function=f"{__name__}:same_urls", arguments={}, inputs=(everything,), label="URLs")
     do("url", [urls])
     if not rules.enabled:
         return urls, seconds
     earlier = [urls]
     if rules.exact:
-        texts = Task(function=f"{__name__}:same_texts", arguments={}, inputs=(*everything, urls.key), label="texts")
+        texts = Task(function=f"{__name__}:same_texts", arguments={}, inputs=(everything, urls.key), label="texts")
         do("duplicates", [texts])
         earlier.append(texts)
     gone = tuple(task.key for task in earlier)
@@ -331,12 +331,12 @@ def decide(
         for part, task in enumerate(curated)
     ]
     left = sum(do("near_duplicates", keys))
-    signed = tuple(task.key for task in keys)
+    signed = store.group(task.key for task in keys)
     bands = [
         Task(
             function=f"{__name__}:candidates",
             arguments={"band": band} | common,
-            inputs=signed,
+            inputs=(signed,),
             places=places,
             label=f"band {band} of {left:,} documents",
         )
@@ -349,7 +349,7 @@ def decide(
         Task(
             function=f"{__name__}:verified",
             arguments={"slice": [start, stop]} | common,
-            inputs=(pairs.key, *signed, *everything),
+            inputs=(pairs.key, signed, everything),
             places=places,
             label=f"pairs {start:,} to {stop:,}",
         )
@@ -359,7 +359,7 @@ def decide(
     last = Task(
         function=f"{__name__}:united",
         arguments={"inputs": len(curated), "earlier": len(earlier)} | common,
-        inputs=(*everything, *signed, *gone, *(task.key for task in checks)),
+        inputs=(everything, signed, *gone, *(task.key for task in checks)),
         places=places,
         label="clusters",
     )
@@ -391,7 +391,7 @@ def marked(context: Context) -> int:
 
 @dataclass(frozen=True)
 class Spans:
-    """Tasks that found repeated passages; none if the recipe cuts none."""
+    """Tasks that found repeated passages (marked: as one group); none if the recipe cuts none."""
 
     windows: tuple[str, ...] = ()
     marked: tuple[str, ...] = ()
@@ -424,19 +424,19 @@ def find_spans(
         for part, task in enumerate(curated)
     ]
     run(first, "passages")
-    keys = tuple(task.key for task in first)
+    keys = store.group(task.key for task in first)
     second = [
         Task(
             function=f"{__name__}:marked",
             arguments={"partition": number},
-            inputs=keys,
+            inputs=(keys,),
             label=f"passages, partition {number}",
         )
         for number in range(partitions)
     ]
     run(second, "passages")
     seconds = sum(json.loads((store.folder(task.key) / "seconds.json").read_text()) for task in (*first, *second))
-    return Spans(keys, tuple(task.key for task in second), seconds)
+    return Spans(tuple(task.key for task in first), (store.group(task.key for task in second),), seconds)
 
 
 def index_corpus(corpus: Path, index: Path, progress: Callable[[int, int], None]) -> int:

@@ -216,7 +216,7 @@ def _shard_tasks(source: str, parts: Sequence[Task], store: Store, options: _Opt
         moved = min(tuple(result["lowest"][0]) for result in results if result["lowest"])[1]
     elif not tokens[0].any():
         moved = max(tuple(result["highest"][0]) for result in results if result["highest"])[1]
-    inputs = tuple(part.key for part in parts)
+    inputs = (store.group(part.key for part in parts),)
     limit = options.shard_bytes // np.dtype(options.dtype).itemsize
     tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
     for number, split in enumerate(SPLITS):

@@ -4,6 +4,7 @@
     STORE/attempts/KEY.*  what unfinished ones write; an attempt that was killed leaves its folder, the next removes it
     STORE/progress/KEY    where the attempt that runs (or died) is: a record number and counts; locked while it runs
     STORE/deaths/KEY      how earlier attempts died, and at which records
+    STORE/groups/NAME     keys, one a line: what many tasks read that each read a lot
 
 A task is done when its folder is in done/, whoever put it there. Resuming, retrying and doing things exactly once all
 come from that one rename, so they hold on every runner; two attempts at one task are harmless, the second finds the
@@ -30,7 +31,7 @@ from typing import Any
 
 from ingot import __version__
 from ingot.errors import ResourceError
-from ingot.storage import canonical_json, fsync_dir, sha256_bytes
+from ingot.storage import canonical_json, fsync_dir, sha256_bytes, write_atomic
 
 # How many attempts may end at one record before the next leaves it out, by the way they end. A crash (signal of a
 # fault, exit, no memory) is nearly always the record's own doing; so is a loop, which costs more to see. Whoever sends
@@ -41,6 +42,7 @@ _PROOF = 6  # of guilt: a common multiple, so that kinds add up in whole numbers
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COUNTS_SECONDS = 0.5
 _COUNTS_BYTES = 8192
+_GROUP = "group-"
 _STATE = struct.Struct("<qqqq")  # watched, beats, record, seen
 
 
@@ -49,7 +51,8 @@ class Task:
     """`function` ("ingot.data.curate:curate", called with a Context) on `arguments` and other tasks' folders.
 
     arguments: JSON values, all that decides the result besides the inputs and ingot's version. inputs: keys of finished
-    tasks. places: JSON values that say where things are, never what they are: not part of the key.
+    tasks, or names of groups of them (Store.group). places: JSON values that say where things are, never what they
+    are: not part of the key.
     """
 
     function: str
@@ -90,6 +93,24 @@ class Store:
 
     def folder(self, key: str) -> Path:
         return self.root / "done" / key[:2] / key
+
+    def group(self, keys: Iterable[str]) -> str:
+        """One name for many inputs, which says what they are. A thousand tasks that each read a hundred thousand
+        others would else be gigabytes of names, to hash, to send and to keep."""
+        text = "".join(f"{key}\n" for key in keys)
+        name = _GROUP + sha256_bytes(text.encode())[:32]
+        if not (path := self.root / "groups" / name).exists():
+            write_atomic(path, text)
+        return name
+
+    def folders(self, inputs: Iterable[str]) -> tuple[Path, ...]:
+        """The folders of `inputs` (Task.inputs), those of a group in its order."""
+        found: list[Path] = []
+        for name in inputs:
+            one = not name.startswith(_GROUP)
+            keys = [name] if one else (self.root / "groups" / name).read_text(encoding="utf-8").splitlines()
+            found += map(self.folder, keys)
+        return tuple(found)
 
     def finished(self, task: Task) -> bool:
         return (self.folder(task.key) / "done.json").exists()
@@ -216,7 +237,7 @@ def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Context]
     for name in ("done", "attempts", "progress", "deaths"):
         (store.root / name).mkdir(parents=True, exist_ok=True)
     out = store.root / "attempts" / f"{task.key}.{uuid.uuid4().hex[:8]}"
-    folders = tuple(store.folder(key) for key in task.inputs)
+    folders = store.folders(task.inputs)
     board_path = store.root / "progress" / task.key
     with _board(board_path) as file:
         if file is None:  # an attempt elsewhere lives: leave its traces alone

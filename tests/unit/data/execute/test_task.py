@@ -1,4 +1,5 @@
 import errno
+import json
 import subprocess
 import sys
 
@@ -36,6 +37,17 @@ def test_a_task_survives_json():
     again = Task.from_json(task.to_json())
     assert again == task
     assert again.key == task.key
+
+
+def test_a_group_is_its_members_in_their_order(tmp_path):
+    store = Store(tmp_path)
+    keys = [f"{n:032x}" for n in range(20_000)]
+    name = store.group(keys)
+    assert store.group(keys) == name != store.group(keys[::-1])
+    assert store.folders(["a" * 32, name]) == tuple(map(store.folder, ["a" * 32, *keys]))
+    task = Task(function="ingot.x:y", arguments={}, inputs=(name,))
+    assert len(json.dumps(task.to_json())) < 1000
+    assert task.key != Task(function="ingot.x:y", arguments={}, inputs=(store.group(keys[::-1]),)).key
 
 
 def test_done_once(tmp_path):
