@@ -1,11 +1,14 @@
+import argparse
 import importlib.util
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ingot.cli.data_verbs import build
 from ingot.cli.main import main
 
 
@@ -140,6 +143,39 @@ def test_errors_have_their_exit_codes(crawl_files, tmp_path, capsys):
 def test_no_workers_are_refused(crawl_files, tmp_path, capsys):
     assert main(["data", "build", *crawl_files, "--out", str(tmp_path / "data"), "--workers", "-3"]) == 2
     assert "at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--slurm partition=cpu", "--slurm with --runner local"),
+        ("--ray-address auto", "--ray-address with --runner local"),
+        ("--runner inline --workers 3", "one process"),
+        ("--runner slurm --slurm cpus=many", "cpus=many"),
+        ("--runner slurm --slurm partition", "partition=cpu"),
+        ("--runner slurm --slurm array=0-3", "finds its work by"),
+    ],
+)
+def test_options_of_another_runner_are_refused(options, message, crawl_files, tmp_path, capsys):
+    assert main(["data", "build", *crawl_files, "--out", str(tmp_path / "data"), *options.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "data").exists()
+
+
+def test_options_reach_their_runner():
+    def runner(options) -> Any:
+        parser = argparse.ArgumentParser()
+        build.configure(parser)
+        return build._runner(parser.parse_args(["x", "--out", "d", *options.split()]))
+
+    slurm = runner("--runner slurm --workers 7 --memory 3GiB --slurm cpus=4 --slurm partition=cpu --slurm account=me")
+    assert (slurm.max_parallel, slurm.cpus, slurm.lines) == (7, 4, ("--account=me",))
+    assert slurm.options["partition"] == "cpu"
+    ray = runner("--runner ray --workers 7 --memory 3GiB --ray-address auto")
+    assert (ray.address, ray.max_parallel) == ("auto", 7)
+    local = runner("--workers 3 --memory 3GiB")
+    assert local.workers == 3
+    assert local.memory_bytes == ray.memory_bytes == slurm.memory_bytes == 3 << 30
 
 
 def test_a_folder_that_is_not_there_is_missing_and_not_damaged(tmp_path):

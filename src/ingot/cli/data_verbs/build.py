@@ -35,7 +35,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1234, help="of the shuffle of documents (default: 1234)")
     group = parser.add_argument_group("who works; the result is the same")
     group.add_argument("--runner", choices=("local", "inline", "ray", "slurm"), default="local", help="default: local")
-    group.add_argument("--workers", type=int, help="local processes, or tasks at once (default: one per core)")
+    group.add_argument(
+        "--workers",
+        type=int,
+        help="local processes (default: one per core); with ray tasks, with slurm array elements at once "
+        "(default: what the cluster has; 100)",
+    )
+    group.add_argument(
+        "--memory", metavar="SIZE", help="that a worker process may have; inline has no limit (default: 1.5GiB)"
+    )
     group.add_argument("--ray-address", default="", metavar="ADDRESS", help="of a running cluster (default: start one)")
     group.add_argument(
         "--slurm",
@@ -120,36 +128,46 @@ def _is_option(word: str) -> bool:
 
 
 def _runner(args: argparse.Namespace):
+    from ingot.data.execute.local import MEMORY_BYTES, Local
     from ingot.data.execute.run import Inline
     from ingot.errors import UsageError
+    from ingot.units import parse_bytes
 
-    workers = (os.cpu_count() or 1) if args.workers is None else args.workers
-    if workers < 1:
+    if args.workers is not None and args.workers < 1:
         raise UsageError(f"--workers {args.workers}", rule="at least 1")
+    for option, given, runner in (("--ray-address", args.ray_address, "ray"), ("--slurm", args.slurm, "slurm")):
+        if given and args.runner != runner:
+            raise UsageError(f"{option} with --runner {args.runner}", fix=f"--runner {runner}")
+    memory = parse_bytes(args.memory) if args.memory else MEMORY_BYTES
     if args.runner == "ray":
         from ingot.data.execute.ray import Ray
 
-        return Ray(args.ray_address or None)
+        return Ray(args.ray_address or None, memory_bytes=memory, max_parallel=args.workers or 0)
     if args.runner == "slurm":
-        return _slurm(args)
+        return _slurm(args, memory)
     if args.runner == "inline":
+        if args.memory or args.workers:
+            raise UsageError("--workers or --memory with --runner inline", rule="it is one process without limits")
         return Inline()
-    from ingot.data.execute.local import Local
-
-    return Local(workers)
+    return Local(args.workers or os.cpu_count() or 1, memory_bytes=memory)
 
 
-def _slurm(args: argparse.Namespace):
+def _slurm(args: argparse.Namespace, memory_bytes: int):
     from ingot.data.execute.slurm import Slurm
     from ingot.errors import UsageError
 
     options = {}
     for word in args.slurm:
         key, sign, value = word.removeprefix("--").partition("=")
-        if not sign:
-            raise UsageError(f"--slurm {word}", rule="an option of sbatch and its value, like partition=cpu")
+        if not sign or not value or any(character.isspace() for character in word):
+            raise UsageError(f"--slurm {word!r}", rule="an option of sbatch and its value, like partition=cpu")
+        if key in ("array", "job-name", "nodes", "ntasks", "open-mode", "output"):
+            raise UsageError(f"--slurm {word}", rule=f"{key} is what the runner finds its work by")
         options[key] = value
     known = {key: options.pop(key) for key in ("partition", "time", "mem") if key in options}
-    cpus = int(options.pop("cpus", options.pop("cpus-per-task", 8)))
+    cpus = options.pop("cpus", options.pop("cpus-per-task", "8"))
+    if not cpus.isdecimal() or int(cpus) < 1:
+        raise UsageError(f"--slurm cpus={cpus}", rule="a number of CPUs of each element, at least 1")
     lines = [f"--{key}={value}" for key, value in options.items()]
-    return Slurm(**known, cpus=cpus, lines=lines, **({"max_parallel": args.workers} if args.workers else {}))
+    parallel = {"max_parallel": args.workers} if args.workers else {}
+    return Slurm(**known, cpus=int(cpus), lines=lines, memory_bytes=memory_bytes, **parallel)

@@ -33,7 +33,8 @@ class Ray:
 
     address: of a running cluster, "auto" to find the one on this machine, None to start one here. It is connected to
     once, until `close` or the end of this process; if Ray is initialised already, that is used.
-    cpus: that a task asks of Ray. memory_bytes, preload: as of `Local`.
+    cpus: that a task asks of Ray. max_parallel: tasks in Ray's hands at once, 0 for twice what its CPUs take.
+    memory_bytes, preload: as of `Local`.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Ray:
         address: str | None = None,
         *,
         cpus: float = 1,
+        max_parallel: int = 0,
         memory_bytes: int = MEMORY_BYTES,
         preload: Sequence[str] = (),
     ):
-        self.address, self.cpus = address, cpus
+        self.address, self.cpus, self.max_parallel = address, cpus, max_parallel
         self.memory_bytes, self.preload = memory_bytes, tuple(preload)
         self._connected = False
 
@@ -77,7 +79,8 @@ class Ray:
         flying: dict[Any, tuple[Task, int]] = {}  # Ray's reference -> task, machines lost under it
         try:
             while waiting or flying:
-                room = max(_AHEAD * int(ray.cluster_resources().get("CPU", 1) / max(self.cpus, 0.01)), 1)
+                cluster = _AHEAD * int(ray.cluster_resources().get("CPU", 1) / max(self.cpus, 0.01))
+                room = self.max_parallel or max(cluster, 1)
                 while waiting and len(flying) < room:
                     task, losses = waiting.popleft()
                     ref = do.remote(task.to_json(), str(store.root.absolute()), self.memory_bytes, self.preload)

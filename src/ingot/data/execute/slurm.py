@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ingot.data.execute.local import MEMORY_BYTES
 from ingot.data.execute.phases import Phase, first_error, read_phase, write_phase
 from ingot.data.execute.run import Look
 from ingot.data.execute.task import Store, Task
@@ -42,7 +43,8 @@ class Slurm:
 
     partition, time, mem: as sbatch takes them, left out when empty. cpus: per element, each with a worker process.
     max_parallel: elements that run at once. lines: more '#SBATCH' options, such as '--account=x'. block: tasks per
-    element (default: a task per CPU, more if there would be over 1,000 elements). poll_seconds: between looks.
+    element (default: a task per CPU, more if there would be over 1,000 elements). memory_bytes: of a worker process, as
+    of `Local`; `mem` has to be cpus times that. poll_seconds: between looks.
     settle_seconds: what a network file system may take to show what another machine wrote.
     """
 
@@ -56,11 +58,13 @@ class Slurm:
         max_parallel: int = 100,
         lines: Sequence[str] = (),
         block: int = 0,
+        memory_bytes: int = MEMORY_BYTES,
         poll_seconds: float = 5.0,
         settle_seconds: float = 60.0,
     ):
         self.options = {"partition": partition, "time": time, "mem": mem, "cpus-per-task": str(cpus)}
         self.cpus, self.max_parallel, self.lines, self.block = cpus, max_parallel, tuple(lines), block
+        self.memory_bytes = memory_bytes
         self.poll_seconds, self.settle_seconds = poll_seconds, settle_seconds
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
@@ -154,7 +158,7 @@ class Slurm:
                 *(f"#SBATCH --{name}={value}" for name, value in options.items()),
                 "#SBATCH --requeue",
                 *(f"#SBATCH {line}" for line in self.lines),
-                f'exec {worker} "$SLURM_ARRAY_TASK_ID" --workers {self.cpus}',
+                f'exec {worker} "$SLURM_ARRAY_TASK_ID" --workers {self.cpus} --memory {self.memory_bytes}',
                 "",
             ]
         )

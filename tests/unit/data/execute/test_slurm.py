@@ -85,7 +85,8 @@ def test_blocks_of_tasks_as_one_array(cluster):
     lines = made.scripts[0].splitlines()
     for option in ("array=0-3%3", "partition=cpu", "time=1:00:00", "account=x", "requeue", "open-mode=append"):
         assert f"#SBATCH --{option}" in lines
-    assert not any("--mem" in line for line in lines)
+    assert not any(line.startswith("#SBATCH --mem") for line in lines)
+    assert f"--memory {3 << 29}" in lines[-1]
     assert statuses[-1].done == 7
 
 
