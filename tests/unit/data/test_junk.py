@@ -44,6 +44,8 @@ def noise(count):
         base64.encodebytes(noise(1500)).decode(),  # lines of 76
         noise(1500).hex(),
         noise(800).hex(" "),
+        noise(800).hex(" ", 2),
+        noise(800).hex(" ", 2).upper(),
         "".join(f"%{b:02X}" for b in noise(900)),
         "".join(f"\\x{b:02x}" for b in noise(900)),
         "\\u043f\\u0440\\u0438\\u0432 " * 80,
@@ -64,6 +66,8 @@ def test_encoded_data(blob):
         "她走了，河水依然流过小镇，孩子们在桥下游泳。" * 60,
         "50% of 20% is 10% & more = less. " * 40,
         "ACGT" * 400,
+        "\n".join(" ".join(str(10 + (i * j) % 83) for j in range(20)) for i in range(40)),
+        " ".join(map(str, range(1500, 2000))),
         "a = b; c = d & e; x % y\n" * 60,
     ],
 )

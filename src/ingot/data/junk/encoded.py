@@ -11,6 +11,8 @@ _ESCAPES = re.compile(
     r"|(?:&(?:#[0-9]{2,6}|#x[0-9A-Fa-f]{2,5}|[a-z]{2,6});){3,}|(?:=[0-9A-F]{2}){3,}"
 )
 _HEX_DUMP = re.compile(r"(?:\b(?:0x)?[0-9A-Fa-f]{2}\b[ ,\n]{1,2}){16,}|(?:\b[0-9A-Fa-f]{4}\b[ \n]){8,}")
+_HEX_LETTER = re.compile("[A-Fa-f]")
+_IN_HEX_DUMPS = b"0123456789abcdefx ,\r\n"
 _SHORTEST = 100  # bytes of a block
 _LONG_LINE = 300  # characters; of code that was made small for machines
 _DISTINCT = 12  # characters in a blob; rulers of dashes and DNA have fewer
@@ -60,8 +62,9 @@ def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
     if sum(data.count(sign) for sign in (b"%", b"\\", b"&", b"=") if sign in data) * 20 > size:
         covered += sum(match.end() - match.start() for match in _ESCAPES.finditer(text))
     middle = data[size // 2 : size // 2 + 400]
-    if middle.count(b" ") * 4 > len(middle):  # words of less than three characters
-        covered += sum(match.end() - match.start() for match in _HEX_DUMP.finditer(text))
+    if len(middle.translate(None, _IN_HEX_DUMPS)) * 3 < len(middle):
+        dumps = (match[0] for match in _HEX_DUMP.finditer(text))
+        covered += sum(map(len, filter(_HEX_LETTER.search, dumps)))  # without a letter: a table of numbers
     return min(covered / max(size, 1), 1.0)
 
 
