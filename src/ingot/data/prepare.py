@@ -15,6 +15,7 @@ from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.corpus import cut_files, load_corpus, read_documents, verify_corpus
 from ingot.data.damage import raise_all
 from ingot.data.execute.run import Runner
+from ingot.data.purge.journal import is_unfinished
 from ingot.data.recipe import DataRecipe
 from ingot.data.shards import SHARD_BYTES, SPLITS, build_shards
 from ingot.data.sources.input import Input
@@ -28,6 +29,7 @@ from ingot.storage import exclusive, sha256_file
 
 _SAMPLE_DOCUMENTS = 32  # on which the fast encoder has to equal the slow one
 _TRAINING_BYTES = 1 << 30  # of text, about, that a tokenizer is trained on: merges do not change any more behind it
+_TRAINED = ".tokenizer-{}.json"  # of which corpus, of what size
 _CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
 
 
@@ -88,7 +90,8 @@ def prepare(
     )
     report(_CORPUS_SHARE, "tokenizer")
     with exclusive(out, f"preparing {out}"):
-        encoder, path, trained = _encoder(corpus, tokens, tokenizer, eot, vocab_size, finished)
+        encoder, path = _encoder(corpus, tokens, tokenizer, eot, vocab_size, finished)
+        interrupted = True
         try:
             train, heldout = build_shards(
                 corpus,
@@ -100,9 +103,11 @@ def prepare(
                 runner=runner,
                 progress=lambda fraction, text: report(_TOKENIZER_SHARE + (1 - _TOKENIZER_SHARE) * fraction, text),
             )
+            interrupted = False
         finally:
-            if trained:
-                path.unlink()
+            if finished or not interrupted:  # else the next call needs it
+                for trained in out.glob(_TRAINED.format("*")):
+                    trained.unlink()
     return Prepared(
         manifest,
         train,
@@ -129,16 +134,17 @@ def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
 
 def _encoder(
     corpus: Path, tokens: Path, tokenizer: Path | None, eot: str, vocab_size: int, finished: bool
-) -> tuple[Encoder, Path, bool]:
-    """The encoder, its file, and whether that was trained now and is to be removed once its copy is in place."""
-    path, trained = tokenizer, False
+) -> tuple[Encoder, Path]:
+    """The encoder, and its file. One that is trained now stays in `out` until the tokens are finished."""
+    path = tokenizer
     if path is None and finished and read_token_manifest(tokens / SPLITS[0]).vocab_size == vocab_size:
         path = tokens / "tokenizer.json"
     elif path is None:
-        path, trained = tokens.with_name(".tokenizer.json"), True
-        train_bpe(_training_texts(corpus), vocab_size, path)
+        path = tokens.with_name(_TRAINED.format(f"{sha256_file(corpus / CORPUS_MANIFEST)[:16]}-{vocab_size}"))
+        if not path.exists():
+            train_bpe(_training_texts(corpus), vocab_size, path)
     sample = [document["text"] for _, document in islice(read_documents(corpus, verify=False), _SAMPLE_DOCUMENTS)]
-    return load_encoder(path, sample, eot=eot), path, trained
+    return load_encoder(path, sample, eot=eot), path
 
 
 def _training_texts(corpus: Path) -> Iterator[str]:
@@ -160,8 +166,15 @@ class Checked:
 def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
     """Check the corpus and the token folders at or below `folder`, and that the tokens were made with what lies beside.
 
-    Raises one DataError that lists all damage.
+    Raises one DataError that lists all damage, or says that a purge has to be finished first.
     """
+    for root in (folder, *folder.absolute().parents[:2]):  # what is given may be its corpus, or its tokens/train
+        if is_unfinished(root):
+            raise DataError(
+                f"a purge of {root} was interrupted: some of its files are old, some new",
+                rule="they change as one, and are checked when they have",
+                fix="give the command of the purge again; any other purge of the folder finishes that one first, too",
+            )
     found: list[Checked] = []
     damage: list[DataError] = []
     for corpus in (folder, folder / "corpus"):

@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+import ingot.data.prepare as module
+from ingot.data import shards
 from ingot.data.execute.local import Local
 from ingot.data.prepare import prepare, verify
 from ingot.data.recipe import load_recipe
@@ -43,6 +45,30 @@ def test_tokens_are_reproducible(crawl, tmp_path):
     assert here.train.fingerprint() == there.train.fingerprint()
     one, two = snapshot(tmp_path / "here"), snapshot(tmp_path / "there")
     assert {n: b for n, b in one.items() if "seconds" not in n} == {n: b for n, b in two.items() if "seconds" not in n}
+
+
+def test_what_is_interrupted_among_the_tokens_goes_on_there(crawl, tmp_path, monkeypatch):
+    out, trained, encoded = tmp_path / "data", [], []
+    real, real_run = module.train_bpe, shards.run_all
+    monkeypatch.setattr(module, "train_bpe", lambda *given: trained.append(1) or real(*given))
+
+    def stop_after_first(tasks, store, *rest):
+        encoded.append(sum(not store.finished(task) for task in tasks))
+        if len(encoded) > 1:
+            return real_run(tasks, store, *rest)
+        real_run(tasks[:1], store, *rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards, "run_all", stop_after_first)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(inputs_of(crawl), out, vocab_size=300)
+    prepare(inputs_of(crawl), out, vocab_size=300)
+    assert trained == [1]
+    assert encoded[:2] == [2, 1]
+    prepare(inputs_of(crawl), tmp_path / "fresh", vocab_size=300)
+    assert {n: b for n, b in snapshot(out).items() if "seconds" not in n} == {
+        n: b for n, b in snapshot(tmp_path / "fresh").items() if "seconds" not in n
+    }
 
 
 def test_finished_tokens_are_never_pulled_away_from_under_a_run(crawl, tmp_path):
