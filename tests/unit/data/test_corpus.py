@@ -3,14 +3,15 @@ import json
 
 import pytest
 
-from ingot.data.build import Input, build_corpus
+from ingot.data.build import build_corpus
 from ingot.data.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
+from ingot.data.sources.input import Input
 from ingot.errors import DataError
 
 
 @pytest.fixture
 def corpus(crawl, tmp_path):
-    build_corpus([Input(path) for path in crawl], tmp_path / "corpus")
+    build_corpus([Input(location=str(path)) for path in crawl], tmp_path / "corpus")
     return tmp_path / "corpus"
 
 

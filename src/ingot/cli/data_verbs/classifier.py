@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--characters", type=int, default=5000, help="beginning that is scored; 0: all (default: 5000)")
     score.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL (default: text)")
     show = verbs.add_parser("show", help="the card of a model: data, licence, what it reached on held-out texts")
-    show.add_argument("model", metavar="MODEL")
+    show.add_argument("model", metavar="MODEL", help="a fastText .bin or .ftz")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
