@@ -47,7 +47,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         terminal.say(f"the purge of {outcome.finished['time']}, which was interrupted, is finished and proven")
     records = outcome.targets.records
     kept = sum(target.kept for target in records)
-    if not records:
+    if outcome.earlier:
+        terminal.say(f"nothing is left to remove since the purge of {outcome.earlier['time']}")
+    elif not records:
         terminal.say("nothing fits: no record changed")
     else:
         verb = "would go" if args.dry_run else "gone"
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             "record": outcome.record,
             "proof": vars(outcome.proof) if outcome.proof else None,
             "finished": outcome.finished,
+            "earlier": outcome.earlier,
         }
     )
     if outcome.record:

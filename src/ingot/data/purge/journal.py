@@ -52,6 +52,12 @@ class Staging:
             self.staged(relative).unlink(missing_ok=True)
         self._delete.append(relative)
 
+    def scratch(self) -> Path:
+        """A new folder for what is made on the way."""
+        path = self.data / FOLDER / "scratch"
+        path.mkdir(parents=True)
+        return path
+
     def drop(self) -> None:
         """Leave everything as it was."""
         shutil.rmtree(self.data / FOLDER, ignore_errors=True)

@@ -73,8 +73,17 @@ class PurgedList:
         return sum(map(len, self.entries.values()))
 
 
+def is_struck(row: dict) -> bool:
+    """Whether a row of a corpus part or of lineage stands for a record that a build left out, and tells nothing of it
+    but where it lies in the crawl."""
+    return row.get("stage") == STAGE and not row["url"] and not row.get("text")
+
+
 class Purged:
-    """Drops what was purged from this folder before. Runs after extraction, before anything changes the text."""
+    """Drops what was purged from this folder before, and empties its text: an excerpt of it would be kept else.
+
+    Runs after extraction, before anything changes the text.
+    """
 
     name = STAGE
 
@@ -83,17 +92,24 @@ class Purged:
         self.ran = f"{len(listed):,} entries of {LIST}"
 
     def __call__(self, document: Document) -> Drop | None:
+        rule = self._rule(document)
+        if not rule:
+            return None
+        document.text = ""
+        return Drop(self.name, rule)
+
+    def _rule(self, document: Document) -> str:
         entries = self._listed.entries
         if document.id in entries["document"]:
-            return Drop(self.name, "purged.document")
+            return "purged.document"
         canonical = canonical_url(document.url)
         if canonical and secret(canonical) in entries["url"]:
-            return Drop(self.name, "purged.url")
+            return "purged.url"
         if entries["domain"] and any(secret(host) in entries["domain"] for host in _hosts(domain_of(canonical))):
-            return Drop(self.name, "purged.domain")
+            return "purged.domain"
         if document.text and entries["text"] and text_hash(document.text) in entries["text"]:
-            return Drop(self.name, "purged.text")
-        return None
+            return "purged.text"
+        return ""
 
 
 def _hosts(host: str) -> list[str]:

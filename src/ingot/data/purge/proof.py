@@ -16,7 +16,7 @@ import numpy as np
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.find import SPLITS, Place, asking, places, rows_of
 from ingot.data.purge.layouts import ids_in_layouts
-from ingot.data.purge.listed import LIST
+from ingot.data.purge.listed import LIST, is_struck
 from ingot.data.purge.request import Request, matching
 from ingot.data.purge.rewrite import names_one_of
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
@@ -36,7 +36,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Proof:
-    """What was read: corpus rows, token shards, tokens of the sources concerned; probes: remembered stretches.
+    """What was read: corpus rows, token shards, tokens; probes: remembered stretches.
 
     shared: id of a document that stays -> how many of the probes stand in it as well.
     vocabulary: tokens of the tokenizer, which had learned from the texts, that match the pattern.
@@ -79,28 +79,26 @@ def _dtype(manifest: TokenManifest) -> np.dtype:
     return np.dtype(manifest.dtype).newbyteorder("<")
 
 
-def prove(
-    data: Path, ids: frozenset[str], sources: Collection[str], probes: np.ndarray, request: Request, progress: Progress
-) -> Proof:
+def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: Request, progress: Progress) -> Proof:
     """Read the whole folder. Raises DataError naming everything that is left of what was purged.
 
-    ids: of the purged records; sources: theirs. request: what may match nowhere any more.
+    ids: of the purged records. probes: as `probes_of` gives them. request: what may match nowhere any more.
     """
     remains: list[str] = []
     matches, rows = request.matcher(), Counter()
 
     def is_left(row: dict) -> bool:
         rows["seen"] += 1
-        return row["id"] in ids or matches(row) or names_one_of(row, ids)
+        return not is_struck(row) and (row["id"] in ids or matches(row) or names_one_of(row, ids))
 
     for row in matching(data / "corpus", is_left, lambda done, text: progress(0.4 * done, f"scanning {text}")):
         remains.append(f"document {row['id']} in the corpus")
-    remains += [f"document {row['id']} in {row['filename']}" for row in rows_of(data, ids)]
+    remains += [f"document {row['id']} in {row['filename']}" for row in rows_of(data, ids) if not is_struck(row)]
     remains += [f"document {one}" for one in _in_shard_lineage(data, ids)]
     remains += [f"document {p.id} in the index of {p.split}/{p.shard}" for p in places(data, ids)]
     remains += [f"a document in {path}" for path in ids_in_layouts(data, ids)]
     remains += _in_other_files(data, ids)
-    shards = [(split, manifest, shard) for split, manifest, shard in _shards(data) if shard.source in sources]
+    shards = list(_shards(data))
     encoder = _encoder(data) if request.pattern and shards else None
     shared: Counter[str] = Counter()
     for number, (split, manifest, shard) in enumerate(shards):

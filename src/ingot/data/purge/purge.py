@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.corpus import json_line
 from ingot.data.find import SPLITS, Place, places
+from ingot.data.purge.indexes import indexes_in, parts_with, rewrite_indexes
 from ingot.data.purge.journal import FOLDER, Staging, finish, is_unfinished
 from ingot.data.purge.layouts import blank_older, save_layout
 from ingot.data.purge.listed import LIST, PurgedList, secret
@@ -42,7 +43,8 @@ class Outcome:
     """targets: what was (or, in a dry run, would be) removed. runs: those that saw it, as `Saw` gave them.
 
     record: the line of purges.jsonl, None if nothing was changed. proof: of the scan. finished: the record of an
-    earlier purge that had been interrupted and was finished first.
+    earlier purge that had been interrupted and was finished first. earlier: of the last one of the same, where nothing
+    was left to remove and only the scan was done again.
     """
 
     targets: Targets
@@ -51,6 +53,7 @@ class Outcome:
     record: dict[str, Any] | None = None
     proof: Proof | None = None
     finished: dict[str, Any] | None = None
+    earlier: dict[str, Any] | None = None
 
 
 def purge(
@@ -79,11 +82,13 @@ def purge(
         found = places(data, targets.ids)
         runs = tuple(saw(targets.ids) if saw and found else ())
         outcome = Outcome(targets, tuple(found), runs, finished=finished)
-        if dry_run or not targets.records:
+        if dry_run:
             return outcome
+        if not targets.records:
+            return outcome if finished else _proven_again(data, request, outcome, report)
         probes = probes_of(data, found)
         record = _rewrite(data, request, targets, found, probes, reason, runs)
-        proof = prove(data, targets.ids, _sources(targets), probes, request, lambda f, t: report(0.4 + 0.6 * f, t))
+        proof = prove(data, targets.ids, probes, request, lambda f, t: report(0.4 + 0.6 * f, t))
     return Outcome(targets, tuple(found), runs, record, proof, finished)
 
 
@@ -125,16 +130,25 @@ def _finish_interrupted(data: Path, dry_run: bool, request: Request, report: Pro
     facts = finish(data)
     assert facts is not None
     record = facts["record"]
-    ids = frozenset(document["id"] for document in record["documents"])
+    ids = _ids_of(record)
     same = request.sha256 == record["request_sha256"]
     # What was asked for then is known by its hash only: with another request, ids and stretches are looked for.
     wanted = request if same else Request(doc=min(ids))
-    prove(data, ids, facts["sources"], np.array(facts["probes"], np.uint64), wanted, report)
+    prove(data, ids, np.array(facts["probes"], np.uint64), wanted, report)
     return record
 
 
-def _sources(targets: Targets) -> set[str]:
-    return {target.source for target in targets.records}
+def _proven_again(data: Path, request: Request, outcome: Outcome, report: Progress) -> Outcome:
+    """For a purge whose scan was stopped, or had found something; the stretches of its documents are forgotten."""
+    records = [record for record in read_purges(data) if record["request_sha256"] == request.sha256]
+    if not records:
+        return outcome
+    ids = frozenset().union(*map(_ids_of, records))
+    return replace(outcome, proof=prove(data, ids, np.empty(0, np.uint64), request, report), earlier=records[-1])
+
+
+def _ids_of(record: dict[str, Any]) -> frozenset[str]:
+    return frozenset(document["id"] for document in record["documents"])
 
 
 def _rewrite(
@@ -162,6 +176,7 @@ def _rewrite(
                 text = (data / "tokens" / split / MANIFEST).read_text(encoding="utf-8")
                 save_layout(data, split, (before, after), text, gone, staging)
         blank_older(data, gone, staging)
+        rewrite_indexes(data, targets.ids, staging)
         record = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "who": _user(),
@@ -179,7 +194,7 @@ def _rewrite(
         earlier = (data / PURGES).read_bytes() if (data / PURGES).exists() else b""
         staging.write(PURGES, earlier + json_line(record))
         staging.write(LIST, PurgedList.load(data).with_entries(list_entries(request, targets)).text)
-        staging.commit({"record": record, "probes": probes.tolist(), "sources": sorted(_sources(targets))})
+        staging.commit({"record": record, "probes": probes.tolist()})
     except BaseException as error:
         if not is_unfinished(data):  # else it is decided, and the next call finishes it
             staging.drop()
@@ -211,5 +226,7 @@ def _require_room(data: Path, targets: Targets, found: list[Place]) -> None:
     paths = {data / "corpus" / target.lineage for target in targets.records}
     paths |= {data / "corpus" / target.file for target in targets.records}
     paths |= {data / "tokens" / place.split / f"{place.shard}.tokens" for place in found}
+    for index in indexes_in(data):
+        paths |= {path for part in parts_with(index, targets.ids) for path in part.iterdir()}
     touched = sum(path.stat().st_size for path in paths if path.exists())
     require_free(data, touched + (64 << 20), "writing the touched files anew")

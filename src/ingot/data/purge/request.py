@@ -8,7 +8,7 @@ from pathlib import Path
 from ingot.data.corpus import load_corpus, read_jsonl
 from ingot.data.find import copies_of, find, host_of, part_of, rows_of
 from ingot.data.lineage import domain_of
-from ingot.data.purge.listed import secret
+from ingot.data.purge.listed import is_struck, secret
 from ingot.data.url import canonical_url
 from ingot.errors import UsageError
 from ingot.storage import sha256_bytes
@@ -118,7 +118,7 @@ def find_targets(data: Path, request: Request, progress: Callable[[float, str], 
         rows = rows_of(data, {row["id"] for row in matching(data / "corpus", request.matcher(), progress)})
     else:
         rows = find(data, doc=request.doc, url=request.url, domain=request.domain)
-    records = {row["id"]: _target(row) for row in rows}
+    records = {row["id"]: _target(row) for row in rows if not is_struck(row)}
     copies = _copies(data, records)
     while request.copies and copies:  # a copy can have copies of its own
         records |= copies

@@ -41,7 +41,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return values
 
 
-def _json(values: dict) -> str:
+def as_json(values: dict) -> str:
+    """The text of a manifest."""
     return json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n"  # as storage.write_json
 
 
@@ -55,13 +56,13 @@ def rewrite_corpus(data: Path, targets: Targets, staging: Staging) -> str:
         by_part[target.file].append(target)
         by_lineage[target.lineage].append(target)
     for name, touched in sorted(by_part.items()):
-        _require_hash(data / "corpus" / name, entries.get(name, {}).get("sha256"))
+        require_hash(data / "corpus" / name, entries.get(name, {}).get("sha256"))
         gone = {target.id for target in touched} & ids
         _rewrite_part(data / "corpus" / name, f"corpus/{name}", gone, ids, staging, entries[name])
     removed_rows = {name: sorted(t.row for t in some if t.kept and t.id in ids) for name, some in by_part.items()}
     for name in sorted(by_lineage):
         if name in entries:
-            _require_hash(data / "corpus" / name, entries[name]["sha256"])
+            require_hash(data / "corpus" / name, entries[name]["sha256"])
         path = staging.path(f"corpus/{name}")
         rows = _moved_up(data / "corpus" / name, ids, removed_rows)
         records = write_rows(path, rows, RECORD_COLUMNS)
@@ -71,13 +72,13 @@ def rewrite_corpus(data: Path, targets: Targets, staging: Staging) -> str:
         if name in manifest:
             manifest[name] = [e for e in manifest[name] if name == "lineage" or e["documents"]]
     manifest["funnel"] = _funnel(manifest["funnel"], targets)
-    text = _json(manifest)
+    text = as_json(manifest)
     staging.write(f"corpus/{CORPUS_MANIFEST}", text)
     return sha256_bytes(text.encode())
 
 
-def _require_hash(path: Path, sha256: str | None) -> None:
-    # New hashes must not make damage look right.
+def require_hash(path: Path, sha256: str | None) -> None:
+    """Raises DataError for a file that is not as its manifest says: a new hash must not make damage look right."""
     if sha256 is None or not path.exists() or sha256_file(path) != sha256:
         raise DataError(f"{path} does not have the hash in its manifest", fix=_DAMAGED)
 
@@ -156,7 +157,7 @@ def rewrite_tokens(
     old = read_manifest(folder / MANIFEST)
     shards = [_rewrite_shard(folder, relative, shard, gone, old, staging) for shard in old["shards"]]
     new = old | {"corpus_sha256": corpus_sha256, "shards": [shard for shard in shards if shard]}
-    staging.write(f"{relative}/{MANIFEST}", _json(new))
+    staging.write(f"{relative}/{MANIFEST}", as_json(new))
     return old, new
 
 
@@ -165,7 +166,7 @@ def _rewrite_shard(
 ) -> dict | None:
     """The shard's entry afterwards; None when nothing is left of it."""
     name = shard["name"]
-    _require_hash(folder / f"{name}.documents", shard["documents_sha256"])
+    require_hash(folder / f"{name}.documents", shard["documents_sha256"])
     index = np.fromfile(folder / f"{name}.documents", DOCUMENT_DTYPE)
     leaves = np.isin(index["id"].view("S16"), np.array(list(gone), "S16"))
     lineage = folder / f"{name}.lineage.parquet"

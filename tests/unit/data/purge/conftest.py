@@ -37,7 +37,7 @@ def page(number, url, *, source="web", file=0, text=None, drop=None, seed=0):
 
 
 def crawl(seed=0, pages=60):
-    """Records of two sources in three crawl files: four hosts, some dropped, a near-duplicate, a text and a URL twice."""
+    """Records of two sources in three crawl files: four hosts, some dropped, a copy of each kind."""
     made = []
     for number in range(pages):
         file, source = number % 3, "books" if number % 3 == 2 else "web"

@@ -7,18 +7,27 @@ import shutil
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from ingot.data.card import gather_card
 from ingot.data.corpus import load_corpus, read_documents, read_jsonl, verify_corpus
+from ingot.data.dedup.bands import write_bands
+from ingot.data.dedup.index import Index
+from ingot.data.dedup.minhash import DedupRules, shingle_set, signature
+from ingot.data.dedup.near import find_duplicates
+from ingot.data.duplicates import index_corpus
 from ingot.data.lineage import read_lineage
+from ingot.data.prepare import verify
 from ingot.data.purge import journal
+from ingot.data.purge import purge as purging
 from ingot.data.purge.journal import is_unfinished
-from ingot.data.purge.listed import PurgedList
+from ingot.data.purge.listed import Purged, PurgedList, is_struck
 from ingot.data.purge.purge import purge, read_purges
 from ingot.data.purge.request import Request
 from ingot.data.verify import verify_tokens
 from ingot.errors import DataError, ResourceError, RunBusyError, UsageError
+from ingot.schema.document import Document
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import exclusive, sha256_file
 
@@ -145,17 +154,25 @@ def test_text_that_stays_in_another_document_is_told(tmp_path, folders):
     assert purge(data, Request(doc=records[1]["id"])).proof.shared == {}
 
 
-def test_the_list_keeps_them_out(data, folders):
-    from ingot.data.purge.listed import Purged
-    from ingot.schema.document import Document
+def test_text_that_stays_in_another_source_is_told(tmp_path, folders):
+    records = folders.crawl()
+    quotation = f"They wrote: {records[0]['text']} And so on."
+    records += [folders.page(990, "https://quotes.example/1", source="books", file=2, text=quotation)]
+    data = folders.make_folder(tmp_path / "data", records, folders.tokenizer)
+    assert records[0]["source"] == "web"
+    assert set(purge(data, Request(doc=records[0]["id"])).proof.shared) == {records[-1]["id"]}
 
+
+def test_the_list_keeps_them_out(data, folders):
     records = folders.crawl()
     assert len(PurgedList.load(data)) == 0
     purge(data, Request(domain="b.example"))
     stage = Purged(PurgedList.load(data))
 
     def rule(**fields):
-        drop = stage(Document(**({"id": "0" * 32, "url": "", "source": "", "file": "", "record_id": ""} | fields)))
+        origin = {"id": "0" * 32, "url": "", "source": "", "file": "", "record_id": "", "text": "words"}
+        drop = stage(document := Document(**(origin | fields)))
+        assert bool(document.text) == (drop is None)  # no excerpt of it comes into the corpus
         return drop and drop.rule
 
     mine = next(r for r in records if "//b.example" in r["url"] and not r["drop"])
@@ -246,6 +263,68 @@ def test_an_id_in_an_index_of_something_else_is_found(data, folders):
         purge(data, Request(doc=record["id"]))
 
 
+def test_the_same_again_scans_again(data, folders, monkeypatch):
+    """A scan that was stopped, or that found something, is not forgotten."""
+    record, request_ = folders.crawl()[0], Request(url="https://a.example/p/0")
+
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(purging, "prove", stopped)
+        purge(data, request_)
+    again = purge(data, request_)
+    assert again.proof and again.earlier == read_purges(data)[0] and not again.targets.records
+    assert purge(data, Request(url="https://a.example/p/4")).earlier is None
+    (data / "corpus" / "clusters.txt").write_text(f"x {record['id']}\n")
+    with pytest.raises(DataError, match=r"clusters\.txt"):
+        purge(data, request_)
+
+
+def test_what_a_build_left_out_is_no_remainder(data):
+    row = {"id": "1" * 32, "stage": "purged", "url": "", "text": ""}
+    assert is_struck(row)
+    assert not any(map(is_struck, (row | {"url": "https://a.example/"}, row | {"text": "x"}, row | {"stage": "url"})))
+
+
+def test_an_index_of_kept_documents_forgets_them_too(data, folders, tmp_path):
+    records = folders.crawl()
+    index_corpus(data / "corpus", data / "index", lambda *_: None)
+    outcome = purge(data, Request(domain="a.example"))
+    expected = folders.make_folder(tmp_path / "expected", records, folders.tokenizer, without=outcome.targets.ids)
+    index_corpus(expected / "corpus", expected / "index", lambda *_: None)
+    assert tree(data / "index", "**/*") == tree(expected / "index", "**/*")
+    untouched = tree(data / "index", "**/*")
+    purge(data, Request(pattern="mirror.example"))  # was dropped, so it is not in the index
+    assert tree(data / "index", "**/*") == untouched
+
+
+def test_an_index_part_may_become_empty(data, tmp_path):
+    rules, books = DedupRules(), [row["text"] for source, row in read_documents(data / "corpus") if source == "books"]
+    index_corpus(data / "corpus", data / "index", lambda *_: None)
+    others = Index(data / "index", rules).documents - len(books)
+    purge(data, Request(pattern="|".join(f"{text[-20:-1]}" for text in books)))
+    index = Index(data / "index", rules, verify=True)
+    assert index.documents == others and len(index.folders) == 3
+    new = [row["text"] for _, row in read_documents(data / "corpus")][-1:] + books[:1]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "work").mkdir()
+    sets = [shingle_set(text, rules) for text in new]
+    write_bands(np.array([signature(one, rules.permutations) for one in sets], np.uint32), rules, tmp_path / "new")
+    found = find_duplicates([tmp_path / "new"], sets.__getitem__, rules, tmp_path / "work", index=index)
+    assert found["document"].tolist() == [others]
+
+
+def test_damage_of_an_index_is_not_made_to_look_right(data):
+    index_corpus(data / "corpus", data / "index", lambda *_: None)
+    path = data / "index" / "part-00000" / "sets.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    before = tree(data, "**/*")
+    with pytest.raises(DataError, match=r"sets\.npy does not have the hash"):
+        purge(data, Request(domain="a.example"))
+    assert tree(data, "**/*") == before
+
+
 def test_an_old_folder_is_told_apart(data):
     for path in (data / "corpus").glob("lineage-*"):
         path.unlink()
@@ -282,7 +361,8 @@ def _killed_at(data, request_, event_number):
 
 def test_a_kill_at_any_write_leaves_the_old_state_or_one_that_the_same_command_finishes(tmp_path, folders):
     data = folders.make_folder(tmp_path / "data", folders.crawl(pages=12), folders.tokenizer)
-    request_, files = Request(domain="a.example"), (*DATA, "**/*.json", "purged.txt")
+    index_corpus(data / "corpus", data / "index", lambda *_: None)
+    request_, files = Request(domain="a.example"), (*DATA, "index/*/*", "**/*.json", "purged.txt")
     old = tree(data, "**/*")
     final, copy = tmp_path / "final", tmp_path / "copy"
     shutil.copytree(data, final)
@@ -299,11 +379,14 @@ def test_a_kill_at_any_write_leaves_the_old_state_or_one_that_the_same_command_f
         if decided:
             with pytest.raises(DataError, match="interrupted"):
                 purge(copy, request_, dry_run=True)
+            for folder in (copy, copy / "corpus", copy / "tokens" / "train"):
+                with pytest.raises(DataError, match="interrupted"):
+                    verify(folder)
         elif now != old:
             assert tree(copy, *files) == new
         assert (purge(copy, request_).finished is not None) == decided
         assert tree(copy, *files) == new and len(read_purges(copy)) == 1 and not list(copy.glob(".purge"))
         shutil.rmtree(copy)
-        at += 6 if decided else 16
+        at += 12 if decided else 30
     assert states == sorted(states, key=["old", "decided", "new"].index)
     assert states.count("decided") > 3 and states.count("old") > 3
