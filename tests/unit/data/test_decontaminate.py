@@ -184,7 +184,7 @@ def one_item(tmp_path_factory):
     return stage(tmp_path_factory.mktemp("index"), {"q": prose(7, words=100)})
 
 
-@given(st.integers(0, 10**6), st.integers(0, 60), st.integers(13, 40))
+@given(st.integers(10, 10**6), st.integers(0, 60), st.integers(13, 40))  # 7 is the item itself
 def test_every_planted_piece_is_found(one_item, seed, start, words):
     piece = " ".join(prose(7, words=100).split()[start : start + words])
     found = one_item.matches(f"{prose(seed, 20)} {piece} {prose(seed + 1, 20)}")
@@ -214,6 +214,11 @@ def test_what_is_wrong_is_said(tmp_path):
     good = str(tmp_path / "good.jsonl")
     with pytest.raises(DataError, match=r"broken\.jsonl"):
         build_index(DecontaminationRules(files=(str(tmp_path / "broken.jsonl"),)), tmp_path / "index")
+    packed = bytearray(gzip.compress(json.dumps({"q": prose(1, 2000)}).encode()))
+    packed[15:45] = bytes(30)
+    (tmp_path / "torn.jsonl.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"torn\.jsonl"):
+        build_index(DecontaminationRules(files=(str(tmp_path / "torn.jsonl.gz"),)), tmp_path / "index")
     with pytest.raises(DataMissing):
         build_index(DecontaminationRules(files=(str(tmp_path / "none.jsonl"),)), tmp_path / "index")
     with pytest.raises(ConfigError, match="no text in question"):

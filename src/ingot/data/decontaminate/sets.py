@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> Iterator[list[str]]:
     try:
         # A bare string, as in text files, has no key to ask for.
         yield from ([item] if isinstance(item, str) else list(_texts(item, fields)) for item in _items(path))
-    except (ValueError, OSError, EOFError, RecursionError) as error:  # pyarrow's errors are ValueErrors and OSErrors
+    # pyarrow's errors are ValueErrors and OSErrors
+    except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:
         rule = "evaluation sets are JSONL, JSON, Parquet or text"
         raise DataError(f"{path} cannot be read: {error}", rule=rule) from error
 
