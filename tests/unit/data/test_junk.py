@@ -66,6 +66,7 @@ def test_encoded_data(blob):
         "她走了，河水依然流过小镇，孩子们在桥下游泳。" * 60,
         "50% of 20% is 10% & more = less. " * 40,
         "ACGT" * 400,
+        r"\hat{y}_{t} = \sigma(W_{h} h_{t-1} + b) for every t > 0, and \frac{a}{b} \leq \sqrt{2} = r(x). " * 20,
         "\n".join(" ".join(str(10 + (i * j) % 83) for j in range(20)) for i in range(40)),
         " ".join(map(str, range(1500, 2000))),
         "a = b; c = d & e; x % y\n" * 60,

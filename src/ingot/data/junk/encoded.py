@@ -58,6 +58,7 @@ def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
                 covered += len(blob)
     if b"{" in data and data.count(b"{") * 60 > size:
         lines = (line for line in text.split("\n") if len(line) >= _LONG_LINE)
+        lines = (line for line in lines if line.count("\\") * 40 < len(line))  # formulas in TeX have braces too
         covered += sum(len(line) for line in lines if sum(map(line.count, "{}();=")) * 7 > len(line))
     if sum(data.count(sign) for sign in (b"%", b"\\", b"&", b"=") if sign in data) * 20 > size:
         covered += sum(match.end() - match.start() for match in _ESCAPES.finditer(text))

@@ -1341,7 +1341,7 @@ static PyObject *setup(PyObject *self, PyObject *args) {
         if (chars > longest_unit) longest_unit = chars;
     }
     Py_RETURN_NONE;
-failed: /* what was taken stays behind: Python goes on without this module */
+failed: /* only without memory; what was taken stays with the module */
     return NULL;
 }
 
