@@ -225,7 +225,9 @@ def test_the_verbs(data, run, folders, capsys, tmp_path):
         call(trace_verb, "--doc", "0" * 32, "--data", str(data))
     with pytest.raises(UsageError):
         call(trace_verb, "--step", "3")
-    assert "nothing fits" in call(purge_verb, str(data), "--doc", record["id"], json_mode=False)
+    text = call(purge_verb, str(data), "--doc", record["id"], json_mode=False)
+    assert "nothing is left to remove since" in text and "scanned" in text
+    assert "nothing fits" in call(purge_verb, str(data), "--doc", "0" * 32, json_mode=False)
 
 
 def test_a_page_cannot_write_on_the_terminal():
