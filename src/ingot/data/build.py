@@ -210,14 +210,15 @@ class _Build:
         index = self._contamination_index(decides)
         curated = [self._curate_task(one, index, decides, listed) for one in self.inputs]
         results = self._all(curated, "reading", 0.0, _CURATE_SHARE)
-        fates, seconds = decide(curated, self.recipe.dedup, self.against, self.store, self._compare)
-        spans = find_spans(curated, fates, self.recipe.substrings, self.store, self._compare)
+        deciding, seconds = decide(curated, self.recipe.dedup, self.against, self.store, self._compare)
+        spans = find_spans(curated, deciding, self.recipe.substrings, self.store, self._compare)
         seconds["substrings"] += spans.seconds
+        common = {"fates": len(deciding), "substrings": to_dict(self.recipe.substrings)}
         writing = [
             Task(
                 function="ingot.data.parts:write_parts",
-                arguments={"source": one.source, "number": number, "substrings": to_dict(self.recipe.substrings)},
-                inputs=(curated[number].key, fates.key, *spans.of(number)),
+                arguments={"source": one.source, "number": number} | common,
+                inputs=(curated[number].key, *(task.key for task in deciding), *spans.of(number)),
                 label=one.name,
             )
             for number, one in enumerate(self.inputs)

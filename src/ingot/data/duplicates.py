@@ -10,7 +10,7 @@ documents stays, never who worked when.
     candidates    per band      pairs of documents that share a key, and whose signatures agree enough
     merged        all           the candidates of all bands, each once
     verified      per slice     pairs whose texts are as similar as the recipe asks
-    united        all           clusters of verified pairs -> fates, the earlier ones included
+    united        all           clusters of verified pairs -> fates
     windows       per input     runs of words of what is left, if the recipe cuts repeated ones
     marked        per partition which of them came before
 """
@@ -18,8 +18,9 @@ documents stays, never who worked when.
 import contextlib
 import json
 import threading
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy as np
 
 from ingot.config import from_dict, to_dict
 from ingot.data.corpus import EXCERPT_CHARACTERS, load_corpus, read_part
+from ingot.data.dedup.arrays import ArrayWriter
 from ingot.data.dedup.bands import SignatureFolders, band_candidates, merge_candidates, write_bands
 from ingot.data.dedup.clusters import clusters
 from ingot.data.dedup.equal import firsts
@@ -44,6 +46,7 @@ from ingot.storage import sha256_file
 # What becomes of a document: `row` of input `part` goes, because of the document `like`. Sorted by part and row.
 FATE = np.dtype([("part", "<u4"), ("row", "<u4"), ("kind", "u1"), ("similarity", "<f4"), ("like", "V16")])
 SAME_URL, SAME_TEXT, SIMILAR = 0, 1, 2
+_FATES_AT_ONCE = 1 << 22  # about 0.4 GiB
 _PAIRS_PER_SLICE = 1 << 20
 _OPEN_FILES = 64
 _BEAT_SECONDS = 5.0
@@ -69,15 +72,18 @@ def _beating(context: Context) -> Iterator[None]:
 
 
 class Fates:
-    """The FATE rows of all inputs, in a finished folder."""
+    """What finished tasks decided, each in its folder. No document has two fates."""
 
-    def __init__(self, folder: Path):
-        self.rows = np.load(folder / "fates.npy", mmap_mode="r")
+    def __init__(self, *folders: Path):
+        self._rows = [np.load(folder / "fates.npy", mmap_mode="r") for folder in folders]
 
     def of(self, part: int) -> np.ndarray:
-        """Those of input number `part`, ascending by row."""
-        first = np.searchsorted(self.rows["part"], part)
-        return self.rows[first : np.searchsorted(self.rows["part"], part, side="right")]
+        """The FATE rows of input number `part`, ascending by row."""
+        # Not numpy's searchsorted, which would read and copy the whole column.
+        parts = [rows["part"] for rows in self._rows]
+        mine = [rows[bisect_left(p, part) : bisect_right(p, part)] for rows, p in zip(self._rows, parts, strict=True)]
+        together = np.concatenate([np.empty(0, FATE), *mine])
+        return together[np.argsort(together["row"], kind="stable")]
 
 
 def drop_of(fate: np.void, url: str) -> Drop:
@@ -93,8 +99,8 @@ def drop_of(fate: np.void, url: str) -> Drop:
 class _Inputs:
     """The curated files, without the documents that earlier fates took away."""
 
-    def __init__(self, folders: Sequence[Path], *fates: Fates):
-        self.folders, self.fates = folders, fates
+    def __init__(self, folders: Sequence[Path], fates: Fates | None = None):
+        self.folders, self.fates = folders, fates or Fates()
 
     def index(self, part: int) -> np.ndarray:
         return np.load(self.folders[part] / "index.npy", mmap_mode="r")
@@ -109,8 +115,7 @@ class _Inputs:
 
     def left(self, part: int) -> np.ndarray:
         """Of `passed`, positions in it of the documents that no fate took."""
-        rows, gone = self.passed(part), [fates.of(part)["row"] for fates in self.fates]
-        return np.flatnonzero(~np.isin(rows, np.concatenate([*gone, np.empty(0, "<u4")])))
+        return np.flatnonzero(~np.isin(self.passed(part), self.fates.of(part)["row"]))
 
     def texts_left(self, part: int) -> Iterator[str]:
         index = self.index(part)
@@ -129,39 +134,46 @@ def same_urls(context: Context) -> int:
     inputs = _Inputs(context.folders)
     with _beating(context):
         found = firsts([folder / "urls.npy" for folder in context.folders], context.out / "found.npy")
-    fates = _fates(inputs, found, SAME_URL, inputs.reached_url)
-    # What the worker had seen earlier in the same file is dropped already.
+        return _save(context, (_new(inputs, fates) for fates in _fates(inputs, found, SAME_URL, inputs.reached_url)))
+
+
+def _new(inputs: _Inputs, fates: np.ndarray) -> np.ndarray:
+    """Without what the worker had seen earlier in the same file, which is dropped already."""
     new = [inputs.index(part)["stage"][rows["row"]] != URL for part, rows in _by_part(fates)]
-    return _save(context, fates[np.concatenate([*new, np.empty(0, bool)])])
+    return fates[np.concatenate([*new, np.empty(0, bool)])]
 
 
 def same_texts(context: Context) -> int:
     """Task. inputs: every curated file, in order, and same_urls. Of equal texts the first stays."""
     *folders, earlier = context.folders
     inputs = _Inputs(folders, Fates(earlier))
-    paths = []
-    for part, folder in enumerate(folders):
-        paths.append(context.out / f"texts-{part}.npy")
-        np.save(paths[-1], np.load(folder / "texts.npy", mmap_mode="r")[inputs.left(part)])
+    paths = [context.out / f"texts-{part}.npy" for part in range(len(folders))]
     with _beating(context):
+        for part, (folder, path) in enumerate(zip(folders, paths, strict=True)):
+            np.save(path, np.load(folder / "texts.npy", mmap_mode="r")[inputs.left(part)])
         found = firsts(paths, context.out / "found.npy")
-    count = _save(context, _fates(inputs, found, SAME_TEXT, inputs.rows_left))
+        count = _save(context, _fates(inputs, found, SAME_TEXT, inputs.rows_left))
     for path in paths:
         path.unlink()
     return count
 
 
-def _fates(inputs: _Inputs, found: np.ndarray, kind: int, rows_of_part: Callable[[int], np.ndarray]) -> np.ndarray:
-    """What `firsts` found among rows_of_part(part) as FATE rows."""
-    fates = np.zeros(len(found), FATE)
-    fates["part"], fates["kind"], fates["similarity"] = found["part"], kind, 1.0
-    for part, own in _by_part(found):
-        fates["row"][_span(found["part"], part)] = rows_of_part(part)[own["row"]]
-    order = np.argsort(found["first_part"], kind="stable")
-    for part in np.unique(found["first_part"]).tolist():
-        mine = order[_span(found["first_part"][order], part)]
-        fates["like"][mine] = inputs.index(part)["id"][rows_of_part(part)[found["first_row"][mine]]]
-    return fates
+def _fates(
+    inputs: _Inputs, found: np.ndarray, kind: int, rows_of_part: Callable[[int], np.ndarray]
+) -> Iterator[np.ndarray]:
+    """What `firsts` found among rows_of_part(part) as FATE rows, some at a time."""
+    for first in range(0, len(found), _FATES_AT_ONCE):
+        some = np.array(found[first : first + _FATES_AT_ONCE])
+        fates = np.zeros(len(some), FATE)
+        fates["part"], fates["kind"], fates["similarity"] = some["part"], kind, 1.0
+        for part, own in _by_part(some):
+            fates["row"][_span(some["part"], part)] = rows_of_part(part)[own["row"]]
+        order = np.argsort(some["first_part"], kind="stable")
+        firsts_of = some["first_part"][order]
+        for part in np.unique(firsts_of).tolist():
+            mine = order[_span(firsts_of, part)]
+            fates["like"][mine] = inputs.index(part)["id"][rows_of_part(part)[some["first_row"][mine]]]
+        yield fates
 
 
 def _span(ascending: np.ndarray, value: int) -> slice:
@@ -173,18 +185,20 @@ def _by_part(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield part, rows[_span(rows["part"], part)]
 
 
-def _save(context: Context, fates: np.ndarray) -> int:
+def _save(context: Context, fates: Iterable[np.ndarray]) -> int:
     """The fates of this task, ascending by part and row."""
+    with ArrayWriter(context.out / "fates.npy", FATE) as writer:
+        for some in fates:
+            writer.append(some)
     (context.out / "found.npy").unlink(missing_ok=True)
-    np.save(context.out / "fates.npy", fates)
-    return len(fates)
+    return writer.rows
 
 
 def band_keys(context: Context) -> int:
     """Task. arguments: part (its number), rules. inputs: the curated file, and the fates so far."""
     curated, *earlier = context.folders
     part = context.task.arguments["part"]
-    inputs = _Inputs([curated] * (part + 1), *map(Fates, earlier))
+    inputs = _Inputs([curated] * (part + 1), Fates(*earlier))
     left = inputs.left(part)
     signatures = np.load(curated / "signatures.npy", mmap_mode="r")[left]
     write_bands(signatures, _rules(context), context.out)
@@ -248,35 +262,42 @@ class _Texts:
 
 
 def united(context: Context) -> int:
-    """Task. arguments: inputs and earlier (how many folders of each), rules, index. inputs: curated files, their
-    band_keys, earlier fates, verified slices. Gives all fates, the earlier ones included."""
-    arguments = context.task.arguments
-    count, folders = arguments["inputs"], list(context.folders)
-    curated, keys, rest = folders[:count], folders[count : 2 * count], folders[2 * count :]
-    earlier, slices = rest[: arguments["earlier"]], rest[arguments["earlier"] :]
+    """Task. arguments: inputs (how many folders), rules, index. inputs: curated files, their band_keys, verified
+    slices. Of documents that are alike, directly or through others, the first stays."""
+    count, folders = context.task.arguments["inputs"], list(context.folders)
+    inputs, keys, slices = _Inputs(folders[:count]), folders[count : 2 * count], folders[2 * count :]
     index = _index(context)
     fixed = index.documents if index else 0
-    starts = fixed + SignatureFolders(keys, _rules(context)).starts
     with _beating(context):
+        starts = fixed + SignatureFolders(keys, _rules(context)).starts
         found = clusters(int(starts[-1]), [folder / "verified.npy" for folder in slices]).duplicates(fixed)
-    inputs, fates = _Inputs(curated), np.zeros(len(found), FATE)
-    fates["part"] = np.searchsorted(starts, found["document"], side="right") - 1
-    fates["kind"], fates["similarity"] = SIMILAR, found["jaccard"]
-    for part in np.unique(fates["part"]).tolist():
-        mine = _span(fates["part"], part)
-        rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
-        fates["row"][mine] = rows[found["document"][mine] - starts[part]]
-    order = np.argsort(found["like"], kind="stable")
-    likes = found["like"][order]
-    for part in np.unique(np.searchsorted(starts, likes, side="right") - 1).tolist():
-        mine = slice(*np.searchsorted(likes, [starts[part], starts[part + 1]]).tolist()) if part >= 0 else slice(0, 0)
-        rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
-        fates["like"][order[mine]] = inputs.index(part)["id"][rows[likes[mine] - starts[part]]]
-    for place in order[: int(np.searchsorted(likes, fixed))].tolist():
-        assert index is not None
-        fates["like"][place] = np.void(bytes.fromhex(index.id_of(int(found["like"][place]))))
-    together = np.concatenate([fates, *(Fates(folder).rows for folder in earlier)])
-    return _save(context, together[np.lexsort((together["row"], together["part"]))])
+        return _save(context, _similar(inputs, keys, found, starts, index))
+
+
+def _similar(
+    inputs: _Inputs, keys: Sequence[Path], found: np.ndarray, starts: np.ndarray, index: Index | None
+) -> Iterator[np.ndarray]:
+    """`found` (clusters.DUPLICATE) as FATE rows, some at a time. starts: the first document of each input."""
+    for first in range(0, len(found), _FATES_AT_ONCE):
+        some = found[first : first + _FATES_AT_ONCE]
+        fates = np.zeros(len(some), FATE)
+        fates["part"] = np.searchsorted(starts, some["document"], side="right") - 1
+        fates["kind"], fates["similarity"] = SIMILAR, some["jaccard"]
+        for part in np.unique(fates["part"]).tolist():
+            mine = _span(fates["part"], part)
+            rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
+            fates["row"][mine] = rows[some["document"][mine] - starts[part]]
+        order = np.argsort(some["like"], kind="stable")
+        likes = some["like"][order]
+        old = int(np.searchsorted(likes, starts[0]))  # of the index
+        for part in np.unique(np.searchsorted(starts, likes[old:], side="right") - 1).tolist():
+            mine = slice(*np.searchsorted(likes, [starts[part], starts[part + 1]]).tolist())
+            rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
+            fates["like"][order[mine]] = inputs.index(part)["id"][rows[likes[mine] - starts[part]]]
+        for place in order[:old].tolist():
+            assert index is not None
+            fates["like"][place] = np.void(bytes.fromhex(index.id_of(int(some["like"][place]))))
+        yield fates
 
 
 def _rules(context: Context) -> DedupRules:
@@ -295,11 +316,11 @@ def decide(
     against: Path | None,
     store: Store,
     run: Callable[[Sequence[Task], str], list[Any]],
-) -> tuple[Task, dict[str, float]]:
+) -> tuple[list[Task], dict[str, float]]:
     """Run all of it. curated: finished tasks of every input, in order. run(tasks, doing): their results.
     against: the index of what earlier builds kept (dedup/index.py).
 
-    Returns the task whose folder has all fates, and CPU seconds by stage of the funnel.
+    Returns the tasks whose folders have the fates, and CPU seconds by stage of the funnel.
     """
     everything = store.group(task.key for task in curated)
     seconds: dict[str, float] = defaultdict(float)
@@ -312,13 +333,13 @@ def decide(
     urls = Task(function=f"{__name__}:same_urls", arguments={}, inputs=(everything,), label="URLs")
     do("url", [urls])
     if not rules.enabled:
-        return urls, seconds
-    earlier = [urls]
+        return [urls], seconds
+    deciding = [urls]
     if rules.exact:
         texts = Task(function=f"{__name__}:same_texts", arguments={}, inputs=(everything, urls.key), label="texts")
         do("duplicates", [texts])
-        earlier.append(texts)
-    gone = tuple(task.key for task in earlier)
+        deciding.append(texts)
+    gone = tuple(task.key for task in deciding)
     common = {"rules": to_dict(rules), "index": sha256_file(against / INDEX) if against else ""}
     places = {"index": str(against.absolute())} if against else {}
     keys = [
@@ -358,20 +379,20 @@ def decide(
     do("near_duplicates", checks)
     last = Task(
         function=f"{__name__}:united",
-        arguments={"inputs": len(curated), "earlier": len(earlier)} | common,
-        inputs=(everything, signed, *gone, *(task.key for task in checks)),
+        arguments={"inputs": len(curated)} | common,
+        inputs=(everything, signed, *(task.key for task in checks)),
         places=places,
         label="clusters",
     )
     do("near_duplicates", [last])
-    return last, seconds
+    return [*deciding, last], seconds
 
 
 def windows(context: Context) -> int:
     """Task. arguments: part, rules, partitions. inputs: the curated file, and all fates."""
-    curated, decided = context.folders
+    curated, *decided = context.folders
     part = context.task.arguments["part"]
-    inputs = _Inputs([curated] * (part + 1), Fates(decided))
+    inputs = _Inputs([curated] * (part + 1), Fates(*decided))
 
     def texts() -> Iterator[str]:
         for number, text in enumerate(inputs.texts_left(part)):
@@ -404,7 +425,7 @@ class Spans:
 
 def find_spans(
     curated: Sequence[Task],
-    fates: Task,
+    deciding: Sequence[Task],
     rules: SubstringRules,
     store: Store,
     run: Callable[[Sequence[Task], str], list[Any]],
@@ -418,7 +439,7 @@ def find_spans(
         Task(
             function=f"{__name__}:windows",
             arguments={"part": part, "rules": to_dict(rules), "partitions": partitions},
-            inputs=(task.key, fates.key),
+            inputs=(task.key, *(one.key for one in deciding)),
             label=task.label,
         )
         for part, task in enumerate(curated)

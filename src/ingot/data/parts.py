@@ -21,16 +21,18 @@ from ingot.storage import sha256_file
 
 
 def write_parts(context: Context) -> dict:
-    """Task. arguments: source, number (of the input), substrings (rules). inputs: curated file, the folder with all
-    fates, and what found repeated passages (duplicates.Spans), if they are cut.
+    """Task. arguments: source, number (of the input), fates (how many folders), substrings (rules). inputs: curated
+    file, the folders with the fates, and what found repeated passages (duplicates.Spans), if they are cut.
 
     Returns kept and dropped (schema CorpusPart, or None where there is none), lineage (LineagePart), and drops: stage
     -> rule -> documents.
     """
     source, number = context.task.arguments["source"], context.task.arguments["number"]
-    curated, decided, *passages = context.folders
+    curated, *rest = context.folders
+    count = context.task.arguments["fates"]
+    decided, passages = rest[:count], rest[count:]
     cutter = _Cutter(number, passages, context.task.arguments["substrings"]) if passages else None
-    fates = iter(Fates(decided).of(number))
+    fates = iter(Fates(*decided).of(number))
     kept = context.out / f"{source}-{number:05d}.jsonl.gz"
     dropped = context.out / f"dropped-{number:05d}.jsonl.gz"
     sizes = {path: Counter(documents=0, text_bytes=0) for path in (kept, dropped)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.data import build, curate
+from ingot.data import build, curate, duplicates
 from ingot.data.build import build_corpus
 from ingot.data.corpus import load_corpus, read_documents, read_dropped, verify_corpus
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingles
@@ -346,3 +346,11 @@ def test_the_result_does_not_depend_on_what_waits_in_memory(crawl, tmp_path, mon
     assert fates(tmp_path / "one") == fates(tmp_path / "three")
     kept = [list(read_documents(tmp_path / name)) for name in ("one", "three")]
     assert kept[0] == kept[1]
+
+
+def test_fates_are_the_same_however_many_are_held_at_once(crawl, tmp_path, monkeypatch):
+    recipe = load_recipe(None, ["substrings.enabled=true"])
+    build_corpus(inputs_of(crawl), tmp_path / "one", recipe)
+    monkeypatch.setattr(duplicates, "_FATES_AT_ONCE", 1)
+    build_corpus(inputs_of(crawl), tmp_path / "two", recipe)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
