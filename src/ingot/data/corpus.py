@@ -141,7 +141,13 @@ def cut_files(corpus: Path) -> tuple[str, ...]:
     manifest = load_corpus(corpus)
     if not any("read.truncated_file" in stage.dropped for stage in manifest.funnel):
         return ()
-    rows = (row for row in read_dropped(corpus) if row["rule"] == "read.truncated_file")
-    return tuple(
-        f"{row['file']} is cut at {row['value'].partition(':')[0]}; its whole records were kept" for row in rows
-    )
+    rule, paths = "read.truncated_file", [corpus / part.name for part in manifest.lineage]
+    if paths:
+        from ingot.data.find import asking
+
+        with asking(paths) as lineage:  # two columns, where the dropped records are files full of text
+            query = "SELECT file, value FROM lineage WHERE rule = ? ORDER BY filename, file_row_number"
+            found = lineage.execute(query, [rule]).fetchall()
+    else:
+        found = [(row["file"], row["value"]) for row in read_dropped(corpus) if row["rule"] == rule]
+    return tuple(f"{file} is cut at {value.partition(':')[0]}; its whole records were kept" for file, value in found)
