@@ -15,7 +15,7 @@ from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 
-KEPT_CHARACTERS = 700  # of a sample's text; of dropped documents there is only an excerpt
+KEPT_CHARACTERS = 700  # of a sample's text that are shown; of dropped documents there is only an excerpt
 _TOP = 15
 _SAMPLE_FILES = 8  # crawl files that samples are taken from, so that a card of a large corpus reads few parts
 _LIKE = "regexp_extract(value, '[0-9a-f]{32}')"
@@ -36,7 +36,10 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class SampleText:
-    """A document for people to look at; rule, value: why it was dropped, "" if it was kept."""
+    """A document for people to look at; rule, value: why it was dropped, "" if it was kept.
+
+    text: its beginning, one character more than KEPT_CHARACTERS if it goes on.
+    """
 
     url: str
     source: str
@@ -176,7 +179,9 @@ def _samples(corpus: Path, files: list[Path], count: int) -> list[SampleText]:
     texts: dict[str, str] = {}
     for part in sorted({part_of(row) for row in chosen}):
         wanted = {row["id"] for row in chosen if part_of(row) == part}
-        texts |= {row["id"]: row["text"][:KEPT_CHARACTERS] for row in read_jsonl(corpus / part) if row["id"] in wanted}
+        texts |= {
+            row["id"]: row["text"][: KEPT_CHARACTERS + 1] for row in read_jsonl(corpus / part) if row["id"] in wanted
+        }
     return [
         SampleText(row["url"], row["source"], row["rule"], row["value"], texts.get(row["id"], "")) for row in chosen
     ]

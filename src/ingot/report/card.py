@@ -12,7 +12,7 @@ from typing import Any
 
 from ingot import __version__
 from ingot.config import to_dict
-from ingot.data.card import CardFacts, SampleText, gather_card
+from ingot.data.card import KEPT_CHARACTERS, CardFacts, SampleText, gather_card
 from ingot.data.funnel import SWITCHED_OFF
 from ingot.errors import UsageError
 from ingot.report.facts import Facts
@@ -89,9 +89,10 @@ def clean(text: str, limit: int) -> str:
 def _tiles(facts: CardFacts) -> list[Tile]:
     share = facts.kept / facts.records if facts.records else 0.0
     text_bytes = sum(source.text_bytes for source in facts.sources)
+    sources = f"{len(facts.sources)} source" + "s" * (len(facts.sources) != 1)
     tiles = [
         Tile("Documents", format_count(facts.kept), f"{share:.1%} of {facts.records:,} records"),
-        Tile("Text", format_bytes(text_bytes), f"{facts.domain_count:,} hosts, {len(facts.sources)} sources"),
+        Tile("Text", format_bytes(text_bytes), f"{facts.domain_count:,} hosts, {sources}"),
     ]
     if facts.tokens:
         held = facts.tokens["heldout"].tokens if "heldout" in facts.tokens else 0
@@ -174,7 +175,7 @@ def _dropped(facts: CardFacts) -> Section | None:
 
 
 def _sample(sample: SampleText, label: str) -> Sample:
-    return Sample(f"{label} · {clean(sample.url, _URL_CHARACTERS)}\n", clean(sample.text, len(sample.text)))
+    return Sample(f"{label} · {clean(sample.url, _URL_CHARACTERS)}\n", clean(sample.text, KEPT_CHARACTERS))
 
 
 def _purges(facts: CardFacts) -> Section | None:
