@@ -60,6 +60,10 @@ from ingot.schema.document import Document
             "邮箱<EMAIL>电话<PHONE>卡号<CARD>。IP为<IP>。",
         ),
         ("ที่jane@x.co.thและ메일jane@x.kr입니다", "ที่<EMAIL>และ메일<EMAIL>입니다"),
+        (
+            "4873 3122 8504 6509 (872) 247-4336, in 2019 (591) 697-8495, 440-280-9430",
+            "<CARD> <PHONE>, in 2019 <PHONE>, <PHONE>",
+        ),
         ("(310) 450-8820, phone=3104508821, (212) 555 – 0198", "<PHONE>, phone=<PHONE>, <PHONE>"),
     ],
 )

@@ -23,6 +23,7 @@ _NORTH_AMERICAN = re.compile(
 )
 _NATIONAL = re.compile(rf"(?<![\w+])\(?[0-9]++\)?(?:{_BETWEEN}{_GROUP})*+{_END}", re.ASCII)
 _DIGITS = re.compile(r"[0-9]+")
+_VOLUME = re.compile(r"(?<![0-9])[0-9]{1,3} ?$")
 
 _WORDS = (
     r"tel(?:e(?:phone|f[oó]n[eo]?|fax))?|t[ée]l(?:[ée](?:phone|fono|copie))?|phone|ph|fax|mob(?:ile?|iel|il(?:telefon|funk))?|"
@@ -168,12 +169,12 @@ def _cut(match: re.Match, most: int) -> tuple[int, int]:
 
 
 def _is_other_number(window: str, match: re.Match) -> bool:
-    """Whether it follows a number (vol. 12 (345) 678-6790), or without brackets is round (pages 100-200-3000) or, with
-    spaces, one of several (200 300 4000 500)."""
+    """Whether it follows a short number (vol. 12 (345) 678-6790), or without brackets is round (pages 100-200-3000) or,
+    with spaces, one of several (200 300 4000 500)."""
+    if match[0].startswith("("):
+        return _VOLUME.search(window, max(match.start() - 6, 0), match.start()) is not None
+    if all(group.endswith("00") for group in _DIGITS.findall(match[0])):
+        return True
     before = window[max(match.start() - 3, 0) : match.start()].rstrip(" ,;")
     after = window[match.end() : match.end() + 3].lstrip(" ,;")
-    if match[0].startswith("("):
-        return before[-1:].isdigit() and window[match.start() - 1] not in ",;"
-    if all(group.endswith("0") for group in _DIGITS.findall(match[0])):
-        return True
     return bool(match[2]) and (before[-1:].isdigit() or after[:1].isdigit())
