@@ -136,8 +136,9 @@ class Partitions:
             with path.open("ab") as file:
                 file.writelines(np.ascontiguousarray(rest).data for rest in self._waiting[number])
             self._waiting[number].clear()
-            for first in range(0, path.stat().st_size // self.dtype.itemsize, rows):
-                yield np.fromfile(path, self.dtype, count=rows, offset=first * self.dtype.itemsize)
+            total = path.stat().st_size // self.dtype.itemsize
+            for first in range(0, total, rows):  # fromfile reserves what it is asked for
+                yield np.fromfile(path, self.dtype, count=min(rows, total - first), offset=first * self.dtype.itemsize)
             path.unlink()
         if self._waiting[number]:
             rest = np.concatenate(self._waiting[number])

@@ -40,7 +40,7 @@ from ingot.errors import DataError
 WINDOW = 32
 LEADERS = 8
 _SETTLED = 3  # standard errors above the threshold: one in a thousand such pairs is below it
-_ROW_BYTES = 80  # of memory per document while a partition of keys is worked on
+_ROW_BYTES = 96  # of memory per document while a partition of keys is worked on
 _PAIR_BYTES = 16 * (LEADERS + WINDOW)  # of memory per document while its pairs are sorted, at most
 _PAIRS_AT_ONCE = 1 << 18  # whose signatures are held: 64 MiB at 128 permutations
 _MOST_DOCUMENTS = 2**32 - 1
@@ -157,7 +157,9 @@ def band_candidates(
 
     band: 0 to `rules.bands`; the last one gives every document whose whole signature came before, with the first such.
     out: .npy file of pairs (uint64), ascending, each once. fixed: pairs among the first `fixed` documents are left out.
-    limit_bytes: of memory, about; beside it one folder's signatures are mapped. Scratch files lie beside `out`.
+    limit_bytes: of memory, about; beside it one folder's signatures are mapped, and up to 100 MB are worked on. It
+    decides where a bucket of more than limit_bytes / 96 documents is cut, and nothing else of the result. Scratch files
+    lie beside `out`.
     Raises DataError as SignatureFolders does.
     """
     source = SignatureFolders(folders, rules)
@@ -191,16 +193,16 @@ def _copies(source: SignatureFolders, band: int, scratch: Path, limit_bytes: int
 
 
 def _band_pairs(source: SignatureFolders, band: int, scratch: Path, limit_bytes: int) -> Iterator[np.ndarray]:
-    count = partitions_for(source.documents, _ROW_BYTES, limit_bytes)
+    count = partitions_for(source.documents, _ROW_BYTES, limit_bytes // 2)
     spread = Partitions(scratch / "keys", count, _KEYED, limit_bytes // 4)
     for start, keys in source.keys(band):
         records = np.empty(len(keys), _KEYED)
         records["key"], records["number"] = keys, np.arange(start, start + len(keys), dtype=np.uint32)
         spread.append(records, by_hash(keys, count))
     for number in range(count):
-        # An even partition is one piece. One that holds an enormous bucket is cut: the first of each bucket is in all.
+        # An even partition is half of a piece. One with an enormous bucket is cut: the first of each bucket is in all.
         records = np.empty(0, _KEYED)
-        for piece in spread.take(number, max(4 * limit_bytes // _ROW_BYTES, 1)):
+        for piece in spread.take(number, max(limit_bytes // _ROW_BYTES, 1)):
             records = np.concatenate((records[starts(records["key"])], piece))
             order = np.argsort(records["key"], kind="stable")
             records = records[order]

@@ -4,7 +4,7 @@ Union-find over one array of 4 bytes per document, with the smallest number as t
 first document that each was found to be like, 12 bytes per document; pairs are read in pieces.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +31,20 @@ class Clusters:
     jaccard: np.ndarray
 
     def duplicates(self, fixed: int = 0) -> np.ndarray:
-        """The documents to drop, DUPLICATE records ascending by document. The first `fixed` documents all stay."""
-        dropped = fixed + np.flatnonzero(self.roots[fixed:] != np.arange(fixed, len(self.roots), dtype=np.uint32))
-        found = np.empty(len(dropped), DUPLICATE)
-        found["document"], found["kept"] = dropped, self.roots[dropped]
-        found["like"], found["jaccard"] = self.like[dropped], self.jaccard[dropped]
+        """The documents to drop, DUPLICATE records (16 bytes) ascending by document. The first `fixed` all stay."""
+        found = np.empty(sum(map(len, self._dropped(fixed))), DUPLICATE)
+        place = 0
+        for dropped in self._dropped(fixed):
+            piece = found[place : place + len(dropped)]
+            piece["document"], piece["kept"] = dropped, self.roots[dropped]
+            piece["like"], piece["jaccard"] = self.like[dropped], self.jaccard[dropped]
+            place += len(dropped)
         return found
+
+    def _dropped(self, fixed: int) -> Iterator[np.ndarray]:
+        for start in range(fixed, len(self.roots), PIECE):
+            roots = self.roots[start : start + PIECE]
+            yield start + np.flatnonzero(roots != np.arange(start, start + len(roots), dtype=np.uint32))
 
 
 def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
@@ -59,8 +67,10 @@ def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
                 _CORE.unite(roots, like, jaccard, piece)
             else:
                 unite_reference(roots, like, jaccard, piece)
-    while not np.array_equal(above := roots[roots], roots):
-        roots = above
+    for start in range(0, documents, PIECE):  # what lies before is settled: parents are never greater
+        piece = roots[start : start + PIECE]
+        while not np.array_equal(above := roots[piece], piece):
+            piece[:] = above
     return Clusters(roots, like, jaccard)
 
 

@@ -18,7 +18,7 @@ from ingot.data.dedup.index import Index
 from ingot.data.dedup.minhash import DedupRules
 from ingot.data.dedup.verify import slices, verify_pairs
 
-SLICE = 4 << 20  # candidates per task
+SLICE = 1 << 20  # candidates per task
 
 
 def find_duplicates(

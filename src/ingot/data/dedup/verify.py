@@ -49,7 +49,8 @@ def verify_pairs(
     """The candidates [start, stop) of the file `pairs` with a similarity of at least `rules.jaccard`: VERIFIED records.
 
     set_of(number): the shingle set of a document (`minhash.shingle_set`); later documents are asked for in order.
-    cache_bytes: of sets that are kept. The records in the .npy file `out` are ascending by (later, earlier).
+    cache_bytes: of sets that are kept; beside them, about 200 bytes per similar pair of the slice. The records in the
+    .npy file `out` are ascending by (later, earlier).
     """
     sets = _Cache(set_of, cache_bytes)
     connected = _Connected()

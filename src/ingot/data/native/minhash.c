@@ -419,10 +419,13 @@ static PyObject *common(PyObject *self, PyObject *args) {
     return PyLong_FromSize_t(count);
 }
 
-static inline uint32_t root_of(uint32_t *parent, uint32_t x) {
-    while (parent[x] != x) {
-        parent[x] = parent[parent[x]];
-        x = parent[x];
+/* The root of x, halving the path to it; -1 where a parent is greater than its child, which would lead anywhere. Only
+   parents on the path are looked at: a check of all would cost the whole forest for every piece of pairs. */
+static inline int64_t root_of(uint32_t *parent, uint32_t x) {
+    for (uint32_t above; (above = parent[x]) != x; x = parent[x]) {
+        if (above > x || parent[above] > above)
+            return -1;
+        parent[x] = parent[above];
     }
     return x;
 }
@@ -446,11 +449,6 @@ static PyObject *unite(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "parent, like and similarity differ in length");
         goto done;
     }
-    for (size_t i = 0; i < documents; i++)
-        if (parent[i] > i) {
-            PyErr_SetString(PyExc_ValueError, "a parent is greater than its child");
-            goto done;
-        }
     const uint8_t *record = views[3].buf;
     for (size_t i = 0; i < pairs; i++, record += 12) {
         uint32_t numbers[2];
@@ -468,11 +466,15 @@ static PyObject *unite(PyObject *self, PyObject *args) {
                 similarity[document] = found;
             }
         }
-        uint32_t a = root_of(parent, numbers[0]), b = root_of(parent, numbers[1]);
+        int64_t a = root_of(parent, numbers[0]), b = root_of(parent, numbers[1]);
+        if (a < 0 || b < 0) {
+            PyErr_SetString(PyExc_ValueError, "a parent is greater than its child");
+            goto done;
+        }
         if (a < b)
-            parent[b] = a;
+            parent[b] = (uint32_t)a;
         else
-            parent[a] = b;
+            parent[a] = (uint32_t)b;
     }
     result = Py_NewRef(Py_None);
 done:

@@ -1,6 +1,8 @@
 """Texts with known similarity, and folders of their signatures."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,28 @@ def brute_force(texts: Sequence[str], rules: DedupRules) -> list[int]:
             if len(sets[i] & sets[j]) / len(sets[i] | sets[j]) >= rules.jaccard and root[i] != root[j]:
                 low, high = sorted((root[i], root[j]))
                 root = [low if r == high else r for r in root]
+    return root
+
+
+def buckets(texts: Sequence[str], rules: DedupRules) -> set[frozenset[int]]:
+    """The documents that agree in all rows of a band, for every band, where there are several."""
+    signatures = np.array([signature_of(text, rules) for text in texts])
+    found = defaultdict(set)
+    for number, row in enumerate(signatures.reshape(len(texts), rules.bands, rules.rows)):
+        for band, values in enumerate(row):
+            found[band, values.tobytes()].add(number)
+    return {frozenset(bucket) for bucket in found.values() if len(bucket) > 1}
+
+
+def search_in_memory(texts: Sequence[str], rules: DedupRules) -> list[int]:
+    """The first document of each one's cluster, all pairs of each bucket compared."""
+    sets = [set(shingle_set(text, rules).tolist()) for text in texts]
+    pairs = {pair for bucket in buckets(texts, rules) for pair in combinations(sorted(bucket), 2)}
+    root = list(range(len(texts)))
+    for i, j in sorted(pairs):
+        if len(sets[i] & sets[j]) / len(sets[i] | sets[j]) >= rules.jaccard and root[i] != root[j]:
+            low, high = sorted((root[i], root[j]))
+            root = [low if r == high else r for r in root]
     return root
 
 

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -11,11 +13,10 @@ from ingot.data.dedup.bands import (
     unpack,
     write_bands,
 )
-from ingot.data.dedup.lsh import _buckets
 from ingot.data.dedup.minhash import DedupRules, signature_of
 from ingot.errors import DataError
 
-from .conftest import changed, versions, words
+from .conftest import buckets, changed, versions, words
 
 RULES = DedupRules()
 
@@ -56,7 +57,7 @@ def test_candidates_are_all_similar_pairs_of_a_bucket(tmp_path, write_folders, l
 def test_the_cut_into_folders_and_the_memory_change_nothing(tmp_path, write_folders):
     texts = versions(8, 60, most=2)  # buckets beyond the window
     results = []
-    for sizes, limit in (([480], 1 << 20), ([100, 200, 180], 1 << 20), ([100, 380], 8 * 480)):
+    for sizes, limit in (([480], 1 << 20), ([100, 200, 180], 1 << 20), ([100, 380], 100 * 480)):
         band_candidates(3, write_folders(texts, RULES, sizes), RULES, tmp_path / "pairs.npy", limit_bytes=limit)
         results.append((tmp_path / "pairs.npy").read_bytes())
     assert results[0] == results[1] == results[2]
@@ -97,7 +98,7 @@ def test_an_enormous_bucket_costs_a_bounded_number_of_comparisons(tmp_path, writ
     assert 5000 * bands.WINDOW < sum(compared) < 5000 * (bands.WINDOW + bands.LEADERS)
 
 
-@pytest.mark.parametrize("limit", [4 * 1000, 1 << 26])
+@pytest.mark.parametrize("limit", [20 * 1000, 1 << 26])
 def test_a_template_with_thousands_of_pages_is_connected_by_few_pairs(tmp_path, write_folders, limit):
     page = words(1)
     texts = [changed(page, number % 200) for number in range(600)] + [changed(words(2), n) for n in range(200)]
@@ -124,13 +125,27 @@ def test_estimates_are_near_the_share_of_equal_places(write_folders):
 def test_buckets_are_those_of_whole_rows(tmp_path, write_folders):
     texts = versions(10, 10, seed=4)
     source = SignatureFolders(write_folders(texts, RULES), RULES)
-    signatures = np.array([signature_of(text, RULES) for text in texts])
-    expected = {frozenset(bucket.tolist()) for bucket in _buckets(signatures, RULES)}
     found = set()
     for band in range(RULES.bands):
         keys = np.concatenate([keys for _, keys in source.keys(band)])
         found |= {frozenset(np.flatnonzero(keys == key).tolist()) for key in keys}
-    assert expected == {bucket for bucket in found if len(bucket) > 1}
+    assert buckets(texts, RULES) == {bucket for bucket in found if len(bucket) > 1}
+
+
+@pytest.mark.parametrize("band", [0, 2])
+def test_what_is_held_does_not_follow_the_number_of_documents(tmp_path, band):
+    """All of them in one bucket, with one signature."""
+    rules, peaks = DedupRules(bands=2, rows=4), []
+    for documents in (50_000, 200_000):
+        folders = [tmp_path / f"{documents}-{number}" for number in range(10)]
+        for folder in folders:
+            folder.mkdir()
+            write_bands(np.full((documents // 10, 8), 7, np.uint32), rules, folder)
+        tracemalloc.start()
+        band_candidates(band, folders, rules, tmp_path / "out.npy", limit_bytes=2 << 20)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0] < 8 << 20
 
 
 def test_merged_candidates_are_sorted_and_each_once(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
-"""Verification, clusters and the whole search: against brute force, and against the plain search in memory."""
+"""Verification, clusters and the whole search: against brute force, and against a search in memory."""
 
 import csv
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.data.dedup import clusters as clusters_module
-from ingot.data.dedup.arrays import ArrayWriter
+from ingot.data.dedup.arrays import PIECE, ArrayWriter
 from ingot.data.dedup.bands import pack
 from ingot.data.dedup.clusters import clusters, unite_reference
-from ingot.data.dedup.lsh import near_duplicates
-from ingot.data.dedup.minhash import DedupRules, jaccard, shingle_set, signature_of
+from ingot.data.dedup.minhash import DedupRules, jaccard, shingle_set
 from ingot.data.dedup.near import find_duplicates
 from ingot.data.dedup.verify import VERIFIED, slices, verify_pairs
 from ingot.data.native import compiled
 from ingot.errors import DataError
 
-from .conftest import brute_force, changed, versions, words
+from .conftest import brute_force, changed, search_in_memory, versions, words
 
 RULES = DedupRules()
 
@@ -89,6 +89,17 @@ def test_long_chains_are_united_quickly_without_the_core():
     assert (like == np.concatenate(([1], np.arange(count - 1)))).all()
 
 
+@pytest.mark.parametrize("parent", [[0, 1, 3, 3], [0, 9, 2, 1], [0, 2, 1, 1]])
+def test_the_core_refuses_a_forest_that_leads_anywhere(parent):
+    like, similarity = np.full(4, 2**32 - 1, np.uint32), np.zeros(4, np.float32)
+    pairs = np.array([(0, 1, 1.0), (2, 3, 1.0)], VERIFIED)
+    core = compiled("_minhash")
+    if core is None:
+        pytest.skip("the compiled core was not built")
+    with pytest.raises(ValueError, match="greater than its child"):
+        core.unite(np.array(parent, np.uint32), like, similarity, pairs)
+
+
 def test_a_pair_of_a_document_that_is_not_there(tmp_path):
     np.save(tmp_path / "pairs.npy", np.array([(1, 7, 1.0)], VERIFIED))
     with pytest.raises(DataError, match="beyond the last of 7"):
@@ -152,11 +163,45 @@ def test_the_whole_search_finds_what_brute_force_and_the_search_in_memory_find(t
     texts += versions(20, 3, seed=seed, most=12)[:-1]  # and pairs around it
     found = search(texts, write_folders(texts, RULES, [100, 199]), tmp_path / "work")
     assert roots(found, 299)[:240] == brute_force(texts[:240], RULES)
-    signatures = np.array([signature_of(text, RULES) for text in texts])
-    plain = near_duplicates(signatures, lambda n: shingle_set(texts[n], RULES), RULES)
-    assert {n: duplicate.kept for n, duplicate in plain.items()} == {
-        int(row["document"]): int(row["kept"]) for row in found
-    }
+    assert roots(found, 299) == search_in_memory(texts, RULES)
+
+
+def test_the_first_of_a_cluster_stays(tmp_path, write_folders):
+    a, b = words(1), words(2)
+    texts = [changed(b), changed(a), changed(a, 50), changed(b), changed(a)]
+    found = search(texts, write_folders(texts, RULES), tmp_path / "work")
+    assert roots(found, 5) == [0, 1, 1, 0, 1]
+    assert [0.8 <= similarity < 1 for similarity in found["jaccard"].tolist()] == [True, False, False]
+
+
+def test_a_pair_below_the_threshold_stays_even_if_a_band_agrees(tmp_path, write_folders):
+    a = words(3)
+    texts = [changed(a), changed(a, *range(10, 200, 30))]
+    assert 0.6 < jaccard(*(shingle_set(text, RULES) for text in texts)) < 0.8
+    assert not len(search(texts, write_folders(texts, RULES), tmp_path / "one"))
+    rules = DedupRules(jaccard=0.6, bands=32, rows=4)
+    assert len(search(texts, write_folders(texts, rules), tmp_path / "two", rules)) == 1
+
+
+def test_few_permutations_only_nominate_and_never_veto(tmp_path, write_folders):
+    texts = [text for n in range(100) for text in (changed(words(n)), changed(words(n), 50, 150))]
+    rules = DedupRules(jaccard=0.9, bands=8, rows=1)
+    found = search(texts, write_folders(texts, rules), tmp_path / "work", rules)
+    assert found["document"].tolist() == list(range(1, 200, 2))
+
+
+def test_clusters_take_twelve_bytes_per_document(tmp_path):
+    """And 16 for each that is dropped; the rest is pieces."""
+    documents, dropped, most = 4 << 20, 1000, 24 * PIECE
+    pairs = np.zeros(dropped, VERIFIED)
+    pairs["earlier"], pairs["later"] = np.arange(dropped), np.arange(dropped) + 1
+    np.save(tmp_path / "pairs.npy", pairs)
+    tracemalloc.start()
+    found = clusters(documents, [tmp_path / "pairs.npy"])
+    duplicates = found.duplicates()
+    assert tracemalloc.get_traced_memory()[1] < 12 * documents + most
+    tracemalloc.stop()
+    assert len(duplicates) == dropped and not duplicates["kept"].any()
 
 
 def test_each_duplicate_names_the_first_document_it_is_like(tmp_path, write_folders):
@@ -182,6 +227,4 @@ def test_planted_pairs(test_data, tmp_path, write_folders):
     for row in found:  # precision is 1
         similarity = jaccard(shingle_set(texts[row["document"]], RULES), shingle_set(texts[row["like"]], RULES))
         assert row["jaccard"] == np.float32(similarity) >= np.float32(0.8)
-    signatures = np.array([signature_of(text, RULES) for text in texts])
-    plain = near_duplicates(signatures, lambda n: shingle_set(texts[n], RULES), RULES)
-    assert kept == [plain[n].kept if n in plain else n for n in range(len(texts))]
+    assert kept == search_in_memory(texts, RULES)
