@@ -100,7 +100,8 @@ def identify(text: str, sure: float = _SURE) -> tuple[str, float]:
     if first[1] >= sure:
         return first
     more = text[:_CHARACTERS]
-    if 2 * sum(map(str.isupper, more)) > sum(map(str.isalpha, more)):
+    sample = more[::10]
+    if 2 * sum(map(str.isupper, sample)) > sum(map(str.isalpha, sample)):
         return _predict(more.lower())
     return first if len(text) <= _FIRST else _predict(more)
 

@@ -1234,7 +1234,9 @@ static PyObject *signs(PyObject *self, PyObject *args) {
     }
     memcpy(may_be, masks, sizeof(may_be));
     for (Py_ssize_t i = 0; i + 1 < size; i++) {
-        uint64_t may = may_be[0][data[i]] & may_be[1][data[i + 1]] & ~found;
+        uint64_t may = may_be[0][data[i]] & may_be[1][data[i + 1]];
+        if (may == 0) continue; /* nine of ten */
+        may &= ~found;
         if (i + 2 < size) may &= may_be[2][data[i + 2]];
         for (Py_ssize_t n = 0; may != 0 && n < count; n++, may >>= 1) {
             if (!(may & 1)) continue;
