@@ -19,6 +19,7 @@ import importlib
 import json
 import mmap
 import os
+import re
 import shutil
 import struct
 import time
@@ -40,6 +41,7 @@ DEATHS_PER_RECORD = 3
 _PER_RECORD = {"crashed": DEATHS_PER_RECORD, "hung": 2, "stalled": 3, "killed": 6}
 _PROOF = 6  # of guilt: a common multiple, so that kinds add up in whole numbers
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NUMPY_FULL = re.compile(r"Not enough free space|\d+ requested and \d+ written")  # it drops the number
 _COUNTS_SECONDS = 0.5
 _COUNTS_BYTES = 8192
 _GROUP = "group-"
@@ -299,8 +301,7 @@ def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number not in _FULL and os.strerror(errno.ENOSPC) not in str(error):  # duckdb has errors of its own
+        if not _is_full(error):
             raise
         raise ResourceError(
             f"the disk of {store.root} is full, or a quota or limit of it is met ({error}): "
@@ -308,6 +309,12 @@ def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
             rule="what was finished is kept, nothing half-written stays",
             fix="free some space and give the same command again: it goes on",
         ) from None
+
+
+def _is_full(error: Exception) -> bool:
+    number = error.errno if isinstance(error, OSError) else None
+    by_numpy = isinstance(error, OSError) and number is None and _NUMPY_FULL.search(str(error))
+    return number in _FULL or bool(by_numpy) or os.strerror(errno.ENOSPC) in str(error)  # duckdb has its own errors
 
 
 def note_death(task: Task, store: Store, kind: str) -> int:

@@ -213,6 +213,8 @@ def test_a_full_disk_stops_cleanly_and_the_same_command_goes_on(tmp_path, runner
     [
         OSError(errno.ENOSPC, "No space left on device"),
         OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError("Not enough free space to write 80000000 bytes after offset 128"),
+        OSError("1048576 requested and 4096 written"),
         RuntimeError("IO Error: Could not write file: No space left on device"),
     ],
 )
