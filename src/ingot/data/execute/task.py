@@ -248,7 +248,9 @@ def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Context]
             skip = _learn_from_deaths(task, store)
             _remove_attempts(task, store)
             # No hole: writing to the map must not meet a full disk.
-            os.pwrite(file, _STATE.pack(watched, 0, -1, 0).ljust(_STATE.size + _COUNTS_BYTES, b"\0"), 0)
+            empty = _STATE.pack(watched, 0, -1, 0).ljust(_STATE.size + _COUNTS_BYTES, b"\0")
+            if os.pwrite(file, empty, 0) < len(empty):  # the last page of the disk
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             board = mmap.mmap(file, _STATE.size + _COUNTS_BYTES)
         try:
             out.mkdir()

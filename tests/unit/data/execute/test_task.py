@@ -228,6 +228,15 @@ def test_no_space_is_a_resource_error(tmp_path, monkeypatch, error):
     assert not list((tmp_path / "attempts").iterdir())
 
 
+def test_a_disk_that_is_full_within_a_write_is_noticed(tmp_path, monkeypatch):
+    real = module.os.pwrite
+    monkeypatch.setattr(module.os, "pwrite", lambda file, data, place: real(file, data[:4096], place))
+    with pytest.raises(ResourceError, match="is full, or a quota"):
+        run_task(one(), Store(tmp_path))
+    monkeypatch.undo()
+    run_task(one(), Store(tmp_path))
+
+
 def test_other_errors_stay_what_they_are(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(errno.EIO, "Input/output error")
