@@ -143,7 +143,7 @@ def hash_words(words: list[str]) -> int:
 class Bitmap:
     """A Bloom filter of shapes, blocked: the four bits of one shape lie in one word, so that one access tells.
 
-    About 1 in 2,000 other shapes passes.
+    About 1 in 1,000 other shapes passes.
     """
 
     def __init__(self, data: np.ndarray):
