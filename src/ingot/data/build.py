@@ -7,6 +7,8 @@ content, until the corpus is finished: the same command after Ctrl-C or a crash 
 """
 
 import contextlib
+import functools
+import importlib.metadata
 import json
 import re
 import shutil
@@ -39,7 +41,7 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides every byte of a corpus, besides ingot's version."""
+    """What decides every byte of a corpus, besides the versions of ingot and of the libraries that read pages."""
 
     inputs: dict[str, str]  # name -> sha256, or another word that changes with a remote input
     sources: dict[str, str]  # name -> source
@@ -273,6 +275,7 @@ class _Build:
             "identity": self.identity.inputs[one.name],
             "input": how,
             "decides": decides,
+            "libraries": _libraries(),
             "purged": listed,
         }
         places = {
@@ -286,6 +289,16 @@ class _Build:
         return Task(
             function="ingot.data.curate:curate", arguments=arguments, inputs=inputs, places=places, label=one.name
         )
+
+
+@functools.cache
+def _libraries() -> dict[str, str]:
+    """Versions of what else decides how a page reads: a build that goes on after an update is not made of two."""
+    found = {}
+    for name in ("fastwarc", "resiliparse", "trafilatura", "lxml", "spacy", "pyarrow"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def contamination_index(context: Context) -> None:

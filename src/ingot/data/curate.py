@@ -53,7 +53,7 @@ _URLS_IN_MEMORY = 1 << 20  # 80 bytes each
 
 
 def curate(context: Context) -> int:
-    """Task. arguments: name, identity, input (without its location), decides, purged.
+    """Task. arguments: name, identity, input (without its location), decides, libraries, purged.
 
     places: location, stamp, cache, remote, purged.
     inputs: the task of the decontamination index, if the recipe has one. Returns how many records there were.

@@ -354,3 +354,21 @@ def test_fates_are_the_same_however_many_are_held_at_once(crawl, tmp_path, monke
     monkeypatch.setattr(duplicates, "_FATES_AT_ONCE", 1)
     build_corpus(inputs_of(crawl), tmp_path / "two", recipe)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+def test_a_build_that_goes_on_with_other_libraries_begins_again(crawl, tmp_path, monkeypatch):
+    curated, real = [], build.run_all
+
+    def stop(tasks, store, *rest):
+        if tasks[0].function.endswith(":same_urls"):
+            raise KeyboardInterrupt
+        if tasks[0].function.endswith(":curate"):
+            curated.append(sum(not store.finished(task) for task in tasks))
+        return real(tasks, store, *rest)
+
+    monkeypatch.setattr(build, "run_all", stop)
+    for version in ("1", "1", "2"):
+        monkeypatch.setattr(build, "_libraries", lambda version=version: {"resiliparse": version})
+        with pytest.raises(KeyboardInterrupt):
+            build_corpus(inputs_of(crawl), tmp_path / "corpus")
+    assert curated == [2, 0, 2]
