@@ -24,6 +24,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
     from ingot.data.funnel import funnel_table
     from ingot.data.inspect import inspect
+    from ingot.data.purge.listed import REMOVED
     from ingot.data.recipe import value_of
 
     what = f"dropped by {args.dropped_by}" if args.dropped_by else "kept"
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         terminal.say()
         terminal.table([(f"{n:,}", rule) for rule, n in found.rules], ("dropped", "rule"), right=(0,))
         terminal.say()
+    if args.dropped_by == REMOVED:
+        terminal.say("these were taken out of the finished folder (data purge): nothing of them is left to show")
     for warning in found.warnings:
         terminal.say(f"warning: {warning}")
     for name, counts in (("domains", found.domains), ("languages", found.languages)):
@@ -71,8 +74,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         setting = f"{found.setting}={value}" if value else f"{found.setting}.enabled=false"
         note = "put your value for the preset's; to another --out" if value else "to another --out"
         terminal.next(f"ingot data build ... --set '{setting}'   ({note})")
-    elif found.rules and not args.dropped_by:
-        terminal.next(f"ingot data inspect {args.folder} --dropped-by {found.rules[0][0]}")
+    elif not args.dropped_by and (rules := [rule for rule, _ in found.rules if rule != REMOVED]):
+        terminal.next(f"ingot data inspect {args.folder} --dropped-by {rules[0]}")
 
 
 def _edits(row: dict) -> str:

@@ -22,6 +22,7 @@ from ingot.storage import sha256_bytes
 LIST = "purged.txt"
 KINDS = ("document", "url", "domain", "text")
 STAGE = "purged"
+REMOVED = "purged.later"  # the rule of records that a purge took out of a finished folder
 
 
 def secret(text: str) -> str:

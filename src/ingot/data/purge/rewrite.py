@@ -19,7 +19,7 @@ from ingot.data.find import COPIES
 from ingot.data.lineage import RECORD_COLUMNS, SHARD_COLUMNS, read_lineage, write_rows
 from ingot.data.purge.journal import Staging
 from ingot.data.purge.layouts import PURGED
-from ingot.data.purge.listed import STAGE
+from ingot.data.purge.listed import REMOVED, STAGE
 from ingot.data.purge.request import Target, Targets
 from ingot.data.verify import block_digests
 from ingot.errors import DataError
@@ -141,7 +141,7 @@ def _funnel(funnel: list[dict], targets: Targets) -> list[dict]:
         if not dropped[rule]:
             del dropped[rule]
     dropped = by_name[STAGE]["dropped"]
-    dropped["purged.later"] = dropped.get("purged.later", 0) + len(targets.records)
+    dropped[REMOVED] = dropped.get(REMOVED, 0) + len(targets.records)
     left = stages[0]["documents_in"]
     for stage in stages:
         stage["documents_in"], stage["documents_out"] = left, left - sum(stage["dropped"].values())
