@@ -111,8 +111,9 @@ def make_classifier(
     def training() -> Iterator[Labelled]:
         nonlocal trained
         for example in read_examples(sources, text_field, label_field):
-            if _held_out(example.text, heldout):
-                kept_out.append(Labelled(example.text[: settings.characters], example.labels))
+            beginning = example.text[: settings.characters]  # equal ones are on one side, however they go on
+            if _held_out(beginning, heldout):
+                kept_out.append(Labelled(beginning, example.labels))
             else:
                 trained += 1
                 yield example
@@ -200,11 +201,19 @@ def _auc(scores: np.ndarray, truth: np.ndarray) -> float:
 
 
 def load_card(model: Path) -> dict:
-    """The card beside `model` as it was written. Raises ConfigError when there is none."""
+    """The card beside `model` as it was written. Raises ConfigError when there is none, or it is of another file."""
     path = card_path(model)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        card = json.loads(path.read_text(encoding="utf-8"))
+        written = card["model_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{model} has no card ({path.name}: {error})", rule="ingot data classifier train writes one beside a model"
         ) from None
+    if sha256_file(model) != written:
+        raise ConfigError(
+            f"{path.name} is the card of another model than {model} (SHA-256 {written[:12]}..)",
+            rule="a card tells what one file was trained on",
+            fix="train it again, with --force",
+        )
+    return card

@@ -1,6 +1,7 @@
 import argparse
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,28 @@ def test_one_call_trains_measures_and_writes_a_card(sources, tmp_path, examples)
     assert written["model_sha256"] == sha256_file(out) and written["licence"] == "own texts"
     assert written["files"] == {str(source.path): sha256_file(source.path) for source in sources}
     assert written["settings"]["dim"] == SETTINGS.dim
+
+
+def test_a_card_of_another_model_is_refused(sources, tmp_path):
+    out = tmp_path / "model.bin"
+    make_classifier(sources, out, licence="own", settings=SETTINGS)
+    out.write_bytes(out.read_bytes()[:-1] + b"x")
+    with pytest.raises(ConfigError, match="card of another model"):
+        load_card(out)
+
+
+def test_texts_that_begin_alike_are_on_one_side(tmp_path):
+    """A model that looks at 20 characters would be measured on what it has learned."""
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
+    good.write_text("".join(f"twenty good characters {n}\n" for n in range(200)))
+    bad.write_text("".join(f"{n:03d} bad ones that differ {n}\n" for n in range(200)))
+    card = make_classifier(
+        [Source(good, "positive"), Source(bad, "negative")],
+        tmp_path / "model.bin",
+        licence="own",
+        settings=replace(SETTINGS, characters=20),
+    )
+    assert card.labels["positive"] == 200  # else held out, all of them
 
 
 def test_recall_falls_as_the_threshold_rises(sources, tmp_path):
