@@ -1,4 +1,5 @@
-"""A real build whose processes are killed at random instants, ten times: the same bytes as undisturbed, and no hang."""
+"""Real builds with faults: the same bytes as undisturbed, and no hang. Processes are killed at random instants, ten
+times; and the disk is full in every phase, one after the other (on a file system in memory, in a namespace)."""
 
 import gzip
 import os
@@ -95,3 +96,65 @@ def test_ten_kills_leave_no_trace(tmp_path):
         assert snapshot(out) == expected
         assert not family(driver.pid)[1:]
     assert not list(tmp_path.glob(".*"))
+
+
+PHASES = ["hashing", "reading", "URLs", "comparing", "passages", "writing", "tokenizer", "encoding", "shards"]
+
+# Arguments: where the file system is to be, the folder of the undisturbed build, crawl files.
+ON_A_SMALL_DISK = """
+import os, subprocess, sys
+from pathlib import Path
+from ingot.data import build, shards
+from ingot.data.execute.local import Local
+from ingot.data.prepare import prepare
+from ingot.data.recipe import load_recipe
+from ingot.data.sources.input import Input
+
+place, undisturbed, *crawl = map(Path, sys.argv[1:])
+inputs, recipe, seen = [Input(location=str(path)) for path in crawl], load_recipe(None, ["substrings.enabled=true"]), []
+build.require_free = shards.require_free = lambda *_: None
+
+def resize(kilobytes):
+    subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", "none", place], check=True)
+
+def fill(fraction, text):
+    phase = text.partition(":")[0]
+    if phase not in seen:
+        seen.append(phase)
+        disk = os.statvfs(place)
+        resize((disk.f_blocks - disk.f_bfree) * disk.f_frsize // 1024 + 4)
+
+def prepared(out, progress=None):
+    with Local(2) as runner:
+        prepare(inputs, out, recipe, vocab_size=300, runner=runner, progress=progress)
+    files = [path for path in out.rglob("*") if path.is_file() and path.name != "seconds.json"]
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+expected = prepared(undisturbed)
+for _ in range(20):
+    resize(50_000)
+    try:
+        found = prepared(place / "out", fill)
+    except Exception as error:
+        print(f"{seen[-1]}: {type(error).__name__} {error}".replace("\\n", " "))
+    else:
+        break
+print("same bytes" if found == expected else "DIFFERENT", sorted(p.name for p in place.rglob(".*")))
+"""
+
+
+def test_a_full_disk_in_every_phase(tmp_path):
+    crawl, place = write_crawl(tmp_path), tmp_path / "disk"
+    place.mkdir()
+    run = f'mount -t tmpfs -o size=50m none "{place}" && exec "$@"'
+    if subprocess.run(["unshare", "-rm", "sh", "-c", f'mount -t tmpfs none "{place}"'], capture_output=True).returncode:
+        pytest.skip("needs user namespaces")
+    program = [sys.executable, "-c", ON_A_SMALL_DISK, str(place), str(tmp_path / "undisturbed"), *crawl]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", run, "sh", *program], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    *told, last = done.stdout.splitlines()
+    assert last == "same bytes []"
+    assert [line.partition(":")[0] for line in told] == PHASES
+    assert all("ResourceError the disk" in line or "OSError [Errno 28]" in line for line in told), told
