@@ -175,6 +175,8 @@ def test_counts_in_notes_and_the_density_rule():
     drop = Pii()(contacts)
     assert drop and (drop.rule, drop.value) == ("pii.density", "1.000 > 0.1")
     assert Pii(PiiRules(density=1.0))(document("a@b.co b@b.co")) is None
+    chinese = document("请联系jane@x.com。" + "河水从山上流下，经过古老的小镇，孩子们夏天在桥下游泳。" * 9)
+    assert Pii()(chinese) is None and chinese.notes == {"pii_email": 1}  # no spaces are not one word
 
 
 def test_planted_data_and_traps(test_data):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.data.filters.counts import LineRules, cut_lines
+from ingot.data.filters.limits import problems_of_limits
 from ingot.data.words import count_sentences as english_sentences
 from ingot.schema.document import Document, Drop
 
@@ -40,6 +41,7 @@ class C4Rules:
     bad_words: str = ""
 
     def problems(self):
+        yield from problems_of_limits(self)
         if self.bad_words and not Path(self.bad_words).is_file():
             yield "bad_words", f"is {self.bad_words!r}, which is no file"
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ingot.data.filters.counts import count_fineweb
+from ingot.data.filters.limits import problems_of_limits
 from ingot.data.words import split_english
 from ingot.schema.document import Document, Drop
 
@@ -23,6 +24,9 @@ class FineWebRules:
     short_lines: float = 0.67
     short_line_characters: int = 30
     newline_ratio: float = 0.3
+
+    def problems(self):
+        yield from problems_of_limits(self)
 
 
 class FineWeb:

@@ -7,6 +7,7 @@ own, `alphabetic_words` is far stricter than between whitespace. What is counted
 from dataclasses import dataclass
 
 from ingot.data.filters.counts import GopherCounts, count_gopher
+from ingot.data.filters.limits import problems_of_limits
 from ingot.schema.document import Document, Drop
 
 
@@ -25,6 +26,9 @@ class GopherRules:
     ellipsis_lines: float = 0.3
     alphabetic_words: float = 0.8  # at least
     stop_words: int = 2  # different ones, at least
+
+    def problems(self):
+        yield from problems_of_limits(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,9 @@ class RepetitionRules:
     duplicate_8_gram: float = 0.12
     duplicate_9_gram: float = 0.11
     duplicate_10_gram: float = 0.10
+
+    def problems(self):
+        yield from problems_of_limits(self)
 
 
 _NGRAMS = tuple(f"top_{n}_gram" for n in (2, 3, 4)) + tuple(f"duplicate_{n}_gram" for n in range(5, 11))

@@ -24,6 +24,7 @@ from ingot.schema.document import Document, Drop
 __all__ = ["CARD", "EMAIL", "IP", "PHONE", "Pii", "PiiRules", "Span", "is_card", "is_public_ipv4", "scrub"]
 
 Kind = Literal["email", "phone", "card", "ip"]
+_WORD = 8  # characters, of a script that has no spaces between words
 KINDS: tuple[Kind, ...] = ("email", "phone", "card", "ip")
 
 
@@ -79,7 +80,7 @@ class Pii:
         document.text = text
         for placeholder, count in found.items():
             document.notes[f"pii_{placeholder.strip('<>').lower()}"] = count
-        density = sum(found.values()) / len(text.split())
+        density = sum(found.values()) / max(len(text.split()), len(text) // _WORD)
         if density > self.rules.density:
             return Drop(self.name, "pii.density", f"{density:.3f} > {self.rules.density:g}")
         return None

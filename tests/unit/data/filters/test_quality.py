@@ -216,6 +216,21 @@ def test_a_preset_written_out_reads_back(tmp_path):
         assert load(QualityRules, path, ()) == rules
 
 
+def test_limits_that_exclude_everything_are_told():
+    bad = [
+        "gopher.word_count=[100, 50]",
+        "gopher_repetition.top_2_gram=-0.1",
+        "c4.sentences=-1",
+        "fineweb.short_lines=-1",
+    ]
+    for setting in bad:
+        with pytest.raises(ConfigError, match=setting.partition("=")[0].rpartition(".")[2]):
+            load(QualityRules, None, [setting])
+    for preset in PRESETS.values():
+        for part in (preset.gopher, preset.gopher_repetition, preset.c4, preset.fineweb):
+            assert not list(part.problems())
+
+
 def test_problems_are_told(tmp_path):
     with pytest.raises(ConfigError) as error:
         load(QualityRules, None, ["words='nltk'", f"c4.bad_words='{tmp_path / 'none'}'"])
