@@ -25,9 +25,10 @@ import numpy as np
 from ingot.config import to_dict
 from ingot.data.classify.examples import read_texts
 from ingot.data.corpus import MANIFEST, json_line, jsonl_writer, load_corpus, read_documents, write_manifest
+from ingot.data.lineage import RECORD_COLUMNS, read_lineage, write_rows
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
-from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
+from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage, LineagePart
 from ingot.storage import canonical_json, require_free, sha256_bytes, sha256_file, write_json
 
 IMPORTANCE, SUMMARY, CORPUS = "importance.jsonl.gz", "dsir.json", "corpus"
@@ -194,7 +195,8 @@ def select(
     """Choose `keep` documents of the folder `corpus` that are like the texts in `target`; write the folder `out`.
 
     out/importance.jsonl.gz  id, source, log_weight and chosen of every document, in the order of the corpus
-    out/corpus/              a corpus of the chosen ones, to make tokens of; its funnel has a row `dsir`
+    out/corpus/              a corpus of the chosen ones with their lineage, to make tokens of; its funnel has a row
+                             `dsir`
     out/dsir.json            the Selection
 
     target: files or corpus folders (data/classify/examples.py). Raises ConfigError when `out` exists, DataError.
@@ -230,7 +232,8 @@ def select(
         sources=tuple(choices),
         weights={one.source: one.chosen_text_bytes / max(chosen_bytes, 1) for one in choices if one.chosen},
     )
-    write_manifest(work / CORPUS, _manifest(manifest, selection, parts))
+    lineage = _write_lineage(corpus, manifest, found.chosen, work / CORPUS)
+    write_manifest(work / CORPUS, _manifest(manifest, selection, parts, lineage))
     write_json(work / SUMMARY, to_dict(selection))
     work.rename(out)
     return selection
@@ -301,10 +304,31 @@ def _write(
     return choices, parts
 
 
-def _manifest(manifest: CorpusManifest, selection: Selection, parts: list[CorpusPart]) -> CorpusManifest:
+def _write_lineage(corpus: Path, manifest: CorpusManifest, chosen: np.ndarray, out: Path) -> list[LineagePart]:
+    """The lineage of the chosen documents, at their new places. chosen: bool [documents], in corpus order."""
+    cuts = np.cumsum([part.documents for part in manifest.parts])[:-1]
+    of_part = dict(zip([part.name for part in manifest.parts], np.split(chosen, cuts), strict=True))
+    new_row = {name: np.cumsum(mine) - 1 for name, mine in of_part.items()}
+    written = []
+    for entry in manifest.lineage:
+        rows = (
+            row | {"row": int(new_row[row["part"]][row["row"]])}
+            for row in read_lineage(corpus / entry.name)
+            if row["part"] and of_part[row["part"]][row["row"]]
+        )
+        if records := write_rows(out / entry.name, rows, RECORD_COLUMNS):
+            written.append(LineagePart(name=entry.name, records=records, sha256=sha256_file(out / entry.name)))
+        else:
+            (out / entry.name).unlink()
+    return written
+
+
+def _manifest(
+    manifest: CorpusManifest, selection: Selection, parts: list[CorpusPart], lineage: list[LineagePart]
+) -> CorpusManifest:
     """Of the chosen corpus: the crawl and the funnel of the whole one, and a row for what was left out here.
 
-    What the whole one dropped, and the lineage of its records, stay with it.
+    What the whole one dropped, and what was not chosen, stays with it.
     """
     stage = FunnelStage(
         name="dsir",
@@ -320,5 +344,5 @@ def _manifest(manifest: CorpusManifest, selection: Selection, parts: list[Corpus
         parts=tuple(parts),
         funnel=(*manifest.funnel, stage),
         dropped=(),
-        lineage=(),
+        lineage=tuple(lineage),
     )

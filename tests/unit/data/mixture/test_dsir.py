@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 from ingot.cli.data_verbs import mix
 from ingot.cli.terminal import Terminal
 from ingot.config import to_dict
+from ingot.data.build import build_corpus
 from ingot.data.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
+from ingot.data.find import find
 from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
+from ingot.data.purge.purge import purge
+from ingot.data.purge.request import Request
+from ingot.data.sources.input import Input
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
@@ -102,6 +107,26 @@ def test_what_is_written(corpus, target, tmp_path):
         "dsir.json",
         "importance.jsonl.gz",
     ]
+
+
+def test_the_chosen_have_their_lineage(tmp_path, crawl):
+    """A page of a build is traced in, and purged from, what was chosen of it."""
+    data, out = tmp_path / "data", tmp_path / "chosen"
+    manifest = build_corpus([Input(location=str(path)) for path in crawl], data / "corpus")
+    kept = [row["id"] for _, row in read_documents(data / "corpus")]
+    wanted = tmp_path / "wanted.txt"
+    wanted.write_text("country work and music of the night\n")
+    select(data / "corpus", [wanted], len(kept) - 1, out, DsirRules(min_words=1))
+    verify_corpus(out / "corpus")
+    chosen = [row["id"] for _, row in read_documents(out / "corpus")]
+    assert len(chosen) == len(kept) - 1 and len(manifest.parts) == 2
+    for one in kept:
+        rows = find(out, doc=one)
+        assert [row["id"] for row in rows] == [one] * (one in chosen)
+        for row in rows:
+            assert list(read_jsonl(out / "corpus" / row["part"]))[row["row"]]["id"] == one
+    assert purge(out, Request(doc=chosen[0])).proof
+    assert [row["id"] for _, row in read_documents(out / "corpus")] == chosen[1:]
 
 
 def test_the_same_seed_chooses_the_same_and_another_one_others(corpus, target, tmp_path):
