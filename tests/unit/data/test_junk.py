@@ -42,6 +42,8 @@ def noise(count):
     [
         base64.b64encode(noise(1500)).decode(),
         base64.encodebytes(noise(1500)).decode(),  # lines of 76
+        "data:image/jpeg;base64," + base64.b64encode(noise(1500)).decode(),
+        "/9j/4AAQSkZJRgABAQAAAQABAAD/" + base64.b64encode(noise(1500)).decode(),  # how a JPEG begins
         noise(1500).hex(),
         noise(800).hex(" "),
         noise(800).hex(" ", 2),
@@ -62,6 +64,7 @@ def test_encoded_data(blob):
     "text",
     [
         "See https://example.com/" + "a-very-long-path/with-many-parts/" * 30 + " and " + PROSE * 3,
+        "/usr/share/doc/some-package/examples/" * 8 + "README.txt and " + PROSE * 3,
         "-" * 300 + "\n" + PROSE * 3 + "=" * 300,
         "她走了，河水依然流过小镇，孩子们在桥下游泳。" * 60,
         "50% of 20% is 10% & more = less. " * 40,

@@ -5,7 +5,8 @@ import re
 _BLOCKS = 12  # a run without spaces of a sixth of the text fills one of them
 # Blobs have no spaces; base64 in mails and keys stands in lines of 64 or 76.
 _UNBROKEN = re.compile(r"[!-~]{64,}+(?:\n[!-~]{1,80})*+")
-_WEB_ADDRESS = re.compile(r"(?:https?://|www\.|/[\w.\-]+/|data:)", re.ASCII)
+_WEB_ADDRESS = re.compile(r"https?://|www\.")
+_SLASHES = 30  # characters for each slash of a path, at most; base64 has one in 64
 _ESCAPES = re.compile(
     r"(?:%[0-9A-Fa-f]{2}){2,}|(?:\\x[0-9A-Fa-f]{2}|\\u\{?[0-9A-Fa-f]{4,6}\}?|\\[0-7]{3}|\\[nrt\"'/\\]){2,}"
     r"|(?:&(?:#[0-9]{2,6}|#x[0-9A-Fa-f]{2,5}|[a-z]{2,6});){3,}|(?:=[0-9A-F]{2}){3,}"
@@ -54,7 +55,8 @@ def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
     if any(data.find(b" ", i, i + block) < 0 for i in range(0, len(data) - block + 1, block)):
         for match in _UNBROKEN.finditer(text):
             blob = match[0]
-            if len(set(blob)) >= _DISTINCT and not _WEB_ADDRESS.match(blob):
+            is_path = blob.count("/") * _SLASHES > len(blob)
+            if len(set(blob)) >= _DISTINCT and not is_path and not _WEB_ADDRESS.match(blob):
                 covered += len(blob)
     if b"{" in data and data.count(b"{") * 60 > size:
         lines = (line for line in text.split("\n") if len(line) >= _LONG_LINE)
