@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ingot.config import to_dict
-from ingot.data.corpus import json_line, load_corpus, read_jsonl
+from ingot.data.corpus import json_line
 from ingot.data.lineage import text_hash, write_lineage, write_shard_lineage
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import load_encoder
@@ -171,21 +171,6 @@ def _write_split(folder, split, records, encoder, corpus_sha256):
         corpus_sha256=corpus_sha256, split=split, block_bytes=4096, seed=1, shards=tuple(shards),
     )  # fmt: skip
     write_json(folder / "manifest.json", to_dict(manifest))
-
-
-def add_lineage(data: Path) -> None:
-    """Give the folder of one crawl file the lineage that its build did not write."""
-    corpus = data / "corpus"
-    if any(corpus.glob("lineage-*")):
-        return
-    manifest, rows = load_corpus(corpus), []
-    for part in manifest.parts:
-        for number, row in enumerate(read_jsonl(corpus / part.name)):
-            size, after = len(row["text"].encode()), text_hash(row["text"])
-            rows.append(row | {"after": after, "after_bytes": size, "part": part.name, "row": number})
-    rows += [row for part in manifest.dropped for row in read_jsonl(corpus / part.name)]
-    lineage = write_lineage(corpus / "lineage-00000.parquet", rows)
-    write_json(corpus / "corpus.json", to_dict(dataclasses.replace(manifest, lineage=(lineage,))))
 
 
 @pytest.fixture(scope="session")

@@ -387,6 +387,6 @@ def test_a_kill_at_any_write_leaves_the_old_state_or_one_that_the_same_command_f
         assert (purge(copy, request_).finished is not None) == decided
         assert tree(copy, *files) == new and len(read_purges(copy)) == 1 and not list(copy.glob(".purge"))
         shutil.rmtree(copy)
-        at += 12 if decided else 30
+        at += 15 if decided else 45
     assert states == sorted(states, key=["old", "decided", "new"].index)
-    assert states.count("decided") > 3 and states.count("old") > 3
+    assert states.count("decided") > 2 < states.count("old")

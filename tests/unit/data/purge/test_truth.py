@@ -14,14 +14,13 @@ from ingot.data.verify import verify_tokens
 from ingot.schema.tokens import read_token_manifest
 
 
-def test_planted_markers_are_gone(test_data, tmp_path, folders):
+def test_planted_markers_are_gone(test_data, tmp_path):
     lines = (test_data / "truth_warc.jsonl").read_text().splitlines()
     planted = [one for one in map(json.loads, lines) if one["kind"] == "purge_target"]
     mine = [one for one in planted if one["file"] == 0]
     crawl = test_data / "warc" / "shared-00000.warc.gz"
     data = tmp_path / "data"
     prepare([Input(location=str(crawl))], data, vocab_size=2048)
-    folders.add_lineage(data)
     markers = [one["marker"] for one in mine]
     before = b"".join(texts(data))
     assert all(marker.encode() in before for marker in markers)
