@@ -45,6 +45,10 @@ _LEAD, _LEADS = 120, 1000  # characters: of each paragraph, at least; of all, at
 # Inside of the root.
 _TOO_LITTLE = 250  # characters; then once more without the rules for noise, and the page's structured data
 _CARD_LINKS, _CARD_PROSE = 0.5, 100  # a box with at least that share in links and at most that prose is a card
+_TEASERS = 3  # as many neighbours at least that announce other pages are no text of this one
+_TEASER_TITLE, _TEASER_RUNS, _TEASER_PROSE = 15, 4, 500  # characters of the link; paragraphs and prose of one, at most
+_TAG_BYTES = 4096  # of a link, looked through for where it leads
+_TEXT = 500  # characters of prose beside all teasers, or half: else they are what the page is about
 _PLAIN, _PLAIN_SHARE = 20, 1 / 6  # characters that are not links in a paragraph that is mostly links
 _CELL = 150  # characters of a cell of a table of data, at most
 _LABEL = 25  # a shorter text outside of paragraphs, without punctuation, is a label
@@ -76,6 +80,7 @@ _CHROME = _tags("aside footer figcaption")
 _PROTECTED = _tags("html body main article")  # their classes speak of the page, not of them
 _ROOTS = _tags("div section article main td center form")
 _HEADING = _tags("h1 h2 h3 h4 h5 h6")
+_TEASER_BOXES = _tags("div li article section")
 _CARDS = _tags("div ul ol section table dl aside form figure li header footer center tr")
 _PARAGRAPHS = _tags("p h1 h2 h3 h4 h5 h6 li pre td th dd dt blockquote")
 _CELLS = _tags("td th")
@@ -86,6 +91,8 @@ _BODY, _ARTICLE = _bits(Mark.BODY), _bits(Mark.ARTICLE)
 _HIDDEN, _LINK, _DATA = _bits(Mark.HIDDEN), _bits(Mark.LINK), _bits(Mark.DATA)
 
 _JOINTS = ("", " ", "\t", "\n", "\n\n")
+_ELLIPSES = tuple(map(str.encode, ("...", "…", "&hellip;", "...]", "…]", "&hellip;]")))
+_NOWHERE = re.compile(rb"""href\s*=\s*["']?\s*(?:#|javascript:)""", re.IGNORECASE)  # opens something on this page
 _NUMBER_TOO_LONG = re.compile(r"&#(?:\d{8,}|[xX][0-9a-fA-F]{7,});?")
 _ARTICLE_BODY = re.compile(rb'"articleBody"\s*:\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")')
 
@@ -274,8 +281,9 @@ def _standfirst(rows: _Rows, clean: np.ndarray, root: int) -> np.ndarray:
 
 
 def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
-    """`kept` without cards, paragraphs of links, labels and headings of nothing."""
+    """`kept` without cards, teasers, paragraphs of links, labels and headings of nothing."""
     page = rows.page
+    kept = kept & ~_teasers(rows, kept)
     chars = np.where(kept & rows.text, page.chars, 0)
     total, linked = rows.sums(chars), rows.sums(np.where(rows.linked, chars, 0))
     prose = rows.sums(rows.prose(kept))
@@ -300,6 +308,60 @@ def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
     result = np.zeros(rows.size, bool)
     result[runs.of(good)] = True
     return result
+
+
+def _teasers(rows: _Rows, kept: np.ndarray) -> np.ndarray:
+    """bool: rows of boxes that announce other pages (a link as the title, then a few lines), several of a kind in one
+    element, and of excerpts: a link and text that breaks off. None where most of the page is such, and little is left.
+    """
+    runs, found = rows.runs(kept), np.zeros(rows.size, bool)
+    title = (runs.linked == runs.chars) & (runs.chars >= _TEASER_TITLE)
+    cut = (runs.linked >= _TEASER_TITLE) & ~title & (runs.chars <= _TEASER_PROSE)
+    if title.sum() >= _TEASERS:
+        found = rows.within(_teaser_boxes(rows, kept, runs, title))
+    if cut.sum() >= _TEASERS:
+        found[runs.of(_breaking_off(rows, runs, cut))] = True
+    if not found.any():
+        return found
+    prose = rows.prose(kept)
+    return found if prose[~found].sum() >= min(_TEXT, prose.sum() / 2) else np.zeros_like(found)
+
+
+def _teaser_boxes(rows: _Rows, kept: np.ndarray, runs: _Runs, title: np.ndarray) -> np.ndarray:
+    """bool: boxes whose first run is a `title`, with a little prose behind it, and with others like it beside them."""
+    page, found = rows.page, np.zeros(rows.size, bool)
+    boxes = np.flatnonzero(kept & _TEASER_BOXES[page.tag] & (page.parent >= 0))
+    first, behind = np.searchsorted(runs.head, boxes), np.searchsorted(runs.head, page.end[boxes])
+    titles = np.concatenate(([0], np.cumsum(title)))
+    few = (first < behind) & (behind - first <= _TEASER_RUNS) & (titles[behind] - titles[first] <= 2)
+    few &= np.append(title, False)[first]
+    if few.sum() < _TEASERS:
+        return found
+    boxes, first = boxes[few], first[few]
+    prose = rows.sums(rows.prose(kept))[boxes]
+    links = np.flatnonzero((page.flags & _LINK != 0) & (page.tag == ID["a"]))
+    away = [_leads_away(page, links, row) for row in runs.head[first].tolist()]
+    boxes = boxes[(prose > 0) & (prose <= _TEASER_PROSE) & away]
+    _, kind, count = np.unique(page.parent[boxes] * 256 + page.tag[boxes], return_inverse=True, return_counts=True)
+    found[boxes[count[kind] >= _TEASERS]] = True
+    return found
+
+
+def _breaking_off(rows: _Rows, runs: _Runs, candidates: np.ndarray) -> np.ndarray:
+    """bool: of the candidate runs those that begin with a link and break off, if there are several."""
+    page, last = rows.page, runs.rows[np.cumsum(runs.length) - 1]
+    found = candidates & rows.linked[runs.head] & ~rows.linked[last]
+    for run in np.flatnonzero(found).tolist():
+        found[run] = page.html[int(page.start[last[run]]) : int(page.stop[last[run]])].rstrip().endswith(_ELLIPSES)
+    return found if found.sum() >= _TEASERS else np.zeros_like(found)
+
+
+def _leads_away(page: Page, links: np.ndarray, row: int) -> bool:
+    """Whether the innermost link that starts before `row` is one to another page."""
+    link = int(links[np.searchsorted(links, row) - 1])
+    start = int(page.start[link])
+    stop = min(int(page.stop[link]), start + _TAG_BYTES)  # one enormous tag may enclose thousands of boxes
+    return _NOWHERE.search(page.html, start, stop) is None
 
 
 def _level(rows: _Rows, chosen: np.ndarray) -> np.ndarray:

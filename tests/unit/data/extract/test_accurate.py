@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from ingot.data.extract.html import ExtractRules, extract_text
@@ -47,6 +49,38 @@ def test_prose_alone_stays_whole():
 )
 def test_only_the_prose_is_left(page):
     assert lines(page.format(text=TEXT, links=LINKS, sentence=SENTENCE)) == PROSE
+
+
+def teasers(count, href="/{n}", summary=SENTENCE):
+    link = "<a href='" + href + "'>A story of ours, number {n}</a>"
+    return "".join(f"<div><h3>{link.format(n=n)}</h3><p>{summary} {n}</p></div>" for n in range(count))
+
+
+def test_teasers_of_other_pages_go():
+    assert lines(f"<body><div>{TEXT}<section>{teasers(6)}</section></div>") == PROSE
+    excerpts = "".join(
+        f"<li><a href='/{n}'>A story of ours, number {n}</a> <span>{SENTENCE.strip()[:-1]}...</span>" for n in range(3)
+    )
+    assert lines(f"<body><div>{TEXT}<ul>{excerpts}</ul></div>") == PROSE
+
+
+def test_what_only_looks_like_teasers_stays():
+    two = words_of(f"<body><div>{TEXT}<section>{teasers(2)}</section></div>")
+    assert two.count(SENTENCE.strip()) == 15 + 2
+    answers = words_of(f"<body><div>{TEXT}<section>{teasers(6, '#{n}')}</section></div>")  # questions that open
+    assert answers.count(SENTENCE.strip()) == 15 + 6
+    chapters = words_of(f"<body><div>{TEXT * 4}<section>{teasers(6, summary=SENTENCE * 8)}</section></div>")
+    assert chapters.count(SENTENCE.strip()) == 4 * 15 + 6 * 8
+    overview = words_of(f"<body><div><p>{SENTENCE}</p>{teasers(30)}</div>")  # what the page is about
+    assert overview.count(SENTENCE.strip()) == 31
+
+
+def test_boxes_in_one_enormous_link_take_linear_time():
+    box = f"<div><b>A story of ours, number one</b><p>{SENTENCE}</p></div>"
+    page = f"<body><div>{TEXT}</div><a href=/x title='{'y' * 1_000_000}'>" + box * 2000
+    started = time.process_time()
+    words_of(page)
+    assert time.process_time() - started < 2  # a scan of the tag per box would be 2 GB
 
 
 def test_a_standfirst_outside_of_the_text_is_taken_in():
