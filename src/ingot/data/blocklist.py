@@ -29,6 +29,7 @@ from ingot.errors import DataError, DataMissing
 from ingot.schema.document import Document, Drop
 from ingot.storage import sha256_file
 
+_LONGEST_LINE = 1 << 16  # bytes; the rest of a longer one is a line of its own
 _LIST_NAMES = ("domains", "urls")  # of a folder in UT1's form
 _NULL_ADDRESSES = ("0.0.0.0", "127.0.0.1", "::", "::1")
 _LOCAL_NAMES = frozenset(
@@ -102,7 +103,7 @@ def load_lists(names: tuple[str, ...]) -> Lists:
             with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
                 # In pieces of whole lines, so that a list of millions is never in memory as Python objects.
                 while piece := file.read(1 << 22):
-                    piece += file.readline()
+                    piece += file.readline(_LONGEST_LINE)
                     one, other, lost = _parse(piece)
                     domains.append(one)
                     urls.append(other)

@@ -43,6 +43,11 @@ def test_domains_block_their_subdomains(tmp_path, name):
     assert "3 domains and 0 URLs" in one.ran
 
 
+def test_a_line_without_end_is_read_in_pieces(tmp_path):
+    one = stage(tmp_path, "bad.example\n" + "x y " * (3 << 20) + "\nworse.example\n", "list.gz")
+    assert len(one.lists.domains) == 2 and one.lists.skipped > 1
+
+
 def test_exact_addresses(tmp_path):
     one = stage(tmp_path, "http://www.site.example/Bad/?utm_source=x\nother.example/one/page\n")
     assert judged(one, "https://site.example/Bad#top") == ("url", "site.example/Bad")
