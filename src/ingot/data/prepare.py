@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ingot.data.build import Progress, build_corpus
 from ingot.data.corpus import MANIFEST as CORPUS_MANIFEST
-from ingot.data.corpus import cut_files, load_corpus, read_documents, verify_corpus
+from ingot.data.corpus import cut_files, load_corpus, read_documents, read_part, verify_corpus
 from ingot.data.damage import raise_all
 from ingot.data.execute.run import Runner
 from ingot.data.purge.journal import is_unfinished
@@ -23,12 +23,13 @@ from ingot.data.tokenizer.bpe import train_bpe
 from ingot.data.tokenizer.encoder import Encoder, load_encoder
 from ingot.data.verify import verify_tokens
 from ingot.errors import ConfigError, DataError, DataMissing
-from ingot.schema.corpus import CorpusManifest
+from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import exclusive, sha256_file
 
 _SAMPLE_DOCUMENTS = 32  # on which the fast encoder has to equal the slow one
 _TRAINING_BYTES = 1 << 30  # of text, about, that a tokenizer is trained on: merges do not change any more behind it
+_READ_TIMES = 16  # as many bytes are read for it
 _TRAINED = ".tokenizer-{}.json"  # of which corpus, of what size
 _CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
 
@@ -148,10 +149,18 @@ def _encoder(
 
 
 def _training_texts(corpus: Path) -> Iterator[str]:
-    """All texts of the corpus, or of a large one those whose id is low enough: a share that any process finds again."""
-    text_bytes = sum(part.text_bytes for part in load_corpus(corpus).parts)
-    limit = min(_TRAINING_BYTES / max(text_bytes, 1), 1.0) * 2**64
-    return (row["text"] for _, row in read_documents(corpus) if int(row["id"][:16], 16) < limit)
+    """All texts of the corpus, or of a large one a share that any process finds again: of every source each so many-th
+    part, so that it need not be read as a whole, and of these the documents whose id is low enough."""
+    by_source: dict[str, list[CorpusPart]] = {}
+    for part in load_corpus(corpus).parts:
+        by_source.setdefault(part.source, []).append(part)
+    every = sum(part.text_bytes for parts in by_source.values() for part in parts) // (_READ_TIMES * _TRAINING_BYTES)
+    chosen = [part for parts in by_source.values() for part in parts[:: max(every, 1)]]
+    limit = min(_TRAINING_BYTES / max(sum(part.text_bytes for part in chosen), 1), 1.0) * 2**64
+    for part in chosen:
+        for row in read_part(corpus / part.name, part.sha256):
+            if int(row["id"][:16], 16) < limit:
+                yield row["text"]
 
 
 @dataclass(frozen=True)

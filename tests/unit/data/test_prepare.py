@@ -6,12 +6,15 @@ import pytest
 
 import ingot.data.prepare as module
 from ingot.data import shards
+from ingot.data.corpus import json_line, jsonl_writer, write_manifest
 from ingot.data.execute.local import Local
 from ingot.data.prepare import prepare, verify
 from ingot.data.recipe import load_recipe
 from ingot.data.sources.input import Input
 from ingot.data.tokenizer.bpe import train_bpe
 from ingot.errors import ConfigError, DataError, RunBusyError, UsageError
+from ingot.schema.corpus import CorpusManifest, CorpusPart
+from ingot.schema.document import document_id
 from ingot.storage import exclusive, sha256_file
 
 
@@ -45,6 +48,26 @@ def test_tokens_are_reproducible(crawl, tmp_path):
     assert here.train.fingerprint() == there.train.fingerprint()
     one, two = snapshot(tmp_path / "here"), snapshot(tmp_path / "there")
     assert {n: b for n, b in one.items() if "seconds" not in n} == {n: b for n, b in two.items() if "seconds" not in n}
+
+
+def test_a_tokenizer_is_trained_on_a_share_of_a_large_corpus(tmp_path, monkeypatch):
+    parts, read, real = [], [], module.read_part
+    for number, source in enumerate(["web"] * 5 + ["other"]):
+        name = f"{source}-{number:05d}.jsonl.gz"
+        with jsonl_writer(tmp_path / name) as write:
+            for row in range(40):
+                write(json_line({"id": document_id(name, str(row), ""), "text": f"{number} {row:07}"}))
+        sha256 = sha256_file(tmp_path / name)
+        parts.append(CorpusPart(name=name, source=source, documents=40, text_bytes=400, sha256=sha256))
+    write_manifest(tmp_path, CorpusManifest(inputs={}, config_sha256="", parts=tuple(parts), funnel=()))
+    assert len(list(module._training_texts(tmp_path))) == 240
+    monkeypatch.setattr(module, "_TRAINING_BYTES", 600)
+    monkeypatch.setattr(module, "_READ_TIMES", 2)
+    monkeypatch.setattr(module, "read_part", lambda path, sha256: read.append(path.name[:-9]) or real(path, sha256))
+    few = list(module._training_texts(tmp_path))
+    assert read == ["web-00000", "web-00002", "web-00004", "other-00005"]
+    assert 30 <= len(few) <= 90  # 60 of 160
+    assert few == list(module._training_texts(tmp_path))
 
 
 def test_what_is_interrupted_among_the_tokens_goes_on_there(crawl, tmp_path, monkeypatch):
