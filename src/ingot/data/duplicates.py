@@ -433,7 +433,7 @@ def find_spans(
     """Run the tasks that look for repeated passages in what is left."""
     if not rules.enabled:
         return Spans()
-    sizes = (int(np.load(store.folder(t.key) / "index.npy", mmap_mode="r")["after_bytes"].sum()) for t in curated)
+    sizes = ((store.folder(task.key) / "rows.jsonl").stat().st_size for task in curated)
     partitions = window_partitions(sum(sizes) // _BYTES_PER_WORD)
     first = [
         Task(

@@ -61,6 +61,8 @@ def write_parts(context: Context) -> dict:
                     keep(line)
                     yield row | {"part": kept.name, "row": sizes[kept]["documents"]}
                     sizes[kept].update(documents=1, text_bytes=row["after_bytes"])
+        if cutter is not None:
+            cutter.finish()
 
     lineage = write_lineage(context.out / f"lineage-{number:05d}.parquet", records())
     return {
@@ -77,6 +79,7 @@ class _Cutter:
     def __init__(self, number: int, folders: list[Path], rules: dict):
         self._rules = from_dict(SubstringRules, rules)
         self._spans = RepeatedSpans(number, folders[0], folders[1:], self._rules)
+        self.finish = self._spans.finish
 
     def __call__(self, row: dict) -> dict:
         spans = self._spans.of(row["text"])

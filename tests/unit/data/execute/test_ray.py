@@ -46,6 +46,14 @@ def test_bad_records_and_errors_as_everywhere(tmp_path, cluster):
         run_all(first_phase(2, 20, faults={7: "bug"}), Store(tmp_path), Ray())
 
 
+def test_no_more_tasks_at_once_than_asked_for(tmp_path, cluster):
+    running = []
+    tasks = first_phase(4, 20, places={"seconds": 0.002})
+    Ray(max_parallel=1).run(tasks, Store(tmp_path), lambda ended, now: running.append(len(now)))
+    assert max(running) <= 1
+    assert Store(tmp_path).finished_keys(task.key for task in tasks) == {task.key for task in tasks}
+
+
 def test_a_node_is_lost(tmp_path, cluster):
     """Its tasks go to the one that is left."""
     node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
