@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ingot.data.lineage import domain_of, url_hash
 from ingot.data.url import canonical_url
@@ -110,15 +111,16 @@ def find(
 
 
 def host_of(domain: str) -> str:
-    """A domain that somebody wrote, as lineage has it. Raises UsageError when it names no host."""
-    url = domain if "://" in domain else f"http://{domain.strip().strip('.')}/"
-    return _require_domain(canonical_url(url), domain)
-
-
-def _require_domain(canonical: str, given: str) -> str:
-    if host := domain_of(canonical):
-        return host
-    raise UsageError(f"{given!r} names no host", rule="a URL like https://example.org/page, a domain like example.org")
+    """A domain that somebody wrote, as lineage has it. Raises UsageError when it names no host, or a page of one."""
+    given = domain.strip()
+    canonical = canonical_url(given if "://" in given else f"http://{given.strip('.')}")
+    host = domain_of(canonical)
+    if not host:
+        raise UsageError(f"{domain!r} names no host", rule="a domain is like example.org")
+    parts = urlsplit(canonical)
+    if parts.path.strip("/") or parts.query:  # a whole site for one page would be a costly misunderstanding
+        raise UsageError(f"{domain!r} names a page", rule="a domain is like example.org", fix="ask for it with --url")
+    return host
 
 
 def _is_page(url: str, wanted: str, under: bool) -> bool:

@@ -133,7 +133,7 @@ def test_any_url_has_a_domain_and_a_hash(text):
 
 def test_hosts():
     assert host_of("Bücher.example") == "xn--bcher-kva.example"
-    assert host_of("https://a.example/path") == "a.example"
+    assert host_of("https://a.example:8443/") == host_of("a.example.") == "a.example"
     assert domain_of("http://[::1]:80/x") == "::1"
 
 

@@ -212,6 +212,8 @@ def test_a_dry_run_changes_nothing(data):
         (Request(pattern="("), "no regular expression"),
         (Request(pattern="x*"), "every document"),
         (Request(domain="   "), "names no host"),
+        (Request(domain="a.example/p/0"), "names a page"),
+        (Request(domain="https://a.example/?p=0"), "names a page"),
     ],
 )
 def test_bad_requests_are_refused(data, request_, message):
