@@ -216,6 +216,36 @@ def test_a_preset_written_out_reads_back(tmp_path):
         assert load(QualityRules, path, ()) == rules
 
 
+_SENTENCE = "The {} and the {} of {} have been with {} that {} to {}"
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        (
+            "\n\n".join(prose(0, 1) * 40),
+            {"gopher_repetition.duplicate_lines", "gopher_repetition.duplicate_paragraphs"},
+        ),
+        (" ".join(prose(0, 1) * 40), {"gopher_repetition.duplicate_5_gram"}),
+        ("\n\n".join(prose(1, 60, f"• {_SENTENCE}.")), {"gopher.bullet_lines"}),
+        ("\n\n".join(prose(2, 60, f"* {_SENTENCE}.")), {"gopher.bullet_lines"}),
+        ("\n\n".join(prose(3, 60, f"{_SENTENCE}...")), {"gopher.ellipsis_lines"}),
+        ("\n\n".join(prose(4, 60, f"{_SENTENCE} …")), {"gopher.ellipsis_lines"}),
+        ("\n\n".join(prose(5, 60, "#{} #{} The {} and #{} of {} #{}.")), {"gopher.symbol_ratio"}),
+        (prose(6, 1)[0], {"gopher.word_count"}),
+        (" ".join(str(number * 7919 % 99991) for number in range(400)), {"gopher.alphabetic_words"}),
+        (
+            "\n\n".join(f"The {number * 7919} {number} to {number * 31}." for number in range(99)),
+            {"gopher.alphabetic_words"},
+        ),
+    ],
+)
+def test_kinds_of_low_quality_are_dropped_by_name(text, rules):
+    document = Document(id="", url="", source="", file="", record_id="", text=text)
+    drops = (stage(document) for stage in quality_stages(PRESETS["web"]).values() if stage)
+    assert next(drop.rule for drop in drops if drop) in rules
+
+
 def test_limits_that_exclude_everything_are_told():
     bad = [
         "gopher.word_count=[100, 50]",
