@@ -87,7 +87,9 @@ def build_shards(
         "tokenizer_sha256": encoder.sha256,
         "eot_id": encoder.eot_id,
     }
+    work, removed = out / ".building", out / ".removed"
     if existing := _finished(out, origin, options):
+        shutil.rmtree(removed, ignore_errors=True)
         return existing
     if sha256_file(tokenizer) != encoder.sha256:
         raise DataError(f"{tokenizer} is not the tokenizer that was loaded", fix="load it again, then build")
@@ -96,16 +98,17 @@ def build_shards(
     # Tokenised parts and shards stand side by side for a while. English takes a token per 4 bytes, so 2 are ample.
     require_free(out, text_bytes * np.dtype(options.dtype).itemsize, "tokenising the corpus")
     out.mkdir(parents=True, exist_ok=True)
-    work = out / ".building"
     with exclusive(out, f"building tokens in {out}"):
+        shutil.rmtree(removed, ignore_errors=True)
         write_atomic(out / "tokenizer.json", tokenizer.read_bytes())
         store, runner = Store(work / "store"), runner or Inline()
         train, heldout = _build(manifest, corpus, encoder, out, store, runner, origin, options, report)
         for split in SPLITS:
             shutil.rmtree(out / split, ignore_errors=True)  # without a manifest: never finished
             (work / split).rename(out / split)
-        shutil.rmtree(work)
+        work.rename(removed)  # who stops here must not leave half of a store where it counts
         fsync_dir(out)
+        shutil.rmtree(removed)
     report(1.0, "token shards written")
     return train, heldout
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +193,27 @@ def test_what_was_never_finished_is_built_again(corpus, build, tmp_path):
     (tmp_path / "tokens/heldout/manifest.json").unlink()
     with pytest.raises(ConfigError, match="not overwritten"):  # the other half is finished
         build(folder, seed=4)
+
+
+def test_a_store_that_was_removed_by_half_does_not_count(corpus, build, tmp_path, monkeypatch):
+    folder, _ = corpus
+    real = shutil.rmtree
+
+    def killed(path, *args, **kwargs):
+        if stores := list(path.glob("store")) if path.parent.name == "tokens" else []:
+            for facts in stores[0].rglob("done.json"):
+                facts.unlink()
+            raise KeyboardInterrupt
+        real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build(folder)
+    shutil.rmtree(tmp_path / "tokens/train")
+    build(folder)
+    build(folder, out="fresh")
+    assert bytes_of(tmp_path / "tokens") == bytes_of(tmp_path / "fresh")
 
 
 @pytest.mark.parametrize(
