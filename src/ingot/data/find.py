@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from ingot.errors import DataError, UsageError, require
 SPLITS = ("train", "heldout")
 COPIES = ("duplicates", "near_duplicates")  # stages that drop a document for one that stays, whose id they tell
 _MEMORY = "1GiB"
+_ROWS = 4096  # that are Python's at once where not all are kept
 _ID_DIGITS = 32
 _IN_ORDER = "order by filename, file_row_number"  # crawl order
 OF_DOMAIN = "(domain = ? or ends_with(domain, ?))"  # takes `host_of` a domain, and that after a dot
@@ -64,10 +66,11 @@ def asking(files: Iterable[Path]) -> Iterator[Any]:
             ) from None
 
 
-def _rows(connection, query: str, parameters: Collection[Any] = ()) -> list[dict]:
+def _rows(connection, query: str, parameters: Collection[Any] = ()) -> Iterator[dict]:
     found = connection.execute(query, list(parameters))
     names = [column[0] for column in found.description]
-    return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+    while rows := found.fetchmany(_ROWS):
+        yield from (dict(zip(names, row, strict=True)) for row in rows)
 
 
 def find(
@@ -105,9 +108,9 @@ def find(
     query = f"select * from lineage where {' and '.join(conditions)} {_IN_ORDER}"
     with asking(require_lineage(data)) as connection:
         rows = _rows(connection, query + (f" limit {limit}" if limit and not url else ""), parameters)
-    if url:  # hashes can collide, and what is below a page is told by its text
-        rows = [row for row in rows if _is_page(canonical_url(row["url"]), canonical, under)]
-    return rows[:limit] if limit else rows
+        if url:  # hashes can collide, and what is below a page is told by its text
+            rows = (row for row in rows if _is_page(canonical_url(row["url"]), canonical, under))
+        return list(islice(rows, limit or None))
 
 
 def host_of(domain: str) -> str:
@@ -131,7 +134,7 @@ def rows_of(data: Path, ids: Collection[str]) -> list[dict]:
     """The lineage rows of these ids, in crawl order."""
     with asking(require_lineage(data)) as connection:
         _wanted(connection, ids)
-        return _rows(connection, f"select l.* from lineage l join wanted using (id) {_IN_ORDER}")
+        return list(_rows(connection, f"select l.* from lineage l join wanted using (id) {_IN_ORDER}"))
 
 
 def copies_of(data: Path, ids: Collection[str], url_hashes: Collection[int]) -> list[dict]:
@@ -139,7 +142,7 @@ def copies_of(data: Path, ids: Collection[str], url_hashes: Collection[int]) -> 
     with asking(require_lineage(data)) as connection:
         _wanted(connection, ids)
         connection.execute("create temp table hashes as select unnest(?::ubigint[]) as url_hash", [list(url_hashes)])
-        return _rows(
+        rows = _rows(
             connection,
             "select l.* from lineage l where l.id not in (select id from wanted) and ("
             f" (l.stage in {COPIES} and"
@@ -147,6 +150,7 @@ def copies_of(data: Path, ids: Collection[str], url_hashes: Collection[int]) -> 
             " or (l.stage = 'url' and l.rule = 'url.duplicate' and l.url_hash in (select url_hash from hashes)))"
             f" {_IN_ORDER}",
         )
+        return list(rows)
 
 
 def _wanted(connection, ids: Collection[str]) -> None:

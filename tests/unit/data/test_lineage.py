@@ -102,6 +102,8 @@ def test_records_are_found(folder):
     assert ids(find(folder, doc=f"{first:032x}"[:31])) == [first, first + 1, first + 2, first + 3, first + 4]
     assert ids(find(folder, domain="a.example", source="books")) == [22]
     assert ids(find(folder, domain="a.example", limit=2)) == [first, first + 1]
+    every = ids(find(folder, url="https://a.example/", under=True))
+    assert len(every) > 2 and ids(find(folder, url="https://a.example/", under=True, limit=2)) == every[:2]
     assert ids(rows_of(folder, [f"{21:032x}", f"{first:032x}"])) == [first, 21]
     assert ids(copies_of(folder, [f"{first:032x}"], [url_hash("https://a.example/p")])) == [20, 21]
 
