@@ -22,7 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +340,20 @@ def decide(
         do("duplicates", [texts])
         deciding.append(texts)
     gone = tuple(task.key for task in deciding)
+    deciding.append(_near(curated, everything, gone, rules, against, store, partial(do, "near_duplicates")))
+    return deciding, seconds
+
+
+def _near(
+    curated: Sequence[Task],
+    everything: str,
+    gone: tuple[str, ...],
+    rules: DedupRules,
+    against: Path | None,
+    store: Store,
+    do: Callable[[Sequence[Task]], list[Any]],
+) -> Task:
+    """Run the tasks that look for near-duplicates among what is not `gone`; returns the one with their fates."""
     common = {"rules": to_dict(rules), "index": sha256_file(against / INDEX) if against else ""}
     places = {"index": str(against.absolute())} if against else {}
     keys = [
@@ -351,7 +365,7 @@ def decide(
         )
         for part, task in enumerate(curated)
     ]
-    left = sum(do("near_duplicates", keys))
+    left = sum(do(keys))
     signed = store.group(task.key for task in keys)
     bands = [
         Task(
@@ -363,9 +377,9 @@ def decide(
         )
         for band in range(rules.bands + 1)
     ]
-    do("near_duplicates", bands)
+    do(bands)
     pairs = Task(function=f"{__name__}:merged", arguments={}, inputs=tuple(task.key for task in bands), label="pairs")
-    do("near_duplicates", [pairs])
+    do([pairs])
     checks = [
         Task(
             function=f"{__name__}:verified",
@@ -376,7 +390,7 @@ def decide(
         )
         for start, stop in slices(store.folder(pairs.key) / "pairs.npy", _PAIRS_PER_SLICE)
     ]
-    do("near_duplicates", checks)
+    do(checks)
     last = Task(
         function=f"{__name__}:united",
         arguments={"inputs": len(curated)} | common,
@@ -384,8 +398,8 @@ def decide(
         places=places,
         label="clusters",
     )
-    do("near_duplicates", [last])
-    return [*deciding, last], seconds
+    do([last])
+    return last
 
 
 def windows(context: Context) -> int:
