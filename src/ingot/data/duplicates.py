@@ -17,6 +17,7 @@ documents stays, never who worked when.
 
 import contextlib
 import json
+import shutil
 import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -31,7 +32,7 @@ import numpy as np
 from ingot.config import from_dict, to_dict
 from ingot.data.corpus import EXCERPT_CHARACTERS, load_corpus, read_part
 from ingot.data.dedup.arrays import ArrayWriter
-from ingot.data.dedup.bands import SignatureFolders, band_candidates, merge_candidates, write_bands
+from ingot.data.dedup.bands import SignatureFolders, band_candidates, join_folders, merge_candidates, write_bands
 from ingot.data.dedup.clusters import clusters
 from ingot.data.dedup.equal import firsts
 from ingot.data.dedup.index import INDEX, Index, add_to_index
@@ -47,6 +48,7 @@ from ingot.storage import sha256_file
 FATE = np.dtype([("part", "<u4"), ("row", "<u4"), ("kind", "u1"), ("similarity", "<f4"), ("like", "V16")])
 SAME_URL, SAME_TEXT, SIMILAR = 0, 1, 2
 _FATES_AT_ONCE = 1 << 22  # about 0.4 GiB
+_SIGNATURES_AT_ONCE = 1 << 18  # of 128 permutations: 128 MiB, twice
 _PAIRS_PER_SLICE = 1 << 20
 _OPEN_FILES = 64
 _BEAT_SECONDS = 5.0
@@ -200,8 +202,15 @@ def band_keys(context: Context) -> int:
     part = context.task.arguments["part"]
     inputs = _Inputs([curated] * (part + 1), Fates(*earlier))
     left = inputs.left(part)
-    signatures = np.load(curated / "signatures.npy", mmap_mode="r")[left]
-    write_bands(signatures, _rules(context), context.out)
+    signatures, rules, pieces = np.load(curated / "signatures.npy", mmap_mode="r"), _rules(context), []
+    for first in range(0, max(len(left), 1), _SIGNATURES_AT_ONCE):
+        context.at(-1)
+        pieces.append(context.out / f"piece-{len(pieces)}")
+        pieces[-1].mkdir()
+        write_bands(signatures[left[first : first + _SIGNATURES_AT_ONCE]], rules, pieces[-1])
+    join_folders(pieces, rules, context.out)
+    for piece in pieces:
+        shutil.rmtree(piece)
     np.save(context.out / "rows.npy", inputs.passed(part)[left])
     return len(left)
 

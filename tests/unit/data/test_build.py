@@ -352,6 +352,7 @@ def test_fates_are_the_same_however_many_are_held_at_once(crawl, tmp_path, monke
     recipe = load_recipe(None, ["substrings.enabled=true"])
     build_corpus(inputs_of(crawl), tmp_path / "one", recipe)
     monkeypatch.setattr(duplicates, "_FATES_AT_ONCE", 1)
+    monkeypatch.setattr(duplicates, "_SIGNATURES_AT_ONCE", 2)
     build_corpus(inputs_of(crawl), tmp_path / "two", recipe)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
