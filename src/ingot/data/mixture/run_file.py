@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ingot.config import load
+from ingot.config import from_dict, load
 from ingot.errors import ConfigError
 from ingot.schema.run import RunConfig
 from ingot.storage import write_atomic
@@ -18,22 +18,30 @@ _WEIGHTS = re.compile(r"\s*[\"']?weights[\"']?\s*[=.]")
 def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, float]:
     """Set data.weights of TOML `run_file`; comments and order stay. Returns the weights that stood there.
 
-    Raises ConfigError when the file is no sound run file, or is laid out so that it has to be edited by hand.
+    Raises ConfigError, and leaves the file, when it is no sound run file, would not be one with these weights, or is
+    laid out so that it has to be edited by hand.
     """
     before = dict(load(RunConfig, run_file).data.weights)
     text = run_file.read_text(encoding="utf-8")
     changed = with_weights(text, weights)
     wanted = tomllib.loads(text)
     wanted["data"]["weights"] = dict(weights)
-    if tomllib.loads(changed) != wanted:
+    from_dict(RunConfig, wanted)
+    if not _says(changed, wanted):
         raise ConfigError(
             f"{run_file}: data.weights is written in a form that is not edited here",
             rule="a section [data.weights], or one line weights = { ... } in [data]",
             fix=f"write by hand: {weights_section(weights)!r}",
         )
     write_atomic(run_file, changed)
-    load(RunConfig, run_file)
     return before
+
+
+def _says(text: str, values: dict) -> bool:
+    try:
+        return tomllib.loads(text) == values
+    except tomllib.TOMLDecodeError:
+        return False
 
 
 def with_weights(text: str, weights: Mapping[str, float]) -> str:

@@ -64,6 +64,21 @@ def test_a_form_that_is_not_understood_is_left_alone(tmp_path):
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("inside", "weights"),
+    [
+        ("", {"web": -1.0}),
+        ('heldout = """\n[data.weights]\n"""', {"web": 1.0}),  # a text that looks like a section
+    ],
+)
+def test_a_file_that_would_not_be_sound_is_left_alone(tmp_path, inside, weights):
+    path = tmp_path / "run.toml"
+    path.write_text(text := RUN.format(inside=inside, after=""))
+    with pytest.raises(ConfigError):
+        write_weights(path, weights)
+    assert path.read_text() == text
+
+
 def test_the_section_comes_behind_data():
     lines = with_weights(RUN.format(inside="", after=""), {"web": 1.0}).splitlines()
     assert lines.index("[data.weights]") - lines.index("[data]") == 3
