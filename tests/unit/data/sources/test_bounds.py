@@ -15,33 +15,37 @@ from ingot.data.sources.input import Input, read
 _CPU_SECONDS = 15
 
 
-def _read(path: Path, megabytes: int, pipe) -> None:
+def _read(paths: list[Path], megabytes: int, pipe) -> None:
     import pyarrow.parquet  # noqa: F401  (libraries are no part of what an input costs)
 
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + (megabytes << 20),) * 2)
+    limit = mapped + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-    counts: Counter = Counter()
-    for _, drop in read(Input(location=str(path)), path.parent):
-        counts[drop.rule.removeprefix("read.") if drop else "kept"] += 1
-    pipe.send(dict(counts))
+    for path in paths:
+        pairs = read(Input(location=str(path)), path.parent)
+        pipe.send(dict(Counter(drop.rule.removeprefix("read.") if drop else "kept" for _, drop in pairs)))
 
 
 @pytest.fixture
 def fates(tmp_path):
-    def run(name: str, data: bytes, megabytes: int = 300) -> dict:
+    def run(files: dict[str, bytes], megabytes: int = 300) -> list[dict]:
+        """What became of the records of each file, all read by one process."""
         pytest.importorskip("pyarrow")
-        (tmp_path / name).write_bytes(data)
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=_read, args=(tmp_path / name, megabytes, theirs))
+        child = context.Process(target=_read, args=([tmp_path / name for name in files], megabytes, theirs))
         child.start()
         theirs.close()
-        try:
-            counts = ours.recv()
-        except EOFError:
-            child.join(5)
-            pytest.fail(f"{name}: the reader died ({child.exitcode})")
+        counts = []
+        for name in files:
+            try:
+                counts.append(ours.recv())
+            except EOFError:
+                child.join(5)
+                pytest.fail(f"{name}: the reader died ({child.exitcode})")
         child.join(20)
         return counts
 
@@ -77,34 +81,41 @@ MEGABYTE = bytes(1 << 20)
 
 
 def test_warc(fates):
-    large = packed((response(2, len(PAGE) + (400 << 20)) + PAGE, 1), (MEGABYTE, 400), (b"\r\n\r\n", 1))
-    assert fates("a.warc.gz", GOOD + large + GOOD) == {"kept": 2, "too_large": 1}
-    deflated = packed((b"<p>x", 1), (MEGABYTE, 400))
+    large = packed((response(2, len(PAGE) + (320 << 20)) + PAGE, 1), (MEGABYTE, 320), (b"\r\n\r\n", 1))
+    deflated = packed((b"<p>x", 1), (MEGABYTE, 320))
     body = PAGE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n").removesuffix(b"<p>words") + deflated
-    assert fates("b.warc", response(3, len(body)) + body + b"\r\n\r\n") == {"too_large": 1}
     headers = packed((b"WARC/1.0\r\n", 1), (b"A: " + b"b" * 997 + b"\r\n", 1 << 20))
-    assert fates("c.warc.gz", GOOD + headers + GOOD) == {"kept": 2, "bad_record": 1}
+    found = fates(
+        {
+            "a.warc.gz": GOOD + large + GOOD,
+            "b.warc": response(3, len(body)) + body + b"\r\n\r\n",
+            "c.warc.gz": GOOD + headers + GOOD,
+        }
+    )
+    assert found == [{"kept": 2, "too_large": 1}, {"too_large": 1}, {"kept": 2, "bad_record": 1}]
 
 
 def test_json_lines(fates):
     rows = ((b'{"text": "good"}\n{"text": "', 1), (b"x" * (1 << 20), 50), (b'"}\n', 1), (b"[" * 100_000 + b"\n", 1))
     ending = ((b'{"a": [', 1), (b"{}," * (1 << 18), 43), (b'{}], "text": "heavy"}\n{"text": "good"}\n', 1))
-    assert fates("a.jsonl.gz", packed(*rows, *ending)) == {"kept": 2, "too_large": 2, "bad_row": 1}
+    found = fates({"a.jsonl.gz": packed(*rows, *ending), "c.jsonl.gz": packed((MEGABYTE, 320))})
+    assert found == [{"kept": 2, "too_large": 2, "bad_row": 1}, {"too_large": 1}]
+
+
+def test_the_heaviest_line_that_fits(fates):
+    """The worst that 32 MB of JSON can be: eleven million empty objects of 72 bytes."""
     just_fits = ((b'{"a": [', 1), (b"{}," * (1 << 18), 42), (b'{}], "text": "heavy"}\n{"text": "good"}\n', 1))
-    # The worst that 32 MB can be: eleven million empty objects of 72 bytes.
-    assert fates("b.jsonl.gz", packed(*just_fits), 1200) == {"kept": 2}
-    assert fates("c.jsonl.gz", packed((MEGABYTE, 400))) == {"too_large": 1}
+    assert fates({"b.jsonl.gz": packed(*just_fits)}, 1200) == [{"kept": 2}]
 
 
 def test_text_and_archives(fates):
-    assert fates("a.txt.gz", packed((b"words " * (1 << 17), 500))) == {"too_large": 1}
     header = bytearray(512)
     header[:4], header[156:157] = b"a.py", b"0"
-    header[124:136] = b"\x80" + struct.pack(">3xQ", 400 << 20)
+    header[124:136] = b"\x80" + struct.pack(">3xQ", 320 << 20)
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
-    found = fates("a.tar.gz", packed((bytes(header), 1), (MEGABYTE, 400), (bytes(1024), 1)))
-    assert found == {"too_large": 1}
+    tar = packed((bytes(header), 1), (MEGABYTE, 320), (bytes(1024), 1))
+    assert fates({"a.txt.gz": packed((b"words " * (1 << 17), 430)), "a.tar.gz": tar}) == [{"too_large": 1}] * 2
 
 
 def test_parquet_that_lies_in_its_page_header(fates, tmp_path):
@@ -124,5 +135,5 @@ def test_parquet_that_lies_in_its_page_header(fates, tmp_path):
     width = end - size
     lie = (1 << 7 * width) - 2
     data[size + 1 : end + 1] = bytes(lie >> 7 * n & 127 | (128 if n < width - 1 else 0) for n in range(width))
-    found = fates("x.parquet", bytes(data))
+    (found,) = fates({"x.parquet": bytes(data)})
     assert set(found) <= {"too_large", "bad_row_group"} and sum(found.values()) == 1
