@@ -22,7 +22,7 @@ from pathlib import Path
 
 from record import record
 
-from ingot.storage import sha256_bytes, sha256_file
+from ingot.storage import sha256_file
 
 
 @dataclass
@@ -60,7 +60,11 @@ def main() -> None:
         shutil.rmtree(place(out, "disturbed").parent, ignore_errors=True)
         disturb(command, out, seconds, chosen.kills, pick, tally)
         tally.builds += 1
-        tally.different += digest(place(out, "disturbed")) != expected
+        found = digest(place(out, "disturbed"))
+        if found != expected:
+            tally.different += 1
+            names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+            print(f"different: {', '.join(names[:20])}", flush=True)
         tally.redone += len(tally.attempts) - len({name.partition(".")[0] for name in tally.attempts})
         tally.attempts.clear()
         print(tally, flush=True)
@@ -147,10 +151,10 @@ def look_at_attempts(root: Path, tally: Tally) -> None:
             tally.attempts |= {path.name for path in folder.iterdir() if not path.name.startswith("removed")}
 
 
-def digest(folder: Path) -> str:
-    """SHA-256 of names and content of all files, but not of how long stages took."""
+def digest(folder: Path) -> dict[str, str]:
+    """Path -> SHA-256 of every file but those that only say how long something took."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "seconds.json")
-    return sha256_bytes("\n".join(f"{path.relative_to(folder)} {sha256_file(path)}" for path in files).encode())
+    return {str(path.relative_to(folder)): sha256_file(path) for path in files}
 
 
 if __name__ == "__main__":
