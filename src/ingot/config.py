@@ -308,12 +308,12 @@ def key_lines(text: str) -> dict[str, int]:
     return lines
 
 
-def to_toml(config, comments: dict[str, str] | None = None) -> str:
+def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = False) -> str:
     """`config` as TOML, sections in the order of its fields. `comments`: dotted key -> remark at the line's end.
 
-    A section within a section is left out where it has its defaults: most models have no experts.
+    A section within a section is left out where it has its defaults (most models have no experts), unless `whole`.
     """
-    comments, idle = comments or {}, _default_sections(config)
+    comments, idle = comments or {}, set() if whole else _default_sections(config)
     out: list[str] = []
 
     def section(values: dict, prefix: str) -> None:
@@ -361,4 +361,6 @@ def _toml_value(value) -> str:
         return _toml_string(value)
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_key(name)} = {_toml_value(v)}" for name, v in value.items()) + " }"
     return repr(value)

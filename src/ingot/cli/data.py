@@ -18,6 +18,7 @@ EXAMPLES = (
 # In the order of use. The text stands here so that `ingot data --help` imports one module only.
 ACTIONS = {
     "build": "crawl files and other sources -> corpus, tokenizer, token shards",
+    "recipe": "print a whole recipe as TOML: every key, with its value",
     "inspect": "what was kept or dropped, and why, with examples",
     "card": "the data card: one HTML page about a corpus",
     "verify": "check every hash of a corpus, of token shards, or of both",

@@ -7,6 +7,7 @@ content, until the corpus is finished: the same command after Ctrl-C or a crash 
 """
 
 import contextlib
+import difflib
 import functools
 import importlib.metadata
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config import from_dict, to_dict
-from ingot.data.corpus import MANIFEST, load_corpus, write_manifest
+from ingot.data.corpus import MANIFEST, cut_files, load_corpus, write_manifest
 from ingot.data.curate import stamp
 from ingot.data.dedup.index import INDEX
 from ingot.data.duplicates import decide, find_spans
@@ -70,7 +71,7 @@ def build_corpus(
     die again and again, and when nothing is left (`out` then holds the dropped documents, to be looked at).
     """
     recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
-    _check_inputs(inputs)
+    _check_inputs(inputs, recipe)
     inputs = sorted(inputs, key=lambda one: one.name)
     list_folder = str(purged.absolute()) if purged and (purged / LIST).exists() else ""
     with _work_folder(out) as work:
@@ -145,10 +146,19 @@ def find_corpus(out: Path, identity: Identity) -> CorpusManifest | None:
     return found if Identity(found.inputs, found.sources, found.config_sha256) == identity else None
 
 
-def _check_inputs(inputs: Sequence[Input]) -> None:
+def _check_inputs(inputs: Sequence[Input], recipe: DataRecipe) -> None:
     if not inputs:
         raise ConfigError("no crawl files given", fix="ingot data build FILES... --out DIR")
     names = Counter(one.name for one in inputs)
+    sources = sorted({one.source for one in inputs})
+    for name in recipe.source:
+        if name not in sources:
+            close = difflib.get_close_matches(name, sources, n=1)
+            raise ConfigError(
+                f"the recipe has rules for a source {name!r}, and no input is of it",
+                rule=f"the sources of this build are {', '.join(sources)}",
+                fix=f"did you mean {close[0]!r}?" if close else "name its inputs with --source, or leave the rules out",
+            )
     for one in inputs:
         if not one.is_remote and not Path(one.location).exists():
             raise ConfigError(f"no crawl file at {one.location}", fix="check its name")
@@ -170,7 +180,7 @@ def _check_out(out: Path, replace: bool) -> None:
         raise ConfigError(
             f"{out.parent} holds finished tokens of another corpus (other crawl files, sources or recipe)",
             rule="finished tokens are not overwritten: a run may be training on them",
-            fix=f"choose another --out, or remove {out.parent} first",
+            fix=f"choose another --out, or remove {out} and {out.parent}/tokens first",
         )
     if out.exists() and not (out / MANIFEST).exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -325,6 +335,11 @@ def _not_empty(manifest: CorpusManifest, out: Path) -> CorpusManifest:
     records = manifest.funnel[0].documents_in
     if not worst:
         raise DataError(f"the crawl files hold no record ({', '.join(manifest.inputs)})", fix="give other files")
+    if worst[0][1] == records and worst[0][0] == "read.bad_input":
+        warnings = [text.removeprefix("left out: ") for text in cut_files(out)]
+        raise DataError(
+            "\n".join(warnings[:5]), rule=f"none of {records:,} inputs could be read", fix="give other files"
+        )
     listed = ", ".join(f"{rule} {count:,}" for rule, count in worst)
     raise DataError(
         f"none of {records:,} records is left; most were dropped by {listed}",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ingot.config import from_dict, to_dict
 from ingot.data.damage import raise_all
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.schema.corpus import CorpusManifest
 from ingot.storage import atomic_file, sha256_file, write_json
 
@@ -76,6 +76,12 @@ def load_corpus(folder: Path) -> CorpusManifest:
             for stage in values["funnel"]:
                 stage["seconds"] = seconds.get(stage["name"], 0.0)
     except (FileNotFoundError, NotADirectoryError):
+        if not folder.is_dir() or not any(folder.iterdir()):
+            raise DataMissing(
+                f"there is no corpus at {folder}",
+                rule=f"a finished one holds {MANIFEST}",
+                fix="check the path; ingot data build FILES... --out DIR makes one",
+            ) from None
         raise DataError(
             f"{folder} holds no {MANIFEST}", rule="a finished corpus has one; it is written last", fix=_REBUILD
         ) from None
@@ -137,17 +143,24 @@ def read_dropped(corpus: Path) -> Iterator[dict]:
 
 
 def cut_files(corpus: Path) -> tuple[str, ...]:
-    """A warning for every crawl file that breaks off ("FILE is cut at offset N; ..."): its funnel counts one record."""
+    """A warning for every input that breaks off or could not be read: its funnel counts one record."""
     manifest = load_corpus(corpus)
-    if not any("read.truncated_file" in stage.dropped for stage in manifest.funnel):
+    cut, bad = "read.truncated_file", "read.bad_input"
+    if not any(rule in stage.dropped for stage in manifest.funnel for rule in (cut, bad)):
         return ()
-    rule, paths = "read.truncated_file", [corpus / part.name for part in manifest.lineage]
+    paths = [corpus / part.name for part in manifest.lineage]
     if paths:
         from ingot.data.find import asking
 
         with asking(paths) as lineage:  # two columns, where the dropped records are files full of text
-            query = "SELECT file, value FROM lineage WHERE rule = ? ORDER BY filename, file_row_number"
-            found = lineage.execute(query, [rule]).fetchall()
+            query = "SELECT file, rule, value FROM lineage WHERE rule IN (?, ?) ORDER BY filename, file_row_number"
+            found = lineage.execute(query, [cut, bad]).fetchall()
     else:
-        found = [(row["file"], row["value"]) for row in read_dropped(corpus) if row["rule"] == rule]
-    return tuple(f"{file} is cut at {value.partition(':')[0]}; its whole records were kept" for file, value in found)
+        rows = (row for row in read_dropped(corpus) if row["rule"] in (cut, bad))
+        found = [(row["file"], row["rule"], row["value"]) for row in rows]
+    return tuple(
+        f"{file} is cut at {value.partition(':')[0]}; its whole records were kept"
+        if rule == cut
+        else f"left out: {value}"
+        for file, rule, value in found
+    )

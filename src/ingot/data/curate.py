@@ -30,13 +30,13 @@ from ingot.data.dedup.equal import text_hash
 from ingot.data.dedup.minhash import signature_of
 from ingot.data.execute.task import Context
 from ingot.data.recipe import DataRecipe, recipe_of
-from ingot.data.sources.input import Input, forget, read
+from ingot.data.sources.input import BadInput, Input, forget, read
 from ingot.data.sources.remote import RemoteRules
 from ingot.data.stage import Stage
 from ingot.data.stages import KEPT, STAGES, DocumentStages, document_stages
 from ingot.data.url import UrlDuplicates, canonical_url
 from ingot.errors import DataError
-from ingot.schema.document import Document, Drop
+from ingot.schema.document import Document, Drop, document_id
 from ingot.storage import write_json
 
 # start, bytes: of the line; after_bytes: of the text of a passed document; stage: where the document was dropped, KEPT
@@ -57,7 +57,7 @@ def curate(context: Context) -> int:
 
     places: location, stamp, cache, remote, purged.
     inputs: the task of the decontamination index, if the recipe has one. Returns how many records there were.
-    Raises DataError for a file that is no crawl file, and for one that changed under our hands.
+    Raises DataError for a file that cannot be had, and for one that changed under our hands.
     """
     whole = from_dict(DataRecipe, context.task.arguments["decides"]["recipe"])
     recipe = recipe_of(whole, context.task.arguments["input"]["source"])
@@ -102,6 +102,10 @@ def _fate(
         drop = _first_drop(document, stages.before_url, clock)
     text = document.text.encode("utf-8", "surrogatepass")
     row["before"], row["before_bytes"] = (xxhash.xxh3_128_hexdigest(text), len(text)) if text else ("", 0)
+    if stages.purged is not None and (purged := stages.purged(document)) is not None:
+        # Whatever else would be said of it: nothing of it may come back but that it was left out.
+        drop, row = purged, row | {"url": "", "before": "", "before_bytes": 0}
+        clock.lap("purged")
     if drop is None:
         canonical = canonical_url(document.url)
         output.reached_url(xxhash.xxh3_64_intdigest(canonical.encode("utf-8", "surrogatepass")))
@@ -142,7 +146,10 @@ class _Source:
         context, number = self._context, 0
         while True:
             context.at(number, lambda: counts)
-            pair = next(self._records, None)
+            try:
+                pair = next(self._records, None)
+            except BadInput as error:  # one of a hundred thousand must not stop the others
+                pair = self._bad(error)
             if pair is None:
                 context.at(-1)
                 self._check_unchanged()
@@ -153,6 +160,14 @@ class _Source:
                 pair = (pair[0], Drop("read", "read.killed_worker", "worker after worker died on it"))
             yield pair
             number += 1
+
+    def _bad(self, error: BadInput) -> tuple[Document, Drop]:
+        """The one record that stands for an input, or the rest of it, that cannot be read."""
+        name = self._input.name
+        document = Document(
+            id=document_id(name, "input", ""), url="", source=self._input.source, file=name, record_id="input"
+        )
+        return document, Drop("read", "read.bad_input", error.found + (f"; {error.fix}" if error.fix else ""))
 
     def _check_unchanged(self) -> None:
         """A remote input was checked when it was fetched, and the copy is ours."""

@@ -31,8 +31,8 @@ def what_ran(recipe: DataRecipe, *, index: Path | None, purged: str) -> dict[str
 
 def _of_stages(recipe: DataRecipe, index: Path | None, purged: str) -> dict[str, str]:
     stages = document_stages(recipe, index=index, purged=purged)
-    both = stages.before_url | stages.behind_url
-    return {name: stage.ran if stage else SWITCHED_OFF for name, stage in both.items()}
+    every = stages.before_url | {"purged": stages.purged} | stages.behind_url
+    return {name: stage.ran if stage else SWITCHED_OFF for name, stage in every.items()}
 
 
 def funnel(

@@ -77,6 +77,7 @@ def prepare(
     """
     recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
     corpus, tokens = out / "corpus", out / "tokens"
+    _require_whole(out)
     _check_tokenizer(tokenizer, eot)
     finished = all((tokens / split / MANIFEST).exists() for split in SPLITS)
     manifest = build_corpus(
@@ -119,6 +120,15 @@ def prepare(
         not finished,
         cut_files(corpus),
     )
+
+
+def _require_whole(out: Path) -> None:
+    if is_unfinished(out):
+        raise DataError(
+            f"a purge of {out} was interrupted: some of its files are old, some new",
+            rule="they change as one, and are read when they have",
+            fix="give the command of the purge again; any other purge of the folder finishes that one first, too",
+        )
 
 
 def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
@@ -178,12 +188,7 @@ def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
     Raises one DataError that lists all damage, or says that a purge has to be finished first.
     """
     for root in (folder, *folder.absolute().parents[:2]):  # what is given may be its corpus, or its tokens/train
-        if is_unfinished(root):
-            raise DataError(
-                f"a purge of {root} was interrupted: some of its files are old, some new",
-                rule="they change as one, and are checked when they have",
-                fix="give the command of the purge again; any other purge of the folder finishes that one first, too",
-            )
+        _require_whole(root)
     found: list[Checked] = []
     damage: list[DataError] = []
     for corpus in (folder, folder / "corpus"):

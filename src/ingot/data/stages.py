@@ -21,8 +21,8 @@ STAGES = (
     "read",
     "blocklist",
     "extract",
-    "url",
     "purged",
+    "url",
     "language",
     "gopher",
     "c4",
@@ -42,9 +42,13 @@ KEPT = len(STAGES)
 
 @dataclass(frozen=True)
 class DocumentStages:
-    """Name -> stage, None for one that is switched off. What is dropped `before_url` does not take its URL."""
+    """Name -> stage, None for one that is switched off. What is dropped `before_url` does not take its URL.
+
+    purged: asked about every record once its text is known, also about those that were dropped before.
+    """
 
     before_url: dict[str, Stage | None]
+    purged: Stage | None
     behind_url: dict[str, Stage | None]
 
 
@@ -57,7 +61,6 @@ def document_stages(recipe: DataRecipe, *, index: Path | None, purged: str) -> D
     }
     spoken = recipe.language
     behind: dict[str, Stage | None] = {
-        "purged": Purged(PurgedList.load(Path(purged))) if purged else None,
         "language": Language(spoken.keep, spoken.threshold, spoken.thresholds) if spoken.enabled else None,
         **quality_stages(recipe.quality),
         "junk": Junk(recipe.junk) if recipe.junk.enabled else None,
@@ -66,4 +69,4 @@ def document_stages(recipe: DataRecipe, *, index: Path | None, purged: str) -> D
         "pii": Pii(recipe.pii) if recipe.pii.enabled else None,
         "contaminated": Decontaminate(recipe.decontamination, index) if index else None,
     }
-    return DocumentStages(before, behind)
+    return DocumentStages(before, Purged(PurgedList.load(Path(purged))) if purged else None, behind)

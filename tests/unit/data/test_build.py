@@ -12,7 +12,7 @@ import pytest
 
 from ingot.data import build, curate, duplicates
 from ingot.data.build import build_corpus
-from ingot.data.corpus import load_corpus, read_documents, read_dropped, verify_corpus
+from ingot.data.corpus import cut_files, load_corpus, read_documents, read_dropped, verify_corpus
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingles
 from ingot.data.execute.local import Local
 from ingot.data.execute.run import Inline
@@ -172,9 +172,28 @@ def test_everything_filtered_out_says_by_what(crawl, tmp_path):
 def test_garbage_is_named_and_other_files_are_kept(crawl, tmp_path):
     garbage = tmp_path / "garbage.warc.gz"
     garbage.write_bytes(b"this is no crawl file at all\n" * 50)
-    with pytest.raises(DataError, match=r"garbage\.warc\.gz"), Local(2) as runner:
+    with Local(2) as runner:
         build_corpus([*inputs_of(crawl), Input(location=str(garbage))], tmp_path / "corpus", runner=runner)
-    assert not (tmp_path / "corpus").exists()
+    found = fates(tmp_path / "corpus")
+    assert sum(fate == "kept" for fate in found.values()) == 4
+    assert found[""] == "read.bad_input"
+    (warning,) = cut_files(tmp_path / "corpus")
+    assert warning.startswith("left out: ") and "garbage.warc.gz" in warning
+    with pytest.raises(DataError, match=r"garbage\.warc\.gz"):
+        build_corpus([Input(location=str(garbage))], tmp_path / "alone")
+
+
+def test_rules_for_a_source_that_is_not_there_are_told(crawl, tmp_path):
+    recipe = load_recipe(None, ["source.wbe.preset=none"])
+    with pytest.raises(ConfigError, match="'wbe'") as error:
+        build_corpus(inputs_of(crawl), tmp_path / "corpus", recipe)
+    assert "'web'" in error.value.fix
+
+
+def test_stop_words_are_asked_of_english_pages_only(crawl, tmp_path):
+    recipe = load_recipe(None, ['language.keep=["en", "de"]', "quality.gopher_repetition.enabled=false"])
+    build_corpus(inputs_of(crawl), tmp_path / "corpus", recipe)
+    assert fates(tmp_path / "corpus")["http://a.example/german"] != "gopher.stop_words"
 
 
 @pytest.mark.parametrize(

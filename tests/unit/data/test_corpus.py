@@ -74,7 +74,7 @@ def test_a_missing_part_is_named(corpus):
 
 
 def test_what_is_no_corpus(corpus, tmp_path):
-    with pytest.raises(DataError, match=r"holds no corpus\.json"):
+    with pytest.raises(DataError, match="there is no corpus at"):
         load_corpus(tmp_path / "absent")
     for text in ("{", "[]", '{"funnel": 3}'):
         (corpus / "corpus.json").write_text(text)

@@ -71,3 +71,14 @@ def test_the_value_of_the_preset_can_be_set(setting):
     value = value_of(setting)
     assert bool(value) == (setting != "quality.gopher")
     assert load_recipe(None, [f"{setting}={value}"] if value else []) == DataRecipe()
+
+
+def test_a_printed_recipe_reads_back_as_it_was(tmp_path, capsys):
+    from ingot.cli.main import main
+
+    changes = ["--set", 'source.code={preset="none", language={enabled=false}}', "--set", "quality.c4.sentences=7"]
+    assert main(["data", "recipe", "--preset", "fineweb", *changes]) == 0
+    (tmp_path / "recipe.toml").write_text(capsys.readouterr().out)
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    assert recipe == load_recipe(None, [changes[1], changes[3]], "fineweb")
+    assert recipe.quality.c4.sentences == 7

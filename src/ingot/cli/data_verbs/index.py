@@ -15,6 +15,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.corpus import load_corpus
+    from ingot.data.dedup.index import Index
+    from ingot.data.dedup.minhash import DedupRules
     from ingot.data.duplicates import index_corpus
     from ingot.data.inspect import corpus_folder
 
@@ -22,6 +24,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     out = Path(args.out) if args.out else Path(args.folder) / "index"
     parts = len(load_corpus(corpus).parts)
     documents = index_corpus(corpus, out, lambda done, count: terminal.progress(done / parts, f"{count:,} documents"))
-    terminal.say(f"{out} holds {documents:,} documents of {corpus}")
-    terminal.result({"index": str(out), "documents": documents})
+    total = Index(out, DedupRules(**load_corpus(corpus).recipe.get("dedup", {}))).documents
+    terminal.say(f"{documents:,} documents of {corpus} added; {out} holds {total:,}")
+    terminal.result({"index": str(out), "added": documents, "documents": total})
     terminal.next(f"ingot data build MORE... --against {out} --out NEW")

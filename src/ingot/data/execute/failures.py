@@ -15,7 +15,9 @@ _TEXT_CHARACTERS = 20_000
 def to_json(error: Exception, task: Task | None = None) -> dict[str, Any]:
     """What a person needs of `error`; of an IngotError all of it."""
     if isinstance(error, errors.IngotError):
-        kept = {"kind": type(error).__name__, "found": error.found, "rule": error.rule, "fix": error.fix}
+        # A kind of one module's own goes as the kind above it that everybody knows.
+        known = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        kept = {"kind": known.__name__, "found": error.found, "rule": error.rule, "fix": error.fix}
     else:
         text = "".join(traceback.format_exception(error))[-_TEXT_CHARACTERS:]
         kept = {"kind": "", "found": f"{type(error).__name__}: {error}"[:_TEXT_CHARACTERS], "traceback": text}

@@ -14,6 +14,7 @@ from ingot.schema.document import Document, Drop
 @dataclass(frozen=True, kw_only=True)
 class GopherRules:
     """word_count, mean_word_length: least and most. The others are shares of words or lines, stop_words a count.
+    Stop words are English: documents found to be in another language are not asked for them.
 
     Blank lines are no lines, except with spaCy's words, which count as datatrove does.
     """
@@ -84,6 +85,8 @@ class Gopher:
         broken = None
         if self.quality.enabled:
             broken = broken_quality_rule(counts, self.quality)
+            if broken is not None and broken[0] == "gopher.stop_words" and document.language not in ("", "en"):
+                broken = None  # they are English words; it is the last of these rules
         if broken is None and self.repetition.enabled:
             broken = broken_repetition_rule(counts, self.repetition)
         return None if broken is None else Drop(self.name, *broken)

@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ingot.data.sources.remote import Changed, Remote, RemoteRules, Throttled, Unreachable, Version
+from ingot.data.sources.remote import Changed, NoSuchHost, Remote, RemoteRules, Throttled, Unreachable, Version
 from ingot.data.sources.s3 import S3Object
 from ingot.data.sources.web import WebFile
 from ingot.errors import DataError, ResourceError
 from ingot.storage import sha256_bytes, write_json
 
 _LONGEST_WAIT_SECONDS = 300.0
+_ATTEMPTS_AT_A_NAME = 3  # that nobody knows
 _PROGRESS_BYTES = 1 << 20  # so much more makes an attempt one that brought something
 _POLL_SECONDS = 0.05
 _sleep = time.sleep
@@ -168,7 +169,8 @@ def persistent(
             failures += 1
             if (now := progress()) >= before + _PROGRESS_BYTES:
                 failures, before = 1, now
-            if failures >= rules.attempts:
+            most = min(rules.attempts, _ATTEMPTS_AT_A_NAME) if isinstance(error, NoSuchHost) else rules.attempts
+            if failures >= most:
                 raise DataError(
                     f"{location.partition('?')[0]} cannot be fetched: {error}",
                     rule=f"it was tried {failures} times with growing pauses",

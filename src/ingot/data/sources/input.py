@@ -39,6 +39,10 @@ _MAX_NAME = 160
 _NO_REMOTE = RemoteRules()
 
 
+class BadInput(DataError):
+    """An input that is at hand but is not what it should be: no WARC, an archive of another kind, nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Input:
     """One thing to read, and the name under which weights and evaluation know what comes from it.
@@ -133,7 +137,7 @@ def read(
     """Pairs (document, why it has to go or None) in the order of the input, in constant memory.
 
     A remote file is fetched into `cache` and left there: `forget` removes it. known: its `identity`; another version
-    is refused. Raises DataError for what is not of its format at all, or cannot be had.
+    is refused. Raises BadInput for what is not of its format at all, DataError for what cannot be had.
     """
     limits = limits or Limits()
     path = Path(one.location)
@@ -154,11 +158,9 @@ def read(
     except OSError as error:
         raise _unreadable(Path(one.location), error) from None
     except DataError as error:
-        if not one.is_remote:
-            raise
-        # Nobody knows the name that it has in the cache.
-        found = error.found.replace(str(path), one.location.partition("?")[0])
-        raise DataError(found, rule=error.rule, fix=error.fix) from None
+        # Nobody knows the name that a remote file has in the cache.
+        found = error.found.replace(str(path), one.location.partition("?")[0]) if one.is_remote else error.found
+        raise BadInput(found, rule=error.rule, fix=error.fix) from None
 
 
 def forget(one: Input, cache: Path) -> None:

@@ -96,6 +96,10 @@ class Unreachable(Exception):
     """Something between here and the server went wrong; another attempt may do better."""
 
 
+class NoSuchHost(Unreachable):
+    """The name has no address: it is probably misspelt, and seldom mended by patience."""
+
+
 class Throttled(Unreachable):
     """The server asks for patience. retry_after: seconds, 0 when it does not say."""
 

@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
 from ingot.data.sources.address import RefusedAddress, Resolver, Target, system_resolver, target, without_query
-from ingot.data.sources.remote import Changed, Part, RemoteRules, Throttled, Unreachable, Version, forbidden, gone
+from ingot.data.sources.remote import (
+    Changed,
+    NoSuchHost,
+    Part,
+    RemoteRules,
+    Throttled,
+    Unreachable,
+    Version,
+    forbidden,
+    gone,
+)
 from ingot.errors import DataError
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -85,7 +95,7 @@ def ask(
         try:
             place = target(url, allow_hosts, resolver)
         except OSError as error:
-            raise Unreachable(f"cannot resolve: {_words(error)}") from None
+            raise NoSuchHost(f"cannot resolve: {_words(error)}") from None
         answer = _one(place, method, headers, timeout_seconds)
         location = answer.headers.get("location", "")
         if answer.status not in REDIRECTS or not location:
