@@ -227,7 +227,8 @@ def test_the_verbs(data, run, folders, capsys, tmp_path):
         call(trace_verb, "--step", "3")
     text = call(purge_verb, str(data), "--doc", record["id"], json_mode=False)
     assert "nothing is left to remove since" in text and "scanned" in text
-    assert "nothing fits" in call(purge_verb, str(data), "--doc", "0" * 32, json_mode=False)
+    with pytest.raises(DataMissing, match="fits: no record changed"):
+        call(purge_verb, str(data), "--doc", "0" * 32, json_mode=False)
 
 
 def test_a_page_cannot_write_on_the_terminal():

@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.purge.purge import purge
     from ingot.data.purge.request import Request
+    from ingot.errors import DataMissing
     from ingot.report.exposure import exposure, runs_on
 
     data = Path(args.folder)
@@ -50,7 +51,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if outcome.earlier:
         terminal.say(f"nothing is left to remove since the purge of {outcome.earlier['time']}")
     elif not records:
-        terminal.say("nothing fits: no record changed")
+        raise DataMissing(
+            f"nothing in {data} fits: no record changed",
+            rule="a request to remove what is not there is more often misspelt than done",
+            fix="look it up: ingot data trace --data DIR --url URL, or ingot data inspect DIR --domain HOST",
+        )
     else:
         verb = "would go" if args.dry_run else "gone"
         tokens = sum(place.tokens for place in outcome.places)
