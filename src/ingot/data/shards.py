@@ -89,7 +89,8 @@ def build_shards(
     }
     work, removed = out / ".building", out / ".removed"
     if existing := _finished(out, origin, options):
-        shutil.rmtree(removed, ignore_errors=True)
+        for left in (removed, work):  # of a build that stopped behind its last shard
+            shutil.rmtree(left, ignore_errors=True)
         return existing
     if sha256_file(tokenizer) != encoder.sha256:
         raise DataError(f"{tokenizer} is not the tokenizer that was loaded", fix="load it again, then build")

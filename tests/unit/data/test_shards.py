@@ -195,6 +195,18 @@ def test_what_was_never_finished_is_built_again(corpus, build, tmp_path):
         build(folder, seed=4)
 
 
+def test_nothing_is_left_of_a_build_that_stopped_behind_its_last_shard(corpus, build, tmp_path):
+    folder, _ = corpus
+    build(folder)
+    before = bytes_of(tmp_path / "tokens")
+    for left in (".building/store", ".removed/store"):
+        (tmp_path / "tokens" / left).mkdir(parents=True)
+        (tmp_path / "tokens" / left / "driver").touch()
+    build(folder)
+    assert bytes_of(tmp_path / "tokens") == before
+    assert not list((tmp_path / "tokens").glob(".*"))
+
+
 def test_a_store_that_was_removed_by_half_does_not_count(corpus, build, tmp_path, monkeypatch):
     folder, _ = corpus
     real = shutil.rmtree
