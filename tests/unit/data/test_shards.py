@@ -247,7 +247,7 @@ def test_an_empty_corpus_is_an_error(build, tmp_path):
 
 
 def test_what_is_no_corpus_is_an_error(build, tmp_path):
-    with pytest.raises(DataError, match=r"holds no corpus\.json"):
+    with pytest.raises(DataError, match="there is no corpus at"):
         build(tmp_path)
 
 

@@ -69,6 +69,7 @@ def run_all(tasks: Sequence[Task], store: Store, runner: Runner, watch: Watch | 
         missing = {task.key: task for task in tasks if task.key not in done}
         tally = _Tally(store, len(tasks), len(tasks) - len(missing), watch)
         if missing:
+            tally.look((), ())  # people see at once what begins
             runner.run(list(missing.values()), store, tally.look)
         tally.finish()
         return [tally.results[t.key] if t.key in tally.results else store.result(t) for t in tasks]
