@@ -144,7 +144,7 @@ def _refused(url: str, found: str) -> RefusedAddress:
     return RefusedAddress(
         f"{without_query(url)!r} is not fetched: {found}",
         rule="downloads go to http(s) hosts with public addresses, in redirects too",
-        fix="check the URL; a mirror inside of your network has to be named: --set 'remote.allow_hosts=["HOST"]'",
+        fix="check the URL; a mirror inside of your network has to be named: --set 'remote.allow_hosts=[...]'",
     )
 
 
