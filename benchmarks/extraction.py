@@ -52,7 +52,7 @@ while header := sys.stdin.buffer.readline():
     started = time.process_time()
     try:
         text = trafilatura.extract(page, fast=True, include_comments=False) or ""
-    except Exception:
+    except Exception:  # a page that it cannot take has no text, as with every method here
         text = ""
     answer = json.dumps([time.process_time() - started, text, trafilatura.__version__]).encode()
     sys.stdout.buffer.write(b"%d\\n%b" % (len(answer), answer))

@@ -23,10 +23,11 @@ from ingot.config import from_dict, to_dict
 from ingot.data.corpus import MANIFEST, cut_files, load_corpus, write_manifest
 from ingot.data.curate import stamp
 from ingot.data.dedup.index import INDEX
-from ingot.data.duplicates import decide, find_spans
+from ingot.data.duplicates import decide
 from ingot.data.execute.run import Inline, Runner, Status, describe, run_all
 from ingot.data.execute.task import Context, Store, Task
 from ingot.data.funnel import funnel, most_dropped, what_ran
+from ingot.data.passages import find_spans
 from ingot.data.purge.listed import LIST, PurgedList
 from ingot.data.recipe import DataRecipe, fingerprint
 from ingot.data.sources.input import Input, identity

@@ -11,18 +11,12 @@ documents stays, never who worked when.
     merged        all           the candidates of all bands, each once
     verified      per slice     pairs whose texts are as similar as the recipe asks
     united        all           clusters of verified pairs -> fates
-    windows       per input     runs of words of what is left, if the recipe cuts repeated ones
-    marked        per partition which of them came before
 """
 
-import contextlib
 import json
 import shutil
-import threading
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,116 +24,35 @@ from typing import Any
 import numpy as np
 
 from ingot.config import from_dict, to_dict
-from ingot.data.corpus import EXCERPT_CHARACTERS, load_corpus, read_part
+from ingot.data.corpus import load_corpus, read_part
 from ingot.data.dedup.arrays import ArrayWriter
 from ingot.data.dedup.bands import SignatureFolders, band_candidates, join_folders, merge_candidates, write_bands
 from ingot.data.dedup.clusters import clusters
 from ingot.data.dedup.equal import firsts
 from ingot.data.dedup.index import INDEX, Index, add_to_index
 from ingot.data.dedup.minhash import DedupRules, shingle_set
-from ingot.data.dedup.substrings import SubstringRules, mark_repeated, window_partitions, write_windows
 from ingot.data.dedup.verify import slices, verify_pairs
 from ingot.data.execute.task import Context, Store, Task
-from ingot.data.stages import KEPT, URL
-from ingot.schema.document import Drop
+from ingot.data.fates import FATE, SAME_TEXT, SAME_URL, SIMILAR, Fates, Inputs, beating
+from ingot.data.stages import URL
 from ingot.storage import sha256_file
 
-# What becomes of a document: `row` of input `part` goes, because of the document `like`. Sorted by part and row.
-FATE = np.dtype([("part", "<u4"), ("row", "<u4"), ("kind", "u1"), ("similarity", "<f4"), ("like", "V16")])
-SAME_URL, SAME_TEXT, SIMILAR = 0, 1, 2
 _FATES_AT_ONCE = 1 << 22  # about 0.4 GiB
 _SIGNATURES_AT_ONCE = 1 << 18  # of 128 permutations: 128 MiB, twice
 _PAIRS_PER_SLICE = 1 << 20
 _OPEN_FILES = 64
-_BEAT_SECONDS = 5.0
-_BYTES_PER_WORD = 4  # fewer than any language has, on average: partitions come out small rather than large
-
-
-@contextlib.contextmanager
-def _beating(context: Context) -> Iterator[None]:
-    """Says now and then that a task lives that has no records but much to do."""
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(_BEAT_SECONDS):
-            context.at(-1)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-class Fates:
-    """What finished tasks decided, each in its folder. No document has two fates."""
-
-    def __init__(self, *folders: Path):
-        self._rows = [np.load(folder / "fates.npy", mmap_mode="r") for folder in folders]
-
-    def of(self, part: int) -> np.ndarray:
-        """The FATE rows of input number `part`, ascending by row."""
-        # Not numpy's searchsorted, which would read and copy the whole column.
-        parts = [rows["part"] for rows in self._rows]
-        mine = [rows[bisect_left(p, part) : bisect_right(p, part)] for rows, p in zip(self._rows, parts, strict=True)]
-        together = np.concatenate([np.empty(0, FATE), *mine])
-        return together[np.argsort(together["row"], kind="stable")]
-
-
-def drop_of(fate: np.void, url: str) -> Drop:
-    """`fate` as the funnel and the lineage tell it. url: the document's canonical one."""
-    like = bytes(fate["like"]).hex()
-    if fate["kind"] == SAME_URL:
-        return Drop("url", "url.duplicate", url[:EXCERPT_CHARACTERS])
-    if fate["kind"] == SAME_TEXT:
-        return Drop("duplicates", "duplicates.same_text", f"as {like}")
-    return Drop("near_duplicates", "near_duplicates.similar", f"{fate['similarity']:.3f} with {like}")
-
-
-class _Inputs:
-    """The curated files, without the documents that earlier fates took away."""
-
-    def __init__(self, folders: Sequence[Path], fates: Fates | None = None):
-        self.folders, self.fates = folders, fates or Fates()
-
-    def index(self, part: int) -> np.ndarray:
-        return np.load(self.folders[part] / "index.npy", mmap_mode="r")
-
-    def reached_url(self, part: int) -> np.ndarray:
-        """Rows of the documents whose URL counts."""
-        return np.flatnonzero(self.index(part)["stage"] >= URL)
-
-    def passed(self, part: int) -> np.ndarray:
-        """Rows of the documents that passed every stage: those with a text hash and a signature."""
-        return np.flatnonzero(self.index(part)["stage"] == KEPT)
-
-    def left(self, part: int) -> np.ndarray:
-        """Of `passed`, positions in it of the documents that no fate took."""
-        return np.flatnonzero(~np.isin(self.passed(part), self.fates.of(part)["row"]))
-
-    def texts_left(self, part: int) -> Iterator[str]:
-        index = self.index(part)
-        with (self.folders[part] / "rows.jsonl").open("rb") as file:
-            for row in self.rows_left(part).tolist():
-                file.seek(int(index["start"][row]))
-                yield json.loads(file.read(int(index["bytes"][row])))["text"]
-
-    def rows_left(self, part: int) -> np.ndarray:
-        return self.passed(part)[self.left(part)]
 
 
 def same_urls(context: Context) -> int:
     """Task. inputs: every curated file, in order. Of pages with one canonical URL the first stays, whatever later
     stages make of it."""
-    inputs = _Inputs(context.folders)
-    with _beating(context):
+    inputs = Inputs(context.folders)
+    with beating(context):
         found = firsts([folder / "urls.npy" for folder in context.folders], context.out / "found.npy")
         return _save(context, (_new(inputs, fates) for fates in _fates(inputs, found, SAME_URL, inputs.reached_url)))
 
 
-def _new(inputs: _Inputs, fates: np.ndarray) -> np.ndarray:
+def _new(inputs: Inputs, fates: np.ndarray) -> np.ndarray:
     """Without what the worker had seen earlier in the same file, which is dropped already."""
     new = [inputs.index(part)["stage"][rows["row"]] != URL for part, rows in _by_part(fates)]
     return fates[np.concatenate([*new, np.empty(0, bool)])]
@@ -148,9 +61,9 @@ def _new(inputs: _Inputs, fates: np.ndarray) -> np.ndarray:
 def same_texts(context: Context) -> int:
     """Task. inputs: every curated file, in order, and same_urls. Of equal texts the first stays."""
     *folders, earlier = context.folders
-    inputs = _Inputs(folders, Fates(earlier))
+    inputs = Inputs(folders, Fates(earlier))
     paths = [context.out / f"texts-{part}.npy" for part in range(len(folders))]
-    with _beating(context):
+    with beating(context):
         for part, (folder, path) in enumerate(zip(folders, paths, strict=True)):
             np.save(path, np.load(folder / "texts.npy", mmap_mode="r")[inputs.left(part)])
         found = firsts(paths, context.out / "found.npy")
@@ -161,7 +74,7 @@ def same_texts(context: Context) -> int:
 
 
 def _fates(
-    inputs: _Inputs, found: np.ndarray, kind: int, rows_of_part: Callable[[int], np.ndarray]
+    inputs: Inputs, found: np.ndarray, kind: int, rows_of_part: Callable[[int], np.ndarray]
 ) -> Iterator[np.ndarray]:
     """What `firsts` found among rows_of_part(part) as FATE rows, some at a time."""
     for first in range(0, len(found), _FATES_AT_ONCE):
@@ -200,7 +113,7 @@ def band_keys(context: Context) -> int:
     """Task. arguments: part (its number), rules. inputs: the curated file, and the fates so far."""
     curated, *earlier = context.folders
     part = context.task.arguments["part"]
-    inputs = _Inputs([curated] * (part + 1), Fates(*earlier))
+    inputs = Inputs({part: curated}, Fates(*earlier))
     left = inputs.left(part)
     signatures, rules, pieces = np.load(curated / "signatures.npy", mmap_mode="r"), _rules(context), []
     for first in range(0, max(len(left), 1), _SIGNATURES_AT_ONCE):
@@ -221,13 +134,13 @@ def candidates(context: Context) -> int:
     folders = [*(index.folders if index else ()), *context.folders]
     fixed = index.documents if index else 0
     band = context.task.arguments["band"]
-    with _beating(context):
+    with beating(context):
         return band_candidates(band, folders, _rules(context), context.out / "pairs.npy", fixed=fixed)
 
 
 def merged(context: Context) -> int:
     """Task. inputs: the candidates of every band. Returns how many pairs there are."""
-    with _beating(context):
+    with beating(context):
         return merge_candidates([folder / "pairs.npy" for folder in context.folders], context.out / "pairs.npy")
 
 
@@ -274,17 +187,17 @@ def united(context: Context) -> int:
     """Task. arguments: inputs (how many folders), rules, index. inputs: curated files, their band_keys, verified
     slices. Of documents that are alike, directly or through others, the first stays."""
     count, folders = context.task.arguments["inputs"], list(context.folders)
-    inputs, keys, slices = _Inputs(folders[:count]), folders[count : 2 * count], folders[2 * count :]
+    inputs, keys, slices = Inputs(folders[:count]), folders[count : 2 * count], folders[2 * count :]
     index = _index(context)
     fixed = index.documents if index else 0
-    with _beating(context):
+    with beating(context):
         starts = fixed + SignatureFolders(keys, _rules(context)).starts
         found = clusters(int(starts[-1]), [folder / "verified.npy" for folder in slices]).duplicates(fixed)
         return _save(context, _similar(inputs, keys, found, starts, index))
 
 
 def _similar(
-    inputs: _Inputs, keys: Sequence[Path], found: np.ndarray, starts: np.ndarray, index: Index | None
+    inputs: Inputs, keys: Sequence[Path], found: np.ndarray, starts: np.ndarray, index: Index | None
 ) -> Iterator[np.ndarray]:
     """`found` (clusters.DUPLICATE) as FATE rows, some at a time. starts: the first document of each input."""
     for first in range(0, len(found), _FATES_AT_ONCE):
@@ -409,78 +322,6 @@ def _near(
     )
     do([last])
     return last
-
-
-def windows(context: Context) -> int:
-    """Task. arguments: part, rules, partitions. inputs: the curated file, and all fates."""
-    curated, *decided = context.folders
-    part = context.task.arguments["part"]
-    inputs = _Inputs([curated] * (part + 1), Fates(*decided))
-
-    def texts() -> Iterator[str]:
-        for number, text in enumerate(inputs.texts_left(part)):
-            context.at(number)
-            yield text
-        context.at(-1)
-
-    rules = from_dict(SubstringRules, context.task.arguments["rules"])
-    return write_windows(texts(), rules, context.task.arguments["partitions"], context.out)
-
-
-def marked(context: Context) -> int:
-    """Task. arguments: partition. inputs: windows of every input. Returns how many came before."""
-    with _beating(context):
-        return mark_repeated(context.task.arguments["partition"], context.folders, context.out)
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Tasks that found repeated passages (marked: as one group); none if the recipe cuts none."""
-
-    windows: tuple[str, ...] = ()
-    marked: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-    def of(self, part: int) -> tuple[str, ...]:
-        """What cutting input `part` reads: its windows, then the marks of every partition."""
-        return (self.windows[part], *self.marked) if self.windows else ()
-
-
-def find_spans(
-    curated: Sequence[Task],
-    deciding: Sequence[Task],
-    rules: SubstringRules,
-    store: Store,
-    run: Callable[[Sequence[Task], str], list[Any]],
-) -> Spans:
-    """Run the tasks that look for repeated passages in what is left."""
-    if not rules.enabled:
-        return Spans()
-    sizes = ((store.folder(task.key) / "rows.jsonl").stat().st_size for task in curated)
-    partitions = window_partitions(sum(sizes) // _BYTES_PER_WORD)
-    first = [
-        Task(
-            function=f"{__name__}:windows",
-            arguments={"part": part, "rules": to_dict(rules), "partitions": partitions},
-            inputs=(task.key, *(one.key for one in deciding)),
-            label=task.label,
-        )
-        for part, task in enumerate(curated)
-    ]
-    run(first, "passages")
-    keys = store.group(task.key for task in first)
-    second = [
-        Task(
-            function=f"{__name__}:marked",
-            arguments={"partition": number},
-            inputs=(keys,),
-            label=f"passages, partition {number}",
-        )
-        for number in range(partitions)
-    ]
-    run(second, "passages")
-    seconds = sum(json.loads((store.folder(task.key) / "seconds.json").read_text()) for task in (*first, *second))
-    return Spans(tuple(task.key for task in first), (store.group(task.key for task in second),), seconds)
 
 
 def index_corpus(corpus: Path, index: Path, progress: Callable[[int, int], None]) -> int:

@@ -11,8 +11,8 @@ from ingot.config import from_dict, to_dict
 from ingot.data.corpus import json_line, jsonl_writer
 from ingot.data.curate import dropped_row
 from ingot.data.dedup.substrings import RepeatedSpans, SubstringRules, cut
-from ingot.data.duplicates import Fates, drop_of
 from ingot.data.execute.task import Context
+from ingot.data.fates import Fates, drop_of
 from ingot.data.lineage import write_lineage
 from ingot.data.url import canonical_url
 from ingot.schema.corpus import CorpusPart
@@ -22,7 +22,7 @@ from ingot.storage import sha256_file
 
 def write_parts(context: Context) -> dict:
     """Task. arguments: source, number (of the input), fates (how many folders), substrings (rules). inputs: curated
-    file, the folders with the fates, and what found repeated passages (duplicates.Spans), if they are cut.
+    file, the folders with the fates, and what found repeated passages (passages.Spans), if they are cut.
 
     Returns kept and dropped (schema CorpusPart, or None where there is none), lineage (LineagePart), and drops: stage
     -> rule -> documents.

@@ -19,7 +19,7 @@ JOBS = HOME / "jobs"
 def sbatch(script: str) -> None:
     text = Path(script).read_text()
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
-    first, last = re.fullmatch(r"(\d+)-(\d+)%\d+", options["array"]).groups()  # type: ignore[union-attr]
+    first, last = re.fullmatch(r"(\d+)-(\d+)%\d+", options["array"]).groups()
     job = str(len(list(HOME.glob("job-*"))) + 1)
     (HOME / f"job-{job}").touch()
     names = [f"{job}_{index}" for index in range(int(first), int(last) + 1)]

@@ -157,7 +157,7 @@ def test_torn_files_are_no_obstacle(tmp_path):
 @given(st.dictionaries(st.text(max_size=60), st.integers(0, 10**12), max_size=300))
 def test_counts_fit_their_place(counts):
     board = bytearray(module._STATE.size + module._COUNTS_BYTES)
-    context = Context(one(), None, (), frozenset(), board)  # type: ignore[arg-type]
+    context = Context(one(), None, (), frozenset(), board)
     context._due = 0.0
     context.at(3, lambda: counts)
     assert len(board) == module._STATE.size + module._COUNTS_BYTES
