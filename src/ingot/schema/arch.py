@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 Problems = Iterator[tuple[str, str]]
 
@@ -192,6 +192,9 @@ class Arch:
     sliding_window: int = 0
     moe: Moe = field(default_factory=Moe)
     mla: Mla = field(default_factory=Mla)
+
+    # Matrices of one feed-forward: gate, up and down. The planner's shapes of other systems may have two (GELU).
+    ffn_matrices: ClassVar[int] = 3
 
     @property
     def is_moe(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 class Cluster:
     """`nodes` x `devices_per_node` equal devices.
 
+    device: "tpu" can be planned for, ingot's trainer does not run on it.
     memory_bytes: of one device (of the machine, shared by its ranks, for "cpu").
     peak_flops: dense matmul peak per device by dtype, FLOP/s; for "cpu" a measured figure (doctor --bench).
     op_seconds: measured cost of launching one small operation.
@@ -17,12 +18,19 @@ class Cluster:
     attention_efficiency: the same for attention (above 1 where the peak was measured on small products).
     fragmentation: bytes that the allocator holds and cannot use, as a share of the live ones.
     link_bandwidth, network_bandwidth: bytes/s of one device in one direction, inside a node and between nodes.
+    domain_devices: devices that fast links join, 72 in an NVL72 rack, a whole slice of TPUs; 0: those of a node.
+    link_seconds, network_seconds: latency of one message inside of the domain, and between domains.
+    link_kind: "nvswitch" (all pairs at full rate), "pairs" (each pair has its own slower link), "pcie", "torus".
+    network_kind: "infiniband", "ethernet" (RoCE), "dcn" (between slices of TPUs).
+    sharp: switches add up (NVLink SHARP inside of a domain): an all-reduce sends its data once.
+    host_bandwidth: bytes/s of one device to the host's memory. watts: of one device at its limit.
+    price_source: where usd_per_hour is from, with its date.
     resolution: relative error of the fitted figures on the shapes they were measured with; 0 for published ones.
     measured: date of the calibration, empty for published figures.
     """
 
     name: str
-    device: str  # "cpu" or "cuda"
+    device: str  # "cpu", "cuda" or "tpu"
     nodes: int = 1
     devices_per_node: int = 1
     memory_bytes: int
@@ -38,6 +46,15 @@ class Cluster:
     fragmentation: float = 0.0
     link_bandwidth: float = 0.0
     network_bandwidth: float = 0.0
+    domain_devices: int = 0
+    link_seconds: float = 0.0
+    network_seconds: float = 0.0
+    link_kind: str = "nvswitch"
+    network_kind: str = "infiniband"
+    sharp: bool = False
+    host_bandwidth: float = 0.0
+    watts: float = 0.0
+    price_source: str = ""
     resolution: float = 0.0
     measured: str = ""
 
@@ -52,3 +69,8 @@ class Cluster:
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def domain(self) -> int:
+        """Devices that fast links join."""
+        return self.domain_devices or self.devices_per_node

@@ -3,15 +3,59 @@
 from dataclasses import dataclass, field
 
 from ingot.schema.cluster import Cluster
+from ingot.schema.software import INGOT, Software
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Of one line of the mesh (an axis, or a view of it) in one optimizer step of the busiest rank.
+
+    sent_bytes: by one rank. seconds: of them alone on their links. exposed_seconds: of those, what a step waits for.
+    crosses: whether it leaves the domain of fast links.
+    """
+
+    sent_bytes: float
+    seconds: float
+    exposed_seconds: float
+    crosses: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """A whole run of a plan, failures included.
+
+    days: by the clock. productive_days: of steps alone. goodput: their ratio. failures: expected interruptions.
+    failures_per_node_day, restart_seconds: what was assumed. checkpoint_every_seconds: between two checkpoints (Young,
+    Daly). checkpoint_stall_seconds: that one of them stops the steps for. device_hours: by the clock, all devices.
+    storage_bytes: of all checkpoints kept. usd_by_kind: "devices", "storage", "egress".
+    """
+
+    days: float
+    productive_days: float
+    goodput: float
+    failures: float
+    failures_per_node_day: float
+    restart_seconds: float
+    checkpoint_every_seconds: float
+    checkpoint_stall_seconds: float
+    device_hours: float
+    storage_bytes: float = 0.0
+    usd_by_kind: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """memory_bytes: per rank, by kind: "weights", "gradients", "optimizer", "activations", "logits", "gathered",
-    "fragmentation", "runtime", and on a CPU "loader and buffers".
+    "fragmentation", "runtime", and on a CPU "loader and buffers". Of the pipeline rank that holds the most.
 
+    stage_memory_bytes: the same for each pipeline rank. moments_bytes: the peak of that rank at "initialisation",
+    "first step", "steady state" and "save".
     active_parameters: those that a token meets; all of a dense model, 0 in plans from before there were experts.
     step_seconds, mfu: predicted; step_seconds is 0.0 when no rate is known, mfu is None on CPU.
+    step_seconds_low, step_seconds_high: the band that the planner's error on published runs allows (80% of them).
+    mfu counts causal attention half; hfu what is recomputed as well (theory/flops.py).
+    time_seconds: parts that sum to step_seconds. communication: by line. bubble: share of a step that pipeline ranks
+    wait.
     formulas: quantity -> the formula with its numbers filled in.
     warnings: what a user should know before starting.
     """
@@ -19,14 +63,24 @@ class Plan:
     version: int = 1
     run_sha256: str
     cluster: Cluster
+    software: Software = INGOT
     parameters: int
     active_parameters: int = 0
     flops_per_token: float
     tokens_per_step: int
     steps: int
     memory_bytes: dict[str, int]
+    stage_memory_bytes: tuple[dict[str, int], ...] = ()
+    moments_bytes: dict[str, int] = field(default_factory=dict)
     step_seconds: float
+    step_seconds_low: float = 0.0
+    step_seconds_high: float = 0.0
     mfu: float | None = None
+    hfu: float | None = None
+    time_seconds: dict[str, float] = field(default_factory=dict)
+    communication: dict[str, Communication] = field(default_factory=dict)
+    bubble: float = 0.0
+    outlook: Outlook | None = None
     checkpoint_bytes: int
     usd: float = 0.0
     formulas: dict[str, str] = field(default_factory=dict)

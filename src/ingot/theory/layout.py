@@ -11,6 +11,7 @@ from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import V_SHAPED, Parallel
 from ingot.schema.run import RunConfig, Train
+from ingot.schema.software import INGOT, Software
 from ingot.theory.context import resolve_context
 from ingot.theory.params import (
     block_attention_parameters,
@@ -118,7 +119,7 @@ class Stage:
 class Position:
     """One pipeline rank of a run: what it holds and does. The other axes differ in nothing that is counted here.
 
-    parallel: resolved. accumulation: micro-batches per step.
+    parallel: resolved. accumulation: micro-batches per step. software: what executes the run.
     """
 
     arch: Arch
@@ -127,6 +128,7 @@ class Position:
     accumulation: int
     rank: int
     stages: tuple[Stage, ...]
+    software: Software = INGOT
 
     @property
     def parameters(self) -> int:
@@ -199,7 +201,7 @@ class Position:
         return self.common_units(stage) + self.expert_units(stage)
 
 
-def positions(run: RunConfig) -> tuple[Position, ...]:
+def positions(run: RunConfig, software: Software = INGOT) -> tuple[Position, ...]:
     """One for each pipeline rank of a run without problems."""
     parallel = resolve_parallel(run)
     stages = [_stage(run.model, parallel, number) for number in range(parallel.stages)]
@@ -212,6 +214,7 @@ def positions(run: RunConfig) -> tuple[Position, ...]:
             accumulation=run.accumulation,
             rank=rank,
             stages=tuple(stage for stage in stages if owner[stage.number] == rank),
+            software=software,
         )
         for rank in range(parallel.pp)
     )

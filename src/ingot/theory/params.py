@@ -33,14 +33,14 @@ def value_width(arch: Arch) -> int:
     return arch.mla.v_dim if arch.is_mla else arch.head_dim
 
 
-def feed_forward_parameters(d_model: int, width: int) -> int:
-    """Matrices of one SwiGLU feed-forward: gate and up [F, D], down [D, F] (Shazeer 2020)."""
-    return 3 * d_model * width
+def feed_forward_parameters(arch: Arch, width: int) -> int:
+    """Matrices of one SwiGLU feed-forward: gate and up [F, D], down [D, F] (Shazeer 2020); of GELU's two."""
+    return arch.ffn_matrices * arch.d_model * width
 
 
 def block_mlp_parameters(arch: Arch) -> int:
     """Of a block without experts."""
-    return feed_forward_parameters(arch.d_model, arch.d_ffn)
+    return feed_forward_parameters(arch, arch.d_ffn)
 
 
 def router_parameters(arch: Arch) -> int:
@@ -50,12 +50,12 @@ def router_parameters(arch: Arch) -> int:
 
 def expert_parameters(arch: Arch) -> int:
     """Of one routed expert, and of the dense one that takes overflow."""
-    return feed_forward_parameters(arch.d_model, arch.moe.d_expert)
+    return feed_forward_parameters(arch, arch.moe.d_expert)
 
 
 def shared_parameters(arch: Arch) -> int:
     """Of the shared experts of one block, which are one feed-forward of their common width."""
-    return feed_forward_parameters(arch.d_model, arch.moe.shared_experts * arch.moe.d_expert)
+    return feed_forward_parameters(arch, arch.moe.shared_experts * arch.moe.d_expert)
 
 
 def block_moe_parameters(arch: Arch) -> int:
