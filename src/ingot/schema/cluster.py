@@ -2,6 +2,14 @@
 
 from dataclasses import dataclass, field
 
+# Bandwidths, the units that they are often written in by mistake, and how to write them.
+_UNITS = (
+    ("memory_bandwidth", "GB or TB", "3.35 TB/s as 3.35e12"),
+    ("link_bandwidth", "GB", "450 GB/s as 450e9 (one direction)"),
+    ("network_bandwidth", "Gb or GB", "400 Gb/s as 50e9"),
+    ("host_bandwidth", "GB", "52 GB/s as 52e9"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -65,6 +73,17 @@ class Cluster:
         for name in ("matmul_efficiency", "attention_efficiency"):
             if getattr(self, name) <= 0:
                 yield name, f"is {getattr(self, name)}, must be positive"
+        if self.device not in ("cpu", "cuda", "tpu"):
+            yield "device", f'is {self.device!r}, must be "cpu", "cuda" or "tpu"'
+        for name, wrong, right in _UNITS:
+            value = getattr(self, name)
+            if value < 0:
+                yield name, f"is {value}, must be at least 0"
+            elif 0 < value < 1e6 and self.device != "cpu":
+                yield name, f"is {value:g} bytes/s; it counts bytes, not {wrong}: write {right}"
+        for dtype, rate in self.peak_flops.items():
+            if 0 < rate < 1e6:
+                yield "peak_flops", f"{dtype} is {rate:g} FLOP/s; 989 TFLOP/s are 989e12"
 
     @property
     def devices(self) -> int:

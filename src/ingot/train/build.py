@@ -30,9 +30,9 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.telemetry.cost import CostMeter
+from ingot.theory.devices import peak_flops
 from ingot.theory.flops import train_flops_per_token
 from ingot.theory.params import count_parameters
-from ingot.theory.peaks import peak_flops
 from ingot.train.evaluate import Heldout
 from ingot.train.heldout import read_heldout, unigram_nats
 from ingot.train.parts import Parts, build_parts

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ingot.theory.peaks import peak_flops
+from ingot.theory.devices import peak_flops
 
 
 def measure_gpu(device: torch.device) -> dict:

@@ -12,7 +12,8 @@ from ingot.planner.notes import notes
 from ingot.planner.plan import make_plan
 from ingot.planner.propose import propose
 from ingot.planner.step_time import step_seconds
-from ingot.recipes.load import load_cluster, load_model
+from ingot.recipes.clusters import load_cluster
+from ingot.recipes.load import load_model
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel

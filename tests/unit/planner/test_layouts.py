@@ -8,7 +8,8 @@ from ingot.planner.links import crosses_nodes, line_times
 from ingot.planner.memory import live_bill, position_bill
 from ingot.planner.plan import make_plan
 from ingot.planner.step_time import rank_work, step_seconds
-from ingot.recipes.load import load_cluster, load_model
+from ingot.recipes.clusters import load_cluster
+from ingot.recipes.load import load_model
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train

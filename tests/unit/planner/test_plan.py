@@ -8,7 +8,8 @@ from ingot.config import from_dict, to_dict
 from ingot.planner.memory import memory_bill
 from ingot.planner.plan import make_plan
 from ingot.planner.step_time import step_seconds
-from ingot.recipes.load import load_cluster, load_model
+from ingot.recipes.clusters import load_cluster
+from ingot.recipes.load import load_model
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel

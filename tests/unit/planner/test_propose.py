@@ -10,7 +10,8 @@ from ingot.config import from_dict, to_dict
 from ingot.errors import ConfigError
 from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.planner.propose import Hints, propose
-from ingot.recipes.load import load_cluster, load_model, model_names
+from ingot.recipes.clusters import load_cluster
+from ingot.recipes.load import load_model, model_names
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import Data, RunConfig
 from ingot.theory.params import count_parameters

@@ -21,7 +21,7 @@ from ingot.theory.params import (
     count_parameters,
     parameters_by_part,
 )
-from ingot.theory.peaks import ACCELERATORS, find_accelerator, peak_flops
+from ingot.theory.devices import devices, find_device, peak_flops
 from ingot.theory.scaling import suggested_batch_tokens, suggested_learning_rate
 
 LLAMA3_8B = load_model("llama3-8b").arch
@@ -174,8 +174,9 @@ def test_no_peak_is_guessed():
 
 
 def test_each_accelerator_is_found_by_its_own_words():
-    for accelerator in ACCELERATORS:
-        assert find_accelerator(" ".join(accelerator.words)) is accelerator
+    for device in devices().values():
+        assert find_device(" ".join(device.words)) is device
+        assert find_device(device.device_name) is device
 
 
 def test_scaling_fits_reproduce_deepseeks_choices():

@@ -1,0 +1,124 @@
+"""Accelerators by name: published peaks, memory, links and prices (devices.toml), and clusters put together from them.
+
+Peaks are dense and at the full power limit: the denominator of MFU. A card with a lower limit cannot reach them, which
+is its property and stays visible in the MFU.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+
+from ingot.config import from_dict
+from ingot.schema.cluster import Cluster
+from ingot.units import parse_bytes
+
+# A process on a GPU before its model: device context, cuBLAS workspaces, NCCL buffers. 1-5 GB are reported.
+_RUNTIME_BYTES = 2 * 1024**3
+# Caching allocators lose 5-10% to fragmentation.
+_FRAGMENTATION = 0.08
+# Time between two kernels that Python launches one by one.
+_LAUNCH_SECONDS = 6e-6
+# Of one message, with the library's own work: between devices that share fast links, and through network cards.
+_LINK_SECONDS, _NETWORK_SECONDS = 3e-6, 8e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One entry of devices.toml, which says what its fields mean. key: its name there."""
+
+    key: str = ""
+    device_name: str
+    words: tuple[str, ...]
+    device: str = "cuda"
+    source: str
+    bf16: float
+    fp8: float = 0.0
+    fp4: float = 0.0
+    fp32: float = 0.0
+    memory: str
+    memory_bandwidth: float
+    link_bandwidth: float
+    link_kind: str = "nvswitch"
+    network_bandwidth: float
+    network_kind: str = "infiniband"
+    sharp: bool = False
+    host_bandwidth: float
+    node: int = 8
+    domain: int = 0
+    matmul_efficiency: float
+    attention_efficiency: float
+    watts: float = 0.0
+    usd_per_hour: float = 0.0
+    price: str = field(default="")
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """FLOP/s by dtype, of those that are known."""
+        tera = {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8, "fp4": self.fp4, "fp32": self.fp32}
+        return {dtype: rate * 1e12 for dtype, rate in tera.items() if rate}
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """By their short names: "h100"."""
+    text = resources.files("ingot.theory").joinpath("devices.toml").read_text(encoding="utf-8")
+    return {
+        key: from_dict(Device, {"key": key, **values}, where=lambda name: f"devices.toml ({name})")
+        for key, values in tomllib.loads(text).items()
+    }
+
+
+def find_device(device_name: str) -> Device | None:
+    """By the name that the driver prints ("NVIDIA H100 80GB HBM3"): the entry whose words are in it, the one that says
+    most. None when unknown, or for a MIG slice of a card."""
+    name = device_name.lower()
+    if " mig " in f" {name} ":
+        return None
+    known = [d for d in devices().values() if all(re.search(rf"\b{re.escape(word)}\b", name) for word in d.words)]
+    return max(known, key=lambda device: sum(map(len, device.words)), default=None)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense peak of one device in FLOP/s for dtype "bf16", "fp16", "fp8", "fp4" or "fp32"; None when not published
+    here. None must end as "MFU n/a", never as a guess."""
+    device = find_device(device_name)
+    return device.peaks.get(dtype) if device else None
+
+
+def cluster_of(device: Device, count: int, *, name: str, per_node: int = 0, domain: int = 0) -> Cluster:
+    """`count` of one kind in nodes of `per_node` (0: as many as its nodes have), with published rates.
+
+    Nodes are whole: `count` is a multiple of `per_node`, or at most that many. domain: devices that fast links join;
+    0: as published.
+    """
+    per_node = min(per_node or device.node, count)
+    tpu = device.device == "tpu"
+    return Cluster(
+        name=name,
+        device=device.device,
+        nodes=count // per_node,
+        devices_per_node=per_node,
+        memory_bytes=parse_bytes(device.memory),
+        memory_bandwidth=device.memory_bandwidth,
+        peak_flops=device.peaks,
+        op_seconds=0.0 if tpu else _LAUNCH_SECONDS,  # a TPU runs one compiled program
+        runtime_bytes=_RUNTIME_BYTES // 4 if tpu else _RUNTIME_BYTES,
+        usd_per_hour=device.usd_per_hour,
+        price_source=device.price,
+        device_name=device.device_name,
+        matmul_efficiency=device.matmul_efficiency,
+        attention_efficiency=device.attention_efficiency,
+        fragmentation=0.0 if tpu else _FRAGMENTATION,
+        link_bandwidth=device.link_bandwidth,
+        network_bandwidth=device.network_bandwidth,
+        domain_devices=min(domain or device.domain, count),
+        link_seconds=_LINK_SECONDS,
+        network_seconds=_NETWORK_SECONDS,
+        link_kind=device.link_kind,
+        network_kind=device.network_kind,
+        sharp=device.sharp,
+        host_bandwidth=device.host_bandwidth,
+        watts=device.watts,
+    )
