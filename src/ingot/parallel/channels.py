@@ -5,6 +5,7 @@ and receives one after the other as they were posted, so that two directions of 
 ever (PyTorch warns of it: with a bound device all messages of a group share one communicator).
 """
 
+import time
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -21,11 +22,14 @@ Parcel = tuple[Channel, Message]
 class Channels:
     """This rank's ends of all channels of `table`. Collective over the world.
 
+    waited_seconds: how long the host has waited in `receive` so far; on GPUs it hardly does.
+
     dtype: of all messages. Receives are posted in the sender's order; sent tensors are kept until they have arrived.
     """
 
     def __init__(self, table: Table, mesh: Mesh, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device = dtype, device
+        self.waited_seconds = 0.0
         self.order = channel_order(table)
         self.ranks = mesh.ranks("pp")
         self.groups = open_groups(list(self.order), mesh, device)
@@ -56,7 +60,9 @@ class Channels:
     def receive(self, parcel: Parcel) -> Tensor:
         """An expected message. On GPUs only the device waits for it."""
         work, buffer = self._coming.pop(parcel)
+        began = time.monotonic()
         work.wait()
+        self.waited_seconds += time.monotonic() - began
         self._release(parcel[0].sender, self._made[parcel])
         return buffer
 

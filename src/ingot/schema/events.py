@@ -11,14 +11,18 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
                  no experts), dropped, fallback (null: never)        one per log line
+  waits          step, steps, and by what a rank's time went to, data, pipeline, reading, computing, queued, blocked,
+                 {mean, least, most, rank}: seconds per step over ranks, and the rank with the most
+                 (telemetry/waits.py)                               one per log line
   experts        step, steps (summed up), layers [..], by layer load_cv, max_load, min_load, dropped and fallback
                  (null: never), entropy, loads [[..]] (null, but with a checkpoint)  one per log line,
                  see telemetry/experts.py
   skipped        steps [..]                                           whose updates were vetoed, if any, per log line
   rolled_back    from_step, to_step                                   training goes on from the checkpoint of to_step
-  checkpoint     step, bytes, stall_seconds, path                     after it was verified
+  checkpoint     step, bytes, stall_seconds (in which nothing trains), path   after it was verified
   checkpoint_refused  step, path, reason                              on load: damaged, the next older one is tried
-  evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb
+  evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
+                 seconds
   sample         step, prompt, text
   fault          rank, cause, step (last seen), detected_by           a rank was lost, or an error ended the attempt
   restart        attempt, of                                          the supervisor starts the job again
@@ -34,6 +38,7 @@ RUN_STARTED = "run_started"
 RANK_STARTED = "rank_started"
 STEP = "step"
 PROGRESS = "progress"
+WAITS = "waits"
 EXPERTS = "experts"
 SKIPPED = "skipped"
 ROLLED_BACK = "rolled_back"

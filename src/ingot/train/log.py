@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from ingot.dist.collectives import gather_from
 from ingot.resilience.policy import Facts, Reading, read_steps
 from ingot.schema import events
 from ingot.telemetry.experts import expert_load
 from ingot.telemetry.line import Progress, format_line
 from ingot.telemetry.memory import peak_memory_bytes
+from ingot.telemetry.waits import ThreadTime, Waits, summary
 from ingot.theory.flops import model_flops_utilisation
 from ingot.train.build import Training
 from ingot.train.evaluate import evaluate, sample_prompts
@@ -21,15 +23,19 @@ from ingot.train.forward import run_logits, run_nats
 
 @dataclass
 class Interval:
-    """What passed between two log lines, on this rank's clock. Saving and evaluating lie outside of it."""
+    """What passed between two log lines, on this rank's clocks. Saving and evaluating lie outside of it.
 
-    began: float
+    pipeline_before: how long this rank had waited for neighbours in the pipeline when it began.
+    """
+
+    began: ThreadTime
+    pipeline_before: float
     steps: int = 0
     data_wait_seconds: float = 0.0
 
     @classmethod
-    def begin(cls) -> "Interval":
-        return cls(time.monotonic())
+    def begin(cls, run: Training) -> "Interval":
+        return cls(ThreadTime.now(), run.program.channels.waited_seconds)
 
     def add(self, data_wait_seconds: float) -> None:
         self.steps += 1
@@ -42,8 +48,10 @@ def log_interval(run: Training, recent: list[Facts], interval: Interval, *, save
     Here the host waits for the device. saves: a checkpoint follows, so the load of every expert is written, too.
     Returns the numbers of the steps, which a policy has not judged yet.
     """
+    reading_began = time.monotonic()
     readings = read_steps(recent)
-    step_seconds = (time.monotonic() - interval.began) / interval.steps
+    passed = ThreadTime.now().since(interval.began)
+    step_seconds = passed.wall / interval.steps
     for facts, reading in zip(recent, readings, strict=True):
         run.log(events.STEP, step=facts.step, loss=reading.loss, grad_norm=reading.grad_norm, lr=facts.lr)
     if skipped := [reading.step for reading in readings if reading.skipped]:
@@ -72,8 +80,21 @@ def log_interval(run: Training, recent: list[Facts], interval: Interval, *, save
         **log_experts(run, recent, with_loads=saves),
     )
     run.log(events.PROGRESS, **asdict(progress))
+    waits = Waits.of(
+        passed,
+        data=interval.data_wait_seconds,
+        pipeline=run.program.channels.waited_seconds - interval.pipeline_before,
+        reading=interval.began.wall + passed.wall - reading_began,
+    )
+    log_waits(run, step, interval.steps, waits)
     run.say(format_line(progress))
     return readings
+
+
+def log_waits(run: Training, step: int, steps: int, mine: Waits) -> None:
+    """One `waits` event, of all ranks. Collective."""
+    rows = gather_from(range(run.place.world_size), mine.row())
+    run.log(events.WAITS, step=step, steps=steps, **summary(rows, steps))
 
 
 def log_experts(run: Training, recent: list[Facts], *, with_loads: bool) -> dict[str, Any]:
@@ -100,6 +121,7 @@ def log_evaluation(run: Training, step: int) -> None:
     """Score the held-out text, if the run has one. Collective."""
     if run.heldout is None:
         return
+    began = time.monotonic()
     found = evaluate(
         run_nats(run),
         run.heldout,
@@ -108,7 +130,8 @@ def log_evaluation(run: Training, step: int) -> None:
         part=run.mesh.data_rank,
         readers=run.readers,
     )
-    run.log(events.EVALUATION, step=step, **found.facts())
+    seconds = round(time.monotonic() - began, 6)
+    run.log(events.EVALUATION, step=step, **found.facts(), seconds=seconds)
     run.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
 
 

@@ -36,7 +36,7 @@ def train(run: Training) -> Ending:
     steps, done, stopped = config.train.steps, run.first_step - 1, False
     began = time.monotonic()
     recent: list[Facts] = []
-    interval = Interval.begin()
+    interval = Interval.begin(run)
     roll_backs: Counter[int] = Counter()
 
     if run.until_step < run.first_step <= steps:  # it came this far before
@@ -66,7 +66,7 @@ def train(run: Training) -> Ending:
             require_vetoed(line[-1])
         if verdict is Verdict.ROLL_BACK:
             done = roll_back(run, done, roll_backs)
-            interval = Interval.begin()
+            interval = Interval.begin(run)
             continue
         stopped = done < steps and (done == run.until_step or verdict is Verdict.STOP)
         if save_now or stopped:
@@ -76,7 +76,7 @@ def train(run: Training) -> Ending:
         if stopped:
             run.log(events.STOPPED, step=done, reason="requested")
             break
-        interval = Interval.begin()
+        interval = Interval.begin(run)
 
     if not stopped:  # also when a run that was killed after its last checkpoint comes back
         log_evaluation(run, done)

@@ -1,5 +1,6 @@
 """One checkpoint of a run: the samples consumed since the last one go to the ledger, then everything is saved."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,15 +18,14 @@ from ingot.units import format_bytes, format_seconds
 
 def save(run: Training, step: int) -> None:
     """Save and verify the checkpoint of `step`, and say so. Collective."""
+    began = time.monotonic()
     run.segments.append(next_segment(run, step))
     facts = replace(run.checkpoint_facts, step=step, tokens=step * run.config.tokens_per_step)
     saved = save_checkpoint(run.folder, facts, run.state, tuple(run.segments), keep=run.config.checkpoint.keep)
     run.ledger.forget(step)
-    path = saved.path.relative_to(run.folder.root)
-    run.log(events.CHECKPOINT, step=step, bytes=saved.bytes, stall_seconds=saved.stall_seconds, path=str(path))
-    run.say(
-        f"saved     step {step}  {format_bytes(saved.bytes)}  stall {format_seconds(saved.stall_seconds)}  verified"
-    )
+    path, stall_seconds = saved.path.relative_to(run.folder.root), time.monotonic() - began
+    run.log(events.CHECKPOINT, step=step, bytes=saved.bytes, stall_seconds=stall_seconds, path=str(path))
+    run.say(f"saved     step {step}  {format_bytes(saved.bytes)}  stall {format_seconds(stall_seconds)}  verified")
 
 
 def next_segment(run: Training, step: int) -> LedgerSegment:
