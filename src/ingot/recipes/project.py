@@ -1,7 +1,7 @@
 """From a preset to files: a run planned for data and a cluster, and a project folder to start from."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ingot.config import load, to_dict, to_toml
@@ -9,12 +9,11 @@ from ingot.errors import ConfigError, DataMissing, UsageError
 from ingot.huggingface.config_file import read_arch, require_fit
 from ingot.loader.reader import check_vocabulary
 from ingot.planner.context import with_context
-from ingot.planner.plan import make_plan
+from ingot.planner.plan import Planned, make_plan
 from ingot.planner.propose import NO_HINTS, Hints, propose
 from ingot.recipes.clusters import find_cluster
 from ingot.recipes.load import ModelPreset, load_model
 from ingot.schema.cluster import Cluster
-from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest, training_tokens
 from ingot.storage import write_atomic, write_json
@@ -24,15 +23,6 @@ from ingot.theory.scaling import compute_optimal_tokens
 from ingot.units import parse_count
 
 _GITIGNORE = "/data/\n/runs/\n/machine.json\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A run with its plan. reasons: dotted key -> why that value; of a run file of the user's, for what was open."""
-
-    run: RunConfig
-    plan: Plan
-    reasons: dict[str, str]
 
 
 def plan_model(
