@@ -64,7 +64,7 @@ def _attention(position: Position) -> Iterator[Product]:
 
 def _latent(arch: Arch, heads: float, m: float) -> Iterator[Product]:
     mla = arch.mla
-    yield Product("down", m, mla.q_rank + mla.kv_rank + mla.rope_dim, arch.d_model)
+    yield Product("latents", m, mla.q_rank + mla.kv_rank + mla.rope_dim, arch.d_model)
     yield Product("q up", m, heads * arch.head_dim, mla.q_rank or arch.d_model)
     yield Product("k, v up", m, heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
 
@@ -138,6 +138,7 @@ def stage_products(position: Position, stage: Stage) -> StageProducts:
         products = block_products(position, experts) if blocks else ()
         forward += [(p, blocks) for p in products]
         inputs += [(p.for_inputs, blocks) for p in products]
-        inputs += [(p, recomputed) for p in repeated_products(position, experts) if recomputed]
+        if recomputed:
+            inputs += [(p, recomputed) for p in repeated_products(position, experts)]
         weights += [(p.for_weights, blocks) for p in products]
     return StageProducts(tuple(forward), tuple(inputs), tuple(weights))
