@@ -27,7 +27,8 @@ class Outlook:
     days: by the clock. productive_days: of steps alone. goodput: their ratio. failures: expected interruptions.
     failures_per_node_day, restart_seconds: what was assumed. checkpoint_every_seconds: between two checkpoints (Young,
     Daly). checkpoint_stall_seconds: that one of them stops the steps for. device_hours: by the clock, all devices.
-    storage_bytes: of all checkpoints kept. usd_by_kind: "devices", "storage", "egress".
+    storage_bytes: of all checkpoints kept. spare_nodes: with which a failed node rarely waits for another.
+    usd_by_kind: "devices", "spares", "storage", "egress".
     """
 
     days: float
@@ -40,6 +41,7 @@ class Outlook:
     checkpoint_stall_seconds: float
     device_hours: float
     storage_bytes: float = 0.0
+    spare_nodes: int = 0
     usd_by_kind: dict[str, float] = field(default_factory=dict)
 
 

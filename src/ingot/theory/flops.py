@@ -48,3 +48,14 @@ def train_flops_per_token(arch: Arch, seq_len: int, causal: bool = True) -> floa
 def model_flops_utilisation(tokens_per_second: float, flops_per_token: float, peak_flops: float) -> float:
     """Share of the peak that useful work reached. `peak_flops`: of all devices together, dense, of the dtype used."""
     return tokens_per_second * flops_per_token / peak_flops
+
+
+def train_flops_6nd(parameters: float, tokens: float) -> float:
+    """6 N D: of a model of which nothing but its size is known (Kaplan et al. 2020, section 2.1). Attention is left out
+    and the embedding counted, which about cancel in models of 7B to 100B at sequences of 2k to 8k tokens."""
+    return TRAIN_TO_FORWARD * 2.0 * parameters * tokens
+
+
+def training_seconds(flops: float, devices: int, peak_flops: float, mfu: float = 1.0) -> float:
+    """peak_flops: dense, of one device, FLOP/s. A sustained rate already is peak x mfu: it takes mfu = 1."""
+    return flops / (devices * peak_flops * mfu)

@@ -1,0 +1,126 @@
+"""Failures of a job on many nodes: how often it stops, how often to save, and what share of the time is useful.
+
+    M  mean time to failure of the whole job       R  from a failure until steps go on, lost work aside
+    w  time that one checkpoint stops the steps    t  time of steps between two checkpoints
+
+Failures are taken to be independent and to strike at a constant rate (exponential times between them). All times are in
+seconds. Sources: Young 1974 (Communications of the ACM 17, 530); Daly 2006 (Future Generation Computer Systems 22,
+303); Kokolis et al. 2025 (arXiv 2410.21680).
+"""
+
+import math
+from dataclasses import dataclass
+
+from ingot.errors import ConfigError
+from ingot.theory.term import Term
+
+DAY_SECONDS = 86_400
+# Sums of first-order losses stand for the whole while they are small; from a half on they are plainly wrong.
+FIRST_ORDER_LIMIT = 0.5
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """Events that stop a job, per node and day, as published."""
+
+    per_node_day: float
+    devices_per_node: int
+    source: str
+
+    def of_nodes_with(self, devices: int) -> float:
+        """Per day of a node with that many devices, by their share: most failures are those of devices and of what is
+        beside each of them (59-64% GPU and its memory in Llama 3's table 5)."""
+        return self.per_node_day * devices / self.devices_per_node
+
+
+PUBLISHED_RATES = {
+    "llama3": FailureRate(0.0038, 8, "Llama team 2024, section 3.3.4: 419 in 54 days of 2,048 nodes, H100"),
+    "rsc1": FailureRate(0.0065, 8, "Kokolis et al. 2025, RSC-1: 11 months, 16,000 A100"),
+    "rsc2": FailureRate(0.0023, 8, "Kokolis et al. 2025, RSC-2: 11 months, 8,000 A100"),
+    "opt": FailureRate(0.0156, 8, "Zhang et al. 2022, OPT-175B's logbook: about 2 of 128 nodes a day, A100"),
+    "bloom": FailureRate(0.00298, 8, "BigScience's chronicles of 176B: one a week on 48 nodes, A100"),
+}
+
+
+def job_mttf_seconds(nodes: int, failures_per_node_day: float) -> float:
+    """Any node's failure stops the job. Infinite at a rate of 0."""
+    daily = nodes * failures_per_node_day
+    return DAY_SECONDS / daily if daily else math.inf
+
+
+def young_interval(mttf: float, stall: float) -> float:
+    """sqrt(2 w M): minimises w/t + t/2M (Young 1974)."""
+    return math.sqrt(2 * stall * mttf)
+
+
+def daly_interval(mttf: float, stall: float) -> float:
+    """The next orders of the same (Daly 2006, eq. 37); M where a checkpoint takes 2M or more."""
+    if math.isinf(mttf):
+        return math.inf
+    if stall >= 2 * mttf:
+        return mttf
+    part = stall / (2 * mttf)
+    return young_interval(mttf, stall) * (1 + math.sqrt(part) / 3 + part / 9) - stall
+
+
+def first_order_overhead(mttf: float, stall: float, interval: float, restart: float = 0.0) -> float:
+    """w/t + t/2M + R/M: time lost per time of steps, where losses are small."""
+    return stall / interval + interval / (2 * mttf) + restart / mttf
+
+
+def ettr(mttf: float, stall: float, interval: float, restart: float) -> float:
+    """Expected effective training time ratio, (1 - (R + t/2)/M) / (1 + w/t), with 1/M = nodes x rate (Kokolis et al.
+    2025). Below 0 where a job fails faster than it restarts: it is of the first order in 1/M."""
+    return (1 - (restart + interval / 2) / mttf) / (1 + stall / interval)
+
+
+def renewal_ettr(mttf: float, stall: float, interval: float, restart: float) -> float:
+    """t / (M e^(R/M) (e^((t+w)/M) - 1)): the same share without approximation (Daly 2006: the expected time of
+    a segment that is repeated until it succeeds, when failures also strike restarts and checkpoints)."""
+    if math.isinf(mttf):
+        return interval / (interval + stall)
+    exponent = (restart + interval + stall) / mttf
+    if exponent > 700:  # e to it is no longer a number; the share is 0 to 300 digits
+        return 0.0
+    return interval / (mttf * math.exp(restart / mttf) * math.expm1((interval + stall) / mttf))
+
+
+def goodput(mttf: float, stall: float, interval: float, restart: float) -> Term:
+    """Productive share of the clock's time, exact (renewal_ettr), beside the published approximation.
+
+    One formula for all rates: the approximation falls to 0 and below where the job still advances, and a change from
+    one to the other would let goodput rise with the rate of failures.
+    """
+    if not interval > 0:
+        raise ConfigError(f"a checkpoint every {interval} s", rule="the time between checkpoints is positive")
+    exact = renewal_ettr(mttf, stall, interval, restart)
+    if math.isinf(mttf):
+        return Term(exact, f"no failures: t/(t + w) = {interval:,.0f} / ({interval:,.0f} + {stall:.3g}) = {exact:.1%}")
+    lost = first_order_overhead(mttf, stall, interval, restart)
+    known = f"M {mttf:,.0f} s, w {stall:.3g} s, t {interval:,.0f} s, R {restart:,.0f} s"
+    formula = f"t / (M e^(R/M) (e^((t+w)/M) - 1)), {known} = {exact:.1%}"
+    if lost > FIRST_ORDER_LIMIT:
+        why = f"losses of w/t + t/2M + R/M = {lost:.0%} are beyond its range"
+        return Term(exact, f"{formula}; (1 - (R + t/2)/M) / (1 + w/t) does not hold: {why}")
+    near = ettr(mttf, stall, interval, restart)
+    return Term(exact, f"{formula}; by (1 - (R + t/2)/M) / (1 + w/t) {near:.1%}")
+
+
+def poisson_quantile(mean: float, probability: float) -> int:
+    """The least k with P(X <= k) >= probability."""
+    if mean <= 0:
+        return 0
+    total, k = math.exp(-mean), 0
+    while total < probability and k < mean + 40 * math.sqrt(mean) + 40:
+        k += 1
+        total += math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
+    return k
+
+
+def spare_nodes(nodes: int, failures_per_node_day: float, repair_days: float, probability: float = 0.99) -> Term:
+    """So many that a failed node finds a replacement with that probability. Nodes in repair are Poisson distributed
+    with mean nodes x rate x repair time, however long single repairs take (Palm's theorem)."""
+    mean = nodes * failures_per_node_day * repair_days
+    count = poisson_quantile(mean, probability)
+    away = f"{nodes:,} nodes x {failures_per_node_day:.3%} a day x {repair_days:g} days = {mean:.2f} in repair"
+    return Term(count, f"{away}; {probability:.0%} quantile of Poisson: {count}")
