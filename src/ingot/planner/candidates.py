@@ -1,0 +1,172 @@
+"""One layout of a search: what it needs and how long it takes, worked out when somebody asks for it and then kept."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ingot.planner.memory import memory_bill, rank_memory_bytes
+from ingot.planner.step_time import step_seconds
+from ingot.schema.cluster import Cluster
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import RunConfig
+from ingot.schema.software import Software
+from ingot.theory import activations, memory
+from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
+from ingot.theory.layout import Position, layout_problems, positions
+from ingot.theory.schedule import PUBLISHED
+
+# Room kept free on a device: the next allocation must not be the last.
+MEMORY_SHARE = 0.9
+# Layouts whose times differ by less are equally fast, as far as a prediction can tell: the simpler one goes first.
+_EQUAL = 0.005
+_DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload")
+# Of the schedules without a published formula, the one whose formula holds for each of their stages.
+_BUBBLE_LIKE = {"interleaved_zb": "zb_h1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """run: with this layout. step_seconds: 0.0 on a cluster whose rate is unknown. memory_bytes: of the fullest rank.
+
+    mfu: causal attention counted half (theory/flops.py), 0.0 where there is no peak. bubble: share of a step that
+    pipeline ranks wait.
+    """
+
+    run: RunConfig
+    software: Software
+    step_seconds: float
+    memory_bytes: float
+    mfu: float
+    bubble: float
+
+
+def axes(run: RunConfig) -> int:
+    """How many ways a layout has of splitting a run; fewer are simpler."""
+    parallel = run.parallel
+    degrees = (parallel.pp, parallel.cp, parallel.tp, parallel.ep, parallel.dp_replicate, parallel.dp_shard)
+    extras = parallel.recompute != "none", parallel.stages_on_each_rank > 1, parallel.splits_backward
+    return sum(degree > 1 for degree in degrees) + sum(extras) + (parallel.offload != "none")
+
+
+def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Fastest first; those as fast as the fastest that is left, simplest first."""
+    waiting, found = sorted(candidates, key=lambda candidate: candidate.step_seconds), []
+    while waiting:
+        limit = waiting[0].step_seconds * (1 + _EQUAL)
+        equal = [candidate for candidate in waiting if candidate.step_seconds <= limit]
+        found += sorted(equal, key=_simplicity)
+        waiting = waiting[len(equal) :]
+    return found
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, int, int, float]:
+    parallel = candidate.run.parallel
+    zero = parallel.zero if parallel.zero != "auto" else 0
+    return axes(candidate.run), zero, parallel.tp * parallel.pp * parallel.cp * parallel.ep, candidate.step_seconds
+
+
+def _state(place: Position) -> float:
+    """Bytes that are there at every moment of a step."""
+    parts = memory.weights, memory.optimizer, memory.gathered, memory.gradients_kept
+    return sum(part(place).value for part in parts)
+
+
+class Evaluator:
+    """Bills and times of layouts of one run on one cluster, each worked out once."""
+
+    def __init__(self, run: RunConfig, cluster: Cluster, software: Software):
+        self.run, self.cluster, self.software = run, cluster, software
+        self._bytes: dict[RunKey, float] = {}
+        self._seconds: dict[RunKey, tuple[float, float]] = {}
+        self._known_places: dict[Parallel, tuple[Position, Position]] = {}
+        self._flops = train_flops_per_token(run.model, run.train.seq_len)
+
+    def laid_out(self, parallel: Parallel, micro_batch: int) -> RunConfig:
+        return replace(self.run, parallel=parallel, train=replace(self.run.train, micro_batch=micro_batch))
+
+    def limit_bytes(self, run: RunConfig) -> float:
+        return MEMORY_SHARE * rank_memory_bytes(self.cluster, run.parallel.world_size)
+
+    def memory_bytes(self, run: RunConfig) -> float:
+        key = run.parallel, run.train.micro_batch
+        if key not in self._bytes:
+            self._bytes[key] = sum(term.value for term in memory_bill(run, self.cluster).values())
+        return self._bytes[key]
+
+    def fits(self, run: RunConfig) -> bool:
+        return self.memory_bytes(run) <= self.limit_bytes(run)
+
+    def least_bytes(self, run: RunConfig) -> float:
+        """No more than `memory_bytes`: what the pipeline rank with the most parameters has when its first micro-batch
+        has passed its last stage, all of whose activations it then keeps."""
+        place = self._places(run)[-1]
+        device = self.cluster.device
+        saved = place.tokens * sum(activations.stage_bytes(place, stage, device) for stage in place.stages)
+        return self._with_runtime(_state(place) + saved)
+
+    def least_state_bytes(self, run: RunConfig) -> float:
+        """No more than `memory_bytes`, whatever the schedule: without activations, and of the rank with the fewest
+        parameters, because no schedule deals out stages so that all ranks have fewer."""
+        return self._with_runtime(_state(self._places(run)[0]))
+
+    def _with_runtime(self, held: float) -> float:
+        return held * (1 + self.cluster.fragmentation) + self.cluster.runtime_bytes
+
+    def _places(self, run: RunConfig) -> tuple[Position, Position]:
+        """The pipeline ranks with the fewest and the most parameters, which data-parallel ranks do not choose."""
+        settings = {name: getattr(run.parallel, name) for name in _DIVIDES_STATE}
+        key = replace(run.parallel, dp_replicate=1, dp_shard=1, zero=1, recompute="none", offload="none")
+        if key not in self._known_places:
+            everyone = sorted(positions(run, self.software), key=lambda place: place.parameters)
+            self._known_places[key] = everyone[0], everyone[-1]
+        first, last = (
+            replace(place, train=run.train, accumulation=run.accumulation, parallel=replace(place.parallel, **settings))
+            for place in self._known_places[key]
+        )
+        return first, last
+
+    def seconds(self, run: RunConfig) -> float:
+        return self._timed(run)[0]
+
+    def _timed(self, run: RunConfig) -> tuple[float, float]:
+        """Of a step, and the share of it that pipeline ranks wait."""
+        key = run.parallel, run.train.micro_batch
+        if key not in self._seconds:
+            terms = step_seconds(run, self.cluster) or {}
+            total = sum(term.value for term in terms.values())
+            waiting = terms["pipeline bubble"].value if "pipeline bubble" in terms else 0.0
+            self._seconds[key] = total, waiting / total if total else 0.0
+        return self._seconds[key]
+
+    def coarse_seconds(self, run: RunConfig) -> float:
+        """Of a step, without playing a schedule: the model on one rank instead of `pp`, shared by all of these, and the
+        published bubble. Uneven stages take as long as the longest."""
+        parallel = run.parallel
+        if parallel.pp == 1:
+            return self.seconds(run)
+        whole = replace(parallel, pp=1, schedule="1f1b", stages_per_rank=0)
+        alone = self.seconds(replace(run, parallel=whole))
+        each, layers = parallel.stages_on_each_rank, run.model.num_layers
+        longest = -(-layers // parallel.stages) * parallel.stages / layers
+        idle = PUBLISHED[_BUBBLE_LIKE.get(parallel.schedule, parallel.schedule)].bubble(parallel.pp, 1.0, 1.0, 1.0, 3.0)
+        return alone / parallel.pp * longest * (1 + max(idle, 0.0) / (3 * each * run.accumulation))
+
+    def candidate(self, run: RunConfig) -> Candidate:
+        seconds, bubble = self._timed(run)
+        peak = self.cluster.peak_flops.get(run.train.precision, 0.0) * run.parallel.world_size
+        known = seconds and peak and self.cluster.device != "cpu"
+        mfu = model_flops_utilisation(run.tokens_per_step / seconds, self._flops, peak) if known else 0.0
+        return Candidate(
+            run=run,
+            software=self.software,
+            step_seconds=seconds,
+            memory_bytes=self.memory_bytes(run),
+            mfu=mfu,
+            bubble=bubble,
+        )
+
+    @staticmethod
+    def legal(run: RunConfig) -> bool:
+        return not any(layout_problems(run))
+
+
+RunKey = tuple[Parallel, int]
