@@ -73,7 +73,8 @@ def _same_mesh(run: RunConfig, space: Space) -> Iterator[tuple[str, Parallel]]:
             yield "dp_shard", replace(parallel, dp_shard=shard, dp_replicate=parallel.data_ranks // shard)
     if run.model.is_moe:
         yield from (("ep", replace(parallel, ep=ep)) for ep in _twice_and_half(parallel.ep))
-    yield from (("zero", replace(parallel, zero=zero)) for zero in (1, 2, 3) if zero != parallel.zero)
+    if parallel.shard_ranks > 1:
+        yield from (("zero", replace(parallel, zero=zero)) for zero in (1, 2, 3) if zero != parallel.zero)
     for form in RECOMPUTE:
         if form != parallel.recompute:
             yield "recompute", replace(parallel, recompute=form, recompute_every=1)

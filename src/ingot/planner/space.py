@@ -34,7 +34,7 @@ _SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v", "interleaved_zb", "dualpip
 # What a search decides; other settings of a layout stay as the run has them.
 SEARCHED = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "context", "ulysses", "zero", "schedule", "stages_per_rank",
-    "recompute", "offload",
+    "recompute", "offload", "offload_parameters",
 )  # fmt: skip
 PINS = (*(field.name for field in fields(Parallel)), "micro_batch")
 
@@ -100,6 +100,7 @@ class Space:
         """The run's layout, with everything that is searched for as if it were not there, and what is pinned."""
         idle = {field.name: field.default for field in fields(Parallel) if field.name in SEARCHED}
         fixed = {name: value for name, value in self.pinned.items() if name not in SEARCHED and name != "micro_batch"}
+        idle |= {"offload": self.pinned.get("offload", "cpu" if self.reach.offload else "none")}
         return replace(self.run.parallel, **idle | {"stage_layers": (), "recompute_every": 1} | fixed)
 
     def _tensor_degrees(self) -> list[int]:
@@ -134,10 +135,14 @@ class Space:
             if ranks % shard or self.pinned.get("dp_replicate", ranks // shard) != ranks // shard:
                 continue
             split = replace(mesh, dp_shard=shard, dp_replicate=ranks // shard)
-            stages = (1, 2, 3) if split.shard_ranks > 1 else (1,)
+            stages = (1, 2, 3) if split.shard_ranks > 1 or self.reach.offload else (1,)
             for zero in self.free("zero", stages):
                 for ep in self.free("ep", self._expert_degrees(split) if moe.num_experts else (1,)):
-                    yield replace(split, zero=zero, ep=ep)
+                    for parameters in self.free("offload_parameters", self._parameters_offloaded(zero)):
+                        yield replace(split, zero=zero, ep=ep, offload_parameters=parameters)
+
+    def _parameters_offloaded(self, zero: object) -> tuple[bool, ...]:
+        return (False, True) if self.reach.offload and zero == 3 else (False,)
 
     def _expert_degrees(self, split: Parallel) -> list[int]:
         legal = legal_ep(self.run.model.moe.num_experts, split)
