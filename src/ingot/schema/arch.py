@@ -195,6 +195,8 @@ class Arch:
 
     # Matrices of one feed-forward: gate, up and down. The planner's shapes of other systems may have two (GELU).
     ffn_matrices: ClassVar[int] = 3
+    # How often a token goes through the head; the planner's shapes of other systems may predict several tokens.
+    head_passes: ClassVar[int] = 1
 
     @property
     def is_moe(self) -> bool:

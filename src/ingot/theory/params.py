@@ -120,4 +120,4 @@ def count_matrix_parameters(arch: Arch) -> int:
 
     The embedding look-up is no multiplication; a tied matrix counts once, for its use as head.
     """
-    return active_block_matrices(arch) + arch.vocab_size * arch.d_model
+    return active_block_matrices(arch) + arch.head_passes * arch.vocab_size * arch.d_model

@@ -1,0 +1,121 @@
+"""The software of a published run, from what its source says: words, year, precision. Properties only.
+
+Rules in order; later ones refine what earlier ones said. A system that no rule knows gets what was usual in its year.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ingot.planner.foreign.row import Row
+from ingot.schema.software import Recipe, Software
+
+# FlashAttention appeared in May 2022 (Dao et al. 2022), and was in common systems a year later.
+_FLASH_YEAR = 2023
+_MEGATRON = r"megatron|nemo|mt-nlg"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`properties` hold for rows of which `applies` is true. why: the reason, for who reads a prediction."""
+
+    why: str
+    applies: Callable[[Row], bool]
+    properties: dict[str, Any]
+
+
+def _says(pattern: str) -> Callable[[Row], bool]:
+    return lambda row: re.search(pattern, row.words) is not None
+
+
+def _says_of_itself(pattern: str) -> Callable[[Row], bool]:
+    """Not of the table that it stands in."""
+    return lambda row: re.search(pattern, f"{row.id.lower()} {row.text('note')}") is not None
+
+
+def _since(year: int, pattern: str = "") -> Callable[[Row], bool]:
+    return lambda row: row.year >= year and re.search(pattern, row.words) is not None
+
+
+def _precision(pattern: str) -> Callable[[Row], bool]:
+    return lambda row: re.search(pattern, row.text("plan", "precision")) is not None
+
+
+def _tpu(row: Row) -> bool:
+    return "tpu" in row.text("cluster", "gpu")
+
+
+def _old_halves(row: Row) -> bool:
+    """fp16 and no word of flash: systems of that time that had not moved to bf16 had not moved to it either."""
+    return row.year <= _FLASH_YEAR and row.text("plan", "precision") == "fp16" and "flash" not in row.words
+
+
+def _of_megatron(row: Row) -> bool:
+    """By name; and until 2023, who cut layers over GPUs did so with Megatron or a descendant of it."""
+    cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
+    return re.search(_MEGATRON, row.words) is not None or (cut and row.year <= _FLASH_YEAR and not _tpu(row))
+
+
+def _first_megatron(row: Row) -> bool:
+    return row.year < _FLASH_YEAR and _of_megatron(row)
+
+
+RULES = (
+    Rule("eager kernels are PyTorch's default", lambda row: True, {"name": "unknown", "kernels": "eager"}),
+    Rule("before FlashAttention was common", lambda row: row.year < _FLASH_YEAR, {"attention": "unfused"}),
+    Rule("in fp16, and nobody says flash", _old_halves, {"attention": "unfused", "dropout": True}),
+    Rule(
+        "Megatron fuses its own kernels, and keeps 18 bytes of state per parameter",
+        _of_megatron,
+        {"name": "megatron", "kernels": "compiled", "core_recompute": True, "megatron_state": True},
+    ),
+    Rule(
+        "Megatron of its first papers waits for every collective",
+        _first_megatron,
+        {"overlap_data": False, "overlap_pipeline": False, "dropout": True},
+    ),
+    Rule(
+        "Megatron-Core and NeMo: Transformer Engine's kernels; collectives of tensor parallelism run beside products",
+        _since(2023, r"megatron-core|megatron_core|nemo|megatron-bridge"),
+        {"kernels": "tuned", "overlap_tensor": True, "attention": "flash", "dropout": False},
+    ),
+    Rule("NVIDIA's tables since 2025 record graphs", _since(2025, r"nemo|megatron-bridge"), {"graphs": True}),
+    Rule("says flash attention", _says(r"flash"), {"attention": "flash"}),
+    Rule("compiled", _says(r"compile|maxtext|jax|xla|levanter|pax"), {"name": "compiled", "kernels": "compiled"}),
+    Rule("TPUs run one compiled program", _tpu, {"kernels": "compiled", "attention": "flash", "graphs": True}),
+    Rule(
+        "XLA schedules collectives beside products",
+        lambda row: _tpu(row) or re.search(r"maxtext|jax|xla", row.words) is not None,
+        {"overlap_tensor": True, "overlap_data": True, "overlap_pipeline": True, "megatron_state": False},
+    ),
+    Rule("eager", _says(r"\beager\b"), {"kernels": "eager"}),
+    Rule("asynchronous tensor parallelism", _says_of_itself(r"async"), {"overlap_tensor": True}),
+    Rule("gradients are reduced after the backward", _says(r"not overlapped"), {"overlap_data": False}),
+    Rule("says which collectives it overlaps", _says(r"overlaps dp"), {"overlap_data": True, "overlap_pipeline": True}),
+    Rule("experts drop what is beyond their capacity", _says(r"token ?drop"), {"dropless": False}),
+    Rule(
+        "all-to-alls beside computation", _says(r"dualpipe|overlap\w* all-?to-?all|deepep"), {"overlap_experts": True}
+    ),
+)
+
+# By the words of the precision; the first that is found holds.
+_RECIPES: tuple[tuple[str, Recipe], ...] = (
+    ("nvfp4|fp4", "nvfp4"),
+    ("mx", "mxfp8"),
+    ("rowwise", "rowwise"),
+    ("block|-sc", "blockwise"),
+    ("fp8", "tensorwise"),
+)
+
+
+def software_of(row: Row) -> tuple[Software, tuple[str, ...]]:
+    """And the reasons, in the order in which they apply."""
+    found, why = Software(), []
+    for rule in RULES:
+        if rule.applies(row):
+            found = replace(found, **rule.properties)
+            why.append(rule.why)
+    precision = row.text("plan", "precision")
+    recipe = next((recipe for words, recipe in _RECIPES if re.search(words, precision)), "")
+    return replace(found, recipe=recipe), tuple(why)
