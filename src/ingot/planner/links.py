@@ -1,10 +1,13 @@
-"""Which link the traffic of each line of the mesh uses, and how long it takes there.
+"""Which links the traffic of each line of the mesh uses, and how long it takes there.
 
-A line is an axis of the mesh or a view of it (dist/mesh.py): ranks that differ on it alone.
+A line is an axis of the mesh or a view of it (dist/mesh.py): ranks that differ on it alone. Its neighbours are `stride`
+ranks apart, so that of its ranks as many are in one domain of fast links as strides fit there.
 """
 
 from dataclasses import dataclass
 
+from ingot.planner.collectives import SECONDS, Group
+from ingot.planner.constants import Constants, fitted
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.theory.layout import Position
@@ -27,8 +30,29 @@ _LINES = {
 }
 
 
+def counted_as(cluster: Cluster) -> str:
+    """For theory/, a TPU has the chunks and norms of a GPU."""
+    return "cpu" if cluster.device == "cpu" else "cuda"
+
+
 def line_of(traffic: Traffic) -> str:
     return traffic.axis if traffic.axis in ("pp", "dp_replicate") else _LINES[traffic.what]
+
+
+def stride(parallel: Parallel, line: str) -> int:
+    """How many ranks lie between neighbours on a line, one of them included. `parallel` is resolved."""
+    copy = parallel.dp_shard * parallel.cp * parallel.tp
+    return {
+        "tp": 1,
+        "ulysses": parallel.tp,
+        "ring": parallel.tp * max(parallel.ulysses, 1),
+        "sequence": 1,
+        "ep": 1,
+        "shard": parallel.tp,
+        "expert_shard": parallel.ep,
+        "dp_replicate": copy,
+        "pp": copy * parallel.dp_replicate,
+    }[line]
 
 
 def span(parallel: Parallel, line: str) -> int:
@@ -48,8 +72,9 @@ def span(parallel: Parallel, line: str) -> int:
 
 
 def crosses_nodes(parallel: Parallel, line: str, cluster: Cluster) -> bool:
-    """Whether a line can have ranks on different nodes. One of a single rank sends nothing anywhere."""
-    return cluster.nodes > 1 and span(parallel, line) > cluster.devices_per_node
+    """Whether a line can have ranks in different domains of fast links, which mostly are nodes. One of a single rank
+    sends nothing anywhere."""
+    return cluster.devices > cluster.domain and span(parallel, line) > cluster.domain
 
 
 def bandwidth_of(parallel: Parallel, line: str, cluster: Cluster) -> float:
@@ -57,24 +82,53 @@ def bandwidth_of(parallel: Parallel, line: str, cluster: Cluster) -> float:
     return cluster.network_bandwidth if crosses_nodes(parallel, line, cluster) else cluster.link_bandwidth
 
 
+def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, constants: Constants) -> Group:
+    """`ranks` of a line, with what its links reach. On a CPU, links were measured with the library that uses them."""
+    reached = 1.0 if cluster.device == "cpu" else constants.link_share
+    network = 1.0 if cluster.device == "cpu" else constants.network_share
+    near = ranks
+    if crosses_nodes(parallel, line, cluster):
+        near = min(max(cluster.domain // stride(parallel, line), 1), ranks)
+        if line == "pp" and near > 1:
+            near = 1  # some rank's neighbour is in another domain, and the others wait for it
+    return Group(
+        ranks=ranks,
+        near=near,
+        link=cluster.link_bandwidth * reached,
+        network=cluster.network_bandwidth * network,
+        link_seconds=cluster.link_seconds,
+        network_seconds=cluster.network_seconds,
+        sharp=cluster.sharp,
+    )
+
+
 @dataclass(frozen=True)
 class LineTime:
-    """sent: bytes per step of one rank. seconds: of them alone on the link, 0 when its bandwidth is unknown."""
+    """sent: bytes per step of one rank. seconds: of them alone on the links, 0 when a bandwidth is unknown. crosses:
+    the domain of fast links."""
 
     sent: float
     seconds: float
     crosses: bool
 
 
-def line_times(position: Position, cluster: Cluster) -> dict[str, LineTime]:
+def line_times(position: Position, cluster: Cluster, constants: Constants | None = None) -> dict[str, LineTime]:
     """By line, for those that send anything."""
+    constants = constants or fitted()
     sent: dict[str, float] = {}
-    for traffic in step_traffic(position, cluster.device):
+    seconds: dict[str, float] = {}
+    for traffic in step_traffic(position, counted_as(cluster)):
         line = line_of(traffic)
         sent[line] = sent.get(line, 0.0) + traffic.sent
-    return {line: _time(position.parallel, line, amount, cluster) for line, amount in sent.items()}
+        seconds[line] = seconds.get(line, 0.0) + traffic_seconds(position.parallel, traffic, cluster, constants)
+    parallel = position.parallel
+    return {line: LineTime(sent[line], seconds[line], crosses_nodes(parallel, line, cluster)) for line in sent}
 
 
-def _time(parallel: Parallel, line: str, sent: float, cluster: Cluster) -> LineTime:
-    bandwidth = bandwidth_of(parallel, line, cluster)
-    return LineTime(sent, sent / bandwidth if bandwidth else 0.0, crosses_nodes(parallel, line, cluster))
+def traffic_seconds(parallel: Parallel, traffic: Traffic, cluster: Cluster, constants: Constants) -> float:
+    """Of all its operations together."""
+    line = line_of(traffic)
+    if not bandwidth_of(parallel, line, cluster):
+        return 0.0
+    group = group_of(parallel, line, traffic.ranks, cluster, constants)
+    return traffic.count * SECONDS[traffic.kind](group, traffic.bytes / traffic.count)

@@ -1,15 +1,38 @@
-"""How long one optimizer step takes: the work of a rank divided by the rates of its device."""
+"""How long one optimizer step takes: what its blocks compute, what they wait for, and what pipeline ranks wait."""
 
-from ingot.planner.exposed import blocking, exposed
-from ingot.planner.links import bandwidth_of, line_times
+from dataclasses import dataclass
+from functools import cached_property
+
+from ingot.planner.constants import Constants, fitted
+from ingot.planner.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel
+from ingot.planner.links import LineTime, counted_as, group_of, line_times
+from ingot.planner.stage_time import ATTENTION, KINDS, LAUNCHES, PRODUCTS, MeasuredTimer, Part, StageTimer
 from ingot.schema.cluster import Cluster
+from ingot.schema.plan import Communication
 from ingot.schema.run import RunConfig
-from ingot.theory.layout import Position, positions
-from ingot.theory.schedule import Timeline, simulate
+from ingot.schema.software import INGOT, Software
+from ingot.theory.flops import TRAIN_TO_FORWARD
+from ingot.theory.layout import Position, Stage, positions
+from ingot.theory.params import shared_parameters
+from ingot.theory.schedule import Timeline, pipeline_seconds, simulate
 from ingot.theory.term import Term
 from ingot.theory.traffic import hidden_bytes
-from ingot.theory.work import Work, stage_work, step_work
+from ingot.theory.work import Work, stage_work, step_work, update_work
 from ingot.units import format_bytes, format_flops, format_seconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """terms: parts that sum to `seconds`, each with its formula, of the busiest pipeline rank and the time it waits for
+    others. communication: by line of the mesh. bubble: share of a step that pipeline ranks wait for each other."""
+
+    terms: dict[str, Term]
+    communication: dict[str, Communication]
+    bubble: float = 0.0
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(term.value for term in self.terms.values())
 
 
 def rank_work(run: RunConfig, device: str) -> Work:
@@ -17,48 +40,217 @@ def rank_work(run: RunConfig, device: str) -> Work:
     return max((step_work(p, device) for p in positions(run)), key=lambda work: work.matmul_flops)
 
 
-def step_seconds(run: RunConfig, cluster: Cluster) -> dict[str, Term] | None:
-    """Parts that sum to the step's time, or None when the cluster has no rate for the run's precision.
+def step_seconds(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term] | None:
+    """The terms of `estimate`."""
+    found = estimate(run, cluster, software)
+    return found.terms if found else None
 
-    They are those of the busiest pipeline rank, and the time it waits for others. On a GPU, operations are started
-    ahead of their execution and some communication runs beside it, so each counts only by what it exceeds the device's
-    own work (planner/exposed.py). On a CPU everything happens in turn, and collectives are part of the measured cost
-    per step. Experts are taken to have the same load each.
+
+def estimate(
+    run: RunConfig, cluster: Cluster, software: Software = INGOT, constants: Constants | None = None
+) -> StepTime | None:
+    """None when the cluster has no rate for the run's precision.
+
+    On a GPU, operations are started ahead of their execution and some communication runs beside it, so each counts only
+    by what it exceeds the device's own work (planner/exposed.py). On a CPU everything happens in turn, and collectives
+    are part of the measured cost per step. Experts are taken to have the same load each.
     """
     if _rate(run, cluster) <= 0 or cluster.memory_bandwidth <= 0:
         return None
-    everyone = positions(run)
-    work = {position.rank: step_work(position, cluster.device) for position in everyone}
-    busiest = max(everyone, key=lambda position: _seconds(run, cluster, work[position.rank]))
-    mine = work[busiest.rank]
-    terms = _work_terms(run, cluster, mine)
-    launch = mine.operations * cluster.op_seconds
-    launch_formula = f"{mine.operations:,.0f} operations x {cluster.op_seconds * 1e6:.1f} µs"
     if cluster.device == "cpu":
-        terms["operations"] = Term(launch, launch_formula)
-        terms["step"] = Term(cluster.step_overhead_seconds, "measured once per step: collectives and the loop")
-    else:
-        busy = sum(term.value for term in terms.values())
-        terms["launches"] = Term(
-            max(launch - busy, 0.0), f"{launch_formula}, beyond the device's {format_seconds(busy)}"
-        )
-        terms |= exposed(busiest, cluster, busy)
-    if run.parallel.pp > 1:
-        terms["pipeline bubble"] = pipeline_bubble(run, cluster, everyone)
-    return terms
+        return _in_turn(run, cluster, software)
+    return _Step(run, cluster, software, constants or fitted()).time()
 
 
 def _rate(run: RunConfig, cluster: Cluster) -> float:
     return cluster.peak_flops.get(run.train.precision, 0.0)
 
 
-def _work_terms(run: RunConfig, cluster: Cluster, work: Work) -> dict[str, Term]:
+class _Step:
+    """One step on devices that compute and communicate at the same time."""
+
+    def __init__(self, run: RunConfig, cluster: Cluster, software: Software, constants: Constants):
+        self.run, self.cluster, self.constants = run, cluster, constants
+        self.everyone = positions(run, software)
+        first = self.everyone[0]
+        self.parallel, self.accumulation = first.parallel, first.accumulation
+        self.timer = MeasuredTimer(first, cluster) if cluster.measured else StageTimer(first, cluster, constants)
+        self._parts: dict[tuple, tuple[Part, Part, Part]] = {}
+        self._lines: dict[tuple, tuple[dict[str, LineTime], dict[str, Term]]] = {}
+
+    def time(self) -> StepTime:
+        busiest = max(self.everyone, key=self.micro_batch_seconds)
+        own = self.micro_batch_seconds(busiest) * self.accumulation
+        terms = self._work_terms(busiest)
+        times, waits = self.lines(busiest)
+        terms |= waits
+        bubble = 0.0
+        if self.parallel.pp > 1:
+            whole, bubble = self._pipeline()
+            terms["pipeline bubble"] = Term(max(whole - own, 0.0), self._pipeline_formula(whole, bubble))
+        busy = sum(self._compute(busiest).values())
+        terms["collectives"] = data_parallel(busiest, self.cluster, times, busy, self.constants)
+        terms["optimizer step"] = self._update(busiest)
+        return StepTime(terms, self._communication(times, waits, terms["collectives"]), bubble)
+
+    def parts(self, position: Position, stage: Stage) -> tuple[Part, Part, Part]:
+        key = _kind_of(position, stage)
+        if key not in self._parts:
+            self._parts[key] = self.timer.stage(position, stage)
+        return self._parts[key]
+
+    def lines(self, position: Position) -> tuple[dict[str, LineTime], dict[str, Term]]:
+        """Of one step of a rank: what its lines take, and what blocks wait for."""
+        key = tuple(_kind_of(position, stage) for stage in position.stages)
+        if key not in self._lines:
+            times = line_times(position, self.cluster, self.constants)
+            self._lines[key] = times, blocking(position, self.cluster, times, self._beside(position), self.constants)
+        return self._lines[key]
+
+    def _compute(self, position: Position) -> dict[str, float]:
+        """Seconds of the device by kind, of all micro-batches."""
+        total: dict[str, float] = {}
+        for stage in position.stages:
+            for part in self.parts(position, stage):
+                for kind, seconds in part.device.items():
+                    total[kind] = total.get(kind, 0.0) + seconds * self.accumulation
+        return total
+
+    def _beside(self, position: Position) -> Beside:
+        compute = self._compute(position)
+        blocks = sum(len(stage.expert_layers) for stage in position.stages)
+        products = 2.0 * position.tokens * shared_parameters(position.arch) / self.parallel.tp
+        flops = TRAIN_TO_FORWARD * products * blocks * self.accumulation
+        rate = _rate(self.run, self.cluster) * self.cluster.matmul_efficiency
+        return Beside(sum(compute.values()), compute.get(ATTENTION, 0.0), flops / rate)
+
+    def micro_batch_seconds(self, position: Position) -> float:
+        work = sum(part.seconds for stage in position.stages for part in self.parts(position, stage))
+        return work + sum(term.value for term in self.lines(position)[1].values()) / self.accumulation
+
+    def stage_times(self) -> tuple[list[float], list[float], list[float]]:
+        """Of every stage, forward, backward for the inputs and for the weights. Blocks wait in both directions, for
+        the same."""
+        times: dict[int, tuple[float, float, float]] = {}
+        for position in self.everyone:
+            waiting = sum(term.value for term in self.lines(position)[1].values()) / self.accumulation
+            blocks = max(sum(len(stage.layers) for stage in position.stages), 1)
+            for stage in position.stages:
+                forward, inputs, weights = (part.seconds for part in self.parts(position, stage))
+                between = waiting * len(stage.layers) / blocks / 2
+                times[stage.number] = forward + between, inputs + between, weights
+        forward, inputs, weights = zip(*(times[number] for number in sorted(times)), strict=True)
+        return list(forward), list(inputs), list(weights)
+
+    def send_seconds(self) -> float:
+        position = self.everyone[0]
+        group = group_of(self.parallel, "pp", self.parallel.pp, self.cluster, self.constants)
+        rate = group.network if group.crosses else group.link
+        wait = group.network_seconds if group.crosses else group.link_seconds
+        return hidden_bytes(position) / position.sequence_ranks / rate + wait if rate else 0.0
+
+    def _pipeline(self) -> tuple[float, float]:
+        """Seconds of all micro-batches, and the share of them that ranks wait."""
+        parallel, times = self.parallel, self.stage_times()
+        whole = pipeline_seconds(
+            parallel.schedule, parallel.pp, self.accumulation, parallel.stages_on_each_rank, times, self.send_seconds()
+        )
+        work = sum(sum(part) for part in times) * self.accumulation
+        return whole, max(1 - work / (parallel.pp * whole), 0.0)
+
+    def _pipeline_formula(self, whole: float, bubble: float) -> str:
+        parallel = self.parallel
+        shape = f"{parallel.schedule}, {parallel.pp} ranks x {parallel.stages_on_each_rank} stages"
+        simulated = f"{self.accumulation} micro-batches, simulated: {format_seconds(whole)}"
+        return f"{shape}, {simulated}, ranks wait {bubble:.0%}"
+
+    def _work_terms(self, position: Position) -> dict[str, Term]:
+        compute = self._compute(position)
+        host = sum(part.host for stage in position.stages for part in self.parts(position, stage))
+        whole = sum(part.seconds for stage in position.stages for part in self.parts(position, stage))
+        late = (whole * self.accumulation) - sum(compute.values())
+        waits = compute.pop(LAUNCHES, 0.0)
+        amounts = {**compute, LAUNCHES: waits + late}
+        done = step_work(position, counted_as(self.cluster))
+        said = {
+            PRODUCTS: f"{format_flops(done.matmul_flops)}, by their shapes",
+            ATTENTION: format_flops(done.attention_flops),
+            LAUNCHES: f"{format_seconds(host * self.accumulation)} of the host's, where the device waits for it",
+        }
+        terms = {}
+        for kind in KINDS:
+            seconds = amounts.get(kind, 0.0)
+            if seconds or kind in said:
+                amount = said.get(kind, f"of {format_bytes(done.moved_bytes)} in all")
+                each = format_seconds(seconds / self.accumulation)
+                terms[kind] = Term(seconds, f"{amount}: {self.accumulation} micro-batches x {each}")
+        return terms
+
+    def _update(self, position: Position) -> Term:
+        moved = update_work(position).moved_bytes
+        share = 1.0 if self.cluster.measured else self.constants.bandwidth_share
+        rate = self.cluster.memory_bandwidth * share
+        return Term(moved / rate, f"{format_bytes(moved)} / {format_bytes(rate)}/s")
+
+    def _communication(
+        self, times: dict[str, LineTime], waits: dict[str, Term], data: Term
+    ) -> dict[str, Communication]:
+        """Of data-parallel lines, what is waited for is shared out by how long they take."""
+        total = sum(times[line].seconds for line in DATA_PARALLEL if line in times)
+        found = {}
+        for line, time in times.items():
+            if line in DATA_PARALLEL:
+                exposed = data.value * time.seconds / total if total else 0.0
+            else:
+                exposed = waits[NAMES[line]].value if NAMES.get(line) in waits else 0.0
+            found[line] = Communication(
+                sent_bytes=time.sent,
+                seconds=time.seconds,
+                exposed_seconds=min(exposed, time.seconds),
+                crosses=time.crosses,
+            )
+        return found
+
+
+def _kind_of(position: Position, stage: Stage) -> tuple:
+    """Stages of the same kind take the same time."""
+    again = position.recomputed(stage), position.recomputed_with_experts(stage)
+    return len(stage.layers), len(stage.expert_layers), stage.first, stage.last, *again
+
+
+def _in_turn(run: RunConfig, cluster: Cluster, software: Software) -> StepTime:
+    """On a CPU."""
+    everyone = positions(run, software)
+    timer = MeasuredTimer(everyone[0], cluster)
+    work = {position.rank: step_work(position, cluster.device) for position in everyone}
+
+    def seconds(position: Position) -> float:
+        part = timer.part(work[position.rank])
+        return part.busy + part.host
+
+    busiest = max(everyone, key=seconds)
+    mine = work[busiest.rank]
     rate = _rate(run, cluster)
-    return {
-        "matrix products": _at(work.matmul_flops, rate * cluster.matmul_efficiency, "FLOP"),
-        "attention": _at(work.attention_flops, rate * cluster.attention_efficiency, "FLOP"),
-        "everything elementwise": _at(work.moved_bytes, cluster.memory_bandwidth, "B"),
+    terms = {
+        "matrix products": _at(mine.matmul_flops, rate * cluster.matmul_efficiency, "FLOP"),
+        "attention": _at(mine.attention_flops, rate * cluster.attention_efficiency, "FLOP"),
+        "everything elementwise": _at(mine.moved_bytes, cluster.memory_bandwidth, "B"),
+        "operations": Term(
+            mine.operations * cluster.op_seconds,
+            f"{mine.operations:,.0f} operations x {cluster.op_seconds * 1e6:.1f} µs",
+        ),
+        "step": Term(cluster.step_overhead_seconds, "measured once per step: collectives and the loop"),
     }
+    bubble = 0.0
+    if run.parallel.pp > 1:
+        timeline = simulated(run, cluster, everyone)
+        bubble = timeline.bubble_fraction
+        terms["pipeline bubble"] = Term(timeline.step_time - max(timeline.busy), _waiting(run, everyone, timeline))
+    lines = {
+        line: Communication(sent_bytes=t.sent, seconds=t.seconds, exposed_seconds=0.0, crosses=t.crosses)
+        for line, t in line_times(busiest, cluster).items()
+    }
+    return StepTime(terms, lines, bubble)
 
 
 def _at(amount: float, rate: float, unit: str) -> Term:
@@ -67,39 +259,32 @@ def _at(amount: float, rate: float, unit: str) -> Term:
     return Term(amount / rate, f"{shown} / {per}")
 
 
-def _seconds(run: RunConfig, cluster: Cluster, work: Work) -> float:
-    """Of work alone, without collectives. On a GPU operations are started ahead, on a CPU in turn."""
-    busy, launch = sum(t.value for t in _work_terms(run, cluster, work).values()), work.operations * cluster.op_seconds
-    return busy + launch if cluster.device == "cpu" else max(busy, launch)
+def _waiting(run: RunConfig, everyone: tuple[Position, ...], timeline: Timeline) -> str:
+    parallel = everyone[0].parallel
+    shape = f"{parallel.schedule}, {parallel.pp} ranks x {parallel.stages_on_each_rank} stages"
+    whole, share = format_seconds(timeline.step_time), timeline.bubble_fraction
+    return f"{shape}, {run.accumulation} micro-batches, simulated: {whole}, ranks wait {share:.0%}"
 
 
-def pipeline_bubble(run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...]) -> Term:
-    """How much longer the simulated schedule takes than the work of its busiest rank."""
-    timeline, parallel = simulated(run, cluster, everyone), everyone[0].parallel
-    waiting, share = timeline.step_time - max(timeline.busy), timeline.bubble_fraction
-    formula = f"{parallel.schedule}, {parallel.pp} ranks x {parallel.stages_on_each_rank} stages, "
-    formula += (
-        f"{run.accumulation} micro-batches, simulated: {format_seconds(timeline.step_time)}, ranks wait {share:.0%}"
-    )
-    return Term(waiting, formula)
-
-
-def simulated(run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...]) -> Timeline:
-    """The run's pipeline with the time of each stage, or its matrix products where the cluster has no rate."""
-    parallel, known = everyone[0].parallel, _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
-    times: dict[int, list[float]] = {}
-    for position in everyone:
-        waits = blocking(position, cluster, line_times(position, cluster)) if known and cluster.device != "cpu" else {}
-        waiting = sum(term.value for term in waits.values())
-        blocks = max(sum(len(stage.layers) for stage in position.stages), 1)
-        for stage in position.stages:
-            parts = stage_work(position, stage, cluster.device)
-            each = [_seconds(run, cluster, part) if known else part.matmul_flops for part in parts]
-            if waiting:  # by blocks, and half of it in each direction
-                between = waiting / position.accumulation * len(stage.layers) / blocks / 2
-                each = [each[0] + between, each[1] + between, each[2]]
-            times[stage.number] = each
-    forward, inputs, weights = ([times[number][part] for number in sorted(times)] for part in range(3))
-    bandwidth = bandwidth_of(parallel, "pp", cluster) if known else 0.0
-    send = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks / bandwidth if bandwidth else 0.0
-    return simulate(everyone[0].table, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
+def simulated(
+    run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...], constants: Constants | None = None
+) -> Timeline:
+    """The run's pipeline, action by action, with the time of each stage, or its matrix products where the cluster has
+    no rate."""
+    send, table = 0.0, everyone[0].table
+    known = _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
+    if known and cluster.device != "cpu":
+        step = _Step(run, cluster, everyone[0].software, constants or fitted())
+        (forward, inputs, weights), send = step.stage_times(), step.send_seconds()
+    else:
+        timer = MeasuredTimer(everyone[0], cluster)
+        stages = sorted(((s.number, p, s) for p in everyone for s in p.stages), key=lambda found: found[0])
+        if known:
+            parts = [timer.stage(position, stage) for _, position, stage in stages]
+            times = [[part.busy + part.host for part in three] for three in parts]
+            rate = cluster.link_bandwidth
+            send = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks / rate if rate else 0.0
+        else:
+            times = [[part.matmul_flops for part in stage_work(p, s, cluster.device)] for _, p, s in stages]
+        forward, inputs, weights = (list(part) for part in zip(*times, strict=True))
+    return simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=send)

@@ -1,7 +1,7 @@
 """The matrix products of a stage, one by one with their shapes: what decides how near to its peak a device comes.
 
-Their operations sum to those of theory/work.py. A product [m, k] x [k, n] of the forward has two of the same size in the
-backward: for its inputs [m, n] x [n, k], for its weights [n, m] x [m, k]. Projections with the same input are one
+Their operations sum to those of theory/work.py. A product [m, k] x [k, n] of the forward has two of the same size in
+the backward: for its inputs [m, n] x [n, k], for its weights [n, m] x [m, k]. Projections with the same input are one
 product, as all tuned systems run them.
 """
 
@@ -132,8 +132,8 @@ def stage_products(position: Position, stage: Stage) -> StageProducts:
     kinds = ((False, len(stage.layers) - sparse, position.recomputed(stage) - again), (True, sparse, again))
     forward, inputs, weights = [], [], []
     if stage.last:
-        head = head_product(position)
-        forward += [(head, 1), (head.for_inputs, 1), (head.for_weights, 1)]
+        head, passes = head_product(position), position.arch.head_passes
+        forward += [(product, passes) for product in (head, head.for_inputs, head.for_weights)]
     for experts, blocks, recomputed in kinds:
         products = block_products(position, experts) if blocks else ()
         forward += [(p, blocks) for p in products]

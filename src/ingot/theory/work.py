@@ -32,7 +32,7 @@ _BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 136, 50, 17
 _LATENT_OPERATIONS, _ROUTING_OPERATIONS, _CHOICE_OPERATIONS, _SHARED_OPERATIONS = 62, 61, 8, 20
 _CAPACITY_OPERATIONS = 27
 _MICRO_BATCH_OPERATIONS, _UNIT_OPERATIONS, _STEP_OPERATIONS = 49, 40, 60
-_FORWARD_SHARE = 0.4  # of a block's operations, also counted
+FORWARD_SHARE = 0.4  # of a block's operations, also counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,43 +74,43 @@ def stage_work(position: Position, stage: Stage, device: str = "cpu") -> tuple[W
     The loss computes its gradients in the forward. What is recomputed counts with the backward for the inputs.
     """
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
-    sparse, forward = len(stage.expert_layers), _ends_work(position, stage, device)
+    sparse, forward = len(stage.expert_layers), ends_work(position, stage, device)
     inputs, weights = Work(), Work()
     for experts, blocks, recomputed in (
         (False, len(stage.layers) - sparse, again - sparse_again),
         (True, sparse, sparse_again),
     ):
         if blocks:
-            parts = _block_work(position, device, experts)
+            parts = block_work(position, device, experts)
             forward += parts[0].times(blocks)
             inputs += parts[1].times(blocks) + _again(position, parts[0], experts).times(recomputed)
             weights += parts[2].times(blocks)
     return forward, inputs, weights
 
 
-def _block_work(position: Position, device: str, experts: bool) -> tuple[Work, Work, Work]:
+def block_work(position: Position, device: str, experts: bool) -> tuple[Work, Work, Work]:
     """Forward, backward for the inputs, backward for the weights of one block, with or without experts."""
     flops = _block_flops(position, experts)
-    attention = _attention_flops(position)
+    attention = block_attention_flops(position)
     saved = position.tokens * sum(saved_bytes(position, device, experts=experts).values())
-    operations = _operations(position.arch, experts)
+    operations = block_operations(position.arch, experts)
     forward = Work(
         matmul_flops=flops,
         attention_flops=attention,
         moved_bytes=_PASSES_FORWARD * saved,
-        operations=_FORWARD_SHARE * operations,
+        operations=FORWARD_SHARE * operations,
     )
     # Flash attention runs QK^T once more backward: 5 products for the 2 forward (Dao 2023, section 3.1.2).
     inputs = Work(
         matmul_flops=flops,
         attention_flops=2.5 * attention,
         moved_bytes=_PASSES_BACKWARD * saved,
-        operations=(1 - _FORWARD_SHARE) * operations,
+        operations=(1 - FORWARD_SHARE) * operations,
     )
     return forward, inputs, Work(matmul_flops=flops)
 
 
-def _operations(arch: Arch, experts: bool) -> float:
+def block_operations(arch: Arch, experts: bool) -> float:
     """Of one block, forward and backward. A sum over a token's experts takes one after the other."""
     moe, total = arch.moe, _BLOCK_OPERATIONS
     total += _QK_NORM_OPERATIONS * arch.qk_norm + _LATENT_OPERATIONS * arch.is_mla
@@ -125,11 +125,14 @@ def _again(position: Position, forward: Work, experts: bool) -> Work:
     feed-forward; experts' results are weighted, so nothing of them is left out.
 
     A backward in two halves asks for the last product's input only after the product, which is then run for nothing.
+    Systems that recompute the core of attention repeat it alone.
     """
     arch, parallel = position.arch, position.parallel
     of_width = 2.0 * position.tokens * arch.d_model / parallel.tp  # of a product from or to D, per column
     o = of_width * arch.num_heads * value_width(arch)
     down = of_width * (arch.moe.shared_experts * arch.moe.d_expert if experts else arch.d_ffn)
+    if position.software.core_recompute and parallel.recompute == "selective":
+        return replace(forward, matmul_flops=0.0, moved_bytes=0.0)
     if parallel.recompute == "full":
         left_out = 0.0 if experts or parallel.splits_backward else down
         return replace(forward, matmul_flops=forward.matmul_flops - left_out)
@@ -152,7 +155,7 @@ def _block_flops(position: Position, experts: bool) -> float:
     return 2.0 * (products + tokens * shared_parameters(arch) / tp)
 
 
-def _attention_flops(position: Position) -> float:
+def block_attention_flops(position: Position) -> float:
     """QK^T and PV of one block on this rank: 2 products with every key that is seen, values as wide as keys (latent
     attention pads them). Of contiguous parts of a sequence the last rank's, which has the most to see.
 
@@ -165,8 +168,8 @@ def _attention_flops(position: Position) -> float:
     return 4.0 * position.tokens * width * mean_keys(seq_len, arch.sliding_window) * uneven
 
 
-def _ends_work(position: Position, stage: Stage, device: str) -> Work:
-    """Embedding, last norm, head and loss of one micro-batch."""
+def ends_work(position: Position, stage: Stage, device: str) -> Work:
+    """Embedding, last norm, head and loss of one micro-batch; the last two as often as tokens pass the head."""
     arch, tokens, e = position.arch, position.tokens, COMPUTE_BYTES[position.train.precision]
     total = Work(operations=_MICRO_BATCH_OPERATIONS / position.parallel.stages)
     if not stage.last:
@@ -175,11 +178,14 @@ def _ends_work(position: Position, stage: Stage, device: str) -> Work:
     chunks = memory.chunks(arch.vocab_size // position.parallel.tp, tokens, device)
     outside = norm_bytes(arch.d_model, e, device) / position.sequence_ranks + arch.d_model * e + 16
     # The loss, per logit: product written, widened, reduced (two passes), shifted, exponentiated, narrowed, read twice.
-    moved = tokens * vocabulary * (5 * e + 9 * wide) + vocabulary * arch.d_model * (2 * e + 2 * wide) * chunks
+    passes = arch.head_passes
+    moved = passes * (
+        tokens * vocabulary * (5 * e + 9 * wide) + vocabulary * arch.d_model * (2 * e + 2 * wide) * chunks
+    )
     return total + Work(
-        matmul_flops=6.0 * tokens * vocabulary * arch.d_model,
-        moved_bytes=moved + (_PASSES_FORWARD + _PASSES_BACKWARD) * tokens * outside,
-        operations=_CHUNK_OPERATIONS * chunks,
+        matmul_flops=6.0 * passes * tokens * vocabulary * arch.d_model,
+        moved_bytes=passes * moved + (_PASSES_FORWARD + _PASSES_BACKWARD) * tokens * outside,
+        operations=_CHUNK_OPERATIONS * chunks * passes,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ingot.planner.constants import PRIOR
 from ingot.planner.links import crosses_nodes, line_times
 from ingot.planner.memory import live_bill, position_bill
 from ingot.planner.plan import make_plan
@@ -69,8 +70,16 @@ def test_axes_cross_nodes_from_the_inside_out():
     assert crossing == {"dp_replicate", "pp"}
     assert not any(crosses_nodes(Parallel(), line, NODES) for line in ("tp", "shard", "pp"))
     (position, _) = positions(run_of(LLAMA8, tp=4, pp=2))
-    times = line_times(position, NODE)
+    alone = replace(PRIOR, link_share=1.0)
+    times = line_times(position, replace(NODE, link_seconds=0.0, sharp=False), alone)
     assert times["tp"].seconds == pytest.approx(times["tp"].sent / NODE.link_bandwidth)
+    assert line_times(position, NODE, PRIOR)["tp"].seconds > times["tp"].seconds
+
+
+def test_a_rack_is_one_domain_though_it_has_many_nodes():
+    rack, run = load_cluster("72xgb200"), run_of(LLAMA8, tp=8)
+    assert not crosses_nodes(run.parallel, "tp", rack)
+    assert crosses_nodes(run.parallel, "tp", replace(rack, domain_devices=0))
 
 
 def test_tensor_parallelism_inside_a_node_is_dear_and_across_nodes_dearer():
@@ -78,7 +87,7 @@ def test_tensor_parallelism_inside_a_node_is_dear_and_across_nodes_dearer():
     outside = step_seconds(run_of(LLAMA70, tp=8), replace(NODES, devices_per_node=4))
     assert inside and outside
     ratio = outside["tensor-parallel collectives"].value / inside["tensor-parallel collectives"].value
-    assert ratio == pytest.approx(NODE.link_bandwidth / NODES.network_bandwidth)
+    assert ratio == pytest.approx(NODE.link_bandwidth / (4 * NODES.network_bandwidth), rel=0.1)  # 4 cards in a node
 
 
 def test_the_bubble_is_that_of_the_schedule():

@@ -137,7 +137,7 @@ def test_collectives_hide_behind_work_inside_a_node_and_not_over_a_slow_network(
     node = step_seconds(run_of(arch, 8192, 8, 1, 8), load_cluster("8xh100"))
     slow = step_seconds(run_of(arch, 8192, 64, 1, 64), replace(load_cluster("8x8xh100"), network_bandwidth=5e9))
     assert node and slow
-    assert node["collectives"].value < 0.05 * node["matrix products"].value
+    assert node["collectives"].value < 0.1 * node["matrix products"].value
     assert slow["collectives"].value > slow["matrix products"].value
     one = step_seconds(run_of(arch, 8192, 8, 1, 1), load_cluster("h200"))
     assert one and one["collectives"].value == 0

@@ -3,6 +3,7 @@ plays the same one."""
 
 from ingot.theory.schedule.build import NAMES, build_table, schedule_problems
 from ingot.theory.schedule.check import check_table
+from ingot.theory.schedule.program import pipeline_seconds
 from ingot.theory.schedule.published import PUBLISHED, Published
 from ingot.theory.schedule.simulate import Timeline, simulate
 from ingot.theory.schedule.table import Action, Channel, Kind, Message, Table, channel_order, peak_in_flight
@@ -22,6 +23,7 @@ __all__ = [
     "channel_order",
     "check_table",
     "peak_in_flight",
+    "pipeline_seconds",
     "schedule_problems",
     "simulate",
     "timeline_text",
