@@ -114,6 +114,8 @@ PARTS = {
     "obstore": "data",
     "ray": "ray",
     "trafilatura": "trafilatura",
+    "starlette": "web",
+    "uvicorn": "web",
 }
 
 

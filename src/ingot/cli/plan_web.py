@@ -1,0 +1,76 @@
+"""`ingot plan --web`: the planner as a page on this machine."""
+
+import argparse
+
+from ingot.cli.terminal import Terminal
+
+PORT = 8737
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of the page, for the verb `plan`."""
+    page = parser.add_argument_group("a page to play with")
+    page.add_argument("--web", action="store_true", help="serve the planner as a page on this machine, until Ctrl-C")
+    page.add_argument("--port", type=int, metavar="N", help=f"of the page (default: {PORT}; 0: any that is free)")
+    page.add_argument("--host", metavar="NAME", help="address to listen on (default: 127.0.0.1, this machine alone)")
+
+
+def serve(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Serves until it is interrupted. Raises ResourceError when the port is taken, MissingPartError without the part
+    `web`."""
+    from ingot.errors import EXIT_OK, require
+
+    require("starlette", "web")
+    uvicorn = require("uvicorn", "web")
+    from ingot.web.app import LOOPBACK, make_app
+
+    host = args.host or "127.0.0.1"
+    listening = _listen(host, PORT if args.port is None else args.port)
+    port = listening.getsockname()[1]
+    local = host in ("localhost", *LOOPBACK, "::1")
+    name = f"[{host}]" if ":" in host else host
+    url = f"http://{name}:{port}/{_link(args)}"
+    terminal.say(f"planner   {url}   (Ctrl-C ends it)")
+    if not local:
+        terminal.say(f"{terminal.style('warn', 'yellow')}      everyone who reaches {name}:{port} can use it")
+    terminal.result({"url": url, "port": port})
+    app = make_app(LOOPBACK if local else ("*",))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=20, lifespan="off")
+    uvicorn.Server(config).run(sockets=[listening])
+    return EXIT_OK
+
+
+def _listen(host: str, port: int):
+    import socket
+
+    from ingot.errors import ResourceError, UsageError
+
+    if not 0 <= port < 65_536:
+        raise UsageError(f"--port {port}", rule="0 to 65,535; 0 takes any that is free")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise UsageError(f"--host {host}", rule="an address or name of this machine", fix="--host 127.0.0.1") from None
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise ResourceError(
+            f"{host}:{port}: {error.strerror}", rule="the page needs a port of its own", fix="--port 0 takes a free one"
+        ) from None
+    listening.listen(128)
+    return listening
+
+
+def _link(args: argparse.Namespace) -> str:
+    """What other options of `ingot plan` say, as the state that the page opens with."""
+    from urllib.parse import urlencode
+
+    from ingot.web.state import State, read_state, words
+
+    given = {"model": args.model, "cluster": args.cluster, "tokens": args.tokens, "seq": args.seq, "batch": args.batch}
+    given = {key: str(value) for key, value in given.items() if value}
+    state = read_state(given.items())
+    return f"?{urlencode(words(state))}" if state != State() else ""

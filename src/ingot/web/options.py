@@ -1,0 +1,61 @@
+"""What can be picked: model presets, devices, and clusters to start from."""
+
+from functools import cache
+
+from ingot.recipes.clusters import load_cluster
+from ingot.recipes.load import load_model, model_names
+from ingot.theory.devices import devices
+from ingot.theory.params import count_active_parameters, count_parameters
+from ingot.units import format_bytes, format_count
+
+_CLUSTERS = {
+    "rtx4090": "one 24 GB card",
+    "8xh100": "one node",
+    "16x8xh100": "16 nodes",
+    "128x8xh100": "128 nodes",
+    "2048x8xh100": "2,048 nodes",
+    "72xgb200": "one NVL72 rack",
+    "16x72xgb200": "16 racks",
+    "64x8xmi300x": "64 nodes",
+    "v5p-256": "a slice, planning only",
+}
+_SCHEDULE_HELP = {
+    "gpipe": "all forwards, then all backwards",
+    "1f1b": "one forward, one backward in turn",
+    "interleaved": "several stages on each rank: a smaller bubble, more messages",
+    "looped_bfs": "several stages on each rank, breadth first",
+    "zb_h1": "weight gradients fill the bubble, at the memory of 1F1B",
+    "interleaved_zb": "interleaved, and weight gradients fill the bubble",
+    "zb_v": "two stages on each rank in a V: no bubble at the memory of 1F1B",
+    "dualpipe_v": "forwards run beside backwards, two stages on each rank",
+}
+
+
+@cache
+def options() -> dict:
+    return {
+        "models": [_model(name) for name in model_names()],
+        "devices": [_device(name) for name in devices()],
+        "clusters": [_cluster(name, about) for name, about in _CLUSTERS.items()],
+        "schedules": _SCHEDULE_HELP,
+    }
+
+
+def _model(name: str) -> dict:
+    preset = load_model(name)
+    size = format_count(count_parameters(preset.arch))
+    if preset.arch.is_moe:
+        size += f", {format_count(count_active_parameters(preset.arch))} active"
+    return {"name": name, "about": preset.about, "size": size, "moe": preset.arch.is_moe}
+
+
+def _device(name: str) -> dict:
+    device = devices()[name]
+    one = load_cluster(name)
+    label = f"{device.device_name} · {format_bytes(one.memory_bytes)}"
+    return {"name": name, "label": label, "kind": device.device, "node": device.node}
+
+
+def _cluster(name: str, about: str) -> dict:
+    cluster = load_cluster(name)
+    return {"name": name, "label": f"{cluster.devices:,} x {cluster.device_name}, {about}"}
