@@ -30,7 +30,7 @@ def shape_of(parameters: float, *, vocab_size: int = 128_256, seq_len: int = 819
     best: tuple[float, Arch] | None = None
     # 12 L D^2 parameters with L = D / 128 bound the width from both sides, ends included.
     guess = (parameters * WIDTH_PER_LAYER / 12) ** (1 / 3)
-    step = _SMALL_HEAD_DIM if guess < 2048 else _HEAD_DIM
+    step = _width_step(guess)
     for width in range(max(step, round(guess / 3 / step) * step), round(1.5 * guess) + step, step):
         block = _shape(width, 1, vocab_size, seq_len, tied)
         ends = width + vocab_size * width * (1 if tied else 2)
@@ -42,6 +42,11 @@ def shape_of(parameters: float, *, vocab_size: int = 128_256, seq_len: int = 819
         if best is None or misfit < best[0]:
             best = misfit, _shape(width, round(layers), vocab_size, seq_len, tied)
     return best[1] if best else _shape(step, 1, vocab_size, seq_len, tied)
+
+
+def _width_step(width: float) -> int:
+    """Numbers of heads that tensor parallelism can cut: multiples of 8 in large models, of 4 and 2 in smaller ones."""
+    return 1024 if width >= 4096 else 512 if width >= 2048 else 128 if width >= 512 else 64
 
 
 def _block_parameters(arch: Arch) -> int:
