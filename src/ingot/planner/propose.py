@@ -9,6 +9,7 @@ from ingot.schema.cluster import Cluster
 from ingot.schema.expert_rules import legal_ep
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Cost, Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
+from ingot.theory.batch import warmup_steps
 from ingot.theory.layout import WHOLE_PARAMETERS
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.theory.scaling import (
@@ -23,7 +24,6 @@ from ingot.units import format_count
 _MEMORY_SHARE = 0.9
 # More tokens per micro-batch than this make no product faster.
 _MICRO_BATCH_TOKENS = 65_536
-_WARMUP_STEPS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +177,8 @@ def _steps(wanted: Hints, preset: Hints, goal: int, tokens: int, tokens_per_step
 
 
 def _warmup(steps: int, reasons: dict[str, str]) -> int:
-    reasons["schedule.warmup_steps"] = f"5% of the steps, at most {_WARMUP_STEPS:,} (Touvron et al. 2023)"
-    return min(max(steps // 20, 1), _WARMUP_STEPS)
+    reasons["schedule.warmup_steps"] = "5% of the steps, at most 2,000 (Touvron et al. 2023)"
+    return warmup_steps(steps)
 
 
 def _fit_micro_batch(run: RunConfig, cluster: Cluster, reasons: dict[str, str]) -> RunConfig:
