@@ -24,6 +24,7 @@ VERBS = {
     "data": "build, inspect, verify and trace a corpus and its token shards",
     "tokenizer": "train a byte-level BPE, or show one",
     "plan": "memory, steps, time and cost of a run; writes the run file",
+    "explain": "why a run is slow; the formulas behind a plan",
     "check": "every problem of a run file at once, before anything starts",
     "train": "start a run, or continue it: the same command",
     "status": "where a run stands",

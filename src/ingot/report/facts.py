@@ -28,6 +28,7 @@ _NUMBERS = {
     kinds.RUN_STARTED: ("from_step", "world_size"),
     kinds.STEP: ("step",),
     kinds.PROGRESS: ("step", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
+    kinds.WAITS: ("step", "steps"),
     kinds.EXPERTS: ("step", "steps"),
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
     kinds.EVALUATION: ("step", "tokens"),
@@ -60,7 +61,8 @@ class Twin:
 
 @dataclass(kw_only=True)
 class Facts:
-    """Events are dicts as in schema/events.py. `steps`, `progress` and `experts`: step -> the last one written for it.
+    """Events are dicts as in schema/events.py. `steps`, `progress`, `waits` and `experts`: step -> the last one written
+    for it.
 
     active_seconds: from each start to the last sign of life of that attempt, summed; pauses between are not in it.
     """
@@ -75,6 +77,7 @@ class Facts:
     starts: list[dict] = field(default_factory=list)
     steps: dict[int, dict] = field(default_factory=dict)
     progress: dict[int, dict] = field(default_factory=dict)
+    waits: dict[int, dict] = field(default_factory=dict)
     experts: dict[int, dict] = field(default_factory=dict)
     checkpoints: list[dict] = field(default_factory=list)
     refused: list[dict] = field(default_factory=list)
@@ -175,6 +178,8 @@ def read_run_events(facts: Facts) -> None:
             facts.steps[event["step"]] = event
         elif kind == kinds.PROGRESS:
             facts.progress[event["step"]] = event
+        elif kind == kinds.WAITS:
+            facts.waits[event["step"]] = event
         elif kind == kinds.EXPERTS:
             facts.experts[event["step"]] = event
         elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
