@@ -19,7 +19,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Group:
     """Ranks of one collective. near: of them in one domain of fast links. link, network: bytes/s that one rank sends
-    there in one direction. link_seconds, network_seconds: latency of a hop. sharp: the domain's switches add up."""
+    there in one direction. link_seconds, network_seconds: latency of a hop. sharp: the domain's switches add up.
+    across: share of an all-to-all's bytes between domains that is sent, where rows for one domain travel together."""
 
     ranks: int
     near: int
@@ -28,6 +29,7 @@ class Group:
     link_seconds: float = 0.0
     network_seconds: float = 0.0
     sharp: bool = False
+    across: float = 1.0
 
     @property
     def crosses(self) -> bool:
@@ -104,7 +106,7 @@ def all_to_all(group: Group, size: float) -> float:
     inside = size * (group.near - 1) / group.ranks / group.link
     if not group.crosses:
         return inside + 2 * group.link_seconds
-    across = size * (group.ranks - group.near) / group.ranks / group.network
+    across = group.across * size * (group.ranks - group.near) / group.ranks / group.network
     return max(inside, across) + 2 * group.network_seconds
 
 

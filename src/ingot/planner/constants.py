@@ -45,11 +45,11 @@ class Constants:
     eager_bytes: float = _fitted(1.8, 0.25, 1.0, 4.0)
     tuned_bytes: float = _fitted(0.8, 0.2, 0.4, 1.2)
     cast_bytes: float = _fitted(1.0, 0.3, 0.3, 4.0)
-    launch_share: float = _fitted(0.7, 0.4, 0.1, 3.0)
+    launch_share: float = _fitted(1.5, 0.4, 0.2, 5.0)
     link_share: float = _fitted(0.75, 0.1, 0.4, 0.95)
-    network_share: float = _fitted(0.75, 0.15, 0.3, 0.95)
+    network_share: float = _fitted(0.85, 0.1, 0.4, 0.98)
     interference: float = _fitted(0.2, 0.5, 0.02, 0.8)
-    tensor_exposed: float = _fitted(0.35, 0.4, 0.05, 1.0)
+    tensor_exposed: float = _fitted(0.45, 0.4, 0.05, 1.0)
     expert_bytes: float = _fitted(1.5, 0.4, 0.5, 6.0)
 
 

@@ -29,6 +29,10 @@ _KERNEL_SECONDS = 2e-6  # between two kernels that are already queued
 _ATTENTION_TOKENS = 512  # at which attention's blocks on the diagonal take as long as the others
 _ATTENTION_WIDTH = 64  # of a head, beyond 64, at which attention has reached its rate but for a fifth
 _LOW_PEAK = {"nvfp4": "fp4"}
+# Scales along k are applied between partial sums, outside of the tensor cores: by rows CUTLASS's kernels of 2024
+# reached about two thirds of the rate with one scale, by blocks (DeepSeek-AI 2024, V3, section 3.3.2) more; later cores
+# do it themselves.
+_RECIPE_RATE = {"rowwise": 0.67, "blockwise": 0.85}
 _NUMBER_BYTES = {"nvfp4": 0.5625}  # of one number with its share of the scales
 
 
@@ -57,12 +61,12 @@ def rates_of(cluster: Cluster, software: Software, precision: str, constants: Co
     peak, best = cluster.peak_flops[precision], cluster.matmul_efficiency * clock_share(cluster)
     low = cluster.peak_flops.get(_LOW_PEAK.get(software.recipe, "fp8"), 0.0) if software.recipe else 0.0
     attention = cluster.attention_efficiency * constants.attention_share
-    if software.kernels == "tuned" and cluster.device == "cuda":
+    if software.attention == "tuned":
         attention = max(attention, constants.tuned_attention)
     factors = {"eager": constants.eager_bytes, "compiled": 1.0, "tuned": constants.tuned_bytes}
     return Rates(
         matmul=peak * best * constants.matmul_share,
-        low=low * best * constants.low_share,
+        low=low * best * constants.low_share * _RECIPE_RATE.get(software.recipe, 1.0),
         attention=peak * clock_share(cluster) * attention,
         attention_backward=constants.attention_backward,
         memory=cluster.memory_bandwidth * constants.bandwidth_share,

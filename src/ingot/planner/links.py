@@ -4,7 +4,7 @@ A line is an axis of the mesh or a view of it (dist/mesh.py): ranks that differ 
 ranks apart, so that of its ranks as many are in one domain of fast links as strides fit there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ingot.planner.collectives import SECONDS, Group
 from ingot.planner.constants import Constants, fitted
@@ -120,15 +120,26 @@ def line_times(position: Position, cluster: Cluster, constants: Constants | None
     for traffic in step_traffic(position, counted_as(cluster)):
         line = line_of(traffic)
         sent[line] = sent.get(line, 0.0) + traffic.sent
-        seconds[line] = seconds.get(line, 0.0) + traffic_seconds(position.parallel, traffic, cluster, constants)
+        seconds[line] = seconds.get(line, 0.0) + traffic_seconds(position, traffic, cluster, constants)
     parallel = position.parallel
     return {line: LineTime(sent[line], seconds[line], crosses_nodes(parallel, line, cluster)) for line in sent}
 
 
-def traffic_seconds(parallel: Parallel, traffic: Traffic, cluster: Cluster, constants: Constants) -> float:
+def dispatched_once(position: Position, group: Group) -> float:
+    """Of the rows that leave a domain, the expected share that is left when those of one token to one other domain are
+    sent as one: d domains and k experts, drawn alike, d (1 - (1 - 1/d)^k) / k."""
+    d, k = group.domains, position.arch.moe.top_k
+    return d * (1 - (1 - 1 / d) ** k) / k
+
+
+def traffic_seconds(position: Position, traffic: Traffic, cluster: Cluster, constants: Constants) -> float:
     """Of all its operations together."""
-    line = line_of(traffic)
+    parallel, software, line = position.parallel, position.software, line_of(traffic)
     if not bandwidth_of(parallel, line, cluster):
         return 0.0
     group = group_of(parallel, line, traffic.ranks, cluster, constants)
+    if group.crosses and line == "ep" and software.dispatch_once:
+        group = replace(group, across=dispatched_once(position, group))
+    if group.crosses and not software.rails:
+        group = replace(group, near=1)
     return traffic.count * SECONDS[traffic.kind](group, traffic.bytes / traffic.count)

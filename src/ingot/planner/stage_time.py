@@ -21,7 +21,7 @@ from ingot.schema.cluster import Cluster
 from ingot.theory import work
 from ingot.theory.layout import Position, Stage
 from ingot.theory.matmuls import Product, block_products, head_product, repeated_products
-from ingot.theory.state import COMPUTE_BYTES
+from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes
 
 PRODUCTS, ATTENTION, MOVED, CASTS = "matrix products", "attention", "everything elementwise", "low-precision casts"
 ROUTING, LAUNCHES = "rows of experts", "launches"
@@ -34,6 +34,9 @@ _IN_GRAPHS = 0.02
 _SCORE_PASSES, _SCORE_GRADIENT_PASSES = 2, 3
 # With dropout: read, written, and a mask of one byte; and again backward.
 _DROPOUT_PASSES = 2.5
+
+# Operations that quantise the inputs of an expert's two products; block scales need more.
+_CAST_OPERATIONS = {"mxfp8": 4, "nvfp4": 4}
 
 Seconds = dict[str, float]
 
@@ -104,8 +107,11 @@ class StageTimer:
             for part, share in ((ahead, work.FORWARD_SHARE), (back, 1 - work.FORWARD_SHARE)):
                 part[ROUTING] = self._routing()
                 part[LAUNCHES] = share * self._waits()
-        host = tuple(self._host(part.operations) for part in (forward, inputs))
-        weights = self._products(p.for_weights for p in products)
+        host = [self._host(part.operations) for part in (forward, inputs)]
+        if experts:
+            alone = self._host(self._one_by_one())
+            host = [host[0] + alone, host[1] + 2 * alone]
+        weights = self._products(p.for_weights for p in products) | self._accumulated(products)
         again = self._again(experts, Part(ahead, host[0]))
         return Part(ahead, host[0]), Part(back, host[1]), Part(weights), again
 
@@ -166,6 +172,26 @@ class StageTimer:
         position = self._position
         row = position.arch.d_model * COMPUTE_BYTES[position.train.precision]
         return 4 * position.assignments * row * self._constants.expert_bytes / self.rates.memory
+
+    def _accumulated(self, products: Iterable[Product]) -> Seconds:
+        """Gradients of weights are added to those of the micro-batches before: read and written once more. Tuned
+        products add them up themselves, and ZeRO-3 adds up its own part alone."""
+        position = self._position
+        parts = position.parallel.zero == 3 and position.parallel.shard_ranks > 1
+        if parts or position.software.kernels == "tuned":
+            return {}
+        kept = kept_gradient_bytes(position.parallel, position.train.precision)
+        numbers = sum(p.n * p.k * p.groups for p in products)
+        return {MOVED: 2 * kept * numbers / self.rates.memory}
+
+    def _one_by_one(self) -> float:
+        """Operations of a forward that dropless experts without graphs start for each expert: two products and, in low
+        precision, their casts. A backward has twice as many."""
+        position, software = self._position, self._position.software
+        if software.graphs or not software.dropless:
+            return 0.0
+        local = position.arch.moe.num_experts // position.parallel.ep
+        return local * (2 + _CAST_OPERATIONS.get(software.recipe, 2 if software.recipe else 0))
 
     def _waits(self) -> float:
         """Without graphs the host reads how many rows each expert has, and then starts what follows one by one."""

@@ -143,17 +143,22 @@ class _Step:
         return list(forward), list(inputs), list(weights)
 
     def send_seconds(self) -> float:
+        """Of hidden states to the next stage; with sequences cut, ranks of tensor parallelism send a part each."""
         position = self.everyone[0]
         group = group_of(self.parallel, "pp", self.parallel.pp, self.cluster, self.constants)
+        parts = self.parallel.tp if position.software.scatter_sends else position.sequence_ranks
         rate = group.network if group.crosses else group.link
         wait = group.network_seconds if group.crosses else group.link_seconds
-        return hidden_bytes(position) / position.sequence_ranks / rate + wait if rate else 0.0
+        return hidden_bytes(position) / parts / rate + wait if rate else 0.0
 
     def _pipeline(self) -> tuple[float, float]:
         """Seconds of all micro-batches, and the share of them that ranks wait."""
-        parallel, times = self.parallel, self.stage_times()
+        parallel, times, send = self.parallel, self.stage_times(), self.send_seconds()
+        played = times
+        if not self.everyone[0].software.overlap_pipeline:  # the sender waits until its message has arrived
+            played, send = ([f + send for f in times[0]], [i + send for i in times[1]], times[2]), 0.0
         whole = pipeline_seconds(
-            parallel.schedule, parallel.pp, self.accumulation, parallel.stages_on_each_rank, times, self.send_seconds()
+            parallel.schedule, parallel.pp, self.accumulation, parallel.stages_on_each_rank, played, send
         )
         work = sum(sum(part) for part in times) * self.accumulation
         return whole, max(1 - work / (parallel.pp * whole), 0.0)
@@ -187,7 +192,7 @@ class _Step:
         return terms
 
     def _update(self, position: Position) -> Term:
-        moved = update_work(position).moved_bytes
+        moved = update_work(position, in_place=self.cluster.device == "tpu").moved_bytes
         share = 1.0 if self.cluster.measured else self.constants.bandwidth_share
         rate = self.cluster.memory_bandwidth * share
         return Term(moved / rate, f"{format_bytes(moved)} / {format_bytes(rate)}/s")

@@ -17,14 +17,21 @@ class Software:
 
     kernels: of everything that is no matrix product: "eager" (one kernel per operation), "compiled" (fused by a
       compiler), "tuned" (fused by hand, with the vendor's library).
-    attention: "flash" (Dao 2022) never writes scores; "unfused" writes and reads them, with a fused softmax.
+    attention: "flash" (Dao 2022; 2023) never writes scores; "tuned" neither, in kernels for the very generation of the
+      device (Shah et al. 2024; cuDNN's of 2025); "unfused" writes and reads them, with a fused softmax.
     recipe: of low-precision matrix products.
     graphs: kernels are started by recorded graphs, so that the host does not limit the device.
     overlap_data, overlap_tensor, overlap_pipeline: collectives of the axis run beside computation.
-    overlap_experts: all-to-alls of experts too.
+    overlap_experts: all-to-alls of experts too, beside another micro-batch.
+    rails: collectives between nodes use every network card of a node at once; else each ring has one.
+    dispatch_once: a token crosses the network once for all its experts in a domain of fast links (DeepSeek-AI 2024, V3,
+      section 3.2.2).
+    scatter_sends: tensor-parallel ranks each send a part of what goes to the next pipeline stage (Narayanan et al.
+      2021, section 4.1); else each sends all of it.
     dropout: masks are kept for the backward.
     core_recompute: "selective" recomputation means the attention core (Korthikanti et al. 2022, section 5), not what
       ingot means by it (theory/activations.py).
+    products_recomputed: share of the matrix products that "selective" recomputation repeats; ingot's keeps all results.
     megatron_state: state of a parameter is 18 bytes undivided (16-bit weight, fp32 gradient, master and moments), or
       6 + 12 / ranks with a distributed optimizer.
     dropless: experts take all tokens; the host waits for their counts unless `graphs`.
@@ -32,15 +39,19 @@ class Software:
 
     name: str = "ingot"
     kernels: Literal["eager", "compiled", "tuned"] = "compiled"
-    attention: Literal["flash", "unfused"] = "flash"
+    attention: Literal["flash", "tuned", "unfused"] = "flash"
     recipe: Recipe = ""
     graphs: bool = False
     overlap_data: bool = True
     overlap_tensor: bool = False
     overlap_pipeline: bool = True
     overlap_experts: bool = False
+    rails: bool = True
+    dispatch_once: bool = False
+    scatter_sends: bool = False
     dropout: bool = False
     core_recompute: bool = False
+    products_recomputed: float = 0.0
     megatron_state: bool = False
     dropless: bool = True
 

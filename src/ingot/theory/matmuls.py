@@ -95,12 +95,17 @@ def _experts(position: Position) -> Iterator[Product]:
 
 def repeated_products(position: Position, experts: bool) -> tuple[Product, ...]:
     """Those that the backward of a recomputed block runs again, as theory/work.py counts them: all but the last one, or
-    with "selective" what tensor parallelism sums over ranks; none where that means the attention core."""
+    with "selective" what tensor parallelism sums over ranks; none where that means the attention core. A share of each
+    where software says so."""
     parallel, forward = position.parallel, block_products(position, experts)
     last_too = experts or parallel.splits_backward
     if parallel.recompute == "full":
         return forward if last_too else forward[:-1]
-    if parallel.recompute == "none" or position.software.core_recompute or parallel.tp == 1:
+    if parallel.recompute == "none":
+        return ()
+    if share := position.software.products_recomputed:
+        return tuple(replace(p, m=share * p.m) for p in forward)
+    if position.software.core_recompute or parallel.tp == 1:
         return ()
     return tuple(p for p in forward if p.what == "o" or (last_too and p.what in ("down", "down shared")))
 

@@ -139,6 +139,7 @@ def _again(position: Position, forward: Work, experts: bool) -> Work:
     # Selective: only what is cut by rows is not kept, and shared experts stand before the end.
     down_again = down if experts or parallel.splits_backward else 0.0
     products = o + down_again if parallel.tp > 1 else 0.0
+    products = max(products, position.software.products_recomputed * forward.matmul_flops)
     return replace(forward, matmul_flops=products, attention_flops=0.0)
 
 
@@ -189,17 +190,19 @@ def ends_work(position: Position, stage: Stage, device: str) -> Work:
     )
 
 
-def update_work(position: Position) -> Work:
+def update_work(position: Position, in_place: bool = False) -> Work:
     """Gather, gradient reduction, clip and AdamW, once per step.
 
     Per owned parameter: master, gradient and moments read, three of them written, gradient read for its norm.
-    Per whole parameter: gathered copy written and unpacked, gradient widened, written and summed.
+    Per whole parameter: gathered copy written and unpacked, gradient widened, written and summed. in_place: a compiler
+    that sees the whole step gathers to where parameters are used, and reduces gradients from where they are made.
     """
     precision, n = position.train.precision, position.parameters
     e, s, g = COMPUTE_BYTES[precision], STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)
     units = sum(map(position.units, position.stages))
     owned = sum(share.parameters / share.ranks for share in memory.shares(position))
+    whole = e + g if in_place else 4 * e + 3 * g
     return Work(
-        moved_bytes=owned * 8 * s + n * (4 * e + 3 * g),
+        moved_bytes=owned * 8 * s + n * whole,
         operations=_STEP_OPERATIONS + _UNIT_OPERATIONS * units,
     )

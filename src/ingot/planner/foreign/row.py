@@ -10,6 +10,7 @@ from typing import Any
 
 from ingot.errors import DataError, DataMissing
 
+_FIRST_YEARS = {"v100": 2020, "a100": 2021, "b200": 2025, "gb200": 2025, "b300": 2025, "gb300": 2025}
 _RULE = 'a file of published runs is JSON: {"rows": [{"id", "family", "model", "cluster", "plan", "measured"}, ...]}'
 
 
@@ -62,7 +63,7 @@ class Row:
         if named:
             return 2000 + int(named[1])
         dated = [int(found) for found in re.findall(r"20[12]\d", self.words)]
-        return dated[0] if dated else 2021 if "a100" in self.text("cluster", "gpu") else 2024
+        return dated[0] if dated else _FIRST_YEARS.get(re.sub(r"[^a-z0-9].*", "", self.text("cluster", "gpu")), 2024)
 
 
 def read_rows(path: str | Path) -> list[Row]:

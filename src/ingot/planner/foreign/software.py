@@ -61,6 +61,28 @@ def _first_megatron(row: Row) -> bool:
     return row.year < _FLASH_YEAR and _of_megatron(row)
 
 
+def _says_recompute(pattern: str) -> Callable[[Row], bool]:
+    return lambda row: re.search(pattern, row.text("plan", "recompute")) is not None
+
+
+def _early_experts(row: Row) -> bool:
+    """Containers are named by year and month."""
+    named = re.search(r"\b(\d\d)\.(\d\d)", row.words)
+    early = named is None or (int(named[1]), int(named[2])) < (26, 4)
+    return row.count("model", "moe", "experts") is not None and early
+
+
+def _experts_over_nodes(row: Row) -> bool:
+    over = (row.count("plan", "ep") or 1) > 8 and not row.text("cluster", "gpu").startswith("gb")
+    return over and (row.count("plan", "vpp") or 1) > 1 and _since(2025, r"nemo|megatron-bridge")(row)
+
+
+def _first_zero3(row: Row) -> bool:
+    return row.year < _FLASH_YEAR and row.count("plan", "fsdp_zero") == 3 and not _tpu(row)
+
+
+_HALF = {"products_recomputed": 0.5}
+
 RULES = (
     Rule("eager kernels are PyTorch's default", lambda row: True, {"name": "unknown", "kernels": "eager"}),
     Rule("before FlashAttention was common", lambda row: row.year < _FLASH_YEAR, {"attention": "unfused"}),
@@ -68,7 +90,13 @@ RULES = (
     Rule(
         "Megatron fuses its own kernels, and keeps 18 bytes of state per parameter",
         _of_megatron,
-        {"name": "megatron", "kernels": "compiled", "core_recompute": True, "megatron_state": True},
+        {
+            "name": "megatron",
+            "kernels": "compiled",
+            "core_recompute": True,
+            "megatron_state": True,
+            "scatter_sends": True,
+        },
     ),
     Rule(
         "Megatron of its first papers waits for every collective",
@@ -80,7 +108,21 @@ RULES = (
         _since(2023, r"megatron-core|megatron_core|nemo|megatron-bridge"),
         {"kernels": "tuned", "overlap_tensor": True, "attention": "flash", "dropout": False},
     ),
-    Rule("NVIDIA's tables since 2025 record graphs", _since(2025, r"nemo|megatron-bridge"), {"graphs": True}),
+    Rule(
+        "NVIDIA's tables since 2025 record graphs, and have attention kernels of the device's generation",
+        _since(2025, r"nemo|megatron-bridge"),
+        {"graphs": True, "attention": "tuned", "dispatch_once": True},
+    ),
+    Rule(
+        "NVIDIA's tables since 2025: all-to-alls over the network run beside another micro-batch of the pipeline",
+        _experts_over_nodes,
+        {"overlap_experts": True},
+    ),
+    Rule(
+        "experts whose rows the host has to count were not in graphs before the spring of 2026",
+        _early_experts,
+        {"graphs": False},
+    ),
     Rule("says flash attention", _says(r"flash"), {"attention": "flash"}),
     Rule("compiled", _says(r"compile|maxtext|jax|xla|levanter|pax"), {"name": "compiled", "kernels": "compiled"}),
     Rule("TPUs run one compiled program", _tpu, {"kernels": "compiled", "attention": "flash", "graphs": True}),
@@ -90,6 +132,11 @@ RULES = (
         {"overlap_tensor": True, "overlap_data": True, "overlap_pipeline": True, "megatron_state": False},
     ),
     Rule("eager", _says(r"\beager\b"), {"kernels": "eager"}),
+    Rule("per-operation recomputation keeps every other product", _says_recompute(r"per-op|default config"), _HALF),
+    Rule("DeepSpeed's pipeline sends whole activations from every rank", _says(r"mt-nlg"), {"scatter_sends": False}),
+    Rule(
+        "ZeRO-3 of DeepSpeed in 2021: one ring through one card", _first_zero3, {"rails": False, "overlap_data": True}
+    ),
     Rule("asynchronous tensor parallelism", _says_of_itself(r"async"), {"overlap_tensor": True}),
     Rule("gradients are reduced after the backward", _says(r"not overlapped"), {"overlap_data": False}),
     Rule("says which collectives it overlaps", _says(r"overlaps dp"), {"overlap_data": True, "overlap_pipeline": True}),
