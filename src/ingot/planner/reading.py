@@ -11,9 +11,25 @@ from ingot.units import format_bytes, format_count
 _UINT16_IDS = 65_536
 # English text of a vocabulary of 32k to 128k: 3.5 to 4.5 bytes per token.
 TEXT_BYTES_PER_TOKEN = 4.0
-# Bytes/s of one drive, read in order: data sheets of 2024, a 7,200 rpm disk at its inner half, a PCIe 4 NVMe drive at a
-# cautious half of its 6-7 GB/s.
-DRIVES = {"hdd": 150e6, "nvme": 3e9}
+# ingot's order reads so many consecutive tokens at once (docs/design/order.md); loaders that pick single windows at
+# random seek for each of them.
+BLOCK_TOKENS = 1 << 19
+
+
+@dataclass(frozen=True)
+class Drive:
+    """bytes_per_second: in order. seek_seconds: before each read."""
+
+    bytes_per_second: float
+    seek_seconds: float
+
+    def rate(self, read_bytes: float) -> float:
+        """Bytes/s in reads of that size."""
+        return read_bytes / (self.seek_seconds + read_bytes / self.bytes_per_second)
+
+
+# Data sheets of 2024: a 7,200 rpm disk at its inner half; a PCIe 4 NVMe drive at a cautious half of its 6-7 GB/s.
+DRIVES = {"hdd": Drive(150e6, 0.010), "nvme": Drive(3e9, 0.0001)}
 
 
 def token_bytes(vocab_size: int) -> int:
@@ -26,9 +42,9 @@ def text_bytes_per_second(tokens_per_second: float, bytes_per_token: float = TEX
     return tokens_per_second * bytes_per_token
 
 
-def drives(bytes_per_second: float, kind: str) -> int:
-    """How many of DRIVES give that, each reading in order."""
-    return max(math.ceil(bytes_per_second / DRIVES[kind]), 1)
+def drives(bytes_per_second: float, kind: str, read_bytes: float = BLOCK_TOKENS * 2.0) -> int:
+    """How many of DRIVES give that in reads of `read_bytes`."""
+    return max(math.ceil(bytes_per_second / DRIVES[kind].rate(read_bytes)), 1)
 
 
 @dataclass(frozen=True)
@@ -49,8 +65,7 @@ class Reading:
 
 def data_reading(run: RunConfig, step_seconds: float, storage_bytes_per_second: float = 0.0) -> Reading:
     """Every sample is read once: the ranks of a pipeline, of tensor and of context parallelism read the same ones,
-    which the page cache of a node gives them. Windows are read in a shuffled order, but whole: a sequence of 4,096
-    tokens is 8-16 kB, and disks that seek for each give a few hundred a second instead of 150 MB/s."""
+    which the page cache of a node gives them."""
     if not 0 < step_seconds < math.inf or not 0 <= storage_bytes_per_second < math.inf:
         found = f"a step of {step_seconds} s, storage of {storage_bytes_per_second} bytes/s"
         raise ConfigError(found, rule="a step takes time, and storage is not negative")
@@ -61,4 +76,5 @@ def data_reading(run: RunConfig, step_seconds: float, storage_bytes_per_second: 
     share = needed / storage_bytes_per_second if storage_bytes_per_second else 0.0
     if share:
         formula += f", {share:.1%} of {format_bytes(storage_bytes_per_second)}/s"
-    return Reading(speed, needed, {name: drives(needed, name) for name in DRIVES}, share, formula)
+    needs = {name: drives(needed, name, BLOCK_TOKENS * width) for name in DRIVES}
+    return Reading(speed, needed, needs, share, formula)

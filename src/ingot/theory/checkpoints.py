@@ -33,7 +33,8 @@ def copy_stall(size_bytes: float, devices: int, host_bandwidth: float) -> Term:
     return Term(seconds, f"{format_bytes(size_bytes)} / {of} = {format_seconds(seconds)}")
 
 
-def kept_bytes(size_bytes: float, interval_seconds: float, run_seconds: float, keep: int = 0) -> float:
-    """In storage at the end. keep: the newest so many stay; 0: all, which is what a retention rule is there against."""
-    written = max(math.ceil(run_seconds / interval_seconds), 1) if run_seconds else 0
+def kept_bytes(size_bytes: float, interval_seconds: float, step_seconds: float, keep: int = 0) -> float:
+    """In storage at the end. interval_seconds, step_seconds: of steps, between two and in all. keep: the newest so many
+    stay; 0: all, which is what a retention rule is there against."""
+    written = math.ceil(step_seconds / interval_seconds)
     return size_bytes * (min(written, keep) if keep else written)

@@ -76,6 +76,7 @@ def test_what_is_given_is_used():
     assert rare.failures == 0
     assert "as given" in formulas["outlook.failures"]
     assert rare.checkpoint_every_seconds == pytest.approx(357_000 * STEP)  # only at the end
+    assert rare.storage_bytes == SAVED
     assert rare.goodput == pytest.approx(1, abs=1e-4)
     assert seen(restart_seconds=3600)[0].goodput < plain.goodput
     assert seen(write_bytes_per_second=1e8)[0].checkpoint_stall_seconds > 5 * plain.checkpoint_stall_seconds

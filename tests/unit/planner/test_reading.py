@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ingot.errors import ConfigError
-from ingot.planner.reading import data_reading, drives, text_bytes_per_second, token_bytes
+from ingot.planner.reading import DRIVES, data_reading, drives, text_bytes_per_second, token_bytes
 from ingot.recipes.load import load_model
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
@@ -47,10 +47,20 @@ def test_slow_storage_is_the_limit():
 
 
 def test_drives_by_kind():
+    """A disk gives 62 MB/s in reads of 1 MiB, of which it seeks for 10 of 17 ms, and 150 in order."""
     assert drives(0.73e6, "hdd") == 1
-    assert drives(151e6, "hdd") == 2
-    assert drives(151e6, "nvme") == 1
-    assert drives(6.1e9, "nvme") == 3
+    assert drives(61e6, "hdd") == 1
+    assert drives(63e6, "hdd") == 2
+    assert drives(149e6, "hdd", read_bytes=1e12) == 1
+    assert drives(61e6, "nvme") == 1
+    assert drives(6.1e9, "nvme", read_bytes=1e12) == 3
+
+
+def test_single_windows_at_random_need_many_disks():
+    """8 kB each: 0.8 MB/s of one disk. Blocks of a MiB are what the order of samples is there for."""
+    assert DRIVES["hdd"].rate(2 * 4096) == pytest.approx(0.81e6, rel=0.01)
+    assert drives(17e6, "hdd", read_bytes=2 * 4096) == 21
+    assert drives(17e6, "hdd") == 1
 
 
 def test_text_that_is_tokenised_while_it_is_read():

@@ -152,12 +152,13 @@ def fp8_gain(arch: Arch, cluster, parallel: Parallel, recipe) -> float:
     return before.seconds / after.seconds
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-def test_fp8_gains_less_than_1_6(recipe):
-    """Step time with and without: only linear layers are faster, and scales are found and applied. 1.0 to 1.36 were
-    measured, more for wider models."""
-    one_node = load_cluster("8xh100")
-    assert 1.0 <= fp8_gain(load_model("llama3-8b").arch, one_node, Parallel(dp_shard=8), recipe) < 1.6
+def test_fp8_gains_less_than_1_6():
+    """Step time with and without: only linear layers are faster, and scales are found and applied, of rows dearer than
+    of whole tensors. 1.0 to 1.36 were measured, more for wider models."""
+    arch, one_node = load_model("llama3-8b").arch, load_cluster("8xh100")
+    gain = fp8_gain(arch, one_node, Parallel(dp_shard=8), "tensorwise")
+    assert 1.0 <= gain < 1.6
+    assert fp8_gain(arch, one_node, Parallel(dp_shard=8), "rowwise") < gain
 
 
 def test_storage_of_50_terabytes():
