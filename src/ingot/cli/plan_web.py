@@ -5,14 +5,26 @@ import argparse
 from ingot.cli.terminal import Terminal
 
 PORT = 8737
+# What is not about the plan: of the page itself, and of every verb.
+_OURS = ("web", "port", "host", "json", "quiet", "verbose")
+_DEFAULTS = {"precision": "bf16", "top": 5}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def add_page(parser: argparse.ArgumentParser) -> None:
     """The options of the page, for the verb `plan`."""
     page = parser.add_argument_group("a page to play with")
     page.add_argument("--web", action="store_true", help="serve the planner as a page on this machine, until Ctrl-C")
     page.add_argument("--port", type=int, metavar="N", help=f"of the page (default: {PORT}; 0: any that is free)")
     page.add_argument("--host", metavar="NAME", help="address to listen on (default: 127.0.0.1, this machine alone)")
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether to serve the page. Raises UsageError for options that say how, without it."""
+    from ingot.errors import UsageError
+
+    if not args.web and (args.port is not None or args.host):
+        raise UsageError("--port or --host without --web", rule="they are the page's", fix="ingot plan --web")
+    return args.web
 
 
 def serve(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -65,12 +77,21 @@ def _listen(host: str, port: int):
 
 
 def _link(args: argparse.Namespace) -> str:
-    """What other options of `ingot plan` say, as the state that the page opens with."""
+    """What other options of `ingot plan` say, as the settings that the page opens with. Raises UsageError for those
+    that it has no control for."""
     from urllib.parse import urlencode
 
-    from ingot.web.state import State, read_state, words
+    from ingot.errors import UsageError
+    from ingot.web.answers import settled
+    from ingot.web.state import FIELDS, read_state, words
 
-    given = {"model": args.model, "cluster": args.cluster, "tokens": args.tokens, "seq": args.seq, "batch": args.batch}
-    given = {key: str(value) for key, value in given.items() if value}
-    state = read_state(given.items())
-    return f"?{urlencode(words(state))}" if state != State() else ""
+    given = {
+        key: value for key, value in vars(args).items() if key not in _OURS and value and value != _DEFAULTS.get(key)
+    }
+    given |= {"recipe": given.pop("fp8")} if "fp8" in given else {}
+    if others := [f"--{key.replace('_', '-')}" for key in given if key not in FIELDS]:
+        kept = ", ".join(f"--{key.replace('_', '-')}" for key in FIELDS if hasattr(args, key))
+        raise UsageError(f"{', '.join(others)} with --web", rule=f"the page opens with {kept}", fix="leave it out")
+    state = read_state((key, str(value)) for key, value in given.items())
+    settled(state)
+    return f"?{urlencode(words(state))}" if given else ""

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 from ingot.planner.advice import warnings
 from ingot.planner.memory import memory_bill
-from ingot.planner.step_time import step_seconds
+from ingot.planner.outlook import Assumptions, outlook
+from ingot.planner.step_time import StepTime, estimate
 from ingot.schema.cluster import Cluster
-from ingot.schema.plan import Communication, Outlook, Plan
+from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import TokenManifest
@@ -30,25 +31,12 @@ class Planned:
     reasons: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Of one step: its parts, those of communication by line, and the share that pipeline ranks wait."""
-
-    parts: dict[str, Term]
-    communication: dict[str, Communication]
-    bubble: float
-
-    @property
-    def seconds(self) -> float:
-        return sum(term.value for term in self.parts.values())
-
-
 def make_plan(
     run: RunConfig,
     cluster: Cluster,
     *,
     software: Software = INGOT,
-    assumptions=None,
+    assumptions: Assumptions | None = None,
     mfu: float = 0.0,
     parameters: int = 0,
     tokens: int = 0,
@@ -66,19 +54,19 @@ def make_plan(
     bill = memory_bill(run, cluster)
     flops = _flops_per_token(run, parameters)
     timing = _timing(run, cluster, software, flops.value, mfu)
-    seconds = timing.seconds
+    seconds = sum(term.value for term in timing.terms.values())
     size = checkpoint_bytes(run.model, run.train.precision)
     reached, worked = _utilisation(run, cluster, flops.value, seconds), _hardware_utilisation(run, cluster, seconds)
     cost = _cost(run, cluster, seconds)
     formulas = {f"memory.{kind}": term.formula for kind, term in bill.items()}
     formulas |= {
-        f"time.{part}": f"{term.formula} = {format_seconds(term.value)}" for part, term in timing.parts.items()
+        f"time.{part}": f"{term.formula} = {format_seconds(term.value)}" for part, term in timing.terms.items()
     }
     formulas |= _counts(run, flops, tokens)
     formulas["checkpoint_bytes"] = f"{size.formula} = {format_bytes(size.value)}"
     formulas |= {name: term.formula for name, term in (("mfu", reached), ("hfu", worked), ("usd", cost)) if term}
-    outlook, how = _outlook(run, cluster, seconds, size.value, assumptions)
-    formulas |= {f"outlook.{name}": formula for name, formula in how.items()}
+    whole, how = _outlook(run, cluster, seconds, size.value, assumptions)
+    formulas |= how
     return Plan(
         run_sha256=run.training_sha256(),
         cluster=cluster,
@@ -92,10 +80,10 @@ def make_plan(
         step_seconds=seconds,
         mfu=reached.value if reached else None,
         hfu=worked.value if worked else None,
-        time_seconds={part: term.value for part, term in timing.parts.items()},
+        time_seconds={part: term.value for part, term in timing.terms.items()},
         communication=timing.communication,
         bubble=timing.bubble,
-        outlook=outlook,
+        outlook=whole,
         checkpoint_bytes=round(size.value),
         usd=cost.value if cost else 0.0,
         formulas=formulas,
@@ -115,14 +103,16 @@ def _flops_per_token(run: RunConfig, parameters: int) -> Term:
     )
 
 
-def _timing(run: RunConfig, cluster: Cluster, software: Software, flops: float, mfu: float) -> Timing:
-    timing = Timing(parts=step_seconds(run, cluster) or {}, communication={}, bubble=0.0)
+def _timing(run: RunConfig, cluster: Cluster, software: Software, flops: float, mfu: float) -> StepTime:
+    """Of one step; without a rate one of no parts. A given MFU takes the place of the parts, not of who waits for
+    whom."""
+    found = estimate(run, cluster, software) or StepTime({}, {})
     peak = _peak(run, cluster)
     if not mfu or not peak:
-        return timing
+        return found
     each = f"{run.parallel.world_size:,} x {format_flops(peak / run.parallel.world_size)}/s x {mfu:.1%} MFU"
     formula = f"{format_count(run.tokens_per_step)} tokens x {format_flops(flops)} / ({each})"
-    return replace(timing, parts={GIVEN: Term(run.tokens_per_step * flops / (peak * mfu), formula)})
+    return replace(found, terms={GIVEN: Term(run.tokens_per_step * flops / (peak * mfu), formula)})
 
 
 def _peak(run: RunConfig, cluster: Cluster) -> float:
@@ -168,9 +158,13 @@ def _hardware_utilisation(run: RunConfig, cluster: Cluster, seconds: float) -> T
                 f" / {format_flops(peak)}/s = {hfu:.1%}")  # fmt: skip
 
 
-def _outlook(run, cluster, seconds, size, assumptions) -> tuple[Outlook | None, dict[str, str]]:
-    """None on a CPU, for which nobody has counted failures, and without a time."""
-    return None, {}
+def _outlook(
+    run: RunConfig, cluster: Cluster, seconds: float, checkpoint: float, assumptions: Assumptions | None
+) -> tuple[Outlook | None, dict[str, str]]:
+    """None on a CPU, of which nobody has counted failures, and without a time."""
+    if cluster.device == "cpu" or not seconds:
+        return None, {}
+    return outlook(run, cluster, seconds, checkpoint, assumptions)
 
 
 def _cost(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:

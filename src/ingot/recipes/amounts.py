@@ -164,3 +164,20 @@ def parse_batch(text: str | int, seq_len: int) -> tuple[int, str]:
         raise UsageError(found, rule="with a unit, tokens are counted", fix=f"--batch {tokens} means sequences")
     sequences = round(tokens / seq_len)
     return sequences, f"asked for {plain} tokens: {sequences} x {seq_len} = {format_count(sequences * seq_len)}"
+
+
+_RATE = re.compile(_NUMBER + r"\s*([kmgt]?)(i?)(b|B)(?:it|yte)?s?(?:/s|ps)", re.IGNORECASE)
+
+
+def parse_bandwidth(text: str | float) -> float:
+    """'50GB/s' and '400Gb/s' -> 50e9 bytes/s; a bare number is bytes/s. Raises UsageError."""
+    if isinstance(text, int | float):
+        return float(text)
+    match = _RATE.fullmatch(text.strip())
+    if not match:
+        rule = "bytes or bits per second with the unit: 50GB/s, or 400Gb/s, which is the same"
+        raise UsageError(f"{text!r} is no bandwidth", rule=rule)
+    step = 1024 if match[3] else 1000
+    power = ("", "k", "m", "g", "t").index(match[2].lower())
+    bits = (match[4] == "b" and "byte" not in text.lower()) or "bit" in text.lower()
+    return _number(match[1]) * step**power / (8 if bits else 1)

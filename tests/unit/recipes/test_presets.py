@@ -11,7 +11,8 @@ from ingot.huggingface.kinds import kind_of
 from ingot.machine.cluster_file import write_cluster
 from ingot.recipes.clusters import find_cluster, load_cluster, with_published_rates
 from ingot.recipes.load import ModelPreset, load_model, model_names
-from ingot.recipes.project import make_project, plan_file, plan_model, write_plan
+from ingot.recipes.planning import plan
+from ingot.recipes.project import make_project, plan_file, write_plan
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
@@ -109,7 +110,7 @@ def test_a_project_folder_holds_a_run_file_that_loads(tmp_path):
 
 
 def test_a_plan_is_written_once_and_read_back(tmp_path):
-    planned = plan_model("smollm2-135m", "2B", load_cluster("8xh100"), beside=tmp_path)
+    planned = plan("smollm2-135m", tokens="2B", cluster="8xh100", beside=tmp_path).best
     beside = write_plan(tmp_path / "run.toml", planned)
     assert load(RunConfig, tmp_path / "run.toml") == planned.run
     assert from_dict(Plan, json.loads(beside.read_text())) == planned.plan
@@ -123,8 +124,7 @@ def test_a_plan_is_written_once_and_read_back(tmp_path):
 
 
 def test_tokens_are_a_folder_or_a_count(tmp_path):
-    cluster = load_cluster("8xh100")
     with pytest.raises(DataMissing, match="no such folder"):
-        plan_model("tiny", str(tmp_path / "absent"), cluster, beside=tmp_path)
+        plan("tiny", tokens=str(tmp_path / "absent"), cluster="8xh100")
     with pytest.raises(DataMissing, match="not a count"):
-        plan_model("tiny", "many", cluster, beside=tmp_path)
+        plan("tiny", tokens="many", cluster="8xh100")

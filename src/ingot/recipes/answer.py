@@ -1,0 +1,153 @@
+"""From a question to ranked plans: the run that follows from the rules, and the layouts that a search finds for it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ingot.config import to_dict
+from ingot.errors import ConfigError
+from ingot.planner.context import with_context
+from ingot.planner.explain import explain
+from ingot.planner.memory import rank_memory_bytes
+from ingot.planner.plan import Planned
+from ingot.planner.search import Candidate, Found, search
+from ingot.recipes.plan_html import as_html
+from ingot.recipes.plan_text import as_text
+from ingot.recipes.project import write_plan
+from ingot.recipes.question import Question, base_run, plan_of
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import RunConfig
+from ingot.theory.layout import layout_problems
+from ingot.units import format_seconds
+
+# Layouts that a search is asked for: those that are shown, and runners-up to tell of.
+_SEEN = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """plans: best first; where nothing fits, the one layout that needs least memory. found: what the search saw, None
+    where none was made: on a CPU, and of a run file. question: None of a run file."""
+
+    plans: tuple[Planned, ...]
+    found: Found | None = None
+    question: Question | None = None
+
+    @property
+    def best(self) -> Planned:
+        return self.plans[0]
+
+    @property
+    def fits(self) -> bool:
+        plan = self.best.plan
+        return plan.total_memory_bytes <= rank_memory_bytes(plan.cluster, self.best.run.parallel.world_size)
+
+    @property
+    def fix(self) -> str:
+        """The cheapest change with which a layout would fit, "" where one does or none was found."""
+        return "" if self.fits or not self.found else self.found.fix
+
+    def explain(self, topic: str) -> list[str]:
+        """Lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""
+        return explain(topic, self.best)
+
+    def facts(self) -> dict:
+        """All of it as plain values, for JSON."""
+        best = self.best
+        facts: dict = {"run": to_dict(best.run), "plan": to_dict(best.plan), "reasons": best.reasons, "fits": self.fits}
+        if self.found:
+            names = ("considered", "fitting", "seconds", "fix")
+            facts["search"] = {name: getattr(self.found, name) for name in names}
+            facts["layouts"] = [_layout_facts(planned) for planned in self.plans]
+        return facts
+
+    def write(self, path: str | Path, *, force: bool = False) -> Path:
+        """The run file of the best plan, and plan.json beside it, whose path is returned. Raises UsageError where the
+        file exists, ConfigError where the trainer cannot execute the plan."""
+        return write_plan(Path(path), self.best, force=force)
+
+    def __str__(self) -> str:
+        return "\n".join(as_text(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def answer(question: Question) -> Planning:
+    """Raises ConfigError where a pin has no such name, or pins allow no layout."""
+    run, reasons = base_run(question)
+    if question.cluster.device == "cpu" and not question.pinned:
+        return Planning(plans=(_planned(question, run, reasons),), question=question)
+    limit = max(question.top, _SEEN)
+    found = search(run, question.cluster, question.software, pinned=question.pinned, limit=limit)
+    candidates = found.best[: question.top] or ((found.nearest,) if found.nearest else ())
+    if not candidates:
+        raise _no_layout(run, question, found)
+    plans = tuple(
+        _planned(question, candidate.run, reasons | _why(candidate, question, found)) for candidate in candidates
+    )
+    return Planning(plans=plans, found=found, question=question)
+
+
+def _layout_facts(planned: Planned) -> dict:
+    """Of one ranked layout: what tells it from the others."""
+    plan, days = planned.plan, planned.plan.outlook.days if planned.plan.outlook else None
+    return {
+        "parallel": to_dict(planned.run.parallel),
+        "micro_batch": planned.run.train.micro_batch,
+        "memory_bytes": plan.total_memory_bytes,
+        "step_seconds": plan.step_seconds,
+        "mfu": plan.mfu,
+        "bubble": plan.bubble,
+        "exposed_seconds": sum(line.exposed_seconds for line in plan.communication.values()),
+        "days": days,
+        "usd": plan.usd,
+    }
+
+
+def _planned(question: Question, run: RunConfig, reasons: dict[str, str]) -> Planned:
+    run, context = with_context(run, question.cluster)
+    plan = plan_of(question, run)
+    reasons = reasons | context
+    if plan.outlook and plan.step_seconds:
+        every = plan.outlook.checkpoint_every_seconds
+        steps = min(max(round(every / plan.step_seconds), 1), run.train.steps)
+        run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
+        reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
+    return Planned(run=run, plan=plan, reasons=reasons)
+
+
+def _why(candidate: Candidate, question: Question, found: Found) -> dict[str, str]:
+    """Of each setting of the layout that is not as it is by itself."""
+    default, parallel = Parallel(), candidate.run.parallel
+    place = found.best.index(candidate) if candidate in found.best else 0
+    rank = "the fastest" if not place else f"number {place + 1}"
+    why = f"{rank} of {found.considered:,} layouts on {question.cluster.name}"
+    why = (
+        why if found.best else f"needs least memory of {found.considered:,} layouts; none fits {question.cluster.name}"
+    )
+    chosen = [name for name in vars(default) if getattr(parallel, name) != getattr(default, name)]
+    reasons = {f"parallel.{name}": "as asked for" if name in question.pinned else why for name in chosen}
+    return reasons | {"train.micro_batch": "as asked for" if "micro_batch" in question.pinned else why}
+
+
+def _no_layout(run: RunConfig, question: Question, found: Found) -> ConfigError:
+    """Why there is no layout at all: what pins cannot be together, or the batch."""
+    devices, pinned = question.cluster.devices, dict(question.pinned)
+    degrees = {name: int(str(pinned.get(name, 1))) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if name in pinned)
+    if product < 1 or devices % product:
+        found_ = f"{shown} = {product} does not divide the {devices:,} devices of {question.cluster.name}"
+        return ConfigError(found_, rule="every device has a place in the mesh", fix=found.fix or "choose divisors")
+    if "dp_shard" not in pinned:
+        degrees["dp_shard"] *= devices // product
+    layout = {name: value for name, value in pinned.items() if name != "micro_batch"} | degrees
+    parallel = replace(run.parallel, **layout)  # type: ignore[arg-type]
+    micro = int(str(pinned.get("micro_batch", 1)))
+    tried = replace(run, parallel=parallel, train=replace(run.train, micro_batch=micro))
+    problems = [f"{key}: {message}" for key, message in layout_problems(tried)]
+    return ConfigError(
+        "\n".join(problems) or "no layout is legal", rule="a layout divides model and batch", fix=found.fix
+    )
