@@ -2,7 +2,7 @@
 
 Degrees that do not multiply to the number of devices: data parallelism takes what tensor, context and pipeline leave.
 No micro-batch: 1 in a pipeline, else the largest part of a replica's batch of at most 8,192 tokens. No batch: 4M
-tokens. No layout at all: FSDP on one slice of TPUs and for up to 20B parameters, else tensor parallelism inside the
+tokens, or so many more that replicas have 8,192 each, twice the pipeline's length of them where there is one. No layout at all: FSDP on one slice of TPUs and for up to 20B parameters, else tensor parallelism inside the
 node and as short a pipeline as holds the state.
 """
 
@@ -80,9 +80,13 @@ def batch_of(row: Row, seq_len: int, degrees: Degrees, notes: list[str]) -> tupl
     batch, micro = row.count("plan", "global_batch"), row.count("plan", "micro_batch")
     if batch is None:
         stated = re.search(r"batch (\d+) ?x ?(\d+)", row.words)
-        batch = int(stated[1]) if stated and int(stated[2]) == seq_len else max(_BATCH_TOKENS // seq_len, 1)
-        if micro is not None and not stated:
+        if stated and int(stated[2]) == seq_len:
+            batch = int(stated[1])
+        elif micro is not None:
             batch = micro * degrees.dp
+        else:
+            busy = _MICRO_BATCH_TOKENS * degrees.dp * (2 * degrees.pp if degrees.pp > 1 else 1)
+            batch = max(max(_BATCH_TOKENS, busy) // seq_len, 1)
         notes.append(f"a batch of {batch} sequences")
     replica = max(batch // degrees.dp, 1)
     if micro is None:

@@ -12,7 +12,8 @@ from ingot.theory.shapes import shape_of
 _LATENT = Mla(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 _WINDOW = 128  # gpt-oss (OpenAI 2025, model card, section 2.2), where a source only says that windows slide
 _GATED = ("swiglu", "geglu", "reglu", "glu", "silu")
-_SEQUENCE, _VOCABULARY = 2048, 32000  # where a source says nothing
+_VOCABULARY = 32000  # where a source says nothing
+_SEQUENCES = {2023: 4096, 2024: 8192}  # the same, since that year; 2,048 before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ def arch_of(row: Row, notes: list[str]) -> Arch | None:
 
 
 def sequence_of(row: Row) -> int:
-    return row.count("model", "seq") or _SEQUENCE
+    usual = max((length for year, length in _SEQUENCES.items() if row.year >= year), default=2048)
+    return row.count("model", "seq") or usual
 
 
 def _given_shape(row: Row) -> ForeignArch | None:
