@@ -3,22 +3,23 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ingot.planner.memory import memory_bill, rank_memory_bytes
-from ingot.planner.step_time import step_seconds
+from ingot.planner.memory import memory_bill, position_bill, rank_memory_bytes
+from ingot.planner.step_time import estimate
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.software import Software
-from ingot.theory import activations, memory
+from ingot.theory import memory
 from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
 from ingot.theory.layout import Position, layout_problems, positions
 from ingot.theory.schedule import PUBLISHED
+from ingot.theory.term import Term
 
 # Room kept free on a device: the next allocation must not be the last.
 MEMORY_SHARE = 0.9
 # Layouts whose times differ by less are equally fast, as far as a prediction can tell: the simpler one goes first.
-_EQUAL = 0.005
-_DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload")
+_EQUAL = 0.02
+_DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload", "offload_parameters")
 # Of the schedules without a published formula, the one whose formula holds for each of their stages.
 _BUBBLE_LIKE = {"interleaved_zb": "zb_h1"}
 
@@ -39,12 +40,14 @@ class Candidate:
     bubble: float
 
 
-def axes(run: RunConfig) -> int:
-    """How many ways a layout has of splitting a run; fewer are simpler."""
+def complexity(run: RunConfig) -> int:
+    """Of a layout, to break ties: two for each way of cutting a model or its sequences, one for each thing else that is
+    not as in plain data parallelism."""
     parallel = run.parallel
-    degrees = (parallel.pp, parallel.cp, parallel.tp, parallel.ep, parallel.dp_replicate, parallel.dp_shard)
+    cuts = sum(degree > 1 for degree in (parallel.pp, parallel.cp, parallel.tp, parallel.ep))
+    copies = (parallel.dp_replicate > 1) + (parallel.dp_shard > 1)
     extras = parallel.recompute != "none", parallel.stages_on_each_rank > 1, parallel.splits_backward
-    return sum(degree > 1 for degree in degrees) + sum(extras) + (parallel.offload != "none")
+    return 2 * cuts + copies + sum(extras) + 2 * (parallel.offload != "none")
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -58,16 +61,15 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     return found
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, int, float]:
+def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, float]:
     parallel = candidate.run.parallel
     zero = parallel.zero if parallel.zero != "auto" else 0
-    return axes(candidate.run), zero, parallel.tp * parallel.pp * parallel.cp * parallel.ep, candidate.step_seconds
+    cuts = parallel.tp * parallel.pp * parallel.cp * parallel.ep
+    return complexity(candidate.run), zero, cuts, parallel.stages_on_each_rank, candidate.step_seconds
 
 
-def _state(place: Position) -> float:
-    """Bytes that are there at every moment of a step."""
-    parts = memory.weights, memory.optimizer, memory.gathered, memory.gradients_kept
-    return sum(part(place).value for part in parts)
+def _total(bill: dict[str, Term]) -> float:
+    return sum(term.value for term in bill.values())
 
 
 class Evaluator:
@@ -89,40 +91,46 @@ class Evaluator:
     def memory_bytes(self, run: RunConfig) -> float:
         key = run.parallel, run.train.micro_batch
         if key not in self._bytes:
-            self._bytes[key] = sum(term.value for term in memory_bill(run, self.cluster).values())
+            self._bytes[key] = _total(memory_bill(run, self.cluster))
         return self._bytes[key]
 
     def fits(self, run: RunConfig) -> bool:
         return self.memory_bytes(run) <= self.limit_bytes(run)
 
     def least_bytes(self, run: RunConfig) -> float:
-        """No more than `memory_bytes`: what the pipeline rank with the most parameters has when its first micro-batch
-        has passed its last stage, all of whose activations it then keeps."""
-        place = self._places(run)[-1]
-        device = self.cluster.device
-        saved = place.tokens * sum(activations.stage_bytes(place, stage, device) for stage in place.stages)
-        return self._with_runtime(_state(place) + saved)
+        """No more than `memory_bytes`, which is that of the fullest pipeline rank: that of the first one, where most
+        schedules keep the most micro-batches."""
+        return self._with_runtime(_total(position_bill(self._places(run)[0], self.cluster.device)))
 
     def least_state_bytes(self, run: RunConfig) -> float:
-        """No more than `memory_bytes`, whatever the schedule: without activations, and of the rank with the fewest
-        parameters, because no schedule deals out stages so that all ranks have fewer."""
-        return self._with_runtime(_state(self._places(run)[0]))
+        """No more than `memory_bytes`, whatever the schedule (looped_bfs aside, whose gradients never are there all at
+        once): without activations, and of the rank with the fewest parameters, because no schedule deals out stages so
+        that all ranks have fewer."""
+        place = self._places(run)[1]
+        parts = [memory.weights(place), memory.optimizer(place)]
+        if place.parallel.zero != 3:  # which gathers what it needs
+            parts.append(memory.gathered(place))
+        if run.accumulation > (1 if place.parallel.pp == 1 else 2 * place.parallel.pp):
+            parts.append(memory.gradients_kept(place))
+        return self._with_runtime(sum(part.value for part in parts))
 
     def _with_runtime(self, held: float) -> float:
         return held * (1 + self.cluster.fragmentation) + self.cluster.runtime_bytes
 
     def _places(self, run: RunConfig) -> tuple[Position, Position]:
-        """The pipeline ranks with the fewest and the most parameters, which data-parallel ranks do not choose."""
+        """The first pipeline rank, and the one with the fewest parameters. Data-parallel ranks do not choose them."""
         settings = {name: getattr(run.parallel, name) for name in _DIVIDES_STATE}
-        key = replace(run.parallel, dp_replicate=1, dp_shard=1, zero=1, recompute="none", offload="none")
+        key = replace(
+            run.parallel, dp_replicate=1, dp_shard=1, zero=1, recompute="none", offload="none", offload_parameters=False
+        )
         if key not in self._known_places:
-            everyone = sorted(positions(run, self.software), key=lambda place: place.parameters)
-            self._known_places[key] = everyone[0], everyone[-1]
-        first, last = (
+            everyone = positions(replace(run, parallel=key), self.software)
+            self._known_places[key] = everyone[0], min(everyone, key=lambda place: place.parameters)
+        first, least = (
             replace(place, train=run.train, accumulation=run.accumulation, parallel=replace(place.parallel, **settings))
             for place in self._known_places[key]
         )
-        return first, last
+        return first, least
 
     def seconds(self, run: RunConfig) -> float:
         return self._timed(run)[0]
@@ -131,10 +139,8 @@ class Evaluator:
         """Of a step, and the share of it that pipeline ranks wait."""
         key = run.parallel, run.train.micro_batch
         if key not in self._seconds:
-            terms = step_seconds(run, self.cluster) or {}
-            total = sum(term.value for term in terms.values())
-            waiting = terms["pipeline bubble"].value if "pipeline bubble" in terms else 0.0
-            self._seconds[key] = total, waiting / total if total else 0.0
+            time = estimate(run, self.cluster, self.software)
+            self._seconds[key] = (time.seconds, time.bubble) if time else (0.0, 0.0)
         return self._seconds[key]
 
     def coarse_seconds(self, run: RunConfig) -> float:

@@ -13,9 +13,11 @@ Time and memory are those of planner/step_time.py and planner/memory.py; nothing
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ingot.planner.candidates import Candidate, Evaluator, RunKey, axes
+from ingot.planner.candidates import Candidate, Evaluator, RunKey, complexity
 from ingot.planner.moves import moves
 from ingot.planner.space import Space
 from ingot.schema.parallel import Parallel
@@ -38,21 +40,17 @@ class Look:
         self.evaluator, self.space = evaluator, space
         self.considered = self.fitting = 0
         self._too_large: dict[Parallel, int] = {}  # micro-batches from here on do not fit
+        self._has_had_room: dict[Parallel, int] = {}  # up to here the lower bound fits
 
     def fastest(self) -> list[Candidate]:
         """In no order."""
         chosen: dict[RunKey, RunConfig] = {}
-        of_mesh: dict[tuple[int, ...], int] = {}
         best = math.inf
         for coarse, run in self._by_coarse_time():
-            parallel = run.parallel
-            mesh = parallel.tp, parallel.cp, parallel.pp, parallel.ep
             if len(chosen) >= _TIMED or coarse > _HOPELESS * best:
                 break
-            if of_mesh.get(mesh, 0) < _TIMED_OF_MESH:
-                of_mesh[mesh] = of_mesh.get(mesh, 0) + 1
-                chosen[parallel, run.train.micro_batch] = run
-                best = min(best, self.evaluator.seconds(run) or math.inf)
+            chosen[run.parallel, run.train.micro_batch] = run
+            best = min(best, self.evaluator.seconds(run) or math.inf)
         self._polish(chosen)
         return [self.evaluator.candidate(run) for run in chosen.values()]
 
@@ -72,36 +70,56 @@ class Look:
                         chosen[place] = other
 
     def _fits(self, run: RunConfig) -> bool:
-        """Memory does not fall with the micro-batch: one that does not fit rules out the larger ones."""
+        """Memory does not fall with the micro-batch: one that does not fit rules out the larger ones. And no schedule
+        needs less than 1f1b, so one bill speaks for all."""
+        self.considered += 1
         parallel, size = run.parallel, run.train.micro_batch
+        plain = replace(parallel, schedule="1f1b", stages_per_rank=0)
+        if not self._has_room(plain, size) or not self._has_room(parallel, size):
+            return False
+        if self.evaluator.fits(run):
+            self.fitting += 1
+            return True
+        self._too_large[parallel] = size
+        return False
+
+    def _has_room(self, parallel: Parallel, size: int) -> bool:
+        """As far as the lower bound tells."""
         if size >= self._too_large.get(parallel, size + 1):
             return False
-        self.considered += 1
-        if self.evaluator.least_bytes(run) <= self.evaluator.limit_bytes(run) and self.evaluator.fits(run):
-            self.fitting += 1
+        if size <= self._has_had_room.get(parallel, 0):
+            return True
+        run = self.evaluator.laid_out(parallel, size)
+        if self.evaluator.least_bytes(run) <= self.evaluator.limit_bytes(run):
+            self._has_had_room[parallel] = size
             return True
         self._too_large[parallel] = size
         return False
 
     def _by_coarse_time(self) -> Iterator[tuple[float, RunConfig]]:
         """Layouts that fit, fastest first as far as the coarse time tells, each with the least recomputation that it
-        needs."""
+        needs, a few of each mesh."""
         heap: list[tuple[float, int, int, RunConfig, list[Parallel]]] = []
         count = itertools.count()
 
         def push(parallels: list[Parallel], micro_batch: int) -> None:
             run = self.evaluator.laid_out(parallels[0], micro_batch)
-            heapq.heappush(heap, (self.evaluator.coarse_seconds(run), axes(run), next(count), run, parallels[1:]))
+            heapq.heappush(heap, (self.evaluator.coarse_seconds(run), complexity(run), next(count), run, parallels[1:]))
 
         for parallel in self._shardings():
             for micro_batch in self.space.micro_batches(parallel):
                 accumulation = self.evaluator.laid_out(parallel, micro_batch).accumulation
                 for scheduled in self.space.schedules(parallel, accumulation):
                     push(self.space.recomputes(scheduled), micro_batch)
+        of_mesh: Counter[tuple[int, ...]] = Counter()
         while heap:
             coarse, _, _, run, more = heapq.heappop(heap)
+            mesh = run.parallel.tp, run.parallel.cp, run.parallel.pp, run.parallel.ep
+            if of_mesh[mesh] == _TIMED_OF_MESH:
+                continue
             if self._fits(run):
                 if self.evaluator.legal(run):
+                    of_mesh[mesh] += 1
                     yield coarse, run
             elif more:
                 push(more, run.train.micro_batch)
@@ -110,18 +128,19 @@ class Look:
         """Those whose state fits, the most promising ones of them."""
         found: list[tuple[float, int, Parallel]] = []
         for mesh in self.space.meshes():
-            of_mesh = [(self._promise(p), axes(self.evaluator.laid_out(p, 1)), p) for p in self._room_for_state(mesh)]
+            of_mesh = [
+                (self._promise(p), complexity(self.evaluator.laid_out(p, 1)), p) for p in self._room_for_state(mesh)
+            ]
             found += of_mesh
         return [parallel for _, _, parallel in sorted(found, key=lambda entry: entry[:2])[:_SHARDINGS]]
 
     def _room_for_state(self, mesh: Parallel) -> Iterator[Parallel]:
         for parallel in self.space.shardings(mesh):
             sizes = self.space.micro_batches(parallel)
-            if sizes:
-                self.considered += 1
-                run = self.evaluator.laid_out(parallel, sizes[0])
-                if self.evaluator.least_state_bytes(run) <= self.evaluator.limit_bytes(run):
-                    yield parallel
+            self.considered += bool(sizes)
+            runs = [self.evaluator.laid_out(parallel, size) for size in {*sizes[:1], *sizes[-1:]}]
+            if any(self.evaluator.least_state_bytes(run) <= self.evaluator.limit_bytes(run) for run in runs):
+                yield parallel
 
     def _promise(self, parallel: Parallel) -> float:
         """Coarse seconds with a micro-batch that is neither starved nor large, nothing recomputed."""
