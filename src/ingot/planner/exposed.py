@@ -9,12 +9,13 @@ data parallel      what exceeds the computation beside it, and always the first 
 
 from dataclasses import dataclass
 
-from ingot.planner.constants import Constants
-from ingot.planner.links import LineTime, bandwidth_of
+from ingot.planner.constants import Constants, fitted
+from ingot.planner.links import LineTime, bandwidth_of, counted_as, line_of, traffic_seconds
 from ingot.schema.cluster import Cluster
 from ingot.theory.context import ring_steps
 from ingot.theory.layout import Position
 from ingot.theory.term import Term
+from ingot.theory.traffic import step_traffic
 from ingot.units import format_bytes, format_seconds
 
 DATA_PARALLEL = ("shard", "expert_shard", "dp_replicate")
@@ -102,6 +103,20 @@ def data_parallel(
     exposed = max(total - hiding, alone)
     slowed = constants.interference * (total - exposed)
     return Term(exposed + slowed, f"{formula}, {format_seconds(exposed)} not hidden, the rest slows its computation")
+
+
+def in_turn(position: Position, cluster: Cluster) -> Term:
+    """Of one step on a CPU, where nothing hides them: the collectives of a pipeline rank. What it sends along the
+    pipeline is in the simulated schedule. 0 where the links were not measured; then they are in the cost of a step.
+    """
+    constants, lines = fitted(), {}
+    for traffic in step_traffic(position, counted_as(cluster)):
+        if traffic.axis != "pp" or traffic.kind != "send":
+            calls, seconds = lines.get(line_of(traffic), (0, 0.0))
+            taken = traffic_seconds(position, traffic, cluster, constants)
+            lines[line_of(traffic)] = calls + traffic.count, seconds + taken
+    formula = ", ".join(f"{line}: {calls:,} in {format_seconds(taken)}" for line, (calls, taken) in lines.items())
+    return Term(sum(seconds for _, seconds in lines.values()), formula or "none")
 
 
 def _sent(line: str, position: Position, times: dict[str, LineTime], cluster: Cluster) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ingot.planner.constants import Constants, fitted
-from ingot.planner.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel
+from ingot.planner.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel, in_turn
 from ingot.planner.links import LineTime, counted_as, group_of, line_times
 from ingot.planner.stage_time import ATTENTION, KINDS, LAUNCHES, PRODUCTS, MeasuredTimer, Part, StageTimer
 from ingot.schema.cluster import Cluster
@@ -52,8 +52,8 @@ def estimate(
     """None when the cluster has no rate for the run's precision.
 
     On a GPU, operations are started ahead of their execution and some communication runs beside it, so each counts only
-    by what it exceeds the device's own work (planner/exposed.py). On a CPU everything happens in turn, and collectives
-    are part of the measured cost per step. Experts are taken to have the same load each.
+    by what it exceeds the device's own work (planner/exposed.py). On a CPU everything happens in turn, and where
+    links were not measured, collectives are part of the cost per step. Experts are taken to have the same load each.
     """
     if _rate(run, cluster) <= 0 or cluster.memory_bandwidth <= 0:
         return None
@@ -244,15 +244,17 @@ def _in_turn(run: RunConfig, cluster: Cluster, software: Software) -> StepTime:
             mine.operations * cluster.op_seconds,
             f"{mine.operations:,.0f} operations x {cluster.op_seconds * 1e6:.1f} µs",
         ),
-        "step": Term(cluster.step_overhead_seconds, "measured once per step: collectives and the loop"),
+        "step": Term(cluster.step_overhead_seconds, "measured once per step: the loop (and unmeasured links)"),
     }
+    if run.parallel.world_size > 1 and cluster.link_bandwidth:
+        terms["collectives"] = in_turn(busiest, cluster)
     bubble = 0.0
     if run.parallel.pp > 1:
         timeline = simulated(run, cluster, everyone)
         bubble = timeline.bubble_fraction
         terms["pipeline bubble"] = Term(timeline.step_time - max(timeline.busy), _waiting(run, everyone, timeline))
     lines = {
-        line: Communication(sent_bytes=t.sent, seconds=t.seconds, exposed_seconds=0.0, crosses=t.crosses)
+        line: Communication(sent_bytes=t.sent, seconds=t.seconds, exposed_seconds=t.seconds, crosses=t.crosses)
         for line, t in line_times(busiest, cluster).items()
     }
     return StepTime(terms, lines, bubble)
@@ -288,7 +290,8 @@ def simulated(
             parts = [timer.stage(position, stage) for _, position, stage in stages]
             times = [[part.busy + part.host for part in three] for three in parts]
             rate = cluster.link_bandwidth
-            send = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks / rate if rate else 0.0
+            size = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks
+            send = size / rate + cluster.link_seconds if rate else 0.0
         else:
             times = [[part.matmul_flops for part in stage_work(p, s, cluster.device)] for _, p, s in stages]
         forward, inputs, weights = (list(part) for part in zip(*times, strict=True))
