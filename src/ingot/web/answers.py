@@ -3,30 +3,33 @@
 Answers are kept for the settings that were asked for last, so that a comparison costs nothing.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ingot.config import to_toml
 from ingot.errors import ConfigError, UsageError
 from ingot.planner.context import with_context
-from ingot.planner.plan import make_plan
-from ingot.planner.propose import Hints, propose
+from ingot.planner.outlook import Assumptions
+from ingot.planner.propose import Hints
 from ingot.planner.step_time import simulated
 from ingot.recipes.clusters import load_cluster
-from ingot.recipes.load import ModelPreset, load_model, model_names, unknown
+from ingot.recipes.load import load_model, model_names, unknown
+from ingot.recipes.question import Question, base_run, plan_of
+from ingot.recipes.subject import Subject, find_subject
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Plan
-from ingot.schema.run import Data, RunConfig
+from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.theory.layout import layout_problems, positions
 from ingot.theory.params import count_active_parameters
 from ingot.theory.scaling import compute_optimal_tokens, suggested_batch_tokens
 from ingot.theory.schedule import Timeline
 from ingot.web.settle import data_ranks, settle
-from ingot.web.state import MAX_BATCH, MAX_DEVICES, State
+from ingot.web.state import LAYOUT, MAX_BATCH, MAX_DEVICES, State
 
-_TOKENS = "data/tokens/train"
+_NO_LAYOUT = {key: getattr(State(), key) for key in LAYOUT}
 # A schedule is simulated action by action: more of them than this would keep the server busy for seconds.
 _MAX_ACTIONS = 400_000
 
@@ -43,16 +46,22 @@ class Answer:
     plan: Plan | None = None
 
 
-def model_of(state: State) -> ModelPreset:
-    """Presets only: a link must not make the server read files. Raises UsageError."""
-    return _preset(state.model)
+def subject_of(state: State) -> Subject:
+    """Presets and sizes only: a link must not make the server read files. Raises UsageError."""
+    return _subject("" if state.params else state.model, state.params)
 
 
 @lru_cache(maxsize=64)
-def _preset(name: str) -> ModelPreset:
-    if name not in model_names():
-        raise unknown("model preset", name, model_names(), "choose one of the list")
-    return load_model(name)
+def _subject(model: str, parameters: int) -> Subject:
+    if model and model not in model_names():
+        raise unknown("model preset", model, model_names(), "choose one of the list")
+    return find_subject(model, parameters=parameters)
+
+
+@lru_cache(maxsize=64)
+def about(model: str) -> str:
+    """Of a preset, in its own words."""
+    return load_model(model).about
 
 
 @lru_cache(maxsize=64)
@@ -66,39 +75,37 @@ def cluster_of(name: str) -> Cluster:
 
 def filled(state: State) -> State:
     """With sequence, batch and tokens of the preset, or of the rules, where the link leaves them open."""
-    preset, hints = model_of(state), model_of(state).train
-    seq = state.seq or hints.seq_len or min(preset.arch.max_seq_len, 4096)
-    tokens = state.tokens or compute_optimal_tokens(count_active_parameters(preset.arch))
+    subject = subject_of(state)
+    arch, hints = subject.arch, subject.hints
+    seq = state.seq or hints.seq_len or min(arch.max_seq_len, 4096)
+    tokens = state.tokens or compute_optimal_tokens(count_active_parameters(arch))
     batch = state.batch or hints.global_batch
     if not batch:
-        wanted = suggested_batch_tokens(preset.arch, seq, tokens) / seq
+        wanted = suggested_batch_tokens(arch, seq, tokens) / seq
         batch = min(max(1 << max(round(wanted) - 1, 0).bit_length(), cluster_of(state.cluster).devices), MAX_BATCH)
     return replace(state, seq=seq, batch=batch, tokens=tokens)
 
 
 def settled(state: State, moved: str = "") -> State:
     state = filled(state)
-    return settle(state, model_of(state).arch, cluster_of(state.cluster), moved)
+    return settle(state, subject_of(state).arch, cluster_of(state.cluster), moved)
 
 
 @lru_cache(maxsize=256)
 def answer(state: State) -> Answer:
     """The plan of a settled state, or why there is none."""
-    cluster = cluster_of(state.cluster)
     run, reasons = run_of(state)
-    problems = tuple(problems_of(state, run))
-    if problems:
-        return Answer(state=state, cluster=cluster, run=run, reasons=reasons, problems=problems)
-    run, chosen = with_context(run, cluster)
-    reasons |= chosen
-    plan = make_plan(run, cluster, software=software_of(state), mfu=state.mfu)
-    return Answer(state=state, cluster=cluster, run=run, reasons=reasons, plan=plan)
+    found = Answer(state=state, cluster=cluster_of(state.cluster), run=run, reasons=reasons)
+    if problems := tuple(problems_of(state, run)):
+        return replace(found, problems=problems)
+    run, chosen = with_context(run, found.cluster)
+    return replace(found, run=run, reasons=reasons | chosen, plan=plan_of(_question(state), run))
 
 
 def run_of(state: State) -> tuple[RunConfig, dict[str, str]]:
     """The run of a settled state, and the reason of every value that a rule chose."""
-    cluster, base = cluster_of(state.cluster), _base(state.model, state.seq, state.batch, state.tokens)
-    data = data_ranks(state, cluster) or 1
+    base, reasons = _base(replace(state, **_NO_LAYOUT))
+    data = data_ranks(state, cluster_of(state.cluster)) or 1
     parallel = Parallel(
         tp=state.tp,
         pp=state.pp,
@@ -113,27 +120,37 @@ def run_of(state: State) -> tuple[RunConfig, dict[str, str]]:
         context=state.context,  # type: ignore[arg-type]
         offload=state.offload,  # type: ignore[arg-type]
     )
-    run = replace(
-        base.run,
-        train=replace(base.run.train, micro_batch=state.micro_batch),
-        parallel=parallel,
-        cost=replace(base.run.cost, usd_per_hour=state.price or cluster.usd_per_hour),
-    )
-    chosen = {key: why for key, why in base.reasons.items() if not key.startswith(("parallel.", "train.micro"))}
-    return run, chosen
+    return replace(base, train=replace(base.train, micro_batch=state.micro_batch), parallel=parallel), dict(reasons)
 
 
 @lru_cache(maxsize=64)
-def _base(model: str, seq: int, batch: int, tokens: int):
-    """Steps, learning rate and warm-up by the rules, on one device: the layout is the page's."""
-    preset = _preset(model)
-    wanted = Hints(steps=max(-(-tokens // (batch * seq)), 1), seq_len=seq, global_batch=batch)
-    one = replace(load_cluster("h100"), memory_bytes=2**60)
-    data = Data(tokens=_TOKENS)
-    return propose(preset.arch, one, data, name=model, tokens=tokens, preset=preset.train, wanted=wanted)
+def _base(state: State) -> tuple[RunConfig, dict[str, str]]:
+    """Steps, learning rate and warm-up by the rules; the layout is the page's."""
+    return base_run(_question(state))
 
 
-def problems_of(state: State, run: RunConfig):
+def software_of(state: State) -> Software:
+    return replace(INGOT, recipe=state.recipe)
+
+
+def _question(state: State) -> Question:
+    cluster = cluster_of(state.cluster)
+    given = {"failures_per_node_day": state.failures, "usd_per_hour": state.price}
+    return Question(
+        subject=subject_of(state),
+        cluster=cluster,
+        tokens=state.tokens,
+        wanted=Hints(
+            steps=max(-(-state.tokens // (state.batch * state.seq)), 1), seq_len=state.seq, global_batch=state.batch
+        ),
+        software=software_of(state),
+        mfu=state.mfu,
+        usd_per_hour=state.price or cluster.usd_per_hour,
+        assumptions=replace(Assumptions(), **{key: value for key, value in given.items() if value}),
+    )
+
+
+def problems_of(state: State, run: RunConfig) -> Iterator[tuple[str, str]]:
     """Of a settled state: the page's own, then those of the trainer's rules."""
     cluster = cluster_of(state.cluster)
     product = state.tp * state.pp * state.cp
@@ -149,14 +166,17 @@ def problems_of(state: State, run: RunConfig):
         rule = "each reads at least one sequence"
         yield "train.global_batch", f"{state.batch:,} sequences for {data:,} data-parallel ranks: {rule}"
         return
+    if state.recipe and (lacking := _lacks(state.recipe, cluster)):
+        yield "recipe", lacking
     yield from layout_problems(run)
     actions = run.parallel.stages * run.accumulation * 3
     if run.parallel.pp > 1 and actions > _MAX_ACTIONS:
         yield "train.micro_batch", f"{actions:,} actions of a pipeline in one step: the page simulates {_MAX_ACTIONS:,}"
 
 
-def software_of(state: State) -> Software:
-    return replace(INGOT, recipe=state.recipe)
+def _lacks(recipe: str, cluster: Cluster) -> str:
+    bits, dtype = (4, "fp4") if recipe == "nvfp4" else (8, "fp8")
+    return "" if cluster.peak_flops.get(dtype) else f"{cluster.device_name} has no products in {bits} bits"
 
 
 def timeline_of(state: State) -> Timeline:
@@ -173,4 +193,8 @@ def run_file(state: State) -> str:
     found = answer(state)
     if found.plan is None:
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found.problems))
+    if found.cluster.device == "tpu":
+        raise ConfigError(f"a run file for {found.cluster.name}", rule="ingot's trainer runs on GPUs and CPUs")
+    if state.recipe:
+        raise ConfigError(f"a run file with products in {state.recipe}", rule="ingot's trainer computes in bf16")
     return to_toml(found.run, found.reasons)

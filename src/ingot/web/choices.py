@@ -10,7 +10,7 @@ from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.nearest import divisors
 from ingot.schema.parallel import TWO_STAGES, V_SHAPED
-from ingot.web.answers import cluster_of, model_of, problems_of, run_of
+from ingot.web.answers import cluster_of, problems_of, run_of, subject_of
 from ingot.web.settle import data_ranks, settle
 from ingot.web.state import WORDS, State
 
@@ -36,6 +36,14 @@ _RECOMPUTE = {"none": "nothing", "selective": "all but products and attention", 
 _ZERO = {1: "1: optimizer state", 2: "2: and gradients", 3: "3: and parameters (FSDP)"}
 _OFFLOAD = {"none": "on the device", "cpu": "in the host's memory"}
 _CONTEXT = {"auto": "what suits the links", "ring": "ring", "ulysses": "Ulysses", "usp": "USP, a grid of both"}
+_RECIPE = {
+    "": "16 bits (bf16)",
+    "tensorwise": "FP8, a scale per tensor",
+    "rowwise": "FP8, a scale per row",
+    "blockwise": "FP8, a scale per block of 128",
+    "mxfp8": "MXFP8, a scale per 32",
+    "nvfp4": "NVFP4, a scale per 16",
+}
 _SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -68,7 +76,7 @@ class Control:
 
 def controls(state: State) -> dict[str, Control]:
     """Of a settled state, by the name of the setting."""
-    arch, cluster = model_of(state).arch, cluster_of(state.cluster)
+    arch, cluster = subject_of(state).arch, cluster_of(state.cluster)
     found = {}
     for key, (values, labels) in _candidates(state, arch, cluster).items():
         tried = [
@@ -89,7 +97,7 @@ def as_json(found: dict[str, Control]) -> dict:
 
 def steps_away(state: State) -> Iterable[tuple[str, int | str, State]]:
     """(key, value, settled state) of every legal layout that one control makes of this one."""
-    arch, cluster = model_of(state).arch, cluster_of(state.cluster)
+    arch, cluster = subject_of(state).arch, cluster_of(state.cluster)
     for key, control in controls(state).items():
         for choice in control.choices:
             if not choice.why and choice.value != getattr(state, key):
@@ -98,13 +106,15 @@ def steps_away(state: State) -> Iterable[tuple[str, int | str, State]]:
 
 def words_of(key: str, value: int | str) -> str:
     """A setting for people: "tensor parallel 8"."""
+    if key == "recipe":
+        return _RECIPE[str(value)]
     named = {"zero": _ZERO, "recompute": _RECOMPUTE, "schedule": _SCHEDULES, "offload": _OFFLOAD, "context": _CONTEXT}
     return f"{LABELS[key]} {named.get(key, {}).get(value, value)}"
 
 
 def _why_not(state: State, key: str, value: int | str) -> str:
     cluster = cluster_of(state.cluster)
-    moved = settle(replace(state, **{key: value}), model_of(state).arch, cluster, key)
+    moved = settle(replace(state, **{key: value}), subject_of(state).arch, cluster, key)
     if getattr(moved, key) != value:
         return _needs(key, value)
     return next((message for _, message in problems_of(moved, run_of(moved)[0])), "")
@@ -151,6 +161,7 @@ def _candidates(state: State, arch: Arch, cluster: Cluster) -> dict[str, tuple[l
         "schedule": (list(WORDS["schedule"]), _SCHEDULES),
         "context": (list(WORDS["context"]), _CONTEXT),
         "offload": (list(WORDS["offload"]), _OFFLOAD),
+        "recipe": (list(WORDS["recipe"]), _RECIPE),
         "stages_per_rank": (list(stages), {} if looped and state.pp > 1 else one_stage),
     }
 

@@ -1,11 +1,11 @@
 """Two plans side by side: every figure of both, and by how much the second differs."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ingot.schema.plan import Plan
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
-from ingot.web.answers import Answer
-from ingot.web.state import LAYOUT
+from ingot.web.answers import Answer, subject_of
 from ingot.web.views import bubble, layout_words, verdict
 
 
@@ -28,20 +28,29 @@ def comparison(a: Answer, b: Answer) -> dict:
     return {"rows": rows, "problems": problems}
 
 
-def _settings(a: Answer, b: Answer):
-    before, after = asdict(a.state), asdict(b.state)
-    for key in before:
-        if before[key] != after[key] and key not in LAYOUT:
-            yield key, _shown(before[key]), _shown(after[key])
-    if layout_words(a.run) != layout_words(b.run):
-        yield "layout", layout_words(a.run), layout_words(b.run)
-    for key in ("micro_batch", "zero", "recompute", "schedule", "stages_per_rank", "context", "offload", "recipe"):
-        if before[key] != after[key]:
-            yield key.replace("_", " "), _shown(before[key]), _shown(after[key])
+def _settings(a: Answer, b: Answer) -> Iterator[tuple[str, str, str]]:
+    """Those that differ, in words."""
+    for label, say in _WORDS.items():
+        if say(a) != say(b):
+            yield label, say(a), say(b)
+    for key in _FORMS:
+        before, after = getattr(a.state, key), getattr(b.state, key)
+        if before != after:
+            yield key.replace("_", " "), str(before) or "-", str(after) or "-"
 
 
-def _shown(value: int | float | str) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value) or "-"
+_FORMS = ("micro_batch", "zero", "recompute", "schedule", "stages_per_rank", "context", "offload", "recipe")
+_WORDS: dict[str, Callable[[Answer], str]] = {
+    "model": lambda found: subject_of(found.state).name,
+    "cluster": lambda found: found.cluster.name,
+    "sequence": lambda found: f"{found.state.seq:,} tokens",
+    "batch": lambda found: f"{found.state.batch:,} sequences",
+    "tokens": lambda found: format_count(found.state.tokens),
+    "price": lambda found: f"${found.state.price or found.cluster.usd_per_hour:g} per hour",
+    "MFU that is given": lambda found: f"{found.state.mfu:g}" if found.state.mfu else "-",
+    "failures that are given": lambda found: f"{found.state.failures:g}" if found.state.failures else "-",
+    "layout": lambda found: layout_words(found.run),
+}
 
 
 def _figures(found: Answer, plan: Plan) -> list[_Figure]:

@@ -6,8 +6,9 @@ from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.planner.step_time import step_seconds
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
+from ingot.schema.software import Software
 from ingot.units import format_bytes, format_seconds
-from ingot.web.answers import Answer, cluster_of, run_of
+from ingot.web.answers import Answer, cluster_of, run_of, software_of
 from ingot.web.choices import steps_away, words_of
 from ingot.web.state import State, words
 
@@ -32,7 +33,7 @@ def fixes(found: Answer, asked: State) -> list[dict]:
         run, _ = run_of(state)
         needed = _needed(run, cluster)
         if needed <= rank_memory_bytes(cluster, run.parallel.world_size):
-            tried.append(_Tried(key, value, state, needed, _seconds(run, cluster)))
+            tried.append(_Tried(key, value, state, needed, _seconds(run, cluster, software_of(state))))
     best: dict[str, _Tried] = {}
     for one in sorted(tried, key=lambda t: (t.seconds, t.memory_bytes)):
         best.setdefault(one.key, one)
@@ -43,8 +44,8 @@ def _needed(run: RunConfig, cluster: Cluster) -> float:
     return sum(term.value for term in memory_bill(run, cluster).values())
 
 
-def _seconds(run: RunConfig, cluster: Cluster) -> float:
-    return sum(term.value for term in (step_seconds(run, cluster) or {}).values())
+def _seconds(run: RunConfig, cluster: Cluster, software: Software) -> float:
+    return sum(term.value for term in (step_seconds(run, cluster, software) or {}).values())
 
 
 def _shown(one: _Tried, found: Answer, asked: State) -> dict:

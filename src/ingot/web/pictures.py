@@ -6,8 +6,8 @@ from ingot.schema.run import RunConfig
 from ingot.theory.schedule import PUBLISHED, Timeline
 from ingot.units import format_seconds
 
-# More rectangles than this are too thin to be told apart: neighbours become one.
-MOST_RECTANGLES = 3000
+# More pieces of a row than this are too thin to be told apart: neighbours become one.
+MOST_PIECES = 300
 _COLUMNS = 350
 # What is shown: all of a step, or as many actions of a rank from its beginning or end as can be told apart.
 WINDOWS = ("step", "start", "end")
@@ -29,7 +29,7 @@ class _Piece:
 def picture(run: RunConfig, timeline: Timeline, window: str) -> dict:
     first, last = _window(timeline, window)
     rows = [_row(timeline, rank, first, last) for rank in range(timeline.table.ranks)]
-    merged = sum(map(len, rows)) > MOST_RECTANGLES
+    merged = max(map(len, rows)) > MOST_PIECES
     if merged:
         rows = [_merged(row, (last - first) / _COLUMNS) for row in rows]
     parallel = run.parallel

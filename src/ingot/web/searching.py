@@ -73,7 +73,7 @@ def _candidate(state: State, candidate: Candidate) -> dict:
         "rest": _rest(run),
         "step": format_seconds(candidate.step_seconds) if candidate.step_seconds else "unknown",
         "memory": format_bytes(candidate.memory_bytes),
-        "mfu": f"{candidate.mfu:.1%}" if candidate.mfu else "",
+        "mfu": f"{candidate.mfu:.1%}" if candidate.mfu and not state.params else "",
         "bubble": f"{candidate.bubble:.1%}" if run.parallel.pp > 1 else "",
         "words": words(state_of(state, candidate)),
     }

@@ -1,11 +1,12 @@
 """What the page is set to. The words of its link are read strictly: a link may come from anyone."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from ingot.errors import ConfigError, UsageError
+from ingot.recipes.amounts import parse_parameters, parse_share, parse_tokens
 from ingot.schema.parallel import Schedule
 from ingot.schema.software import Recipe
 from ingot.units import parse_count
@@ -21,7 +22,8 @@ class State:
     """A model on a cluster and its layout; dp_shard follows from the number of devices.
 
     params: parameters of a dense shape, instead of a preset `model`. seq, batch (in sequences), tokens: 0 leaves them
-    to the preset or the rules. price (US dollars per device and hour) and mfu: 0 are those of the planner.
+    to the preset or the rules. price (US dollars per device and hour), mfu and failures (per node and day):
+    0 leaves them to the planner.
     """
 
     model: str = "llama3-8b"
@@ -45,6 +47,7 @@ class State:
     recipe: str = ""
     price: float = 0.0
     mfu: float = 0.0
+    failures: float = 0.0
 
 
 FIELDS = {field.name: field for field in fields(State)}
@@ -52,8 +55,24 @@ LAYOUT = (
     "tp", "pp", "cp", "ep", "dp_replicate", "micro_batch", "zero", "recompute", "schedule", "stages_per_rank",
     "context", "offload", "recipe",
 )  # fmt: skip
-_UPPER = {"zero": 3, "batch": MAX_BATCH, "seq": 2**24, "tokens": 10**15, "params": 10**14, "price": 1e4, "mfu": 1.0}
-_COUNTS = ("seq", "batch", "tokens", "params")
+_UPPER = {
+    "zero": 3,
+    "batch": MAX_BATCH,
+    "seq": 2**24,
+    "tokens": 10**15,
+    "params": 10**14,
+    "price": 1e4,
+    "mfu": 1.0,
+    "failures": 1.0,
+}
+_PARSERS: dict[str, Callable[[str], int | float]] = {
+    "seq": parse_count,
+    "batch": parse_count,
+    "tokens": parse_tokens,
+    "params": parse_parameters,
+    "mfu": lambda text: parse_share("mfu", text),
+    "failures": lambda text: parse_share("failures", text),
+}
 WORDS: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "schedule": get_args(Schedule),
@@ -85,7 +104,8 @@ def _value(key: str, text: str):
         return text
     if not text:
         return default
-    value = parse_count(text) if key in _COUNTS else _number(key, text, float if isinstance(default, float) else int)
+    parse = _PARSERS.get(key) or (lambda text: _number(key, text, float if isinstance(default, float) else int))
+    value = parse(text)
     least, most = 0 if default == 0 else 1, _UPPER.get(key, MAX_DEVICES)
     if not least <= value <= most:
         raise ConfigError(f"{key} is {text}", rule=f"{key} is {least} to {most:,.15g}")

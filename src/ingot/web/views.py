@@ -11,7 +11,7 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_bytes, format_count, format_flops, format_seconds, format_usd, parse_count
 from ingot.web import bars
-from ingot.web.answers import Answer, model_of
+from ingot.web.answers import Answer, about, subject_of
 from ingot.web.choices import as_json, controls
 from ingot.web.state import State, words
 
@@ -40,11 +40,11 @@ def view(found: Answer, asked: State) -> dict:
         "spoken": "not a legal layout: " + "; ".join(message for _, message in found.problems),
     }
     if plan:
-        head = [tile["brief"] for tile in tiles(run, plan)]
+        head = [tile["brief"] for tile in tiles(state, run, plan)]
         shown["spoken"] = ", ".join([verdict(run, plan)["text"], *head])
         shown["plan"] = {
             "verdict": verdict(run, plan),
-            "tiles": tiles(run, plan),
+            "tiles": tiles(state, run, plan),
             "memory": bars.memory(run, plan),
             "step": bars.step(plan),
             "communication": bars.communication(plan),
@@ -59,7 +59,8 @@ def view(found: Answer, asked: State) -> dict:
 def _filled(state: State, open_: State) -> dict[str, str]:
     """What the fields show. Tokens that a rule chose are a round number."""
     tokens = format_count(state.tokens) if not open_.tokens else _exact(state.tokens)
-    given = {key: f"{value:g}" if (value := getattr(state, key)) else "" for key in ("price", "mfu")}
+    given = {key: f"{value:g}" if (value := getattr(state, key)) else "" for key in ("price", "mfu", "failures")}
+    given["params"] = format_count(state.params) if state.params else ""
     return {"seq": str(state.seq), "batch": str(state.batch), "tokens": tokens, **given}
 
 
@@ -69,13 +70,21 @@ def _exact(tokens: int) -> str:
     return short if parse_count(short) == tokens else str(tokens)
 
 
+def _about(state: State) -> str:
+    subject = subject_of(state)
+    if not state.params:
+        return about(state.model)
+    size = format_count(subject.parameters)
+    return f"{size} parameters, FLOPs by 6 for each and token; memory by the shape of {subject.shape}, which stands in"
+
+
 def _hints(found: Answer, asked: State, cluster: dict) -> dict[str, str]:
     run, state = found.run, found.state
     steps = f"{run.train.steps:,} steps of {format_count(run.tokens_per_step)} tokens"
     along = moved(asked, state)
     ranks = f"dp_shard {run.parallel.dp_shard:,}: {run.parallel.data_ranks:,} ranks read data"
     return {
-        "model": model_of(state).about,
+        "model": _about(state),
         "batch": steps if asked.batch and asked.tokens else f"{steps}; an empty field is for the rules",
         "cluster": cluster["facts"],
         "layout": f"{ranks}. Moved along: {', '.join(along)}" if along else f"{ranks}.",
@@ -107,7 +116,7 @@ def _model(state: State, run: RunConfig) -> dict:
     count = f"{format_count(total)} parameters"
     if arch.is_moe:
         count += f", {format_count(active)} active"
-    return {"count": count, "shape": shape, "about": model_of(state).about, "moe": arch.is_moe}
+    return {"name": subject_of(state).name, "count": count, "shape": shape, "moe": arch.is_moe}
 
 
 def _cluster(found: Answer) -> dict:
@@ -146,12 +155,12 @@ def verdict(run: RunConfig, plan: Plan) -> dict:
     return {"fits": False, "tight": False, "short": f"does not fit, {bar['of_capacity']}", "text": text}
 
 
-def tiles(run: RunConfig, plan: Plan) -> list[dict]:
+def tiles(state: State, run: RunConfig, plan: Plan) -> list[dict]:
     """The figures of the head: label, value, and what has to be known to read it."""
-    found = [_step_tile(plan), _mfu_tile(plan), *_duration_tiles(run, plan)]
+    found = [_step_tile(plan), _mfu_tile(state, plan), *_duration_tiles(plan)]
     if run.parallel.pp > 1:
         each = resolve_parallel(run).stages_on_each_rank
-        note = f"{run.parallel.schedule}, {run.accumulation:,} micro-batches, {each} stages per rank"
+        note = f"{run.parallel.schedule}, {run.accumulation:,} micro-batches, {each} stage{'s' * (each > 1)} per rank"
         idle = f"{bubble(plan):.1%}"
         found.append(_tile("bubble", "Bubble", idle, note, f"{idle} bubble"))
     return [tile for tile in found if tile]
@@ -189,19 +198,22 @@ def _band(plan: Plan) -> str:
     return f"; 80% of published runs: {low} to {high}"
 
 
-def _mfu_tile(plan: Plan) -> dict | None:
+def _mfu_tile(state: State, plan: Plan) -> dict | None:
     if plan.mfu is None:
         return None
-    note = "causal attention counted half"
-    if plan.step_seconds_high:
+    counted = "6 FLOPs per parameter and token" if state.params else "causal attention counted half"
+    notes = [counted]
+    if state.mfu:
+        notes = ["as given", counted]
+    elif plan.step_seconds_high:
         low, high = (plan.mfu * plan.step_seconds / s for s in (plan.step_seconds_high, plan.step_seconds_low))
-        note = f"{low:.0%} to {high:.0%}; {note}"
+        notes = [f"{low:.0%} to {high:.0%}", counted]
     if plan.hfu is not None:
-        note += f"; HFU {plan.hfu:.1%} with recomputation"
-    return _tile("mfu", "MFU", f"{plan.mfu:.1%}", note, f"{plan.mfu:.0%} MFU")
+        notes.append(f"HFU {plan.hfu:.1%}, of all that devices compute")
+    return _tile("mfu", "MFU", f"{plan.mfu:.1%}", "; ".join(notes), f"{plan.mfu:.0%} MFU")
 
 
-def _duration_tiles(run: RunConfig, plan: Plan) -> list[dict | None]:
+def _duration_tiles(plan: Plan) -> list[dict | None]:
     """Days and dollars, failures included where they are known."""
     if not plan.step_seconds:
         return []

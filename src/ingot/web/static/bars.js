@@ -56,7 +56,7 @@ export function showStep(parts) {
   const row = (p) =>
     el(
       "tr", {},
-      el("th", { scope: "row" }, p.name, track(p.share, "k-time"), p.formula ? el("details", {}, el("summary", { text: "how" }), el("p", { text: p.formula })) : null),
+      el("th", { scope: "row" }, el("details", {}, el("summary", { text: p.name }), el("p", { text: p.formula })), track(p.share, "k-time")),
       el("td", { class: "r", text: p.percent }), el("td", { class: "r", text: p.text }),
     );
   const head = el("tr", {}, ["part", "share", "time"].map((text, i) => el("th", { scope: "col", class: i ? "r" : null, text })));

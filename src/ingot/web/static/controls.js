@@ -40,7 +40,11 @@ export class Controls {
     const choice = (model) => el("option", { value: model.name, text: `${model.name}  (${model.size})` });
     return el(
       "fieldset", {}, el("legend", { text: "Model and data" }),
-      this.#select("model", "Model", models.map(choice)),
+      el(
+        "div", { class: "row model" },
+        this.#select("model", "Model", [...models.map(choice), el("option", { value: "", text: "by its size alone" })], "model", () => this.#preset()),
+        this.#field("params", "or size", "as 70b", () => this.#size()),
+      ),
       el("p", { class: "hint", id: "model-hint" }),
       el(
         "div", { class: "row three" },
@@ -86,6 +90,7 @@ export class Controls {
         "div", { class: "row" },
         this.#field("price", "Price", "US$ per device and hour"),
         this.#field("mfu", "MFU", "a share, as 0.45"),
+        this.#field("failures", "Failures", "per node and day, as 0.004"),
       ),
     );
   }
@@ -130,6 +135,17 @@ export class Controls {
     return el("div", { class: "field" }, name, input, why);
   }
 
+  #preset() {
+    const { value } = this.#selects.model.select;
+    if (value) this.#change({ model: value, params: "" }, "model");
+    else this.#fields.params.input.focus();
+  }
+
+  #size() {
+    const size = this.#fields.params.input.value.trim();
+    this.#change(size ? { params: size, model: "" } : { params: "" }, "params");
+  }
+
   #cluster() {
     const part = (id) => this.#fields[id].input.value.trim() || "1";
     this.#change({ cluster: `${part("groups")}x${part("each")}x${this.#selects.device.select.value}` }, "cluster");
@@ -138,7 +154,7 @@ export class Controls {
   /** Shows the settings of a plan, what else is legal, and what moved along. */
   update(view) {
     const { state, choices, cluster } = view;
-    this.#selects.model.select.value = state.model;
+    this.#selects.model.select.value = state.params ? "" : state.model;
     const typical = this.#selects.typical.select;
     typical.value = [...typical.options].some((o) => o.value === state.cluster) ? state.cluster : "";
     this.#selects.device.select.value = cluster.device;

@@ -4,14 +4,14 @@ import { el, find, show } from "./dom.js";
 
 export function showHead(view) {
   const { plan, model, cluster } = view;
-  find("title").textContent = `${view.state.model} on ${cluster.size}`;
+  find("title").textContent = `${model.name} on ${cluster.size}`;
   find("subtitle").textContent = `${model.count}: ${model.shape}. ${view.layout}, ${view.tokens_per_step}.`;
   const tile = (t) => el("div", { class: "tile", id: `tile-${t.key}` }, el("dt", { text: t.label }), el("dd", { text: t.value }), el("dd", { class: "note", text: t.note }));
   show(find("tiles"), plan ? plan.tiles.map(tile) : []);
   find("tiles").hidden = !plan;
   const kind = !plan || !plan.verdict.fits ? "bad" : plan.verdict.tight ? "tight" : "good";
   const words = !plan ? "not a legal layout" : plan.verdict.short;
-  show(find("strip"), el("b", { class: kind, text: words }), plan ? plan.tiles.filter((t) => t.key !== "goodput").map((t) => el("span", { text: `${t.brief}` })) : null);
+  show(find("strip"), el("b", { class: kind, text: words }), plan ? plan.tiles.filter((t) => t.key !== "goodput").map((t) => el("span", { class: `brief-${t.key}`, text: t.brief })) : null);
 }
 
 /** What stops the plan, and buttons that change it. apply(words): takes the settings of a button. */
