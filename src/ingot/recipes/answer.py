@@ -110,9 +110,10 @@ def _planned(question: Question, run: RunConfig, reasons: dict[str, str]) -> Pla
     reasons = reasons | context
     if plan.outlook and plan.step_seconds:
         every = plan.outlook.checkpoint_every_seconds
-        steps = min(max(round(every / plan.step_seconds), 1), run.train.steps)
-        run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
-        reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
+        steps = max(round(every / plan.step_seconds), 1)
+        if steps < run.checkpoint.every_steps:
+            run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
+            reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
     return Planned(run=run, plan=plan, reasons=reasons)
 
 

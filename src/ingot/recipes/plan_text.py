@@ -76,7 +76,7 @@ def _row(number: int, planned: Planned) -> tuple[str, ...]:
         _context(parallel),
         str(parallel.ep) if parallel.ep > 1 else "-",
         _data(parallel),
-        str(parallel.zero),
+        str(parallel.zero) if parallel.shard_ranks > 1 else "-",
         f"{run.train.micro_batch} x {run.accumulation}",
         parallel.recompute if parallel.offload == "none" else f"{parallel.recompute}, offload",
         format_bytes(plan.total_memory_bytes),
