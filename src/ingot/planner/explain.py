@@ -4,9 +4,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 from ingot.errors import UsageError
+from ingot.planner.hyperparameters import propose_hyperparameters
 from ingot.planner.plan import Planned
+from ingot.planner.ramp import ramp_warning
 from ingot.planner.step_time import simulated
 from ingot.schema.nearest import divisors
+from ingot.theory.bubble import bubble_overhead, bubble_share
 from ingot.theory.layout import positions, resolve_parallel
 from ingot.theory.schedule import PUBLISHED, build_table, schedule_problems, simulate
 from ingot.units import format_bytes, format_count, format_seconds
@@ -106,13 +109,13 @@ def _bubble(planned: Planned) -> Iterator[str]:
         yield "no pipeline (parallel.pp = 1): no bubble"
         return
     ranks, micro_batches, each = parallel.pp, run.accumulation, parallel.stages_on_each_rank
-    share = (ranks - 1) / (each * micro_batches + ranks - 1)
+    share, overhead = bubble_share(ranks, micro_batches, each), bubble_overhead(ranks, micro_batches, each)
     yield f"{parallel.schedule}, {ranks} ranks x {each} stages, {micro_batches} micro-batches"
     timeline = simulated(run, plan.cluster, positions(run))
     yield f"simulated with the planned time of each stage: ranks wait {timeline.bubble_fraction:.1%} of a step"
     filled = f"{ranks - 1}/({each} x {micro_batches} + {ranks - 1})"
     yield f"1F1B of equal stages: (p-1)/(v m + p-1) = {filled} = {share:.1%} of a step"
-    yield f"the same over useful work: (p-1)/(v m) = {(ranks - 1) / (each * micro_batches):.1%}"
+    yield f"the same over useful work: (p-1)/(v m) = {overhead:.1%}"
     if published := PUBLISHED.get(parallel.schedule):
         yield f"published for {parallel.schedule}: a rank idles {published.formula} ({published.source})"
     yield "other schedules with this pipeline and equal stages, F = I = W:"
@@ -122,12 +125,12 @@ def _bubble(planned: Planned) -> Iterator[str]:
                 build_table(name, ranks, micro_batches), forward=1.0, backward_input=1.0, backward_weight=1.0
             )
             yield f"  {name:<12} {idle.bubble_fraction:6.1%}, keeps {max(idle.peak_in_flight)} micro-batches"
-    yield f"twice the micro-batches: {(ranks - 1) / (2 * each * micro_batches + ranks - 1):.1%} for 1F1B"
+    yield f"twice the micro-batches: {bubble_share(ranks, 2 * micro_batches, each):.1%} for 1F1B"
 
 
 def _learning_rate(planned: Planned) -> Iterator[str]:
     yield f"optim.lr = {planned.run.optim.lr:g}: {planned.reasons.get('optim.lr', 'from the run file')}"
-    yield from _proposals(planned, "learning", "lr", "schedule", "warmup", "decay")
+    yield from _proposals(planned, "learning", "lr", "schedule", "warm", "decay")
 
 
 def _batch(planned: Planned) -> Iterator[str]:
@@ -144,15 +147,17 @@ def _batch(planned: Planned) -> Iterator[str]:
     per_rank = run.train.global_batch // run.parallel.data_ranks
     yield f"micro-batches that divide the {per_rank} sequences of a rank: {', '.join(map(str, divisors(per_rank)))}"
     yield from _proposals(planned, "batch", "ramp")
+    if warning := ramp_warning(run):
+        yield warning
 
 
 def _proposals(planned: Planned, *words: str) -> Iterator[str]:
-    from ingot.planner.hyperparameters import propose_hyperparameters
-
-    run = planned.run
-    for proposal in propose_hyperparameters(run.model, run.train.steps * run.tokens_per_step, run.train.seq_len):
+    run, batch = planned.run, planned.run.tokens_per_step
+    tokens = run.train.steps * batch
+    for proposal in propose_hyperparameters(run.model, tokens, run.train.seq_len, batch_tokens=batch):
         if any(word in proposal.name.lower() for word in words):
-            yield f"{proposal.name}: {proposal.value}: {proposal.formula} ({proposal.source})"
+            note = f"; {proposal.note}" if proposal.note else ""
+            yield f"{proposal.name}: {proposal.shown}: {proposal.formula} ({proposal.source}{note})"
 
 
 TOPICS: dict[str, Callable[[Planned], Iterator[str]]] = {

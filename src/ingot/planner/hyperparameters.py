@@ -33,12 +33,17 @@ class Proposal:
     note: str = ""
 
 
-def propose_hyperparameters(arch: Arch, tokens: int, seq_len: int) -> tuple[Proposal, ...]:
-    """For a run of a model on so many tokens. Names may repeat: see above. Raises ConfigError for no tokens."""
+def propose_hyperparameters(
+    arch: Arch, tokens: int, seq_len: int, *, batch_tokens: float = 0.0
+) -> tuple[Proposal, ...]:
+    """For a run of a model on so many tokens. Names may repeat: see above. Raises ConfigError for no tokens.
+
+    batch_tokens: the batch that is judged, ramped and scheduled; 0: the proposed one.
+    """
     if tokens < 1 or seq_len < 1:
         raise ConfigError(f"{tokens:,} tokens in sequences of {seq_len:,}", rule="a run has at least one token")
     parameters = _size(arch)
-    batch = scaling.suggested_batch_tokens(arch, seq_len, tokens)
+    batch = batch_tokens or scaling.suggested_batch_tokens(arch, seq_len, tokens)
     loss = scaling.BESIROGLU.loss(parameters, tokens)
     return (
         *_data(arch, parameters, tokens),
@@ -100,19 +105,21 @@ def _data(arch: Arch, parameters: int, tokens: int) -> list[Proposal]:
 
 
 def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> list[Proposal]:
+    """batch: in use; the first proposal is the rule's."""
     budget, critical = scaling.compute_budget(arch, seq_len, tokens), rules.kaplan_critical_batch(loss)
+    ruled = scaling.suggested_batch_tokens(arch, seq_len, tokens)
     near = [run for run in rules.nearest_runs(_size(arch), arch.is_moe) if run.batch_tokens][:2]
     known = ", ".join(f"{run.name} {format_count(run.batch_tokens)}" for run in near)
     ramp = rules.batch_ramp(batch, tokens)
     more_tokens, more_steps = rules.token_factor(batch, critical), rules.step_factor(batch, critical)
-    cost = f"{more_tokens:.2f} x the fewest tokens and {more_steps:.2f} x the fewest steps"
+    takes = f"{format_count(batch)} take {more_tokens:.2f} x the fewest tokens and {more_steps:.2f} x the fewest steps"
     return [
         Proposal(
             name="batch",
-            value=batch,
-            shown=f"{format_count(batch)} tokens",
-            formula=f"0.2920 x ({budget:.2e} FLOPs)^0.3271 = {format_count(batch)} tokens"
-            f" = {max(batch / seq_len, 1):,.0f} sequences of {seq_len:,}",
+            value=ruled,
+            shown=f"{format_count(ruled)} tokens",
+            formula=f"0.2920 x ({budget:.2e} FLOPs)^0.3271 = {format_count(ruled)} tokens"
+            f" = {max(ruled / seq_len, 1):,.0f} sequences of {seq_len:,}",
             source=_BI,
             note=f"fitted up to 2e19 FLOPs; published: {known}",
         ),
@@ -120,7 +127,7 @@ def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> 
             name="critical batch",
             value=critical,
             shown=f"{format_count(critical)} tokens",
-            formula=f"2e8 / {loss:.3f}^(1/0.21) = {format_count(critical)}; the proposed batch takes {cost}",
+            formula=f"2e8 / {loss:.3f}^(1/0.21) = {format_count(critical)}; {takes}",
             source="Kaplan et al. 2020, eq. 1.4; McCandlish et al. 2018, eq. 2.11",
             note="of another text and loss: measure the gradient's noise scale, which grows as the loss falls",
         ),

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ingot.errors import ConfigError
-from ingot.planner.reading import token_bytes
+from ingot.planner.reading import data_reading, token_bytes
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Outlook
 from ingot.schema.run import RunConfig
@@ -42,6 +42,7 @@ class Assumptions:
       2025 take 5 to 20).
     write_bytes_per_second: of one node to storage (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
     storage_write_bytes_per_second: of the storage in all; 0: no limit (2 TB/s: Llama team 2024, section 3.3.1).
+    storage_read_bytes_per_second: 0: not known, and more than enough. Where it is the limit, steps wait for it.
     meeting_seconds, manifest_seconds_per_rank: of every checkpoint besides its bytes. Ranks meet and open files; one
       writes the list of parts and reads it back while the others wait: 20 s of 16,384 ranks (docs/design/recovery.md).
     asynchronous: steps stop only for a meeting and a copy to the host's memory. ingot's trainer waits for all of it.
@@ -55,6 +56,7 @@ class Assumptions:
     restart_seconds: float = 600.0
     write_bytes_per_second: float = 1.2e9
     storage_write_bytes_per_second: float = 2e12
+    storage_read_bytes_per_second: float = 0.0
     meeting_seconds: float = 1.0
     manifest_seconds_per_rank: float = 1.2e-3
     asynchronous: bool = False
@@ -99,6 +101,8 @@ def outlook(
     devices is known. Raises ConfigError where assumptions are impossible, or the job fails faster than it restarts."""
     given = assumptions or Assumptions()
     _require(given, step_seconds, checkpoint_bytes)
+    reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
+    step_seconds *= max(reading.share, 1.0)
     job, productive = _job(run, cluster, given), run.train.steps * step_seconds
     write, stall = _stalls(job, cluster, given, checkpoint_bytes)
     every = _cadence(job, given, stall.value, write.value, step_seconds, productive)
@@ -122,6 +126,7 @@ def outlook(
         device_hours=device_hours(job.devices, days),
         storage_bytes=stored,
         spare_nodes=round(spares.value),
+        read_bytes_per_second=reading.bytes_per_second / max(reading.share, 1.0),
         usd_by_kind={kind: term.value for kind, term in usd.items()},
     )
     formulas = _formulas(found, job, run.train.steps, step_seconds, checkpoint_bytes)
@@ -131,6 +136,7 @@ def outlook(
         "checkpoint_every": f"{every.formula}; {steps:,} x {format_seconds(step_seconds)}",
         "checkpoint_stall": stall.formula,
         "spare_nodes": spares.formula,
+        "reading": reading.formula,
         **{f"usd.{kind}": term.formula for kind, term in usd.items()},
     }
     return found, {f"outlook.{name}": formula for name, formula in formulas.items()}

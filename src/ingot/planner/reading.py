@@ -73,8 +73,10 @@ def data_reading(run: RunConfig, step_seconds: float, storage_bytes_per_second: 
     needed = speed * width
     kind = f"uint{8 * width}, {format_count(run.model.vocab_size)} ids"
     formula = f"{format_count(speed)} tokens/s x {width} B ({kind}) = {format_bytes(needed)}/s"
+    needs = {name: drives(needed, name, BLOCK_TOKENS * width) for name in DRIVES}
+    formula += "; " + " or ".join(f"{count:,} x {name}" for name, count in needs.items())
     share = needed / storage_bytes_per_second if storage_bytes_per_second else 0.0
     if share:
-        formula += f", {share:.1%} of {format_bytes(storage_bytes_per_second)}/s"
-    needs = {name: drives(needed, name, BLOCK_TOKENS * width) for name in DRIVES}
+        waits = ": steps wait for storage" if share > 1 else ""
+        formula += f"; {share:.1%} of {format_bytes(storage_bytes_per_second)}/s{waits}"
     return Reading(speed, needed, needs, share, formula)

@@ -28,6 +28,7 @@ class Outlook:
     failures_per_node_day, restart_seconds: what was assumed. checkpoint_every_seconds: between two checkpoints (Young,
     Daly). checkpoint_stall_seconds: that one of them stops the steps for. device_hours: by the clock, all devices.
     storage_bytes: of all checkpoints kept. spare_nodes: with which a failed node rarely waits for another.
+    read_bytes_per_second: of training data, by all loaders.
     usd_by_kind: "devices", "spares", "storage", "egress".
     """
 
@@ -42,6 +43,7 @@ class Outlook:
     device_hours: float
     storage_bytes: float = 0.0
     spare_nodes: int = 0
+    read_bytes_per_second: float = 0.0
     usd_by_kind: dict[str, float] = field(default_factory=dict)
 
 

@@ -38,6 +38,15 @@ def test_the_first_of_a_name_is_what_a_run_file_takes():
     assert named(proposals, "weight decay")[0].value == Optim().weight_decay
 
 
+def test_a_batch_that_is_chosen_is_judged_and_scheduled():
+    plain = propose_hyperparameters(LLAMA3_8B, 10**12, 8192)
+    chosen = propose_hyperparameters(LLAMA3_8B, 10**12, 8192, batch_tokens=4e6)
+    assert named(chosen, "batch") == named(plain, "batch")
+    assert "; 4M take" in named(chosen, "critical batch")[0].formula
+    assert named(chosen, "batch ramp")[0].shown == "1M -> 2M -> 4M tokens"
+    assert "all 250,000 steps" in named(chosen, "schedule")[0].formula
+
+
 def test_llama3_8b():
     """Llama team 2024, table 3: 3e-4; 15T are 93 times the compute-optimal 161B."""
     proposals = propose_hyperparameters(LLAMA3_8B, 15 * 10**12, 8192)

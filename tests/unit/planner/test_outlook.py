@@ -46,7 +46,7 @@ def test_parts_and_their_formulas_hold_together():
     names = {name.removeprefix("outlook.") for name in formulas}
     assert names == {
         "productive_days", "days", "failures", "goodput", "checkpoint_every", "checkpoint_stall", "device_hours",
-        "storage_bytes", "spare_nodes", "usd.devices", "usd.storage", "usd.egress",
+        "storage_bytes", "spare_nodes", "reading", "usd.devices", "usd.storage", "usd.egress",
     }  # fmt: skip
 
 
@@ -91,6 +91,18 @@ def test_what_is_given_is_used():
     )
     assert seen(egress_usd_per_gb=0.0)[0].usd_by_kind["egress"] == 0
     assert seen(repair_days=20)[0].spare_nodes > plain.spare_nodes
+
+
+def test_slow_storage_holds_steps_up():
+    plain, formulas = seen()
+    assert plain.read_bytes_per_second == pytest.approx(512 * 8192 * 4 / STEP)
+    assert "1 x hdd or 1 x nvme" in formulas["outlook.reading"]
+    slow, formulas = seen(storage_read_bytes_per_second=plain.read_bytes_per_second / 3)
+    assert slow.productive_days == pytest.approx(3 * plain.productive_days)
+    assert slow.read_bytes_per_second == pytest.approx(plain.read_bytes_per_second / 3)
+    assert "steps wait for storage" in formulas["outlook.reading"]
+    fast, _ = seen(storage_read_bytes_per_second=plain.read_bytes_per_second * 3)
+    assert fast == plain
 
 
 def test_list_prices_are_not_the_source_of_given_ones():
