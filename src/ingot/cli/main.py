@@ -35,6 +35,9 @@ VERBS = {
     "report": "the report of a run, as HTML and Markdown",
 }
 
+# Verbs of their own behind a verb that has options and no subcommands; their modules are plan_score and so on.
+_ACTIONS = ("plan score",)
+
 _EXIT_CODES = """exit codes:
   0 done · 2 usage · 3 configuration or resources · 10 stopped on request, saved · 11 needs confirmation
   20 data integrity · 21 checkpoint integrity · 30 run folder busy · 93 failed for good, do not restart
@@ -78,7 +81,7 @@ def _common_options() -> argparse.ArgumentParser:
 
 
 def _verb_parser(verb: str) -> tuple[argparse.ArgumentParser, ModuleType]:
-    module = importlib.import_module(f"ingot.cli.{verb}")
+    module = importlib.import_module(f"ingot.cli.{verb.replace(' ', '_')}")
     epilog = "examples:\n" + "\n".join(f"  {example}" for example in module.EXAMPLES)
     common = _common_options()
     parser = _Parser(
@@ -139,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
             )
         sys.stderr.write(f"ingot: no verb {verb!r}{hint}\nSee: ingot --help\n")
         return 2
+    if rest and f"{verb} {rest[0]}" in _ACTIONS:
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     parser, module = _verb_parser(verb)
     _Parser.line = rest
     args = parser.parse_args(rest)

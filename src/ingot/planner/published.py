@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from importlib import resources
 
 from ingot.errors import IngotError
 from ingot.planner.foreign.hardware import cluster_for, devices_of
@@ -14,7 +15,7 @@ from ingot.schema.run import Data, RunConfig
 from ingot.schema.software import Software
 from ingot.theory.flops import train_flops_per_token
 
-__all__ = ["Measured", "Row", "Skipped", "Subject", "read_rows", "subject", "subjects"]
+__all__ = ["Measured", "Row", "Skipped", "Subject", "read_rows", "shipped_rows", "subject", "subjects"]
 
 # Steps of which one layer alone is timed: so many micro-batches that the update between them weighs nothing.
 _LAYER_BATCHES = 256
@@ -73,6 +74,12 @@ class Skipped:
     reason: str
 
 
+def shipped_rows() -> list[Row]:
+    """The runs that the planner's constants are fitted to, with their sources."""
+    with resources.as_file(resources.files("ingot.planner").joinpath("published_runs.json")) as path:
+        return read_rows(path)
+
+
 def subjects(rows: list[Row]) -> list[Subject]:
     """Of the rows that can be predicted."""
     found = [subject(row) for row in rows]
@@ -83,7 +90,7 @@ def subject(row: Row) -> Subject | Skipped:
     """Never raises: a row that cannot be said in ingot's terms is skipped with the reason."""
     try:
         return _subject(row)
-    except (IngotError, ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
+    except (IngotError, ArithmeticError, LookupError, ValueError) as error:
         return Skipped(row.id, row.family, row, f"cannot be read: {error}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ingot.errors import IngotError
 from ingot.planner.constants import Constants
 from ingot.planner.memory import memory_bill
 from ingot.planner.published import Row, Skipped, Subject, subject
@@ -82,7 +83,10 @@ def scored(row: Row, constants: Constants | None = None) -> Scored:
     if step is None and memory is None and not found.measured.ran_out:
         reason = "has no step time, throughput, device-hours or memory to compare with"
         return Scored(id=row.id, family=row.family, skipped=reason)
-    return _compared(found, constants)
+    try:
+        return _compared(found, constants)
+    except (IngotError, ArithmeticError, LookupError, ValueError) as error:
+        return Scored(id=row.id, family=row.family, skipped=f"cannot be predicted: {error!r}")
 
 
 def _compared(found: Subject, constants: Constants | None) -> Scored:
@@ -91,7 +95,7 @@ def _compared(found: Subject, constants: Constants | None) -> Scored:
         why = f"no rate is known for {found.run.train.precision} on {found.cluster.device_name}"
         return Scored(id=found.id, family=found.family, skipped=why)
     seconds, measured = time.seconds * found.scale, found.measured
-    bill = memory_bill(found.run, found.cluster, found.software)
+    bill = memory_bill(found.run, found.cluster)
     counted = sum(term.value for kind, term in bill.items() if kind not in measured.memory_without)
     step, memory = measured.step_seconds, measured.memory_bytes
     flops = train_flops_per_token(found.run.model, found.run.train.seq_len) * found.tokens / found.devices
@@ -166,7 +170,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
     return (ends - (counts - 1) / 2)[place]
 
 
-def _percent(share: float) -> float:
+def _percent(share: np.floating | float) -> float:
     return round(100 * float(share), 2)
 
 

@@ -2,8 +2,9 @@
 
 Degrees that do not multiply to the number of devices: data parallelism takes what tensor, context and pipeline leave.
 No micro-batch: 1 in a pipeline, else the largest part of a replica's batch of at most 8,192 tokens. No batch: 4M
-tokens, or so many more that replicas have 8,192 each, twice the pipeline's length of them where there is one. No layout at all: FSDP on one slice of TPUs and for up to 20B parameters, else tensor parallelism inside the
-node and as short a pipeline as holds the state.
+tokens, or so many more that replicas have 8,192 each, or a pipeline twice as many micro-batches of them as it is long.
+No layout at all: FSDP on TPUs and for up to 20B parameters, else tensor parallelism inside the node and as short a
+pipeline as holds the state.
 """
 
 import re

@@ -78,7 +78,8 @@ def _experts_over_nodes(row: Row) -> bool:
 
 
 def _first_zero3(row: Row) -> bool:
-    return row.year < _FLASH_YEAR and row.count("plan", "fsdp_zero") == 3 and not _tpu(row)
+    dated = re.search(r"20(?:19|20|21|22)", row.words) is not None
+    return dated and row.count("plan", "fsdp_zero") == 3 and not _tpu(row)
 
 
 _HALF = {"products_recomputed": 0.5}

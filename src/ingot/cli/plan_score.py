@@ -1,0 +1,87 @@
+"""`ingot plan score`: how well the planner predicts published runs, by the family that they come from."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ingot.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from ingot.planner.score import Score, Scored
+
+HELP = "predicts published runs and compares: step time and memory by family"
+EXAMPLES = (
+    "ingot plan score                              the runs that the planner was calibrated on",
+    "ingot plan score --leave-one-out              each family predicted without having seen it",
+    "ingot plan score runs.json --json",
+    "ingot plan score runs.json --rows",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE",
+        help='published runs, JSON: {"rows": [{"id", "family", "model", "cluster", "plan", "measured"}]}'
+        " (default: those that the package ships)")  # fmt: skip
+    parser.add_argument("--leave-one-out", action="store_true",
+        help="fit the constants of the time model anew for each family, to all others: the honest error")  # fmt: skip
+    parser.add_argument("--rows", action="store_true", help="show every row")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK
+    from ingot.planner.published import read_rows, shipped_rows, subjects
+    from ingot.planner.score import score
+
+    rows = read_rows(args.file) if args.file else shipped_rows()
+    if args.leave_one_out:
+        from ingot.planner.fit import Fit, timed
+
+        terminal.say("fitting without each family in turn; this takes minutes")
+        known = Fit(tuple(timed(subjects(rows)))).left_out()
+        found = score(rows, known.get)
+    else:
+        found = score(rows)
+    if args.rows:
+        _show_rows(found.rows, terminal)
+    _show_families(found, terminal)
+    terminal.result(found.facts() | {"leave_one_out": args.leave_one_out})
+    return EXIT_OK
+
+
+def _show_families(found: "Score", terminal: Terminal) -> None:
+    header = ("family", "rows", "step time", "median", "memory", "rank", "oom called", "oom false")
+    table = [
+        (name, f["n"], _percent(f["step_time_mape"]), _percent(f["step_time_median_error"], "+"),
+         _percent(f["memory_mape"]), _plain(f["rank_correlation"]), f["oom_called"], f["oom_false"])
+        for name, f in found.families.items()
+    ]  # fmt: skip
+    mean = [found.mean(figure) for figure in ("step_time_mape", "step_time_median_error", "memory_mape")]
+    table.append(("mean over families", "", _percent(mean[0]), _percent(mean[1], "+"), _percent(mean[2]), "", "", ""))
+    terminal.table(table, header, right=range(1, len(header)))
+    skipped = [row for row in found.rows if row.skipped]
+    for row in skipped:
+        terminal.say(f"skipped   {row.id}: {row.skipped}")
+    terminal.say("step time, memory: mean absolute error; median: of the signed error of step times; rank: Spearman's,")
+    terminal.say("of model FLOP/s per device; oom: rows that ran out of memory and were called, that ran and were not")
+
+
+def _show_rows(rows: "Sequence[Scored]", terminal: Terminal) -> None:
+    table = [
+        (row.id, _plain(row.measured.get("step_s")), _plain(row.predicted.get("step_s")),
+         _percent(None if row.step_error is None else 100 * row.step_error, "+"),
+         _plain(row.measured.get("mem_gb")), _plain(row.predicted.get("mem_gb")),
+         _percent(None if row.memory_error is None else 100 * row.memory_error, "+"))
+        for row in rows if not row.skipped
+    ]  # fmt: skip
+    header = ("row", "step s", "predicted", "error", "memory GB", "predicted", "error")
+    terminal.table(table, header, right=range(1, len(header)))
+    terminal.say()
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value:{sign}.1f}%"
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
