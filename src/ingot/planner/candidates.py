@@ -19,6 +19,7 @@ from ingot.theory.term import Term
 MEMORY_SHARE = 0.9
 # Layouts whose times differ by less are equally fast, as far as a prediction can tell: the simpler one goes first.
 _EQUAL = 0.02
+_DISTINCT = ("tp", "cp", "context", "pp", "ep", "zero", "schedule", "recompute", "offload", "offload_parameters")
 _DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload", "offload_parameters")
 # Of the schedules without a published formula, the one whose formula holds for each of their stages.
 _BUBBLE_LIKE = {"interleaved_zb": "zb_h1"}
@@ -59,6 +60,15 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
         found += sorted(equal, key=_simplicity)
         waiting = waiting[len(equal) :]
     return found
+
+
+def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of those that differ only in how data-parallel ranks are dealt out, or in virtual stages."""
+    first: dict[tuple, Candidate] = {}
+    for candidate in candidates:
+        key = tuple(getattr(candidate.run.parallel, name) for name in _DISTINCT)
+        first.setdefault((key, candidate.run.train.micro_batch, candidate.software), candidate)
+    return list(first.values())
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, float]:

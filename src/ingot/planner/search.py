@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ingot.planner.candidates import Candidate, Evaluator, ranked
+from ingot.planner.candidates import Candidate, Evaluator, distinct, ranked
 from ingot.planner.cheapest import cheapest_fix, least_memory
 from ingot.planner.look import Look
 from ingot.planner.space import NARROW, OFFLOADED, WIDE, Space
@@ -18,7 +18,7 @@ NO_PINS: Mapping[str, object] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """best: fastest first. considered: layouts whose memory was compared. fitting: of those, the ones that fit.
+    """best: fastest first, of layouts that hardly differ one. considered: layouts whose memory was compared. fitting: of those, the ones that fit.
     seconds: that the search took. nearest: where nothing fits, the layout that needs least (None where the rules allow
     no layout at all); fix: then, the cheapest change with which one would fit."""
 
@@ -63,7 +63,7 @@ def search(
         nearest = least_memory(evaluators[0], Space(run=run, cluster=cluster, pinned=pinned, reach=WIDE))
         fix = cheapest_fix(evaluators[0], pinned, nearest)
     return Found(
-        best=tuple(ranked(found)[:limit]),
+        best=tuple(distinct(ranked(found))[:limit]),
         considered=considered,
         fitting=fitting,
         seconds=time.perf_counter() - start,
