@@ -101,8 +101,8 @@ def warmup_steps(steps: int) -> int:
 def batch_ramp(batch_tokens: float, tokens: float) -> tuple[tuple[float, float], ...]:
     """(tokens per step, tokens after which the next batch begins): a quarter, a half, all.
 
-    A quarter for 5% and a half until 20% of the tokens lie between published ramps: PaLM 1M, 2M from 6%, 4M from 24%
-    (Chowdhery et al. 2022, section 5); Llama 3 405B 4M, 8M almost at once, 16M from 19% (Llama team 2024, section
+    A quarter for 5% and a half until 20% of the tokens lie between published ramps: PaLM 1M, 2M from 7%, 4M from 24%
+    (Chowdhery et al. 2022, section 5); Llama 3 405B 4M, 8M almost at once, 16M from 18% (Llama team 2024, section
     3.4.1); GPT-3 from 32k over its first 1 to 4% (Brown et al. 2020, appendix B).
     """
     return (batch_tokens / 4, 0.05 * tokens), (batch_tokens / 2, 0.20 * tokens), (batch_tokens, tokens)

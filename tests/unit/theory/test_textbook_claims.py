@@ -5,7 +5,9 @@ Sizes are those of the texts: 70B is 70e9 parameters, a device of 80 GB has 80e9
 """
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +36,8 @@ from ingot.theory.flops import (
 from ingot.theory.layout import positions
 from ingot.theory.money import device_hours, device_usd, storage_usd
 from ingot.theory.params import active_block_matrices, count_parameters
-from ingot.theory.saved import recomputed_block_bytes
+from ingot.theory.published_activations import published_block_bytes
+from ingot.theory.saved import block_bytes, recomputed_block_bytes
 from ingot.theory.scaling import compute_optimal, compute_optimal_tokens, overtraining
 from ingot.theory.state import COMPUTE_BYTES, State, state_per_parameter
 from ingot.theory.traffic import hidden_bytes, regions_of, step_traffic
@@ -73,6 +76,16 @@ def state(zero: int = 1, ranks: int = 1) -> State:
 
 def devices_for(size: float) -> int:
     return math.ceil(size / DEVICE_BYTES)
+
+
+TABLE = Path(__file__).parents[3] / "docs" / "textbook.md"
+
+
+def test_every_line_of_the_table_has_its_test():
+    named = re.findall(r"`(test_\w+)` \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(named) == len(set(named)) == 65
+    here = {name for name in globals() if name.startswith("test_")} - {"test_every_line_of_the_table_has_its_test"}
+    assert set(named) == here
 
 
 # The first text: a plan for 70B on 1.5T tokens.
@@ -237,6 +250,26 @@ def test_gap_between_links_inside_and_between_nodes():
     assert H100.link_bandwidth / H100.network_bandwidth == 9
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+def test_tensor_parallelism_leaves_a_part_of_activations_whole(tp):
+    """s b h (10 + 24/t) against s b h 34/t: 10 of 34 stay on every rank without sequence parallelism. ingot's own
+    blocks too keep more than a t-th."""
+    unit = 4096 * 8192
+    whole, cut, even = (
+        published_block_bytes(4096, 1, 8192, 64, scores=False, **more) / unit
+        for more in ({}, {"tp": tp}, {"tp": tp, "sequence": True})
+    )
+    assert (whole, cut, even) == (34, 10 + 24 / tp, 34 / tp)
+    own = [
+        kept_by_a_block(Parallel(tp=n, sequence=n > 1 and along)) for n, along in ((1, False), (tp, False), (tp, True))
+    ]
+    assert own[0] / tp < own[2] < own[1] < own[0]
+
+
+def kept_by_a_block(parallel: Parallel) -> float:
+    return sum(block_bytes(positions(run_of(WIDE, parallel))[0], "cuda").values())
+
+
 def test_recompute_costs_a_third():
     """(3 + 1) / 3 of the FLOPs. Measured: the end-to-end gain of leaving it out is 29 to 32%."""
     repeated = (TRAIN_TO_FORWARD + 1) / TRAIN_TO_FORWARD
@@ -274,6 +307,17 @@ def test_memory_of_70b_with_its_master_copy():
     assert size == 1200e9
     assert devices_for(size) == 15
     assert size - 70e9 * state().master == 920e9
+
+
+def test_activations_of_8_sequences():
+    """2 s b h L = 43 GB with full recomputation, 34 s b h L = 730 GB without, scores never kept."""
+    full, none = (
+        WIDE.num_layers * published_block_bytes(4096, 8, 8192, 64, scores=False, full=full) for full in (True, False)
+    )
+    assert full == pytest.approx(42.95e9, rel=1e-4)
+    assert none == pytest.approx(730.14e9, rel=1e-5)
+    position = positions(run_of(WIDE, Parallel(recompute="full"), micro_batch=8))[0]
+    assert position.tokens * recomputed_block_bytes(position) * WIDE.num_layers == full
 
 
 def test_state_of_adamw_and_what_zero_saves():
@@ -507,9 +551,16 @@ def test_micro_batches_for_a_bubble_of_5_per_cent():
     assert micro_batches_for(16, 0.05, stages_per_rank=3) == 95
 
 
-@pytest.mark.parametrize(("arch", "expected"), [(GPT3, 0.027), (MT_NLG, 0.016)])
-def test_selective_recompute_repeats_the_attention_core(arch, expected):
-    """QK^T and PV are s/6h / (1 + s/6h) of a forward: 2.7% of GPT-3's, 1.6% of 530B's, a third of that of a step."""
+@pytest.mark.parametrize(("arch", "expected", "saved"), [(GPT3, 0.027, 0.70), (MT_NLG, 0.016, 0.65)])
+def test_selective_recompute_repeats_the_attention_core(arch, expected, saved):
+    """QK^T and PV are s/6h / (1 + s/6h) of a forward: 2.7% of GPT-3's, 1.6% of 530B's, a third of that of a step. They
+    save (5as/h) / (34 + 5as/h) of a block's activations: 70% and 65%, and 5x only with sequence parallelism."""
+    shape = 2048, 1, arch.d_model, arch.num_heads
+    kept = published_block_bytes(*shape, scores=False) / published_block_bytes(*shape)
+    assert 1 - kept == pytest.approx(saved, abs=0.005)
+    both = published_block_bytes(*shape, tp=8) / published_block_bytes(*shape, tp=8, sequence=True, scores=False)
+    alone = published_block_bytes(*shape, tp=8) / published_block_bytes(*shape, tp=8, scores=False)
+    assert alone < 2 < 4.9 < both < 5.5
     core = forward_attention_flops_per_token(arch, 2048, causal=False)
     forward = 2 * active_block_matrices(arch) + core
     assert core / forward == pytest.approx(expected, abs=5e-4)
