@@ -18,9 +18,9 @@ NO_PINS: Mapping[str, object] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """best: fastest first, of layouts that hardly differ one. considered: layouts whose memory was compared. fitting: of those, the ones that fit.
-    seconds: that the search took. nearest: where nothing fits, the layout that needs least (None where the rules allow
-    no layout at all); fix: then, the cheapest change with which one would fit."""
+    """best: fastest first, one of those that hardly differ. considered: layouts whose memory was compared. fitting: of
+    those, the ones that fit. seconds: that the search took. nearest: where nothing fits, the layout that needs least
+    (None where the rules allow no layout at all); fix: then, the cheapest change with which one would fit."""
 
     best: tuple[Candidate, ...]
     considered: int
