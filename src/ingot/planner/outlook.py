@@ -38,8 +38,8 @@ _HOST_BANDWIDTH = 25e9
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
     """failures_per_node_day: of the cluster's own nodes; None: Llama 3's 0.38% of nodes of 8, by share of devices.
-    restart_seconds: from a failure until steps go on: detection, replacement, start, loading (10 min: Jiang et al. 2024,
-      MegaScale, find and diagnose most failures in less, and have caught up within 15).
+    restart_seconds: from a failure until steps go on: detection, replacement, start, loading (10 min: in
+      MegaScale, Jiang et al. 2024, most failures are found and diagnosed in less, and caught up within 15).
     write_bytes_per_second: of one node to storage (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
     storage_write_bytes_per_second: of the storage in all; 0: no limit (2 TB/s: Llama team 2024, section 3.3.1).
     storage_read_bytes_per_second: 0: not known, and more than enough. Where it is the limit, steps wait for it.
