@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _explained(planning: "Planning", topic: str) -> list[str]:
-    return planning.explain("mem" if topic == "memory" else topic)
+    return planning.recipe() if topic == _RECIPE else planning.explain("mem" if topic == "memory" else topic)
 
 
 def _ways_to_fit(args: argparse.Namespace) -> tuple[str, ...]:

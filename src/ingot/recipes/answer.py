@@ -9,9 +9,11 @@ from ingot.planner.context import with_context
 from ingot.planner.explain import explain
 from ingot.planner.memory import rank_memory_bytes
 from ingot.planner.plan import Planned
+from ingot.planner.recipe import recipe_lines
+from ingot.planner.runners_up import Story
 from ingot.planner.search import Candidate, Found, search
 from ingot.recipes.plan_html import as_html
-from ingot.recipes.plan_text import as_text
+from ingot.recipes.plan_text import as_text, wrapped
 from ingot.recipes.project import write_plan
 from ingot.recipes.question import Question, base_run, plan_of
 from ingot.schema.parallel import Parallel
@@ -49,6 +51,16 @@ class Planning:
     def explain(self, topic: str) -> list[str]:
         """Lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""
         return explain(topic, self.best)
+
+    def recipe(self) -> list[str]:
+        """The layout of the best plan, told in order: each choice with its reason, its formula and the runner-up. Of a
+        run file, or on a CPU, the search is made now. Raises ConfigError where nothing fits."""
+        if not self.fits:
+            raise ConfigError("no layout fits", rule="a recipe is told of a layout that can be run", fix=self.fix)
+        best, pinned = self.best, self.question.pinned if self.question else {}
+        found = self.found or search(best.run, best.plan.cluster, best.plan.software, limit=_SEEN)
+        story = Story(planned=best, found=found, pinned=pinned)
+        return [part for line in recipe_lines(story) for part in wrapped(line)]
 
     def facts(self) -> dict:
         """All of it as plain values, for JSON."""

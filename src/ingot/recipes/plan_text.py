@@ -242,6 +242,12 @@ def _wrapped(name: str, text: str) -> Iterator[str]:
         yield f"{name if not number else '':<{_LABEL}}{line}"
 
 
+def wrapped(line: str) -> list[str]:
+    """`line` on as many lines as it takes, those after the first as far in as it is, and three columns more."""
+    rest = " " * (len(line) - len(line.lstrip()) or 3)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+
+
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> Iterator[str]:
     """Aligned columns, those in `right` (0-based) on the right, as numbers are. A column of "-" alone is left out."""
     used = [i for i in range(len(rows[0])) if any(row[i] != "-" for row in rows)] if rows else []

@@ -1,0 +1,104 @@
+"""What a plan was chosen over: for each decision the best layout that decides it otherwise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ingot.planner.plan import Planned
+from ingot.planner.search import Candidate, Found, search
+from ingot.schema.cluster import Cluster
+from ingot.schema.run import RunConfig
+from ingot.theory.layout import resolve_parallel
+from ingot.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One step of a recipe. chosen: what the plan has. reason: why. formula: with its numbers. runner_up: the best
+    layout that decides this otherwise, and what it takes; "" where there is none."""
+
+    title: str
+    chosen: str
+    reason: str
+    formula: str = ""
+    runner_up: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """A plan, and what a search found beside it. pinned: what the search could not change."""
+
+    planned: Planned
+    found: Found
+    pinned: Mapping[str, object]
+
+    @property
+    def run(self) -> RunConfig:
+        return self.planned.run
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.planned.plan.cluster
+
+    def runner_up(self, *names: str) -> str:
+        """In words: the fastest layout that differs from the plan's in one of these settings, the nearest of those that
+        differ in little else. "" where they are pinned, or no other layout fits."""
+        if any(name in self.pinned for name in names):
+            return "none was looked for: as asked for"
+        mine = settings_of(self.run, names)
+        seen = next((c for c in self.found.best if settings_of(c.run, names) != mine), None)
+        found = seen or self._searched(names[0], mine[0])
+        return self.words(found) if found else ""
+
+    def second(self) -> Candidate | None:
+        mine = resolve_parallel(self.run), self.run.train.micro_batch
+        others = (c for c in self.found.best if (resolve_parallel(c.run), c.run.train.micro_batch) != mine)
+        return next(others, None)
+
+    def without_recompute(self) -> RunConfig:
+        return replace(self.run, parallel=replace(self.run.parallel, recompute="none", recompute_every=1))
+
+    def words(self, candidate: Candidate) -> str:
+        """Its layout, what it takes, and how much longer than the plan's layout by the same prediction."""
+        base = next((c.step_seconds for c in self.found.best if c.run.parallel == self.run.parallel), 0.0)
+        more = f" ({candidate.step_seconds / base - 1:+.1%})" if base and candidate.step_seconds else ""
+        time = f", {format_seconds(candidate.step_seconds)} per step{more}" if candidate.step_seconds else ""
+        return f"{layout_words(candidate.run)}{time}, {format_bytes(candidate.memory_bytes)}"
+
+    def _searched(self, name: str, value: object) -> Candidate | None:
+        """With the setting pinned to its neighbours."""
+        if isinstance(value, int):
+            others: list[object] = [value * 2, value // 2] if value > 1 else [2]
+        else:
+            others = [other for other in _FORMS.get(name, ()) if other != value]
+        best: Candidate | None = None
+        for other in others:
+            pins = {**self.pinned, name: other}
+            found = search(self.run, self.cluster, self.planned.plan.software, pinned=pins, limit=1)
+            best = min((c for c in (best, *found.best) if c), key=lambda c: c.step_seconds, default=None)
+        return best
+
+
+_FORMS = {"recompute": ("none", "selective", "full")}
+
+
+def settings_of(run: RunConfig, names: tuple[str, ...]) -> tuple[object, ...]:
+    """Resolved, so that what "auto" means counts."""
+    parallel = resolve_parallel(run)
+    return tuple(run.train.micro_batch if name == "micro_batch" else getattr(parallel, name) for name in names)
+
+
+def layout_words(run: RunConfig) -> str:
+    """ "tp 4, pp 4 (1f1b), 32 x dp 8, zero 1, micro-batch 1, recompute full": what is used of a layout."""
+    parallel = resolve_parallel(run)
+    words = [f"tp {parallel.tp}"] if parallel.tp > 1 else []
+    if parallel.pp > 1:
+        words.append(f"pp {parallel.pp} ({parallel.schedule} x{parallel.stages_on_each_rank})")
+    words += [f"cp {parallel.cp} ({parallel.context_form})"] if parallel.cp > 1 else []
+    words += [f"ep {parallel.ep}"] if parallel.ep > 1 else []
+    copies = f"{parallel.dp_replicate} x " if parallel.dp_replicate > 1 else ""
+    words.append(f"dp {copies}{parallel.dp_shard}")
+    words += [f"zero {parallel.zero}"] if parallel.shard_ranks > 1 else []
+    words.append(f"micro-batch {run.train.micro_batch}")
+    words += [f"recompute {parallel.recompute}"] if parallel.recompute != "none" else []
+    words += [f"offload {parallel.offload}"] if parallel.offload != "none" else []
+    return ", ".join(words)
