@@ -18,6 +18,8 @@ TOPICS = {
     "bubble": "what pipeline ranks wait for, and what other schedules would",
     "lr": "the learning rate and its schedule",
     "batch": "the global batch, and how it is divided",
+    "size": "tokens and parameters: compute-optimal, over-trained, cheapest to serve",
+    "failures": "failures, checkpoints, goodput, spares, reading and money of the whole run",
 }
 
 

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 from ingot.errors import UsageError
-from ingot.planner.hyperparameters import propose_hyperparameters
+from ingot.planner.hyperparameters import Proposal, inference_aware, propose_hyperparameters, size_in_laws
 from ingot.planner.plan import Planned
 from ingot.planner.ramp import ramp_warning
 from ingot.planner.step_time import simulated
@@ -151,13 +151,36 @@ def _batch(planned: Planned) -> Iterator[str]:
         yield warning
 
 
+def _size(planned: Planned) -> Iterator[str]:
+    """Over-training is judged by what is served: once, ten and a hundred times the tokens of the training."""
+    run = planned.run
+    tokens = run.train.steps * run.tokens_per_step
+    yield from _proposals(planned, "optimal", "loss", "experts")
+    for times in (1, 10, 100):
+        _, proposal = inference_aware(size_in_laws(run.model), tokens, times * tokens)
+        yield f"cheapest to train and to serve {format_count(times * tokens)} tokens: {_told(proposal)}"
+
+
+def _failures(planned: Planned) -> Iterator[str]:
+    whole = {name.removeprefix("outlook."): text for name, text in _formulas(planned, "outlook.").items()}
+    if not whole:
+        yield "no failures are counted: a CPU has no published rate, or the time of a step is not known"
+        return
+    yield "M mean time to failure of the job, w stall of a checkpoint, t steps between two, R restart"
+    yield from _aligned(whole)
+
+
 def _proposals(planned: Planned, *words: str) -> Iterator[str]:
     run, batch = planned.run, planned.run.tokens_per_step
     tokens = run.train.steps * batch
     for proposal in propose_hyperparameters(run.model, tokens, run.train.seq_len, batch_tokens=batch):
         if any(word in proposal.name.lower() for word in words):
-            note = f"; {proposal.note}" if proposal.note else ""
-            yield f"{proposal.name}: {proposal.shown}: {proposal.formula} ({proposal.source}{note})"
+            yield f"{proposal.name}: {_told(proposal)}"
+
+
+def _told(proposal: Proposal) -> str:
+    note = f"; {proposal.note}" if proposal.note else ""
+    return f"{proposal.shown}: {proposal.formula} ({proposal.source}{note})"
 
 
 TOPICS: dict[str, Callable[[Planned], Iterator[str]]] = {
@@ -167,4 +190,6 @@ TOPICS: dict[str, Callable[[Planned], Iterator[str]]] = {
     "bubble": _bubble,
     "lr": _learning_rate,
     "batch": _batch,
+    "size": _size,
+    "failures": _failures,
 }

@@ -42,7 +42,7 @@ def propose_hyperparameters(
     """
     if tokens < 1 or seq_len < 1:
         raise ConfigError(f"{tokens:,} tokens in sequences of {seq_len:,}", rule="a run has at least one token")
-    parameters = _size(arch)
+    parameters = size_in_laws(arch)
     batch = batch_tokens or scaling.suggested_batch_tokens(arch, seq_len, tokens)
     loss = scaling.BESIROGLU.loss(parameters, tokens)
     return (
@@ -55,7 +55,7 @@ def propose_hyperparameters(
     )
 
 
-def _size(arch: Arch) -> int:
+def size_in_laws(arch: Arch) -> int:
     """N of the scaling laws: all parameters, of a model with experts those that a token meets."""
     return count_active_parameters(arch) if arch.is_moe else count_parameters(arch)
 
@@ -108,7 +108,7 @@ def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> 
     """batch: in use; the first proposal is the rule's."""
     budget, critical = scaling.compute_budget(arch, seq_len, tokens), rules.kaplan_critical_batch(loss)
     ruled = scaling.suggested_batch_tokens(arch, seq_len, tokens)
-    near = [run for run in rules.nearest_runs(_size(arch), arch.is_moe) if run.batch_tokens][:2]
+    near = [run for run in rules.nearest_runs(size_in_laws(arch), arch.is_moe) if run.batch_tokens][:2]
     known = ", ".join(f"{run.name} {format_count(run.batch_tokens)}" for run in near)
     ramp = rules.batch_ramp(batch, tokens)
     more_tokens, more_steps = rules.token_factor(batch, critical), rules.step_factor(batch, critical)
