@@ -18,13 +18,12 @@ def _fitted(prior: float, sigma: float, low: float, high: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """matmul_share: of the best measured rate of a 16-bit product, what large ones sustain inside of a step, where
-      clocks follow the power and kernels take turns.
+    """matmul_share: of the best measured rate of a 16-bit product, what large ones sustain inside of a step.
+    throttle: what is lost of it where the power limit is below 1 W for each TFLOP/s of the 16-bit peak, or unknown.
     low_share: the same of products in 8 and 4 bits, of their own peak.
     tile_depth: k, in 16-bit numbers, whose multiplication takes as long as a tile's start and end.
     attention_share: of Cluster.attention_efficiency, what flash attention reaches in a step, forward.
     tuned_attention: share of the peak that kernels written for the very device reach, forward.
-    attention_backward: rate of attention's backward over its forward's.
     bandwidth_share: of the memory's bandwidth, what elementwise kernels reach.
     eager_bytes, tuned_bytes: bytes that unfused and hand-fused kernels move, over those of compiled ones.
     cast_bytes: of low-precision products, bytes moved to quantise their inputs, over the least (efficiency.py).
@@ -35,12 +34,12 @@ class Constants:
     expert_bytes: bytes moved to bring rows to experts and back, over the least.
     """
 
-    matmul_share: float = _fitted(0.88, 0.06, 0.6, 1.0)
+    matmul_share: float = _fitted(0.93, 0.05, 0.6, 1.0)
+    throttle: float = _fitted(0.08, 0.4, 0.01, 0.3)
     low_share: float = _fitted(0.80, 0.10, 0.5, 1.0)
     tile_depth: float = _fitted(150.0, 0.5, 16.0, 1000.0)
     attention_share: float = _fitted(1.0, 0.15, 0.5, 1.6)
     tuned_attention: float = _fitted(0.55, 0.15, 0.3, 0.8)
-    attention_backward: float = _fitted(0.8, 0.1, 0.5, 1.0)
     bandwidth_share: float = _fitted(0.8, 0.1, 0.5, 0.95)
     eager_bytes: float = _fitted(1.8, 0.25, 1.0, 4.0)
     tuned_bytes: float = _fitted(0.8, 0.2, 0.4, 1.2)

@@ -27,7 +27,9 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (6
 _SHORTEST_SPLIT = 2048  # of k, where too few tiles are cut along it
 _KERNEL_SECONDS = 2e-6  # between two kernels that are already queued
 _ATTENTION_TOKENS = 512  # at which attention's blocks on the diagonal take as long as the others
+_ATTENTION_BACKWARD = 0.8  # rate of its backward over its forward's (Dao 2023, figures 4 and 5; Shah et al. 2024)
 _ATTENTION_WIDTH = 64  # of a head, beyond 64, at which attention has reached its rate but for a fifth
+_PLAIN_EAGER = 0.3  # of what unfused kernels move besides, in a model of LayerNorm and GELU
 _LOW_PEAK = {"nvfp4": "fp4"}
 # Scales along k are applied between partial sums, outside of the tensor cores: by rows CUTLASS's kernels of 2024
 # reached about two thirds of the rate with one scale, by blocks (DeepSeek-AI 2024, V3, section 3.3.2) more; later cores
@@ -38,7 +40,7 @@ _NUMBER_BYTES = {"nvfp4": 0.5625}  # of one number with its share of the scales
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device under one software. FLOP/s of large products and of forward attention, bytes/s of memory.
+    """Of one device under one software: FLOP/s of large products and of forward attention, bytes/s of memory.
 
     depth: k at which a 16-bit product reaches half of its rate. units: multiprocessors; 0: the device is one large
     one (TPU). low: 0 without low precision. cast: bytes moved per number of an input that is quantised.
@@ -47,7 +49,6 @@ class Rates:
     matmul: float
     low: float
     attention: float
-    attention_backward: float
     memory: float
     bytes_factor: float
     depth: float
@@ -56,21 +57,22 @@ class Rates:
     cast: float
 
 
-def rates_of(cluster: Cluster, software: Software, precision: str, constants: Constants) -> Rates:
-    """The cluster has a peak for `precision` (step_time.py asks before)."""
-    peak, best = cluster.peak_flops[precision], cluster.matmul_efficiency * clock_share(cluster)
+def rates_of(cluster: Cluster, software: Software, precision: str, constants: Constants, gated: bool = True) -> Rates:
+    """gated: the model has RMSNorm, rotary positions and a gate, each several operations in an eager system; LayerNorm
+    and GELU are one each. The cluster has a peak for `precision` (step_time.py asks before)."""
+    peak, clock = cluster.peak_flops[precision], clock_share(cluster) * sustained_share(cluster, constants.throttle)
+    best = cluster.matmul_efficiency * clock
     low = cluster.peak_flops.get(_LOW_PEAK.get(software.recipe, "fp8"), 0.0) if software.recipe else 0.0
     attention = cluster.attention_efficiency * constants.attention_share
     if software.attention == "tuned":
         attention = max(attention, constants.tuned_attention)
-    factors = {"eager": constants.eager_bytes, "compiled": 1.0, "tuned": constants.tuned_bytes}
+    eager = 1 + (constants.eager_bytes - 1) * (1.0 if gated else _PLAIN_EAGER)
     return Rates(
         matmul=peak * best * constants.matmul_share,
         low=low * best * constants.low_share * _RECIPE_RATE.get(software.recipe, 1.0),
         attention=peak * clock_share(cluster) * attention,
-        attention_backward=constants.attention_backward,
         memory=cluster.memory_bandwidth * constants.bandwidth_share,
-        bytes_factor=factors[software.kernels],
+        bytes_factor={"eager": eager, "compiled": 1.0, "tuned": constants.tuned_bytes}[software.kernels],
         depth=constants.tile_depth,
         units=0 if cluster.device == "tpu" else _multiprocessors(cluster.device_name),
         number=_NUMBER_BYTES.get(software.recipe, 1.0),
@@ -83,6 +85,13 @@ def clock_share(cluster: Cluster) -> float:
     clock (voltage follows it), so the clock with the cube root of the limit."""
     rated = _rated_watts(cluster.peak_flops.get("bf16", 0.0), cluster.matmul_efficiency)
     return min((cluster.watts / rated) ** (1 / 3), 1.0) if cluster.watts and rated else 1.0
+
+
+def sustained_share(cluster: Cluster, throttle: float) -> float:
+    """Of the rate that a product reaches in a short test. Peaks grew faster than power from generation to generation:
+    an A100 has 1.28 W for each TFLOP/s, an H100 0.71, a B200 0.44, and clocks give way."""
+    tera = cluster.peak_flops.get("bf16", 0.0) / 1e12
+    return 1.0 if tera and cluster.watts >= tera else 1.0 - throttle
 
 
 @cache
@@ -161,7 +170,7 @@ def attention_seconds(rates: Rates, flops: float, tokens: float, width: int, *, 
     """Flash attention over sequences of `tokens` (those of one rank, or a window). width: of a head."""
     narrow = min(1.0, 0.8 + 0.2 * (width - 64) / _ATTENTION_WIDTH) if width < 128 else min(1.0, 128 / width) ** 0.5
     rate = rates.attention * narrow * tokens / (tokens + _ATTENTION_TOKENS)
-    return flops / (rate * (rates.attention_backward if backward else 1.0)) + _KERNEL_SECONDS
+    return flops / (rate * (_ATTENTION_BACKWARD if backward else 1.0)) + _KERNEL_SECONDS
 
 
 def moved_seconds(rates: Rates, moved_bytes: float) -> float:

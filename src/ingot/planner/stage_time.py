@@ -69,7 +69,9 @@ class StageTimer:
 
     def __init__(self, position: Position, cluster: Cluster, constants: Constants):
         self._position, self._cluster, self._constants = position, cluster, constants
-        self.rates: Rates = rates_of(cluster, position.software, position.train.precision, constants)
+        self.rates: Rates = rates_of(
+            cluster, position.software, position.train.precision, constants, position.arch.ffn_matrices == 3
+        )
 
     def stage(self, position: Position, stage: Stage) -> tuple[Part, Part, Part]:
         """As theory/work.py divides it: what is recomputed counts with the backward for the inputs."""

@@ -155,8 +155,8 @@ class _Step:
         """Seconds of all micro-batches, and the share of them that ranks wait."""
         parallel, times, send = self.parallel, self.stage_times(), self.send_seconds()
         played = times
-        if not self.everyone[0].software.overlap_pipeline:  # the sender waits until its message has arrived
-            played, send = ([f + send for f in times[0]], [i + send for i in times[1]], times[2]), 0.0
+        if not self.everyone[0].software.overlap_pipeline:  # both wait until a message has arrived
+            played, send = ([f + 2 * send for f in times[0]], [i + 2 * send for i in times[1]], times[2]), 0.0
         whole = pipeline_seconds(
             parallel.schedule, parallel.pp, self.accumulation, parallel.stages_on_each_rank, played, send
         )

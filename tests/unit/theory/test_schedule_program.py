@@ -14,6 +14,7 @@ CASES = [
     ("looped_bfs", 4, 2),
     ("zb_h1", 8, 0),
     ("zb_h2", 8, 0),
+    ("zb_2p", 8, 0),
     ("interleaved_zb", 4, 3),
     ("zb_v", 4, 0),
     ("dualpipe_v", 4, 0),
@@ -28,7 +29,32 @@ def stages_of(name: str, pp: int, each: int) -> int:
 def whole(name: str, pp: int, m: int, each: int, times, send: float) -> float:
     forward, inputs, weights = times
     table = build_table(name, pp, m, each)
-    return simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=send).step_time
+    timeline = simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
+    return timeline.span if name in ("zb_h2", "zb_2p") else timeline.step_time
+
+
+# Qi et al. 2023, table 4 (times in ms, of the profile of 1.5B and 6.2B on 8 ranks) and table 5.
+PROFILES = {"1.5B": (18.522, 18.086, 9.337, 0.601), "6.2B": (29.718, 29.444, 19.927, 0.527)}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "m", "share"),
+    [
+        ("1f1b", "1.5B", 24, 0.2431),
+        ("1f1b", "6.2B", 64, 0.1091),
+        ("zb_h1", "1.5B", 24, 0.1585),
+        ("zb_h1", "6.2B", 24, 0.1323),
+        ("zb_h1", "6.2B", 64, 0.0554),
+        ("zb_2p", "1.5B", 24, 0.0433),
+        ("zb_2p", "1.5B", 32, 0.0039),
+        ("zb_2p", "6.2B", 24, 0.0029),
+        ("zb_2p", "6.2B", 64, 0.0010),
+    ],
+)
+def test_published_bubbles_of_measured_times_come_out_within_two_points(name, model, m, share):
+    f, i, w, send = PROFILES[model]
+    whole_step = pipeline_seconds(name, 8, m, 0, ([f] * 8, [i] * 8, [w] * 8), send)
+    assert 1 - m * (f + i + w) / whole_step == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "pp", "each"), CASES)

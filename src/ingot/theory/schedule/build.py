@@ -1,5 +1,6 @@
 """The tables of the published schedules, from their descriptions. Sources: published.py."""
 
+import math
 from collections.abc import Callable, Iterator
 
 from ingot.errors import ConfigError
@@ -8,11 +9,15 @@ from ingot.theory.schedule.v_shaped import dualpipe, dualpipe_v, zb_v
 
 Slot = tuple[int, int]  # stage, micro-batch
 
-# The last two are simulated only: zb_h2 holds twice the activations of 1f1b, dualpipe holds the model twice.
+# The last three are simulated only: zb_h2 and zb_2p hold twice the activations of 1f1b, dualpipe holds the model twice.
 NAMES = (
-    "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "zb_h2", "dualpipe",
+    "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "zb_h2", "zb_2p",
+    "dualpipe",
 )  # fmt: skip
-_ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2")
+# Of zb_2p: how many W per rank are left behind. The last ranks give back as many I as the first ones need to go on, and
+# put off W meanwhile: (F+I)/W for each rank above them, which is 2 without attention and nearly 4 with much of it.
+_PUT_OFF = 3.5
+_ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_2p")
 _TWO_STAGES = ("zb_v", "dualpipe_v", "dualpipe")
 
 
@@ -40,6 +45,10 @@ def build_table(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0
             return _looped(name, pp, 1, micro_batches, lambda rank: pp - 1 - rank, lambda rank: rank)
         case "zb_h2":
             return _looped(name, pp, 1, micro_batches, lambda rank: 2 * (pp - 1 - rank), lambda rank: 2 * rank)
+        case "zb_2p":
+            return _looped(
+                name, pp, 1, micro_batches, lambda rank: 2 * (pp - 1 - rank), lambda rank: math.ceil(_PUT_OFF * rank)
+            )
         case "looped_bfs":
             return _looped(name, pp, each, micro_batches, lambda rank: each * micro_batches, group=micro_batches)
         case "interleaved":

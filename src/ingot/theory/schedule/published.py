@@ -66,6 +66,14 @@ PUBLISHED: dict[str, Published] = {
         exact="W <= F and 2W <= F+I, from 2P-1 micro-batches on",
         otherwise="more; never below 0",
     ),
+    "zb_2p": Published(
+        "0",
+        f"{_ZERO_BUBBLE}, section 3 (found by search there, and nearly so by the delays of this table)",
+        lambda p, f, i, w, fb: 0.0,
+        of="span",
+        exact="(F+I)/W <= 3.5, from 3P micro-batches on",
+        otherwise="more",
+    ),
     "zb_v": Published(
         "0",
         _ZERO_BUBBLE,
