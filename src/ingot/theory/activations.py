@@ -6,114 +6,112 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ingot.theory.layout import Position, Stage
-from ingot.theory.saved import block_bytes, degrees, norm_bytes, recomputed_block_bytes
-from ingot.theory.term import Term
+from ingot.theory.params import value_width
+from ingot.theory.saved import block_bytes, degrees, norm_bytes, products_for_attention, recomputed_block_bytes
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Blocks of one kind on a stage: how many keep all, and how many are recomputed; bytes per token of either."""
+class BlockSize:
+    """Bytes per token of one block. kept, recomputed: from forward to backward, without and with recomputation;
+    attention: of `kept`, what is left when the backward has got to attention. fed_backward, attended_backward: buffers
+    of the backward of the feed-forward and of attention. left: between the two halves of a split backward."""
 
-    kept: int
-    recomputed: int
-    kept_bytes: float
-    recomputed_bytes: float
-    what: str
-
-    @property
-    def total(self) -> float:
-        return self.kept * self.kept_bytes + self.recomputed * self.recomputed_bytes
-
-
-def blocks_of(position: Position, stage: Stage, device: str) -> list[Blocks]:
-    """By kind: those without experts, and those with some."""
-    again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
-    sparse = len(stage.expert_layers)
-    counts = {False: (len(stage.layers) - sparse, again - sparse_again), True: (sparse, sparse_again)}
-    return [
-        Blocks(
-            kept=blocks - recomputed,
-            recomputed=recomputed,
-            kept_bytes=sum(block_bytes(position, device, experts=experts).values()),
-            recomputed_bytes=recomputed_block_bytes(position, experts=experts) if recomputed else 0.0,
-            what=" with experts" if experts else "",
-        )
-        for experts, (blocks, recomputed) in counts.items()
-        if blocks
-    ]
+    kept: float = 0.0
+    recomputed: float = 0.0
+    attention: float = 0.0
+    fed_backward: float = 0.0
+    attended_backward: float = 0.0
+    left: float = 0.0
 
 
-def stage_bytes(position: Position, stage: Stage, device: str = "cpu") -> float:
-    """Saved by `stage` for one micro-batch, per token, logits excluded."""
+def block_sizes(position: Position, device: str = "cpu", *, experts: bool = False) -> BlockSize:
+    """experts: of a block that has some."""
+    if experts and not position.arch.is_moe:
+        return BlockSize()
+    saved = block_bytes(position, device, experts=experts)
+    return BlockSize(
+        kept=sum(saved.values()),
+        recomputed=recomputed_block_bytes(position, experts=experts) if position.parallel.recompute != "none" else 0.0,
+        attention=sum(saved[name] for name in attention_names(saved)),
+        fed_backward=fed_backward_bytes(position, device, experts=experts),
+        attended_backward=attended_backward_bytes(position, device),
+        left=left_bytes(position, experts=experts) if position.parallel.splits_backward else 0.0,
+    )
+
+
+def input_bytes(position: Position, stage: Stage) -> float:
+    """Of a stage, per token: token ids on the first one. Hidden states are the first block's to keep."""
+    return 8.0 if stage.first else 0.0
+
+
+def output_bytes(position: Position, stage: Stage, device: str = "cpu") -> float:
+    """Per token: hidden states, which the backward starts from; on the last stage those of the last norm, the gradient
+    of its output (which the loss computes ahead), and target ids."""
     e, _, cut = degrees(position)
-    saved = sum(blocks.total for blocks in blocks_of(position, stage, device))
-    if stage.first:
-        saved += 8  # token ids
-    if stage.last:  # last norm, its output's gradient (which the loss computes ahead), target ids
-        saved += norm_bytes(position.arch.d_model, e, device) / cut + position.arch.d_model * e + 8
-    return saved
+    stream = position.arch.d_model * e
+    return norm_bytes(position.arch.d_model, e, device) / cut + stream + 8 if stage.last else stream / cut
 
 
-def in_flight(position: Position, bytes_of: Mapping[int, float], at_loss: float = 0.0) -> float:
-    """The most bytes alive at once while this rank plays its row of the table.
-
-    bytes_of: by stage number, of one micro-batch from its forward to the end of its backward (of W where it is split).
-    at_loss: alive only while the last stage runs forward.
-    """
-    if position.parallel.pp == 1:
-        return sum(bytes_of.values()) + at_loss
-    last = position.parallel.stages - 1
-    alive = peak = 0.0
-    for action in position.table.rows[position.rank]:
-        if action.kind == "F":
-            alive += bytes_of[action.stage]
-            peak = max(peak, alive + (at_loss if action.stage == last else 0))
-        elif action.kind != "I":
-            alive -= bytes_of[action.stage]
-    return peak
-
-
-def activations(position: Position, device: str = "cpu") -> Term:
-    """Of all micro-batches that are in flight at once."""
-    per_token = {stage.number: stage_bytes(position, stage, device) for stage in position.stages}
-    tokens, one = position.tokens, sum(per_token.values())
-    value = tokens * in_flight(position, per_token)
-    formula = f"{tokens:,} tokens x {one:,.0f} B ({_blocks(position, device)})"
-    if position.parallel.pp > 1:
-        formula += f" x {value / (tokens * one):.3g} micro-batches in flight on pipeline rank {position.rank}"
-    return Term(value, formula)
-
-
-def _blocks(position: Position, device: str) -> str:
-    parts: dict[str, int] = {}
-    for found in (blocks for stage in position.stages for blocks in blocks_of(position, stage, device)):
-        for count, how, each in (
-            (found.kept, "", found.kept_bytes),
-            (found.recomputed, " recomputed", found.recomputed_bytes),
-        ):
-            kind = f"{how} blocks{found.what} x {each:,.0f} B"
-            parts[kind] = parts.get(kind, 0) + count
-    return " + ".join([*(f"{count}{kind}" for kind, count in parts.items() if count), "ends"])
-
-
-def recompute_buffers(position: Position, device: str = "cpu") -> Term:
-    """What one recomputed block saves anew while its own backward runs."""
-    kinds = [blocks for stage in position.stages for blocks in blocks_of(position, stage, device) if blocks.recomputed]
-    if not kinds:
-        return Term(0.0, "nothing is recomputed")
-    more = max(blocks.kept_bytes - blocks.recomputed_bytes for blocks in kinds)
-    return Term(position.tokens * more, f"{position.tokens:,} tokens x {more:,.0f} B of the block recomputed")
-
-
-def backward_buffers(position: Position, device: str = "cpu") -> Term:
-    """Gradients in flight while one block runs backward: two of the residual stream, three of the feed-forward, or of
-    experts and with them two of their rows."""
+def head_gradient_bytes(position: Position, stage: Stage) -> float:
+    """Of one micro-batch: the loss computes the head's gradient ahead and keeps it until the backward."""
     e, tp, _ = degrees(position)
+    return float(position.arch.vocab_size // tp * position.arch.d_model * e) if stage.last else 0.0
+
+
+def attention_names(saved: Mapping[str, float]) -> list[str]:
+    """Of what a block keeps, in order: that before its second norm."""
+    names = list(saved)
+    return names[: names.index("mlp norm")]
+
+
+def fed_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:
+    """Buffers while a feed-forward runs backward, per token: the gradient of the residual stream, and once more where
+    tensor parallelism gathers it; three inside, when the product is not needed any more; or those of rows."""
+    e, tp, cut = degrees(position)
     arch, rows = position.arch, position.assignments / position.tokens
-    dense = 3 * arch.d_ffn / tp * e
-    sparse = rows * (3 * arch.moe.d_expert + 2 * arch.d_model) * e
-    kinds = {blocks.what for stage in position.stages for blocks in blocks_of(position, stage, device)}
-    inside = max((sparse if kind else dense for kind in kinds), default=0.0)
-    per_token = 2 * arch.d_model * max(e, 4 if device == "cpu" else e) + inside
-    formula = f"{position.tokens:,} tokens x (2 residual + gradients inside of the widest block: {per_token:,.0f} B)"
-    return Term(position.tokens * per_token, formula)
+    inside = rows * (3 * arch.moe.d_expert + 2 * arch.d_model) * e if experts else 2 * arch.d_ffn / tp * e
+    return _stream_backward(position, device) + (arch.d_model * e if cut > 1 else 0.0) + inside
+
+
+def attended_backward_bytes(position: Position, device: str = "cpu") -> float:
+    """The same of attention: gradients of queries, keys and values, and the rotated ones in float32."""
+    e, tp, cut = degrees(position)
+    arch = position.arch
+    inside = products_for_attention(position) * e + arch.num_heads * arch.head_dim / tp * (e + 4)
+    return _stream_backward(position, device) + (2 * arch.d_model * e if cut > 1 else 0.0) + inside
+
+
+def _stream_backward(position: Position, device: str) -> float:
+    e, _, cut = degrees(position)
+    return 2 * position.arch.d_model * (max(e, 4) if device == "cpu" else e) / cut
+
+
+def left_bytes(position: Position, *, experts: bool = False) -> float:
+    """What I leaves of one block for W, per token: inputs of matrices and gradients of their outputs
+    (parallel/split_backward.py). Routed experts have their whole backward in I."""
+    e, tp, _ = degrees(position)
+    arch = position.arch
+    inputs = arch.d_model + arch.num_heads * value_width(arch) / tp
+    gradients = products_for_attention(position) + arch.d_model
+    if arch.is_mla:
+        inputs += arch.mla.q_rank + arch.mla.kv_rank
+    width = arch.moe.shared_experts * arch.moe.d_expert if experts else arch.d_ffn
+    if width:
+        inputs += arch.d_model + width / tp
+        gradients += 2 * width / tp + arch.d_model
+    return (inputs + gradients) * e
+
+
+def blocks_text(position: Position, stage: Stage, device: str = "cpu") -> str:
+    """What a stage keeps per token, by kind of block: "9 blocks x 168,072 B + 1 recomputed blocks x 8,192 B + ends"."""
+    again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
+    sparse, parts = len(stage.expert_layers), []
+    for experts, blocks, recomputed in (
+        (False, len(stage.layers) - sparse, again - sparse_again),
+        (True, sparse, sparse_again),
+    ):
+        size = block_sizes(position, device, experts=experts)
+        what = "blocks with experts" if experts else "blocks"
+        parts += [f"{blocks - recomputed} {what} x {size.kept:,.0f} B"] if blocks > recomputed else []
+        parts += [f"{recomputed} recomputed {what} x {size.recomputed:,.0f} B"] if recomputed else []
+    return " + ".join([*parts, "ends"])

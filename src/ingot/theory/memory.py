@@ -16,14 +16,13 @@ from ingot.theory.state import (
     STORED_BYTES,
     State,
     kept_gradient_bytes,
-    sent_gradient_bytes,
     state_per_parameter,
 )
 from ingot.theory.term import Term
 
 # Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
 # The trainer takes it from here.
-LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
+LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30, "tpu": 1 << 30}
 # Gradients kept in another dtype than the masters are converted so much at a time (optim/adamw.py).
 CONVERT_BYTES = 256 << 20
 
@@ -113,32 +112,24 @@ def _buffers_stay(position: Position, share: Share) -> bool:
     return share.ranks == 1 and position.parallel.zero != 3
 
 
-def gradients(position: Position) -> Term:
-    """At the end of a step's last backward: those kept, and what is on its way between ranks.
-
-    ZeRO-1 frees its whole gradients unit by unit as they are scattered, and with one micro-batch it never has them all.
-    Two units are whole at once, in the dtype they are computed in and in the one they are sent in.
-    """
-    parts = shares(position)
-    moving = [share for share in parts if not _buffers_stay(position, share)]
-    at_end = [_gradients_at_end(position, share) for share in parts]
-    if not moving:
-        return _total(at_end)
-    precision, unit = position.train.precision, _unit(position)
-    e, sent = COMPUTE_BYTES[precision], sent_gradient_bytes(position.parallel, precision)
-    if position.parallel.zero == 1 and any(_gradients_kept(position, share).value for share in moving):
-        flying = Term(unit * e, f"1 unit x {unit:,} x {e} B")
-    else:
-        flying = Term(2 * unit * (e + sent), f"2 units x {unit:,} x ({e} + {sent}) B in flight")
-    return _total([*at_end, flying])
+def buffers_that_stay(position: Position) -> Term:
+    """From step to step: the gradients of what a rank divides with nobody."""
+    stay = [share for share in shares(position) if _buffers_stay(position, share)]
+    return _total(_gradients_kept(position, share) for share in stay) if stay else Term(0.0, "no gradients")
 
 
-def _gradients_at_end(position: Position, share: Share) -> Term:
-    n, kept = share.parameters, _gradients_kept(position, share)
-    if _buffers_stay(position, share) or (position.parallel.zero == 1 and kept.value):
-        return Term(kept.value, f"{kept.formula}, whole")
-    g = kept_gradient_bytes(position.parallel, position.train.precision)
-    return Term(n * g / share.ranks, f"{n:,} {share.what} x {g} B{share.divided}")
+def first_units(position: Position) -> Term:
+    """After an update, or the first weights: the first units of whole parameters come in buffers of their own, which
+    the next forward reads (parallel/zero.py)."""
+    parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
+    apart = [share.ranks > 1 for share in shares(position)]
+    if parallel.zero == 3 or not any(apart):
+        return Term(0.0, "no unit on its way")
+    stage = position.stages[0]
+    sizes = [stage.block_parameters(group) for group in position.groups(stage)]
+    sizes = ([stage.outside] if stage.outside and parallel.unit_blocks else []) + sizes
+    coming = sum(sizes[: 1 + parallel.prefetch])
+    return Term(float(coming * e), f"{1 + parallel.prefetch} units of {coming:,} parameters x {e} B, coming")
 
 
 def gradients_at_update(position: Position) -> Term:
@@ -162,18 +153,23 @@ def chunks(vocab_size: int, tokens: int, device: str) -> int:
 
 
 def logits(position: Position, device: str = "cpu") -> Term:
-    """One chunk of logits in compute precision, in float32 and with its gradient, and the head's gradient.
-
-    The loss sums the head's gradient in float32 over chunks and keeps it in the compute precision.
+    """At the loss, beside what it leaves for the backward: the hidden states that it reads, the head's gradient summed
+    in float32, and the larger of two: a chunk of logits, twice in float32 and once in compute precision (with tensor
+    parallelism twice), and the gradient of the chunk before; or a chunk's gradient and what it adds to the head's.
     """
     if not any(stage.last for stage in position.stages):
         return Term(0.0, "the last stage is on another rank")
-    e, tokens = COMPUTE_BYTES[position.train.precision], position.tokens
+    e, tokens, width = COMPUTE_BYTES[position.train.precision], position.tokens, position.arch.d_model
     wide, vocabulary = max(e, 4), position.arch.vocab_size // position.parallel.tp
-    chunk, head = min(chunk_tokens(vocabulary, device), tokens), vocabulary * position.arch.d_model
-    part = f"{chunk:,} of {tokens:,} tokens x {vocabulary:,} x {2 * e + 3 * wide} B"
-    value = chunk * vocabulary * (2 * e + 3 * wide) + head * (wide + e)
-    return Term(value, f"{part} + head gradient {head:,} x {wide + e} B")
+    chunk, head = min(chunk_tokens(vocabulary, device), tokens), vocabulary * width
+    each = (2 * wide if wide != e else wide) + e * (1 if position.parallel.tp == 1 else 2)
+    rest = tokens % chunk or chunk
+    before = chunk if tokens > chunk else 0
+    alive = max(chunk * each + (chunk * e if before and tokens >= 2 * chunk else 0), rest * each + before * e)
+    larger = max(alive * vocabulary, chunk * vocabulary * e + head * e)
+    value = larger + head * wide + tokens * width * e
+    formula = f"{chunk:,} of {tokens:,} tokens x {vocabulary:,} ids: {larger:,.0f} B, head gradient {head:,} x {wide} B"
+    return Term(float(value), f"{formula}, hidden states {tokens:,} x {width:,} x {e} B")
 
 
 def checkpoint_bytes(arch: Arch, precision: str) -> Term:

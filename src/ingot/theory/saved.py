@@ -62,9 +62,8 @@ def _attention_bytes(position: Position, device: str) -> dict[str, float]:
         "input of q, k, v": arch.d_model * e,
         "QK-norm": normed * norm_bytes(arch.head_dim, e, device) if arch.qk_norm else 0,
         "q, k, v": (heads + k + v) * arch.head_dim * e,
-        # A heads-first output, of the CPU kernel and of context parallelism, is kept beside its copy, token by token,
-        # that the o matrix takes.
-        "attention out": heads * arch.head_dim * e * (2 if device == "cpu" or position.parallel.cp > 1 else 1),
+        # Laid out as the queries, heads first, and kept beside its copy, token by token, that the o matrix takes.
+        "attention out": 2 * heads * arch.head_dim * e,
         "log-sum-exp": heads * max(e, 4),
     }
 
@@ -86,7 +85,8 @@ def _latent_bytes(position: Position, device: str) -> dict[str, float]:
 
 def _mlp_bytes(position: Position) -> dict[str, float]:
     arch, (e, tp, _) = position.arch, degrees(position)
-    return {"input of gate, up": arch.d_model * e, "gate, silu(gate), up, product": 4 * arch.d_ffn / tp * e}
+    inside = 2 * (arch.ffn_matrices - 1)  # without a gate: up and its activation
+    return {"input of gate, up": arch.d_model * e, "gate, silu(gate), up, product": inside * arch.d_ffn / tp * e}
 
 
 def _expert_bytes(position: Position) -> dict[str, float]:
@@ -132,10 +132,10 @@ def recomputed_block_bytes(position: Position, *, experts: bool = False) -> floa
     heads = arch.num_heads / tp
     attention = heads * arch.head_dim * e + heads * max(e, 4) + stream  # and o, or its sum
     fed = _expert_products(position) if experts else 2 * arch.d_ffn / tp * e + stream  # gate, up; down, or its sum
-    return stream + _products_for_attention(position) * e + attention + fed
+    return stream + products_for_attention(position) * e + attention + fed
 
 
-def _products_for_attention(position: Position) -> float:
+def products_for_attention(position: Position) -> float:
     """Numbers in the results of the matrices before attention."""
     arch, tp = position.arch, position.parallel.tp
     queries = arch.num_heads * arch.head_dim / tp
