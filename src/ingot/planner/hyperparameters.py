@@ -121,7 +121,7 @@ def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> 
             formula=f"0.2920 x ({budget:.2e} FLOPs)^0.3271 = {format_count(ruled)} tokens"
             f" = {max(ruled / seq_len, 1):,.0f} sequences of {seq_len:,}",
             source=_BI,
-            note=f"fitted up to 2e19 FLOPs; published: {known}",
+            note=f"fitted from 1e17 to 2e19 FLOPs; published: {known}",
         ),
         Proposal(
             name="critical batch",
@@ -153,7 +153,7 @@ def _learning_rate(arch: Arch, seq_len: int, tokens: int, parameters: int) -> li
             shown=f"{lr:.1e}",
             formula=f"0.3118 x ({budget:.2e} FLOPs)^-0.1250 = {lr:.1e}",
             source=_BI,
-            note="fitted up to 2e19 FLOPs; other published runs of 30B and more stay below it",
+            note="fitted from 1e17 to 2e19 FLOPs; other published runs of 30B and more stay below it",
         ),
         Proposal(
             name="learning rate",

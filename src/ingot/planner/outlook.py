@@ -227,8 +227,7 @@ def _usd(
     price = given.usd_per_hour or run.cost.usd_per_hour or cluster.usd_per_hour
     if not price:
         return {}
-    own = given.usd_per_hour or run.cost.usd_per_hour
-    source = "" if own or not cluster.price_source else f" ({cluster.price_source})"
+    source = f" ({cluster.price_source})" if cluster.price_source and price == cluster.usd_per_hour else ""
     devices = device_usd(job.devices, days, price)
     usd = {"devices": Term(devices.value, f"{devices.formula}{source}")}
     if given.spares:

@@ -108,6 +108,8 @@ def test_slow_storage_holds_steps_up():
 def test_list_prices_are_not_the_source_of_given_ones():
     assert "list price" in seen()[1]["outlook.usd.storage"]
     assert "list price" not in seen(storage_usd_per_gb_month=0.01)[1]["outlook.usd.storage"]
+    written = replace(RUN, cost=Cost(usd_per_hour=CLUSTER.usd_per_hour))  # as a proposed run file has it
+    assert CLUSTER.price_source in seen(written)[1]["outlook.usd.devices"]
     assert CLUSTER.price_source not in seen(usd_per_hour=4.0)[1]["outlook.usd.devices"]
 
 
