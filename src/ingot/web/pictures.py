@@ -17,13 +17,14 @@ _READABLE_ACTIONS = 28
 @dataclass(frozen=True)
 class _Piece:
     """kind: F, B, I or W, or M for several in turn. upper: of every second stage of a rank. label: the micro-batch, ""
-    when merged."""
+    when merged. busy: of its time, without short waits that merging covers."""
 
     kind: str
     upper: bool
     label: str
     start: float
     end: float
+    busy: float
 
 
 def picture(run: RunConfig, timeline: Timeline, window: str) -> dict:
@@ -71,12 +72,13 @@ def _window(timeline: Timeline, window: str) -> tuple[float, float]:
 
 def _row(timeline: Timeline, rank: int, first: float, last: float) -> list[_Piece]:
     local = {stage: index for index, stage in enumerate(timeline.table.stages_of(rank))}
-    actions = zip(timeline.table.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
-    return [
-        _Piece(action.kind, local[action.stage] % 2 == 1, str(action.micro_batch), max(start, first), min(end, last))
-        for action, start, end in actions
-        if end > first and start < last
-    ]
+    found = []
+    for action, start, end in zip(timeline.table.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+        if end > first and start < last:
+            start, end = max(start, first), min(end, last)
+            upper = local[action.stage] % 2 == 1
+            found.append(_Piece(action.kind, upper, str(action.micro_batch), start, end, end - start))
+    return found
 
 
 def _merged(row: list[_Piece], least: float) -> list[_Piece]:
@@ -89,7 +91,8 @@ def _merged(row: list[_Piece], least: float) -> list[_Piece]:
         if short and found and run_ends >= 0 and piece.start - run_ends < least / 2:
             before = found[-1]
             kind = before.kind if before.kind == piece.kind else "M"
-            found[-1] = _Piece(kind, before.upper and piece.upper and kind != "M", "", before.start, piece.end)
+            upper = before.upper and piece.upper and kind != "M"
+            found[-1] = _Piece(kind, upper, "", before.start, piece.end, before.busy + piece.busy)
         else:
             found.append(piece)
         run_ends = piece.end if short else -1.0
@@ -97,6 +100,7 @@ def _merged(row: list[_Piece], least: float) -> list[_Piece]:
 
 
 def _drawn(piece: _Piece, first: float, span: float) -> list:
-    """[kind, upper, label, x, width]; x and width are shares."""
-    x, width = (piece.start - first) / span, (piece.end - piece.start) / span
-    return [piece.kind, int(piece.upper), piece.label, round(x, 5), round(width, 5)]
+    """[kind, upper, label, x, width, busy]: x and width are shares of what is shown, busy one of the piece."""
+    length = piece.end - piece.start
+    x, width = (piece.start - first) / span, length / span
+    return [piece.kind, int(piece.upper), piece.label, round(x, 5), round(width, 5), round(piece.busy / length, 3)]

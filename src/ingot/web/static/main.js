@@ -32,7 +32,7 @@ function change(words, moved) {
   wanted = { ...wanted, ...words };
   lastMoved = moved;
   clearTimeout(waiting);
-  document.body.classList.add("asking");
+  asking(true);
   waiting = setTimeout(refresh, DEBOUNCE_MS);
 }
 
@@ -47,22 +47,32 @@ function apply(words) {
 async function refresh(byButton = false) {
   const asked = settings.with(wanted), moved = lastMoved;
   clearTimeout(waiting);
-  document.body.classList.add("asking");
+  asking(true);
   try {
     const view = await lines.plan.ask(`/api/plan?${asked.query}${moved ? `&moved=${moved}` : ""}`);
     if (!view) return; // a newer question is on its way
     wanted = {};
     lastMoved = "";
     settings = new Settings(Object.fromEntries(new URLSearchParams(view.link)), settings.pinned);
-    showPlan(view);
+    const beside = showPlan(view);
+    asking(false);
     if (byButton === true) find("plan").focus({ preventScroll: true });
+    await beside;
+    if (!document.body.classList.contains("asking")) find("plan").setAttribute("aria-busy", "false");
   } catch (error) {
+    asking(false);
+    find("plan").setAttribute("aria-busy", "false");
     wanted = {};
     showRefusal(error);
     controls.blame({ key: moved, text: error.fix || error.rule });
     say(`${error.found}. ${error.rule}. ${error.fix}`);
   }
-  document.body.classList.remove("asking");
+}
+
+/** What is shown is of older settings, and dimmed, until the answer is there. */
+function asking(yes) {
+  document.body.classList.toggle("asking", yes);
+  if (yes) find("plan").setAttribute("aria-busy", "true");
 }
 
 function showPlan(view) {
@@ -84,10 +94,8 @@ function showPlan(view) {
     showNotes(view);
   }
   for (const line of ["fixes", "timeline", "compare"]) lines[line].drop();
-  if (plan?.has_timeline) askTimeline();
-  if (!plan?.verdict.fits) askFixes(view);
-  askComparison();
   say(view.spoken);
+  return Promise.all([plan?.has_timeline && askTimeline(), !plan?.verdict.fits && askFixes(view), askComparison()]);
 }
 
 async function askTimeline() {

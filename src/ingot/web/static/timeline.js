@@ -57,9 +57,9 @@ export class Timeline {
       const every = Math.ceil(11 / (each + GAP));
       if (index % every === 0) picture.append(svg("text", { x: 0, y: y + each - Math.max((each - 9) / 2, 0), text: `rank ${row.rank}` }));
       picture.append(svg("rect", { class: "idle", x: LEFT, y, width: across, height: each }));
-      for (const [kind, upper, text, x, share] of row.pieces) {
+      for (const [kind, upper, text, x, share, busy] of row.pieces) {
         const left = LEFT + x * across, wide = Math.max(share * across - (share * across > 3 ? 0.6 : 0), 0.5);
-        picture.append(svg("rect", { class: `${kind}${upper}`, x: left, y, width: wide, height: each }));
+        picture.append(svg("rect", { class: `${kind}${upper}`, x: left, y, width: wide, height: each, opacity: busy < 1 ? busy : null }));
         if (text && each >= 11 && wide >= LABEL_WIDTH + 5 * (text.length - 1))
           picture.append(svg("text", { class: "on", x: left + wide / 2, y: y + each / 2 + 3.5, "text-anchor": "middle", text }));
       }

@@ -1,0 +1,57 @@
+"""Layouts found in a process of their own."""
+
+import time
+
+import anyio
+import pytest
+
+from ingot.errors import ConfigError
+from ingot.web import answers, searching
+from ingot.web.state import State, read_state
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.mark.anyio
+async def test_the_best_layouts_fit_and_can_be_taken(anyio_backend):
+    asked = State(model="llama3-8b", cluster="8xh100", batch=256)
+    found = await searching.best_layouts(asked)
+    assert found["best"]
+    state = answers.settled(read_state(found["best"][0]["words"].items()))
+    plan = answers.answer(state).plan
+    assert plan is not None
+    assert plan.total_memory_bytes <= plan.cluster.memory_bytes
+    assert state.tokens == answers.settled(asked).tokens
+    assert "tokens" not in found["best"][0]["words"]  # what was left open stays so
+
+
+@pytest.mark.anyio
+async def test_a_search_that_takes_too_long_is_stopped(anyio_backend):
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"took more than 0\.05 s"):
+        await searching.best_layouts(State(), deadline_seconds=0.05)
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.anyio
+async def test_a_search_ends_with_the_page_that_asked_for_it(anyio_backend):
+    with anyio.move_on_after(0.05) as scope:
+        await searching.best_layouts(State())
+    assert scope.cancelled_caught
+
+
+def test_where_nothing_fits_the_nearest_and_a_way_out_are_told(client):
+    found = client.get("/api/search?model=llama3-70b&cluster=h100&batch=64").json()
+    assert found["best"] == []
+    assert found["fix"]
+
+
+def test_bad_settings_are_refused_before_a_process_is_started(client, monkeypatch):
+    async def never(state):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("ingot.web.app.best_layouts", never)
+    assert client.get("/api/search?model=nobody").status_code == 400
