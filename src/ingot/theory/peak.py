@@ -51,9 +51,10 @@ class Gradients:
         self.kept, self.sent = kept_gradient_bytes(parallel, precision), sent_gradient_bytes(parallel, precision)
         self.ranks = parallel.shard_ranks
         self.expert_ranks = parallel.expert_ranks
-        # Buffers that one rank divides with nobody stay from step to step.
-        self.common_stays = self.zero != 3 and self.ranks == 1
-        self.routed_stays = self.zero != 3 and self.expert_ranks == 1
+        # Buffers of what a rank divides with nobody stay from step to step, Megatron's all do.
+        always = position.software.megatron_state
+        self.common_stays = self.zero != 3 and (self.ranks == 1 or always)
+        self.routed_stays = self.zero != 3 and (self.expert_ranks == 1 or always)
         self.stays = self.kept * (position.common * self.common_stays + position.routed * self.routed_stays)
 
     def whole(self, *units: Unit) -> float:
@@ -81,6 +82,8 @@ def peak(position: Position, device: str) -> Peak:
     parallel = position.parallel
     row = row_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
     stages = tuple(stage_memory(position, stage, device) for stage in position.stages)
+    if row.alive.shape[1] != len(stages):  # TODO
+        raise ValueError(parallel.schedule)
     gradients = Gradients(position)
     inside = [max(_moments(position, stages, doing, gradients, device), key=lambda m: m.bytes) for doing in row.doings]
     kept, left = [stage.kept for stage in stages], [stage.left for stage in stages]
@@ -127,7 +130,7 @@ def _moments(
         found += [_unit_done(position, stage, doing, gradients, at) for at in stage.blocks]
     if stage.first:
         found += _at_embedding(position, stage, doing, gradients)
-    return found
+    return found or [Moment(f"the backward of stage {stage.number}, which has no blocks")]
 
 
 def _forward(position: Position, stage: StageMemory, flying: float, device: str) -> Moment:
