@@ -67,7 +67,7 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
     from ingot.errors import require
     from ingot.machine.cluster_file import write_cluster
     from ingot.train.calibrate import calibrate
-    from ingot.units import format_bytes, format_flops
+    from ingot.units import format_bytes, format_flops, format_seconds
 
     require("torch", "train")
     terminal.say(f"timing the trainer's step on {uncalibrated.devices} x {uncalibrated.device} ...")
@@ -77,6 +77,9 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
         terminal.say(f"  matrix products   {format_flops(rate * cluster.matmul_efficiency)}/s per rank in {dtype}")
     terminal.say(f"  memory traffic    {format_bytes(cluster.memory_bandwidth)}/s per rank")
     terminal.say(f"  one operation     {cluster.op_seconds * 1e6:.1f} µs")
+    if cluster.measured and cluster.link_seconds:
+        link = f"{format_bytes(cluster.link_bandwidth)}/s, {format_seconds(cluster.link_seconds)} to begin with"
+        terminal.say(f"  collectives       {link}")
     terminal.say(f"  a bare process    {format_bytes(cluster.runtime_bytes)}")
     if cluster.resolution:
         terminal.say(f"  fits the timings  within {cluster.resolution:.0%} on average")

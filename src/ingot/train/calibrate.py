@@ -2,8 +2,8 @@
 
 On a CPU, as many ranks as will train run optimizer steps of small models, all at once, because they share caches and
 memory. The models differ in one property each, so that the rates of matrix products, attention, memory traffic,
-operations and steps can be told apart by least squares; none is taken to exceed what it reaches by itself. On a GPU
-one process measures the four rates directly.
+operations, collectives and steps can be told apart by least squares; none is taken to exceed what it reaches by itself.
+On a GPU one process measures the four rates directly.
 
 This module runs in the process that asks and does not import torch; the ranks are `train/calibrate_rank.py`.
 """
@@ -23,14 +23,18 @@ import numpy as np
 from ingot.dist.start import worker_environment
 from ingot.errors import ResourceError
 from ingot.machine.facts import usable_cores
+from ingot.planner.exposed import in_turn
 from ingot.planner.memory import live_bill
 from ingot.planner.step_time import rank_work
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
+from ingot.theory.layout import layout_problems, positions
 
 _DEADLINE_SECONDS = 120
+# What collectives take here is how many bytes they send.
+_UNIT_LINKS = Cluster(name="", device="cpu", memory_bytes=1, link_bandwidth=1.0)
 _BASE = Arch(
     vocab_size=4096, d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=344, max_seq_len=1024
 )
@@ -48,25 +52,37 @@ class Timing:
 def shapes(ranks: int) -> tuple[RunConfig, ...]:
     """The first is minute: its memory is that of a process. The second takes the most memory. Then variations."""
 
-    def run(arch: Arch, micro_batch: int, seq_len: int, precision: Literal["bf16", "fp32"] = "bf16") -> RunConfig:
-        train = Train(
-            steps=1, seq_len=seq_len, global_batch=micro_batch * ranks, micro_batch=micro_batch, precision=precision
-        )
-        return RunConfig(
-            name="calibration", model=arch, data=Data(tokens=""), train=train, parallel=Parallel(dp_shard=ranks)
-        )
+    def run(
+        arch: Arch,
+        micro_batch: int,
+        seq_len: int,
+        precision: Literal["bf16", "fp32"] = "bf16",
+        micro_batches: int = 1,
+        parallel: Parallel | None = None,
+    ) -> RunConfig:
+        parallel = parallel or Parallel(dp_shard=ranks)
+        batch = micro_batch * micro_batches * parallel.data_ranks
+        train = Train(steps=1, seq_len=seq_len, global_batch=batch, micro_batch=micro_batch, precision=precision)
+        return RunConfig(name="calibration", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
 
     wide = replace(_BASE, d_model=256, num_heads=8, num_kv_heads=4, d_ffn=688)
-    return (
-        run(replace(_BASE, vocab_size=256, num_layers=1), 1, 16),
+    small = replace(_BASE, vocab_size=256)
+    found = (
+        run(replace(small, num_layers=1), 1, 16),
         run(_BASE, 8, 256),
         run(_BASE, 2, 256),
         run(replace(_BASE, num_layers=2, vocab_size=1024), 4, 256),
         run(wide, 2, 256),
         run(_BASE, 1, 1024),
         run(replace(_BASE, num_layers=1, vocab_size=16_384), 1, 256),
+        run(small, 1, 16, micro_batches=16),  # many operations and one update
         run(_BASE, 2, 256, "fp32"),
     )
+    if ranks == 1:
+        return found
+    gathers = run(small, 1, 64, micro_batches=4, parallel=Parallel(dp_shard=ranks, zero=3, unit_layers=1))
+    regions = run(small, 1, 64, micro_batches=4, parallel=Parallel(tp=ranks))
+    return (*found, *(other for other in (gathers, regions) if not any(layout_problems(other))))
 
 
 def calibrate(uncalibrated: Cluster) -> Cluster:
@@ -131,15 +147,19 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
 def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) -> Cluster:
     """The cluster whose rates explain `timings` (as `shapes` orders them) with the least relative error.
 
-    limits: the rates that products, attention, memory traffic and operations reach alone (train/device_rates.py);
-    inside a step they are at most that, however the timings scatter.
+    limits: the rates that products, attention, memory traffic and operations reach alone (train/device_rates.py), and
+    collectives (train/link_rates.py; not there with a single rank); inside a step they are at most that, however the
+    timings scatter.
     """
     bf16 = [t for t in timings if t.run.train.precision == "bf16"]
     features = np.array([_features(t.run) for t in bf16])
     seconds = np.array([t.seconds for t in bf16])
-    least = np.array([1 / limits["matmul"], 1 / limits["attention"], 1 / limits["bandwidth"], limits["op_seconds"], 0])
+    links = (1 / limits["link_bandwidth"], limits["link_seconds"]) if "link_bandwidth" in limits else (0, 0)
+    least = np.array(
+        [1 / limits["matmul"], 1 / limits["attention"], 1 / limits["bandwidth"], limits["op_seconds"], 0, *links]
+    )
     per_unit = bounded_fit(features, seconds, least)
-    per_flop, per_attention_flop, per_byte, per_operation, per_step = (float(value) for value in per_unit)
+    per_flop, per_attention_flop, per_byte, per_operation, per_step, per_sent_byte, per_hop = map(float, per_unit)
     fp32 = [_seconds_per_flop(t, per_unit) for t in timings if t.run.train.precision == "fp32"]
     runtime, fragmentation = _memory(timings)
     error = np.abs(features @ per_unit / seconds - 1)
@@ -151,6 +171,8 @@ def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) 
         memory_bandwidth=1 / per_byte,
         op_seconds=per_operation,
         step_overhead_seconds=per_step,
+        link_bandwidth=1 / per_sent_byte if per_sent_byte else uncalibrated.link_bandwidth,
+        link_seconds=per_hop,
         runtime_bytes=runtime,
         fragmentation=fragmentation,
         resolution=float(error.mean()),
@@ -159,8 +181,11 @@ def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) 
 
 
 def _features(run: RunConfig) -> list[float]:
-    work = rank_work(run, "cpu")
-    return [work.matmul_flops, work.attention_flops, work.moved_bytes, work.operations, 1.0]
+    """Amounts of a step, each of which is done at a rate of its own."""
+    work, position = rank_work(run, "cpu"), positions(run)[0]
+    sent = in_turn(position, _UNIT_LINKS).value
+    hops = in_turn(position, replace(_UNIT_LINKS, link_seconds=1.0)).value - sent
+    return [work.matmul_flops, work.attention_flops, work.moved_bytes, work.operations, 1.0, sent, hops]
 
 
 def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
@@ -180,7 +205,7 @@ def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) ->
     """
     scaled = features / seconds[:, None]
     left = 1 - scaled @ least
-    scale = scaled.max(axis=0)
+    scale = np.maximum(scaled.max(axis=0), np.finfo(float).tiny)  # with one rank nothing is sent
     best, best_error = least.copy(), float((left**2).sum())
     for count in range(1, features.shape[1] + 1):
         for columns in map(list, combinations(range(features.shape[1]), count)):

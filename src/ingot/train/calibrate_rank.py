@@ -6,30 +6,52 @@ Started by train/calibrate.py with the environment of a training job.
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ingot.dist.collectives import any_rank
 from ingot.dist.start import start, stop
 from ingot.loader.loader import Batch
 from ingot.schema.run import RunConfig
 from ingot.telemetry.memory import peak_memory_bytes
 from ingot.train.calibrate import shapes
 from ingot.train.device_rates import measure_device, measure_gpu
+from ingot.train.link_rates import measure_links
 from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
-_MOST_STEPS, _SECONDS_PER_SHAPE = 4, 0.5
+_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 10, 4.0
 
 
-def time_run(run: RunConfig, device: torch.device) -> dict:
-    """Seconds of a typical step and the peak memory of the process. Collective.
+def time_runs(runs: Sequence[RunConfig], device: torch.device) -> list[dict]:
+    """Of each run, seconds of a typical step, and the peak memory of the process after its first ones. Collective.
 
-    The second fastest of up to four: a neighbour's burst on the machine must not become a property of it. The first
-    step is left out, because it sets up what later ones use.
+    The runs take turns, a step each, and of all rounds the second fastest step of a run counts: a neighbour's burst on
+    the machine must neither become a property of it, nor of the one run that it happened to meet. The first step is
+    left out, because it sets up what later ones use.
     """
+    steps, peaks = [], []
+    for run in runs:
+        steps.append(timed_step(run, device))
+        steps[-1]()
+        steps[-1]()
+        peaks.append(peak_memory_bytes(device))
+    seconds: list[list[float]] = [[] for _ in runs]
+    began = time.monotonic()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and any_rank(time.monotonic() - began > _SECONDS):
+            break
+        for step, taken in zip(steps, seconds, strict=True):
+            taken.append(step())
+    return [{"seconds": sorted(taken)[1], "peak_bytes": peak} for taken, peak in zip(seconds, peaks, strict=True)]
+
+
+def timed_step(run: RunConfig, device: torch.device) -> Callable[[], float]:
+    """Makes a step of `run` on all ranks at once, and returns its seconds. Making it is collective, too."""
     parts, batch = build_parts(run, device, Path()), random_batch(run, device)
 
     def step() -> float:
@@ -38,13 +60,7 @@ def time_run(run: RunConfig, device: torch.device) -> dict:
         train_step(parts, batch, run.optim.lr)
         return time.perf_counter() - began
 
-    step()
-    seconds = [step()]
-    # Every rank has to make as many steps as the first one finds time for.
-    more = torch.tensor(min(int(_SECONDS_PER_SHAPE / seconds[0]), _MOST_STEPS - 1))
-    dist.broadcast(more, src=0)
-    seconds += [step() for _ in range(int(more))]
-    return {"seconds": sorted(seconds)[:2][-1], "peak_bytes": peak_memory_bytes(device)}
+    return step
 
 
 def random_batch(run: RunConfig, device: torch.device) -> Batch:
@@ -59,9 +75,10 @@ def main() -> int:
         print(json.dumps(measure_gpu(torch.device("cuda", 0))))
         return 0
     place = start("cpu", timeout_seconds=60)
-    timings = [time_run(run, place.device) for run in shapes(place.world_size)]
+    timings = time_runs(shapes(place.world_size), place.device)
     dist.barrier()  # the limits, too, are of all ranks at once
     limits = measure_device(place.device, torch.bfloat16, width=1024, heads=4, seq_len=512)
+    limits |= measure_links(place.device)
     if place.is_first:
         print(json.dumps({"timings": timings, "limits": limits}))
     stop()

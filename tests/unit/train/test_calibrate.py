@@ -15,10 +15,11 @@ from ingot.train.calibrate import Timing, bounded_fit, calibrate_cpu, fit, shape
 BARE = Cluster(name="here", device="cpu", devices_per_node=2, memory_bytes=8 << 30)
 TRUE = replace(
     BARE, memory_bandwidth=9e9, peak_flops={"bf16": 2e11, "fp32": 5e10}, attention_efficiency=0.4, op_seconds=4e-5,
-    step_overhead_seconds=3e-3, runtime_bytes=350 << 20, fragmentation=0.4,
+    step_overhead_seconds=3e-3, runtime_bytes=350 << 20, fragmentation=0.4, link_bandwidth=1e9, link_seconds=2e-4,
 )  # fmt: skip
 
 LIMITS = {"matmul": 1e12, "attention": 5e11, "bandwidth": 5e10, "op_seconds": 1e-6}
+LIMITS |= {"link_bandwidth": 5e9, "link_seconds": 2e-5}
 
 
 def timings_of(cluster: Cluster, noise: float = 0.0) -> list[Timing]:
@@ -36,7 +37,8 @@ def timings_of(cluster: Cluster, noise: float = 0.0) -> list[Timing]:
 
 def test_exact_timings_give_back_the_rates():
     found = fit(timings_of(TRUE), LIMITS, BARE)
-    for name in ("memory_bandwidth", "op_seconds", "step_overhead_seconds", "attention_efficiency", "fragmentation"):
+    rates = ("memory_bandwidth", "op_seconds", "step_overhead_seconds", "link_bandwidth", "link_seconds")
+    for name in (*rates, "attention_efficiency", "fragmentation"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.02), name
     assert found.peak_flops["bf16"] == pytest.approx(2e11, rel=0.01)
     assert found.runtime_bytes == pytest.approx(350 << 20, rel=0.01)
@@ -63,7 +65,18 @@ def test_wild_timings_give_no_rate_beyond_its_limit():
         wild = [replace(t, seconds=t.seconds * random.uniform(0.2, 5)) for t in timings_of(TRUE)]
         found = fit(wild, LIMITS, BARE)
         assert 0 < found.peak_flops["bf16"] <= 1e12 * (1 + 1e-9) and 0 < found.memory_bandwidth <= 5e10 * (1 + 1e-9)
+        assert found.link_seconds >= 2e-5 and 0 < found.link_bandwidth <= 5e9 * (1 + 1e-9)
         assert found.op_seconds >= 1e-6 and found.peak_flops["fp32"] > 0 and found.fragmentation >= 0
+
+
+def test_a_single_rank_has_no_links():
+    limits = {name: value for name, value in LIMITS.items() if not name.startswith("link")}
+    timings = [t for t in timings_of(TRUE) if t.run.parallel.tp == 1]
+    found = fit(timings, limits, BARE)
+    assert (found.link_bandwidth, found.link_seconds) != (0.0, 0.0)  # these timings have collectives
+    alone = [Timing(run, 0.1, 1 << 29) for run in shapes(1)]
+    found = fit(alone, limits, replace(BARE, devices_per_node=1))
+    assert (found.link_bandwidth, found.link_seconds) == (0.0, 0.0)
 
 
 def test_the_fit_stays_at_the_bound_of_what_the_data_denies():
@@ -81,6 +94,29 @@ def test_the_device_rates_are_of_this_world():
     rates = measure_device(torch.device("cpu"), torch.float32, width=128, heads=2, seq_len=64)
     assert 1e7 < rates["matmul"] < 1e14 and 1e6 < rates["attention"] < 1e14
     assert 1e6 < rates["bandwidth"] < 1e14 and 1e-8 < rates["op_seconds"] < 1e-2
+
+
+def test_links_that_were_timed_exactly_are_found():
+    link_rates = pytest.importorskip("ingot.train.link_rates")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "send")
+    rows = np.array([link_rates.features(kind, 2, size) for kind in kinds for size in (1 << 12, 1 << 22)])
+    found = link_rates.fitted_links(rows, rows @ [1 / 2e9, 5e-5])
+    assert found == pytest.approx({"link_bandwidth": 2e9, "link_seconds": 5e-5})
+    odd = link_rates.fitted_links(rows, np.linspace(2, 1, len(rows)))  # larger ones faster: nothing to be fitted
+    assert found.keys() == odd.keys() and all(value > 0 for value in odd.values())
+
+
+def test_two_ranks_measure_their_links(fork_ranks):
+    def measured(rank, ranks):
+        import torch
+
+        from ingot.train.link_rates import measure_links
+
+        return measure_links(torch.device("cpu"))
+
+    found, _ = fork_ranks(measured, 2)
+    assert 1e6 < found["link_bandwidth"] < 1e12 and 1e-7 < found["link_seconds"] < 1
+    assert fork_ranks(measured, 1) == [{}]
 
 
 def test_a_rank_that_fails_says_why(monkeypatch):
