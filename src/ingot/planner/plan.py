@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from ingot.planner.advice import warnings
-from ingot.planner.memory import memory_bill
+from ingot.planner.band import error_band
+from ingot.planner.memory import moments, stage_bills
 from ingot.planner.outlook import Assumptions, outlook
 from ingot.planner.step_time import StepTime, estimate
 from ingot.schema.cluster import Cluster
@@ -51,7 +52,8 @@ def make_plan(
     then 6 for each of them and token, whatever shape stands in for it; 0: those of the shape, attention included.
     """
     tokens = manifest.tokens if manifest else tokens
-    bill = memory_bill(run, cluster)
+    bills = stage_bills(run, cluster, software)
+    bill = max(bills, key=lambda stage: sum(term.value for term in stage.values()))
     flops = _flops_per_token(run, parameters)
     timing = _timing(run, cluster, software, flops.value, mfu)
     seconds = sum(term.value for term in timing.terms.values())
@@ -65,6 +67,7 @@ def make_plan(
     formulas |= _counts(run, flops, tokens)
     formulas["checkpoint_bytes"] = f"{size.formula} = {format_bytes(size.value)}"
     formulas |= {name: term.formula for name, term in (("mfu", reached), ("hfu", worked), ("usd", cost)) if term}
+    low, high = _band(cluster, seconds, mfu)
     whole, how = _outlook(run, cluster, seconds, size.value, assumptions)
     formulas |= how
     return Plan(
@@ -76,8 +79,12 @@ def make_plan(
         flops_per_token=flops.value,
         tokens_per_step=run.tokens_per_step,
         steps=run.train.steps,
-        memory_bytes={kind: round(term.value) for kind, term in bill.items()},
+        memory_bytes=_bytes(bill),
+        stage_memory_bytes=tuple(map(_bytes, bills)),
+        moments_bytes=_bytes(moments(run, cluster, software)),
         step_seconds=seconds,
+        step_seconds_low=low,
+        step_seconds_high=high,
         mfu=reached.value if reached else None,
         hfu=worked.value if worked else None,
         time_seconds={part: term.value for part, term in timing.terms.items()},
@@ -89,6 +96,10 @@ def make_plan(
         formulas=formulas,
         warnings=tuple(warnings(run, cluster, bill, seconds, tokens, manifest)),
     )
+
+
+def _bytes(bill: dict[str, Term]) -> dict[str, int]:
+    return {kind: round(term.value) for kind, term in bill.items()}
 
 
 def _flops_per_token(run: RunConfig, parameters: int) -> Term:
@@ -113,6 +124,14 @@ def _timing(run: RunConfig, cluster: Cluster, software: Software, flops: float, 
     each = f"{run.parallel.world_size:,} x {format_flops(peak / run.parallel.world_size)}/s x {mfu:.1%} MFU"
     formula = f"{format_count(run.tokens_per_step)} tokens x {format_flops(flops)} / ({each})"
     return replace(found, terms={GIVEN: Term(run.tokens_per_step * flops / (peak * mfu), formula)})
+
+
+def _band(cluster: Cluster, seconds: float, mfu: float) -> tuple[float, float]:
+    """Around a prediction by published figures; zeros around what was measured or given."""
+    band = error_band()
+    if not band or mfu or cluster.device == "cpu":
+        return 0.0, 0.0
+    return seconds * band[0], seconds * band[1]
 
 
 def _peak(run: RunConfig, cluster: Cluster) -> float:

@@ -58,7 +58,8 @@ def _bill(story: Story) -> Choice:
         reason=f"before anything is cut: the state has to be somewhere; {needs}",
         formula=(
             f"{format_count(plan.parameters)} x ({each.copy:g} weight + {each.gradient:g} gradient"
-            f" + {each.master:g} master + {each.moments:g} moments) B = {format_bytes(state)}; a device has {format_bytes(device)}"
+            f" + {each.master:g} master + {each.moments:g} moments) B = {format_bytes(state)};"
+            f" a device has {format_bytes(device)}"
         ),
     )
 
@@ -209,7 +210,8 @@ def _score(story: Story) -> Choice:
         title="the score",
         chosen=f"{format_seconds(plan.step_seconds)} per step{mfu}, {days:.1f} days"
         + (f", {format_usd(usd)}" if usd else ""),
-        reason=f"{layout_words(story.run)}: {story.found.considered:,} layouts compared, {story.found.fitting:,} seen to fit",
+        reason=f"{layout_words(story.run)}: {story.found.considered:,} layouts compared,"
+        f" {story.found.fitting:,} seen to fit",
         formula=plan.formulas.get("mfu", ""),
         runner_up=story.words(second) if second else "",
     )

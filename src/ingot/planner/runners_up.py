@@ -40,26 +40,28 @@ class Story:
         return self.planned.plan.cluster
 
     def runner_up(self, *names: str) -> str:
-        """In words: the fastest layout that differs from the plan's in one of these settings, the nearest of those that
-        differ in little else. "" where they are pinned, or no other layout fits."""
+        """In words: the fastest layout that differs from the plan's in one of these settings, where others that differ
+        as well count as some time, so that it tells of this decision. "" where no other layout fits."""
         if any(name in self.pinned for name in names):
             return "none was looked for: as asked for"
         mine = settings_of(self.run, names)
-        seen = next((c for c in self.found.best if settings_of(c.run, names) != mine), None)
-        found = seen or self._searched(names[0], mine[0])
+        others = [c for c in self.found.best if settings_of(c.run, names) != mine]
+        found = min(others, key=self._distance) if others else self._searched(names[0], mine[0])
         return self.words(found) if found else ""
 
+    def _distance(self, candidate: Candidate) -> float:
+        mine, other = settings_of(self.run, _TOLD), settings_of(candidate.run, _TOLD)
+        return candidate.step_seconds * (1 + _OTHER * sum(a != b for a, b in zip(mine, other, strict=True)))
+
     def second(self) -> Candidate | None:
-        mine = resolve_parallel(self.run), self.run.train.micro_batch
-        others = (c for c in self.found.best if (resolve_parallel(c.run), c.run.train.micro_batch) != mine)
-        return next(others, None)
+        return next((c for c in self.found.best if not same_layout(c.run, self.run)), None)
 
     def without_recompute(self) -> RunConfig:
         return replace(self.run, parallel=replace(self.run.parallel, recompute="none", recompute_every=1))
 
     def words(self, candidate: Candidate) -> str:
         """Its layout, what it takes, and how much longer than the plan's layout by the same prediction."""
-        base = next((c.step_seconds for c in self.found.best if c.run.parallel == self.run.parallel), 0.0)
+        base = next((c.step_seconds for c in self.found.best if same_layout(c.run, self.run)), 0.0)
         more = f" ({candidate.step_seconds / base - 1:+.1%})" if base and candidate.step_seconds else ""
         time = f", {format_seconds(candidate.step_seconds)} per step{more}" if candidate.step_seconds else ""
         return f"{layout_words(candidate.run)}{time}, {format_bytes(candidate.memory_bytes)}"
@@ -78,6 +80,14 @@ class Story:
         return best
 
 
+def same_layout(one: RunConfig, other: RunConfig) -> bool:
+    return settings_of(one, _TOLD) == settings_of(other, _TOLD)
+
+
+# What a layout is told by, and what one of them that differs counts as, in shares of a step.
+_TOLD = ("tp", "pp", "schedule", "stages_per_rank", "cp", "ep", "dp_replicate", "dp_shard", "zero", "recompute",
+         "offload", "micro_batch")  # fmt: skip
+_OTHER = 0.02
 _FORMS = {"recompute": ("none", "selective", "full")}
 
 

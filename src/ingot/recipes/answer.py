@@ -22,7 +22,7 @@ from ingot.theory.layout import layout_problems
 from ingot.units import format_seconds
 
 # Layouts that a search is asked for: those that are shown, and runners-up to tell of.
-_SEEN = 40
+_SEEN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,8 @@ def _no_layout(run: RunConfig, question: Question, found: Found) -> ConfigError:
         product *= degree
     shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if name in pinned)
     if product < 1 or devices % product:
-        found_ = f"{shown} = {product} does not divide the {devices:,} devices of {question.cluster.name}"
+        shown += f" = {product}" if " x " in shown else ""
+        found_ = f"{shown} does not divide the {devices:,} devices of {question.cluster.name}"
         return ConfigError(found_, rule="every device has a place in the mesh", fix=found.fix or "choose divisors")
     if "dp_shard" not in pinned:
         degrees["dp_shard"] *= devices // product

@@ -1,5 +1,6 @@
 """What a plan assumes, changed by name: facts of the cluster, of failures and prices, properties of the software."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
@@ -75,7 +76,7 @@ def _value(key: str, text: str) -> object:
         if key.endswith(("bandwidth", "bytes_per_second")):
             return parse_bandwidth(float(text) if _plain(text) else text)
         if key.endswith("_bytes"):
-            return parse_bytes(text)
+            return _bytes(key, text)
         if key.endswith("_seconds"):
             return parse_seconds(text)
     except ConfigError as error:
@@ -85,6 +86,17 @@ def _value(key: str, text: str) -> object:
     if not _plain(text):
         return {"true": True, "false": False}.get(text, text)
     return int(text) if text.lstrip("+-").isdigit() else float(text)
+
+
+def _bytes(key: str, text: str) -> int:
+    """GB and GiB differ by 7% and mean what they say; Gb are bits."""
+    if re.fullmatch(r"[0-9.,_ ]+[KMGTkmgt]i?b(it)?s?", text):
+        size = re.sub(r"b(it)?s?$", "B", text)
+        fix = f"{key}={size} or {key}={size.replace('B', 'iB') if 'i' not in size else size}"
+        raise UsageError(
+            f"--assume {key}={text}: these are bits", rule="memory is counted in bytes: GB or GiB", fix=fix
+        )
+    return parse_bytes(text)
 
 
 def _plain(text: str) -> bool:

@@ -55,16 +55,23 @@ def _ranking(planning: "Planning") -> Iterator[str]:
 
 RANKING = (
     "", "tp", "pp", "cp", "ep", "dp", "zero", "micro", "recompute", "memory", "bubble", "exposed", "step", "MFU",
-    "days",
+    "tokens", "days",
 )  # fmt: skip
 
 
 def ranking_rows(planning: "Planning") -> list[tuple[str, ...]]:
     """The cells of RANKING for each plan; "-" where an axis is not used or a figure not known."""
-    return [_row(number, planned) for number, planned in enumerate(planning.plans, 1)]
+    alike = len({planned.run.train.steps for planned in planning.plans}) == 1
+    return [
+        _row(number, planned, "-" if alike else _tokens(planned)) for number, planned in enumerate(planning.plans, 1)
+    ]
 
 
-def _row(number: int, planned: Planned) -> tuple[str, ...]:
+def _tokens(planned: Planned) -> str:
+    return format_count(planned.plan.steps * planned.plan.tokens_per_step)
+
+
+def _row(number: int, planned: Planned, tokens: str) -> tuple[str, ...]:
     run, plan, parallel = planned.run, planned.plan, resolve_parallel(planned.run)
     known = plan.step_seconds > 0
     exposed = sum(line.exposed_seconds for line in plan.communication.values())
@@ -86,6 +93,7 @@ def _row(number: int, planned: Planned) -> tuple[str, ...]:
         else "-",
         format_seconds(plan.step_seconds) if known else "-",
         f"{plan.mfu:.1%}" if plan.mfu else "-",
+        tokens,
         format_days(days) if known else "-",
     )
 
@@ -115,14 +123,15 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     run, plan = planned.run, planned.plan
     for name, text in notes(run, plan.cluster):
         yield from _wrapped(name, text)
-    yield (
-        f"layout    {run.parallel.world_size:,} ranks{_degrees(run.parallel)} on {plan.cluster.name},"
+    yield from _wrapped(
+        "layout",
+        f"{run.parallel.world_size:,} ranks{_degrees(run.parallel)} on {plan.cluster.name},"
         f" {plan.software.recipe or run.train.precision};"
         f" batch {run.train.global_batch:,} = {run.train.micro_batch} x {run.accumulation:,} accumulated"
-        f" x {run.parallel.data_ranks:,} ranks"
+        f" x {run.parallel.data_ranks:,} ranks",
     )
     yield (
-        f"steps     {plan.steps:,} x {plan.tokens_per_step:,} tokens"
+        f"steps     {plan.steps:,} x {plan.tokens_per_step:,} tokens in sequences of {run.train.seq_len:,}"
         f" = {format_count(plan.steps * plan.tokens_per_step)}, learning rate {run.optim.lr:g}"
     )
     if "epochs" in plan.formulas:
@@ -156,7 +165,7 @@ def _memory(plan: Plan, run: RunConfig) -> Iterator[str]:
     if len(plan.stage_memory_bytes) > 1:
         totals = [format_bytes(sum(stage.values())) for stage in plan.stage_memory_bytes]
         yield from _wrapped("stages", f"pipeline ranks 0 to {len(totals) - 1}: {', '.join(totals)}")
-    if plan.moments_bytes:
+    if len(set(plan.moments_bytes.values())) > 1:
         moments = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in plan.moments_bytes.items())
         yield from _wrapped("moments", moments)
 

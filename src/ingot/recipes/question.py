@@ -10,7 +10,7 @@ from ingot.huggingface.config_file import require_fit
 from ingot.loader.reader import check_vocabulary
 from ingot.planner.outlook import Assumptions
 from ingot.planner.plan import make_plan
-from ingot.planner.propose import NO_HINTS, Hints, propose
+from ingot.planner.propose import NO_HINTS, Hints, Proposal, propose
 from ingot.recipes.amounts import parse_tokens
 from ingot.recipes.subject import Subject
 from ingot.schema.cluster import Cluster
@@ -18,6 +18,7 @@ from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import TokenManifest, read_token_manifest, training_tokens
+from ingot.units import format_count
 
 NOWHERE = Data(tokens="data/tokens/train")
 
@@ -53,20 +54,12 @@ def base_run(question: Question) -> tuple[RunConfig, dict[str, str]]:
     Raises ConfigError where data and model do not go together.
     """
     subject, cluster = question.subject, question.cluster
-    proposal = propose(
-        subject.arch,
-        cluster if cluster.device == "cpu" else _undivided(cluster, bool(question.wanted.global_batch)),
-        question.data,
-        name=question.name or subject.name,
-        tokens=question.tokens,
-        # The ids of weights that are there already stay; tokens with others are refused.
-        vocab_size=question.manifest.vocab_size if question.manifest and not subject.init else 0,
-        preset=subject.hints,
-        wanted=question.wanted,
-        precision=question.precision,
-        usd_per_hour=question.usd_per_hour,
-    )
+    proposal = _proposal(question, question.wanted)
     run, reasons = proposal.run, dict(proposal.reasons)
+    if _repeats(question, run):
+        steps = max(question.tokens // run.tokens_per_step, 1)
+        run = _proposal(question, replace(question.wanted, steps=steps)).run
+        reasons["train.steps"] = f"{format_count(question.tokens)} tokens, as asked for"
     if cluster.device != "cpu":
         for key in [key for key in reasons if key.startswith("parallel.") or key == "train.micro_batch"]:
             del reasons[key]
@@ -79,6 +72,29 @@ def base_run(question: Question) -> tuple[RunConfig, dict[str, str]]:
         run = replace(run, init=relative(subject.init, question.beside))
         reasons["init"] = "the first weights, and the shape in [model]"
     return run, reasons
+
+
+def _proposal(question: Question, wanted: Hints) -> Proposal:
+    subject, cluster = question.subject, question.cluster
+    return propose(
+        subject.arch,
+        cluster if cluster.device == "cpu" else _undivided(cluster, bool(wanted.global_batch)),
+        question.data,
+        name=question.name or subject.name,
+        tokens=question.tokens,
+        # The ids of weights that are there already stay; tokens with others are refused.
+        vocab_size=question.manifest.vocab_size if question.manifest and not subject.init else 0,
+        preset=subject.hints,
+        wanted=wanted,
+        precision=question.precision,
+        usd_per_hour=question.usd_per_hour,
+    )
+
+
+def _repeats(question: Question, run: RunConfig) -> bool:
+    """Whether the rules go over the tokens more than once, though they are a number to train on and no folder."""
+    chosen = question.wanted.steps or question.subject.hints.steps
+    return not question.manifest and not chosen and run.train.steps * run.tokens_per_step > question.tokens
 
 
 def plan_of(question: Question, run: RunConfig) -> Plan:

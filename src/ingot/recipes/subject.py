@@ -14,6 +14,9 @@ from ingot.units import format_count
 
 # A preset of about the size stands in for a bare number of parameters: its shape was trained.
 _NEAR = 0.04
+_PROPORTIONS = "usual proportions"
+# Sequences of models of this size and more are rarely shorter.
+_LARGE, _USUAL_SEQUENCE = 1e9, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,8 @@ def find_subject(model: str = "", *, parameters: int = 0, init: Path | None = No
         return Subject(name=init.resolve().name, arch=read_arch(init), init=init)
     if model:
         preset = load_model(model)
-        return Subject(name=Path(model).stem, arch=preset.arch, hints=preset.train)
+        name = Path(model).stem if model.endswith(".toml") else model
+        return Subject(name=name, arch=preset.arch, hints=preset.train)
     return by_size(parameters)
 
 
@@ -49,4 +53,5 @@ def by_size(parameters: int) -> Subject:
     near = min(dense, key=lambda item: abs(count_parameters(item[1].arch) / parameters - 1))
     if abs(count_parameters(near[1].arch) / parameters - 1) < _NEAR:
         return Subject(name=name, arch=near[1].arch, hints=near[1].train, parameters=parameters, shape=near[0])
-    return Subject(name=name, arch=shape_of(parameters), parameters=parameters, shape="common proportions")
+    hints = Hints(seq_len=_USUAL_SEQUENCE) if parameters >= _LARGE else NO_HINTS
+    return Subject(name=name, arch=shape_of(parameters), hints=hints, parameters=parameters, shape=_PROPORTIONS)
