@@ -39,7 +39,7 @@ class Constants:
     low_share: float = _fitted(0.80, 0.10, 0.5, 1.0)
     tile_depth: float = _fitted(150.0, 0.5, 16.0, 1000.0)
     attention_share: float = _fitted(1.0, 0.15, 0.5, 1.6)
-    tuned_attention: float = _fitted(0.55, 0.15, 0.3, 0.8)
+    tuned_attention: float = _fitted(0.5, 0.15, 0.3, 0.8)
     bandwidth_share: float = _fitted(0.8, 0.1, 0.5, 0.95)
     eager_bytes: float = _fitted(1.8, 0.25, 1.0, 4.0)
     tuned_bytes: float = _fitted(0.8, 0.2, 0.4, 1.2)

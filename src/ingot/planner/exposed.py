@@ -89,7 +89,7 @@ def _experts(position: Position, time: LineTime, said: str, beside: Beside, cons
 def data_parallel(
     position: Position, cluster: Cluster, times: dict[str, LineTime], busy: float, constants: Constants
 ) -> Term:
-    """ZeRO-2 and 3 have every micro-batch to hide behind, the others the last one (and the next forward)."""
+    """ZeRO-2 and 3 have every micro-batch to hide behind, the others the last ones (and the next forward)."""
     lines = [line for line in DATA_PARALLEL if line in times]
     if not lines:
         return Term(0.0, "one data-parallel rank")
@@ -97,7 +97,7 @@ def data_parallel(
     total = sum(times[line].seconds for line in lines)
     if not position.software.overlap_data:
         return Term(total, f"{formula}, nothing beside it")
-    every = position.accumulation if position.parallel.zero in (2, 3) else 1
+    every = _beside(position)
     alone = total / sum(map(position.units, position.stages)) / every
     hiding = busy * every / position.accumulation
     exposed = max(total - hiding, alone)
@@ -117,6 +117,15 @@ def in_turn(position: Position, cluster: Cluster) -> Term:
             lines[line_of(traffic)] = calls + traffic.count, seconds + taken
     formula = ", ".join(f"{line}: {calls:,} in {format_seconds(taken)}" for line, (calls, taken) in lines.items())
     return Term(sum(seconds for _, seconds in lines.values()), formula or "none")
+
+
+def _beside(position: Position) -> int:
+    """Micro-batches whose computation is beside data-parallel collectives. With several stages on a rank, those of one
+    are reduced while a round of micro-batches passes the next one."""
+    parallel, all_of_them = position.parallel, position.accumulation
+    if parallel.zero in (2, 3):
+        return all_of_them
+    return min(parallel.pp, all_of_them) if parallel.stages_on_each_rank > 1 else 1
 
 
 def _sent(line: str, position: Position, times: dict[str, LineTime], cluster: Cluster) -> str:

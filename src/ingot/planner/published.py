@@ -17,8 +17,8 @@ from ingot.theory.flops import train_flops_per_token
 
 __all__ = ["Measured", "Row", "Skipped", "Subject", "read_rows", "shipped_rows", "subject", "subjects"]
 
-# Steps of which one layer alone is timed: so many micro-batches that the update between them weighs nothing.
-_LAYER_BATCHES = 256
+# Steps of which one layer alone is timed: a model of so many such layers, and so many micro-batches.
+_LAYERS, _LAYER_BATCHES = 64, 16
 # Share of a run's device-hours in which it made steps: above 0.9 in "The Llama 3 herd of models" (2024, section 3.3.4).
 _GOODPUT = 0.9
 
@@ -112,7 +112,9 @@ def _subject(row: Row) -> Subject | Skipped:
     batch, micro = batch_of(row, seq_len, degrees, notes)
     scale = (row.count("plan", "global_batch") or batch) / batch
     if "one layer" in row.text("model", "name"):
-        arch, batch, scale = replace(arch, vocab_size=degrees.tp), batch * _LAYER_BATCHES, scale / _LAYER_BATCHES
+        many, batches = _LAYERS, _LAYER_BATCHES  # so that what comes once per step or micro-batch weighs nothing
+        arch = replace(arch, vocab_size=degrees.tp, num_layers=many)
+        batch, scale = batch * batches, scale / (many * batches)
         notes.append("one layer alone, without embedding, head and update")
     run = RunConfig(
         name=row.id,

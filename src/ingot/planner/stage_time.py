@@ -30,6 +30,7 @@ KINDS = (PRODUCTS, ATTENTION, MOVED, CASTS, ROUTING, LAUNCHES)
 # Of the operations that Python starts, those that are left where a compiler or hand-written kernels join them.
 _JOINED = {"eager": 1.0, "compiled": 0.6, "tuned": 0.6}
 _IN_GRAPHS = 0.02
+_LOSS_BYTES = {"eager": 1.0, "compiled": 0.6, "tuned": 0.5}
 # Passes over scores [T, T] of unfused attention: softmax reads and writes them; its gradient reads two and writes one.
 _SCORE_PASSES, _SCORE_GRADIENT_PASSES = 2, 3
 # With dropout: read, written, and a mask of one byte; and again backward.
@@ -136,8 +137,9 @@ class StageTimer:
             return part
         head = head_product(position)
         seconds = sum(product_seconds(self.rates, p) for p in (head, head.for_inputs, head.for_weights))
-        device = {PRODUCTS: seconds * position.arch.head_passes, MOVED: moved_seconds(self.rates, ends.moved_bytes)}
-        return Part(device, part.host)
+        # The count is that of single operations (theory/work.py); fused losses leave out some of the passes.
+        moved = ends.moved_bytes * _LOSS_BYTES[position.software.kernels] / self.rates.memory
+        return Part({PRODUCTS: seconds * position.arch.head_passes, MOVED: moved}, part.host)
 
     def _products(self, products: Iterable[Product]) -> Seconds:
         products = tuple(products)
@@ -187,11 +189,9 @@ class StageTimer:
         return {MOVED: 2 * kept * numbers / self.rates.memory}
 
     def _one_by_one(self) -> float:
-        """Operations of a forward that dropless experts without graphs start for each expert: two products and, in low
-        precision, their casts. A backward has twice as many."""
+        """Operations of a forward that are started for each expert: two products and, in low precision, their casts.
+        A backward has twice as many."""
         position, software = self._position, self._position.software
-        if software.graphs or not software.dropless:
-            return 0.0
         local = position.arch.moe.num_experts // position.parallel.ep
         return local * (2 + _CAST_OPERATIONS.get(software.recipe, 2 if software.recipe else 0))
 

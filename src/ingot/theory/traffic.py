@@ -198,10 +198,12 @@ def regions_of(position: Position, stage: Stage) -> Regions:
 
     A fully recomputed block stops at the last tensor that its backward needs, which is before it leaves the
     feed-forward, but behind the shared experts. A selectively recomputed one keeps what left a region, but not what
-    entered it.
+    entered it; where that means the core of attention alone, it is inside of a region.
     """
     blocks, sparse = len(stage.layers), len(stage.expert_layers)
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
+    if position.software.core_recompute and position.parallel.recompute == "selective":
+        again = sparse_again = 0
     shared = position.arch.moe.shared_experts > 0
     regions = 2 * (blocks - sparse) + (1 + shared) * sparse
     entered_again = 2 * (again - sparse_again) + (1 + shared) * sparse_again

@@ -1,8 +1,9 @@
 """The layout and batch of a published run as Parallel and Train.
 
 Degrees that do not multiply to the number of devices: data parallelism takes what tensor, context and pipeline leave.
-No micro-batch: 1 in a pipeline, else the largest part of a replica's batch of at most 8,192 tokens. No batch: 4M
-tokens, or so many more that replicas have 8,192 each, or a pipeline twice as many micro-batches of them as it is long.
+No micro-batch: 1 in a pipeline, else the largest part of a replica's batch of at most 8,192 tokens per device. No
+batch: 4M tokens, or so many more that replicas have 8,192 each, or a pipeline twice as many micro-batches of them as it
+is long.
 No layout at all: FSDP on TPUs and for up to 20B parameters, else tensor parallelism inside the node and as short a
 pipeline as holds the state.
 """
@@ -91,7 +92,7 @@ def batch_of(row: Row, seq_len: int, degrees: Degrees, notes: list[str]) -> tupl
         notes.append(f"a batch of {batch} sequences")
     replica = max(batch // degrees.dp, 1)
     if micro is None:
-        room = max(_MICRO_BATCH_TOKENS * degrees.cp // seq_len, 1) if degrees.pp == 1 else 1
+        room = max(_MICRO_BATCH_TOKENS * degrees.cp * degrees.tp // seq_len, 1) if degrees.pp == 1 else 1
         micro = max(part for part in divisors(replica) if part <= room)
         notes.append(f"a micro-batch of {micro}")
     micro = min(micro, replica)
@@ -116,7 +117,7 @@ def parallel_of(
     copies = dp if degrees.zero == 0 and degrees.ep == 1 else 1
     if degrees.zero == 3 and cluster.device == "tpu" and dp % slices_of(row) == 0:
         copies = slices_of(row)  # parameters are gathered inside of a slice, not over the network between slices
-    recompute, every = _recompute(row)
+    recompute, every = _recompute(row, cluster)
     parallel = Parallel(
         dp_replicate=copies,
         dp_shard=dp // copies,
@@ -138,8 +139,12 @@ def _sequence(row: Row, arch: Arch) -> bool:
     return arch.is_moe or (row.year >= 2023 if stated is None else stated)
 
 
-def _recompute(row: Row) -> tuple[Any, int]:
+def _recompute(row: Row, cluster: Cluster) -> tuple[Any, int]:
+    """Nothing said: none; but whole runs of unknown layout on GPUs until 2023, when frameworks did it by default."""
     said = row.text("plan", "recompute")
+    unknown = all(row.count("plan", axis) is None for axis in ("dp", "tp", "pp"))
+    if not said and unknown and row.year <= 2023 and cluster.device == "cuda":
+        return "full", 1
     if not said or said.startswith(("none", "no", "off")):
         return "none", 1
     return ("selective" if "sel" in said else "full"), 1
@@ -149,7 +154,9 @@ def _with_pipeline(row: Row, arch: Arch, parallel: Parallel, pp: int, accumulati
     if pp == 1:
         return parallel
     said, virtual = row.text("plan", "schedule"), row.count("plan", "vpp") or 0
-    name = _SCHEDULES.get(said, "interleaved" if "interleaved" in said or virtual > 1 else "1f1b")
+    # Megatron overlaps a pipeline's sends in the interleaved schedule only.
+    interleaved = "interleaved" in said or virtual > 1 or (not said and re.search(r"overlaps dp/tp/pp", row.words))
+    name = _SCHEDULES.get(said, "interleaved" if interleaved else "1f1b")
     if name == "interleaved" and virtual < 2:
         virtual = next((v for v in divisors(max(arch.num_layers // pp, 1)) if v > 1), 1)
         notes.append(f"{virtual} stages on each rank")

@@ -74,7 +74,12 @@ def _early_experts(row: Row) -> bool:
 
 def _experts_over_nodes(row: Row) -> bool:
     over = (row.count("plan", "ep") or 1) > 8 and not row.text("cluster", "gpu").startswith("gb")
-    return over and (row.count("plan", "vpp") or 1) > 1 and _since(2025, r"nemo|megatron-bridge")(row)
+    return (
+        over
+        and "deepseek" in row.text("model", "name")
+        and (row.count("plan", "vpp") or 1) > 1
+        and _since(2025, r"nemo|megatron-bridge")(row)
+    )
 
 
 def _first_zero3(row: Row) -> bool:
@@ -86,6 +91,7 @@ _HALF = {"products_recomputed": 0.5}
 
 RULES = (
     Rule("eager kernels are PyTorch's default", lambda row: True, {"name": "unknown", "kernels": "eager"}),
+    Rule("a loss of whole logits is PyTorch's default", lambda row: True, {"chunked_loss": False}),
     Rule("before FlashAttention was common", lambda row: row.year < _FLASH_YEAR, {"attention": "unfused"}),
     Rule("in fp16, and nobody says flash", _old_halves, {"attention": "unfused", "dropout": True}),
     Rule(
@@ -115,7 +121,7 @@ RULES = (
         {"graphs": True, "attention": "tuned", "dispatch_once": True},
     ),
     Rule(
-        "NVIDIA's tables since 2025: all-to-alls over the network run beside another micro-batch of the pipeline",
+        "NVIDIA's recipes of DeepSeek-V3: all-to-alls over the network run beside another micro-batch of the pipeline",
         _experts_over_nodes,
         {"overlap_experts": True},
     ),
