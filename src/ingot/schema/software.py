@@ -32,6 +32,8 @@ class Software:
     core_recompute: "selective" recomputation means the attention core (Korthikanti et al. 2022, section 5), not what
       ingot means by it (theory/activations.py).
     products_recomputed: share of the matrix products that "selective" recomputation repeats; ingot's keeps all results.
+    loss: "chunked" never has all logits of a micro-batch (model/loss.py); "fused" has them and their gradient, "whole"
+      also what eager PyTorch makes of them in float32 (theory/memory.py).
     megatron_state: state of a parameter is 18 bytes undivided (16-bit weight, fp32 gradient, master and moments), or
       6 + 12 / ranks with a distributed optimizer.
     dropless: experts take all tokens; the host waits for their counts unless `graphs`.
@@ -52,6 +54,7 @@ class Software:
     dropout: bool = False
     core_recompute: bool = False
     products_recomputed: float = 0.0
+    loss: Literal["chunked", "fused", "whole"] = "chunked"
     megatron_state: bool = False
     dropless: bool = True
 

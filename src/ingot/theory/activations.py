@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ingot.theory.layout import Position, Stage
 from ingot.theory.params import value_width
 from ingot.theory.saved import block_bytes, degrees, norm_bytes, products_for_attention, recomputed_block_bytes
+from ingot.theory.saved_megatron import is_megatrons, megatron_block_bytes, megatron_recomputed_bytes
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,18 @@ def block_sizes(position: Position, device: str = "cpu", *, experts: bool = Fals
     """experts: of a block that has some."""
     if experts and not position.arch.is_moe:
         return BlockSize()
-    saved = block_bytes(position, device, experts=experts)
+    megatrons, again = is_megatrons(position), position.parallel.recompute != "none"
+    if megatrons:
+        saved, computed_again = megatron_block_bytes(position, experts=experts), megatron_recomputed_bytes
+    else:
+        saved, computed_again = block_bytes(position, device, experts=experts), recomputed_block_bytes
     return BlockSize(
         kept=sum(saved.values()),
-        recomputed=recomputed_block_bytes(position, experts=experts) if position.parallel.recompute != "none" else 0.0,
+        recomputed=computed_again(position, experts=experts) if again else 0.0,
         attention=sum(saved[name] for name in attention_names(saved)),
         fed_backward=fed_backward_bytes(position, device, experts=experts),
         attended_backward=attended_backward_bytes(position, device),
-        left=left_bytes(position, experts=experts) if position.parallel.splits_backward else 0.0,
+        left=left_bytes(position, experts=experts),
     )
 
 
@@ -53,8 +58,11 @@ def output_bytes(position: Position, stage: Stage, device: str = "cpu") -> float
 
 
 def head_gradient_bytes(position: Position, stage: Stage) -> float:
-    """Of one micro-batch: the loss computes the head's gradient ahead and keeps it until the backward."""
+    """Of one micro-batch: the loss computes the head's gradient ahead and keeps it until the backward. A loss of whole
+    logits does not."""
     e, tp, _ = degrees(position)
+    if position.software.loss != "chunked":
+        return 0.0
     return float(position.arch.vocab_size // tp * position.arch.d_model * e) if stage.last else 0.0
 
 
@@ -103,7 +111,7 @@ def left_bytes(position: Position, *, experts: bool = False) -> float:
 
 
 def blocks_text(position: Position, stage: Stage, device: str = "cpu") -> str:
-    """What a stage keeps per token, by kind of block: "9 blocks x 168,072 B + 1 recomputed blocks x 8,192 B + ends"."""
+    """What a stage keeps per token, by kind: "9 blocks x 168,072 B + 1 recomputed blocks x 8,192 B + ends"."""
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
     sparse, parts = len(stage.expert_layers), []
     for experts, blocks, recomputed in (

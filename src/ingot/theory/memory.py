@@ -109,7 +109,8 @@ def _gradients_kept(position: Position, share: Share) -> Term:
 
 
 def _buffers_stay(position: Position, share: Share) -> bool:
-    return share.ranks == 1 and position.parallel.zero != 3
+    """Megatron has buffers of whole gradients all the time."""
+    return position.parallel.zero != 3 and (share.ranks == 1 or position.software.megatron_state)
 
 
 def buffers_that_stay(position: Position) -> Term:
@@ -159,6 +160,8 @@ def logits(position: Position, device: str = "cpu") -> Term:
     """
     if not any(stage.last for stage in position.stages):
         return Term(0.0, "the last stage is on another rank")
+    if position.software.loss != "chunked":
+        return _whole_logits(position)
     e, tokens, width = COMPUTE_BYTES[position.train.precision], position.tokens, position.arch.d_model
     wide, vocabulary = max(e, 4), position.arch.vocab_size // position.parallel.tp
     chunk, head = min(chunk_tokens(vocabulary, device), tokens), vocabulary * width
@@ -170,6 +173,21 @@ def logits(position: Position, device: str = "cpu") -> Term:
     value = larger + head * wide + tokens * width * e
     formula = f"{chunk:,} of {tokens:,} tokens x {vocabulary:,} ids: {larger:,.0f} B, head gradient {head:,} x {wide} B"
     return Term(float(value), f"{formula}, hidden states {tokens:,} x {width:,} x {e} B")
+
+
+def _whole_logits(position: Position) -> Term:
+    """Of a micro-batch, when their gradient is made: in compute precision they and their gradient. Megatron works on a
+    float32 copy, in place. Eager PyTorch has a copy, log-probabilities and the gradient of these, and another number
+    for each where tensor parallelism sums exponentials."""
+    e, tokens, tp = COMPUTE_BYTES[position.train.precision], position.tokens, position.parallel.tp
+    vocabulary, wide = position.arch.vocab_size // tp, max(e, 4)
+    if position.software.loss == "fused":
+        each = 2 * e
+    elif position.software.megatron_state:
+        each = 2 * e + wide
+    else:
+        each = e + 3 * wide + (wide if tp > 1 else 0)
+    return Term(float(tokens * vocabulary * each), f"{tokens:,} tokens x {vocabulary:,} ids x {each} B")
 
 
 def checkpoint_bytes(arch: Arch, precision: str) -> Term:

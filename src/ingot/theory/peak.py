@@ -82,8 +82,6 @@ def peak(position: Position, device: str) -> Peak:
     parallel = position.parallel
     row = row_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
     stages = tuple(stage_memory(position, stage, device) for stage in position.stages)
-    if row.alive.shape[1] != len(stages):  # TODO
-        raise ValueError(parallel.schedule)
     gradients = Gradients(position)
     inside = [max(_moments(position, stages, doing, gradients, device), key=lambda m: m.bytes) for doing in row.doings]
     kept, left = [stage.kept for stage in stages], [stage.left for stage in stages]
@@ -123,7 +121,7 @@ def _moments(
         return [_forward(position, stage, flying, device)]
     if doing.kind == "W":
         return [Moment("the gradients of weights", backward=stage.matrix, gathered=_gathered(position, stage, -1))]
-    found = []
+    found = [_at_head(position, stage, doing, gradients, flying)]
     for at in stage.blocks:
         found += _at_block(position, stage, doing, gradients, at, flying)
     if gradients.zero == 3:
@@ -139,6 +137,15 @@ def _forward(position: Position, stage: StageMemory, flying: float, device: str)
         return Moment(f"the forward of stage {stage.number}", gathered=gathered, gradients=flying)
     logits = memory.logits(position, device).value
     return Moment("the loss", activations=-stage.head, logits=logits, gradients=flying, gathered=gathered)
+
+
+def _at_head(position: Position, stage: StageMemory, doing: Doing, gradients: Gradients, flying: float) -> Moment:
+    """As a backward begins: those that the loss made move to where gradients are kept."""
+    gathered = _gathered(position, stage, len(stage.units) - 1)
+    if gradients.zero == 3 or not stage.last:
+        return Moment(f"the backward of stage {stage.number}", gathered=gathered, gradients=flying)
+    own = gradients.whole(stage.outer) if doing.first or not gradients.keeps_whole else 0.0
+    return Moment("the backward of the head", gathered=gathered, gradients=own + flying)
 
 
 def _flying(stages: tuple[StageMemory, ...], doing: Doing, gradients: Gradients) -> float:
@@ -157,7 +164,7 @@ def _at_block(
     begins = Moment(
         f"the backward of block {at.layer}",
         activations=at.before + at.kept - stage.kept,
-        backward=at.fed + at.left,
+        backward=at.fed + (at.left if doing.kind == "I" else 0.0),
         gradients=own,
         gathered=_gathered(position, stage, at.unit),
     )
@@ -167,7 +174,7 @@ def _at_block(
         begins,
         place=f"the backward of attention of block {at.layer}",
         activations=at.before + at.attention - stage.kept,
-        backward=at.attended + at.left,
+        backward=at.attended + (at.left if doing.kind == "I" else 0.0),
         gradients=own + computed,
     )
     return [begins, attends]
@@ -197,7 +204,7 @@ def _unit_done(position: Position, stage: StageMemory, doing: Doing, gradients: 
     return Moment(
         f"the end of the backward of block {at.layer}",
         activations=-stage.kept + stage.input,
-        backward=at.left,
+        backward=at.left if doing.kind == "I" else 0.0,
         gradients=own + (gradients.shards(*behind) if doing.first else 0.0),
         gathered=_gathered(position, stage, at.unit),
     )

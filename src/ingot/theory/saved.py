@@ -129,10 +129,11 @@ def recomputed_block_bytes(position: Position, *, experts: bool = False) -> floa
     stream = arch.d_model * e / cut
     if position.parallel.recompute == "full":
         return stream
-    heads = arch.num_heads / tp
-    attention = heads * arch.head_dim * e + heads * max(e, 4) + stream  # and o, or its sum
+    heads, kept = arch.num_heads / tp, 1 - position.software.products_recomputed
+    attention = heads * arch.head_dim * e + heads * max(e, 4)
+    products = products_for_attention(position) * e + stream  # and o, or its sum
     fed = _expert_products(position) if experts else 2 * arch.d_ffn / tp * e + stream  # gate, up; down, or its sum
-    return stream + products_for_attention(position) * e + attention + fed
+    return stream + attention + kept * (products + fed)
 
 
 def products_for_attention(position: Position) -> float:

@@ -16,9 +16,9 @@ from ingot.theory.state import COMPUTE_BYTES
 
 @dataclass(frozen=True)
 class AtBlock:
-    """As the backward of block `layer` begins. before: kept by blocks before it, and the stage's input; kept: by it, what
-    it computes again included; attention: of that, when its backward has got to attention. fed, attended: buffers
-    of either part. left: by blocks after it for W. fed_unit: parameters of its feed-forward; unit: that it is in."""
+    """As the backward of block `layer` begins. before: kept by the stage's input and the blocks before it; kept: by it,
+    with what it computes again; attention: of that, once its backward has got to attention. fed, attended: buffers of
+    either part. left: by blocks after it for W. fed_unit: parameters of its feed-forward; unit: the one it is in."""
 
     layer: int
     before: float

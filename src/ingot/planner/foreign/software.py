@@ -91,7 +91,8 @@ _HALF = {"products_recomputed": 0.5}
 
 RULES = (
     Rule("eager kernels are PyTorch's default", lambda row: True, {"name": "unknown", "kernels": "eager"}),
-    Rule("a loss of whole logits is PyTorch's default", lambda row: True, {"chunked_loss": False}),
+    Rule("a loss of whole logits is PyTorch's default", lambda row: True, {"loss": "whole"}),
+    Rule("torchtitan compiles its loss since the end of 2024", _since(2025, r"torchtitan"), {"loss": "fused"}),
     Rule("before FlashAttention was common", lambda row: row.year < _FLASH_YEAR, {"attention": "unfused"}),
     Rule("in fp16, and nobody says flash", _old_halves, {"attention": "unfused", "dropout": True}),
     Rule(
