@@ -95,6 +95,7 @@ def _explain_plan(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _explain_slow(args: argparse.Namespace, terminal: Terminal) -> None:
+    import shlex
     from dataclasses import asdict
 
     from ingot.recipes.clusters import find_cluster
@@ -106,8 +107,8 @@ def _explain_slow(args: argparse.Namespace, terminal: Terminal) -> None:
     for sentence in found.unknown:
         terminal.say(f"unknown   {sentence}")
     terminal.result(asdict(found) | {"planned_step_seconds": found.planned_step_seconds})
-    settings = next((r.settings for c in found.causes for r in c.remedies[:1] if r.settings), {})
-    change = "".join(f" --set {key}={str(value).lower()}" for key, value in settings.items())
+    overrides = next((r.overrides for c in found.causes for r in c.remedies if r.settings), [])
+    change = "".join(f" --set {shlex.quote(override)}" for override in overrides)
     terminal.next(f"ingot train {args.run}{change}" if not found.running else f"ingot explain slow {args.run}")
 
 
