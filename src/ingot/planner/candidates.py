@@ -89,7 +89,7 @@ class Evaluator:
         self.run, self.cluster, self.software = run, cluster, software
         self._bytes: dict[RunKey, float] = {}
         self._seconds: dict[RunKey, tuple[float, float]] = {}
-        self._known_places: dict[Parallel, tuple[Position, Position]] = {}
+        self._known_places: dict[Parallel, tuple[Position, Position, Position]] = {}
         self._flops = train_flops_per_token(run.model, run.train.seq_len)
 
     def laid_out(self, parallel: Parallel, micro_batch: int) -> RunConfig:
@@ -108,9 +108,11 @@ class Evaluator:
         return self.memory_bytes(run) <= self.limit_bytes(run)
 
     def least_bytes(self, run: RunConfig) -> float:
-        """No more than `memory_bytes`, which is that of the fullest pipeline rank: that of the first one, where most
-        schedules keep the most micro-batches."""
-        return self._with_runtime(_total(position_bill(self._places(run)[0], self.cluster.device)))
+        """No more than `memory_bytes`, which is that of the fullest pipeline rank: of the first one, where most
+        schedules keep the most micro-batches, and of the one with the most parameters."""
+        first, _, most = self._places(run)
+        ends = (first,) if first.rank == most.rank else (first, most)
+        return self._with_runtime(max(_total(position_bill(place, self.cluster.device)) for place in ends))
 
     def least_state_bytes(self, run: RunConfig) -> float:
         """No more than `memory_bytes`, whatever the schedule (looped_bfs aside, whose gradients never are there all at
@@ -127,20 +129,21 @@ class Evaluator:
     def _with_runtime(self, held: float) -> float:
         return held * (1 + self.cluster.fragmentation) + self.cluster.runtime_bytes
 
-    def _places(self, run: RunConfig) -> tuple[Position, Position]:
-        """The first pipeline rank, and the one with the fewest parameters. Data-parallel ranks do not choose them."""
+    def _places(self, run: RunConfig) -> tuple[Position, Position, Position]:
+        """The first pipeline rank, and those with the fewest and the most parameters. Data-parallel ranks do not choose
+        them."""
         settings = {name: getattr(run.parallel, name) for name in _DIVIDES_STATE}
-        key = replace(
-            run.parallel, dp_replicate=1, dp_shard=1, zero=1, recompute="none", offload="none", offload_parameters=False
-        )
+        plain = {"recompute": "none", "offload": "none", "offload_parameters": False}
+        key = replace(run.parallel, dp_replicate=1, dp_shard=1, zero=1, **plain)
         if key not in self._known_places:
-            everyone = positions(replace(run, parallel=key), self.software)
-            self._known_places[key] = everyone[0], min(everyone, key=lambda place: place.parameters)
-        first, least = (
+            everyone = sorted(positions(replace(run, parallel=key), self.software), key=lambda place: place.rank)
+            by_size = sorted(everyone, key=lambda place: place.parameters)
+            self._known_places[key] = everyone[0], by_size[0], by_size[-1]
+        first, fewest, most = (
             replace(place, train=run.train, accumulation=run.accumulation, parallel=replace(place.parallel, **settings))
             for place in self._known_places[key]
         )
-        return first, least
+        return first, fewest, most
 
     def seconds(self, run: RunConfig) -> float:
         return self._timed(run)[0]

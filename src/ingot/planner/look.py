@@ -24,9 +24,9 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 
 # Layouts timed in full, in all and of each mesh, and shardings whose micro-batches and schedules are looked at.
-_TIMED, _TIMED_OF_MESH, _SHARDINGS = 60, 5, 80
+_TIMED, _TIMED_OF_MESH, _SHARDINGS = 40, 4, 48
 # A coarse time this far above the fastest full one is not worth a full one.
-_HOPELESS = 1.5
+_HOPELESS = 1.25
 # Sequences in a micro-batch on probation: so many tokens that a product is not starved.
 _PROBE_TOKENS = 8192
 # The fastest whose neighbours are looked at.
