@@ -10,6 +10,7 @@ from ingot.planner.foreign.layout import batch_of, degrees_of, parallel_of, trai
 from ingot.planner.foreign.row import Row, read_rows
 from ingot.planner.foreign.shape import arch_of, sequence_of
 from ingot.planner.foreign.software import software_of
+from ingot.planner.memory import memory_bill
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import Data, RunConfig
 from ingot.schema.software import Software
@@ -124,6 +125,7 @@ def _subject(row: Row) -> Subject | Skipped:
         parallel=parallel_of(row, arch, cluster, degrees, batch // (micro * degrees.dp), notes),
     )
     software, why = software_of(row)
+    run = _with_recompute(row, run, cluster, software, notes)
     return Subject(
         id=row.id,
         family=row.family,
@@ -136,6 +138,17 @@ def _subject(row: Row) -> Subject | Skipped:
         notes=tuple(notes),
         why=why,
     )
+
+
+def _with_recompute(row: Row, run: RunConfig, cluster: Cluster, software: Software, notes: list[str]) -> RunConfig:
+    """Of GPU runs that state no layout: blocks are recomputed where they would not fit otherwise."""
+    stated = any(row.value("plan", name) is not None for name in ("recompute", "dp", "tp", "pp"))
+    if stated or cluster.device != "cuda":
+        return run
+    if sum(term.value for term in memory_bill(run, cluster, software).values()) <= cluster.memory_bytes:
+        return run
+    notes.append("blocks are recomputed, for else they do not fit")
+    return replace(run, parallel=replace(run.parallel, recompute="full"))
 
 
 def _measured(row: Row, run: RunConfig, count: int, tokens: float) -> Measured:

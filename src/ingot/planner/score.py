@@ -95,7 +95,7 @@ def _compared(found: Subject, constants: Constants | None) -> Scored:
         why = f"no rate is known for {found.run.train.precision} on {found.cluster.device_name}"
         return Scored(id=found.id, family=found.family, skipped=why)
     seconds, measured = time.seconds * found.scale, found.measured
-    bill = memory_bill(found.run, found.cluster)
+    bill = memory_bill(found.run, found.cluster, found.software)
     counted = sum(term.value for kind, term in bill.items() if kind not in measured.memory_without)
     step, memory = measured.step_seconds, measured.memory_bytes
     flops = train_flops_per_token(found.run.model, found.run.train.seq_len) * found.tokens / found.devices
