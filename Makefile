@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test check proof bench native clean
+.PHONY: run test check proof bench native chromium clean
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
@@ -16,6 +16,11 @@ check: $(VENV)/.installed-dev
 # Every composition of parallelism against one process; writes the table in docs/parallelism.md.
 proof: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m proof
+
+# The browser that the planner's page is tested in (tests/web skip without it); Debian and Ubuntu, as root.
+chromium:
+	command -v chromium || { apt-get update -q && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core; }
 
 # One environment, made again when the requirements change. `dev` contains everything `all` has.
 $(VENV)/.installed-%: pyproject.toml constraints.txt

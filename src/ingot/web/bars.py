@@ -18,6 +18,8 @@ _LINES = {
     "dp_replicate": "copies of the model",
     "pp": "pipeline",
 }
+# State of the model first, then what comes and goes with a batch.
+_KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits")
 _MOMENTS = ("initialisation", "first step", "steady state", "save")
 
 
@@ -28,7 +30,7 @@ def memory(run: RunConfig, plan: Plan) -> dict:
     stages = plan.stage_memory_bytes
     most = max([capacity, used, *(sum(stage.values()) for stage in stages), *plan.moments_bytes.values()])
     scale = most * 1.02
-    parts = [_part(kind, size, scale, plan) for kind, size in plan.memory_bytes.items() if size]
+    parts = [_part(kind, size, scale, plan) for kind, size in _ordered(plan.memory_bytes)]
     return {
         "capacity": format_bytes(capacity),
         "capacity_share": capacity / scale,
@@ -48,6 +50,11 @@ def memory(run: RunConfig, plan: Plan) -> dict:
     }
 
 
+def _ordered(kinds: dict[str, int]) -> list[tuple[str, int]]:
+    rest = [kind for kind in kinds if kind not in _KINDS]
+    return [(kind, kinds[kind]) for kind in (*_KINDS, *rest) if kinds.get(kind)]
+
+
 def _part(kind: str, size: float, scale: float, plan: Plan) -> dict:
     formula = plan.formulas.get(f"memory.{kind}", "")
     return {"kind": kind, "share": size / scale, "text": format_bytes(size), "formula": formula}
@@ -55,7 +62,7 @@ def _part(kind: str, size: float, scale: float, plan: Plan) -> dict:
 
 def _stage(rank: int, kinds: dict[str, int], scale: float, capacity: float) -> dict:
     total = sum(kinds.values())
-    parts = [{"kind": k, "share": size / scale, "text": format_bytes(size)} for k, size in kinds.items() if size]
+    parts = [{"kind": k, "share": size / scale, "text": format_bytes(size)} for k, size in _ordered(kinds)]
     return {"rank": rank, "text": format_bytes(total), "fits": total <= capacity, "parts": parts}
 
 

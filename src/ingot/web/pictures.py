@@ -7,8 +7,8 @@ from ingot.theory.schedule import PUBLISHED, Timeline
 from ingot.units import format_seconds
 
 # More pieces of a row than this are too thin to be told apart: neighbours become one.
-MOST_PIECES = 300
-_COLUMNS = 350
+MOST_PIECES = 160
+_COLUMNS = 300
 # What is shown: all of a step, or as many actions of a rank from its beginning or end as can be told apart.
 WINDOWS = ("step", "start", "end")
 _READABLE_ACTIONS = 28

@@ -6,17 +6,18 @@ const part = (p) => el("span", { class: `part k-${word(p.kind)}`, share: p.share
 const word = (kind) => kind.replaceAll(/[^a-z]+/g, "-");
 
 export function showMemory(memory) {
+  const limit = () => el("span", { class: "limit", share: memory.capacity_share });
   const judged = memory.fits ? (memory.tight ? "tight" : "good") : "bad";
   const bar = el(
     "div", { class: "bar large", role: "img", "aria-label": `${memory.used} of ${memory.capacity}, ${memory.of_capacity}` },
-    memory.parts.map(part), el("span", { class: "limit", share: memory.capacity_share }),
+    memory.parts.map(part), limit(),
   );
   const head = el(
     "p", { class: "bar-head" },
     el("strong", { class: judged, text: memory.used }), ` of ${memory.capacity} · ${memory.of_capacity}`,
     el("span", { class: "right", text: memory.fits ? `${memory.free} free` : `${memory.free} too much` }),
   );
-  show(find("memory"), head, bar, kinds(memory.parts), moments(memory.moments), stages(memory.stages));
+  show(find("memory"), head, bar, kinds(memory.parts), moments(memory.moments, limit), stages(memory.stages, limit));
 }
 
 const kinds = (parts) =>
@@ -31,26 +32,27 @@ const kinds = (parts) =>
     ),
   );
 
-function moments(list) {
+function moments(list, limit) {
   if (!list.length) return null;
   const row = (m) =>
-    el("tr", {}, el("th", { scope: "row", text: m.name }), el("td", {}, track(m.share, m.fits ? "" : "over")), el("td", { class: "r", text: m.text }));
+    el("tr", {}, el("th", { scope: "row", text: m.name }), el("td", {}, track(m.share, m.fits ? "k-moment" : "over", limit())), el("td", { class: "r", text: m.text }));
   return el("div", {}, el("h3", { text: "Peaks by moment" }), el("table", { class: "tracks" }, el("tbody", {}, list.map(row))));
 }
 
-function stages(list) {
+function stages(list, limit) {
   if (list.length < 2) return null;
   const row = (stage) =>
     el(
       "tr", {}, el("th", { scope: "row", text: `rank ${stage.rank}` }),
-      el("td", {}, el("div", { class: "bar small", "aria-hidden": "true" }, stage.parts.map(part))),
+      el("td", {}, el("div", { class: "bar small", "aria-hidden": "true" }, stage.parts.map(part), limit())),
       el("td", { class: stage.fits ? "r" : "r bad", text: stage.text }),
     );
   const table = el("table", { class: "tracks" }, el("tbody", {}, list.map(row)));
   return el("div", {}, el("h3", { text: "By pipeline rank" }), el("div", { class: "tall", tabindex: list.length > 16 ? "0" : null }, table));
 }
 
-const track = (share, kind) => el("div", { class: "bar small", "aria-hidden": "true" }, el("span", { class: `part ${kind}`, share }));
+const track = (share, kind, mark = null) =>
+  el("div", { class: "bar small", "aria-hidden": "true" }, el("span", { class: `part ${kind}`, share }), mark);
 
 export function showStep(parts) {
   const row = (p) =>

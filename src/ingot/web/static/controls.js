@@ -43,7 +43,7 @@ export class Controls {
       el(
         "div", { class: "row model" },
         this.#select("model", "Model", [...models.map(choice), el("option", { value: "", text: "by its size alone" })], "model", () => this.#preset()),
-        this.#field("params", "or size", "as 70b", () => this.#size()),
+        this.#field("params", "or its size", "", () => this.#size(), "70b"),
       ),
       el("p", { class: "hint", id: "model-hint" }),
       el(
@@ -126,8 +126,8 @@ export class Controls {
     return el("div", { class: "field" }, el("label", { for: id, text: label }), select, why);
   }
 
-  #field(id, label, unit, changed = null) {
-    const input = el("input", { type: "text", id, inputmode: "decimal", spellcheck: "false", "aria-describedby": `${id}-why` });
+  #field(id, label, unit, changed = null, placeholder = null) {
+    const input = el("input", { type: "text", id, placeholder, spellcheck: "false", "aria-describedby": `${id}-why` });
     const why = el("p", { class: "why", id: `${id}-why` });
     input.addEventListener("change", () => (changed ? changed() : this.#change({ [id]: input.value.trim() }, id)));
     const name = el("label", { for: id }, el("span", { text: label }), unit ? el("small", { text: ` ${unit}` }) : null);

@@ -61,7 +61,7 @@ export class Timeline {
         const left = LEFT + x * across, wide = Math.max(share * across - (share * across > 3 ? 0.6 : 0), 0.5);
         picture.append(svg("rect", { class: `${kind}${upper}`, x: left, y, width: wide, height: each, opacity: busy < 1 ? busy : null }));
         if (text && each >= 11 && wide >= LABEL_WIDTH + 5 * (text.length - 1))
-          picture.append(svg("text", { class: "on", x: left + wide / 2, y: y + each / 2 + 3.5, "text-anchor": "middle", text }));
+          picture.append(svg("text", { class: `on on${upper}`, x: left + wide / 2, y: y + each / 2 + 3.5, "text-anchor": "middle", text }));
       }
     });
     picture.append(svg("text", { x: LEFT, y: height - 4, text: from }), svg("text", { x: width - 1, y: height - 4, "text-anchor": "end", text: to }));

@@ -1,0 +1,109 @@
+"""`ingot plan --web`: the way to the page."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from ingot.cli.main import main
+
+pytest.importorskip("starlette", reason="needs the part web: pip install 'ingot[web]'")
+
+
+@pytest.fixture
+def started():
+    """`started(*options)`: the page in a process of its own, and what it said first."""
+    processes = []
+
+    def start(*options):
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from ingot.cli.main import main; sys.exit(main())",
+            "plan",
+            "--web",
+        ]
+        process = subprocess.Popen(
+            [*command, "--port", "0", "--json", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        return process, json.loads(process.stdout.readline())
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_the_page_is_served_here_alone_until_it_is_interrupted(started):
+    process, said = started("--model", "llama3-70b", "--cluster", "16x8xh100", "--tp", "8", "--tokens", "1.5T")
+    assert said["url"].startswith(f"http://127.0.0.1:{said['port']}/?")
+    assert "tp=8" in said["url"]
+    with urllib.request.urlopen(said["url"], timeout=30) as answer:
+        assert b"ingot planner" in answer.read()
+    query = said["url"].partition("?")[2]
+    with urllib.request.urlopen(f"http://127.0.0.1:{said['port']}/api/plan?{query}", timeout=30) as answer:
+        assert json.load(answer)["state"]["tokens"] == 1_500_000_000_000
+    elsewhere = socket.socket()
+    elsewhere.settimeout(1)
+    with pytest.raises(OSError):
+        elsewhere.connect((_other_address(), said["port"]))
+    elsewhere.close()
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    assert time.monotonic() - begun < 15
+    assert process.stderr.read() == ""
+
+
+def _other_address() -> str:
+    """Of this machine in its network, where it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            address = probe.getsockname()[0]
+        except OSError:
+            pytest.skip("this machine has no address but its own")
+    if address.startswith("127."):
+        pytest.skip("this machine has no address but its own")
+    return address
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--port", "80"], 2, "without --web"),
+        (["--web", "--port", "65536"], 2, "0 to 65,535"),
+        (["--web", "--host", "nowhere.invalid"], 2, "--host nowhere.invalid"),
+        (["--web", "--model", "gpt-17", "--port", "0"], 2, "no model preset"),
+        (["--web", "--cluster", "8xh1000", "--port", "0"], 2, "no device"),
+        (["--web", "--run", "run.toml", "--port", "0"], 2, "--run with --web"),
+        (["--web", "--pin", "async_tp=true", "--port", "0"], 2, "--pin with --web"),
+    ],
+)
+def test_what_it_cannot_do_is_said_at_once(options, code, said, capsys):
+    assert main(["plan", *options]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["plan", "--web", "--port", str(taken.getsockname()[1])]) == 3
+    assert "--port 0 takes a free one" in capsys.readouterr().err
+
+
+def test_without_the_part_it_says_which_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert main(["plan", "--web", "--port", "0"]) == 3
+    assert "pip install 'ingot[web]'" in capsys.readouterr().err
+
+
+def test_the_page_needs_no_torch():
+    code = "import sys, ingot.web.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=60).returncode == 0
