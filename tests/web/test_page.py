@@ -1,6 +1,7 @@
 """The page in a real browser: by mouse, by keyboard, on a telephone, in the dark."""
 
 import re
+import time
 import tomllib
 from itertools import pairwise
 
@@ -56,18 +57,31 @@ def test_a_slider_changes_the_plan_and_the_link(visit):
 
 
 def test_only_the_last_of_many_moves_is_shown(visit):
+    """Also where answers are slow: those of older settings neither come back nor put the slider back."""
     seen = visit()
     seen.open(SMALL)
-    asked = len(seen.requests)
+
+    def slowly(route):
+        time.sleep(0.15)
+        route.continue_()
+
+    seen.page.route("**/api/plan**", slowly)
     slider = seen.page.locator("#micro_batch")
     slider.focus()
     for key in ["ArrowRight"] * 3 + ["ArrowLeft"] * 2 + ["ArrowRight"] * 2:
         slider.press(key)
+        seen.page.wait_for_timeout(30)
     seen.settle()
     assert seen.text(".control:has(#micro_batch) output") == "8"
     assert "micro_batch=8" in seen.page.url
-    plans = [url for url in seen.requests[asked:] if "/api/plan" in url]
-    assert len(plans) < 7
+
+
+def test_moves_within_a_moment_are_one_question(visit):
+    seen = visit()
+    seen.open(SMALL)
+    asked = len(seen.requests)
+    set_slider(seen, "micro_batch", "16")  # passes 1, 2, 4 and 8
+    assert len([url for url in seen.requests[asked:] if "/api/plan" in url]) == 1
 
 
 def test_a_link_restores_what_was_seen(visit):

@@ -1,6 +1,7 @@
 """`ingot plan --web`: the planner as a page on this machine."""
 
 import argparse
+import contextlib
 
 from ingot.cli.terminal import Terminal
 
@@ -48,7 +49,8 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.result({"url": url, "port": port})
     app = make_app(LOOPBACK if local else ("*",))
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=20, lifespan="off")
-    uvicorn.Server(config).run(sockets=[listening])
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        uvicorn.Server(config).run(sockets=[listening])
     return EXIT_OK
 
 

@@ -27,8 +27,10 @@ async function start() {
   return refresh();
 }
 
-/** A control was moved. Several moves within a moment are one question. */
+/** A control was moved. Several moves within a moment are one question; an answer on its way is of older settings, and
+ *  would put the control back. */
 function change(words, moved) {
+  lines.plan.drop();
   wanted = { ...wanted, ...words };
   lastMoved = moved;
   clearTimeout(waiting);
