@@ -1,4 +1,4 @@
-"""Batches for one rank, two steps ahead of the trainer: read by a thread, copied to the device on a side stream."""
+"""Batches for one rank, some steps ahead of the trainer: read by a thread, copied to the device on a side stream."""
 
 import queue
 import threading
@@ -15,7 +15,6 @@ from ingot.loader.order import Order
 from ingot.loader.reader import TokenReader, document_numbers
 from ingot.schema.tokens import read_token_manifest
 
-AHEAD = 2  # batches that wait for the trainer
 _POLL_SECONDS = 0.1  # how often the thread looks whether it was told to stop
 _CLOSE_SECONDS = 10.0
 
@@ -53,6 +52,7 @@ class Loader:
     one rank would. Raises ConfigError at once when the batch cannot be divided so; damage in the data is raised by
     next(). Close it, or use it as a context manager, to end its thread.
 
+    prefetch: batches that are read ahead and wait for the trainer.
     earlier: the weights before, as (last step, weights), oldest first (loader/history.py).
     """
 
@@ -72,6 +72,7 @@ class Loader:
         last_step: int,
         device: torch.device | str = "cpu",
         mask_documents: bool = False,
+        prefetch: int = 2,
         deadline_seconds: float = 300.0,
     ):
         if global_batch % (ranks * micro_batch):
@@ -91,7 +92,7 @@ class Loader:
         self._shape = (per_rank, seq_len + 1)
         self._steps = range(first_step, last_step + 1)
         self._next_step = first_step
-        self._queue: queue.Queue[_Prepared | BaseException] = queue.Queue(AHEAD)
+        self._queue: queue.Queue[_Prepared | BaseException] = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._prepare_all, name="ingot-loader", daemon=True)
         self._thread.start()

@@ -24,6 +24,7 @@ class Measured:
 
     steps: that counted. intervals: log lines behind the figures. waits: by kind (telemetry/waits.py); empty in logs
     from before there were such events. bursts: share of all waiting for data that the worst tenth of the lines holds.
+    longest_wait_seconds: for data, of one line in all. fastest_seconds: a step of the fastest line.
     save_seconds, evaluate_seconds: of those that come again and again. restart_seconds: lost to faults, with the work
     that was done again. device, host: of the last attempt.
     """
@@ -36,6 +37,7 @@ class Measured:
     data_seconds: float
     waits: dict[str, Spread] = field(default_factory=dict)
     bursts: float = 0.0
+    longest_wait_seconds: float = 0.0
     saves: int = 0
     save_seconds: float = 0.0
     save_seconds_each: float = 0.0
@@ -78,6 +80,7 @@ def measure(facts: Facts) -> Measured | None:
         ),
         data_seconds=sum(lines[step] * seconds for step, seconds in waiting.items()) / counted,
         bursts=_bursts([lines[step] * seconds for step, seconds in waiting.items()]),
+        longest_wait_seconds=max(lines[step] * seconds for step, seconds in waiting.items()),
         waits=_waits(facts, {step: lines[step] for step in steady}),
         device=str(start.get("device", "")),
         host=str(hardware.get("host", "")) if isinstance(hardware, dict) else "",
@@ -86,10 +89,14 @@ def measure(facts: Facts) -> Measured | None:
 
 
 def _intervals(facts: Facts) -> dict[int, int]:
-    """Step of a progress line -> how many steps it tells of."""
+    """Step of a progress line -> how many steps it tells of. A line whose steps took no time is damaged."""
     starts = sorted({start["from_step"] for start in facts.starts})
+
+    def timed(step: int) -> bool:
+        return step in facts.progress and facts.progress[step]["step_seconds"] > 0
+
     borders = sorted({*facts.progress, *starts, 0})
-    return {step: step - before for before, step in pairwise(borders) if step in facts.progress}
+    return {step: step - before for before, step in pairwise(borders) if timed(step)}
 
 
 def _data_wait(facts: Facts, step: int) -> float:
@@ -99,7 +106,7 @@ def _data_wait(facts: Facts, step: int) -> float:
 
 
 def _bursts(seconds: list[float]) -> float:
-    worst = sorted(seconds, reverse=True)[: max(len(seconds) // 10, 1)]
+    worst = sorted(seconds, reverse=True)[: -(-len(seconds) // 10)]
     return sum(worst) / sum(seconds) if sum(seconds) > 0 else 0.0
 
 

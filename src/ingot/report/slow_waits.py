@@ -1,5 +1,6 @@
 """Causes that the run's own clocks show: waiting for data, for a slow rank, for a core."""
 
+import math
 from collections.abc import Iterator
 
 from ingot.report.slow_case import Case, Cause
@@ -8,18 +9,21 @@ from ingot.units import format_seconds
 
 # Most of the waiting in a tenth of the log lines, with enough lines to say so.
 _IN_BURSTS, _LEAST_LINES = 0.5, 10
+_MOST_BATCHES = 64
 
 
 def data_stall(case: Case) -> Iterator[Cause]:
     found = case.measured
     which = f"rank {found.waits['data'].rank} most" if "data" in found.waits else "on rank 0, the others were not timed"
     if found.bursts > _IN_BURSTS and found.intervals >= _LEAST_LINES:
-        text = "put the token folder on storage that answers evenly: its pauses are longer than the steps read ahead"
+        settings = {"data.prefetch": _bridging(case)}
+        text = f"data.prefetch = {settings['data.prefetch']}, or storage without pauses"
         kind = f"in bursts, {found.bursts:.0%} of it in the worst tenth of the log lines"
     else:
-        text = "put the token folder on faster or local storage; to read further ahead would not help"
+        settings = {}
+        text = "put the token folder on faster or local storage; a larger data.prefetch would not help"
         kind = "throughout: batches are read slower than they are used"
-    remedy = Remedy(text=text, settings={}, seconds=found.data_seconds, reason="all of it, with batches in time")
+    remedy = Remedy(text=text, settings=settings, seconds=found.data_seconds, reason="all of it, with batches in time")
     yield Cause(
         name="data stall",
         seconds=found.data_seconds,
@@ -27,6 +31,12 @@ def data_stall(case: Case) -> Iterator[Cause]:
         evidence=f"the trainer waits for its next batch, {which}; {kind}",
         remedies=(remedy,),
     )
+
+
+def _bridging(case: Case) -> int:
+    """Batches that last through the longest pause: one may have been all of the waiting of its log line."""
+    found, prefetch = case.measured, case.run.data.prefetch
+    return min(prefetch + math.ceil(found.longest_wait_seconds / found.fastest_seconds), _MOST_BATCHES)
 
 
 def straggler(case: Case) -> Iterator[Cause]:

@@ -20,6 +20,7 @@ FREE_SETTINGS = (
     "data.tokens",
     "data.heldout",
     "data.tokenizer",
+    "data.prefetch",
     "train.micro_batch",
     "train.compile",
     "train.device",
@@ -45,6 +46,7 @@ class Data:
 
     weights: source -> share of the samples; empty means natural shares.
     mask_documents: attention does not cross document borders.
+    prefetch: batches that each rank reads ahead. More of them bridge longer pauses of the storage.
     """
 
     tokens: str
@@ -52,8 +54,10 @@ class Data:
     tokenizer: str = ""
     weights: dict[str, float] = field(default_factory=dict)
     mask_documents: bool = False
+    prefetch: int = 2
 
     def problems(self):
+        yield from _at_least(self, 1, "prefetch")
         for source, weight in self.weights.items():
             if weight <= 0:
                 yield "weights", f"{source} = {weight}; weights are positive shares"

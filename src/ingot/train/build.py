@@ -163,6 +163,7 @@ def open_loader(
         last_step=config.train.steps,
         device=device,
         mask_documents=config.data.mask_documents,
+        prefetch=config.data.prefetch,
     )
 
 

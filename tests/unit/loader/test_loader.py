@@ -80,16 +80,17 @@ def test_damage_is_raised_by_next_and_not_lost_in_the_thread(token_folder):
         assert list(loader) == []  # no batch after an error
 
 
-def test_it_runs_two_batches_ahead_and_no_further(token_folder, monkeypatch):
+@pytest.mark.parametrize("ahead", [2, 5])
+def test_it_runs_so_many_batches_ahead_and_no_further(token_folder, monkeypatch, ahead):
     folder, _ = token_folder(SHARDS)
     reads = []
     honest = module.TokenReader.read
     monkeypatch.setattr(
         module.TokenReader, "read", lambda self, ids, out=None: (reads.append(1), honest(self, ids, out))[1]
     )
-    with Loader(folder, seq_len=32, global_batch=8, micro_batch=2, seed=7, last_step=50):
+    with Loader(folder, seq_len=32, global_batch=8, micro_batch=2, seed=7, last_step=50, prefetch=ahead):
         time.sleep(0.3)
-    assert len(reads) == module.AHEAD + 1  # the third waits for its place in the queue
+    assert len(reads) == ahead + 1  # the last waits for its place in the queue
 
 
 def test_closing_ends_the_thread(token_folder):

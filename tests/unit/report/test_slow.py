@@ -102,6 +102,18 @@ def test_the_slowest_loader_counts_and_the_freest_rank_tells_of_collectives(told
     assert found.causes[0].name == "data stall" and "straggler" not in causes
 
 
+def test_pauses_of_the_storage_want_a_deeper_prefetch_and_slow_storage_does_not(told):
+    events = [started(START), *line(10, 0.1)]
+    for step in range(20, 201, 10):
+        pause = 0.2 if step in (60, 150) else 0.0
+        events += line(step, 0.1 + pause, {"data": (pause, 0.0, pause, 0)})
+    stall = explain_slow(told(events)).causes[0]
+    assert stall.name == "data stall" and "in bursts" in stall.evidence
+    assert stall.remedies[0].settings == {"data.prefetch": 2 + 20}  # two seconds of pause, steps of 0.1
+    slow = explain_slow(told([started(START), *lines(data=(0.05, 0.05, 0.05, 0))])).causes[0]
+    assert slow.name == "data stall" and not slow.remedies[0].settings
+
+
 def test_a_straggler_and_a_busy_machine_are_two_things(told):
     waits = {"computing": (0.05, 0.03, 0.07, 1), "queued": (0.01, 0.0, 0.02, 0)}
     found = explain_slow(told([started(START), *lines(**waits)]))
