@@ -1,15 +1,16 @@
 """Is the planner's order of layouts the real one? A small model on two CPU ranks, one layout after the other.
 
-`doctor --bench`'s calibration measures the machine; the planner predicts a step of each layout from that alone; then
-every layout trains, all of them kept alive and taking turns, some steps each. Of the turns the quieter half counts, in
-which ranks waited least for a core that other programs had. The figure is Kendall's tau between the predicted and the
-measured order, over pairs that the measurement itself can tell apart: medians that differ by more than the noise, the
-larger of the two interquartile ranges.
+The shapes of `doctor --bench` calibrate the machine, and the planner predicts a step of each layout from their timings
+alone. Layouts and shapes are all kept alive and take turns, some steps each, so that other programs disturb all alike;
+of the turns the quieter half counts, in which ranks waited least for a core that other programs had. The figure is
+Kendall's tau between the predicted and the measured order, over pairs that the measurement itself can tell apart:
+medians that differ by more than the noise, the larger of the two interquartile ranges.
 
-    python benchmarks/planner/cpu_ranking.py [--rounds 14] [--steps 3] [--machine machine.json]
+    python benchmarks/planner/cpu_ranking.py [--rounds 14] [--steps 3]
 """
 
 import argparse
+import json
 import os
 import socket
 import statistics
@@ -22,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 RANKS, BATCH, SEQ_LEN, WARM_UP_STEPS = 2, 16, 256, 2
+CALIBRATION = "calibration"
 
 
 def layouts() -> dict:
@@ -49,35 +51,49 @@ def layouts() -> dict:
 
 
 def obey(name: str) -> None:
-    """One rank of a layout: warm up, then as many steps as each line of stdin says.
-
-    Answers with seconds per step, and the share of them in which it was ready to run but had no core.
-    """
-    import torch.distributed as dist
-
+    """One rank of a layout: warm up, then as many steps as each line of stdin says. Answers with seconds per step, and
+    the share of them in which a rank was ready to run but had no core. Rank by rank alike."""
     from ingot.dist.start import start
-    from ingot.telemetry.waits import ThreadTime
-    from ingot.train.calibrate_rank import random_batch
-    from ingot.train.parts import build_parts
-    from ingot.train.step import train_step
+    from ingot.train.calibrate_rank import timed_step
 
     place, run = start("cpu", 600), layouts()[name]
-    parts, batch = build_parts(run, place.device, Path()), random_batch(run, place.device)
+    step = timed_step(run, place.device)
     for _ in range(WARM_UP_STEPS):
-        train_step(parts, batch, run.optim.lr)
+        step()
     print("ready", flush=True)
     for line in sys.stdin:
-        count = int(line)
-        dist.barrier()
-        began = ThreadTime.now()
-        for _ in range(count):
-            train_step(parts, batch, run.optim.lr)
-        passed = ThreadTime.now().since(began)
-        print(passed.wall / count, passed.queued / passed.wall, flush=True)
+        seconds, queued = zip(*(step() for _ in range(int(line))), strict=True)
+        print(json.dumps([[statistics.mean(seconds), statistics.mean(queued)]]), flush=True)
+
+
+def calibrate() -> None:
+    """One rank of the calibration: every line of stdin is a step of each shape. The last answer is what the devices
+    reach alone, and the peak memory after each shape's first step."""
+    import torch
+
+    from ingot.dist.start import start
+    from ingot.telemetry.memory import peak_memory_bytes
+    from ingot.train.calibrate import shapes
+    from ingot.train.calibrate_rank import timed_step
+    from ingot.train.device_rates import measure_device
+    from ingot.train.link_rates import measure_links
+
+    place, steps, peaks = start("cpu", 600), [], []
+    for run in shapes(RANKS):
+        steps.append(timed_step(run, place.device))
+        steps[-1]()
+        peaks.append(peak_memory_bytes(place.device))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if int(line):
+            print(json.dumps([step() for step in steps]), flush=True)
+        else:
+            limits = measure_device(place.device, torch.bfloat16, width=1024, heads=4, seq_len=512)
+            print(json.dumps({"limits": limits | measure_links(place.device), "peaks": peaks}), flush=True)
 
 
 class Job:
-    """The processes of one layout; `go` runs some steps on all of them at once."""
+    """The processes of one layout, or of the calibration; `go` runs some steps on all of them at once."""
 
     def __init__(self, name: str):
         from ingot.dist.start import worker_environment
@@ -101,15 +117,14 @@ class Job:
             if process.stdout is None or process.stdout.readline().strip() != "ready":
                 raise SystemExit(f"{name} did not start; its error is above")
 
-    def go(self, steps: int) -> tuple[float, float]:
-        """Of the slowest rank, seconds per step; of the one that waited most for a core, the share of it."""
+    def go(self, steps: int):
+        """What the ranks answer: of a rank that times the step as the others do, any will do."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
             process.stdin.flush()
-        answers = [map(float, process.stdout.readline().split()) for process in self.processes if process.stdout]
-        seconds, queued = zip(*answers, strict=True)
-        return max(seconds), max(queued)
+        answers = [json.loads(process.stdout.readline()) for process in self.processes if process.stdout]
+        return answers[0]
 
     def end(self) -> None:
         for process in self.processes:
@@ -117,21 +132,34 @@ class Job:
             process.wait()
 
 
-def measure(names: list[str], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of the quieter half of the turns."""
+def measure(names: list[str], rounds: int, steps: int) -> tuple[dict[str, list], dict]:
+    """By layout, and by number for the shapes of the calibration, its turns; and what devices reach alone."""
     jobs: dict[str, Job] = {}
+    turns: dict[str, list] = {}
     try:
-        for name in names:
+        for name in (CALIBRATION, *names):
             jobs[name] = Job(name)
-        turns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for _ in range(rounds):
             for name, job in jobs.items():
-                turns[name].append(job.go(steps))
+                for number, turn in enumerate(job.go(steps)):
+                    turns.setdefault(f"{name} {number}" if name == CALIBRATION else name, []).append(turn)
+        alone = jobs[CALIBRATION].go(0)
     finally:
         for job in jobs.values():
             job.end()
-    quieter = {name: sorted(own, key=lambda turn: turn[1])[: -(-rounds // 2)] for name, own in turns.items()}
-    return {name: [seconds for seconds, _ in own] for name, own in quieter.items()}
+    return turns, alone
+
+
+def fitted(turns: dict[str, list[float]], alone: dict):
+    """The machine, as `doctor --bench` describes it."""
+    from ingot.machine.facts import read_machine, this_cluster
+    from ingot.train.calibrate import Timing, fit, shapes
+
+    timings = [
+        Timing(run, statistics.median(turns[f"{CALIBRATION} {number}"]), peak)
+        for number, (run, peak) in enumerate(zip(shapes(RANKS), alone["peaks"], strict=True))
+    ]
+    return fit(timings, alone["limits"], this_cluster(read_machine(), RANKS))
 
 
 def noise(turns: list[float]) -> float:
@@ -154,33 +182,27 @@ def compare(predicted: dict[str, float], turns: dict[str, list[float]]) -> dict:
     return {"tau": (agree - len(differ)) / told if told else None, "pairs": told, "wrong": differ, "ties": ties}
 
 
-def calibrated(path: Path | None):
-    from ingot.machine.cluster_file import read_cluster
-    from ingot.machine.facts import read_machine, this_cluster
-    from ingot.train.calibrate import calibrate_cpu
-
-    return read_cluster(path) if path else calibrate_cpu(this_cluster(read_machine(), RANKS))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=14, help="turns of each layout (default: 14)")
     parser.add_argument("--steps", type=int, default=3, help="steps per turn (default: 3)")
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="a machine.json (default: calibrate now)")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        obey(args.role)
+        calibrate() if args.role == CALIBRATION else obey(args.role)
         return
     from record import record
 
     from ingot.config import to_dict
     from ingot.planner.step_time import step_seconds
+    from ingot.train.calibrate_rank import quieter_half
 
-    cluster, runs = calibrated(args.machine), layouts()
+    runs = layouts()
+    everything, alone = measure(list(runs), args.rounds, args.steps)
+    turns = {name: [seconds for seconds, _ in quieter_half(own)] for name, own in everything.items()}
+    cluster = fitted(turns, alone)
     parts = {name: {k: t.value for k, t in (step_seconds(run, cluster) or {}).items()} for name, run in runs.items()}
     predicted = {name: sum(own.values()) for name, own in parts.items()}
-    turns = measure(list(runs), args.rounds, args.steps)
     found = compare(predicted, turns)
     order = sorted(runs, key=lambda name: statistics.median(turns[name]))
     rows = {

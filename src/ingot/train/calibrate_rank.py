@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -18,47 +19,62 @@ from ingot.dist.start import start, stop
 from ingot.loader.loader import Batch
 from ingot.schema.run import RunConfig
 from ingot.telemetry.memory import peak_memory_bytes
+from ingot.telemetry.waits import ThreadTime
 from ingot.train.calibrate import shapes
 from ingot.train.device_rates import measure_device, measure_gpu
 from ingot.train.link_rates import measure_links
 from ingot.train.parts import build_parts
 from ingot.train.step import train_step
 
-_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 10, 4.0
+# Seconds of measuring: on a quiet machine, and on one where ranks wait for cores for more than a twentieth of the time.
+_QUIET_SECONDS, _BUSY_SECONDS, _BUSY = 3.0, 10.0, 0.05
+_LEAST_ROUNDS = 4
+Turn = tuple[float, float]  # seconds, and the share of them in which a rank was ready to run but had no core
 
 
 def time_runs(runs: Sequence[RunConfig], device: torch.device) -> list[dict]:
     """Of each run, seconds of a typical step, and the peak memory of the process after its first ones. Collective.
 
-    The runs take turns, a step each, and of all rounds the second fastest step of a run counts: a neighbour's burst on
-    the machine must neither become a property of it, nor of the one run that it happened to meet. The first step is
-    left out, because it sets up what later ones use.
+    The runs take turns, a step each: a neighbour's burst on the machine must neither become a property of it, nor of
+    the one run that it happened to meet. The first step is left out, because it sets up what later ones use.
     """
     steps, peaks = [], []
     for run in runs:
         steps.append(timed_step(run, device))
         steps[-1]()
-        steps[-1]()
         peaks.append(peak_memory_bytes(device))
-    seconds: list[list[float]] = [[] for _ in runs]
-    began = time.monotonic()
-    for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and any_rank(time.monotonic() - began > _SECONDS):
-            break
-        for step, taken in zip(steps, seconds, strict=True):
+    turns: list[list[Turn]] = [[] for _ in runs]
+    began, rounds, busy = time.monotonic(), 0, False
+    while rounds < _LEAST_ROUNDS or not any_rank(
+        time.monotonic() - began > (_BUSY_SECONDS if busy else _QUIET_SECONDS)
+    ):
+        for step, taken in zip(steps, turns, strict=True):
             taken.append(step())
-    return [{"seconds": sorted(taken)[1], "peak_bytes": peak} for taken, peak in zip(seconds, peaks, strict=True)]
+        rounds += 1
+        busy = any(quieter_half(taken)[0][1] > _BUSY for taken in turns)
+    return [
+        {"seconds": median(seconds for seconds, _ in quieter_half(taken)), "peak_bytes": peak}
+        for taken, peak in zip(turns, peaks, strict=True)
+    ]
 
 
-def timed_step(run: RunConfig, device: torch.device) -> Callable[[], float]:
-    """Makes a step of `run` on all ranks at once, and returns its seconds. Making it is collective, too."""
+def quieter_half(turns: Sequence[Turn]) -> list[Turn]:
+    """Those in which ranks waited least for cores, the quietest first."""
+    return sorted(turns, key=lambda turn: turn[1])[: -(-len(turns) // 2)]
+
+
+def timed_step(run: RunConfig, device: torch.device) -> Callable[[], Turn]:
+    """Makes a step of `run` on all ranks at once. Making it is collective, too."""
     parts, batch = build_parts(run, device, Path()), random_batch(run, device)
 
-    def step() -> float:
+    def step() -> Turn:
         dist.barrier()
-        began = time.perf_counter()
+        began = ThreadTime.now()
         train_step(parts, batch, run.optim.lr)
-        return time.perf_counter() - began
+        passed = ThreadTime.now().since(began)
+        queued = torch.tensor(passed.queued / passed.wall)
+        dist.all_reduce(queued, op=dist.ReduceOp.MAX)
+        return passed.wall, float(queued)
 
     return step
 
