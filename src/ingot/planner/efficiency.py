@@ -29,6 +29,7 @@ _KERNEL_SECONDS = 2e-6  # between two kernels that are already queued
 _ATTENTION_TOKENS = 512  # at which attention's blocks on the diagonal take as long as the others
 _ATTENTION_BACKWARD = 0.8  # rate of its backward over its forward's (Dao 2023, figures 4 and 5; Shah et al. 2024)
 _ATTENTION_WIDTH = 64  # of a head, beyond 64, at which attention has reached its rate but for a fifth
+_BIASED = 0.6  # of the rate without a bias, in the kernels of 2023 that had one
 _PLAIN_EAGER = 0.3  # of what unfused kernels move besides, in a model of LayerNorm and GELU
 _LOW_PEAK = {"nvfp4": "fp4"}
 # Scales along k are applied between partial sums, outside of the tensor cores: by rows CUTLASS's kernels of 2024
@@ -64,6 +65,8 @@ def rates_of(cluster: Cluster, software: Software, precision: str, constants: Co
     best = cluster.matmul_efficiency * clock
     low = cluster.peak_flops.get(_LOW_PEAK.get(software.recipe, "fp8"), 0.0) if software.recipe else 0.0
     attention = cluster.attention_efficiency * constants.attention_share
+    if software.biased_scores:
+        attention *= _BIASED
     if software.attention == "tuned":
         attention = max(attention, constants.tuned_attention)
     eager = 1 + (constants.eager_bytes - 1) * (1.0 if gated else _PLAIN_EAGER)

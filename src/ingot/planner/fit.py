@@ -23,7 +23,7 @@ from ingot.planner.step_time import estimate
 
 # Of one row, in logarithms: what is left of measurements that the model has seen is about 10%.
 NOISE = 0.1
-FAMILY_ROWS = 6
+FAMILY_ROWS = 2
 _DIFFERENCE = 0.05  # of a logarithm, for derivatives
 _ROUNDS = 4
 # Quantiles of the band that a plan prints: 80% of the residuals of families that a fit had not seen lie in it.

@@ -19,6 +19,7 @@ class Software:
       compiler), "tuned" (fused by hand, with the vendor's library).
     attention: "flash" (Dao 2022; 2023) never writes scores; "tuned" neither, in kernels for the very generation of the
       device (Shah et al. 2024; cuDNN's of 2025); "unfused" writes and reads them, with a fused softmax.
+    biased_scores: scores get a bias before softmax (ALiBi, Press et al. 2021), which flash kernels load or compute too.
     recipe: of low-precision matrix products.
     graphs: kernels are started by recorded graphs, so that the host does not limit the device.
     overlap_data, overlap_tensor, overlap_pipeline: collectives of the axis run beside computation.
@@ -42,6 +43,7 @@ class Software:
     name: str = "ingot"
     kernels: Literal["eager", "compiled", "tuned"] = "compiled"
     attention: Literal["flash", "tuned", "unfused"] = "flash"
+    biased_scores: bool = False
     recipe: Recipe = ""
     graphs: bool = False
     overlap_data: bool = True

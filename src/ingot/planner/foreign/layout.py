@@ -117,7 +117,7 @@ def parallel_of(
     copies = dp if degrees.zero == 0 and degrees.ep == 1 else 1
     if degrees.zero == 3 and cluster.device == "tpu" and dp % slices_of(row) == 0:
         copies = slices_of(row)  # parameters are gathered inside of a slice, not over the network between slices
-    recompute, every = _recompute(row, cluster)
+    recompute, every = _recompute(row, cluster, degrees)
     parallel = Parallel(
         dp_replicate=copies,
         dp_shard=dp // copies,
@@ -139,11 +139,23 @@ def _sequence(row: Row, arch: Arch) -> bool:
     return arch.is_moe or (row.year >= 2023 if stated is None else stated)
 
 
-def _recompute(row: Row, cluster: Cluster) -> tuple[Any, int]:
-    """Nothing said: none; but whole runs of unknown layout on GPUs until 2023, when frameworks did it by default."""
+def recomputed_share(row: Row) -> float:
+    """Of a forward, by what hardware and model FLOPs differ where a source says "yes" to recomputation; else 0."""
+    model, hardware = row.number("measured", "mfu_pct"), row.number("measured", "hfu_pct")
+    if not row.text("plan", "recompute").startswith("yes") or model is None or hardware is None:
+        return 0.0
+    share = 3 * (hardware / model - 1)
+    return share if 0 < share < 0.95 else 0.0
+
+
+def _recompute(row: Row, cluster: Cluster, degrees: Degrees) -> tuple[Any, int]:
+    """Nothing said: none; but with FSDP, of which nothing is said either, on GPUs until 2023: its default then."""
     said = row.text("plan", "recompute")
+    if recomputed_share(row):
+        return "selective", 1
     unknown = all(row.count("plan", axis) is None for axis in ("dp", "tp", "pp"))
-    if not said and unknown and row.year <= 2023 and cluster.device == "cuda":
+    whole = degrees.tp * degrees.pp == 1
+    if not said and unknown and whole and row.year <= 2023 and cluster.device == "cuda":
         return "full", 1
     if not said or said.startswith(("none", "no", "off")):
         return "none", 1
@@ -154,8 +166,9 @@ def _with_pipeline(row: Row, arch: Arch, parallel: Parallel, pp: int, accumulati
     if pp == 1:
         return parallel
     said, virtual = row.text("plan", "schedule"), row.count("plan", "vpp") or 0
-    # Megatron overlaps a pipeline's sends in the interleaved schedule only.
-    interleaved = "interleaved" in said or virtual > 1 or (not said and re.search(r"overlaps dp/tp/pp", row.words))
+    # Megatron overlaps a pipeline's sends in the interleaved schedule only, and its large runs have used it since 2021.
+    usual = not said and re.search(r"overlaps dp/tp/pp|megatron-core", row.words)
+    interleaved = "interleaved" in said or virtual > 1 or usual
     name = _SCHEDULES.get(said, "interleaved" if interleaved else "1f1b")
     if name == "interleaved" and virtual < 2:
         virtual = next((v for v in divisors(max(arch.num_layers // pp, 1)) if v > 1), 1)

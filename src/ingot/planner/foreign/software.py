@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ingot.planner.foreign.layout import recomputed_share
 from ingot.planner.foreign.row import Row
 from ingot.schema.software import Recipe, Software
 
@@ -132,6 +133,7 @@ RULES = (
         {"graphs": False},
     ),
     Rule("says flash attention", _says(r"flash"), {"attention": "flash"}),
+    Rule("positions as biases of scores", _says(r"alibi"), {"biased_scores": True}),
     Rule("compiled", _says(r"compile|maxtext|jax|xla|levanter|pax"), {"name": "compiled", "kernels": "compiled"}),
     Rule("TPUs run one compiled program", _tpu, {"kernels": "compiled", "attention": "flash", "graphs": True}),
     Rule(
@@ -173,4 +175,7 @@ def software_of(row: Row) -> tuple[Software, tuple[str, ...]]:
             why.append(rule.why)
     precision = row.text("plan", "precision")
     recipe = next((recipe for words, recipe in _RECIPES if re.search(words, precision)), "")
+    if share := recomputed_share(row):
+        found = replace(found, products_recomputed=share)
+        why.append("hardware FLOPs exceed model FLOPs by what is recomputed")
     return replace(found, recipe=recipe), tuple(why)
