@@ -128,10 +128,8 @@ def _timing(run: RunConfig, cluster: Cluster, software: Software, flops: float, 
 
 def _band(cluster: Cluster, seconds: float, mfu: float) -> tuple[float, float]:
     """Around a prediction by published figures; zeros around what was measured or given."""
-    band = error_band()
-    if not band or mfu or cluster.device == "cpu":
-        return 0.0, 0.0
-    return seconds * band[0], seconds * band[1]
+    low, high = error_band(seconds)
+    return (0.0, 0.0) if mfu or cluster.device == "cpu" or low == high else (low, high)
 
 
 def _peak(run: RunConfig, cluster: Cluster) -> float:

@@ -2,13 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from ingot.planner.candidates import Candidate, Evaluator
+from ingot.planner.moves import Change, neighbours
 from ingot.planner.plan import Planned
-from ingot.planner.search import Candidate, Found, search
+from ingot.planner.search import Found
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import resolve_parallel
 from ingot.units import format_bytes, format_seconds
+
+# What a layout is told by, and what each of them that differs counts as, in shares of a step.
+_TOLD = (
+    "tp", "pp", "schedule", "stages_per_rank", "cp", "ep", "dp_replicate", "dp_shard", "zero", "recompute", "offload",
+    "micro_batch",
+)  # fmt: skip
+_OTHER = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +51,30 @@ class Story:
 
     def runner_up(self, *names: str) -> str:
         """In words: the fastest layout that differs from the plan's in one of these settings, where others that differ
-        as well count as some time, so that it tells of this decision. "" where no other layout fits."""
+        as well count as some time, so that it tells of this decision; among those found, else one step away. "" where
+        there is no other layout."""
         if any(name in self.pinned for name in names):
             return "none was looked for: as asked for"
         mine = settings_of(self.run, names)
         others = [c for c in self.found.best if settings_of(c.run, names) != mine]
-        found = min(others, key=self._distance) if others else self._searched(names[0], mine[0])
-        return self.words(found) if found else ""
+        steps = [step for step in self._neighbours if settings_of(step.candidate.run, names) != mine]
+        others = others or [step.candidate for step in steps if step.fits]
+        if others:
+            return self.words(min(others, key=self._distance))
+        if steps:
+            near = min(steps, key=lambda step: step.candidate.memory_bytes).candidate
+            return f"none fits: {layout_words(near.run)} needs {format_bytes(near.memory_bytes)}"
+        return ""
+
+    @cached_property
+    def mine(self) -> Candidate:
+        """The plan's own layout, as the search sees it."""
+        seen = next((c for c in self.found.best if same_layout(c.run, self.run)), None)
+        return seen or Evaluator(self.run, self.cluster, self.planned.plan.software).candidate(self.run)
+
+    @cached_property
+    def _neighbours(self) -> tuple[Change, ...]:
+        return neighbours(self.mine, self.cluster)
 
     def _distance(self, candidate: Candidate) -> float:
         mine, other = settings_of(self.run, _TOLD), settings_of(candidate.run, _TOLD)
@@ -61,40 +88,20 @@ class Story:
 
     def words(self, candidate: Candidate) -> str:
         """Its layout, what it takes, and how much longer than the plan's layout by the same prediction."""
-        base = next((c.step_seconds for c in self.found.best if same_layout(c.run, self.run)), 0.0)
+        base = self.mine.step_seconds
         more = f" ({candidate.step_seconds / base - 1:+.1%})" if base and candidate.step_seconds else ""
         time = f", {format_seconds(candidate.step_seconds)} per step{more}" if candidate.step_seconds else ""
         return f"{layout_words(candidate.run)}{time}, {format_bytes(candidate.memory_bytes)}"
-
-    def _searched(self, name: str, value: object) -> Candidate | None:
-        """With the setting pinned to its neighbours."""
-        if isinstance(value, int):
-            others: list[object] = [value * 2, value // 2] if value > 1 else [2]
-        else:
-            others = [other for other in _FORMS.get(name, ()) if other != value]
-        best: Candidate | None = None
-        for other in others:
-            pins = {**self.pinned, name: other}
-            found = search(self.run, self.cluster, self.planned.plan.software, pinned=pins, limit=1)
-            best = min((c for c in (best, *found.best) if c), key=lambda c: c.step_seconds, default=None)
-        return best
-
-
-def same_layout(one: RunConfig, other: RunConfig) -> bool:
-    return settings_of(one, _TOLD) == settings_of(other, _TOLD)
-
-
-# What a layout is told by, and what one of them that differs counts as, in shares of a step.
-_TOLD = ("tp", "pp", "schedule", "stages_per_rank", "cp", "ep", "dp_replicate", "dp_shard", "zero", "recompute",
-         "offload", "micro_batch")  # fmt: skip
-_OTHER = 0.02
-_FORMS = {"recompute": ("none", "selective", "full")}
 
 
 def settings_of(run: RunConfig, names: tuple[str, ...]) -> tuple[object, ...]:
     """Resolved, so that what "auto" means counts."""
     parallel = resolve_parallel(run)
     return tuple(run.train.micro_batch if name == "micro_batch" else getattr(parallel, name) for name in names)
+
+
+def same_layout(one: RunConfig, other: RunConfig) -> bool:
+    return settings_of(one, _TOLD) == settings_of(other, _TOLD)
 
 
 def layout_words(run: RunConfig) -> str:

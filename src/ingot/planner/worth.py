@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from ingot.planner.runners_up import Choice, Story, layout_words, same_layout
+from ingot.planner.runners_up import Choice, Story, layout_words
 from ingot.planner.search import Candidate, search
 from ingot.schema.arch import Arch, Moe
 from ingot.theory.params import count_active_parameters, count_parameters
@@ -19,8 +19,8 @@ def weigh(story: Story) -> Choice | None:
     """The plan's model beside its twin with as many active parameters. None where no time is known, or the twin fits
     nowhere."""
     arch, plan = story.run.model, story.planned.plan
-    mine = next((c for c in story.found.best if same_layout(c.run, story.run)), None)
-    if not mine or not mine.step_seconds:
+    mine = story.mine
+    if not mine.step_seconds:
         return None
     other = dense_twin(arch) if arch.is_moe else sparse_twin(arch)
     found = search(replace(story.run, model=other), story.cluster, plan.software, limit=1)

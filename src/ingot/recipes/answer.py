@@ -1,5 +1,6 @@
 """From a question to ranked plans: the run that follows from the rules, and the layouts that a search finds for it."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ingot.recipes.plan_html import as_html
 from ingot.recipes.plan_text import as_text, wrapped
 from ingot.recipes.project import write_plan
 from ingot.recipes.question import Question, base_run, plan_of
+from ingot.schema.nearest import divisors, nearest
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import layout_problems
@@ -23,6 +25,7 @@ from ingot.units import format_seconds
 
 # Layouts that a search is asked for: those that are shown, and runners-up to tell of.
 _SEEN = 60
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,7 @@ def answer(question: Question) -> Planning:
     run, reasons = base_run(question)
     if question.cluster.device == "cpu" and not question.pinned:
         return Planning(plans=(_planned(question, run, reasons),), question=question)
+    _require_legal(run, question)
     limit = max(question.top, _SEEN)
     found = search(run, question.cluster, question.software, pinned=question.pinned, limit=limit)
     candidates = found.best[: question.top] or ((found.nearest,) if found.nearest else ())
@@ -144,24 +148,55 @@ def _why(candidate: Candidate, question: Question, found: Found) -> dict[str, st
 
 
 def _no_layout(run: RunConfig, question: Question, found: Found) -> ConfigError:
-    """Why there is no layout at all: what pins cannot be together, or the batch."""
-    devices, pinned = question.cluster.devices, dict(question.pinned)
-    degrees = {name: int(str(pinned.get(name, 1))) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-    product = 1
-    for degree in degrees.values():
-        product *= degree
-    shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if name in pinned)
-    if product < 1 or devices % product:
-        shown += f" = {product}" if " x " in shown else ""
-        found_ = f"{shown} does not divide the {devices:,} devices of {question.cluster.name}"
-        return ConfigError(found_, rule="every device has a place in the mesh", fix=found.fix or "choose divisors")
-    if "dp_shard" not in pinned:
-        degrees["dp_shard"] *= devices // product
-    layout = {name: value for name, value in pinned.items() if name != "micro_batch"} | degrees
-    parallel = replace(run.parallel, **layout)  # type: ignore[arg-type]
-    micro = int(str(pinned.get("micro_batch", 1)))
-    tried = replace(run, parallel=parallel, train=replace(run.train, micro_batch=micro))
-    problems = [f"{key}: {message}" for key, message in layout_problems(tried)]
+    """Why a search came back without any layout, where no single pin is to blame."""
+    tried = _pinned_run(run, question)
+    problems = [f"{key}: {message}" for key, message in layout_problems(tried)] if tried else []
     return ConfigError(
         "\n".join(problems) or "no layout is legal", rule="a layout divides model and batch", fix=found.fix
     )
+
+
+def _require_legal(run: RunConfig, question: Question) -> None:
+    """Refuse pins that no layout can have, before a search for one."""
+    devices, pinned = question.cluster.devices, question.pinned
+    degrees = {name: pinned[name] for name in _DEGREES if name in pinned}
+    wrong = [f"{name} = {degree!r}" for name, degree in degrees.items() if not isinstance(degree, int) or degree < 1]
+    if wrong:
+        raise ConfigError(
+            f"pinned {', '.join(wrong)}", rule="degrees are whole numbers of at least 1", fix="use 1 or more"
+        )
+    product = math.prod(map(int, map(str, degrees.values())))
+    if devices % product:
+        shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+        shown += f" = {product}" if len(degrees) > 1 else ""
+        raise ConfigError(
+            f"{shown} does not divide the {devices:,} devices of {question.cluster.name}",
+            rule="every device has a place in the mesh",
+            fix=f"use {nearest(product, divisors(devices))}",
+        )
+    micro_batch = pinned.get("micro_batch", 1)
+    if not isinstance(micro_batch, int) or micro_batch < 1 or run.train.global_batch % micro_batch:
+        found = f"micro_batch {micro_batch} does not divide the global batch of {run.train.global_batch:,}"
+        raise ConfigError(
+            found, rule="equal parts", fix=f"use {nearest(int(str(micro_batch)), divisors(run.train.global_batch))}"
+        )
+    if tried := _pinned_run(run, question):
+        mine = {f"parallel.{name}" for name in pinned}
+        if problems := [f"{key}: {message}" for key, message in layout_problems(tried) if key in mine]:
+            raise ConfigError(
+                "\n".join(problems), rule="a layout divides model and batch", fix="use a legal value, or leave the pin"
+            )
+
+
+def _pinned_run(run: RunConfig, question: Question) -> RunConfig | None:
+    """With the pins, and the ranks that are left sharing the batch. None where a pin has no such name, which the search
+    tells."""
+    pinned = dict(question.pinned)
+    micro_batch = int(str(pinned.pop("micro_batch", 1)))
+    if any(name not in vars(run.parallel) for name in pinned):
+        return None
+    product = math.prod(int(str(pinned.get(name, 1))) for name in _DEGREES)
+    if "dp_shard" not in pinned:
+        pinned["dp_shard"] = question.cluster.devices // product
+    parallel = replace(Parallel(), **pinned)  # type: ignore[arg-type]
+    return replace(run, parallel=parallel, train=replace(run.train, micro_batch=micro_batch))

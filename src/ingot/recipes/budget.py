@@ -59,11 +59,17 @@ def affordable_steps(budget: Budget, planned: Planned, question: Question) -> fl
     if budget.flops:
         return budget.flops / _step_flops(planned)
     _require_known(budget, planned, question)
-    steps = float(run.train.steps)
-    for _ in range(20):
-        steps /= _share_spent(
+
+    def share(steps: float) -> float:
+        return _share_spent(
             budget, _with_steps(run, steps), plan.cluster, plan.step_seconds, plan.checkpoint_bytes, question
         )
+
+    steps = float(run.train.steps)
+    for _ in range(20):
+        steps /= share(steps)
+    while steps >= 2 and share(steps) > 1:  # whole steps
+        steps = int(steps) - 1
     return steps
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WIDTH = 118
 _BAR_WIDTH = 32
 _DAY_SECONDS = 86400
+_MOST_STAGES = 8  # pipeline ranks whose memory is told one by one
 _LABEL = 10  # columns of the names of lines
 
 
@@ -115,7 +116,7 @@ def _data(parallel: Parallel) -> str:
 
 
 def format_days(days: float) -> str:
-    return f"{days:.1f} d" if days >= 1 else format_seconds(days * _DAY_SECONDS)
+    return f"{days:.1f} d" if 1 <= days < 1000 else format_seconds(days * _DAY_SECONDS)
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
@@ -163,11 +164,19 @@ def _memory(plan: Plan, run: RunConfig) -> Iterator[str]:
     ]
     yield from table(rows, right=(1,))
     if len(plan.stage_memory_bytes) > 1:
-        totals = [format_bytes(sum(stage.values())) for stage in plan.stage_memory_bytes]
-        yield from _wrapped("stages", f"pipeline ranks 0 to {len(totals) - 1}: {', '.join(totals)}")
+        yield from _wrapped("stages", _stages([sum(stage.values()) for stage in plan.stage_memory_bytes]))
     if len(set(plan.moments_bytes.values())) > 1:
         moments = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in plan.moments_bytes.items())
         yield from _wrapped("moments", moments)
+
+
+def _stages(totals: list[int]) -> str:
+    """Of all pipeline ranks, or of many those at the ends and the fullest."""
+    last, fullest = len(totals) - 1, totals.index(max(totals))
+    if len(totals) <= _MOST_STAGES:
+        return f"pipeline ranks 0 to {last}: {', '.join(map(format_bytes, totals))}"
+    told = sorted({0, 1, fullest, last - 1, last})
+    return ", ".join(f"{'the fullest, ' * (rank == fullest)}rank {rank}: {format_bytes(totals[rank])}" for rank in told)
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -143,13 +143,37 @@ def test_a_large_plan_needs_no_machine_of_that_size(capsys):
 
 
 def test_a_plan_that_does_not_fit_is_shown_and_exits_3(capsys):
-    command = ["plan", "--model", "llama3-405b", "--tokens", "1.5T", "--cluster", "8xh100"]
+    command = ["plan", "--model", "smollm2-360m", "--tokens", "1B", "--cluster", "h100"]
+    command += ["--assume", "memory_bytes=3GiB"]
     assert main(command) == 3
     text = out(capsys)
-    assert "does not fit" in text and "--cluster" in text and "--out run.toml" not in text
+    assert "does not fit" in text and "--cluster" in text and "--out run.toml" not in text and "\nfix  " in text
     assert main([*command, "--json"]) == 3
     facts = json.loads(capsys.readouterr().out)
-    assert facts["exit_code"] == 3 and facts["plan"]["parameters"] > 4e11
+    assert facts["exit_code"] == 3 and facts["plan"]["parameters"] > 3e8 and facts["search"]["fix"]
+
+
+def test_a_bare_size_is_planned_with_what_is_known_better(capsys):
+    command = ["plan", "--params", "8b", "--tokens", "100B", "--cluster", "8xh100", "--tp", "1", "--micro-batch", "1"]
+    assert main([*command, "--mfu", "50%", "--price", "2", "--failures", "1%", "--top", "1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    plan = facts["plan"]
+    assert plan["mfu"] == pytest.approx(0.5) and plan["flops_per_token"] == 6 * 8e9 and len(facts["layouts"]) == 1
+    assert plan["outlook"]["failures_per_node_day"] == 0.01
+    days = 6 * 8e9 * 100e9 / (8 * 989e12 * 0.5) / 86400
+    assert plan["usd"] == pytest.approx(days * 24 * 8 * 2, rel=1e-3)
+
+
+def test_the_recipe_is_told_in_order(capsys):
+    command = ["plan", "--model", "smollm2-135m", "--tokens", "2B", "--cluster", "8xh100", "--explain"]
+    assert main(command) == 0
+    text = out(capsys)
+    titles = ["the bill", "tensor parallel", "pipeline across", "data parallel", "recompute", "global batch", "the score",
+              "dense or experts"]  # fmt: skip
+    places = [text.index(f". {title}") for title in titles]
+    assert places == sorted(places) and text.count("runner-up:") >= 5
+    assert main([*command[:-1], "--explain", "weather"]) == 2
+    assert "topics are" in out(capsys)
 
 
 def test_memory_is_another_word_for_mem(capsys):
@@ -182,6 +206,19 @@ def test_a_plan_under_json_is_one_object(capsys):
         (["plan", "--model", "tiny", "--tokens", "./nowhere"], 3, "no such folder"),
         (["plan", "--model", "tiny", "--tokens", "0"], 2, "at least 1 token"),
         (["plan", "--run", "absent.toml"], 3, "no run file"),
+        (["plan", "--run", "absent.toml", "--tp", "2"], 2, "--set"),
+        (["plan", "--params", "70GB", "--tokens", "1T"], 2, "these are bytes"),
+        (["plan", "--params", "8b", "--tokens", "1TB"], 2, "--tokens 1T"),
+        (["plan", "--params", "8b", "--budget", "2M", "--cluster", "8xh100"], 2, "2musd"),
+        (["plan", "--params", "8b", "--budget", "M", "--cluster", "8xh100"], 2, "quote it"),
+        (["plan", "--params", "8b", "--budget", "0h", "--cluster", "8xh100"], 2, "above 0"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--mfu", "45"], 2, "--mfu 45%"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--price", "nan"], 2, "above 0"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--cluster", "8xh100", "--tp", "3"], 3, "use 2 or 4"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--cluster", "8xh100", "--pin", "tp"], 2, "--pin tp=8"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--top", "0"], 2, "at least 1 layout"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--set", "a=1"], 2, "--set without --run"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--fp8", "e4m3"], 2, "rowwise"),
         (["plan", "--run", "absent.toml", "--steps", "3"], 2, "--set"),
         (["check", "absent.toml"], 3, "no run file"),
         (["init", "demo", "--model", "tinny"], 2, "did you mean 'tiny'"),

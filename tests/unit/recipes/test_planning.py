@@ -1,0 +1,221 @@
+"""`from ingot import plan`: one call from a size, a cluster and a budget to ranked plans, in objects, text and HTML."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from ingot import plan
+from ingot.config import load
+from ingot.errors import ConfigError, UsageError
+from ingot.planner.memory import rank_memory_bytes
+from ingot.recipes.answer import Planning
+from ingot.recipes.clusters import load_cluster
+from ingot.schema.cluster import Cluster
+from ingot.schema.run import RunConfig
+from ingot.theory.layout import layout_problems
+from ingot.theory.params import count_parameters
+
+# Pins of which one layout or a few are left, so that a search is instant.
+PINNED = {"tp": 8, "pp": 4, "schedule": "1f1b", "cp": 1, "micro_batch": 1, "recompute": "full", "zero": 1}
+SMALL = {"tokens": "2B", "cluster": "8xh100"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Planning:
+    return plan("smollm2-135m", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def usual() -> Planning:
+    return plan(params="70b", tokens="1.5T", cluster="128x8xh100", price=4, mfu=0.45, pinned=PINNED)
+
+
+def test_70b_on_1024_h100_takes_16_days_and_157_million(usual):
+    best = usual.best.plan
+    assert best.flops_per_token * best.steps * best.tokens_per_step == pytest.approx(6.3e23, rel=1e-4)
+    assert best.total_seconds / 86400 == pytest.approx(16.0, abs=0.05)
+    assert best.usd == pytest.approx(1.57e6, rel=0.005)
+    assert best.mfu == pytest.approx(0.45)
+    assert best.outlook and best.outlook.days > best.outlook.productive_days
+
+
+def test_the_texts_discount_twice(usual):
+    text = " ".join(str(usual).split())
+    assert "say 40 days and $3.89M" in text and "400 of 989 TFLOP/s are an MFU of 40.4%" in text
+    assert "180 would be one of 18.2%" in text and "16.0 days and $1.57M" in text
+    assert "6 x 70,000,000,000 x tokens" in text
+
+
+def test_without_an_mfu_it_predicts_its_own():
+    found = plan(params="70b", tokens="1.5T", cluster="128x8xh100", pinned=PINNED).best.plan
+    assert found.mfu and 0.25 < found.mfu < 0.6
+    assert found.step_seconds == pytest.approx(sum(found.time_seconds.values()))
+
+
+def test_every_plan_is_one_that_the_trainer_takes_and_that_fits(small):
+    assert small.fits and len(small.plans) == 5 and small.found
+    for planned in small.plans:
+        assert not list(layout_problems(planned.run))
+        there = rank_memory_bytes(planned.plan.cluster, planned.run.parallel.world_size)
+        assert planned.plan.total_memory_bytes <= there
+        assert planned.run.parallel.world_size == 8
+    times = [planned.plan.step_seconds for planned in small.plans]
+    assert times[-1] >= 0.99 * times[0]  # layouts that hardly differ are ordered by their simplicity
+
+
+def test_a_number_of_tokens_is_what_it_trains_on(small):
+    run = small.best.run
+    assert run.train.steps * run.tokens_per_step == pytest.approx(2e9, rel=1e-3)
+
+
+def test_pins_hold_and_say_so():
+    best = plan("smollm2-135m", **SMALL, pinned={"pp": 2, "micro_batch": 4}).best
+    assert (best.run.parallel.pp, best.run.train.micro_batch) == (2, 4)
+    assert best.reasons["parallel.pp"] == best.reasons["train.micro_batch"] == "as asked for"
+
+
+@pytest.mark.parametrize(
+    ("pins", "found"),
+    [
+        ({"tp": 3}, "tp 3 does not divide the 8 devices"),
+        ({"tp": 4, "pp": 4}, "tp 4 = 16 does not divide the 8 devices"),
+        ({"micro_batch": 3}, "micro_batch 3"),
+        ({"schedule": "zbv", "pp": 2}, "no pipeline schedule 'zbv'"),
+        ({"tq": 2}, "cannot pin 'tq'"),
+        ({"tp": 2}, "tp"),  # 9 heads
+    ],
+)
+def test_pins_that_allow_no_layout_say_why(pins, found):
+    with pytest.raises(ConfigError) as caught:
+        plan("smollm2-135m", **SMALL, pinned=pins)
+    assert found in caught.value.found and caught.value.fix
+
+
+def test_budgets_are_spent_and_not_exceeded():
+    flops = plan("smollm2-135m", budget="1e18flop", cluster="h100").best
+    assert flops.plan.flops_per_token * flops.run.train.steps * flops.run.tokens_per_step == pytest.approx(
+        1e18, rel=0.01
+    )
+    day = plan("smollm2-135m", budget="24h", cluster="h100").best.plan
+    assert day.outlook and 0.99 < day.outlook.days <= 1.0
+    money = plan("smollm2-135m", budget="$500", cluster="h100", price=2).best.plan
+    assert money.outlook and 495 < sum(money.outlook.usd_by_kind.values()) <= 500
+    hours = plan("smollm2-135m", budget="96 gpu-hours", cluster="2xh100").best.plan
+    assert hours.outlook and 95 < hours.outlook.device_hours <= 96
+
+
+def test_a_budget_alone_chooses_the_compute_optimal_size():
+    best = plan(budget="24h", cluster="h100").best
+    run = best.run
+    tokens = run.train.steps * run.tokens_per_step
+    assert tokens / count_parameters(run.model) == pytest.approx(20, rel=0.15)
+    larger = plan(budget="96h", cluster="h100").best.run.model
+    assert count_parameters(larger) == pytest.approx(2 * count_parameters(run.model), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"tokens": "1B", "budget": "24h"}, "--tokens COUNT and --budget"),
+        ({}, "without tokens or a budget"),
+        ({"budget": "1e9flop"}, "the budget pays for"),
+        ({"tokens": "1TB"}, "these are bytes"),
+        ({"tokens": "1B", "mfu": 45}, "--mfu 45"),
+        ({"tokens": "1B", "price": -1}, "--price -1"),
+        ({"tokens": "1B", "failures": "200%"}, "--failures 200%"),
+        ({"tokens": "1B", "batch": "1k"}, "less than one sequence"),
+        ({"tokens": "1B", "assumptions": ["link_bandwith=1GB/s"]}, "no 'link_bandwith'"),
+        ({"tokens": "1B", "assumptions": ["memory_bytes=80Gb"]}, "these are bits"),
+        ({"tokens": "1B", "assumptions": ["memory_bytes"]}, "--assume memory_bytes"),
+        ({"tokens": "1B", "software": ["kernel=eager"]}, "no 'kernel'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_with_the_way_out(asked, found):
+    with pytest.raises(UsageError) as caught:
+        plan("smollm2-135m", cluster="8xh100", **asked)
+    assert found in caught.value.found and (caught.value.rule or caught.value.fix)
+
+
+def test_money_needs_a_price_and_time_a_rate():
+    unpriced = replace(load_cluster("8xh100"), usd_per_hour=0.0)
+    with pytest.raises(UsageError, match="no price"):
+        plan("smollm2-135m", budget="$100", cluster=unpriced)
+    unknown = Cluster(name="box", device="cuda", memory_bytes=80 << 30)
+    with pytest.raises(UsageError, match="rate is not known"):
+        plan("smollm2-135m", budget="1h", cluster=unknown)
+
+
+def test_facts_are_changed_in_units_that_are_written():
+    bits = plan("smollm2-135m", tokens="1B", cluster="2x8xh100", assumptions=["network_bandwidth=400Gb/s"])
+    assert bits.best.plan.cluster.network_bandwidth == 50e9
+    given = plan(
+        "smollm2-135m", **SMALL, assumptions=["restart_seconds=1h", "memory_bytes=40GiB"], failures="1%"
+    ).best.plan
+    assert given.cluster.memory_bytes == 40 << 30
+    assert given.outlook and (given.outlook.restart_seconds, given.outlook.failures_per_node_day) == (3600, 0.01)
+
+
+def test_where_nothing_fits_the_cheapest_change_is_told():
+    found = plan("smollm2-360m", tokens="1B", cluster="h100", batch=8, assumptions=["memory_bytes=3GiB"])
+    assert not found.fits and len(found.plans) == 1
+    assert found.fix and found.fix in " ".join(str(found).split())
+
+
+def test_a_plan_becomes_a_run_file_once(small, tmp_path):
+    small.write(tmp_path / "run.toml")
+    assert load(RunConfig, tmp_path / "run.toml") == small.best.run
+    assert (tmp_path / "plan.json").exists() and "the fastest of" in (tmp_path / "run.toml").read_text()
+    with pytest.raises(UsageError, match="exists"):
+        small.write(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [({"cluster": "v5p-16"}, "has TPUs"), ({"cluster": "8xh100", "recipe": "rowwise"}, "other software")],
+)
+def test_plans_for_looking_at_are_not_written(tmp_path, asked, found):
+    planning = plan("smollm2-135m", tokens="1B", **asked)
+    with pytest.raises(ConfigError, match=found):
+        planning.write(tmp_path / "run.toml")
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_text_keeps_its_width_and_has_what_decides(usual, small):
+    for planning in (usual, small):
+        assert all(len(line) <= 120 for line in str(planning).splitlines())
+    text = str(small)
+    for word in ("layouts", "memory", "links", "MFU", "days", "failures", "goodput", "saving", "cost", "exposed"):
+        assert word in text
+    assert "causal attention counted half" in text and "pipeline ranks 0 to 3" in str(usual)
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_notebooks_get_a_table_with_memory_bars_and_nothing_unescaped():
+    html = plan("smollm2-135m", **SMALL, name="<script>alert(1)</script>")._repr_html_()
+    parser = _Tags()
+    parser.feed(html)
+    assert not parser.open and {"table", "details", "span"} <= parser.seen and "script" not in parser.seen
+    assert "&lt;script&gt;" in html
+    widths = [float(w) for w in re.findall(r"width:([\d.]+)%", html)]
+    assert widths and all(0 <= w <= 100 for w in widths)
+
+
+def test_everything_is_there_as_plain_values(small):
+    facts = small.facts()
+    assert facts["search"]["considered"] >= len(facts["layouts"]) == 5
+    assert facts["layouts"][0]["step_seconds"] == facts["plan"]["step_seconds"]
+    assert facts["plan"]["outlook"]["goodput"] > 0 and facts["fits"] is True
