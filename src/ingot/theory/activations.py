@@ -39,7 +39,7 @@ def block_sizes(position: Position, device: str = "cpu", *, experts: bool = Fals
         recomputed=computed_again(position, experts=experts) if again else 0.0,
         attention=sum(saved[name] for name in attention_names(saved)),
         fed_backward=fed_backward_bytes(position, device, experts=experts),
-        attended_backward=attended_backward_bytes(position, device),
+        attended_backward=attended_backward_bytes(position, device, experts=experts),
         left=left_bytes(position, experts=experts),
     )
 
@@ -81,12 +81,16 @@ def fed_backward_bytes(position: Position, device: str = "cpu", *, experts: bool
     return _stream_backward(position, device) + (arch.d_model * e if cut > 1 else 0.0) + inside
 
 
-def attended_backward_bytes(position: Position, device: str = "cpu") -> float:
-    """The same of attention: gradients of queries, keys and values, and the rotated ones in float32."""
+def attended_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:
+    """The same as it comes to attention: of its queries, keys and values, and of the rotated ones in float32; of its
+    input, whose gradients come from each of the three and are added up; or what the feed-forward has at its end, its
+    input, two gradients of that and one of its inside."""
     e, tp, cut = degrees(position)
-    arch = position.arch
-    inside = products_for_attention(position) * e + arch.num_heads * arch.head_dim / tp * (e + 4)
-    return _stream_backward(position, device) + (2 * arch.d_model * e if cut > 1 else 0.0) + inside
+    arch, wide = position.arch, position.arch.d_model * e
+    core = products_for_attention(position) * e + arch.num_heads * arch.head_dim / tp * (e + 4)
+    gathered = wide if cut > 1 else 0.0
+    fed = 0.0 if experts else arch.d_ffn / tp * e + 3 * wide + gathered
+    return _stream_backward(position, device) + max(core + 2 * gathered, 3 * wide, fed)
 
 
 def _stream_backward(position: Position, device: str) -> float:

@@ -164,7 +164,7 @@ def _at_block(
     begins = Moment(
         f"the backward of block {at.layer}",
         activations=at.before + at.kept - stage.kept,
-        backward=at.fed + (at.left if doing.kind == "I" else 0.0),
+        backward=at.fed + _left(position, doing, at.left),
         gradients=own,
         gathered=_gathered(position, stage, at.unit),
     )
@@ -174,7 +174,7 @@ def _at_block(
         begins,
         place=f"the backward of attention of block {at.layer}",
         activations=at.before + at.attention - stage.kept,
-        backward=at.attended + (at.left if doing.kind == "I" else 0.0),
+        backward=at.attended + _left(position, doing, at.left),
         gradients=own + computed,
     )
     return [begins, attends]
@@ -192,6 +192,11 @@ def _gradients_at_block(stage: StageMemory, doing: Doing, gradients: Gradients, 
     return gradients.whole(*outer, stage.units[at.unit], *behind[:1]) + growing + (0.0 if behind else flying)
 
 
+def _left(position: Position, doing: Doing, left: float) -> float:
+    """Where a schedule has backwards in halves, a whole one is both of them, one after the other."""
+    return left if doing.kind == "I" or position.parallel.splits_backward else 0.0
+
+
 def _sends_at_once(doing: Doing, gradients: Gradients) -> bool:
     """ZeRO-1 with one micro-batch never has all of its whole gradients."""
     return doing.first and doing.last and not gradients.holds
@@ -204,7 +209,7 @@ def _unit_done(position: Position, stage: StageMemory, doing: Doing, gradients: 
     return Moment(
         f"the end of the backward of block {at.layer}",
         activations=-stage.kept + stage.input,
-        backward=at.left if doing.kind == "I" else 0.0,
+        backward=_left(position, doing, at.left),
         gradients=own + (gradients.shards(*behind) if doing.first else 0.0),
         gathered=_gathered(position, stage, at.unit),
     )
@@ -215,7 +220,7 @@ def _at_embedding(position: Position, stage: StageMemory, doing: Doing, gradient
     alive = Moment(
         "the backward of the embedding",
         activations=stage.input - stage.kept,
-        backward=stage.embedding + (stage.left if doing.kind == "I" else 0.0),
+        backward=stage.embedding + _left(position, doing, stage.left),
         gathered=_gathered(position, stage, -1),
     )
     if gradients.zero == 3:

@@ -1,4 +1,4 @@
-"""Bytes per token that one block of Megatron's kind leaves for its backward (Korthikanti et al. 2022, sections 4 and 5).
+"""Bytes per token that one block of Megatron's kind leaves for its backward (Korthikanti et al. 2022, sections 4, 5).
 
 Table 2 there, of s tokens, b sequences, h d_model, a heads on t tensor-parallel ranks, in 16 bits:
 
