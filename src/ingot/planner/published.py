@@ -59,7 +59,7 @@ class Subject:
 
     @property
     def tokens(self) -> float:
-        """Of the row's step."""
+        """Of the row's step; of one layer alone, so many fewer as its run has more layers."""
         return self.run.tokens_per_step * self.scale
 
     @property
