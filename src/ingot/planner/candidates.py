@@ -18,7 +18,7 @@ from ingot.theory.term import Term
 # Room kept free on a device: the next allocation must not be the last.
 MEMORY_SHARE = 0.9
 # Layouts whose times differ by less are equally fast, as far as a prediction can tell: the simpler one goes first.
-_EQUAL = 0.02
+EQUAL = 0.02
 _DISTINCT = ("tp", "cp", "context", "pp", "ep", "zero", "schedule", "recompute", "offload", "offload_parameters")
 _DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload", "offload_parameters")
 # Of the schedules without a published formula, the one whose formula holds for each of their stages.
@@ -55,7 +55,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Fastest first; those as fast as the fastest that is left, simplest first."""
     waiting, found = sorted(candidates, key=lambda candidate: candidate.step_seconds), []
     while waiting:
-        limit = waiting[0].step_seconds * (1 + _EQUAL)
+        limit = waiting[0].step_seconds * (1 + EQUAL)
         equal = [candidate for candidate in waiting if candidate.step_seconds <= limit]
         found += sorted(equal, key=_simplicity)
         waiting = waiting[len(equal) :]
@@ -88,6 +88,7 @@ class Evaluator:
     def __init__(self, run: RunConfig, cluster: Cluster, software: Software):
         self.run, self.cluster, self.software = run, cluster, software
         self._bytes: dict[RunKey, float] = {}
+        self._least: dict[RunKey, float] = {}
         self._seconds: dict[RunKey, tuple[float, float]] = {}
         self._known_places: dict[Parallel, tuple[Position, Position, Position]] = {}
         self._flops = train_flops_per_token(run.model, run.train.seq_len)
@@ -110,9 +111,13 @@ class Evaluator:
     def least_bytes(self, run: RunConfig) -> float:
         """No more than `memory_bytes`, which is that of the fullest pipeline rank: of the first one, where most
         schedules keep the most micro-batches, and of the one with the most parameters."""
-        first, _, most = self._places(run)
-        ends = (first,) if first.rank == most.rank else (first, most)
-        return self._with_runtime(max(_total(position_bill(place, self.cluster.device)) for place in ends))
+        key = run.parallel, run.train.micro_batch
+        if key not in self._least:
+            first, _, most = self._places(run)
+            ends = (first,) if first.rank == most.rank else (first, most)
+            bills = [_total(position_bill(place, self.cluster.device)) for place in ends]
+            self._least[key] = self._with_runtime(max(bills))
+        return self._least[key]
 
     def least_state_bytes(self, run: RunConfig) -> float:
         """No more than `memory_bytes`, whatever the schedule (looped_bfs aside, whose gradients never are there all at

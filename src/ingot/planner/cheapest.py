@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ingot.planner.candidates import Candidate, Evaluator, ranked
 from ingot.planner.look import Look
-from ingot.planner.space import NARROW, WIDE, Reach, Space
+from ingot.planner.space import WIDE, Reach, Space
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.theory.devices import Device, cluster_of, devices, find_device
@@ -16,15 +16,18 @@ from ingot.units import format_bytes, format_seconds, parse_bytes
 # Beyond so many times the devices, another model is cheaper.
 _MOST_TIMES_DEVICES = 64
 _SHORTEST_SEQUENCE = 512
+# Layouts whose bill is looked at for the one that needs least.
+_LEAST_STATE = 200
 _NODE = 8
 
 
 def least_memory(evaluator: Evaluator, space: Space) -> Candidate | None:
-    """The layout that needs least, recomputing all it may; None where the rules allow none."""
-    bounds = sorted(
-        ((evaluator.least_bytes(run), index, run) for index, run in enumerate(_frugal(evaluator, space))),
-        key=lambda entry: entry[:2],
+    """The layout that needs least, recomputing all it may, of those with the least state; None where the rules allow
+    none."""
+    frugal = sorted(
+        enumerate(_frugal(evaluator, space)), key=lambda entry: (evaluator.least_state_bytes(entry[1]), entry[0])
     )
+    bounds = sorted((evaluator.least_bytes(run), index, run) for index, run in frugal[:_LEAST_STATE])
     best: RunConfig | None = None
     for bound, _, run in bounds:
         if best and bound >= evaluator.memory_bytes(best):
@@ -63,13 +66,8 @@ def cheapest_fix(evaluator: Evaluator, pinned: Mapping[str, object], nearest: Ca
 def _fastest(run: RunConfig, cluster: Cluster, evaluator: Evaluator, pinned: Mapping[str, object]) -> Candidate | None:
     """The fastest layout that fits, None where none does."""
     there = Evaluator(run, cluster, evaluator.software)
-    least = least_memory(there, Space(run=run, cluster=cluster, pinned=pinned, reach=WIDE))
-    if least is None or not there.fits(least.run):
-        return None
-    for reach in (NARROW, WIDE):
-        if found := Look(there, Space(run=run, cluster=cluster, pinned=pinned, reach=reach)).fastest():
-            return ranked(found)[0]
-    return least
+    found = Look(there, Space(run=run, cluster=cluster, pinned=pinned, reach=WIDE)).fastest()
+    return ranked(found)[0] if found else None
 
 
 def _said(best: Candidate, name: str = "") -> str:
@@ -135,7 +133,7 @@ def _shorter(evaluator: Evaluator, pinned: Mapping[str, object]) -> str:
 def _legal_batch(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object]) -> str:
     """The batch next to the run's that some mesh can share."""
     batch = run.train.global_batch
-    for size in sorted(_shareable(run, cluster, pinned), key=lambda size: abs(size - batch)):
+    for size in sorted(_shareable(run, cluster, pinned), key=lambda size: (abs(size - batch), size)):
         other = replace(run, train=replace(run.train, global_batch=size))
         if any(True for _ in Space(run=other, cluster=cluster, pinned=pinned, reach=Reach(every=True)).meshes()):
             return f"{batch} sequences cannot be shared by {cluster.devices} devices; use train.global_batch = {size}"

@@ -29,6 +29,8 @@ _TIMED, _TIMED_OF_MESH, _SHARDINGS = 40, 4, 48
 _HOPELESS = 1.25
 # Sequences in a micro-batch on probation: so many tokens that a product is not starved.
 _PROBE_TOKENS = 8192
+# By how much memory may fall with another schedule than 1f1b, or with a larger micro-batch (tests compare them).
+SLACK = 0.9
 # The fastest whose neighbours are looked at.
 _POLISHED = 3
 
@@ -39,8 +41,7 @@ class Look:
     def __init__(self, evaluator: Evaluator, space: Space):
         self.evaluator, self.space = evaluator, space
         self.considered = self.fitting = 0
-        self._too_large: dict[Parallel, int] = {}  # micro-batches from here on do not fit
-        self._has_had_room: dict[Parallel, int] = {}  # up to here the lower bound fits
+        self._far_too_large: dict[Parallel, int] = {}
 
     def fastest(self) -> list[Candidate]:
         """In no order."""
@@ -70,31 +71,25 @@ class Look:
                         chosen[place] = other
 
     def _fits(self, run: RunConfig) -> bool:
-        """Memory does not fall with the micro-batch: one that does not fit rules out the larger ones. And no schedule
-        needs less than 1f1b, so one bill speaks for all."""
+        """No schedule needs less than `SLACK` of what 1f1b needs, so one bill speaks for most."""
         self.considered += 1
-        parallel, size = run.parallel, run.train.micro_batch
-        plain = replace(parallel, schedule="1f1b", stages_per_rank=0)
-        if not self._has_room(plain, size) or not self._has_room(parallel, size):
+        plain = replace(run.parallel, schedule="1f1b", stages_per_rank=0)
+        size = run.train.micro_batch
+        if not self._has_room(plain, size, SLACK) or not self._has_room(run.parallel, size):
             return False
-        if self.evaluator.fits(run):
-            self.fitting += 1
-            return True
-        self._too_large[parallel] = size
-        return False
+        self.fitting += (fits := self.evaluator.fits(run))
+        return fits
 
-    def _has_room(self, parallel: Parallel, size: int) -> bool:
-        """As far as the lower bound tells."""
-        if size >= self._too_large.get(parallel, size + 1):
-            return False
-        if size <= self._has_had_room.get(parallel, 0):
-            return True
+    def _has_room(self, parallel: Parallel, size: int, share: float = 1.0) -> bool:
+        """As far as the lower bound tells. share: of it that counts. A larger micro-batch needs no less than `SLACK` of
+        a smaller one, while there are several: one that is far too large rules out those above it."""
         run = self.evaluator.laid_out(parallel, size)
-        if self.evaluator.least_bytes(run) <= self.evaluator.limit_bytes(run):
-            self._has_had_room[parallel] = size
-            return True
-        self._too_large[parallel] = size
-        return False
+        if run.accumulation > 1 and size > self._far_too_large.get(parallel, size):
+            return False
+        least, limit = self.evaluator.least_bytes(run), self.evaluator.limit_bytes(run)
+        if SLACK * least > limit:
+            self._far_too_large[parallel] = size
+        return share * least <= limit
 
     def _by_coarse_time(self) -> Iterator[tuple[float, RunConfig]]:
         """Layouts that fit, fastest first as far as the coarse time tells, each with the least recomputation that it
