@@ -21,6 +21,7 @@ from ingot.schema.cluster import Cluster
 from ingot.theory import work
 from ingot.theory.layout import Position, Stage
 from ingot.theory.matmuls import Product, block_products, head_product, repeated_products
+from ingot.theory.params import value_width
 from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes
 
 PRODUCTS, ATTENTION, MOVED, CASTS = "matrix products", "attention", "everything elementwise", "low-precision casts"
@@ -37,7 +38,7 @@ _SCORE_PASSES, _SCORE_GRADIENT_PASSES = 2, 3
 _DROPOUT_PASSES = 2.5
 
 # Operations that quantise the inputs of an expert's two products; block scales need more.
-_CAST_OPERATIONS = {"mxfp8": 4, "nvfp4": 4}
+_CAST_OPERATIONS = {"mxfp8": 8, "nvfp4": 8}
 
 Seconds = dict[str, float]
 
@@ -154,6 +155,8 @@ class StageTimer:
         if position.software.attention == "unfused":
             return {ATTENTION: self._unfused(backward)}
         tokens = min(position.train.seq_len, arch.sliding_window or position.train.seq_len) / ring
+        if position.software.kernels == "tuned":  # values narrower than keys are not padded
+            flops *= (arch.head_dim + value_width(arch)) / (2 * arch.head_dim)
         return {ATTENTION: attention_seconds(self.rates, flops, tokens, arch.head_dim, backward=backward)}
 
     def _unfused(self, backward: bool) -> float:
@@ -189,11 +192,11 @@ class StageTimer:
         return {MOVED: 2 * kept * numbers / self.rates.memory}
 
     def _one_by_one(self) -> float:
-        """Operations of a forward that are started for each expert: two products and, in low precision, their casts.
-        A backward has twice as many."""
+        """Operations of a forward that are started for each expert: two products with views of their inputs and, in low
+        precision, casts of these. A backward has twice as many."""
         position, software = self._position, self._position.software
         local = position.arch.moe.num_experts // position.parallel.ep
-        return local * (2 + _CAST_OPERATIONS.get(software.recipe, 2 if software.recipe else 0))
+        return local * (4 + _CAST_OPERATIONS.get(software.recipe, 4 if software.recipe else 0))
 
     def _waits(self) -> float:
         """Without graphs the host reads how many rows each expert has, and then starts what follows one by one."""

@@ -69,7 +69,7 @@ def _says_recompute(pattern: str) -> Callable[[Row], bool]:
 def _early_experts(row: Row) -> bool:
     """Containers are named by year and month."""
     named = re.search(r"\b(\d\d)\.(\d\d)", row.words)
-    early = named is None or (int(named[1]), int(named[2])) < (26, 4)
+    early = named is None or (int(named[1]), int(named[2])) < (26, 7)
     return row.count("model", "moe", "experts") is not None and early
 
 
@@ -128,7 +128,7 @@ RULES = (
         {"overlap_experts": True},
     ),
     Rule(
-        "experts whose rows the host has to count were not in graphs before the spring of 2026",
+        "experts whose rows the host has to count were not in graphs before the summer of 2026",
         _early_experts,
         {"graphs": False},
     ),
