@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 
 from ingot.errors import ConfigError
+from ingot.planner.candidates import MEMORY_SHARE
 from ingot.planner.memory import memory_bill, rank_memory_bytes
+from ingot.planner.space import MICRO_BATCH_TOKENS
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.expert_rules import legal_ep
@@ -19,11 +21,6 @@ from ingot.theory.scaling import (
     suggested_learning_rate,
 )
 from ingot.units import format_count
-
-# Room kept free on a device: the next allocation must not be the last.
-_MEMORY_SHARE = 0.9
-# More tokens per micro-batch than this make no product faster.
-_MICRO_BATCH_TOKENS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +181,11 @@ def _warmup(steps: int, reasons: dict[str, str]) -> int:
 def _fit_micro_batch(run: RunConfig, cluster: Cluster, reasons: dict[str, str]) -> RunConfig:
     """The largest share of the batch that fits into memory; the smallest when none does (the plan then warns)."""
     per_rank = run.train.global_batch // run.parallel.data_ranks
-    budget = _MEMORY_SHARE * rank_memory_bytes(cluster, run.parallel.world_size)
+    budget = MEMORY_SHARE * rank_memory_bytes(cluster, run.parallel.world_size)
     sizes = [n for n in range(per_rank, 0, -1) if per_rank % n == 0]
     for size in sizes:
         candidate = replace(run, train=replace(run.train, micro_batch=size))
-        if size > 1 and size * run.train.seq_len > _MICRO_BATCH_TOKENS:
+        if size > 1 and size * run.train.seq_len > MICRO_BATCH_TOKENS:
             continue
         if sum(term.value for term in memory_bill(candidate, cluster).values()) <= budget:
             reasons["train.micro_batch"] = "the largest that fits into memory" if size < per_rank else "no accumulation"
