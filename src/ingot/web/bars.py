@@ -79,7 +79,7 @@ def step(plan: Plan) -> list[dict]:
             "formula": plan.formulas.get(f"time.{name}", ""),
         }
         for name, seconds in parts
-        if seconds
+        if seconds > 1e-6 * whole
     ]
 
 

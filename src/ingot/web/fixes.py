@@ -31,7 +31,7 @@ def fixes(found: Answer, asked: State) -> list[dict]:
     tried = []
     for key, value, state in steps_away(found.state):
         run, _ = run_of(state)
-        needed = _needed(run, cluster)
+        needed = _needed(run, cluster, software_of(state))
         if needed <= rank_memory_bytes(cluster, run.parallel.world_size):
             tried.append(_Tried(key, value, state, needed, _seconds(run, cluster, software_of(state))))
     best: dict[str, _Tried] = {}
@@ -40,8 +40,8 @@ def fixes(found: Answer, asked: State) -> list[dict]:
     return [_shown(one, found, asked) for one in list(best.values())[:_SHOWN]]
 
 
-def _needed(run: RunConfig, cluster: Cluster) -> float:
-    return sum(term.value for term in memory_bill(run, cluster).values())
+def _needed(run: RunConfig, cluster: Cluster, software: Software) -> float:
+    return sum(term.value for term in memory_bill(run, cluster, software).values())
 
 
 def _seconds(run: RunConfig, cluster: Cluster, software: Software) -> float:

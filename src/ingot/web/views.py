@@ -195,7 +195,7 @@ def _band(plan: Plan) -> str:
     if not plan.step_seconds_high:
         return ""
     low, high = format_seconds(plan.step_seconds_low), format_seconds(plan.step_seconds_high)
-    return f"; 80% of published runs: {low} to {high}"
+    return f"; {low} to {high} in the 80% band of published runs"
 
 
 def _mfu_tile(state: State, plan: Plan) -> dict | None:
@@ -207,7 +207,7 @@ def _mfu_tile(state: State, plan: Plan) -> dict | None:
         notes = ["as given", counted]
     elif plan.step_seconds_high:
         low, high = (plan.mfu * plan.step_seconds / s for s in (plan.step_seconds_high, plan.step_seconds_low))
-        notes = [f"{low:.0%} to {high:.0%}", counted]
+        notes = [f"{low:.0%} to {high:.0%} in that band", counted]
     if plan.hfu is not None:
         notes.append(f"HFU {plan.hfu:.1%}, of all that devices compute")
     return _tile("mfu", "MFU", f"{plan.mfu:.1%}", "; ".join(notes), f"{plan.mfu:.0%} MFU")

@@ -11,7 +11,7 @@ export function showHead(view) {
   find("tiles").hidden = !plan;
   const kind = !plan || !plan.verdict.fits ? "bad" : plan.verdict.tight ? "tight" : "good";
   const words = !plan ? "not a legal layout" : plan.verdict.short;
-  show(find("strip"), el("b", { class: kind, text: words }), plan ? plan.tiles.filter((t) => t.key !== "goodput").map((t) => el("span", { class: `brief-${t.key}`, text: t.brief })) : null);
+  show(find("strip"), el("b", {}, el("a", { class: kind, href: "#plan", text: words })), plan ? plan.tiles.filter((t) => t.key !== "goodput").map((t) => el("span", { class: `brief-${t.key}`, text: t.brief })) : null);
 }
 
 /** What stops the plan, and buttons that change it. apply(words): takes the settings of a button. */
