@@ -42,7 +42,7 @@ def recipe_lines(story: Story) -> Iterator[str]:
         if choice.formula:
             yield f"   = {choice.formula}"
         if choice.runner_up:
-            yield f"   runner-up: {choice.runner_up}"
+            yield f"   {choice.runner_up}"
 
 
 def _bill(story: Story) -> Choice:
@@ -213,7 +213,7 @@ def _score(story: Story) -> Choice:
         reason=f"{layout_words(story.run)}: {story.found.considered:,} layouts compared,"
         f" {story.found.fitting:,} seen to fit",
         formula=plan.formulas.get("mfu", ""),
-        runner_up=story.words(second) if second else "",
+        runner_up=story.beside(second) if second else "",
     )
 
 

@@ -19,12 +19,13 @@ _TOLD = (
     "micro_batch",
 )  # fmt: skip
 _OTHER = 0.02
+_EQUAL = 0.005  # layouts whose times differ by less are equally fast
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One step of a recipe. chosen: what the plan has. reason: why. formula: with its numbers. runner_up: the best
-    layout that decides this otherwise, and what it takes; "" where there is none."""
+    """One step of a recipe. chosen: what the plan has. reason: why. formula: with its numbers. runner_up: "runner-up:
+    ..." or "better: ...", the best layout that decides this otherwise, and what it takes; "" where there is none."""
 
     title: str
     chosen: str
@@ -54,16 +55,16 @@ class Story:
         as well count as some time, so that it tells of this decision; among those found, else one step away. "" where
         there is no other layout."""
         if any(name in self.pinned for name in names):
-            return "none was looked for: as asked for"
+            return "runner-up: none was looked for, as asked for"
         mine = settings_of(self.run, names)
         others = [c for c in self.found.best if settings_of(c.run, names) != mine]
         steps = [step for step in self._neighbours if settings_of(step.candidate.run, names) != mine]
         others = others or [step.candidate for step in steps if step.fits]
         if others:
-            return self.words(min(others, key=self._distance))
+            return self.beside(min(others, key=self._distance))
         if steps:
             near = min(steps, key=lambda step: step.candidate.memory_bytes).candidate
-            return f"none fits: {layout_words(near.run)} needs {format_bytes(near.memory_bytes)}"
+            return f"runner-up: none fits, {layout_words(near.run)} needs {format_bytes(near.memory_bytes)}"
         return ""
 
     @cached_property
@@ -86,7 +87,12 @@ class Story:
     def without_recompute(self) -> RunConfig:
         return replace(self.run, parallel=replace(self.run.parallel, recompute="none", recompute_every=1))
 
-    def words(self, candidate: Candidate) -> str:
+    def beside(self, candidate: Candidate) -> str:
+        """A runner-up; or what would be better, than a run file or with pins it may be."""
+        faster = candidate.step_seconds < (1 - _EQUAL) * self.mine.step_seconds
+        return f"{'better' if faster else 'runner-up'}: {self._words(candidate)}"
+
+    def _words(self, candidate: Candidate) -> str:
         """Its layout, what it takes, and how much longer than the plan's layout by the same prediction."""
         base = self.mine.step_seconds
         more = f" ({candidate.step_seconds / base - 1:+.1%})" if base and candidate.step_seconds else ""

@@ -48,7 +48,7 @@ def weigh(story: Story) -> Choice | None:
             f" {format_count(count_active_parameters(sparse.run.model))}) = {format_count(quality)} dense, {_RULE};"
             f" {_KNOWN}"
         ),
-        runner_up=f"{layout_words(twin.run)}, {'dense' if arch.is_moe else 'with experts'}",
+        runner_up=f"its layout: {layout_words(twin.run)}, {'dense' if arch.is_moe else 'with experts'}",
     )
 
 

@@ -202,7 +202,7 @@ def _mfu(plan: Plan) -> str:
     band = ""
     if plan.step_seconds_high and plan.mfu:
         slow, fast = plan.step_seconds / plan.step_seconds_high, plan.step_seconds / plan.step_seconds_low
-        band = f" ({plan.mfu * slow:.1%} to {plan.mfu * fast:.1%})"
+        band = f", {plan.mfu * slow:.1%} to {plan.mfu * fast:.1%}"
     how = (
         "6ND of the given size"
         if "by their number alone" in plan.formulas["flops_per_token"]
@@ -239,7 +239,11 @@ def _disk_and_money(plan: Plan, run: RunConfig) -> Iterator[str]:
 
 def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
     steps, clock = format_days(outlook.productive_days), format_days(outlook.days)
-    yield f"days      {steps} of steps, {clock} by the clock: goodput {outlook.goodput:.1%}"
+    band = ""
+    if plan.step_seconds_high:
+        low, high = (outlook.days * s / plan.step_seconds for s in (plan.step_seconds_low, plan.step_seconds_high))
+        band = f" ({format_days(low)} to {format_days(high)})"
+    yield f"days      {steps} of steps, {clock} by the clock{band}: goodput {outlook.goodput:.1%}"
     rate = f"{outlook.failures_per_node_day:.2%} per node-day"
     yield (
         f"failures  {outlook.failures:,.1f} to expect ({rate}), {format_seconds(outlook.restart_seconds)} to restart;"
