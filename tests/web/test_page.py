@@ -227,7 +227,7 @@ def test_the_pipeline_can_be_looked_at_closely(visit):
     assert seen.page.get_attribute(".picture svg", "aria-label")
     whole = seen.page.locator(".picture rect").count()
     seen.page.click("text=its start")
-    seen.settle()
+    seen.page.wait_for_selector(".picture[data-window=start] text.on")
     assert seen.page.locator(".picture rect").count() != whole
     assert seen.page.locator(".picture text.on").count() > 10
     seen.picture("page-timeline-start")

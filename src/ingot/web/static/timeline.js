@@ -36,6 +36,7 @@ export class Timeline {
     this.#picture = picture;
     show(this.#head, el("strong", { text: picture.title }), ` · idle ${picture.bubble}`, el("span", { class: "right", text: picture.step }));
     this.#draw();
+    this.#box.dataset.window = picture.window;
     const seen = new Set(picture.rows.flatMap((row) => row.pieces.map(([kind, upper]) => `${kind}${upper}`)));
     const entry = (kind, upper, text) => (seen.has(`${kind}${upper}`) ? [svgKey(kind, upper), text] : []);
     show(
