@@ -32,7 +32,7 @@ _SHARDED_PARAMETERS = 20e9
 _STATE_BYTES = 18  # of a parameter in mixed precision with fp32 gradients (theory/state.py)
 _SCHEDULES = {
     "zb-1p": "zb_h1", "zb-2p": "zb_2p", "zb-h1": "zb_h1", "zb-h2": "zb_h2", "zb-v": "zb_v", "zbv": "zb_v",
-    "dualpipe": "dualpipe", "dualpipev": "dualpipe_v", "gpipe": "gpipe", "afab": "gpipe", "1f1b": "1f1b",
+    "dualpipe": "dualpipe_v", "dualpipev": "dualpipe_v", "gpipe": "gpipe", "afab": "gpipe", "1f1b": "1f1b",
     "interleaved": "interleaved",
 }  # fmt: skip
 

@@ -143,7 +143,11 @@ RULES = (
     ),
     Rule("eager", _says(r"\beager\b"), {"kernels": "eager"}),
     Rule("per-operation recomputation keeps every other product", _says_recompute(r"per-op|default config"), _HALF),
-    Rule("DeepSpeed's pipeline sends whole activations from every rank", _says(r"mt-nlg"), {"scatter_sends": False}),
+    Rule(
+        "DeepSpeed's pipeline sends whole activations from every rank",
+        _says(r"mt-nlg|deepspeed|neox"),
+        {"scatter_sends": False},
+    ),
     Rule(
         "ZeRO-3 of DeepSpeed in 2021: one ring through one card", _first_zero3, {"rails": False, "overlap_data": True}
     ),
@@ -152,7 +156,9 @@ RULES = (
     Rule("says which collectives it overlaps", _says(r"overlaps dp"), {"overlap_data": True, "overlap_pipeline": True}),
     Rule("experts drop what is beyond their capacity", _says(r"token ?drop"), {"dropless": False}),
     Rule(
-        "all-to-alls beside computation", _says(r"dualpipe|overlap\w* all-?to-?all|deepep"), {"overlap_experts": True}
+        "DeepSeek's way: all-to-alls beside computation, once over the network for a node's experts; its own kernels",
+        lambda row: re.search(r"dualpipe|deepep", f"{row.words} {row.text('plan', 'schedule')}") is not None,
+        {"overlap_experts": True, "dispatch_once": True, "kernels": "tuned"},
     ),
 )
 
