@@ -100,8 +100,11 @@ def _explain_slow(args: argparse.Namespace, terminal: Terminal) -> None:
 
     from ingot.recipes.clusters import find_cluster
     from ingot.report.slow import explain_slow
+    from ingot.schema.layout import RunFolder
 
-    found = explain_slow(args.run, find_cluster(args.cluster) if args.cluster else None)
+    named = find_cluster(args.cluster) if args.cluster else None
+    open_plan = not (named or RunFolder(args.run).plan.exists())
+    found = explain_slow(args.run, named, unplanned=find_cluster(None, args.run) if open_plan else None)
     _show_step(found, terminal)
     _show_causes(found, terminal)
     for sentence in found.unknown:

@@ -62,8 +62,9 @@ class Slowness:
         return sum(self.planned_seconds.values())
 
 
-def explain_slow(root: Path, cluster: Cluster | None = None) -> Slowness:
-    """Of the run folder `root`; the run may still go on. cluster: instead of the one it was planned for.
+def explain_slow(root: Path, cluster: Cluster | None = None, *, unplanned: Cluster | None = None) -> Slowness:
+    """Of the run folder `root`; the run may still go on. cluster: instead of the one it was planned for. unplanned: of
+    a run without plan.json (a layout that was set on the command line has none).
 
     Raises UsageError when `root` is no run folder, DataMissing when nothing was logged yet, DataError when the log
     cannot be read.
@@ -84,9 +85,9 @@ def explain_slow(root: Path, cluster: Cluster | None = None) -> Slowness:
             rule=f"steps are timed between two log lines, every {run.watch.log_every} steps (watch.log_every)",
             fix="wait for the first lines: ingot status shows them" if running else f"ingot train {root} goes on",
         )
-    planned_for = cluster or (facts.plan.cluster if facts.plan else None)
+    planned_for = cluster or (facts.plan.cluster if facts.plan else unplanned)
     prospect = Prospect(run, planned_for, found.step_seconds) if planned_for else None
-    unknown = tuple(_unknown(facts, found, prospect))
+    unknown = tuple(_unknown(facts, found, prospect, named=cluster is not None))
     if prospect and not (prospect.seconds and _same_kind(found, prospect.cluster)):
         prospect = None
     case = Case(facts, found, run, prospect)
@@ -114,12 +115,14 @@ def _same_kind(found: Measured, cluster: Cluster) -> bool:
     return found.device in ("", cluster.device)
 
 
-def _unknown(facts: Facts, found: Measured, prospect: Prospect | None) -> Iterator[str]:
-    """What cannot be told, and why."""
+def _unknown(facts: Facts, found: Measured, prospect: Prospect | None, *, named: bool) -> Iterator[str]:
+    """What cannot be told, and why. named: the user said which machine it is."""
     if prospect is None:
         yield "there is no plan.json: name the machine (--cluster) to compare, and to have remedies judged"
     else:
-        yield from _incomparable(facts, found, prospect)
+        yield from _incomparable(found, prospect, named)
+    if prospect and facts.plan is None and not named:
+        yield f"there is no plan.json: planned now, with the run's settings, for {prospect.cluster.name}"
     if not found.waits:
         yield "the log has no `waits` events (they came later): what ranks wait for each other is not known"
     elif found.device != "cpu":
@@ -132,12 +135,12 @@ def _unknown(facts: Facts, found: Measured, prospect: Prospect | None) -> Iterat
         yield "there is one log line so far, and the first steps take longer than others"
 
 
-def _incomparable(facts: Facts, found: Measured, prospect: Prospect) -> Iterator[str]:
+def _incomparable(found: Measured, prospect: Prospect, named: bool) -> Iterator[str]:
     cluster = prospect.cluster
     other = f"planned for {cluster.name} ({cluster.device}), but it ran on "
     if not _same_kind(found, cluster):
         yield f"{other}{found.device}: name its machine (--cluster)"
-    elif found.device == "cpu" and cluster.name != found.host and facts.plan and cluster == facts.plan.cluster:
+    elif found.device == "cpu" and cluster.name != found.host and not named:
         yield f"{other}{found.host}: planned times are those of another machine"
     if not prospect.seconds:
         yield f"{cluster.name} has no rate for {prospect.run.train.precision}: ingot doctor --bench measures one"

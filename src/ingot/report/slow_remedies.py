@@ -138,7 +138,7 @@ def shorter_bubbles(run: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Fewer shards, fewer gathers, less tensor parallelism, larger micro-batches."""
+    """Fewer shards, fewer gathers, less tensor parallelism; larger micro-batches where each of them communicates."""
     parallel, zero = run.parallel, resolve_parallel(run).zero
     yield from ({"parallel.zero": lower} for lower in (1, 2) if zero in range(lower + 1, 4))
     if zero == 3:
@@ -150,7 +150,8 @@ def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
         yield {"parallel.tp": parallel.tp // part, "parallel.dp_shard": parallel.dp_shard * part}
     if parallel.tp > 1 and not parallel.async_tp:
         yield {"parallel.async_tp": True}
-    yield from larger_micro_batches(run)
+    if zero in (2, 3) or max(parallel.tp, parallel.cp, parallel.ep) > 1:
+        yield from larger_micro_batches(run)
 
 
 def less_recompute(run: RunConfig) -> Iterator[dict[str, Any]]:

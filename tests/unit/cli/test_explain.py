@@ -41,7 +41,7 @@ def test_slow_names_causes_in_their_order_with_remedies(slow_run, capsys):
     assert "thirsty   is not running, step 50 of 200" in out
     assert out.index("1. checkpoint stall") < out.index("2. data stall")
     assert "-> checkpoint.every_steps = 200" in out and "saves" in out
-    assert "unknown   there is no plan.json" in out
+    assert "unknown   there is no plan.json: planned now" in out
     assert f"ingot train {slow_run.root} --set checkpoint.every_steps=200" in out
 
 

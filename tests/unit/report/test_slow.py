@@ -159,6 +159,15 @@ def test_without_waits_or_plan_it_says_what_it_does_not_know(told):
     assert not found.planned_seconds
 
 
+def test_a_run_without_a_plan_is_planned_for_the_machine_that_is_offered(told):
+    root = told([started(START), *lines()], cluster=None)
+    found = explain_slow(root, unplanned=CPU)
+    assert found.planned_seconds and any("planned now" in sentence for sentence in found.unknown)
+    assert not explain_slow(root, CPU).unknown  # named by the user: nothing to be said
+    elsewhere = explain_slow(root, unplanned=replace(CPU, name="elsewhere"))
+    assert any("ran on here" in sentence for sentence in elsewhere.unknown)
+
+
 def test_a_plan_for_another_kind_of_machine_is_not_compared(told):
     root = told([started(START), *lines(blocked=0.05)], cluster=GPU)
     found = explain_slow(root)
@@ -198,6 +207,8 @@ def test_proposals_keep_the_number_of_ranks():
     kept = [other for s in less_communication(run) if (other := changed(run, s))]
     assert len(kept) > 4 and all(other.parallel.world_size == 4 for other in kept)
     assert all(other.train.global_batch == 32 for other in kept)
+    whole = run_config(parallel=Parallel(dp_replicate=2), train={"micro_batch": 1})
+    assert not list(less_communication(whole))  # one all-reduce per step, whatever its micro-batches
     pipeline = run_config(parallel=Parallel(pp=2), train={"global_batch": 16, "micro_batch": 4})
     schedules = {other.parallel.schedule for s in shorter_bubbles(pipeline) if (other := changed(pipeline, s))}
     assert {"1f1b", "zb_h1", "interleaved"} <= schedules
