@@ -51,7 +51,7 @@ def write_plan(out: Path, planned: Planned, *, force: bool = False) -> Path:
     Raises UsageError when `out` exists and `force` is off: a run file may have been edited by hand; ConfigError when
     ingot's trainer cannot execute the plan.
     """
-    _require_executable(planned)
+    require_executable(planned)
     if out.exists() and not force:
         raise UsageError(f"{out} exists", rule="a run file is not overwritten", fix="--force, or another --out")
     write_atomic(out, to_toml(planned.run, planned.reasons))
@@ -60,7 +60,8 @@ def write_plan(out: Path, planned: Planned, *, force: bool = False) -> Path:
     return beside
 
 
-def _require_executable(planned: Planned) -> None:
+def require_executable(planned: Planned) -> None:
+    """Raises ConfigError when ingot's trainer cannot execute the plan."""
     plan = planned.plan
     if plan.cluster.device == "tpu":
         found = f"{plan.cluster.name} has TPUs: this plan is for looking at"

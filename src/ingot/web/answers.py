@@ -11,10 +11,13 @@ from ingot.config import to_toml
 from ingot.errors import ConfigError, UsageError
 from ingot.planner.context import with_context
 from ingot.planner.outlook import Assumptions
+from ingot.planner.plan import Planned
 from ingot.planner.propose import Hints
 from ingot.planner.step_time import simulated
+from ingot.recipes.assumptions import with_properties
 from ingot.recipes.clusters import load_cluster
 from ingot.recipes.load import load_model, model_names, unknown
+from ingot.recipes.project import require_executable
 from ingot.recipes.question import Question, base_run, plan_of
 from ingot.recipes.subject import Subject, find_subject
 from ingot.schema.cluster import Cluster
@@ -130,7 +133,7 @@ def _base(state: State) -> tuple[RunConfig, dict[str, str]]:
 
 
 def software_of(state: State) -> Software:
-    return replace(INGOT, recipe=state.recipe)
+    return with_properties(INGOT, (), state.recipe)
 
 
 def _question(state: State) -> Question:
@@ -189,12 +192,10 @@ def timeline_of(state: State) -> Timeline:
 
 
 def run_file(state: State) -> str:
-    """What `ingot train` executes, as `ingot plan --out` writes it. Raises ConfigError when there is no such run."""
+    """What `ingot train` executes, as `ingot plan --out` writes it. Raises ConfigError when there is no such run, or
+    the trainer cannot execute it."""
     found = answer(state)
     if found.plan is None:
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found.problems))
-    if found.cluster.device == "tpu":
-        raise ConfigError(f"a run file for {found.cluster.name}", rule="ingot's trainer runs on GPUs and CPUs")
-    if state.recipe:
-        raise ConfigError(f"a run file with products in {state.recipe}", rule="ingot's trainer computes in bf16")
+    require_executable(Planned(run=found.run, plan=found.plan, reasons=found.reasons))
     return to_toml(found.run, found.reasons)

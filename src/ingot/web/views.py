@@ -6,6 +6,7 @@ from urllib.parse import urlencode
 from ingot.planner.notes import notes
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
+from ingot.schema.software import INGOT
 from ingot.theory.devices import find_device
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
@@ -34,7 +35,7 @@ def view(found: Answer, asked: State) -> dict:
         "hints": _hints(found, asked, cluster),
         "problems": [{"key": key.rpartition(".")[2], "message": message} for key, message in found.problems],
         "choices": as_json(controls(state)),
-        "trains": plan is not None and cluster["trains_here"],
+        "trains": plan is not None and cluster["trains_here"] and plan.software == INGOT,
         "command": "ingot check run.toml\ningot train run.toml",
         "plan": None,
         "spoken": "not a legal layout: " + "; ".join(message for _, message in found.problems),

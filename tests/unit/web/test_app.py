@@ -73,6 +73,7 @@ def test_an_illegal_layout_says_why_and_has_no_plan(client):
         ("/api/compare?a=tp%3D2", "two plans"),
         ("/api/compare?a=tp%3D2&b=tp%3D2%26tp%3D4", "tp is given twice"),
         ("/api/run.toml?cluster=v5p-256", "v5p-256"),
+        ("/api/run.toml?recipe=mxfp8", "recipe mxfp8"),
     ],
 )
 def test_what_is_refused_is_json_with_a_way_out(client, path, said):
@@ -201,3 +202,5 @@ def test_tpus_are_planned_and_not_trained_on(client):
     found = client.get("/api/plan?model=llama3-8b&cluster=v5p-256&batch=1024").json()
     assert found["plan"] is not None
     assert found["trains"] is False
+    assert client.get("/api/plan?recipe=mxfp8").json()["trains"] is False
+    assert client.get("/api/plan").json()["trains"] is True
