@@ -60,7 +60,7 @@ def _rates(run: RunConfig, cluster: Cluster, seconds: float, manifest: TokenMani
         yield f"a vocabulary of {run.model.vocab_size:,} ids needs uint32 token shards: 4 bytes per token"
     if not seconds:
         yield f"no {run.train.precision} rate of {cluster.name} is known: run `ingot doctor --bench` to predict time"
-    elif not cluster.measured:
+    elif not cluster.measured and cluster.device != "tpu":
         yield f"time on {cluster.name} follows from published figures; `ingot doctor --bench` there measures it"
 
 
@@ -71,10 +71,10 @@ def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator
     if largest in ("activations", "logits", "fragmentation"):
         fix = "lower train.micro_batch" if run.train.micro_batch > 1 else "shorten train.seq_len"
     else:
-        fix = "use more devices (parallel.dp_shard)" if cluster.device == "cuda" else "use a smaller model"
+        fix = "use more devices (parallel.dp_shard)" if cluster.device != "cpu" else "use a smaller model"
     if largest == "activations" and run.train.micro_batch == 1 and run.parallel.recompute == "none":
         fix = "recompute them (parallel.recompute)"
-    elif largest == "activations" and run.train.micro_batch == 1 and cluster.device == "cuda":
+    elif largest == "activations" and run.train.micro_batch == 1 and cluster.device != "cpu":
         fix = "cut sequences (parallel.cp), or shorten train.seq_len"
     if needed > there:
         yield f"does not fit: {format_bytes(needed)} per rank of {format_bytes(there)}, mostly {largest}; {fix}"
@@ -84,8 +84,9 @@ def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator
 
 def _devices(run: RunConfig, cluster: Cluster) -> Iterator[str]:
     ranks = run.parallel.world_size
-    if cluster.device == "cuda" and ranks > cluster.devices:
-        yield f"{ranks} ranks want {ranks} GPUs, {cluster.name} has {cluster.devices}; lower {degrees(run.parallel)}"
+    if cluster.device != "cpu" and ranks > cluster.devices:
+        kind = "TPUs" if cluster.device == "tpu" else "GPUs"
+        yield f"{ranks} ranks want {ranks} {kind}, {cluster.name} has {cluster.devices}; lower {degrees(run.parallel)}"
     elif cluster.device == "cpu" and cluster.measured and ranks != cluster.devices_per_node:
         yield f"{cluster.name} was measured with {cluster.devices_per_node} ranks, the run has {ranks}; times differ"
 
@@ -118,11 +119,11 @@ def _layout(run: RunConfig, cluster: Cluster, seconds: float) -> Iterator[str]:
 
 def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, LineTime], seconds: float) -> Iterator[str]:
     """Lines that talk in every layer should stay inside of a node."""
-    per_node, zero, parallel = cluster.devices_per_node, resolve_parallel(run).zero, run.parallel
+    domain, zero, parallel = cluster.domain, resolve_parallel(run).zero, run.parallel
     crossing = {line: time for line, time in slowest.items() if time.crosses}
     if "tp" in crossing:
         each = over_network(crossing["tp"])
-        yield f"tp = {parallel.tp} spans nodes of {per_node}: {each}; use tp of at most {per_node}"
+        yield f"tp = {parallel.tp} spans nodes of {domain}: {each}; use tp of at most {domain}"
     gathers = [crossing[line] for line in ("shard", "expert_shard") if line in crossing]
     took = sum(time.seconds for time in gathers)
     if zero == 3 and parallel.dp_shard > 1 and seconds and took > seconds / 2:  # less hides behind computation
@@ -133,7 +134,7 @@ def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, LineTime], 
 def _inside_nodes(run: RunConfig, cluster: Cluster) -> str:
     """A layout that gathers parameters inside of nodes, where one has room for them."""
     parallel = run.parallel
-    inside = max(cluster.devices_per_node // (parallel.tp * parallel.cp), 1)
+    inside = max(cluster.domain // (parallel.tp * parallel.cp), 1)
     shape = {"dp_shard": inside, "dp_replicate": parallel.data_ranks // inside}
     other = replace(run, parallel=replace(parallel, **shape))
     problem = any(layout_problems(other)) or other.parallel.world_size != parallel.world_size

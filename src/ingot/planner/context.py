@@ -25,10 +25,11 @@ def with_context(run: RunConfig, cluster: Cluster) -> tuple[RunConfig, dict[str,
 
 
 def links_of(cluster: Cluster, precision: str) -> Links:
-    """Those of the cluster, as far as they are known. One machine is one node, however many ranks share it."""
+    """Those of the cluster, as far as they are known. One machine is one node, however many ranks share it; where fast
+    links join several nodes, a node here is all of them."""
     flops = cluster.peak_flops.get(precision, 0.0) * cluster.attention_efficiency
     return Links(
-        ranks_per_node=cluster.devices_per_node if cluster.nodes > 1 else sys.maxsize,
+        ranks_per_node=cluster.domain if cluster.nodes > 1 else sys.maxsize,
         inside=cluster.link_bandwidth or H100_NODES.inside,
         across=cluster.network_bandwidth or H100_NODES.across,
         flops=flops or H100_NODES.flops,

@@ -28,9 +28,9 @@ def expert_advice(run: RunConfig, cluster: Cluster, position: Position, times: d
             " or model.moe.bias_rate = 0.001 (Wang et al. 2024)"
         )
     if "ep" in times and times["ep"].crosses:
-        legal = [ep for ep in legal_ep(moe.num_experts, parallel) if ep <= cluster.devices_per_node]
+        legal = [ep for ep in legal_ep(moe.num_experts, parallel) if ep <= cluster.domain]
         each = over_network(times["ep"])
-        yield f"ep = {parallel.ep} spans nodes of {cluster.devices_per_node}: {each}; use ep of at most {max(legal)}"
+        yield f"ep = {parallel.ep} spans nodes of {cluster.domain}: {each}; use ep of at most {max(legal)}"
     if moe.groups > 1 and parallel.ep > 1 and moe.groups % parallel.ep and parallel.ep % moe.groups:
         whole = [ep for ep in legal_ep(moe.num_experts, parallel) if moe.groups % ep == 0 or ep % moe.groups == 0]
         found = f"model.moe.groups = {moe.groups} and parallel.ep = {parallel.ep} cut experts in different places"
@@ -51,7 +51,7 @@ def context_advice(run: RunConfig, parallel: Parallel, times: dict[str, LineTime
     if parallel.cp == 1:
         return
     if "ulysses" in times and times["ulysses"].crosses:
-        inside = max(cluster.devices_per_node // parallel.tp, 1)
+        inside = max(cluster.domain // parallel.tp, 1)
         sides = [u for u in range(2, parallel.ulysses) if parallel.cp % u == parallel.ulysses % u == 0 and u <= inside]
         use = f'context = "usp" with ulysses = {max(sides)}' if sides else 'context = "ring"'
         yield f"the heads of attention travel between nodes: {over_network(times['ulysses'])}; use {use}"

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from ingot.config import from_dict, to_dict
+from ingot.planner.band import error_band
+from ingot.planner.context import links_of
 from ingot.planner.memory import memory_bill
-from ingot.planner.plan import make_plan
+from ingot.planner.plan import GIVEN, make_plan
 from ingot.planner.step_time import step_seconds
 from ingot.recipes.clusters import load_cluster
 from ingot.recipes.load import load_model
@@ -141,3 +143,54 @@ def test_collectives_hide_behind_work_inside_a_node_and_not_over_a_slow_network(
     assert slow["collectives"].value > slow["matrix products"].value
     one = step_seconds(run_of(arch, 8192, 8, 1, 1), load_cluster("h200"))
     assert one and one["collectives"].value == 0
+
+
+def test_a_given_mfu_takes_the_place_of_the_predicted_time():
+    run, cluster = run_of(load_model("llama3-8b").arch, 8192, 64, 1, 8), load_cluster("8xh100")
+    plan = make_plan(run, cluster, mfu=0.5)
+    assert plan.mfu == pytest.approx(0.5) and plan.step_seconds_low == plan.step_seconds_high == 0
+    assert list(plan.time_seconds) == [GIVEN] and "50.0% MFU" in plan.formulas[f"time.{GIVEN}"]
+    bare = make_plan(run, cluster, mfu=0.5, parameters=8_000_000_000)
+    assert bare.flops_per_token == 6 * 8e9
+    assert bare.step_seconds == pytest.approx(6 * 8e9 * run.tokens_per_step / (8 * 989e12 * 0.5))
+
+
+def test_hardware_utilisation_counts_what_is_recomputed():
+    run, cluster = run_of(load_model("llama3-8b").arch, 8192, 64, 1, 8), load_cluster("8xh100")
+    again = make_plan(replace(run, parallel=replace(run.parallel, recompute="full")), cluster)
+    assert again.mfu and again.hfu and 1.25 < again.hfu / again.mfu < 1.36
+    plain = make_plan(run, cluster)
+    assert plain.mfu and plain.hfu and plain.hfu / plain.mfu == pytest.approx(1, abs=0.03)
+
+
+def test_a_plan_has_every_pipeline_rank_moment_and_line():
+    parallel = Parallel(pp=4, tp=2, dp_shard=2)
+    run = replace(run_of(load_model("llama3-8b").arch, 8192, 64, 1, 1), parallel=parallel)
+    plan = make_plan(run, load_cluster("2x8xh100"))
+    totals = [sum(stage.values()) for stage in plan.stage_memory_bytes]
+    assert len(totals) == 4 and max(totals) == pytest.approx(plan.total_memory_bytes, abs=20)
+    assert set(plan.moments_bytes) == {"initialisation", "first step", "steady state", "save"}
+    assert {"tp", "pp", "shard"} <= set(plan.communication) and 0 < plan.bubble < 0.5
+    assert plan.outlook and plan.outlook.days > plan.outlook.productive_days
+    assert sum(plan.time_seconds.values()) == pytest.approx(plan.step_seconds)
+    assert make_plan(RUN, MACHINE).outlook is None  # nobody counted the failures of CPUs
+
+
+def test_the_band_is_around_the_prediction():
+    plan = make_plan(run_of(load_model("llama3-8b").arch, 8192, 64, 1, 8), load_cluster("8xh100"))
+    low, high = error_band(plan.step_seconds)
+    if low < high:
+        assert (plan.step_seconds_low, plan.step_seconds_high) == (low, high)
+        assert low < plan.step_seconds < high
+    assert make_plan(RUN, MACHINE).step_seconds_low == 0
+
+
+def test_a_rack_of_fast_links_is_one_place():
+    """72 GB200 in a rack: 18 nodes of 4, which tensor parallelism may leave and the rack not."""
+    inside = replace(run_of(TINY, 256, 144, 1, 1), parallel=Parallel(tp=2, dp_shard=72))
+    rack = load_cluster("2x72xgb200")
+    assert not any("spans nodes" in w for w in make_plan(inside, rack).warnings)
+    assert links_of(rack, "bf16").ranks_per_node == 72
+    wide = replace(inside, model=replace(TINY, num_heads=8, num_kv_heads=8), parallel=Parallel(tp=8, dp_shard=18))
+    assert not any("spans nodes" in w for w in make_plan(wide, rack).warnings)
+    assert any("tp = 8 spans nodes of 4" in w for w in make_plan(wide, replace(rack, domain_devices=4)).warnings)
