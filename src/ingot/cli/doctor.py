@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", type=Path, default=Path(), help="where runs will live; its disk is checked (default: .)"
     )
     parser.add_argument(
-        "--bench", action="store_true", help="time the trainer's own step (about 10 s) for `ingot plan`"
+        "--bench", action="store_true", help="time the trainer's own step (about 15 s) for `ingot plan`"
     )
     parser.add_argument(
         "--ranks",

@@ -108,8 +108,8 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
     if not facts.folder.events.is_file():
         raise UsageError(
             f"{run} has no {facts.folder.events.name}",
-            rule="a report is told from the event log of a run that was started",
-            fix="ingot report RUN, where RUN is the folder that `ingot train` filled",
+            rule="what a run did is told from its event log, which starts with it",
+            fix="name the folder that `ingot train` filled: ingot report RUN, ingot explain slow RUN",
         )
     _read_artifacts(facts, corpus)
     if twin:
