@@ -179,7 +179,8 @@ class Position:
     def _recomputed(self, layers: range) -> int:
         if self.parallel.recompute == "none":
             return 0
-        return sum(layer % self.parallel.recompute_every == 0 for layer in layers)
+        every = self.parallel.recompute_every
+        return len(layers) if every == 1 else sum(layer % every == 0 for layer in layers)
 
     def groups(self, stage: Stage) -> list[range]:
         """The blocks of `stage` that are gathered and reduced together; all of them where units are stages."""
