@@ -18,6 +18,7 @@ from ingot.loader.order import Order
 from ingot.resilience.policy import DefaultPolicy, Verdict
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
+from ingot.telemetry.waits import KINDS
 from ingot.train import loop
 from ingot.train.build import build
 from ingot.train.loop import train
@@ -345,6 +346,22 @@ def test_masking_documents_changes_the_losses(fork_ranks, make_run, mask):
     plain = make_run("plain", steps=3)
     fork_ranks(run_rank, 1, plain)
     assert (step_facts(folder) != step_facts(plain)) == mask
+
+
+def test_every_line_says_where_the_time_of_its_steps_went(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+    fork_ranks(run_rank, 2, folder)
+    lines = {e["step"]: e for e in read_events(folder.events, "progress")}
+    waits = {e["step"]: e for e in read_events(folder.events, "waits")}
+    assert waits.keys() == lines.keys()
+    for step, event in waits.items():
+        kinds = [event[kind] for kind in KINDS]
+        assert all(0 <= kind["least"] <= kind["mean"] <= kind["most"] for kind in kinds)
+        # Clocks that tick at once can only make it more; the rest of a step is what a rank was blocked.
+        assert sum(kind["most"] for kind in kinds) > 0.95 * lines[step]["step_seconds"]
+        assert {kind["rank"] for kind in kinds} <= {0, 1} and event["computing"]["least"] > 0
+    assert all(e["seconds"] > 0 for e in read_events(folder.events, "evaluation"))
+    assert all(e["stall_seconds"] > 0 for e in read_events(folder.events, "checkpoint"))
 
 
 def test_wrong_number_of_processes_is_refused(fork_ranks, make_run):
