@@ -74,11 +74,13 @@ def attention_names(saved: Mapping[str, float]) -> list[str]:
 
 def fed_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:
     """Buffers while a feed-forward runs backward, per token: the gradient of the residual stream, and once more where
-    tensor parallelism gathers it; three inside, when the product is not needed any more; or those of rows."""
+    tensor parallelism gathers it; three inside, when the product is not needed any more. Of experts the
+    same and rows; or rows in two orders, as they have them on their way back to tokens in the forward already."""
     e, tp, cut = degrees(position)
     arch, rows = position.arch, position.assignments / position.tokens
-    inside = rows * (3 * arch.moe.d_expert + 2 * arch.d_model) * e if experts else 2 * arch.d_ffn / tp * e
-    return _stream_backward(position, device) + (arch.d_model * e if cut > 1 else 0.0) + inside
+    inside = rows * max(2 * arch.d_model, 2 * arch.moe.d_expert + arch.d_model) if experts else 2 * arch.d_ffn / tp
+    stream = _stream_backward(position, device) / (2 if device == "cuda" else 1)
+    return stream + (arch.d_model * e if cut > 1 else 0.0) + inside * e
 
 
 def attended_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:

@@ -168,8 +168,10 @@ def _at_block(
         gradients=own,
         gathered=_gathered(position, stage, at.unit),
     )
-    # FSDP2 has the gradients of the feed-forward in the dtype that computes until the unit is done.
+    # FSDP2 has gradients in the dtype that computes until the unit is done: of its last matrix, of the feed-forward.
     computed = gradients.computed(at.fed_unit) if gradients.zero == 3 else 0.0
+    if gradients.zero == 3:
+        begins = replace(begins, gradients=own + stage.matrix)
     attends = replace(
         begins,
         place=f"the backward of attention of block {at.layer}",

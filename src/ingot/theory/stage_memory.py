@@ -113,7 +113,7 @@ def stage_memory(position: Position, stage: Stage, device: str) -> StageMemory:
             )
         )
     head = head_gradient_bytes(position, stage)
-    largest = max((block_matrix(position, layer in expert_layers) for layer in layers[:1]), default=0)
+    largest = max((block_matrix(position, layer in expert_layers) for layer in {*layers[:1], *layers[-1:]}), default=0)
     return StageMemory(
         number=stage.number,
         first=stage.first,

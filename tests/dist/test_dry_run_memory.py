@@ -1,0 +1,95 @@
+"""The planner's memory against the traced program: every pipeline rank within 3%, and right where it is tight.
+
+benchmarks/planner/dry_run_match.py does the same of more and larger layouts.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ingot.planner.memory import live_bill, position_bill  # noqa: E402
+from ingot.recipes.load import load_model  # noqa: E402
+from ingot.schema.arch import Arch  # noqa: E402
+from ingot.schema.parallel import Parallel  # noqa: E402
+from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
+from ingot.theory.layout import positions  # noqa: E402
+from ingot.train import dry_run_role as role  # noqa: E402
+
+DENSE = replace(load_model("llama3-8b").arch, num_layers=6, vocab_size=32_000)
+SPARSE = replace(load_model("qwen3-30b-a3b").arch, num_layers=4, vocab_size=32_000)
+
+
+def run_of(arch: Arch, micro_batch: int, micro_batches: int, **layout) -> RunConfig:
+    parallel = Parallel(**layout)
+    batch = micro_batch * micro_batches * parallel.data_ranks
+    train = Train(steps=2, seq_len=4096, global_batch=batch, micro_batch=micro_batch)
+    return RunConfig(name="traced", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
+
+
+def traced_bytes(run: RunConfig, rank: int) -> int:
+    return role.trace_rank(run, rank, "cuda").peaks()[role.STEADY].bytes
+
+
+def total(bill) -> float:
+    return sum(term.value for term in bill.values())
+
+
+CASES = {
+    "DDP": run_of(DENSE, 1, 2, dp_replicate=2),
+    "ZeRO-1": run_of(DENSE, 2, 1, dp_shard=8, zero=1, unit_layers=1),
+    "ZeRO-2, bf16 gradients": run_of(DENSE, 1, 2, dp_shard=8, zero=2, grads="bf16", unit_layers=1),
+    "ZeRO-3, full recompute": run_of(DENSE, 2, 1, dp_shard=8, zero=3, recompute="full"),
+    "ZeRO-3, selective recompute": run_of(DENSE, 1, 2, dp_shard=8, zero=3, recompute="selective"),
+    "offload": run_of(DENSE, 1, 1, dp_shard=8, zero=3, offload="cpu", offload_parameters=True),
+    "tensor parallelism": run_of(DENSE, 2, 2, tp=4, dp_shard=2, zero=1),
+    "1F1B": run_of(DENSE, 1, 4, pp=2, dp_shard=2, zero=1),
+    "GPipe": run_of(DENSE, 1, 4, pp=2, schedule="gpipe", recompute="full"),
+    "ZB-V": run_of(replace(DENSE, num_layers=8), 1, 6, pp=2, dp_shard=2, zero=1, schedule="zb_v"),
+    "ring": run_of(DENSE, 1, 1, cp=4, context="ring", zero=3),
+    "Ulysses": run_of(DENSE, 1, 1, cp=4, context="ulysses", zero=1),
+    "experts": run_of(SPARSE, 1, 2, dp_shard=8, ep=8, zero=1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_pipeline_rank_holds_what_the_formulas_say(name):
+    run = CASES[name]
+    ranks_to_a_stage = run.parallel.world_size // run.parallel.pp
+    for place in positions(run):
+        seen = traced_bytes(run, place.rank * ranks_to_a_stage)
+        assert total(position_bill(place, "cuda")) == pytest.approx(seen, rel=0.03), place.rank
+
+
+TIGHT = {
+    "ZeRO-1": (DENSE, 4, {"dp_shard": 8, "zero": 1}),
+    "ZeRO-3, full recompute": (DENSE, 1, {"dp_shard": 8, "zero": 3, "recompute": "full"}),
+    "experts": (SPARSE, 2, {"dp_shard": 8, "ep": 8, "zero": 1}),
+}
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_the_largest_micro_batch_that_fits_is_called_fitting_and_the_next_one_not(name):
+    """Of a device of 80 GB, and with 5% more or less than a layout needs."""
+    arch, micro_batches, layout = TIGHT[name]
+
+    def run(micro_batch: int) -> RunConfig:
+        return run_of(arch, micro_batch, micro_batches, **layout)
+
+    sizes = range(1, 200)
+    largest = max(size for size in sizes if total(live_bill(run(size), "cuda")) <= 80e9)
+    fits, above = (traced_bytes(run(size), 0) for size in (largest, largest + 1))
+    assert fits <= 80e9 < above
+    assert 0.95 * fits < total(live_bill(run(largest), "cuda")) < 1.05 * fits
+
+
+def test_a_run_begins_with_its_state_and_saves_with_little_more():
+    from ingot.planner.memory import moments
+    from ingot.schema.cluster import Cluster
+
+    cluster = Cluster(name="x", device="cuda", memory_bytes=80 * 10**9)
+    for run in (CASES["ZeRO-1"], CASES["DDP"], CASES["ZeRO-3, full recompute"]):
+        peaks, said = role.trace_rank(run, 0, "cuda").peaks(), moments(run, cluster)
+        for ours, theirs in (("initialisation", role.BUILD), ("first step", role.FIRST), ("save", role.SAVE)):
+            assert said[ours].value == pytest.approx(peaks[theirs].bytes, rel=0.03), (ours, run.parallel)
