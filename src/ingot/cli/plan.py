@@ -36,8 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=_RECIPE,
         metavar="TOPIC",
-        help="recipe: each choice with its reason and the runner-up (default); mem, time, comms, bubble, lr, batch,"
-        " all: the formulas with their numbers",
+        help="recipe: each choice with its reason and runner-up (default); mem, time, comms, bubble, lr, batch, size,"
+        " failures, all: the formulas with their numbers",
     )
     output.add_argument("--out", type=Path, metavar="FILE", help="write the run file here, and plan.json beside it")
     output.add_argument("--force", action="store_true", help="overwrite --out")
@@ -71,8 +71,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.next(*_ways_to_fit(args))
         return ConfigError.exit_code
     terminal.result(facts)
-    file = args.out or args.run
-    terminal.next(*((f"ingot check {file}", f"ingot train {file}") if file else ("ingot plan ... --out run.toml",)))
+    file, last = args.out or args.run, "ingot plan ... --out run.toml"
+    if planning.why_not_executed:
+        last = "ingot plan --web   (to look at other layouts)"
+    terminal.next(*((f"ingot check {file}", f"ingot train {file}") if file else (last,)))
     return EXIT_OK
 
 

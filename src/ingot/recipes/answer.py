@@ -15,7 +15,7 @@ from ingot.planner.runners_up import Story
 from ingot.planner.search import Candidate, Found, search
 from ingot.recipes.plan_html import as_html
 from ingot.recipes.plan_text import as_text, wrapped
-from ingot.recipes.project import write_plan
+from ingot.recipes.project import require_executable, write_plan
 from ingot.recipes.question import Question, base_run, plan_of
 from ingot.schema.nearest import divisors, nearest
 from ingot.schema.parallel import Parallel
@@ -51,6 +51,15 @@ class Planning:
         """The cheapest change with which a layout would fit, "" where one does or none was found."""
         return "" if self.fits or not self.found else self.found.fix
 
+    @property
+    def why_not_executed(self) -> str:
+        """Why ingot's trainer cannot execute the best plan, "" where it can."""
+        try:
+            require_executable(self.best)
+        except ConfigError as error:
+            return f"{error.found}; {error.rule}"
+        return ""
+
     def explain(self, topic: str) -> list[str]:
         """Lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""
         return explain(topic, self.best)
@@ -69,6 +78,7 @@ class Planning:
         """All of it as plain values, for JSON."""
         best = self.best
         facts: dict = {"run": to_dict(best.run), "plan": to_dict(best.plan), "reasons": best.reasons, "fits": self.fits}
+        facts["why_not_executed"] = self.why_not_executed
         if self.found:
             names = ("considered", "fitting", "seconds", "fix")
             facts["search"] = {name: getattr(self.found, name) for name in names}

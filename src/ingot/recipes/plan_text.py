@@ -30,8 +30,8 @@ def as_text(planning: "Planning") -> Iterator[str]:
     yield from plan_lines(best)
     if planning.question and (parameters := planning.question.subject.parameters):
         yield from _wrapped("texts", double_discount(best.plan, best.run, parameters))
-    if planning.fix:
-        yield from _wrapped("fix", planning.fix)
+    yield from _wrapped("fix", planning.fix)
+    yield from _wrapped("look", planning.why_not_executed)
 
 
 def _model(planning: "Planning") -> Iterator[str]:

@@ -177,6 +177,8 @@ def test_a_plan_becomes_a_run_file_once(small, tmp_path):
 )
 def test_plans_for_looking_at_are_not_written(tmp_path, asked, found):
     planning = plan("smollm2-135m", tokens="1B", **asked)
+    assert found in planning.why_not_executed and planning.facts()["why_not_executed"]
+    assert "\nlook      " in str(planning)
     with pytest.raises(ConfigError, match=found):
         planning.write(tmp_path / "run.toml")
     assert not (tmp_path / "run.toml").exists()
@@ -219,3 +221,15 @@ def test_everything_is_there_as_plain_values(small):
     assert facts["search"]["considered"] >= len(facts["layouts"]) == 5
     assert facts["layouts"][0]["step_seconds"] == facts["plan"]["step_seconds"]
     assert facts["plan"]["outlook"]["goodput"] > 0 and facts["fits"] is True
+
+
+def test_a_measured_machine_spends_time_by_its_own_rates():
+    machine = Cluster(
+        name="here", device="cpu", devices_per_node=2, memory_bytes=8 << 30, memory_bandwidth=8e9,
+        peak_flops={"bf16": 150e9}, op_seconds=4e-5, step_overhead_seconds=0.002, runtime_bytes=350 << 20,
+        usd_per_hour=0.1, measured="2026-01-01",
+    )  # fmt: skip
+    planning = plan("tiny", budget="10min", cluster=machine)
+    assert planning.found is None and planning.best.run.parallel.dp_shard == 2
+    assert 590 < planning.best.plan.total_seconds <= 600
+    assert plan("tiny", budget="$0.05", cluster=machine).best.plan.usd == pytest.approx(0.05, rel=0.02)
