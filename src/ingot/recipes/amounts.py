@@ -13,6 +13,7 @@ from ingot.units import format_count, parse_count, parse_seconds
 
 _NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
 _FLOP_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 _BYTES = re.compile(_NUMBER + r"\s*[kmgtp]i?b(?:ytes)?", re.IGNORECASE)
 _BUDGETS = "a budget is operations (6e23flop), money ('$2M', 2MUSD), time (24h, 30d) or GPU-hours (1M gpu-hours)"
 
@@ -44,7 +45,7 @@ def _flops(number: str, prefix: str) -> Budget:
 
 
 def _usd(number: str, suffix: str) -> Budget:
-    return Budget(usd=float(parse_count(number + suffix)))
+    return Budget(usd=_number(number) * _THOUSANDS[suffix])
 
 
 def _time(text: str, weeks: str) -> Budget:
@@ -52,7 +53,7 @@ def _time(text: str, weeks: str) -> Budget:
 
 
 def _device_hours(number: str, suffix: str) -> Budget:
-    return Budget(device_hours=float(parse_count(number + suffix)))
+    return Budget(device_hours=_number(number) * _THOUSANDS[suffix])
 
 
 _FORMS = (

@@ -26,6 +26,8 @@ from ingot.recipes.amounts import (
         ("$2M", Budget(usd=2e6)),
         ("2_000_000 USD", Budget(usd=2e6)),
         ("2M$", Budget(usd=2e6)),
+        ("$12.50", Budget(usd=12.5)),
+        ("1.5 gpu-hours", Budget(device_hours=1.5)),
         ("24h", Budget(seconds=86400)),
         ("30 d", Budget(seconds=30 * 86400)),
         ("2 weeks", Budget(seconds=14 * 86400)),
