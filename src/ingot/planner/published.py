@@ -44,7 +44,8 @@ class Measured:
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """scale: the row's step is so many of the run's steps (1, but where a batch had to be rounded or a part of a step
-    was timed). notes: what the source does not say and a rule decided. why: reasons for the software's properties."""
+    was timed). part: one layer was timed, of which the run has more: its memory says nothing. notes: what the source
+    does not say and a rule decided. why: reasons for the software's properties."""
 
     id: str
     family: str
@@ -54,6 +55,7 @@ class Subject:
     software: Software
     measured: Measured
     scale: float = 1.0
+    part: bool = False
     notes: tuple[str, ...] = ()
     why: tuple[str, ...] = ()
 
@@ -112,7 +114,8 @@ def _subject(row: Row) -> Subject | Skipped:
     degrees = degrees_of(row, arch, cluster, count, notes)
     batch, micro = batch_of(row, seq_len, degrees, notes)
     scale = (row.count("plan", "global_batch") or batch) / batch
-    if "one layer" in row.text("model", "name"):
+    part = "one layer" in row.text("model", "name")
+    if part:
         many, batches = _LAYERS, _LAYER_BATCHES  # so that what comes once per step or micro-batch weighs nothing
         arch = replace(arch, vocab_size=degrees.tp, num_layers=many)
         batch, scale = batch * batches, scale / (many * batches)
@@ -135,6 +138,7 @@ def _subject(row: Row) -> Subject | Skipped:
         software=software,
         measured=_measured(row, run, count, run.tokens_per_step * scale),
         scale=scale,
+        part=part,
         notes=tuple(notes),
         why=why,
     )

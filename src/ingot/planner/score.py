@@ -24,7 +24,7 @@ class Scored:
     """One row. step_error, memory_error: predicted over measured, minus 1; None where nothing was measured.
 
     speed: model FLOP/s of one device, (predicted, measured). over: the prediction does not fit. judged: fit can be
-    judged, for the row states what fills the memory.
+    judged, for the row states its micro-batch and what it recomputes.
     """
 
     id: str
@@ -51,7 +51,7 @@ class Score:
     def families(self) -> dict[str, dict[str, Any]]:
         """In percent. n: rows that were compared. rank_correlation: Spearman's, of model FLOP/s per device.
         oom_called: rows that ran out of memory, or were measured above the device's, and are predicted to;
-        oom_false: rows that ran, and are predicted to run out."""
+        oom_false: rows that ran, state what fills the memory, and are predicted to run out."""
         names = dict.fromkeys(row.family for row in self.rows)
         return {name: _family([row for row in self.rows if row.family == name]) for name in names}
 
@@ -102,14 +102,16 @@ def _compared(found: Subject, constants: Constants | None) -> Scored:
     return Scored(
         id=found.id,
         family=found.family,
-        predicted=_figures(found, seconds, counted) | ({"bubble": _rounded(time.bubble)} if time.bubble else {}),
+        predicted=_figures(found, seconds, counted)
+        | ({"bubble": _rounded(time.schedule_bubble)} if time.bubble else {}),
         measured=_as_measured(found),
         step_error=None if step is None else seconds / step - 1,
         memory_error=None if memory is None else counted / memory - 1,
         speed=None if step is None else (flops / seconds, flops / step),
         ran_out=measured.ran_out or (memory or 0.0) > found.cluster.memory_bytes,
         over=sum(term.value for term in bill.values()) > found.cluster.memory_bytes,
-        judged=found.row.count("plan", "micro_batch") is not None,
+        judged=not found.part
+        and None not in (found.row.count("plan", "micro_batch"), found.row.value("plan", "recompute")),
     )
 
 
@@ -124,7 +126,7 @@ def _figures(found: Subject, seconds: float, memory: float) -> dict[str, float]:
         "tok_s_gpu": _rounded(speed),
         "tflops_gpu": _rounded(speed * flops / 1e12),
         "mfu_pct": _rounded(100 * speed * flops / peak),
-        "mem_gb": _rounded(memory / _memory_unit(found.row)),
+        **({} if found.part else {"mem_gb": _rounded(memory / _memory_unit(found.row))}),
         **({"gpu_hours": _rounded(tokens / speed / 3600)} if tokens else {}),
     }
 
