@@ -181,11 +181,11 @@ class StageTimer:
         return 4 * position.assignments * row * self._constants.expert_bytes / self.rates.memory
 
     def _accumulated(self, products: Iterable[Product]) -> Seconds:
-        """Gradients of weights are added to those of the micro-batches before: read and written once more. Tuned
-        products add them up themselves, and ZeRO-3 adds up its own part alone."""
+        """Gradients of weights are added to those of the micro-batches before: read and written once more.
+        ZeRO-3 adds up its own part alone."""
         position = self._position
         parts = position.parallel.zero == 3 and position.parallel.shard_ranks > 1
-        if parts or position.software.kernels == "tuned":
+        if parts or position.software.fused_gradients:
             return {}
         kept = kept_gradient_bytes(position.parallel, position.train.precision)
         numbers = sum(p.n * p.k * p.groups for p in products)

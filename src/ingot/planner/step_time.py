@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from ingot.planner.collectives import send
 from ingot.planner.constants import Constants, fitted
 from ingot.planner.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel, in_turn
 from ingot.planner.links import LineTime, counted_as, group_of, line_times
@@ -29,10 +30,40 @@ class StepTime:
     terms: dict[str, Term]
     communication: dict[str, Communication]
     bubble: float = 0.0
+    pipeline: "Pipeline | None" = None
 
     @cached_property
     def seconds(self) -> float:
         return sum(term.value for term in self.terms.values())
+
+    @cached_property
+    def schedule_bubble(self) -> float:
+        """What `bubble` would be if all stages took as long as the median one: the figure that authors of schedules
+        print. The rest is that stages are uneven."""
+        return self.pipeline.even_bubble if self.pipeline else 0.0
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule and what it is played with: seconds of F, I and W of every stage, and of a message."""
+
+    schedule: str
+    ranks: int
+    micro_batches: int
+    stages_per_rank: int
+    times: tuple[list[float], list[float], list[float]]
+    send: float
+
+    def seconds(self, times: tuple[list[float], list[float], list[float]]) -> float:
+        return pipeline_seconds(self.schedule, self.ranks, self.micro_batches, self.stages_per_rank, times, self.send)
+
+    @property
+    def even_bubble(self) -> float:
+        by_work = sorted(zip(*self.times, strict=True), key=sum)
+        f, i, w = by_work[len(by_work) // 2]
+        stages = len(by_work)
+        work = self.micro_batches * (f + i + w) * stages / self.ranks
+        return 1 - work / self.seconds(([f] * stages, [i] * stages, [w] * stages))
 
 
 def rank_work(run: RunConfig, device: str) -> Work:
@@ -84,14 +115,14 @@ class _Step:
         terms = self._work_terms(busiest)
         times, waits = self.lines(busiest)
         terms |= waits
-        bubble = 0.0
+        bubble, pipeline = 0.0, None
         if self.parallel.pp > 1:
-            whole, bubble = self._pipeline()
+            whole, bubble, pipeline = self._pipeline()
             terms["pipeline bubble"] = Term(max(whole - own, 0.0), self._pipeline_formula(whole, bubble))
         busy = sum(self._compute(busiest).values())
         terms["collectives"] = data_parallel(busiest, self.cluster, times, busy, self.constants)
         terms["optimizer step"] = self._update(busiest)
-        return StepTime(terms, self._communication(times, waits, terms["collectives"]), bubble)
+        return StepTime(terms, self._communication(times, waits, terms["collectives"]), bubble, pipeline)
 
     def parts(self, position: Position, stage: Stage) -> tuple[Part, Part, Part]:
         key = _kind_of(position, stage)
@@ -147,21 +178,21 @@ class _Step:
         position = self.everyone[0]
         group = group_of(self.parallel, "pp", self.parallel.pp, self.cluster, self.constants)
         parts = self.parallel.tp if position.software.scatter_sends else position.sequence_ranks
-        rate = group.network if group.crosses else group.link
-        wait = group.network_seconds if group.crosses else group.link_seconds
-        return hidden_bytes(position) / parts / rate + wait if rate else 0.0
+        known = group.network if group.crosses else group.link
+        return send(group, hidden_bytes(position) / parts) if known else 0.0
 
-    def _pipeline(self) -> tuple[float, float]:
+    def _pipeline(self) -> tuple[float, float, Pipeline]:
         """Seconds of all micro-batches, and the share of them that ranks wait."""
-        parallel, times, send = self.parallel, self.stage_times(), self.send_seconds()
+        parallel, times, message = self.parallel, self.stage_times(), self.send_seconds()
         played = times
         if not self.everyone[0].software.overlap_pipeline:  # both wait until a message has arrived
-            played, send = ([f + 2 * send for f in times[0]], [i + 2 * send for i in times[1]], times[2]), 0.0
-        whole = pipeline_seconds(
-            parallel.schedule, parallel.pp, self.accumulation, parallel.stages_on_each_rank, played, send
-        )
+            played = [f + 2 * message for f in times[0]], [i + 2 * message for i in times[1]], times[2]
+            message = 0.0
+        each = parallel.stages_on_each_rank
+        pipeline = Pipeline(parallel.schedule, parallel.pp, self.accumulation, each, played, message)
+        whole = pipeline.seconds(played)
         work = sum(sum(part) for part in times) * self.accumulation
-        return whole, max(1 - work / (parallel.pp * whole), 0.0)
+        return whole, max(1 - work / (parallel.pp * whole), 0.0), pipeline
 
     def _pipeline_formula(self, whole: float, bubble: float) -> str:
         parallel = self.parallel
@@ -175,7 +206,7 @@ class _Step:
         whole = sum(part.seconds for stage in position.stages for part in self.parts(position, stage))
         late = (whole * self.accumulation) - sum(compute.values())
         waits = compute.pop(LAUNCHES, 0.0)
-        amounts = {**compute, LAUNCHES: waits + late}
+        amounts = {**compute, LAUNCHES: waits + max(late, 0.0)}
         done = step_work(position, counted_as(self.cluster))
         said = {
             PRODUCTS: f"{format_flops(done.matmul_flops)}, by their shapes",
@@ -278,11 +309,11 @@ def simulated(
 ) -> Timeline:
     """The run's pipeline, action by action, with the time of each stage, or its matrix products where the cluster has
     no rate."""
-    send, table = 0.0, everyone[0].table
+    message, table = 0.0, everyone[0].table
     known = _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
     if known and cluster.device != "cpu":
         step = _Step(run, cluster, everyone[0].software, constants or fitted())
-        (forward, inputs, weights), send = step.stage_times(), step.send_seconds()
+        (forward, inputs, weights), message = step.stage_times(), step.send_seconds()
     else:
         timer = MeasuredTimer(everyone[0], cluster)
         stages = sorted(((s.number, p, s) for p in everyone for s in p.stages), key=lambda found: found[0])
@@ -291,8 +322,8 @@ def simulated(
             times = [[part.busy + part.host for part in three] for three in parts]
             rate = cluster.link_bandwidth
             size = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks
-            send = size / rate + cluster.link_seconds if rate else 0.0
+            message = size / rate + cluster.link_seconds if rate else 0.0
         else:
             times = [[part.matmul_flops for part in stage_work(p, s, cluster.device)] for _, p, s in stages]
         forward, inputs, weights = (list(part) for part in zip(*times, strict=True))
-    return simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
+    return simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=message)

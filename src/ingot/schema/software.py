@@ -21,6 +21,8 @@ class Software:
       device (Shah et al. 2024; cuDNN's of 2025); "unfused" writes and reads them, with a fused softmax.
     biased_scores: scores get a bias before softmax (ALiBi, Press et al. 2021), which flash kernels load or compute too.
     recipe: of low-precision matrix products.
+    fused_gradients: products of weights' gradients add to those of the micro-batches before, in fp32; else a kernel of
+      its own does.
     graphs: kernels are started by recorded graphs, so that the host does not limit the device.
     overlap_data, overlap_tensor, overlap_pipeline: collectives of the axis run beside computation.
     overlap_experts: all-to-alls of experts too, beside another micro-batch.
@@ -45,6 +47,7 @@ class Software:
     attention: Literal["flash", "tuned", "unfused"] = "flash"
     biased_scores: bool = False
     recipe: Recipe = ""
+    fused_gradients: bool = False
     graphs: bool = False
     overlap_data: bool = True
     overlap_tensor: bool = False

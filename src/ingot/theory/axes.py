@@ -1,5 +1,7 @@
 """The names of the groups that traffic goes over: the mesh axes on which their members differ, joined by "+"."""
 
+from functools import lru_cache
+
 from ingot.schema.parallel import Parallel
 from ingot.theory.mesh_world import Grid
 
@@ -13,12 +15,19 @@ def spanned(parallel: Parallel, view: str) -> str:
     ep takes neighbours, expert_shard every ep-th rank. Where ep is neither a divisor nor a multiple of the inner axes,
     groups may differ: it is the first one that is told.
     """
-    grid = Grid({axis: getattr(parallel, axis) for axis in _IN_A_COPY})
-    columns, ranks = grid.sizes["tp"], range(grid.world_size)
+    sizes = tuple(getattr(parallel, axis) for axis in _IN_A_COPY)
+    return _spanned(sizes, parallel.ep, parallel.reduce == "canonical", view)
+
+
+@lru_cache(maxsize=65_536)
+def _spanned(sizes: tuple[int, ...], ep: int, canonical: bool, view: str) -> str:
+    """Planners ask for it often, and it takes time for every rank."""
+    grid = Grid(dict(zip(_IN_A_COPY, sizes, strict=True)))
+    cp, columns, ranks = grid.sizes["cp"], grid.sizes["tp"], range(grid.world_size)
     line = {
-        "shard": ranks[::columns] if parallel.reduce != "canonical" else ranks[:: columns * parallel.cp],
-        "sequence": ranks[: parallel.cp * columns],
-        "ep": ranks[: parallel.ep],
-        "expert_shard": ranks[:: parallel.ep],
+        "shard": ranks[:: columns * cp] if canonical else ranks[::columns],
+        "sequence": ranks[: cp * columns],
+        "ep": ranks[:ep],
+        "expert_shard": ranks[::ep],
     }[view]
     return "+".join(grid.axes(line))

@@ -113,6 +113,11 @@ RULES = (
         {"overlap_data": False, "overlap_pipeline": False, "dropout": True},
     ),
     Rule(
+        "Megatron's products of gradients add up themselves since 2022; DeepSpeed's pipeline has a kernel for it",
+        lambda row: row.year >= 2022 and _of_megatron(row) and not _says(r"mt-nlg")(row),
+        {"fused_gradients": True},
+    ),
+    Rule(
         "Megatron-Core and NeMo: Transformer Engine's kernels; collectives of tensor parallelism run beside products",
         _since(2023, r"megatron-core|megatron_core|nemo|megatron-bridge"),
         {"kernels": "tuned", "overlap_tensor": True, "attention": "flash", "dropout": False},
@@ -141,6 +146,7 @@ RULES = (
         lambda row: _tpu(row) or re.search(r"maxtext|jax|xla", row.words) is not None,
         {"overlap_tensor": True, "overlap_data": True, "overlap_pipeline": True, "megatron_state": False},
     ),
+    Rule("its loss is one fused kernel, with gradients in place", _says(r"llm-foundry|flash-attn"), {"loss": "fused"}),
     Rule("eager", _says(r"\beager\b"), {"kernels": "eager"}),
     Rule("per-operation recomputation keeps every other product", _says_recompute(r"per-op|default config"), _HALF),
     Rule(
