@@ -184,6 +184,17 @@ def test_the_best_layout_is_found_and_taken(visit):
     seen.picture("page-best", whole=True)
 
 
+def test_a_search_leaves_alone_what_is_to_be_kept(visit):
+    seen = visit()
+    seen.open(f"{SMALL}&tp=4")
+    seen.page.click("#keep summary")
+    seen.page.check("#keep input[value=tp]")
+    seen.page.click("#best")
+    seen.page.wait_for_selector("#search tbody tr", timeout=60_000)
+    layouts = seen.page.locator("#search tbody th").all_inner_texts()
+    assert layouts and all("tp 4" in layout for layout in layouts)
+
+
 def test_two_plans_beside_each_other(visit):
     seen = visit()
     seen.open(f"{SMALL}&recompute=full")
@@ -261,7 +272,8 @@ def test_no_control_of_a_telephone_is_too_small_to_touch(visit):
     seen = visit(NARROW, has_touch=True, is_mobile=True)
     seen.open(PIPELINE)
     small = seen.page.evaluate(
-        """[...document.querySelectorAll("form input, form select, form button, .actions > *")]
+        """[...document.querySelectorAll("form :is(input, select, button), .boxes label, .actions > *")]
+            .filter((element) => element.type !== "checkbox")
             .filter((element) => element.offsetParent && element.getBoundingClientRect().height < 28)
             .map((element) => element.id)"""
     )

@@ -4,7 +4,7 @@
     GET /api/options          models, devices, typical clusters
     GET /api/plan?STATE       a plan; moved=KEY says which setting was moved last
     GET /api/fixes?STATE      single changes with which it fits
-    GET /api/search?STATE     the best layouts
+    GET /api/search?STATE     the best layouts; keep=tp,pp: of those with these settings
     GET /api/timeline?STATE   the simulated pipeline; window=step|start|end
     GET /api/compare?a=&b=    two plans, each a STATE
     GET /api/run.toml?STATE   the run file
@@ -36,7 +36,7 @@ from ingot.web.fixes import fixes
 from ingot.web.options import options
 from ingot.web.pictures import WINDOWS, picture
 from ingot.web.protect import Headers
-from ingot.web.searching import best_layouts
+from ingot.web.searching import best_layouts, read_keep
 from ingot.web.state import FIELDS, State, read_state
 from ingot.web.views import view
 
@@ -144,13 +144,13 @@ def _run_file(desk: _Desk):
 
 async def _search(request: Request) -> Response:
     """It ends with the request: a page that has moved on closes it."""
-    state = read_state(_pairs(request))
+    state, keep = read_state(_pairs(request, "keep")), read_keep(request.query_params.get("keep", ""))
     answers.settled(state)  # what is wrong with it is said before a process is started
     outcome: list[dict | IngotError] = []
     async with anyio.create_task_group() as group:
         group.start_soon(_until_closed, request, group)
         try:
-            outcome.append(await best_layouts(state))
+            outcome.append(await best_layouts(state, keep))
         except IngotError as error:
             outcome.append(error)
         group.cancel_scope.cancel()

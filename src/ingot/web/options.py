@@ -7,6 +7,8 @@ from ingot.recipes.load import load_model, model_names
 from ingot.theory.devices import devices
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_bytes, format_count
+from ingot.web.choices import LABELS
+from ingot.web.searching import KEEPABLE
 
 _CLUSTERS = {
     "rtx4090": "one 24 GB card",
@@ -19,16 +21,6 @@ _CLUSTERS = {
     "64x8xmi300x": "64 nodes",
     "v5p-256": "a slice, planning only",
 }
-_SCHEDULE_HELP = {
-    "gpipe": "all forwards, then all backwards",
-    "1f1b": "one forward, one backward in turn",
-    "interleaved": "several stages on each rank: a smaller bubble, more messages",
-    "looped_bfs": "several stages on each rank, breadth first",
-    "zb_h1": "weight gradients fill the bubble, at the memory of 1F1B",
-    "interleaved_zb": "interleaved, and weight gradients fill the bubble",
-    "zb_v": "two stages on each rank in a V: no bubble at the memory of 1F1B",
-    "dualpipe_v": "forwards run beside backwards, two stages on each rank",
-}
 
 
 @cache
@@ -37,7 +29,7 @@ def options() -> dict:
         "models": [_model(name) for name in model_names()],
         "devices": [_device(name) for name in devices()],
         "clusters": [_cluster(name, about) for name, about in _CLUSTERS.items()],
-        "schedules": _SCHEDULE_HELP,
+        "keepable": [{"key": key, "label": LABELS[key]} for key in KEEPABLE],
     }
 
 

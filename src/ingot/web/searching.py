@@ -1,7 +1,7 @@
 """The best layouts of a model on a cluster, found in a process of their own: it is stopped when it takes too long or
 when nobody waits for it any more.
 
-    python -m ingot.web.searching QUERY     prints what the page shows, as JSON
+    python -m ingot.web.searching QUERY [KEEP ...]     prints what the page shows, as JSON
 """
 
 import json
@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import anyio
 
-from ingot.errors import ConfigError, IngotError
+from ingot.errors import ConfigError, IngotError, UsageError
 from ingot.planner.search import Candidate, Found, search
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import resolve_parallel
@@ -21,12 +21,23 @@ from ingot.web.state import LAYOUT, State, read_state, words
 from ingot.web.views import layout_words
 
 DEADLINE_SECONDS = 45.0
+# Settings that a search can leave as they are, where the user wants it.
+KEEPABLE = ("tp", "pp", "cp", "ep", "dp_replicate", "micro_batch", "zero", "recompute", "schedule")
 _SHOWN = 6
 
 
-async def best_layouts(state: State, deadline_seconds: float = DEADLINE_SECONDS) -> dict:
-    """For the settings of a link. Raises ConfigError when the search finds an error, or does not end in time."""
-    command = [sys.executable, "-m", __name__, urlencode(words(state))]
+def read_keep(text: str) -> tuple[str, ...]:
+    """'tp,pp' -> ("tp", "pp"). Raises UsageError."""
+    kept = tuple(text.split(",")) if text else ()
+    if other := [key for key in kept if key not in KEEPABLE]:
+        raise UsageError(f"a search cannot keep {other[0][:20]!r}", rule=f"it can keep {', '.join(KEEPABLE)}")
+    return kept
+
+
+async def best_layouts(state: State, keep: tuple[str, ...] = (), deadline_seconds: float = DEADLINE_SECONDS) -> dict:
+    """For the settings of a link. keep: those of KEEPABLE that stay. Raises ConfigError when the search finds an error,
+    or does not end in time."""
+    command = [sys.executable, "-m", __name__, urlencode(words(state)), *keep]
     try:
         with anyio.fail_after(deadline_seconds):
             done = await anyio.run_process(command, check=False)
@@ -46,13 +57,14 @@ async def best_layouts(state: State, deadline_seconds: float = DEADLINE_SECONDS)
     return answer
 
 
-def main(query: str) -> dict:
+def main(query: str, *keep: str) -> dict:
     """In the other process; what is refused comes back as a value."""
     try:
         asked = read_state(parse_qsl(query))
         state = settled(asked)
         run, _ = run_of(state)
-        return _shown(asked, search(run, cluster_of(state.cluster), software_of(state), limit=_SHOWN))
+        pinned = {key: getattr(state, key) for key in keep}
+        return _shown(asked, search(run, cluster_of(state.cluster), software_of(state), pinned=pinned, limit=_SHOWN))
     except IngotError as error:
         return {"refused": [error.found, error.rule, error.fix]}
 
@@ -100,4 +112,4 @@ def state_of(state: State, candidate: Candidate) -> State:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(main(*sys.argv[1:])))

@@ -43,6 +43,18 @@ async def test_a_search_ends_with_the_page_that_asked_for_it(anyio_backend):
     assert scope.cancelled_caught
 
 
+def test_what_is_kept_stays_as_it_is(client):
+    found = client.get(
+        "/api/search?model=llama3-8b&cluster=8xh100&batch=256&tp=4&recompute=full&keep=tp,recompute"
+    ).json()
+    assert found["best"]
+    for one in found["best"]:
+        assert (one["words"]["tp"], one["words"]["recompute"]) == ("4", "full")
+    refused = client.get("/api/search?keep=model")
+    assert refused.status_code == 400
+    assert "cannot keep 'model'" in refused.json()["found"]
+
+
 def test_where_nothing_fits_the_nearest_and_a_way_out_are_told(client):
     found = client.get("/api/search?model=llama3-70b&cluster=h100&batch=64").json()
     assert found["best"] == []
@@ -50,7 +62,7 @@ def test_where_nothing_fits_the_nearest_and_a_way_out_are_told(client):
 
 
 def test_bad_settings_are_refused_before_a_process_is_started(client, monkeypatch):
-    async def never(state):
+    async def never(state, keep):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("ingot.web.app.best_layouts", never)

@@ -77,10 +77,22 @@ export class Controls {
     return el(
       "fieldset", {}, el("legend", { text: "Layout" }),
       el("button", { type: "button", id: "best", class: "main", text: "Find the best layout", onclick: best }),
+      this.#keep(),
       el("p", { class: "hint", id: "layout-hint" }),
       SLIDERS.map(([key, label, unit]) => this.#slider(key, label, unit)),
       el("div", { class: "row" }, SELECTS.map(([key, label]) => this.#select(key, label, []))),
     );
+  }
+
+  #keep() {
+    const box = ({ key, label }) => el("label", {}, el("input", { type: "checkbox", name: "keep", value: key }), label);
+    const boxes = el("div", { class: "boxes" }, this.#options.keepable.map(box));
+    return el("details", { id: "keep" }, el("summary", { text: "Keep some settings as they are" }), boxes);
+  }
+
+  /** The settings that a search leaves alone: "tp,pp". */
+  get kept() {
+    return [...document.querySelectorAll("#keep input:checked")].map((input) => input.value).join(",");
   }
 
   #given() {

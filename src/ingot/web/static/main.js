@@ -123,7 +123,7 @@ async function best() {
   showSearch(null, apply);
   say("Searching layouts");
   try {
-    const found = await lines.search.ask(`/api/search?${settings.query}`);
+    const found = await lines.search.ask(`/api/search?${settings.query}&keep=${controls.kept}`);
     if (!found) return;
     showSearch(found, apply);
     if (found.best.length) await apply(found.best[0].words);
