@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ingot.theory import memory
 from ingot.theory.flights import Doing, Situation, row_of
 from ingot.theory.layout import Position
-from ingot.theory.stage_memory import AtBlock, StageMemory, Unit, stage_memory
+from ingot.theory.stage_memory import AtBlock, StageMemory, Unit, stage_memories
 from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
 
 _NOTHING = Unit(0)
@@ -81,7 +81,7 @@ def peak(position: Position, device: str) -> Peak:
     """Of all situations the one with the most bytes."""
     parallel = position.parallel
     row = row_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
-    stages = tuple(stage_memory(position, stage, device) for stage in position.stages)
+    stages = stage_memories(position, device)
     gradients = Gradients(position)
     inside = [max(_moments(position, stages, doing, gradients, device), key=lambda m: m.bytes) for doing in row.doings]
     kept, left = [stage.kept for stage in stages], [stage.left for stage in stages]

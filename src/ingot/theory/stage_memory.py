@@ -8,7 +8,7 @@ first.
 
 from dataclasses import dataclass
 
-from ingot.theory.activations import block_sizes, head_gradient_bytes, input_bytes, output_bytes
+from ingot.theory.activations import BlockSize, block_sizes, head_gradient_bytes, input_bytes, output_bytes
 from ingot.theory.layout import Position, Stage, attention_matrices
 from ingot.theory.params import block_norm_parameters
 from ingot.theory.state import COMPUTE_BYTES
@@ -69,9 +69,14 @@ class StageMemory:
         return self.outer if self.first or not self.units else self.units[0]
 
 
-def stage_memory(position: Position, stage: Stage, device: str) -> StageMemory:
+def stage_memories(position: Position, device: str) -> tuple[StageMemory, ...]:
+    """Of all stages of a rank."""
+    sizes = block_sizes(position, device), block_sizes(position, device, experts=True)
+    return tuple(_stage_memory(position, stage, device, *sizes) for stage in position.stages)
+
+
+def _stage_memory(position: Position, stage: Stage, device: str, dense: BlockSize, sparse: BlockSize) -> StageMemory:
     tokens, e, layers = position.tokens, COMPUTE_BYTES[position.train.precision], stage.layers
-    dense, sparse = (block_sizes(position, device, experts=experts) for experts in (False, True))
     recomputed = position.parallel.recompute != "none"
     every, expert_layers = position.parallel.recompute_every, stage.expert_layers
 

@@ -14,7 +14,7 @@ from ingot.theory import activations, memory
 from ingot.theory.flights import row_of
 from ingot.theory.layout import Position, positions
 from ingot.theory.params import count_parameters
-from ingot.theory.stage_memory import stage_memory
+from ingot.theory.stage_memory import stage_memories
 
 TINY = Arch(
     vocab_size=512, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=128
@@ -37,7 +37,7 @@ def one(arch: Arch, precision="bf16", **more) -> Position:
 
 def kept(position: Position, device: str = "cpu") -> float:
     """Of one micro-batch."""
-    return sum(stage_memory(position, stage, device).kept for stage in position.stages)
+    return sum(stage.kept for stage in stage_memories(position, device))
 
 
 def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str = "none", every: int = 1) -> int:
