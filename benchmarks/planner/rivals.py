@@ -112,10 +112,15 @@ def constant(everyone: list[Subject], *, unseen: bool) -> dict[str, float]:
         own = defaultdict(list)
         for s in everyone:
             if bits[s.id] == wanted and not (unseen and s.family == family):
-                own[s.family].append(ideal[s.id] / s.measured.step_seconds)
+                own[s.family].append(ideal[s.id] / _measured_seconds(s))
         return float(np.median([np.median(shares) for shares in own.values()])) if own else share(2 * wanted, family)
 
     return {s.id: ideal[s.id] / share(bits[s.id], s.family) for s in everyone}
+
+
+def _measured_seconds(subject: Subject) -> float:
+    assert subject.measured.step_seconds is not None  # as of all that are `timed`
+    return subject.measured.step_seconds
 
 
 def _ideal_seconds(subject: Subject) -> float:

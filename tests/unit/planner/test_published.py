@@ -24,6 +24,12 @@ def measured(tmp_path, *, plan=None, **values):
     return found
 
 
+def seconds(tmp_path, **values) -> float:
+    found = measured(tmp_path, **values).measured.step_seconds
+    assert found is not None
+    return found
+
+
 def test_the_rows_own_step_time_comes_first(tmp_path):
     found = measured(tmp_path, measured={"step_s": 2.0, "tok_s_gpu": 1.0})
     assert (found.measured.step_seconds, found.measured.derived) == (2.0, "")
@@ -36,17 +42,16 @@ def test_step_time_from_throughput(tmp_path):
 
 def test_step_time_from_mfu_counts_flops_as_the_row_does(tmp_path):
     half = {"mfu_pct": 50}
-    full = measured(tmp_path, measured=half)
-    flops = train_flops_per_token(full.run.model, 4096, causal=False)
-    assert full.measured.step_seconds == pytest.approx(32 * 4096 * flops / (8 * 156e12))
-    causal = measured(tmp_path, measured=half, flops_convention="causal attention (half), logits included")
-    assert causal.measured.step_seconds < full.measured.step_seconds
+    flops = train_flops_per_token(measured(tmp_path, measured=half).run.model, 4096, causal=False)
+    full = seconds(tmp_path, measured=half)
+    assert full == pytest.approx(32 * 4096 * flops / (8 * 156e12))
+    assert seconds(tmp_path, measured=half, flops_convention="causal attention (half), logits included") < full
 
 
 def test_hardware_flops_count_what_is_recomputed(tmp_path):
-    model = measured(tmp_path, plan={"recompute": "full"}, measured={"tflops_gpu": 100, "tflops_kind": "model"})
-    hardware = measured(tmp_path, plan={"recompute": "full"}, measured={"tflops_gpu": 100, "tflops_kind": "hardware"})
-    assert hardware.measured.step_seconds == pytest.approx(4 / 3 * model.measured.step_seconds)
+    model = seconds(tmp_path, plan={"recompute": "full"}, measured={"tflops_gpu": 100, "tflops_kind": "model"})
+    hardware = seconds(tmp_path, plan={"recompute": "full"}, measured={"tflops_gpu": 100, "tflops_kind": "hardware"})
+    assert hardware == pytest.approx(4 / 3 * model)
 
 
 def test_shares_of_a_low_precision_peak_are_not_compared(tmp_path):
