@@ -89,8 +89,8 @@ def _communication(planned: Planned) -> Iterator[str]:
         return
     cluster = plan.cluster
     yield (
-        f"{cluster.name}: {format_bytes(cluster.link_bandwidth)}/s between the {cluster.domain} devices of a domain,"
-        f" {format_bytes(cluster.network_bandwidth)}/s beyond, of one device in one direction"
+        f"{cluster.name}: {cluster.link_bandwidth / 1e9:,.0f} GB/s between the {cluster.domain} devices of a domain,"
+        f" {cluster.network_bandwidth / 1e9:,.0f} GB/s beyond, of one device in one direction"
     )
     for line, c in plan.communication.items():
         where = "leaves the domain" if c.crosses else "stays in the domain"

@@ -86,9 +86,8 @@ def _gap(story: Story) -> str:
     inside, across = story.cluster.link_bandwidth, story.cluster.network_bandwidth
     if not inside or not across or story.cluster.devices <= story.cluster.domain:
         return ""
-    return (
-        f"{format_bytes(inside)}/s inside / {format_bytes(across)}/s across = {inside / across:.0f} times slower beyond"
-    )
+    rates = f"{inside / 1e9:,.0f} GB/s inside / {across / 1e9:,.0f} GB/s across"
+    return f"{rates} = {inside / across:.0f} times slower beyond"
 
 
 def _pipeline(story: Story) -> Choice:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ingot.planner.memory import rank_memory_bytes
 from ingot.planner.plan import Planned
-from ingot.recipes.plan_text import RANKING, plan_lines, ranking_rows
+from ingot.recipes.plan_text import RANKING, columns_in_use, plan_lines, ranking_rows
 from ingot.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -24,9 +24,11 @@ def as_html(planning: "Planning") -> str:
     """Self-contained, every text escaped; legible on light and dark pages, because it sets no colour of text."""
     best = planning.best
     head = f"{format_count(best.plan.parameters)} parameters on {best.plan.cluster.name}"
-    titles = "".join(f'<th style="{_CELL}">{escape(title)}</th>' for title in (*RANKING, "memory of the device"))
-    rows = zip(ranking_rows(planning), planning.plans, strict=True)
-    body = "".join(_row(cells, planned) for cells, planned in rows)
+    rows = ranking_rows(planning)
+    used = columns_in_use(rows)
+    names = [*(RANKING[i] for i in used), "memory of the device"]
+    titles = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in names)
+    body = "".join(_row([row[i] for i in used], planned) for row, planned in zip(rows, planning.plans, strict=True))
     details = escape("\n".join(plan_lines(best)))
     fix = f"<p>{escape(planning.fix)}</p>" if planning.fix else ""
     return (
@@ -37,7 +39,7 @@ def as_html(planning: "Planning") -> str:
     )
 
 
-def _row(cells: tuple[str, ...], planned: Planned) -> str:
+def _row(cells: list[str], planned: Planned) -> str:
     shown = "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in cells)
     return f'<tr>{shown}<td style="padding:2px 8px">{_bar(planned)}</td></tr>'
 

@@ -270,9 +270,14 @@ def wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
 
+def columns_in_use(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The numbers of those columns that have more than "-" in them."""
+    return [i for i in range(len(rows[0])) if any(row[i] != "-" for row in rows)] if rows else []
+
+
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> Iterator[str]:
     """Aligned columns, those in `right` (0-based) on the right, as numbers are. A column of "-" alone is left out."""
-    used = [i for i in range(len(rows[0])) if any(row[i] != "-" for row in rows)] if rows else []
+    used = columns_in_use(rows)
     cells = [[row[i] for i in used] for row in ([header, *rows] if header else rows)]
     aligned = [i in right for i in used]
     widths = [max(len(row[i]) for row in cells) for i in range(len(used))]
