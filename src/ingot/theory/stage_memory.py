@@ -72,67 +72,77 @@ class StageMemory:
 def stage_memories(position: Position, device: str) -> tuple[StageMemory, ...]:
     """Of all stages of a rank."""
     sizes = block_sizes(position, device), block_sizes(position, device, experts=True)
-    return tuple(_stage_memory(position, stage, device, *sizes) for stage in position.stages)
+    return tuple(_stage_memory(_Blocks(position, stage, *sizes), device) for stage in position.stages)
 
 
-def _stage_memory(position: Position, stage: Stage, device: str, dense: BlockSize, sparse: BlockSize) -> StageMemory:
-    tokens, e, layers = position.tokens, COMPUTE_BYTES[position.train.precision], stage.layers
-    recomputed = position.parallel.recompute != "none"
-    every, expert_layers = position.parallel.recompute_every, stage.expert_layers
-
-    def kept(layers: range) -> float:
-        """By those blocks, per token."""
-        experts = range(max(layers.start, expert_layers.start), min(layers.stop, expert_layers.stop))
-        total = 0.0
-        for size, count, again in (
-            (dense, len(layers) - len(experts), _multiples(layers, every) - _multiples(experts, every)),
-            (sparse, len(experts), _multiples(experts, every)),
-        ):
-            again = again if recomputed else 0
-            total += (count - again) * size.kept + again * size.recomputed
-        return total
-
-    def left(layers: range) -> float:
-        experts = len(range(max(layers.start, expert_layers.start), min(layers.stop, expert_layers.stop)))
-        return experts * sparse.left + (len(layers) - experts) * dense.left
-
-    groups = [group for group in position.groups(stage) if len(group)]
-    size_of_group = len(groups[0]) if groups else 1
-    incoming = tokens * input_bytes(position, stage)
-    around = attention_matrices(position.arch, position.parallel.tp) + block_norm_parameters(position.arch)
-    blocks = []
-    for layer in sorted({*layers[-2:], *layers[:1]}, reverse=True):
-        size = sparse if layer in expert_layers else dense
-        routed = stage.experts if layer in expert_layers else 0
-        blocks.append(
-            AtBlock(
-                layer=layer,
-                before=incoming + tokens * kept(range(layers.start, layer)),
-                kept=tokens * size.kept,
-                attention=tokens * size.attention,
-                fed=tokens * size.fed_backward,
-                attended=tokens * size.attended_backward,
-                left=tokens * left(range(layer + 1, layers.stop)),
-                fed_unit=Unit(stage.expert_block - around if routed else stage.block - around, routed),
-                unit=(layer - layers.start) // size_of_group,
-            )
-        )
-    head = head_gradient_bytes(position, stage)
-    largest = max((block_matrix(position, layer in expert_layers) for layer in {*layers[:1], *layers[-1:]}), default=0)
+def _stage_memory(blocks: "_Blocks", device: str) -> StageMemory:
+    position, stage, layers = blocks.position, blocks.stage, blocks.stage.layers
+    tokens, e, tp = position.tokens, COMPUTE_BYTES[position.train.precision], position.parallel.tp
+    incoming, head = tokens * input_bytes(position, stage), head_gradient_bytes(position, stage)
+    ends = {*layers[:1], *layers[-1:]}
+    matrix = max((block_matrix(position, layer in stage.expert_layers) for layer in ends), default=0)
+    embedding = position.arch.vocab_size // tp * position.arch.d_model if stage.first else 0
     return StageMemory(
         number=stage.number,
         first=stage.first,
         last=stage.last,
-        kept=incoming + tokens * (kept(layers) + output_bytes(position, stage, device)) + head,
+        kept=incoming + tokens * (blocks.kept(layers) + output_bytes(position, stage, device)) + head,
         input=incoming,
         head=head,
-        left=tokens * left(layers),
-        blocks=tuple(blocks),
-        units=tuple(_unit(stage, group) for group in groups),
+        left=tokens * blocks.left(layers),
+        blocks=tuple(blocks.at(layer, incoming) for layer in sorted({*layers[-2:], *ends}, reverse=True)),
+        units=tuple(_unit(stage, group) for group in position.groups(stage) if len(group)),
         outer=Unit(stage.outside),
-        embedding=float(position.arch.vocab_size // position.parallel.tp * position.arch.d_model * e) * stage.first,
-        matrix=float(largest * e),
+        embedding=float(embedding * e),
+        matrix=float(matrix * e),
     )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Of one stage. dense, sparse: sizes of a block without and with experts."""
+
+    position: Position
+    stage: Stage
+    dense: BlockSize
+    sparse: BlockSize
+
+    def kept(self, layers: range) -> float:
+        """By those blocks, per token."""
+        parallel, experts = self.position.parallel, _common(layers, self.stage.expert_layers)
+        every, recomputed = parallel.recompute_every, parallel.recompute != "none"
+        sparse_again = _multiples(experts, every) if recomputed else 0
+        again = _multiples(layers, every) - sparse_again if recomputed else 0
+        dense = (len(layers) - len(experts) - again) * self.dense.kept + again * self.dense.recomputed
+        return dense + (len(experts) - sparse_again) * self.sparse.kept + sparse_again * self.sparse.recomputed
+
+    def left(self, layers: range) -> float:
+        """By those blocks, per token, for W."""
+        experts = len(_common(layers, self.stage.expert_layers))
+        return experts * self.sparse.left + (len(layers) - experts) * self.dense.left
+
+    def at(self, layer: int, incoming: float) -> AtBlock:
+        stage, position = self.stage, self.position
+        tokens, has_experts = position.tokens, layer in stage.expert_layers
+        size = self.sparse if has_experts else self.dense
+        around = attention_matrices(position.arch, position.parallel.tp) + block_norm_parameters(position.arch)
+        fed = Unit((stage.expert_block if has_experts else stage.block) - around, stage.experts if has_experts else 0)
+        return AtBlock(
+            layer=layer,
+            before=incoming + tokens * self.kept(range(stage.layers.start, layer)),
+            kept=tokens * size.kept,
+            attention=tokens * size.attention,
+            fed=tokens * size.fed_backward,
+            attended=tokens * size.attended_backward,
+            left=tokens * self.left(range(layer + 1, stage.layers.stop)),
+            fed_unit=fed,
+            unit=(layer - stage.layers.start) // len(position.groups(stage)[0]),
+        )
+
+
+def _common(layers: range, others: range) -> range:
+    start = max(layers.start, others.start)
+    return range(start, max(min(layers.stop, others.stop), start))
 
 
 def block_matrix(position: Position, experts: bool) -> int:
@@ -150,7 +160,5 @@ def _multiples(layers: range, every: int) -> int:
 
 
 def _unit(stage: Stage, group: range) -> Unit:
-    routed = stage.experts * len(
-        range(max(group.start, stage.expert_layers.start), min(group.stop, stage.expert_layers.stop))
-    )
+    routed = stage.experts * len(_common(group, stage.expert_layers))
     return Unit(stage.block_parameters(group) - routed, routed)
