@@ -51,7 +51,7 @@ def address():
     thread.join(10)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop runs in this thread: it ends before other tests start theirs
 def browser():
     path = _chromium()
     from playwright.sync_api import sync_playwright
