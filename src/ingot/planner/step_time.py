@@ -1,13 +1,12 @@
 """How long one optimizer step takes: what its blocks compute, what they wait for, and what pipeline ranks wait."""
 
-from dataclasses import dataclass
-from functools import cached_property
-
 from ingot.planner.collectives import send
 from ingot.planner.constants import Constants, fitted
-from ingot.planner.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel, in_turn
+from ingot.planner.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel
+from ingot.planner.in_turn import estimate_in_turn, timeline_in_turn
 from ingot.planner.links import LineTime, counted_as, group_of, line_times
 from ingot.planner.stage_time import ATTENTION, KINDS, LAUNCHES, PRODUCTS, MeasuredTimer, Part, StageTimer
+from ingot.planner.timed_step import Pipeline, StepTime
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Communication
 from ingot.schema.run import RunConfig
@@ -15,55 +14,13 @@ from ingot.schema.software import INGOT, Software
 from ingot.theory.flops import TRAIN_TO_FORWARD
 from ingot.theory.layout import Position, Stage, positions
 from ingot.theory.params import shared_parameters
-from ingot.theory.schedule import Timeline, pipeline_seconds, simulate
+from ingot.theory.schedule import Timeline, simulate
 from ingot.theory.term import Term
 from ingot.theory.traffic import hidden_bytes
-from ingot.theory.work import Work, stage_work, step_work, update_work
+from ingot.theory.work import Work, step_work, update_work
 from ingot.units import format_bytes, format_flops, format_seconds
 
-
-@dataclass(frozen=True)
-class StepTime:
-    """terms: parts that sum to `seconds`, each with its formula, of the busiest pipeline rank and the time it waits for
-    others. communication: by line of the mesh. bubble: share of a step that pipeline ranks wait for each other."""
-
-    terms: dict[str, Term]
-    communication: dict[str, Communication]
-    bubble: float = 0.0
-    pipeline: "Pipeline | None" = None
-
-    @cached_property
-    def seconds(self) -> float:
-        return sum(term.value for term in self.terms.values())
-
-    @cached_property
-    def schedule_bubble(self) -> float:
-        """What `bubble` would be if all stages took as long as the median one: the figure that authors of schedules
-        print. The rest is that stages are uneven."""
-        return self.pipeline.even_bubble if self.pipeline else 0.0
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A schedule and what it is played with: seconds of F, I and W of every stage, and of a message."""
-
-    schedule: str
-    ranks: int
-    micro_batches: int
-    stages_per_rank: int
-    times: tuple[list[float], list[float], list[float]]
-    send: float
-
-    def seconds(self, times: tuple[list[float], list[float], list[float]]) -> float:
-        return pipeline_seconds(self.schedule, self.ranks, self.micro_batches, self.stages_per_rank, times, self.send)
-
-    @property
-    def even_bubble(self) -> float:
-        by_work = sorted(zip(*self.times, strict=True), key=sum)
-        f, i, w = by_work[len(by_work) // 2]
-        stages = len(by_work)
-        work = self.micro_batches * (f + i + w) * stages / self.ranks
-        return 1 - work / self.seconds(([f] * stages, [i] * stages, [w] * stages))
+__all__ = ["StepTime", "estimate", "rank_work", "simulated", "step_seconds"]
 
 
 def rank_work(run: RunConfig, device: str) -> Work:
@@ -89,7 +46,7 @@ def estimate(
     if _rate(run, cluster) <= 0 or cluster.memory_bandwidth <= 0:
         return None
     if cluster.device == "cpu":
-        return _in_turn(run, cluster, software)
+        return estimate_in_turn(run, cluster, software)
     return _Step(run, cluster, software, constants or fitted()).time()
 
 
@@ -254,76 +211,15 @@ def _kind_of(position: Position, stage: Stage) -> tuple:
     return len(stage.layers), len(stage.expert_layers), stage.first, stage.last, *again
 
 
-def _in_turn(run: RunConfig, cluster: Cluster, software: Software) -> StepTime:
-    """On a CPU."""
-    everyone = positions(run, software)
-    timer = MeasuredTimer(everyone[0], cluster)
-    work = {position.rank: step_work(position, cluster.device) for position in everyone}
-
-    def seconds(position: Position) -> float:
-        part = timer.part(work[position.rank])
-        return part.busy + part.host
-
-    busiest = max(everyone, key=seconds)
-    mine = work[busiest.rank]
-    rate = _rate(run, cluster)
-    terms = {
-        "matrix products": _at(mine.matmul_flops, rate * cluster.matmul_efficiency, "FLOP"),
-        "attention": _at(mine.attention_flops, rate * cluster.attention_efficiency, "FLOP"),
-        "everything elementwise": _at(mine.moved_bytes, cluster.memory_bandwidth, "B"),
-        "operations": Term(
-            mine.operations * cluster.op_seconds,
-            f"{mine.operations:,.0f} operations x {cluster.op_seconds * 1e6:.1f} µs",
-        ),
-        "step": Term(cluster.step_overhead_seconds, "measured once per step: the loop (and unmeasured links)"),
-    }
-    if run.parallel.world_size > 1 and cluster.link_bandwidth:
-        terms["collectives"] = in_turn(busiest, cluster)
-    bubble = 0.0
-    if run.parallel.pp > 1:
-        timeline = simulated(run, cluster, everyone)
-        bubble = timeline.bubble_fraction
-        terms["pipeline bubble"] = Term(timeline.step_time - max(timeline.busy), _waiting(run, everyone, timeline))
-    lines = {
-        line: Communication(sent_bytes=t.sent, seconds=t.seconds, exposed_seconds=t.seconds, crosses=t.crosses)
-        for line, t in line_times(busiest, cluster).items()
-    }
-    return StepTime(terms, lines, bubble)
-
-
-def _at(amount: float, rate: float, unit: str) -> Term:
-    shown = format_flops(amount) if unit == "FLOP" else format_bytes(amount)
-    per = f"{format_flops(rate)}/s" if unit == "FLOP" else f"{format_bytes(rate)}/s"
-    return Term(amount / rate, f"{shown} / {per}")
-
-
-def _waiting(run: RunConfig, everyone: tuple[Position, ...], timeline: Timeline) -> str:
-    parallel = everyone[0].parallel
-    shape = f"{parallel.schedule}, {parallel.pp} ranks x {parallel.stages_on_each_rank} stages"
-    whole, share = format_seconds(timeline.step_time), timeline.bubble_fraction
-    return f"{shape}, {run.accumulation} micro-batches, simulated: {whole}, ranks wait {share:.0%}"
-
-
 def simulated(
     run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...], constants: Constants | None = None
 ) -> Timeline:
     """The run's pipeline, action by action, with the time of each stage, or its matrix products where the cluster has
     no rate."""
-    message, table = 0.0, everyone[0].table
     known = _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
-    if known and cluster.device != "cpu":
-        step = _Step(run, cluster, everyone[0].software, constants or fitted())
-        (forward, inputs, weights), message = step.stage_times(), step.send_seconds()
-    else:
-        timer = MeasuredTimer(everyone[0], cluster)
-        stages = sorted(((s.number, p, s) for p in everyone for s in p.stages), key=lambda found: found[0])
-        if known:
-            parts = [timer.stage(position, stage) for _, position, stage in stages]
-            times = [[part.busy + part.host for part in three] for three in parts]
-            rate = cluster.link_bandwidth
-            size = hidden_bytes(everyone[0]) / everyone[0].sequence_ranks
-            message = size / rate + cluster.link_seconds if rate else 0.0
-        else:
-            times = [[part.matmul_flops for part in stage_work(p, s, cluster.device)] for _, p, s in stages]
-        forward, inputs, weights = (list(part) for part in zip(*times, strict=True))
+    if not known or cluster.device == "cpu":
+        return timeline_in_turn(run, cluster, everyone, known)
+    step = _Step(run, cluster, everyone[0].software, constants or fitted())
+    (forward, inputs, weights), message = step.stage_times(), step.send_seconds()
+    table = everyone[0].table
     return simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=message)
