@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,16 @@ from ingot.theory.layout import layout_problems
 from ingot.theory.params import count_parameters
 
 # Pins of which one layout or a few are left, so that a search is instant.
-PINNED = {"tp": 8, "pp": 4, "schedule": "1f1b", "cp": 1, "micro_batch": 1, "recompute": "full", "zero": 1}
-SMALL = {"tokens": "2B", "cluster": "8xh100"}
+PINNED: dict[str, object] = {
+    "tp": 8,
+    "pp": 4,
+    "schedule": "1f1b",
+    "cp": 1,
+    "micro_batch": 1,
+    "recompute": "full",
+    "zero": 1,
+}
+SMALL: dict[str, Any] = {"tokens": "2B", "cluster": "8xh100"}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +141,7 @@ def test_a_budget_alone_chooses_the_compute_optimal_size():
         ({"tokens": "1B", "software": ["kernel=eager"]}, "no 'kernel'"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_the_way_out(asked, found):
+def test_what_cannot_be_asked_is_refused_with_the_way_out(asked: dict[str, Any], found):
     with pytest.raises(UsageError) as caught:
         plan("smollm2-135m", cluster="8xh100", **asked)
     assert found in caught.value.found and (caught.value.rule or caught.value.fix)
@@ -175,7 +184,7 @@ def test_a_plan_becomes_a_run_file_once(small, tmp_path):
     ("asked", "found"),
     [({"cluster": "v5p-16"}, "has TPUs"), ({"cluster": "8xh100", "recipe": "rowwise"}, "other software")],
 )
-def test_plans_for_looking_at_are_not_written(tmp_path, asked, found):
+def test_plans_for_looking_at_are_not_written(tmp_path, asked: dict[str, Any], found):
     planning = plan("smollm2-135m", tokens="1B", **asked)
     assert found in planning.why_not_executed and planning.facts()["why_not_executed"]
     assert "\nlook      " in str(planning)
