@@ -21,6 +21,7 @@ EXAMPLES = (
     "ingot plan --init mixtral-hf --tokens data --out run.toml",
     "ingot plan --run run.toml --explain mem",
     "ingot plan --web",
+    "ingot plan score --leave-one-out",
 )
 _RECIPE = "recipe"
 _WIDTH = 108  # of warnings, beside their label
