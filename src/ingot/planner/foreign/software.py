@@ -15,6 +15,7 @@ from ingot.schema.software import Recipe, Software
 # FlashAttention appeared in May 2022 (Dao et al. 2022), and was in common systems a year later.
 _FLASH_YEAR = 2023
 _MEGATRON = r"megatron|nemo|mt-nlg"
+_LARGE = 256
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ def _first_megatron(row: Row) -> bool:
     return row.year < _FLASH_YEAR and _of_megatron(row)
 
 
+def _cut_at_scale(row: Row) -> bool:
+    """Whoever cuts a model over hundreds of devices since FlashAttention has worked on the kernels between products."""
+    cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
+    return cut and row.year >= _FLASH_YEAR and (row.count("cluster", "n_gpus") or 0) >= _LARGE
+
+
 def _says_recompute(pattern: str) -> Callable[[Row], bool]:
     return lambda row: re.search(pattern, row.text("plan", "recompute")) is not None
 
@@ -94,6 +101,8 @@ RULES = (
     Rule("eager kernels are PyTorch's default", lambda row: True, {"name": "unknown", "kernels": "eager"}),
     Rule("a loss of whole logits is PyTorch's default", lambda row: True, {"loss": "whole"}),
     Rule("torchtitan compiles its loss since the end of 2024", _since(2025, r"torchtitan"), {"loss": "fused"}),
+    Rule("cut over many devices, with kernels of its own", _cut_at_scale, {"kernels": "compiled"}),
+    Rule("says that its kernels are fused", _says(r"\bfused?\b|\bfusion|liger|apex\b"), {"kernels": "compiled"}),
     Rule("before FlashAttention was common", lambda row: row.year < _FLASH_YEAR, {"attention": "unfused"}),
     Rule("in fp16, and nobody says flash", _old_halves, {"attention": "unfused", "dropout": True}),
     Rule(
@@ -152,7 +161,7 @@ RULES = (
     Rule(
         "DeepSpeed's pipeline sends whole activations from every rank",
         _says(r"mt-nlg|deepspeed|neox"),
-        {"scatter_sends": False},
+        {"scatter_sends": False, "fused_gradients": False},
     ),
     Rule(
         "ZeRO-3 of DeepSpeed in 2021: one ring through one card", _first_zero3, {"rails": False, "overlap_data": True}
@@ -160,6 +169,11 @@ RULES = (
     Rule("asynchronous tensor parallelism", _says_of_itself(r"async"), {"overlap_tensor": True}),
     Rule("gradients are reduced after the backward", _says(r"not overlapped"), {"overlap_data": False}),
     Rule("says which collectives it overlaps", _says(r"overlaps dp"), {"overlap_data": True, "overlap_pipeline": True}),
+    Rule(
+        "says that it overlaps, and not what: all of them",
+        lambda row: re.search(r"(?<!not )\boverlap(?!s dp|\w* all)", row.words) is not None,
+        {"overlap_data": True, "overlap_pipeline": True, "overlap_tensor": True},
+    ),
     Rule("experts drop what is beyond their capacity", _says(r"token ?drop"), {"dropless": False}),
     Rule(
         "DeepSeek's way: all-to-alls beside computation, once over the network for a node's experts; its own kernels",
