@@ -46,7 +46,7 @@ class Assumptions:
     meeting_seconds, manifest_seconds_per_rank: of every checkpoint besides its bytes. Ranks meet and open files; one
       writes the list of parts and reads it back while the others wait: 20 s of 16,384 ranks (docs/design/recovery.md).
     asynchronous: steps stop only for a meeting and a copy to the host's memory. ingot's trainer waits for all of it.
-    checkpoint_every_seconds, keep: 0: Daly's interval, and what the run file keeps.
+    checkpoint_every_seconds, checkpoint_every_steps: one of them or none; 0: Daly's interval. keep: 0: the run file's.
     usd_per_hour: of one device, of one machine on a CPU; 0: the run file's or the cluster's price.
     spares: nodes that are paid for and idle. repair_days: of a failed node (OPT-175B: about 2 of 128 nodes lost a day,
       12 to 18 in the pool of spares).
@@ -61,6 +61,7 @@ class Assumptions:
     manifest_seconds_per_rank: float = 1.2e-3
     asynchronous: bool = False
     checkpoint_every_seconds: float = 0.0
+    checkpoint_every_steps: int = 0
     keep: int = 0
     usd_per_hour: float = 0.0
     storage_usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH
@@ -211,6 +212,10 @@ def _cadence(job: _Job, given: Assumptions, stall: float, write: float, step: fl
     if given.checkpoint_every_seconds:
         return Term(given.checkpoint_every_seconds, f"every {format_seconds(given.checkpoint_every_seconds)}, as given")
     best = daly_interval(job.mttf, stall)
+    if given.checkpoint_every_steps:
+        daly = f", Daly's interval is {format_seconds(best)}" if best < productive else ""
+        every = min(given.checkpoint_every_steps * step, productive)
+        return Term(every, f"every {given.checkpoint_every_steps:,} steps, as given{daly}")
     if best >= productive:
         return Term(productive, "only at the end: failures are rarer than the run is long")
     least, why = max((step, "one step"), (write if given.asynchronous else 0.0, "the write itself"))

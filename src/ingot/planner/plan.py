@@ -6,6 +6,7 @@ from ingot.planner.advice import warnings
 from ingot.planner.band import error_band
 from ingot.planner.memory import moments, stage_bills
 from ingot.planner.outlook import Assumptions, outlook
+from ingot.planner.outlook_advice import outlook_warnings
 from ingot.planner.step_time import StepTime, estimate
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Outlook, Plan
@@ -70,6 +71,7 @@ def make_plan(
     low, high = _band(cluster, seconds, mfu)
     whole, how = _outlook(run, cluster, seconds, size.value, assumptions)
     formulas |= how
+    later = outlook_warnings(run, seconds, whole, assumptions) if whole else ()
     return Plan(
         run_sha256=run.training_sha256(),
         cluster=cluster,
@@ -94,7 +96,7 @@ def make_plan(
         checkpoint_bytes=round(size.value),
         usd=cost.value if cost else 0.0,
         formulas=formulas,
-        warnings=tuple(warnings(run, cluster, bill, seconds, tokens, manifest)),
+        warnings=(*warnings(run, cluster, bill, seconds, tokens, manifest), *later),
     )
 
 

@@ -117,18 +117,19 @@ def _at_least_one(option: str, text: object, count: int, what: str) -> int:
     return count
 
 
-def parse_share(option: str, text: str | float) -> float:
-    """'45%' or 0.45 -> 0.45, for what is between 0 and 1. Raises UsageError."""
+def parse_share(option: str, text: str | float, *, none: bool = False) -> float:
+    """'45%' or 0.45 -> 0.45, for what is between 0 and 1. none: 0 is a share, too. Raises UsageError."""
     plain = str(text).strip()
     percent = plain.endswith("%")
     try:
         value = float(plain.removesuffix("%")) / (100 if percent else 1)
     except ValueError:
         value = math.nan
-    if 0 < value <= 1:
+    if 0 < value <= 1 or (none and value == 0):
         return value
     fix = f"{option} {value:g}%, or {option} {value / 100:g}" if 1 < value <= 100 and not percent else ""
-    raise UsageError(f"{option} {text}", rule="a share above 0% and up to 100%: 45% or 0.45", fix=fix)
+    least = "from 0%" if none else "above 0%"
+    raise UsageError(f"{option} {text}", rule=f"a share {least} up to 100%: 45% or 0.45", fix=fix)
 
 
 def parse_price(text: str | float) -> float:

@@ -251,6 +251,7 @@ def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
     )
     stall = format_seconds(outlook.checkpoint_stall_seconds)
     yield f"saving    every {format_seconds(outlook.checkpoint_every_seconds)}, a stall of {stall} each"
+    yield from _wrapped("reading", plan.formulas.get("outlook.reading", ""))
     if plan.usd:
         total, parts = sum(outlook.usd_by_kind.values()), outlook.usd_by_kind
         yield f"cost      {format_usd(plan.usd)} = {plan.formulas['usd']}"

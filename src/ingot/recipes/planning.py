@@ -125,7 +125,7 @@ def _given(cluster, folder: Path, settings, software, recipe: str, mfu, price, f
     place = cluster if isinstance(cluster, Cluster) else find_cluster(cluster, folder)
     assumptions = Assumptions()
     if failures:
-        assumptions = replace(assumptions, failures_per_node_day=parse_share("--failures", failures))
+        assumptions = replace(assumptions, failures_per_node_day=parse_share("--failures", failures, none=True))
     usd_per_hour = parse_price(price) if price else 0.0
     if usd_per_hour:
         assumptions = replace(assumptions, usd_per_hour=usd_per_hour)

@@ -33,7 +33,8 @@ def plan_file(
     assumptions: Assumptions | None = None,
     mfu: float = 0.0,
 ) -> Planned:
-    """The plan of an existing run file; its data is read where it is there."""
+    """The plan of an existing run file, which saves as often as the file says unless `assumptions` do; its data is read
+    where it is there."""
     run = load(RunConfig, path, overrides)
     if usd_per_hour:
         run = replace(run, cost=replace(run.cost, usd_per_hour=usd_per_hour))
@@ -41,6 +42,9 @@ def plan_file(
     run, reasons = with_context(run, cluster)
     folder = path.parent / run.data.tokens
     manifest = read_token_manifest(folder) if folder.is_dir() else None
+    assumptions = assumptions or Assumptions()
+    if not (assumptions.checkpoint_every_seconds or assumptions.checkpoint_every_steps):
+        assumptions = replace(assumptions, checkpoint_every_steps=run.checkpoint.every_steps)
     plan = make_plan(run, cluster, software=software, assumptions=assumptions, mfu=mfu, manifest=manifest)
     return Planned(run=run, plan=plan, reasons=reasons)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ingot.errors import ConfigError
 from ingot.planner.outlook import Assumptions, outlook
+from ingot.planner.outlook_advice import outlook_warnings
 from ingot.recipes.clusters import load_cluster
 from ingot.recipes.load import load_model
 from ingot.schema.cluster import Cluster
@@ -91,6 +92,29 @@ def test_what_is_given_is_used():
     )
     assert seen(egress_usd_per_gb=0.0)[0].usd_by_kind["egress"] == 0
     assert seen(repair_days=20)[0].spare_nodes > plain.spare_nodes
+
+
+def advice(step=STEP, **given):
+    return list(outlook_warnings(RUN, step, seen(step=step, **given)[0], Assumptions(**given)))
+
+
+def test_a_cadence_in_steps_is_kept_and_judged():
+    rare, formulas = seen(checkpoint_every_steps=4000)
+    assert rare.checkpoint_every_seconds == 4000 * STEP and "Daly's interval is" in formulas["outlook.checkpoint_every"]
+    daly = seen()[0]
+    assert rare.goodput < daly.goodput - 0.02
+    (said,) = advice(checkpoint_every_steps=4000)
+    steps = round(daly.checkpoint_every_seconds / STEP)
+    assert f"checkpoint.every_steps = {steps} gives {daly.goodput:.1%}" in said
+    assert not advice(checkpoint_every_steps=steps)
+    assert seen(checkpoint_every_steps=10**9)[0].checkpoint_every_seconds == RUN.train.steps * STEP  # at the end
+    assert not advice(checkpoint_every_steps=10**9, failures_per_node_day=0.0)
+
+
+def test_storage_that_is_too_slow_is_said():
+    (said,) = advice(storage_read_bytes_per_second=1e6)
+    assert "steps wait for storage" in said
+    assert not advice(storage_read_bytes_per_second=1e9)
 
 
 def test_slow_storage_holds_steps_up():

@@ -87,6 +87,7 @@ def test_tokens_and_parameters_are_no_bytes():
 
 
 def test_shares_and_prices():
+    assert parse_share("--failures", "0", none=True) == 0  # "what if nothing failed" is a question
     assert parse_share("--mfu", "45%") == parse_share("--mfu", "0.45") == parse_share("--mfu", 0.45) == 0.45
     assert parse_share("--failures", "0.38%") == pytest.approx(0.0038)
     with pytest.raises(UsageError, match=r"--mfu 45%, or --mfu 0\.45"):

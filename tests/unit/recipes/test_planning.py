@@ -180,6 +180,18 @@ def test_a_plan_becomes_a_run_file_once(small, tmp_path):
         small.write(tmp_path / "run.toml")
 
 
+def test_a_run_file_is_planned_with_its_own_checkpoints(small, tmp_path):
+    small.write(tmp_path / "run.toml")
+    settings = {"run": tmp_path / "run.toml", "cluster": "8xh100", "failures": "50%"}
+    often, rare = (plan(**settings, overrides=[f"checkpoint.every_steps={n}"]).best.plan for n in (50, 10**6))
+    assert often.outlook and rare.outlook
+    assert often.outlook.checkpoint_every_seconds == pytest.approx(50 * often.step_seconds)
+    assert often.outlook.goodput < rare.outlook.goodput  # which is short, and saves at its end
+    assert "checkpoint.every_steps = " in " ".join(often.warnings)
+    given = plan(**settings, assumptions=["checkpoint_every_seconds=60s"]).best.plan
+    assert given.outlook and given.outlook.checkpoint_every_seconds == 60
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [({"cluster": "v5p-16"}, "has TPUs"), ({"cluster": "8xh100", "recipe": "rowwise"}, "other software")],
