@@ -112,7 +112,12 @@ def _explain_slow(args: argparse.Namespace, terminal: Terminal) -> None:
     terminal.result(asdict(found) | {"planned_step_seconds": found.planned_step_seconds})
     overrides = next((r.overrides for c in found.causes for r in c.remedies if r.settings), [])
     change = "".join(f" --set {shlex.quote(override)}" for override in overrides)
-    terminal.next(f"ingot train {args.run}{change}" if not found.running else f"ingot explain slow {args.run}")
+    if found.running:
+        terminal.next(f"ingot explain slow {args.run}")
+    elif found.last_step < found.steps:
+        terminal.next(f"ingot train {args.run}{change}")
+    else:  # a finished run does not go on with other settings
+        terminal.next(f"ingot report {args.run}")
 
 
 def _show_step(found, terminal: Terminal) -> None:

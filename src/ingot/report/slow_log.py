@@ -66,7 +66,7 @@ def measure(facts: Facts) -> Measured | None:
     each = {step: facts.progress[step] for step in steady}
     counted = sum(lines[step] for step in steady)
     mean = sum(lines[step] * event["step_seconds"] for step, event in each.items()) / counted
-    waiting = {step: _data_wait(facts, step) for step in steady}
+    waiting = {step: _data_wait(facts, step, lines[step]) for step in steady}
     done = max(facts.last_step - facts.starts[0]["from_step"], 1) if facts.starts else counted
     start = facts.starts[-1] if facts.starts else {}
     hardware = start.get("hardware")
@@ -99,9 +99,13 @@ def _intervals(facts: Facts) -> dict[int, int]:
     return {step: step - before for before, step in pairwise(borders) if timed(step)}
 
 
-def _data_wait(facts: Facts, step: int) -> float:
-    """Of the rank that waited most; older logs know the first rank only."""
-    spread = _spread(facts.waits.get(step, {}).get("data"))
+def _data_wait(facts: Facts, step: int, steps: int) -> float:
+    """Of the rank that waited most; older logs know the first rank only. 0 where a GPU was more than a step behind its
+    host when the line ended: it had work while the host waited for data."""
+    waits, seconds = facts.waits.get(step, {}), facts.progress[step]["step_seconds"]
+    behind, spread = _spread(waits.get("reading")), _spread(waits.get("data"))
+    if behind and behind.least * steps > seconds:
+        return 0.0
     return spread.most if spread else facts.progress[step]["data_wait_seconds"]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from ingot.planner.exposed import NAMES
 from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.planner.step_time import step_seconds
 from ingot.schema.cluster import Cluster
@@ -18,6 +19,9 @@ from ingot.theory.term import Term
 from ingot.units import format_bytes, format_seconds
 
 LEAST_GAIN = 0.01  # of the planned step: less is below what a plan can tell
+# The planner's names of parts in which ranks talk and nothing else happens. "collectives" are data-parallel ones, and all
+# of them on a CPU.
+_EXPOSED = (*NAMES.values(), "collectives")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,7 @@ def shorter_bubbles(run: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Fewer shards, fewer gathers, less tensor parallelism; larger micro-batches where each of them communicates."""
+    """Fewer shards, fewer gathers, less tensor parallelism."""
     parallel, zero = run.parallel, resolve_parallel(run).zero
     yield from ({"parallel.zero": lower} for lower in (1, 2) if zero in range(lower + 1, 4))
     if zero == 3:
@@ -150,7 +154,12 @@ def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
         yield {"parallel.tp": parallel.tp // part, "parallel.dp_shard": parallel.dp_shard * part}
     if parallel.tp > 1 and not parallel.async_tp:
         yield {"parallel.async_tp": True}
-    if zero in (2, 3) or max(parallel.tp, parallel.cp, parallel.ep) > 1:
+
+
+def fewer_exchanges(run: RunConfig) -> Iterator[dict[str, Any]]:
+    """Larger micro-batches, where each of them communicates."""
+    parallel = run.parallel
+    if resolve_parallel(run).zero in (2, 3) or max(parallel.tp, parallel.cp, parallel.ep) > 1:
         yield from larger_micro_batches(run)
 
 
@@ -167,9 +176,4 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def exposed_seconds(terms: dict[str, Term]) -> float:
-    """Of the planner's parts of a step, those in which ranks talk and nothing else happens."""
-    return sum(term.value for name, term in terms.items() if name in EXPOSED)
-
-
-# The planner's names (planner/exposed.py; on a CPU planner/step_time.py).
-EXPOSED = ("tensor-parallel collectives", "heads to ranks", "ring", "tokens to experts", "collectives")
+    return sum(term.value for name, term in terms.items() if name in _EXPOSED)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from ingot.report.slow_case import Case, Cause
 from ingot.report.slow_remedies import (
+    Prospect,
     Remedy,
     exposed_seconds,
+    fewer_exchanges,
     larger_micro_batches,
     less_communication,
     less_recompute,
@@ -51,8 +53,19 @@ def exposed_collectives(case: Case) -> Iterator[Cause]:
         evidence = "collectives that nothing hides, as planned: a host cannot see how long devices wait for each other"
     else:
         return
-    remedies = case.prospect.best(less_communication(case.run)) if case.prospect else ()
-    yield Cause(name="exposed collectives", seconds=seconds, source=source, evidence=evidence, remedies=remedies)
+    yield Cause(
+        name="exposed collectives",
+        seconds=seconds,
+        source=source,
+        evidence=evidence,
+        remedies=_less_to_wait_for(case.prospect) if case.prospect else (),
+    )
+
+
+def _less_to_wait_for(prospect: Prospect) -> tuple[Remedy, ...]:
+    """The best layout, and the best micro-batch."""
+    found = prospect.best(less_communication(prospect.run)) + prospect.best(fewer_exchanges(prospect.run))
+    return tuple(sorted(found, key=lambda remedy: -(remedy.seconds or 0.0)))
 
 
 def recompute(case: Case) -> Iterator[Cause]:
@@ -91,7 +104,7 @@ def small_micro_batches(case: Case) -> Iterator[Cause]:
 def host_and_launches(case: Case) -> Iterator[Cause]:
     """A GPU that waits for its host: where the host reads the results of a log line, they are already there."""
     waits, planned = case.measured.waits, case.planned("launches")
-    if case.on_cpu or "reading" not in waits:
+    if case.on_cpu or not waits.keys() >= {"reading", "computing"}:
         return
     waited, busy = waits["reading"].mean, waits["computing"].mean
     bound = waited < _HOST_BOUND * case.measured.step_seconds

@@ -54,6 +54,13 @@ def test_slow_as_json_of_a_run_that_goes_on(slow_run, capsys):
     assert facts["causes"][1]["seconds"] == pytest.approx(0.04)
 
 
+def test_slow_of_a_finished_run_does_not_send_it_on(slow_run, capsys):
+    slow_run.config.write_text(slow_run.config.read_text().replace("steps = 200", "steps = 50", 1))
+    assert main(["explain", "slow", str(slow_run.root)]) == 0
+    out = capsys.readouterr().out
+    assert "step 50 of 50" in out and f"Next:  ingot report {slow_run.root}" in out and "ingot train" not in out
+
+
 def test_slow_of_no_run_says_the_way_out(tmp_path, capsys):
     assert main(["explain", "slow", str(tmp_path)]) == 2
     assert "ingot train" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from ingot.planner.plan import make_plan
 from ingot.report.facts import gather
 from ingot.report.slow import explain_slow
 from ingot.report.slow_log import measure
-from ingot.report.slow_remedies import changed, less_communication, shorter_bubbles
+from ingot.report.slow_remedies import changed, exposed_seconds, fewer_exchanges, less_communication, shorter_bubbles
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.layout import RunFolder
@@ -114,6 +114,34 @@ def test_pauses_of_the_storage_want_a_deeper_prefetch_and_slow_storage_does_not(
     assert slow.name == "data stall" and not slow.remedies[0].settings
 
 
+def test_a_gpu_that_is_behind_its_host_does_not_wait_for_data(told):
+    """Steps of 0.1 s, ten a line: 0.3 s of work are left for the device when the host reads the results."""
+    run = run_config(parallel=Parallel(dp_shard=8), train={"global_batch": 8, "micro_batch": 1})
+    fed = [started(START, device="cuda"), *lines(data=0.04, reading=0.03, computing=0.01)]
+    assert "data stall" not in {cause.name for cause in explain_slow(told(fed, run, GPU)).causes}
+    starved = [started(START, device="cuda"), *lines(data=0.04, reading=0.006, computing=0.01)]
+    stall = next(c for c in explain_slow(told(starved, run, GPU)).causes if c.name == "data stall")
+    assert stall.seconds == pytest.approx(0.04)
+
+
+def test_collectives_are_known_by_the_planners_own_names():
+    from ingot.planner.step_time import estimate
+
+    run = run_config(parallel=Parallel(dp_shard=4, tp=2), train={"global_batch": 8, "micro_batch": 1})
+    found = estimate(run, GPU)
+    assert found
+    waited = sum(line.exposed_seconds for line in found.communication.values())
+    assert 0 < waited <= exposed_seconds(found.terms) <= 1.5 * waited  # what overlap slows down is in it, too
+
+
+def test_exposed_collectives_are_met_by_the_layout_and_by_the_micro_batch(told):
+    run = run_config(parallel=Parallel(dp_shard=2, zero=3, unit_layers=1), train={"global_batch": 8, "micro_batch": 1})
+    found = explain_slow(told([started(START), *lines(blocked=0.04)], run))
+    cause = next(cause for cause in found.causes if cause.name == "exposed collectives")
+    keys = [set(remedy.settings) for remedy in cause.remedies]
+    assert {"train.micro_batch"} in keys and any(key.startswith("parallel.") for k in keys for key in k)
+
+
 def test_a_straggler_and_a_busy_machine_are_two_things(told):
     waits = {"computing": (0.05, 0.03, 0.07, 1), "queued": (0.01, 0.0, 0.02, 0)}
     found = explain_slow(told([started(START), *lines(**waits)]))
@@ -204,11 +232,13 @@ def test_remedies_are_legal_and_fit(told):
 
 def test_proposals_keep_the_number_of_ranks():
     run = run_config(parallel=Parallel(dp_shard=2, tp=2, zero=3), train={"global_batch": 32})
-    kept = [other for s in less_communication(run) if (other := changed(run, s))]
+    kept = [other for s in (*less_communication(run), *fewer_exchanges(run)) if (other := changed(run, s))]
     assert len(kept) > 4 and all(other.parallel.world_size == 4 for other in kept)
     assert all(other.train.global_batch == 32 for other in kept)
     whole = run_config(parallel=Parallel(dp_replicate=2), train={"micro_batch": 1})
-    assert not list(less_communication(whole))  # one all-reduce per step, whatever its micro-batches
+    assert not list(less_communication(whole)) and not list(
+        fewer_exchanges(whole)
+    )  # one all-reduce per step, whatever its micro-batches
     pipeline = run_config(parallel=Parallel(pp=2), train={"global_batch": 16, "micro_batch": 4})
     schedules = {other.parallel.schedule for s in shorter_bubbles(pipeline) if (other := changed(pipeline, s))}
     assert {"1f1b", "zb_h1", "interleaved"} <= schedules
