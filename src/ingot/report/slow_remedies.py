@@ -19,8 +19,8 @@ from ingot.theory.term import Term
 from ingot.units import format_bytes, format_seconds
 
 LEAST_GAIN = 0.01  # of the planned step: less is below what a plan can tell
-# The planner's names of parts in which ranks talk and nothing else happens. "collectives" are data-parallel ones, and all
-# of them on a CPU.
+# The planner's names of parts in which ranks talk and nothing else happens. "collectives" are data-parallel ones, on a
+# CPU all of them.
 _EXPOSED = (*NAMES.values(), "collectives")
 
 
