@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ingot.planner.memory import memory_bill, position_bill, rank_memory_bytes
 from ingot.planner.step_time import estimate
 from ingot.schema.cluster import Cluster
-from ingot.schema.parallel import Parallel
+from ingot.schema.parallel import SPLIT_BACKWARD, V_SHAPED, Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.software import Software
 from ingot.theory import memory
@@ -78,6 +78,17 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, float]:
     return complexity(candidate.run), zero, cuts, parallel.stages_on_each_rank, candidate.step_seconds
 
 
+def _unfilled(schedule: str, pp: int, micro_batches: int) -> float:
+    """Of ranks with fewer micro-batches than published bubbles take for granted: how long they wait besides, in units
+    of one micro-batch on one rank, F = I = W. In V-shaped ones a rank goes forward alone until its first micro-batch
+    has passed all 2 pp stages, and the last one backward again; in looped ones each round takes as long as pp."""
+    if schedule in V_SHAPED:
+        return max(2 * pp - micro_batches, 0) / 3
+    if schedule == "looped_bfs":
+        return max(pp - micro_batches, 0)
+    return max(pp - micro_batches, 0) / 3 if schedule in SPLIT_BACKWARD else 0.0
+
+
 def _total(bill: dict[str, Term]) -> float:
     return sum(term.value for term in bill.values())
 
@@ -102,7 +113,7 @@ class Evaluator:
     def memory_bytes(self, run: RunConfig) -> float:
         key = run.parallel, run.train.micro_batch
         if key not in self._bytes:
-            self._bytes[key] = _total(memory_bill(run, self.cluster))
+            self._bytes[key] = _total(memory_bill(run, self.cluster, self.software))
         return self._bytes[key]
 
     def fits(self, run: RunConfig) -> bool:
@@ -172,7 +183,8 @@ class Evaluator:
         each, layers = parallel.stages_on_each_rank, run.model.num_layers
         longest = -(-layers // parallel.stages) * parallel.stages / layers
         idle = PUBLISHED[_BUBBLE_LIKE.get(parallel.schedule, parallel.schedule)].bubble(parallel.pp, 1.0, 1.0, 1.0, 3.0)
-        return alone / parallel.pp * longest * (1 + max(idle, 0.0) / (3 * each * run.accumulation))
+        waits = max(idle, 0.0) / (3 * each) + _unfilled(parallel.schedule, parallel.pp, run.accumulation)
+        return alone / parallel.pp * longest * (1 + waits / run.accumulation)
 
     def candidate(self, run: RunConfig) -> Candidate:
         seconds, bubble = self._timed(run)

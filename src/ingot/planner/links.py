@@ -4,6 +4,7 @@ A line is an axis of the mesh or a view of it (dist/mesh.py): ranks that differ 
 ranks apart, so that of its ranks as many are in one domain of fast links as strides fit there.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from ingot.planner.collectives import SECONDS, Group
@@ -74,7 +75,15 @@ def span(parallel: Parallel, line: str) -> int:
 def crosses_nodes(parallel: Parallel, line: str, cluster: Cluster) -> bool:
     """Whether a line can have ranks in different domains of fast links, which mostly are nodes. One of a single rank
     sends nothing anywhere."""
-    return cluster.devices > cluster.domain and span(parallel, line) > cluster.domain
+    reach = span(parallel, line)
+    return cluster.devices > cluster.domain and reach > 1 and cluster.domain % reach != 0
+
+
+def least_in_domain(parallel: Parallel, line: str, cluster: Cluster) -> int:
+    """Of the neighbouring ranks that a line stretches over, those in one domain; the fewest, where domains do not end
+    where lines do: of 64 ranks in racks of 72 the second line has 8 in the first rack, and the others wait for them."""
+    reach, domain = span(parallel, line), cluster.domain
+    return domain if reach % domain == 0 else math.gcd(reach, domain)
 
 
 def bandwidth_of(parallel: Parallel, line: str, cluster: Cluster) -> float:
@@ -88,7 +97,7 @@ def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, consta
     network = 1.0 if cluster.device == "cpu" else constants.network_share
     near = ranks
     if crosses_nodes(parallel, line, cluster):
-        near = min(max(cluster.domain // stride(parallel, line), 1), ranks)
+        near = min(max(least_in_domain(parallel, line, cluster) // stride(parallel, line), 1), ranks)
         if line == "pp" and near > 1:
             near = 1  # some rank's neighbour is in another domain, and the others wait for it
     return Group(

@@ -26,7 +26,7 @@ from ingot.schema.run import RunConfig
 # Layouts timed in full, in all and of each mesh, and shardings whose micro-batches and schedules are looked at.
 _TIMED, _TIMED_OF_MESH, _SHARDINGS = 40, 4, 48
 # A coarse time this far above the fastest full one is not worth a full one.
-_HOPELESS = 1.25
+_HOPELESS = 1.15
 # Sequences in a micro-batch on probation: so many tokens that a product is not starved.
 _PROBE_TOKENS = 8192
 # By how much memory may fall with another schedule than 1f1b, or with a larger micro-batch (tests compare them).

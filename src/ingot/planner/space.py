@@ -6,7 +6,7 @@ nothing out) or looked at when nothing else fits:
     tp         within the domain of fast links, and in equal groups of it
     cp         while a rank keeps `rank_tokens` tokens of a sequence; in the form that theory/context.py chooses
     dp_shard   from the domain on, in steps of eight, or none at all
-    ep         in steps of four, what fills the domain, and the most
+    ep         in steps of four, what fills the domain or divides it, and the most
     schedule   without gpipe (1f1b waits as long and keeps less), and without looped_bfs where micro-batches are a
                multiple of the ranks (interleaved waits as long and keeps less)
     recompute  the least that fits
@@ -137,19 +137,23 @@ class Space:
             split = replace(mesh, dp_shard=shard, dp_replicate=ranks // shard)
             stages = (1, 2, 3) if split.shard_ranks > 1 or self.reach.offload else (1,)
             for zero in self.free("zero", stages):
-                for ep in self.free("ep", self._expert_degrees(split) if moe.num_experts else (1,)):
+                for ep in self._experts_divided(split) if moe.num_experts else (1,):
                     for parameters in self.free("offload_parameters", self._parameters_offloaded(zero)):
                         yield replace(split, zero=zero, ep=ep, offload_parameters=parameters)
 
     def _parameters_offloaded(self, zero: object) -> tuple[bool, ...]:
         return (False, True) if self.reach.offload and zero == 3 else (False,)
 
-    def _expert_degrees(self, split: Parallel) -> list[int]:
+    def _experts_divided(self, split: Parallel) -> list[int]:
         legal = legal_ep(self.run.model.moe.num_experts, split)
+        if "ep" in self.pinned:
+            return [ep for ep in legal if ep == self.pinned["ep"]]
         if self.reach.every:
             return legal
-        within = max(ep for ep in legal if ep <= self.cluster.domain or ep == 1)
-        return [ep for ep in legal if ep in (within, legal[-1]) or ep in _STEPS_OF_FOUR]
+        domain = self.cluster.domain
+        within = max(ep for ep in legal if ep <= domain or ep == 1)
+        whole = max(ep for ep in legal if domain % ep == 0)
+        return [ep for ep in legal if ep in (within, whole, legal[-1]) or ep in _STEPS_OF_FOUR]
 
     def _shards(self, mesh: Parallel) -> list[int]:
         found, inside = divisors(mesh.dp_shard), max(self.cluster.domain // (mesh.tp * mesh.cp), 1)

@@ -91,5 +91,7 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Devices that fast links join."""
-        return self.domain_devices or self.devices_per_node
+        """Devices that fast links join. Racks that the devices do not fill have equal parts of them: of 256 in racks of
+        72, each has 64."""
+        most, devices = self.domain_devices or self.devices_per_node, self.devices
+        return most if devices <= most else next(size for size in range(most, 0, -1) if devices % size == 0)

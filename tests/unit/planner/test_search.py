@@ -135,6 +135,11 @@ def test_pins_hold():
         assert {name: getattr(parallel, name, micro_batch) for name in pins} == pins
 
 
+def test_experts_that_few_meshes_can_divide_may_be_pinned():
+    best = search(run_of("mixtral-8x7b", 16, 2048, num_layers=4), load_cluster("8xh100"), pinned={"ep": 8}).best
+    assert {candidate.run.parallel.ep for candidate in best} == {8}
+
+
 def test_pinned_degrees_may_leave_devices_out():
     pins = {"tp": 2, "pp": 1, "cp": 1, "dp_shard": 2, "dp_replicate": 1}
     best = search(run_of("qwen3-0.6b", 64, 2048), load_cluster("8xh100"), pinned=pins).best
