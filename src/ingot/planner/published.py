@@ -22,6 +22,8 @@ __all__ = ["Measured", "Row", "Skipped", "Subject", "read_rows", "shipped_rows",
 _LAYERS, _LAYER_BATCHES = 64, 16
 # Share of a run's device-hours in which it made steps: above 0.9 in "The Llama 3 herd of models" (2024, section 3.3.4).
 _GOODPUT = 0.9
+# From when on Megatron-Core's recompute_modules name parts of blocks, and NVIDIA's recipes use them.
+_PARTS_YEAR = 2025
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def _subject(row: Row) -> Subject | Skipped:
         parallel=parallel_of(row, arch, cluster, degrees, batch // (micro * degrees.dp), notes),
     )
     software, why = software_of(row)
-    run = _with_recompute(row, run, cluster, software, notes)
+    run, software = _recomputed(row, run, cluster, software, notes)
     return Subject(
         id=row.id,
         family=row.family,
@@ -144,15 +146,24 @@ def _subject(row: Row) -> Subject | Skipped:
     )
 
 
-def _with_recompute(row: Row, run: RunConfig, cluster: Cluster, software: Software, notes: list[str]) -> RunConfig:
-    """Of GPU runs that state no layout: blocks are recomputed where they would not fit otherwise."""
-    stated = any(row.value("plan", name) is not None for name in ("recompute", "dp", "tp", "pp"))
-    if stated or cluster.device != "cuda":
-        return run
-    if sum(term.value for term in memory_bill(run, cluster, software).values()) <= cluster.memory_bytes:
-        return run
-    notes.append("blocks are recomputed, for else they do not fit")
-    return replace(run, parallel=replace(run.parallel, recompute="full"))
+def _recomputed(
+    row: Row, run: RunConfig, cluster: Cluster, software: Software, notes: list[str]
+) -> tuple[RunConfig, Software]:
+    """Of GPU runs that say nothing of recomputation and would not fit without: Megatron-Core makes parts of blocks
+    again since 2025, at next to no cost; where no layout is stated either, blocks are computed again whole."""
+    if row.value("plan", "recompute") is not None or cluster.device != "cuda" or _fits(run, cluster, software):
+        return run, software
+    if software.megatron_state and row.year >= _PARTS_YEAR:
+        notes.append("norms, activation functions and up projections are computed again, for else they do not fit")
+        software = replace(software, parts_recomputed=True)
+    elif all(row.value("plan", name) is None for name in ("dp", "tp", "pp")):
+        notes.append("blocks are recomputed, for else they do not fit")
+        run = replace(run, parallel=replace(run.parallel, recompute="full"))
+    return run, software
+
+
+def _fits(run: RunConfig, cluster: Cluster, software: Software) -> bool:
+    return sum(term.value for term in memory_bill(run, cluster, software).values()) <= cluster.memory_bytes
 
 
 def _measured(row: Row, run: RunConfig, count: int, tokens: float) -> Measured:

@@ -168,7 +168,7 @@ def _recompute(story: Story) -> Choice:
         formula = f"{format_bytes(plan.total_memory_bytes)} of {format_bytes(there)}"
     else:
         kept = story.without_recompute()
-        needed = sum(term.value for term in memory_bill(kept, story.cluster).values())
+        needed = sum(term.value for term in memory_bill(kept, story.cluster, plan.software).values())
         reason = (
             "activations of this micro-batch do not fit without it" if needed > there else "a larger micro-batch pays"
         )

@@ -35,6 +35,8 @@ class Software:
     core_recompute: "selective" recomputation means the attention core (Korthikanti et al. 2022, section 5), not what
       ingot means by it (theory/activations.py).
     products_recomputed: share of the matrix products that "selective" recomputation repeats; ingot's keeps all results.
+    parts_recomputed: results of norms and activation functions, and of the up projections of latents, are made again,
+      whatever whole blocks do (Megatron-Core's recompute_modules); it costs next to no time.
     loss: "chunked" never has all logits of a micro-batch (model/loss.py); "fused" has them and their gradient, "whole"
       also what eager PyTorch makes of them in float32 (theory/memory.py).
     megatron_state: state of a parameter is 18 bytes undivided (16-bit weight, fp32 gradient, master and moments), or
@@ -59,6 +61,7 @@ class Software:
     dropout: bool = False
     core_recompute: bool = False
     products_recomputed: float = 0.0
+    parts_recomputed: bool = False
     loss: Literal["chunked", "fused", "whole"] = "chunked"
     megatron_state: bool = False
     dropless: bool = True

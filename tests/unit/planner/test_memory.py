@@ -73,6 +73,29 @@ def test_megatrons_blocks_are_those_of_table_2(recompute, tp, sequence):
         assert size.recomputed == pytest.approx(without)
 
 
+def test_products_in_8_bits_keep_their_inputs_in_8_bits_and_attention_a_second_output():
+    """Per token of an 8B block: two inputs and what down reads are one byte less for each number; what o reads is
+    quantised beside attention's own output."""
+    wide, narrow = (
+        block_sizes(positions(run_of(), replace(MEGATRON, attention="flash", dropout=False, recipe=recipe))[0]).kept
+        for recipe in ("", "tensorwise")
+    )
+    assert wide - narrow == pytest.approx(2 * 4096 + 14336 - 4096)
+
+
+def test_parts_that_are_made_again_leave_inputs_of_norms_of_activation_functions_and_of_attention():
+    for arch, experts in ((LLAMA8, False), (load_model("moe-671b").arch, True)):
+        software = replace(MEGATRON, attention="flash", dropout=False, kernels="tuned")
+        place, other = (positions(run_of(arch), one)[0] for one in (software, replace(software, parts_recomputed=True)))
+        saved = block_sizes(place, experts=experts).kept - block_sizes(other, experts=experts).kept
+        expected = 2 * (2 * 4096 + 14336)
+        if experts:  # norm before attention; 8 experts and a shared one; keys, queries and values for latents
+            mla, heads = arch.mla, arch.num_heads
+            made = heads * (2 * arch.head_dim + mla.v_dim) - mla.q_rank - mla.kv_rank - mla.rope_dim
+            expected = 2 * (arch.d_model + 9 * arch.moe.d_expert + made)
+        assert saved == pytest.approx(expected)
+
+
 def test_megatrons_state_is_18_bytes_or_6_and_12_over_ranks():
     run = run_of(Gelu(**vars(LLAMA8)), dp_replicate=2, zero=1)
     parameters = positions(run)[0].parameters

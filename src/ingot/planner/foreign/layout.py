@@ -30,6 +30,8 @@ _MICRO_BATCH_TOKENS = 8192
 _BATCH_TOKENS = 4 * 2**20
 _SHARDED_PARAMETERS = 20e9
 _STATE_BYTES = 18  # of a parameter in mixed precision with fp32 gradients (theory/state.py)
+# NVIDIA's recipes behind its tables set grad_reduce_in_fp32 to false.
+_SHORT_GRADIENTS = r"\bnemo\b|megatron-bridge"
 _SCHEDULES = {
     "zb-1p": "zb_h1", "zb-2p": "zb_2p", "zb-h1": "zb_h1", "zb-h2": "zb_h2", "zb-v": "zb_v", "zbv": "zb_v",
     "dualpipe": "dualpipe_v", "dualpipev": "dualpipe_v", "gpipe": "gpipe", "afab": "gpipe", "1f1b": "1f1b",
@@ -125,6 +127,7 @@ def parallel_of(
         cp=degrees.cp,
         ep=degrees.ep,
         zero=cast(Any, degrees.zero or 1),
+        grads="bf16" if re.search(_SHORT_GRADIENTS, row.words) else "fp32",
         context="ring" if degrees.cp > 1 else "auto",
         sequence=_sequence(row, arch) if degrees.tp > 1 else True,
         recompute=recompute,

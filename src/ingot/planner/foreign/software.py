@@ -132,9 +132,9 @@ RULES = (
         {"kernels": "tuned", "overlap_tensor": True, "attention": "flash", "dropout": False},
     ),
     Rule(
-        "NVIDIA's tables since 2025 record graphs, and have attention kernels of the device's generation",
+        "NVIDIA's tables since 2025 record graphs, have attention kernels of the device's generation and fused losses",
         _since(2025, r"nemo|megatron-bridge"),
-        {"graphs": True, "attention": "tuned", "dispatch_once": True},
+        {"graphs": True, "attention": "tuned", "dispatch_once": True, "loss": "fused"},
     ),
     Rule(
         "NVIDIA's recipes of DeepSeek-V3: all-to-alls over the network run beside another micro-batch of the pipeline",

@@ -212,3 +212,14 @@ def test_one_layer_alone_has_no_head():
 def test_rows_that_cannot_be_predicted_say_why(values, reason):
     found = subject(row(**values))
     assert isinstance(found, Skipped) and reason in found.reason
+
+
+def test_nvidias_tables_sum_gradients_in_bf16_and_make_parts_of_blocks_again_where_they_would_not_fit():
+    said = {"source": "NVIDIA-NeMo/Megatron-Bridge performance summary", "note": "NeMo container 25.09."}
+    plan = {"dp": 8, "tp": 8, "fsdp_zero": 1, "global_batch": 512, "precision": "fp8"}
+    roomy, full = (run_of(**said, plan=plan | {"micro_batch": size}) for size in (4, 32))
+    assert roomy.run.parallel.grads == "bf16" and run_of().run.parallel.grads == "fp32"
+    assert (roomy.software.parts_recomputed, full.software.parts_recomputed) == (False, True)
+    assert any("computed again" in note for note in full.notes) and roomy.notes == ()
+    stated = run_of(**said, plan=plan | {"micro_batch": 32, "recompute": "none"})
+    assert not stated.software.parts_recomputed
