@@ -8,10 +8,11 @@ found once for each schedule and kept.
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import ge, le
+from typing import NamedTuple
 
 import numpy as np
 
-from ingot.theory.schedule import Action, Kind, build_table
+from ingot.theory.schedule import Action, Kind, Table, build_table
 
 # Micro-batches beyond this many times the ranks repeat what was before: the peaks do not change (only where all
 # forwards come first do they grow with their number).
@@ -19,8 +20,7 @@ _ROUNDS = 4
 _ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
-@dataclass(frozen=True, slots=True)
-class Doing:
+class Doing(NamedTuple):
     """An action, as far as memory is concerned. stage: among this rank's, in order. first, last: of the backwards of
     its stage in a step. before: the stage of the backward that this rank ended last, -1 if there was none."""
 
@@ -31,8 +31,7 @@ class Doing:
     before: int
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(NamedTuple):
     """At one action, itself included. Tuples are by this rank's stages, in order.
 
     alive: micro-batches that ran forward and not yet backward (B or I). left: those between I and W. begun, ended:
@@ -71,15 +70,20 @@ def micro_batches_that_matter(schedule: str, pp: int, micro_batches: int) -> int
 
 
 def row_of(schedule: str, pp: int, micro_batches: int, stages_per_rank: int, rank: int) -> Row:
-    return rows_of(schedule, pp, micro_batches_that_matter(schedule, pp, micro_batches), stages_per_rank)[rank]
+    return whole_row(schedule, pp, micro_batches_that_matter(schedule, pp, micro_batches), stages_per_rank, rank)
 
 
-@lru_cache(maxsize=512)
-def rows_of(schedule: str, pp: int, micro_batches: int, stages_per_rank: int) -> tuple[Row, ...]:
-    """By rank, with all of the micro-batches."""
+@lru_cache(maxsize=8192)
+def whole_row(schedule: str, pp: int, micro_batches: int, stages_per_rank: int, rank: int) -> Row:
+    """With all of the micro-batches. A search asks for some ranks of a schedule only."""
+    table = _table(schedule, pp, micro_batches, stages_per_rank)
+    return _row(_largest(_played(table.rows[rank], table.stages_of(rank))))
+
+
+@lru_cache(maxsize=64)
+def _table(schedule: str, pp: int, micro_batches: int, stages_per_rank: int) -> Table:
     name, each = (schedule, stages_per_rank) if pp > 1 else ("1f1b", 0)
-    table = build_table(name, pp, micro_batches, each)
-    return tuple(_row(_largest(_played(row, table.stages_of(rank)))) for rank, row in enumerate(table.rows))
+    return build_table(name, pp, micro_batches, each)
 
 
 def _row(found: tuple[Situation, ...]) -> Row:
