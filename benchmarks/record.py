@@ -58,10 +58,17 @@ def record(name: str, results: object, packages: Sequence[str]) -> Path:
         path,
         {
             "date": datetime.date.today().isoformat(),
-            "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "command": "python " + " ".join([str(_script()), *sys.argv[1:]]),
             "machine": {"cpu": machine.cpu, "cores": machine.cores, "load_average": round(os.getloadavg()[0], 2)},
             "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
             "results": results,
         },
     )
     return path
+
+
+def _script() -> Path:
+    """The running benchmark, as it is called from the project's root."""
+    path = Path(sys.argv[0]).resolve()
+    root = Path(__file__).resolve().parents[1]
+    return path.relative_to(root) if path.is_relative_to(root) else path
