@@ -9,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ingot.planner.memory import live_bill, position_bill  # noqa: E402
+from ingot.planner.memory import live_bill, memory_bill, moments, position_bill  # noqa: E402
 from ingot.recipes.load import load_model  # noqa: E402
 from ingot.schema.arch import Arch  # noqa: E402
+from ingot.schema.cluster import Cluster  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
 from ingot.theory.layout import positions  # noqa: E402
@@ -21,10 +22,10 @@ DENSE = replace(load_model("llama3-8b").arch, num_layers=6, vocab_size=32_000)
 SPARSE = replace(load_model("qwen3-30b-a3b").arch, num_layers=4, vocab_size=32_000)
 
 
-def run_of(arch: Arch, micro_batch: int, micro_batches: int, **layout) -> RunConfig:
+def run_of(arch: Arch, micro_batch: int, micro_batches: int, seq_len: int = 4096, **layout) -> RunConfig:
     parallel = Parallel(**layout)
     batch = micro_batch * micro_batches * parallel.data_ranks
-    train = Train(steps=2, seq_len=4096, global_batch=batch, micro_batch=micro_batch)
+    train = Train(steps=2, seq_len=seq_len, global_batch=batch, micro_batch=micro_batch)
     return RunConfig(name="traced", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
 
 
@@ -84,10 +85,28 @@ def test_the_largest_micro_batch_that_fits_is_called_fitting_and_the_next_one_no
     assert 0.95 * fits < total(live_bill(run(largest), "cuda")) < 1.05 * fits
 
 
-def test_a_run_begins_with_its_state_and_saves_with_little_more():
-    from ingot.planner.memory import moments
-    from ingot.schema.cluster import Cluster
+LONG = replace(DENSE, max_seq_len=131_072)
+AROUND = {
+    "short sequences, ZeRO-1": run_of(DENSE, 8, 2, 1024, dp_shard=8, zero=1),
+    "16k, ZeRO-3, full recompute": run_of(LONG, 1, 1, 16_384, dp_shard=8, zero=3, recompute="full"),
+    "32k, tensor parallelism, selective": run_of(LONG, 1, 2, 32_768, tp=4, dp_shard=2, zero=1, recompute="selective"),
+    "128k over a ring": run_of(LONG, 1, 1, 131_072, cp=8, context="ring", zero=3, recompute="full"),
+    "64k over Ulysses": run_of(LONG, 1, 1, 65_536, cp=4, context="ulysses", zero=1),
+    "8k, 1F1B": run_of(LONG, 1, 4, 8192, pp=2, tp=2, zero=1),
+    "2k, experts": run_of(SPARSE, 4, 2, 2048, dp_shard=8, ep=8, zero=1),
+}
 
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_device_with_5_percent_more_is_enough_and_one_with_5_percent_less_is_not(name):
+    run = AROUND[name]
+    ranks_to_a_stage = run.parallel.world_size // run.parallel.pp
+    needed = max(traced_bytes(run, place.rank * ranks_to_a_stage) for place in positions(run))
+    counted = total(memory_bill(run, Cluster(name="x", device="cuda", memory_bytes=needed)))
+    assert 0.95 * needed < counted <= 1.05 * needed
+
+
+def test_a_run_begins_with_its_state_and_saves_with_little_more():
     cluster = Cluster(name="x", device="cuda", memory_bytes=80 * 10**9)
     for run in (CASES["ZeRO-1"], CASES["DDP"], CASES["ZeRO-3, full recompute"]):
         peaks, said = role.trace_rank(run, 0, "cuda").peaks(), moments(run, cluster)
