@@ -18,7 +18,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", type=Path, default=Path(), help="where runs will live; its disk is checked (default: .)"
     )
     parser.add_argument(
-        "--bench", action="store_true", help="time the trainer's own step (about 15 s) for `ingot plan`"
+        "--bench",
+        action="store_true",
+        help="time the trainer's own step for `ingot plan`: about 15 s, on a busy machine a minute or more",
     )
     parser.add_argument(
         "--ranks",
@@ -64,6 +66,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
+    import time
+
     from ingot.errors import require
     from ingot.machine.cluster_file import write_cluster
     from ingot.train.calibrate import calibrate
@@ -71,6 +75,7 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
 
     require("torch", "train")
     terminal.say(f"timing the trainer's step on {uncalibrated.devices} x {uncalibrated.device} ...")
+    began = time.monotonic()
     cluster = calibrate(uncalibrated)
     write_cluster(args.out, cluster)
     for dtype, rate in cluster.peak_flops.items():
@@ -85,7 +90,7 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
         terminal.say(f"  fits the timings  within {cluster.resolution:.0%} on average")
     if cluster.resolution > _ROUGH:
         terminal.say("  the timings scatter: measure again when the machine is idle")
-    terminal.say(f"wrote {args.out}")
+    terminal.say(f"wrote {args.out} after {format_seconds(time.monotonic() - began)}")
     from ingot.config import to_dict
 
     return to_dict(cluster)

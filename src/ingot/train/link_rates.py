@@ -51,10 +51,10 @@ def features(kind: str, ranks: int, size: float) -> list[float]:
 
 
 def fitted_links(rows: np.ndarray, seconds: np.ndarray) -> dict[str, float]:
-    """The least sum of squared relative errors, with neither figure below what the data says of it alone."""
+    """The least sum of squared relative errors; where that asks for less than nothing, from two of the timings."""
     scaled = rows / seconds[:, None]
     per_byte, per_hop = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0]
-    if per_byte <= 0 or per_hop <= 0:  # timings that scatter: the median of each by itself
+    if per_byte <= 0 or per_hop <= 0:  # timings that scatter: the most bytes are all bandwidth, the least all latency
         large, small = rows[:, 0].argmax(), rows[:, 0].argmin()
         per_byte, per_hop = seconds[large] / rows[large, 0], seconds[small] / rows[small, 1]
     return {"link_bandwidth": float(1 / per_byte), "link_seconds": float(per_hop)}

@@ -96,6 +96,12 @@ def test_the_device_rates_are_of_this_world():
     assert 1e6 < rates["bandwidth"] < 1e14 and 1e-8 < rates["op_seconds"] < 1e-2
 
 
+def test_limits_are_the_best_that_was_seen():
+    calibrate_rank = pytest.importorskip("ingot.train.calibrate_rank")
+    busy, quiet = {"matmul": 6e10, "op_seconds": 3e-6}, {"matmul": 3e11, "op_seconds": 4e-6}
+    assert calibrate_rank.fastest([busy, quiet]) == {"matmul": 3e11, "op_seconds": 3e-6}
+
+
 def test_links_that_were_timed_exactly_are_found():
     link_rates = pytest.importorskip("ingot.train.link_rates")
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "send")
