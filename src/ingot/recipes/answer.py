@@ -1,14 +1,16 @@
 """From a question to ranked plans: the run that follows from the rules, and the layouts that a search finds for it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ingot.config import to_dict
+from ingot.config import from_dict, to_dict
 from ingot.errors import ConfigError
 from ingot.planner.context import with_context
 from ingot.planner.explain import explain
 from ingot.planner.memory import rank_memory_bytes
+from ingot.planner.outlook import Assumptions
 from ingot.planner.plan import Planned
 from ingot.planner.recipe import recipe_lines
 from ingot.planner.runners_up import Story
@@ -101,7 +103,7 @@ def answer(question: Question) -> Planning:
     """Raises ConfigError where a pin has no such name, or pins allow no layout."""
     run, reasons = base_run(question)
     if question.cluster.device == "cpu" and not question.pinned:
-        return Planning(plans=(_planned(question, run, reasons),), question=question)
+        return Planning(plans=(planned_of(question, run, reasons),), question=question)
     _require_legal(run, question)
     limit = max(question.top, _SEEN)
     found = search(run, question.cluster, question.software, pinned=question.pinned, limit=limit)
@@ -109,7 +111,7 @@ def answer(question: Question) -> Planning:
     if not candidates:
         raise _no_layout(run, question, found)
     plans = tuple(
-        _planned(question, candidate.run, reasons | _why(candidate, question, found)) for candidate in candidates
+        planned_of(question, candidate.run, reasons | _why(candidate, question, found)) for candidate in candidates
     )
     return Planning(plans=plans, found=found, question=question)
 
@@ -130,17 +132,28 @@ def _layout_facts(planned: Planned) -> dict:
     }
 
 
-def _planned(question: Question, run: RunConfig, reasons: dict[str, str]) -> Planned:
+def planned_of(question: Question, run: RunConfig, reasons: dict[str, str]) -> Planned:
+    """The plan of a run with its layout. Its run file saves as often as failures ask for, or as rules do where that is
+    more often; the plan counts what the file says."""
     run, context = with_context(run, question.cluster)
-    plan = plan_of(question, run)
-    reasons = reasons | context
-    if plan.outlook and plan.step_seconds:
+    plan, reasons = plan_of(question, run), reasons | context
+    if plan.outlook:
         every = plan.outlook.checkpoint_every_seconds
         steps = max(round(every / plan.step_seconds), 1)
         if steps < run.checkpoint.every_steps:
             run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
             reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
+        elif not question.assumptions.checkpoint_every_seconds:
+            plan = plan_of(replace(question, assumptions=assumptions_of(question, run)), run)
     return Planned(run=run, plan=plan, reasons=reasons)
+
+
+def assumptions_of(question: Question, run: RunConfig) -> Assumptions:
+    """Of a whole run: with the checkpoints of its file, unless their interval is assumed."""
+    given = question.assumptions
+    if given.checkpoint_every_seconds or given.checkpoint_every_steps:
+        return given
+    return replace(given, checkpoint_every_steps=run.checkpoint.every_steps)
 
 
 def _why(candidate: Candidate, question: Question, found: Found) -> dict[str, str]:
@@ -168,14 +181,30 @@ def _no_layout(run: RunConfig, question: Question, found: Found) -> ConfigError:
 
 def _require_legal(run: RunConfig, question: Question) -> None:
     """Refuse pins that no layout can have, before a search for one."""
+    _require_values(question.pinned)
+    _require_devices(question)
+    _require_micro_batch(run, question.pinned.get("micro_batch", 1))
+    if tried := _pinned_run(run, question):
+        mine = {f"parallel.{name}" for name in question.pinned}
+        if problems := [f"{key}: {message}" for key, message in layout_problems(tried) if key in mine]:
+            raise ConfigError(
+                "\n".join(problems), rule="a layout divides model and batch", fix="use a legal value, or leave the pin"
+            )
+
+
+def _require_values(pinned: Mapping[str, object]) -> None:
+    """Of the right type, and one of the words that there are. Names that there are not the search tells."""
+    known = {name: value for name, value in pinned.items() if name in vars(Parallel())}
+    try:
+        from_dict(Parallel, known, where=lambda key: "pinned")
+    except ConfigError as error:
+        raise ConfigError(error.found, rule="what a run file may have in [parallel]", fix="use a legal value") from None
+
+
+def _require_devices(question: Question) -> None:
     devices, pinned = question.cluster.devices, question.pinned
-    degrees = {name: pinned[name] for name in _DEGREES if name in pinned}
-    wrong = [f"{name} = {degree!r}" for name, degree in degrees.items() if not isinstance(degree, int) or degree < 1]
-    if wrong:
-        raise ConfigError(
-            f"pinned {', '.join(wrong)}", rule="degrees are whole numbers of at least 1", fix="use 1 or more"
-        )
-    product = math.prod(map(int, map(str, degrees.values())))
+    degrees = {name: int(str(pinned[name])) for name in _DEGREES if name in pinned}
+    product = math.prod(degrees.values())
     if devices % product:
         shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
         shown += f" = {product}" if len(degrees) > 1 else ""
@@ -184,18 +213,15 @@ def _require_legal(run: RunConfig, question: Question) -> None:
             rule="every device has a place in the mesh",
             fix=f"use {nearest(product, divisors(devices))}",
         )
-    micro_batch = pinned.get("micro_batch", 1)
-    if not isinstance(micro_batch, int) or micro_batch < 1 or run.train.global_batch % micro_batch:
-        found = f"micro_batch {micro_batch} does not divide the global batch of {run.train.global_batch:,}"
-        raise ConfigError(
-            found, rule="equal parts", fix=f"use {nearest(int(str(micro_batch)), divisors(run.train.global_batch))}"
-        )
-    if tried := _pinned_run(run, question):
-        mine = {f"parallel.{name}" for name in pinned}
-        if problems := [f"{key}: {message}" for key, message in layout_problems(tried) if key in mine]:
-            raise ConfigError(
-                "\n".join(problems), rule="a layout divides model and batch", fix="use a legal value, or leave the pin"
-            )
+
+
+def _require_micro_batch(run: RunConfig, size: object) -> None:
+    batch = run.train.global_batch
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"pinned micro_batch = {size!r}", rule="a whole number of at least 1", fix="use 1 or more")
+    if batch % size:
+        found = f"micro_batch {size} does not divide the global batch of {batch:,}"
+        raise ConfigError(found, rule="equal parts", fix=f"use {nearest(size, divisors(batch))}")
 
 
 def _pinned_run(run: RunConfig, question: Question) -> RunConfig | None:

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 
-from ingot.errors import UsageError
+from ingot.errors import ConfigError, UsageError
 from ingot.planner.outlook import outlook
 from ingot.planner.plan import Planned
 from ingot.recipes.amounts import Budget
-from ingot.recipes.answer import Planning, answer
-from ingot.recipes.question import Question, plan_of
-from ingot.recipes.subject import by_size
+from ingot.recipes.answer import Planning, answer, assumptions_of, planned_of
+from ingot.recipes.question import Question, base_run
+from ingot.recipes.subject import Subject, by_size
 from ingot.schema.cluster import Cluster
+from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 from ingot.theory.flops import train_flops_6nd
 from ingot.theory.params import count_active_parameters
@@ -18,7 +19,7 @@ from ingot.units import format_count, format_usd
 
 # Before anything is predicted: what large runs reach of the peak.
 _USUAL_MFU = 0.4
-# A size is chosen by a speed, which is then predicted of that size, until the next would differ by less.
+# A size, or a batch, is chosen by a speed, which is then predicted with it, until the next would (hardly) differ.
 _ROUNDS, _CLOSE = 4, 0.02
 _DAY_SECONDS, _HOUR_SECONDS = 86400.0, 3600.0
 
@@ -29,22 +30,49 @@ def spend(question: Question, budget: Budget, *, sized: bool) -> Planning:
 
     Raises UsageError where the cluster has no price for money or no rate for time, or the budget is below one step.
     """
+    if question.wanted.steps:
+        raise UsageError("--steps and --budget", rule="one follows from the other", fix="leave one of them")
     question = replace(question, tokens=_guessed_tokens(budget, question))
     planning = answer(question)
-    for _ in range(_ROUNDS if sized and not budget.flops else 0):
-        flops = affordable_steps(budget, planning.best, question) * _step_flops(planning.best)
-        size, tokens = compute_optimal(flops)
-        if abs(size / question.subject.parameters - 1) < _CLOSE:
+    for _ in range(_ROUNDS):
+        better = _sized(budget, planning, question) if sized else _settled(budget, planning, question)
+        if better == question or not planning.fits:
             break
-        question = replace(question, subject=by_size(rounded(size)), tokens=round(tokens))
-        planning = answer(question)
+        question, planning = better, answer(better)
     plans = tuple(_cut_to(budget, planned, question) for planned in planning.plans)
-    return replace(planning, plans=plans, question=replace(question, tokens=_tokens(plans[0])))
+    return replace(planning, plans=plans, question=replace(question, tokens=_tokens_of(plans[0].run)))
 
 
-def first_size(budget: Budget, cluster: Cluster, usd_per_hour: float) -> int:
-    """Parameters of the compute-optimal model, at the speed that large runs usually reach."""
-    return rounded(compute_optimal(_guessed_flops(budget, cluster, usd_per_hour))[0])
+def _sized(budget: Budget, planning: Planning, question: Question) -> Question:
+    """With the size that is compute-optimal at the speed of the plan; as it is where that hardly differs."""
+    if budget.flops:
+        return question
+    size, tokens = compute_optimal(affordable_steps(budget, planning.best, question) * _step_flops(planning.best))
+    if abs(size / question.subject.parameters - 1) < _CLOSE:
+        return question
+    return replace(question, subject=_of_size(rounded(size)), tokens=round(tokens))
+
+
+def _settled(budget: Budget, planning: Planning, question: Question) -> Question:
+    """With the tokens that are paid for, where rules choose another batch for these; as it is where they do not."""
+    run = planning.best.run
+    tokens = int(affordable_steps(budget, planning.best, question) * run.tokens_per_step)
+    other = replace(question, tokens=max(tokens, 1))
+    return question if base_run(other)[0].train.global_batch == run.train.global_batch else other
+
+
+def first_size(budget: Budget, cluster: Cluster, usd_per_hour: float) -> Subject:
+    """The compute-optimal model, at the speed that large runs usually reach. Raises UsageError."""
+    return _of_size(rounded(compute_optimal(_guessed_flops(budget, cluster, usd_per_hour))[0]))
+
+
+def _of_size(parameters: int) -> Subject:
+    """Raises UsageError where no model is so small, or so large."""
+    try:
+        return by_size(parameters)
+    except ConfigError as error:
+        found = f"the compute-optimal size for the budget: {format_count(parameters)} parameters"
+        raise UsageError(found, rule=error.rule, fix="another budget, or the size itself: --params 70b") from None
 
 
 def rounded(parameters: float) -> int:
@@ -61,9 +89,8 @@ def affordable_steps(budget: Budget, planned: Planned, question: Question) -> fl
     _require_known(budget, planned, question)
 
     def share(steps: float) -> float:
-        return _share_spent(
-            budget, _with_steps(run, steps), plan.cluster, plan.step_seconds, plan.checkpoint_bytes, question
-        )
+        whole = replace(run, train=replace(run.train, steps=max(int(steps), 1)))
+        return _share_spent(budget, whole, plan, question)
 
     steps = float(run.train.steps)
     for _ in range(20):
@@ -73,15 +100,15 @@ def affordable_steps(budget: Budget, planned: Planned, question: Question) -> fl
     return steps
 
 
-def _share_spent(
-    budget: Budget, run: RunConfig, cluster: Cluster, step_seconds: float, checkpoint_bytes: float, question: Question
-) -> float:
+def _share_spent(budget: Budget, run: RunConfig, plan: Plan, question: Question) -> float:
+    cluster = plan.cluster
     if cluster.device == "cpu":  # nobody counted the failures of one, and plans of it have no outlook
-        seconds = run.train.steps * step_seconds
+        seconds = run.train.steps * plan.step_seconds
         hours = seconds / _HOUR_SECONDS * cluster.nodes
         usd = hours * _price(question)
     else:
-        found, _ = outlook(run, cluster, step_seconds, checkpoint_bytes, question.assumptions)
+        assumed = assumptions_of(question, run)
+        found, _ = outlook(run, cluster, plan.step_seconds, plan.checkpoint_bytes, assumed)
         seconds, hours, usd = found.days * _DAY_SECONDS, found.device_hours, sum(found.usd_by_kind.values())
     if budget.usd:
         return usd / budget.usd
@@ -97,25 +124,25 @@ def _cut_to(budget: Budget, planned: Planned, question: Question) -> Planned:
             rule="at least one step",
             fix="a larger budget, a smaller --model, or a smaller --batch",
         )
-    run = _with_steps(planned.run, steps)
-    reasons = planned.reasons | {"train.steps": "as many as the budget pays for"}
+    run, reasons = _with_steps(planned, question, int(steps))
     tokens = question.manifest.tokens if question.manifest else _tokens_of(run)
-    plan = plan_of(replace(question, tokens=tokens), run)
-    return Planned(run=run, plan=plan, reasons=reasons)
+    return planned_of(replace(question, tokens=tokens), run, reasons)
 
 
-def _with_steps(run: RunConfig, steps: float) -> RunConfig:
-    whole = max(int(steps), 1)
-    warmup = min(run.schedule.warmup_steps, max(whole // 20, 1))
-    return replace(run, train=replace(run.train, steps=whole), schedule=replace(run.schedule, warmup_steps=warmup))
+def _with_steps(planned: Planned, question: Question, steps: int) -> tuple[RunConfig, dict[str, str]]:
+    """The same layout and batch, with what rules choose by the number of steps."""
+    train, run = planned.run.train, planned.run
+    wanted = replace(question.wanted, steps=steps, global_batch=train.global_batch)
+    other, reasons = base_run(replace(question, tokens=steps * run.tokens_per_step, wanted=wanted))
+    reasons |= planned.reasons | {"train.steps": "as many as the budget pays for"}
+    other = replace(other, parallel=run.parallel, train=replace(other.train, micro_batch=train.micro_batch))
+    if "checkpoint.every_steps" not in planned.reasons:  # those that were counted
+        other = replace(other, checkpoint=run.checkpoint)
+    return other, reasons
 
 
 def _tokens_of(run: RunConfig) -> int:
     return run.train.steps * run.tokens_per_step
-
-
-def _tokens(planned: Planned) -> int:
-    return _tokens_of(planned.run)
 
 
 def _step_flops(planned: Planned) -> float:

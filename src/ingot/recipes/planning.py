@@ -22,7 +22,7 @@ from ingot.recipes.budget import first_size, spend
 from ingot.recipes.clusters import find_cluster
 from ingot.recipes.project import plan_file
 from ingot.recipes.question import NOWHERE, Question, read_data
-from ingot.recipes.subject import Subject, by_size, find_subject
+from ingot.recipes.subject import Subject, find_subject
 from ingot.schema.cluster import Cluster
 from ingot.schema.software import INGOT, Software
 
@@ -143,6 +143,6 @@ def _given(cluster, folder: Path, settings, software, recipe: str, mfu, price, f
 def _subject(model: str, params, init, spent: Budget | None, given: _Given) -> tuple[Subject, bool]:
     """And whether its size follows from the budget."""
     if spent and not (model or params or init):
-        return by_size(first_size(spent, given.cluster, given.usd_per_hour)), True
+        return first_size(spent, given.cluster, given.usd_per_hour), True
     parameters = parse_parameters(params) if params is not None else 0
     return find_subject(model, parameters=parameters, init=Path(init) if init else None), False

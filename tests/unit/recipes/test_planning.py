@@ -91,7 +91,12 @@ def test_pins_hold_and_say_so():
         ({"tp": 3}, "tp 3 does not divide the 8 devices"),
         ({"tp": 4, "pp": 4}, "tp 4 = 16 does not divide the 8 devices"),
         ({"micro_batch": 3}, "micro_batch 3"),
-        ({"schedule": "zbv", "pp": 2}, "no pipeline schedule 'zbv'"),
+        ({"schedule": "zbv", "pp": 2}, "did you mean 'zb_v'?"),
+        ({"micro_batch": "abc"}, "micro_batch = 'abc'"),
+        ({"micro_batch": True}, "micro_batch = True"),
+        ({"tp": True}, "tp = True"),
+        ({"zero": 5}, "zero = 5 is not one of"),
+        ({"recompute": "some"}, "recompute = 'some' is not one of"),
         ({"tq": 2}, "cannot pin 'tq'"),
         ({"tp": 2}, "tp"),  # 9 heads
     ],
@@ -115,6 +120,25 @@ def test_budgets_are_spent_and_not_exceeded():
     assert hours.outlook and 95 < hours.outlook.device_hours <= 96
 
 
+@pytest.mark.parametrize(
+    ("budget", "cluster"), [("24h", "h100"), ("$500", "8xh100"), ("1e19flop", "h100"), ("96 gpu-hours", "2xh100")]
+)
+def test_tokens_that_a_budget_buys_cost_just_that(budget, cluster):
+    bought = plan("smollm2-135m", budget=budget, cluster=cluster).best
+    back = plan("smollm2-135m", tokens=bought.run.train.steps * bought.run.tokens_per_step, cluster=cluster).best
+    assert replace(back.run, name="") == replace(bought.run, name="")
+    assert back.plan.outlook == bought.plan.outlook and back.plan.usd == bought.plan.usd
+
+
+def test_a_plan_counts_the_checkpoints_of_its_run_file(small, tmp_path):
+    small.write(tmp_path / "run.toml")
+    again, outlook = plan(run=tmp_path / "run.toml", cluster="8xh100").best.plan, small.best.plan.outlook
+    assert again.outlook and outlook
+    assert again.outlook.days == pytest.approx(outlook.days, rel=1e-4)
+    every = small.best.run.checkpoint.every_steps * small.best.plan.step_seconds
+    assert outlook.checkpoint_every_seconds == pytest.approx(every, rel=0.01)
+
+
 def test_a_budget_alone_chooses_the_compute_optimal_size():
     best = plan(budget="24h", cluster="h100").best
     run = best.run
@@ -130,6 +154,7 @@ def test_a_budget_alone_chooses_the_compute_optimal_size():
         ({"tokens": "1B", "budget": "24h"}, "--tokens COUNT and --budget"),
         ({}, "without tokens or a budget"),
         ({"budget": "1e9flop"}, "the budget pays for"),
+        ({"budget": "1h", "steps": 10}, "--steps and --budget"),
         ({"tokens": "1TB"}, "these are bytes"),
         ({"tokens": "1B", "mfu": 45}, "--mfu 45"),
         ({"tokens": "1B", "price": -1}, "--price -1"),
@@ -145,6 +170,11 @@ def test_what_cannot_be_asked_is_refused_with_the_way_out(asked: dict[str, Any],
     with pytest.raises(UsageError) as caught:
         plan("smollm2-135m", cluster="8xh100", **asked)
     assert found in caught.value.found and (caught.value.rule or caught.value.fix)
+
+
+def test_a_budget_for_no_model_says_which_size_it_would_be():
+    with pytest.raises(UsageError, match="the compute-optimal size for the budget: [0-9.]+k parameters"):
+        plan(budget="1s", cluster="h100")
 
 
 def test_money_needs_a_price_and_time_a_rate():
