@@ -37,8 +37,10 @@ def gradients_formula(position: Position, peak: Peak) -> str:
 
 
 def gathered_formula(position: Position, peak: Peak) -> str:
-    """Of ZeRO-3: what lies outside of blocks, and units of blocks."""
+    """Of ZeRO-3: what lies outside of blocks, and units of blocks; or matrices alone."""
     stage = peak.stages[peak.situation.doing.stage]
+    if position.software.gathers_matrices:
+        return f"{1 + position.parallel.prefetch} matrices x {stage.matrix:,.0f} B"
     sizes = sorted({unit.common + unit.routed for unit in stage.units})
     units = " or ".join(f"{size:,}" for size in sizes) or "0"
     if not position.parallel.reshard or position.parallel.unit_blocks == 0:

@@ -41,6 +41,8 @@ class Software:
       also what eager PyTorch makes of them in float32 (theory/memory.py).
     megatron_state: state of a parameter is 18 bytes undivided (16-bit weight, fp32 gradient, master and moments), or
       6 + 12 / ranks with a distributed optimizer.
+    gathers_matrices: ZeRO-3 brings single matrices together, and reduces their gradients, not units of blocks
+      (DeepSpeed's hooks of submodules; Rajbhandari et al. 2021).
     dropless: experts take all tokens; the host waits for their counts unless `graphs`.
     """
 
@@ -64,6 +66,7 @@ class Software:
     parts_recomputed: bool = False
     loss: Literal["chunked", "fused", "whole"] = "chunked"
     megatron_state: bool = False
+    gathers_matrices: bool = False
     dropless: bool = True
 
 

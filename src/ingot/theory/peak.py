@@ -2,6 +2,7 @@
 forward or a backward can be largest, for everything its schedule has under way (theory/flights.py).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from ingot.theory import memory
@@ -44,7 +45,7 @@ class Peak:
 class Gradients:
     """Bytes of gradients by how far they are: whole ones as they come, and the shards that ranks keep of a sum."""
 
-    def __init__(self, position: Position):
+    def __init__(self, position: Position, stages: tuple[StageMemory, ...]):
         parallel, precision = position.parallel, position.train.precision
         self.zero, self.holds = parallel.zero, parallel.splits_backward
         self.element = COMPUTE_BYTES[precision]
@@ -55,12 +56,15 @@ class Gradients:
         always = position.software.megatron_state
         self.common_stays = self.zero != 3 and (self.ranks == 1 or always)
         self.routed_stays = self.zero != 3 and (self.expert_ranks == 1 or always)
+        # Where no unit of blocks is gathered or reduced at once, but a matrix.
+        matrix = max(stage.matrix for stage in stages) / self.element
+        self.most = matrix if self.zero == 3 and position.software.gathers_matrices else math.inf
         self.stays = self.kept * (position.common * self.common_stays + position.routed * self.routed_stays)
 
     def whole(self, *units: Unit) -> float:
         common = 0 if self.common_stays else sum(unit.common for unit in units)
         routed = 0 if self.routed_stays else sum(unit.routed for unit in units)
-        return float((common + routed) * (self.sent if self.zero == 3 else self.kept))
+        return float(min(common + routed, self.most) * (self.sent if self.zero == 3 else self.kept))
 
     def shards(self, *units: Unit) -> float:
         common = 0 if self.common_stays else sum(unit.common for unit in units) / self.ranks
@@ -69,7 +73,7 @@ class Gradients:
 
     def computed(self, *units: Unit) -> float:
         """In the dtype that computes, as FSDP2 gathers them before it sends a unit's."""
-        return float(sum(unit.common + unit.routed for unit in units) * self.element)
+        return float(min(sum(unit.common + unit.routed for unit in units), self.most) * self.element)
 
     @property
     def keeps_whole(self) -> bool:
@@ -82,7 +86,7 @@ def peak(position: Position, device: str) -> Peak:
     parallel = position.parallel
     row = row_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
     stages = stage_memories(position, device)
-    gradients = Gradients(position)
+    gradients = Gradients(position, stages)
     inside = [max(_moments(position, stages, doing, gradients, device), key=lambda m: m.bytes) for doing in row.doings]
     kept, left = [stage.kept for stage in stages], [stage.left for stage in stages]
     whole = [
@@ -242,6 +246,8 @@ def _gathered(position: Position, stage: StageMemory, unit: int) -> float:
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     if parallel.zero != 3:
         return 0.0
+    if position.software.gathers_matrices:
+        return (1 + parallel.prefetch) * stage.matrix
     if _stay(position):
         return float(position.parameters * e)
     units = stage.units[max(unit - parallel.prefetch, 0) : unit + 1] if unit >= 0 else ()
@@ -252,6 +258,8 @@ def _gathered_at_end(position: Position, stage: StageMemory) -> float:
     """At the end of a forward: FSDP2 keeps the buffer that the last unit came in, its parameters are freed or not."""
     if position.parallel.zero != 3:
         return 0.0
+    if position.software.gathers_matrices:
+        return _gathered(position, stage, -1)
     e, units = COMPUTE_BYTES[position.train.precision], stage.units[-1:]
     around = position.parameters if _stay(position) else stage.outer.common
     return float(e * (around + sum(unit.common + unit.routed for unit in units)))

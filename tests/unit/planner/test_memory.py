@@ -105,6 +105,15 @@ def test_megatrons_state_is_18_bytes_or_6_and_12_over_ranks():
         assert state == pytest.approx(per * parameters, rel=0.02)
 
 
+def test_systems_that_gather_single_matrices_hold_two_of_them_and_the_gradients_of_two():
+    run = run_of(dp_shard=64, zero=3, recompute="full")
+    bill = live_bill(run, "cuda", replace(MEGATRON, gathers_matrices=True))
+    matrix = LLAMA8.d_model * LLAMA8.d_ffn
+    assert bill["gathered"].value == 2 * 2 * matrix
+    shards = 4 * positions(run)[0].parameters / 64
+    assert bill["gradients"].value - shards <= 2 * 4 * matrix < live_bill(run, "cuda", MEGATRON)["gradients"].value
+
+
 def test_half_of_the_products_computed_again_is_less_memory_and_more_than_an_input():
     run = run_of(recompute="selective", dp_shard=8, zero=3)
     sizes = [

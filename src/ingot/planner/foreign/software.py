@@ -166,6 +166,7 @@ RULES = (
     Rule(
         "ZeRO-3 of DeepSpeed in 2021: one ring through one card", _first_zero3, {"rails": False, "overlap_data": True}
     ),
+    Rule("DeepSpeed gathers matrix by matrix", _first_zero3, {"gathers_matrices": True}),
     Rule("asynchronous tensor parallelism", _says_of_itself(r"async"), {"overlap_tensor": True}),
     Rule("gradients are reduced after the backward", _says(r"not overlapped"), {"overlap_data": False}),
     Rule("says which collectives it overlaps", _says(r"overlaps dp"), {"overlap_data": True, "overlap_pipeline": True}),
