@@ -93,6 +93,17 @@ def test_it_runs_so_many_batches_ahead_and_no_further(token_folder, monkeypatch,
     assert len(reads) == ahead + 1  # the last waits for its place in the queue
 
 
+def test_how_far_it_reads_ahead_changes_no_sample(token_folder):
+    folder, _ = token_folder(SHARDS)
+
+    def batches(ahead: int) -> list:
+        settings = {"seq_len": 32, "global_batch": 8, "micro_batch": 2, "seed": 7, "last_step": 9, "prefetch": ahead}
+        with Loader(folder, **settings) as loader:
+            return [(batch.step, batch.sample_ids.tolist(), batch.inputs.tolist()) for batch in loader]
+
+    assert batches(1) == batches(2) == batches(32)
+
+
 def test_closing_ends_the_thread(token_folder):
     folder, _ = token_folder(SHARDS)
     loader = Loader(folder, seq_len=32, global_batch=8, micro_batch=2, seed=7, last_step=50)

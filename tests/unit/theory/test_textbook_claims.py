@@ -13,6 +13,7 @@ import pytest
 
 from ingot.planner.collectives import Group, hierarchical_all_reduce, ring_all_reduce
 from ingot.planner.foreign.shape import ForeignArch
+from ingot.planner.propose import Hints, propose
 from ingot.planner.reading import drives, text_bytes_per_second, token_bytes
 from ingot.planner.step_time import estimate
 from ingot.recipes.clusters import load_cluster
@@ -167,10 +168,10 @@ def fp8_gain(arch: Arch, cluster, parallel: Parallel, recipe) -> float:
 
 def test_fp8_gains_less_than_1_6():
     """Step time with and without: only linear layers are faster, and scales are found and applied, of rows dearer than
-    of whole tensors. 1.0 to 1.36 were measured, more for wider models."""
+    of whole tensors. 1.0 to 1.36 were measured of 8B, 1.28 on 8 H100."""
     arch, one_node = load_model("llama3-8b").arch, load_cluster("8xh100")
     gain = fp8_gain(arch, one_node, Parallel(dp_shard=8), "tensorwise")
-    assert 1.0 <= gain < 1.6
+    assert 1.0 <= gain <= 1.36
     assert fp8_gain(arch, one_node, Parallel(dp_shard=8), "rowwise") < gain
 
 
@@ -360,11 +361,12 @@ def test_batch_of_2048_sequences_of_4096():
     assert run.tokens_per_step == 8_388_608
 
 
-def test_steps_of_1400b_tokens():
+@pytest.mark.parametrize(("seq_len", "batch", "steps"), [(4000, 2000, 175_000), (4096, 2048, 166_893)])
+def test_steps_of_1400b_tokens(seq_len, batch, steps):
     """Tokens / batch: 175,000 at 8M, 166,900 at 8.39M."""
-    assert 1.4e12 / 8e6 == 175_000
-    whole = run_of(SEVEN, Parallel(dp_shard=32), accumulation=64)
-    assert 1.4e12 / whole.tokens_per_step == pytest.approx(166_900, rel=1e-4)
+    arch, wanted = load_model("llama3-8b").arch, Hints(seq_len=seq_len, global_batch=batch)
+    found = propose(arch, load_cluster("8xh100"), Data(tokens="t"), name="run", tokens=1_400_000_000_000, wanted=wanted)
+    assert found.run.train.steps == steps
 
 
 def test_days_of_1400b_tokens():
@@ -588,9 +590,10 @@ def test_all_reduce_of_405b_gradients():
 
 
 def test_fp8_never_doubles():
-    """On 70B as well, which gains more: wide products are nearer to their peak."""
+    """1.0 to 1.6. On 70B as well, which gains more than 8B: wide products are nearer to their peak."""
     gain = fp8_gain(LLAMA3_70B, load_cluster("32x8xh100"), Parallel(dp_shard=256), "tensorwise")
-    assert 1.0 <= gain < 1.7
+    small = fp8_gain(load_model("llama3-8b").arch, load_cluster("8xh100"), Parallel(dp_shard=8), "tensorwise")
+    assert 1.0 <= small < gain <= 1.6
 
 
 def test_16384_gpus_fail_every_3_hours():
