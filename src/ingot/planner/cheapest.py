@@ -3,13 +3,14 @@ larger devices, and last what changes the experiment."""
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ingot.planner.candidates import Candidate, Evaluator, ranked
 from ingot.planner.look import Look
-from ingot.planner.space import WIDE, Reach, Space
+from ingot.planner.space import OFFLOADED, WIDE, Reach, Space
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
+from ingot.schema.software import Software
 from ingot.theory.devices import Device, cluster_of, devices, find_device
 from ingot.units import format_bytes, format_seconds, parse_bytes
 
@@ -48,43 +49,71 @@ def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
                     yield evaluator.laid_out(first, micro_batch)
 
 
-def cheapest_fix(evaluator: Evaluator, pinned: Mapping[str, object], nearest: Candidate | None) -> str:
-    """One sentence, "" where nothing of all this helps. nearest: the layout that needs least."""
+@dataclass(frozen=True, kw_only=True)
+class _Wish:
+    """What does not fit: a run on a cluster, with pins. offload: optimizer state may go to the host."""
+
+    run: RunConfig
+    cluster: Cluster
+    software: Software
+    pinned: Mapping[str, object]
+    offload: bool
+
+    def fastest(self) -> Candidate | None:
+        """Layout that fits, None where none does: a search is made where the one that needs least fits."""
+        there = Evaluator(self.run, self.cluster, self.software)
+        for reach in (WIDE, OFFLOADED) if self.offload else (WIDE,):
+            space = Space(run=self.run, cluster=self.cluster, pinned=self.pinned, reach=reach)
+            least = least_memory(there, space)
+            if least and there.fits(least.run):
+                return ranked([least, *Look(there, space).fastest()])[0]
+        return None
+
+
+def cheapest_fix(
+    evaluator: Evaluator, pinned: Mapping[str, object], nearest: Candidate | None, *, offload: bool = False
+) -> str:
+    """One sentence, "" where nothing of all this helps. nearest: the layout that needs least. offload: of optimizer
+    state to the host is no change."""
     run, cluster = evaluator.run, evaluator.cluster
+    wish = _Wish(run=run, cluster=cluster, software=evaluator.software, pinned=pinned, offload=offload)
     for name, value in pinned.items():
         others = {key: value for key, value in pinned.items() if key != name}
-        if best := _fastest(run, cluster, evaluator, others):
+        if best := replace(wish, pinned=others).fastest():
             return f"leave {name} = {value} to the search: {_said(best, name)}"
     if nearest is None:
         return _legal_batch(run, cluster, pinned)
-    found = [
-        text for text in (_more(evaluator, pinned), _larger(evaluator, pinned), _shorter(evaluator, pinned)) if text
-    ]
-    return "; or ".join(found)
-
-
-def _fastest(run: RunConfig, cluster: Cluster, evaluator: Evaluator, pinned: Mapping[str, object]) -> Candidate | None:
-    """The fastest layout that fits, None where none does."""
-    there = Evaluator(run, cluster, evaluator.software)
-    found = Look(there, Space(run=run, cluster=cluster, pinned=pinned, reach=WIDE)).fastest()
-    return ranked(found)[0] if found else None
+    return "; or ".join(text for text in (*_other_devices(wish), _shorter(wish)) if text)
 
 
 def _said(best: Candidate, name: str = "") -> str:
     found = f"{format_bytes(best.memory_bytes)} per device"
+    if best.run.parallel.offload != "none":
+        found += ", optimizer state on the host"
     if name:
         value = best.run.train.micro_batch if name == "micro_batch" else getattr(best.run.parallel, name)
         found = f"{name} = {value} needs {found}"
     return f"{found}, {format_seconds(best.step_seconds)} per step" if best.step_seconds else found
 
 
-def _more(evaluator: Evaluator, pinned: Mapping[str, object]) -> str:
-    cluster = evaluator.cluster
-    while cluster.devices < _MOST_TIMES_DEVICES * evaluator.cluster.devices:
+def _other_devices(wish: _Wish) -> list[str]:
+    """More of them, or larger ones; what a step costs decides which goes first, where both prices are known."""
+    found = [(cost, text) for cost, text in (_more(wish), _larger(wish)) if text]
+    return [text for _, text in (sorted(found) if all(cost for cost, _ in found) else found)]
+
+
+def _cost(cluster: Cluster, best: Candidate) -> float:
+    """US dollars of an hour's devices, times seconds of a step."""
+    return cluster.usd_per_hour * cluster.devices * best.step_seconds
+
+
+def _more(wish: _Wish) -> tuple[float, str]:
+    cluster = wish.cluster
+    while cluster.devices < _MOST_TIMES_DEVICES * wish.cluster.devices:
         cluster = _doubled(cluster)
-        if best := _fastest(evaluator.run, cluster, evaluator, pinned):
-            return f"use {cluster.devices} of these devices ({cluster.name}): {_said(best)}"
-    return ""
+        if best := replace(wish, cluster=cluster).fastest():
+            return _cost(cluster, best), f"use {cluster.devices} of these devices ({cluster.name}): {_said(best)}"
+    return 0.0, ""
 
 
 def _doubled(cluster: Cluster) -> Cluster:
@@ -99,16 +128,16 @@ def _doubled(cluster: Cluster) -> Cluster:
     return replace(twice, name=f"{nodes}{twice.devices_per_node}x{key}")
 
 
-def _larger(evaluator: Evaluator, pinned: Mapping[str, object]) -> str:
+def _larger(wish: _Wish) -> tuple[float, str]:
     """As many devices of another kind, the cheapest kind first."""
-    cluster = evaluator.cluster
+    cluster = wish.cluster
     kinds = [device for device in devices().values() if device.device == cluster.device]
     larger = [device for device in kinds if parse_bytes(device.memory) > cluster.memory_bytes]
     for device in sorted(larger, key=lambda device: (device.usd_per_hour or math.inf, parse_bytes(device.memory))):
         other = _same_size(cluster, device)
-        if other and (best := _fastest(evaluator.run, other, evaluator, pinned)):
-            return f"use {other.name} ({format_bytes(other.memory_bytes)} each): {_said(best)}"
-    return ""
+        if other and (best := replace(wish, cluster=other).fastest()):
+            return _cost(other, best), f"use {other.name} ({format_bytes(other.memory_bytes)} each): {_said(best)}"
+    return 0.0, ""
 
 
 def _same_size(cluster: Cluster, device: Device) -> Cluster | None:
@@ -120,11 +149,11 @@ def _same_size(cluster: Cluster, device: Device) -> Cluster | None:
     return cluster_of(device, count, name=f"{nodes}{per_node}x{device.key}" if count > 1 else device.key)
 
 
-def _shorter(evaluator: Evaluator, pinned: Mapping[str, object]) -> str:
-    seq_len = evaluator.run.train.seq_len // 2
+def _shorter(wish: _Wish) -> str:
+    seq_len = wish.run.train.seq_len // 2
     while seq_len >= _SHORTEST_SEQUENCE:
-        run = replace(evaluator.run, train=replace(evaluator.run.train, seq_len=seq_len))
-        if best := _fastest(run, evaluator.cluster, evaluator, pinned):
+        run = replace(wish.run, train=replace(wish.run.train, seq_len=seq_len))
+        if best := replace(wish, run=run).fastest():
             return f"shorten train.seq_len to {seq_len}: {_said(best)}"
         seq_len //= 2
     return ""

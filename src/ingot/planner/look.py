@@ -23,8 +23,8 @@ from ingot.planner.space import Space
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 
-# Layouts timed in full, in all and of each mesh, and shardings whose micro-batches and schedules are looked at.
-_TIMED, _TIMED_OF_MESH, _SHARDINGS = 40, 4, 48
+# Layouts timed in full, in all and of each mesh.
+_TIMED, _TIMED_OF_MESH = 40, 4
 # A coarse time this far above the fastest full one is not worth a full one.
 _HOPELESS = 1.15
 # Sequences in a micro-batch on probation: so many tokens that a product is not starved.
@@ -36,11 +36,12 @@ _POLISHED = 3
 
 
 class Look:
-    """considered: layouts whose memory was compared. fitting: those of them that fit."""
+    """considered: layouts whose memory was compared. fitting: those of them that fit. left_out: shardings whose state
+    fits, and that were not promising enough."""
 
     def __init__(self, evaluator: Evaluator, space: Space):
         self.evaluator, self.space = evaluator, space
-        self.considered = self.fitting = 0
+        self.considered = self.fitting = self.left_out = 0
         self._far_too_large: dict[Parallel, int] = {}
 
     def fastest(self) -> list[Candidate]:
@@ -127,7 +128,9 @@ class Look:
                 (self._promise(p), complexity(self.evaluator.laid_out(p, 1)), p) for p in self._room_for_state(mesh)
             ]
             found += of_mesh
-        return [parallel for _, _, parallel in sorted(found, key=lambda entry: entry[:2])[:_SHARDINGS]]
+        most = self.space.reach.shardings
+        self.left_out = max(len(found) - most, 0)
+        return [parallel for _, _, parallel in sorted(found, key=lambda entry: entry[:2])[:most]]
 
     def _room_for_state(self, mesh: Parallel) -> Iterator[Parallel]:
         for parallel in self.space.shardings(mesh):

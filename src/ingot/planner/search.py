@@ -8,7 +8,7 @@ from types import MappingProxyType
 from ingot.planner.candidates import Candidate, Evaluator, distinct, ranked
 from ingot.planner.cheapest import cheapest_fix, least_memory
 from ingot.planner.look import Look
-from ingot.planner.space import NARROW, OFFLOADED, WIDE, Space
+from ingot.planner.space import NARROW, OFFLOADED, PATIENT, WIDE, Space
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Recipe, Software
@@ -51,17 +51,20 @@ def search(
     systems = [software, *(replace(software, recipe=recipe) for recipe in recipes if recipe != software.recipe)]
     evaluators = [Evaluator(run, cluster, system) for system in systems]
     found: list[Candidate] = []
-    for reach in (NARROW, WIDE, OFFLOADED) if offload and cluster.device != "cpu" else (NARROW, WIDE):
+    offload = offload and cluster.device != "cpu"
+    reaches, left_out = [NARROW, WIDE, OFFLOADED, PATIENT] if offload else [NARROW, WIDE, PATIENT], 0
+    while reaches and not found and (reaches[0] != PATIENT or left_out):
+        reach = reaches.pop(0)
         for evaluator in evaluators:
             look = Look(evaluator, Space(run=run, cluster=cluster, pinned=pinned, reach=reach))
             found += look.fastest()
             considered, fitting = considered + look.considered, fitting + look.fitting
-        if found:
-            break
+            left_out += look.left_out
     nearest, fix = None, ""
     if not found:
-        nearest = least_memory(evaluators[0], Space(run=run, cluster=cluster, pinned=pinned, reach=WIDE))
-        fix = cheapest_fix(evaluators[0], pinned, nearest)
+        reach = OFFLOADED if offload else WIDE
+        nearest = least_memory(evaluators[0], Space(run=run, cluster=cluster, pinned=pinned, reach=reach))
+        fix = cheapest_fix(evaluators[0], pinned, nearest, offload=offload)
     return Found(
         best=tuple(distinct(ranked(found))[:limit]),
         considered=considered,

@@ -41,9 +41,11 @@ PINS = (*(field.name for field in fields(Parallel)), "micro_batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """How far a search looks. rank_tokens: of a sequence, that a rank keeps. every: nothing legal is left out."""
+    """How far a search looks. rank_tokens: of a sequence, that a rank keeps. shardings: whose micro-batches and
+    schedules are looked at. every: nothing legal is left out."""
 
     rank_tokens: int = 4096
+    shardings: int = 48
     beyond_domain: bool = False
     offload: bool = False
     every: bool = False
@@ -52,6 +54,7 @@ class Reach:
 NARROW = Reach()
 WIDE = Reach(rank_tokens=512, beyond_domain=True)
 OFFLOADED = replace(WIDE, offload=True)
+PATIENT = replace(WIDE, shardings=1000)
 
 
 @dataclass(frozen=True, kw_only=True)

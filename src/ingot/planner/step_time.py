@@ -3,6 +3,7 @@
 from ingot.planner.collectives import send
 from ingot.planner.constants import Constants, fitted
 from ingot.planner.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel
+from ingot.planner.host_time import host_update
 from ingot.planner.in_turn import estimate_in_turn, timeline_in_turn
 from ingot.planner.links import LineTime, counted_as, group_of, line_times
 from ingot.planner.stage_time import ATTENTION, KINDS, LAUNCHES, PRODUCTS, MeasuredTimer, Part, StageTimer
@@ -183,7 +184,9 @@ class _Step:
         moved = update_work(position, in_place=self.cluster.device == "tpu").moved_bytes
         share = 1.0 if self.cluster.measured else self.constants.bandwidth_share
         rate = self.cluster.memory_bandwidth * share
-        return Term(moved / rate, f"{format_bytes(moved)} / {format_bytes(rate)}/s")
+        here = Term(moved / rate, f"{format_bytes(moved)} / {format_bytes(rate)}/s")
+        there = host_update(position, self.cluster, sum(self._compute(position).values()), self.constants)
+        return Term(here.value + there.value, f"{here.formula} + {there.formula}") if there else here
 
     def _communication(
         self, times: dict[str, LineTime], waits: dict[str, Term], data: Term
