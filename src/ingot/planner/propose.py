@@ -22,6 +22,9 @@ from ingot.theory.scaling import (
 )
 from ingot.units import format_count
 
+# Of a batch that is known to work: by so much another one is as good.
+_BATCH_MOVES = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
@@ -148,6 +151,15 @@ def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: 
         raise ConfigError(found, rule="equal parts", fix=f"use {near}")
     reasons[key] += f", made a multiple of {ranks} ranks"
     return low or ranks
+
+
+def shareable_batch(batch: int, devices: int) -> int:
+    """A batch near `batch` that many numbers of ranks divide: the multiple of the largest part of `devices` that moves
+    it by at most 5%. Parts keep the odd factor of `devices`, which a batch would not have by chance."""
+    odd = devices // (devices & -devices)
+    parts = [odd * 2**n for n in range((devices & -devices).bit_length())]
+    near = [max(round(batch / part), 1) * part for part in parts]
+    return next((size for size in reversed(near) if abs(size - batch) <= _BATCH_MOVES * batch), near[0])
 
 
 def _power_of_two(value: float) -> int:

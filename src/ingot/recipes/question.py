@@ -10,7 +10,7 @@ from ingot.huggingface.config_file import require_fit
 from ingot.loader.reader import check_vocabulary
 from ingot.planner.outlook import Assumptions
 from ingot.planner.plan import make_plan
-from ingot.planner.propose import NO_HINTS, Hints, Proposal, propose
+from ingot.planner.propose import NO_HINTS, Hints, Proposal, propose, shareable_batch
 from ingot.recipes.amounts import parse_tokens
 from ingot.recipes.subject import Subject
 from ingot.schema.cluster import Cluster
@@ -63,6 +63,8 @@ def base_run(question: Question) -> tuple[RunConfig, dict[str, str]]:
     if cluster.device != "cpu":
         for key in [key for key in reasons if key.startswith("parallel.") or key == "train.micro_batch"]:
             del reasons[key]
+        if not question.wanted.global_batch and subject.hints.global_batch not in (0, run.train.global_batch):
+            reasons["train.global_batch"] += f", made a number that {cluster.devices:,} devices can share"
     if question.batch_why:
         reasons["train.global_batch"] = question.batch_why
     if subject.init:
@@ -84,11 +86,18 @@ def _proposal(question: Question, wanted: Hints) -> Proposal:
         tokens=question.tokens,
         # The ids of weights that are there already stay; tokens with others are refused.
         vocab_size=question.manifest.vocab_size if question.manifest and not subject.init else 0,
-        preset=subject.hints,
+        preset=_shared_hints(subject.hints, cluster),
         wanted=wanted,
         precision=question.precision,
         usd_per_hour=question.usd_per_hour,
     )
+
+
+def _shared_hints(hints: Hints, cluster: Cluster) -> Hints:
+    """With a batch that the devices can share in many ways, which no layout has chosen yet."""
+    if cluster.device == "cpu" or not hints.global_batch:
+        return hints
+    return replace(hints, global_batch=shareable_batch(hints.global_batch, cluster.devices))
 
 
 def _repeats(question: Question, run: RunConfig) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ingot.config import from_dict, to_dict
 from ingot.errors import ConfigError
 from ingot.planner.memory import memory_bill, rank_memory_bytes
-from ingot.planner.propose import Hints, propose
+from ingot.planner.propose import Hints, propose, shareable_batch
 from ingot.recipes.clusters import load_cluster
 from ingot.recipes.load import load_model, model_names
 from ingot.schema.cluster import Cluster
@@ -85,3 +85,11 @@ def test_the_micro_batch_is_the_largest_that_fits():
 def test_a_batch_that_cannot_be_shared_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="6 or 8"):
         proposed(TINY, CPU, 10**6, wanted=Hints(global_batch=7))
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "near"),
+    [(15_360, 1152, 14_976), (2048, 1152, 2016), (2048, 16_384, 2048), (512, 8, 512), (100, 32, 96), (7, 6, 6)],
+)
+def test_a_known_batch_moves_a_little_to_a_number_that_devices_can_share(batch: int, devices: int, near: int):
+    assert shareable_batch(batch, devices) == near
