@@ -25,6 +25,11 @@ def outlook_warnings(
         yield from _interval(step_seconds * max(reading.share, 1.0), run.train.steps, found)
 
 
+def loses_time(found: Outlook, best: Outlook) -> bool:
+    """Whether checkpoints as in `found`, instead of as in `best`, cost enough of the clock's time to be told."""
+    return best.goodput - found.goodput > _WORTH_A_WORD
+
+
 def _interval(step_seconds: float, most: int, found: Outlook) -> Iterator[str]:
     mttf = found.days * DAY_SECONDS / found.failures
     stall, every = found.checkpoint_stall_seconds, found.checkpoint_every_seconds

@@ -11,6 +11,7 @@ from ingot.planner.context import with_context
 from ingot.planner.explain import explain
 from ingot.planner.memory import rank_memory_bytes
 from ingot.planner.outlook import Assumptions
+from ingot.planner.outlook_advice import loses_time
 from ingot.planner.plan import Planned
 from ingot.planner.recipe import recipe_lines
 from ingot.planner.runners_up import Story
@@ -134,17 +135,17 @@ def _layout_facts(planned: Planned) -> dict:
 
 def planned_of(question: Question, run: RunConfig, reasons: dict[str, str]) -> Planned:
     """The plan of a run with its layout. Its run file saves as often as failures ask for, or as rules do where that is
-    more often; the plan counts what the file says."""
+    more often and costs little; the plan counts what the file says."""
     run, context = with_context(run, question.cluster)
     plan, reasons = plan_of(question, run), reasons | context
     if plan.outlook:
         every = plan.outlook.checkpoint_every_seconds
-        steps = max(round(every / plan.step_seconds), 1)
-        if steps < run.checkpoint.every_steps:
-            run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
-            reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
-        elif not question.assumptions.checkpoint_every_seconds:
-            plan = plan_of(replace(question, assumptions=assumptions_of(question, run)), run)
+        steps = max(min(round(every / plan.step_seconds), run.train.steps), 1)
+        kept = plan_of(replace(question, assumptions=assumptions_of(question, run)), run)
+        if steps >= run.checkpoint.every_steps and kept.outlook and not loses_time(kept.outlook, plan.outlook):
+            return Planned(run=run, plan=kept, reasons=reasons)
+        run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
+        reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
     return Planned(run=run, plan=plan, reasons=reasons)
 
 

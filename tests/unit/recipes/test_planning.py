@@ -210,6 +210,15 @@ def test_a_plan_becomes_a_run_file_once(small, tmp_path):
         small.write(tmp_path / "run.toml")
 
 
+@pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "1024x8xh100"), ("smollm2-135m", "8xh100")])
+def test_a_proposal_saves_so_that_it_does_not_warn_of_itself(model, cluster):
+    best = plan(model, tokens="100B", cluster=cluster, pinned={"zero": 3, "micro_batch": 1, "tp": 1, "pp": 1}).best
+    assert not any("checkpoint.every_steps" in warning for warning in best.plan.warnings)
+    every = best.run.checkpoint.every_steps * best.plan.step_seconds
+    assert best.plan.outlook
+    assert best.plan.outlook.checkpoint_every_seconds == pytest.approx(every, abs=best.plan.step_seconds)
+
+
 def test_a_run_file_is_planned_with_its_own_checkpoints(small, tmp_path):
     small.write(tmp_path / "run.toml")
     settings = {"run": tmp_path / "run.toml", "cluster": "8xh100", "failures": "50%"}
