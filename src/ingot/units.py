@@ -75,7 +75,7 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.3g} s"
     whole = round(seconds)
     if whole >= 2 * _YEAR_SECONDS:
         return f"{whole / _YEAR_SECONDS:,.0f} years"

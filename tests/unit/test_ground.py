@@ -43,8 +43,8 @@ def test_quantities_as_people_read_them():
     assert [format_count(n) for n in (7, 0.5, 999.9, 999_600_000)] == ["7", "0.5", "1,000", "1,000M"]
     assert [format_flops(n) for n in (2.5e6, 999.9e6, 989e12)] == ["2.5 MFLOP", "1,000 MFLOP", "989 TFLOP"]
     assert format_bytes(1 << 26) == "64.0 MiB"
-    assert [format_seconds(s) for s in (0.0042, 7.25, 59.8, 75, 3600, 90_000)] == [
-        "4.2 ms", "7.2 s", "60 s", "1 min 15 s", "1 h", "1 d 1 h",
+    assert [format_seconds(s) for s in (0.0042, 7.25, 15.46, 42, 59.98, 75, 3600, 90_000)] == [
+        "4.2 ms", "7.2 s", "15.5 s", "42 s", "60 s", "1 min 15 s", "1 h", "1 d 1 h",
     ]  # fmt: skip
 
 

@@ -84,12 +84,11 @@ def _explained(planning: "Planning", topic: str) -> list[str]:
 
 
 def _ways_to_fit(args: argparse.Namespace) -> tuple[str, ...]:
-    model = (
-        f"--init {args.init}" if args.init else f"--params {args.params}" if args.params else f"--model {args.model}"
-    )
-    amount = f"--budget '{args.budget}'" if args.budget else f"--tokens {args.tokens}"
-    what = f"--run {args.run}" if args.run else f"{model} {amount}"
-    shorter = "--set train.seq_len=T" if args.run else "--seq T"
+    import shlex
+
+    subject = ("run",) if args.run else ("model", "params", "init", "tokens", "budget")
+    given = [f"--{name} {shlex.quote(str(value))}" for name in subject if (value := getattr(args, name))]
+    what, shorter = " ".join(given), "--set train.seq_len=T" if args.run else "--seq T"
     return (
         f"ingot plan {what} --cluster NAME   (more or larger devices: 8xh100, 128x8xh100)",
         f"ingot plan {what} {shorter}   (shorter sequences need less memory; or a smaller model)",

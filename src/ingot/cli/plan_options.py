@@ -52,6 +52,12 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
     """What is asked for in place of rules, searches and predictions."""
+    _add_rules(parser)
+    _add_layout(parser)
+    _add_quantities(parser)
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_argument_group("choices, instead of the rules'")
     choice.add_argument("--name", default="", help="name of the run (default: the model's)")
     choice.add_argument(
@@ -66,7 +72,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--lr", type=float, metavar="RATE", help="peak learning rate (default: the preset's, else by compute budget)"
     )
-    choice.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of computation (default: bf16)")
+    choice.add_argument("--precision", choices=("bf16", "fp32"), help="of computation (default: bf16)")
     choice.add_argument(
         "--fp8",
         choices=_RECIPES,
@@ -81,6 +87,9 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a property of other software than ingot's, planning only: kernels=tuned; repeatable",
     )
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
     layout = parser.add_argument_group("the layout, instead of the fastest that is found")
     for name in _DEGREES:
         layout.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"pin {_setting(name)}")
@@ -93,6 +102,9 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="pin another setting of [parallel]: async_tp=true; repeatable",
     )
+
+
+def _add_quantities(parser: argparse.ArgumentParser) -> None:
     given = parser.add_argument_group("quantities that you know, instead of the predicted ones")
     given.add_argument("--mfu", metavar="SHARE", help="model FLOPs utilisation: 45%% or 0.45")
     given.add_argument(
@@ -136,7 +148,7 @@ def planning_of(args: argparse.Namespace, *, top: int = 5, beside: Path = Path()
         seq=args.seq or 0,
         batch=args.batch or 0,
         lr=args.lr or 0.0,
-        precision=args.precision,
+        precision=args.precision or "bf16",
         pinned=pinned,
         top=top,
         beside=beside,
@@ -190,7 +202,7 @@ def _require_only_run(args: argparse.Namespace, pinned: dict[str, object]) -> No
     from ingot.errors import UsageError
 
     _one_of(args)
-    names = ("tokens", "budget", "name", "steps", "seq", "batch", "lr")
+    names = ("tokens", "budget", "name", "steps", "seq", "batch", "lr", "precision")
     given = [f"--{name}" for name in names if getattr(args, name)] + [f"--{name.replace('_', '-')}" for name in pinned]
     if given:
         raise UsageError(f"{', '.join(given)} with --run", rule="a run file has these values", fix="use --set")

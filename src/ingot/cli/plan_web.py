@@ -8,7 +8,7 @@ from ingot.cli.terminal import Terminal
 PORT = 8737
 # What is not about the plan: of the page itself, and of every verb.
 _OURS = ("web", "port", "host", "json", "quiet", "verbose")
-_DEFAULTS = {"precision": "bf16", "top": 5}
+_DEFAULTS = {"top": 5}
 
 
 def add_page(parser: argparse.ArgumentParser) -> None:

@@ -63,9 +63,9 @@ def double_discount(plan: Plan, run: RunConfig, parameters: int) -> str:
     usd = [format_usd(device_usd(devices, s / 86400, price).value) for s in (wrong, right)] if price else []
     first, second = (f" and {cost}" for cost in usd) if usd else ("", "")
     return (
-        f"say {wrong / 86400:.0f} days{first}: 400 TFLOP/s sustained x {_TEXTS_MFU:.0%} MFU ="
+        f"say {wrong / 86400:,.0f} days{first}: 400 TFLOP/s sustained x {_TEXTS_MFU:.0%} MFU ="
         f" {rate / 1e12:.0f} TFLOP/s."
         f" That discounts twice: 400 of {peak / 1e12:.0f} TFLOP/s are an MFU of {_TEXTS_RATE / peak:.1%} already, and"
         f" {rate / 1e12:.0f} would be one of {rate / peak:.1%}. {_TEXTS_MFU:.0%} of the peak are"
-        f" {peak * _TEXTS_MFU / 1e12:.0f} TFLOP/s: {right / 86400:.1f} days{second}."
+        f" {peak * _TEXTS_MFU / 1e12:.0f} TFLOP/s: {right / 86400:,.1f} days{second}."
     )

@@ -1,6 +1,7 @@
 """What a run will need and take, before it starts: memory, time, money, each with the formula it came from."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ingot.planner.advice import warnings
 from ingot.planner.band import error_band
@@ -55,32 +56,17 @@ def make_plan(
     tokens = manifest.tokens if manifest else tokens
     bills = stage_bills(run, cluster, software)
     bill = max(bills, key=lambda stage: sum(term.value for term in stage.values()))
-    flops = _flops_per_token(run, parameters)
+    flops, size = _flops_per_token(run, parameters), checkpoint_bytes(run.model, run.train.precision)
     timing = _timing(run, cluster, software, flops.value, mfu)
     seconds = sum(term.value for term in timing.terms.values())
-    size = checkpoint_bytes(run.model, run.train.precision)
     reached, worked = _utilisation(run, cluster, flops.value, seconds), _hardware_utilisation(run, cluster, seconds)
-    cost = _cost(run, cluster, seconds)
-    formulas = {f"memory.{kind}": term.formula for kind, term in bill.items()}
-    formulas |= {
-        f"time.{part}": f"{term.formula} = {format_seconds(term.value)}" for part, term in timing.terms.items()
-    }
-    formulas |= _counts(run, flops, tokens)
-    formulas["checkpoint_bytes"] = f"{size.formula} = {format_bytes(size.value)}"
-    formulas |= {name: term.formula for name, term in (("mfu", reached), ("hfu", worked), ("usd", cost)) if term}
-    low, high = _band(cluster, seconds, mfu)
+    cost, (low, high) = _cost(run, cluster, seconds), _band(cluster, seconds, mfu)
     whole, how = _outlook(run, cluster, seconds, size.value, assumptions)
-    formulas |= how
+    formulas = _formulas(bill, timing, size, {"mfu": reached, "hfu": worked, "usd": cost})
     later = outlook_warnings(run, seconds, whole, assumptions) if whole else ()
     return Plan(
-        run_sha256=run.training_sha256(),
-        cluster=cluster,
-        software=software,
-        parameters=count_parameters(run.model),
-        active_parameters=count_active_parameters(run.model),
+        **_asked(run, cluster, software),
         flops_per_token=flops.value,
-        tokens_per_step=run.tokens_per_step,
-        steps=run.train.steps,
         memory_bytes=_bytes(bill),
         stage_memory_bytes=tuple(map(_bytes, bills)),
         moments_bytes=_bytes(moments(run, cluster, software)),
@@ -95,9 +81,31 @@ def make_plan(
         outlook=whole,
         checkpoint_bytes=round(size.value),
         usd=cost.value if cost else 0.0,
-        formulas=formulas,
+        formulas=formulas | _counts(run, flops, tokens) | how,
         warnings=(*warnings(run, cluster, bill, seconds, tokens, manifest), *later),
     )
+
+
+def _asked(run: RunConfig, cluster: Cluster, software: Software) -> dict[str, Any]:
+    """What is planned and where, before anything is predicted."""
+    return {
+        "cluster": cluster,
+        "software": software,
+        "run_sha256": run.training_sha256(),
+        "parameters": count_parameters(run.model),
+        "active_parameters": count_active_parameters(run.model),
+        "tokens_per_step": run.tokens_per_step,
+        "steps": run.train.steps,
+    }
+
+
+def _formulas(bill: dict[str, Term], timing: StepTime, size: Term, known: dict[str, Term | None]) -> dict[str, str]:
+    """Of memory and time by their parts, of a checkpoint, and of what is `known`."""
+    formulas = {f"memory.{kind}": term.formula for kind, term in bill.items()}
+    for part, term in timing.terms.items():
+        formulas[f"time.{part}"] = f"{term.formula} = {format_seconds(term.value)}"
+    formulas["checkpoint_bytes"] = f"{size.formula} = {format_bytes(size.value)}"
+    return formulas | {name: term.formula for name, term in known.items() if term}
 
 
 def _bytes(bill: dict[str, Term]) -> dict[str, int]:

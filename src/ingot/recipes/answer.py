@@ -10,6 +10,7 @@ from ingot.errors import ConfigError
 from ingot.planner.context import with_context
 from ingot.planner.explain import explain
 from ingot.planner.memory import rank_memory_bytes
+from ingot.planner.notes import double_discount
 from ingot.planner.outlook import Assumptions
 from ingot.planner.outlook_advice import loses_time
 from ingot.planner.plan import Planned
@@ -63,6 +64,12 @@ class Planning:
             return f"{error.found}; {error.rule}"
         return ""
 
+    @property
+    def texts(self) -> str:
+        """Why usual texts say other days and dollars of a bare size, "" where they have nothing on it."""
+        parameters = self.question.subject.parameters if self.question else 0
+        return double_discount(self.best.plan, self.best.run, parameters) if parameters else ""
+
     def explain(self, topic: str) -> list[str]:
         """Lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""
         return explain(topic, self.best)
@@ -81,7 +88,7 @@ class Planning:
         """All of it as plain values, for JSON."""
         best = self.best
         facts: dict = {"run": to_dict(best.run), "plan": to_dict(best.plan), "reasons": best.reasons, "fits": self.fits}
-        facts["why_not_executed"] = self.why_not_executed
+        facts |= {"why_not_executed": self.why_not_executed, "texts": self.texts}
         if self.found:
             names = ("considered", "fitting", "seconds", "fix")
             facts["search"] = {name: getattr(self.found, name) for name in names}
@@ -119,17 +126,21 @@ def answer(question: Question) -> Planning:
 
 def _layout_facts(planned: Planned) -> dict:
     """Of one ranked layout: what tells it from the others."""
-    plan, days = planned.plan, planned.plan.outlook.days if planned.plan.outlook else None
+    plan, outlook = planned.plan, planned.plan.outlook
     return {
         "parallel": to_dict(planned.run.parallel),
         "micro_batch": planned.run.train.micro_batch,
         "memory_bytes": plan.total_memory_bytes,
         "step_seconds": plan.step_seconds,
         "mfu": plan.mfu,
+        "hfu": plan.hfu,
+        "tokens": plan.steps * plan.tokens_per_step,
         "bubble": plan.bubble,
         "exposed_seconds": sum(line.exposed_seconds for line in plan.communication.values()),
-        "days": days,
+        "days": outlook.days if outlook else None,
+        "productive_days": outlook.productive_days if outlook else None,
         "usd": plan.usd,
+        "usd_with_failures": sum(outlook.usd_by_kind.values()) if outlook else None,
     }
 
 

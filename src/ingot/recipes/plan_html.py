@@ -30,11 +30,12 @@ def as_html(planning: "Planning") -> str:
     titles = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in names)
     body = "".join(_row([row[i] for i in used], planned) for row, planned in zip(rows, planning.plans, strict=True))
     details = escape("\n".join(plan_lines(best)))
-    fix = f"<p>{escape(planning.fix)}</p>" if planning.fix else ""
+    said = (planning.fix, planning.texts, planning.why_not_executed)
+    besides = "".join(f"<p>{escape(text)}</p>" for text in said if text)
     return (
         f'<div><p><b>{escape(best.run.name)}</b>: {escape(head)}</p><div style="overflow-x:auto">'
         f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody>'
-        f"</table></div><p>{_legend(planning)}</p>{fix}"
+        f"</table></div><p>{_legend(planning)}</p>{besides}"
         f"<details><summary>the best in full</summary><pre>{details}</pre></details></div>"
     )
 

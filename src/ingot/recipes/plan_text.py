@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ingot.planner.memory import rank_memory_bytes
-from ingot.planner.notes import double_discount, notes
+from ingot.planner.notes import notes
 from ingot.planner.plan import GIVEN, Planned
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Outlook, Plan
@@ -28,8 +28,7 @@ def as_text(planning: "Planning") -> Iterator[str]:
     yield from _model(planning)
     yield from _ranking(planning)
     yield from plan_lines(best)
-    if planning.question and (parameters := planning.question.subject.parameters):
-        yield from _wrapped("texts", double_discount(best.plan, best.run, parameters))
+    yield from _wrapped("texts", planning.texts)
     yield from _wrapped("fix", planning.fix)
     yield from _wrapped("look", planning.why_not_executed)
 
@@ -50,7 +49,10 @@ def _ranking(planning: "Planning") -> Iterator[str]:
         return
     cluster = planning.best.plan.cluster
     count = f"{found.considered:,} considered, {found.fitting:,} seen to fit, {found.seconds:.1f} s"
-    yield f"layouts   for {cluster.devices:,} devices, fastest first ({count})"
+    order = (
+        "in the order predicted, all at the MFU given" if GIVEN in planning.best.plan.time_seconds else "fastest first"
+    )
+    yield f"layouts   for {cluster.devices:,} devices, {order} ({count})"
     yield from table(ranking_rows(planning), RANKING, right=range(len(RANKING)))
 
 

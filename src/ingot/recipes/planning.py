@@ -6,6 +6,7 @@ planning.best.plan.step_seconds, planning.plans[1].run.parallel
 planning.write("run.toml")
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,27 +75,21 @@ def plan(
     """
     given = _given(cluster, Path(run).parent if run else Path(), assumptions, software, recipe, mfu, price, failures)
     if run:
+        if any((model, params, init, pinned, steps, seq, batch, lr, name)) or not tokens is budget is None:
+            raise UsageError("a run file, and values beside it", rule="a run file has them", fix="overrides=[...]")
         return Planning(plans=(_of_file(Path(run), overrides, given),))
     spent = parse_budget(budget) if budget is not None else None
     _require_amount(tokens, spent)
+    _require_positive(steps=steps, seq=seq, lr=lr)
     subject, sized = _subject(model, params, init, spent, given)
     data, manifest, count = read_data(str(tokens), beside) if tokens is not None else (NOWHERE, None, 0)
     length = seq or subject.hints.seq_len or min(subject.arch.max_seq_len, 2048)
     sequences, why = parse_batch(batch, length) if batch else (0, "")
+    wanted = Hints(steps=steps, seq_len=seq, global_batch=sequences, lr=lr)
     question = Question(
-        subject=subject,
-        tokens=count,
-        data=data,
-        manifest=manifest,
-        wanted=Hints(steps=steps, seq_len=seq, global_batch=sequences, lr=lr),
-        batch_why=why,
-        name=name,
-        precision=precision,
-        pinned=pinned,
-        top=top,
-        beside=beside,
-        **vars(given),
-    )
+        subject=subject, tokens=count, data=data, manifest=manifest, wanted=wanted, batch_why=why, name=name,
+        precision=precision, pinned=pinned, top=top, beside=beside, **vars(given),
+    )  # fmt: skip
     return spend(question, spent, sized=sized) if spent else answer(question)
 
 
@@ -119,6 +114,12 @@ def _require_amount(tokens: str | Path | float | None, spent: Budget | None) -> 
         )
     if tokens is not None and spent is not None and not Path(str(tokens)).is_dir():
         raise UsageError("--tokens COUNT and --budget", rule="one follows from the other", fix="leave one of them")
+
+
+def _require_positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not 0 <= value < math.inf:
+            raise UsageError(f"--{name} {value}", rule="above 0, or left to the rules")
 
 
 def _given(cluster, folder: Path, settings, software, recipe: str, mfu, price, failures) -> _Given:

@@ -9,16 +9,16 @@ from functools import lru_cache
 
 from ingot.config import to_toml
 from ingot.errors import ConfigError, UsageError
-from ingot.planner.context import with_context
 from ingot.planner.outlook import Assumptions
 from ingot.planner.plan import Planned
 from ingot.planner.propose import Hints
 from ingot.planner.step_time import simulated
+from ingot.recipes.answer import planned_of
 from ingot.recipes.assumptions import with_properties
 from ingot.recipes.clusters import load_cluster
 from ingot.recipes.load import load_model, model_names, unknown
 from ingot.recipes.project import require_executable
-from ingot.recipes.question import Question, base_run, plan_of
+from ingot.recipes.question import Question, base_run
 from ingot.recipes.subject import Subject, find_subject
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
@@ -101,8 +101,8 @@ def answer(state: State) -> Answer:
     found = Answer(state=state, cluster=cluster_of(state.cluster), run=run, reasons=reasons)
     if problems := tuple(problems_of(state, run)):
         return replace(found, problems=problems)
-    run, chosen = with_context(run, found.cluster)
-    return replace(found, run=run, reasons=reasons | chosen, plan=plan_of(_question(state), run))
+    planned = planned_of(_question(state), run, reasons)
+    return replace(found, run=planned.run, reasons=planned.reasons, plan=planned.plan)
 
 
 def run_of(state: State) -> tuple[RunConfig, dict[str, str]]:
@@ -144,7 +144,7 @@ def _question(state: State) -> Question:
         cluster=cluster,
         tokens=state.tokens,
         wanted=Hints(
-            steps=max(-(-state.tokens // (state.batch * state.seq)), 1), seq_len=state.seq, global_batch=state.batch
+            steps=max(state.tokens // (state.batch * state.seq), 1), seq_len=state.seq, global_batch=state.batch
         ),
         software=software_of(state),
         mfu=state.mfu,

@@ -14,7 +14,8 @@ Errors are JSON {found, rule, fix} with status 4xx. Work is done in threads, a f
 
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -44,6 +45,7 @@ STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _THREADS = 2
 _MOST_WAITING = 16
+_MOST_SEARCHES = 4  # each has a core of its own
 
 
 def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
@@ -55,7 +57,7 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
         Route("/api/options", _json(desk, lambda request: options())),
         Route("/api/plan", _json(desk, _plan)),
         Route("/api/fixes", _json(desk, _fixes)),
-        Route("/api/search", _search),
+        Route("/api/search", _search(desk)),
         Route("/api/timeline", _json(desk, _timeline)),
         Route("/api/compare", _json(desk, _compare)),
         Route("/api/run.toml", _run_file(desk)),
@@ -66,10 +68,21 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
 
 
 class _Desk:
-    """Work for threads: a few at a time, and a queue that does not grow without end."""
+    """Work for threads: a few at a time, and a queue that does not grow without end; and as few searches."""
 
     def __init__(self):
         self._limiter: anyio.CapacityLimiter | None = None
+        self._searches = 0
+
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        if self._searches >= _MOST_SEARCHES:
+            raise HTTPException(503, "too many searches are under way; try again when one has ended")
+        self._searches += 1
+        try:
+            yield
+        finally:
+            self._searches -= 1
 
     async def do(self, work: Callable, *arguments):
         if self._limiter is None:  # it belongs to the event loop, which runs by now
@@ -116,7 +129,7 @@ def _timeline(request: Request) -> dict:
     if window not in WINDOWS:
         raise UsageError(f"there is no window {window[:20]!r}", rule=f"windows are {', '.join(WINDOWS)}")
     state = _settled(request, "window")
-    return picture(answers.answer(state).run, answers.timeline_of(state), window)
+    return picture(answers.answer(state).run, answers.timeline_of(state), window, instead=bool(state.mfu))
 
 
 def _compare(request: Request) -> dict:
@@ -142,10 +155,19 @@ def _run_file(desk: _Desk):
     return endpoint
 
 
-async def _search(request: Request) -> Response:
-    """It ends with the request: a page that has moved on closes it."""
-    state, keep = read_state(_pairs(request, "keep")), read_keep(request.query_params.get("keep", ""))
-    answers.settled(state)  # what is wrong with it is said before a process is started
+def _search(desk: _Desk):
+    async def endpoint(request: Request) -> Response:
+        state, keep = read_state(_pairs(request, "keep")), read_keep(request.query_params.get("keep", ""))
+        answers.settled(state)  # what is wrong with it is said before a process is started
+        with desk.searching():
+            found = await _while_open(request, state, keep)
+        return JSONResponse(found) if found is not None else Response(status_code=499)  # nobody reads it
+
+    return endpoint
+
+
+async def _while_open(request: Request, state: State, keep: tuple[str, ...]) -> dict | None:
+    """What a search finds, which ends with its request: a page that has moved on closes it."""
     outcome: list[dict | IngotError] = []
     async with anyio.create_task_group() as group:
         group.start_soon(_until_closed, request, group)
@@ -154,11 +176,9 @@ async def _search(request: Request) -> Response:
         except IngotError as error:
             outcome.append(error)
         group.cancel_scope.cancel()
-    if not outcome:
-        return Response(status_code=499)  # nobody reads it
-    if isinstance(outcome[0], IngotError):
+    if outcome and isinstance(outcome[0], IngotError):
         raise outcome[0]
-    return JSONResponse(outcome[0])
+    return outcome[0] if outcome else None  # type: ignore[return-value]
 
 
 async def _until_closed(request: Request, group) -> None:

@@ -27,7 +27,8 @@ class _Piece:
     busy: float
 
 
-def picture(run: RunConfig, timeline: Timeline, window: str) -> dict:
+def picture(run: RunConfig, timeline: Timeline, window: str, *, instead: bool = False) -> dict:
+    """instead: whether the plan has the time of an MFU that was given, and not the one that is drawn."""
     first, last = _window(timeline, window)
     rows = [_row(timeline, rank, first, last) for rank in range(timeline.table.ranks)]
     merged = max(map(len, rows)) > MOST_PIECES
@@ -41,7 +42,7 @@ def picture(run: RunConfig, timeline: Timeline, window: str) -> dict:
         "window": window,
         "title": f"{parallel.schedule}, {parallel.pp} ranks, {run.accumulation:,} micro-batches",
         "bubble": f"{timeline.bubble_fraction:.1%}",
-        "step": format_seconds(timeline.step_time),
+        "step": format_seconds(timeline.step_time) + (" as predicted, not at the MFU given" if instead else ""),
         "shown": format_seconds(last - first),
         "starts_at": format_seconds(first) if first else "0 s",
         "ends_at": format_seconds(last),

@@ -153,6 +153,14 @@ def test_a_plan_that_does_not_fit_is_shown_and_exits_3(capsys):
     assert facts["exit_code"] == 3 and facts["plan"]["parameters"] > 3e8 and facts["search"]["fix"]
 
 
+def test_ways_out_repeat_what_was_asked(capsys):
+    assert (
+        main(["plan", "--budget", "1e21 flop", "--cluster", "l4", "--batch", "8", "--assume", "memory_bytes=2GB"]) == 3
+    )
+    text = out(capsys)
+    assert "ingot plan --budget '1e21 flop' --cluster NAME" in text and "None" not in text
+
+
 def test_a_bare_size_is_planned_with_what_is_known_better(capsys):
     command = ["plan", "--params", "8b", "--tokens", "100B", "--cluster", "8xh100", "--tp", "1", "--micro-batch", "1"]
     assert main([*command, "--mfu", "50%", "--price", "2", "--failures", "1%", "--top", "1", "--json"]) == 0
@@ -168,8 +176,10 @@ def test_the_recipe_is_told_in_order(capsys):
     command = ["plan", "--model", "smollm2-135m", "--tokens", "2B", "--cluster", "8xh100", "--explain"]
     assert main(command) == 0
     text = out(capsys)
-    titles = ["the bill", "tensor parallel", "pipeline across", "data parallel", "recompute", "global batch", "the score",
-              "dense or experts"]  # fmt: skip
+    titles = [
+        "the bill", "tensor parallel", "pipeline across", "data parallel", "recompute", "global batch", "the score",
+        "dense or experts",
+    ]  # fmt: skip
     places = [text.index(f". {title}") for title in titles]
     assert places == sorted(places) and text.count("runner-up:") >= 5
     assert main([*command[:-1], "--explain", "weather"]) == 2

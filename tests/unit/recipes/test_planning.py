@@ -55,6 +55,8 @@ def test_the_texts_discount_twice(usual):
     assert "say 40 days and $3.89M" in text and "400 of 989 TFLOP/s are an MFU of 40.4%" in text
     assert "180 would be one of 18.2%" in text and "16.0 days and $1.57M" in text
     assert "6 x 70,000,000,000 x tokens" in text
+    assert usual.facts()["texts"] in text and "40 days and $3.89M" in usual._repr_html_()
+    assert usual.facts()["layouts"][0]["productive_days"] == pytest.approx(16.0, abs=0.05)
 
 
 def test_without_an_mfu_it_predicts_its_own():
@@ -156,6 +158,9 @@ def test_a_budget_alone_chooses_the_compute_optimal_size():
         ({"budget": "1e9flop"}, "the budget pays for"),
         ({"budget": "1h", "steps": 10}, "--steps and --budget"),
         ({"tokens": "1TB"}, "these are bytes"),
+        ({"tokens": "1B", "seq": -1}, "--seq -1"),
+        ({"tokens": "1B", "lr": float("nan")}, "--lr nan"),
+        ({"tokens": "1B", "run": "run.toml"}, "a run file, and values beside it"),
         ({"tokens": "1B", "mfu": 45}, "--mfu 45"),
         ({"tokens": "1B", "price": -1}, "--price -1"),
         ({"tokens": "1B", "failures": "200%"}, "--failures 200%"),
@@ -173,7 +178,7 @@ def test_what_cannot_be_asked_is_refused_with_the_way_out(asked: dict[str, Any],
 
 
 def test_a_budget_for_no_model_says_which_size_it_would_be():
-    with pytest.raises(UsageError, match="the compute-optimal size for the budget: [0-9.]+k parameters"):
+    with pytest.raises(UsageError, match=r"the compute-optimal size for the budget: [0-9.]+k parameters"):
         plan(budget="1s", cluster="h100")
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import ingot.web
+from ingot import plan
+from ingot.config import from_dict
+from ingot.schema.run import RunConfig
 
 STATIC = Path(ingot.web.__file__).parent / "static"
 SMALL = "model=llama3-8b&cluster=8xh100&batch=64"
@@ -204,3 +207,18 @@ def test_tpus_are_planned_and_not_trained_on(client):
     assert found["trains"] is False
     assert client.get("/api/plan?recipe=mxfp8").json()["trains"] is False
     assert client.get("/api/plan").json()["trains"] is True
+
+
+def test_the_run_file_is_the_one_of_the_command_line(client):
+    """The same steps, learning rate and checkpoints, by the same rules."""
+    asked = {"model": "llama3-8b", "cluster": "8x8xh100", "tokens": "1T", "batch": "512", "recompute": "full"}
+    pins = {"tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1, "zero": 3, "micro_batch": 1, "recompute": "full"}
+    mine = plan("llama3-8b", cluster="8x8xh100", tokens="1T", batch=512, pinned=pins).best
+    served = from_dict(RunConfig, tomllib.loads(client.get("/api/run.toml", params=asked).text), where=str)
+    assert served == mine.run
+
+
+def test_a_picture_of_a_predicted_step_says_so_beside_a_given_mfu(client):
+    asked = "model=llama3-8b&cluster=8xh100&batch=64&pp=2"
+    assert "as predicted" in client.get(f"/api/timeline?{asked}&mfu=0.4").json()["step"]
+    assert "as predicted" not in client.get(f"/api/timeline?{asked}").json()["step"]

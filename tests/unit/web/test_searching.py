@@ -67,3 +67,9 @@ def test_bad_settings_are_refused_before_a_process_is_started(client, monkeypatc
 
     monkeypatch.setattr("ingot.web.app.best_layouts", never)
     assert client.get("/api/search?model=nobody").status_code == 400
+
+
+def test_searches_that_would_crowd_out_others_are_refused(client, monkeypatch):
+    monkeypatch.setattr("ingot.web.app._MOST_SEARCHES", 0)
+    refused = client.get("/api/search?cluster=8xh100")
+    assert refused.status_code == 503 and "searches are under way" in refused.json()["found"]
