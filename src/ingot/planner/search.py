@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from ingot.planner.candidates import Candidate, Evaluator, distinct, ranked
 from ingot.planner.cheapest import cheapest_fix, least_memory
+from ingot.planner.idle import better_idle
 from ingot.planner.look import Look
 from ingot.planner.space import NARROW, OFFLOADED, PATIENT, WIDE, Space
 from ingot.schema.cluster import Cluster
@@ -20,7 +21,8 @@ NO_PINS: Mapping[str, object] = MappingProxyType({})
 class Found:
     """best: fastest first, one of those that hardly differ. considered: layouts whose memory was compared. fitting: of
     those, the ones that fit. seconds: that the search took. nearest: where nothing fits, the layout that needs least
-    (None where the rules allow no layout at all); fix: then, the cheapest change with which one would fit."""
+    (None where the rules allow no layout at all); fix: then, the cheapest change with which one would fit. idle: what
+    would be faster with devices of each rack left idle, "" where nothing is."""
 
     best: tuple[Candidate, ...]
     considered: int
@@ -28,6 +30,7 @@ class Found:
     seconds: float
     nearest: Candidate | None = None
     fix: str = ""
+    idle: str = ""
 
 
 def search(
@@ -65,11 +68,14 @@ def search(
         reach = OFFLOADED if offload else WIDE
         nearest = least_memory(evaluators[0], Space(run=run, cluster=cluster, pinned=pinned, reach=reach))
         fix = cheapest_fix(evaluators[0], pinned, nearest, offload=offload)
+    best = tuple(distinct(ranked(found))[:limit])
+    idle = better_idle(run, cluster, software, pinned, best[0]) if best else ""
     return Found(
-        best=tuple(distinct(ranked(found))[:limit]),
+        best=best,
         considered=considered,
         fitting=fitting,
         seconds=time.perf_counter() - start,
         nearest=nearest,
         fix=fix,
+        idle=idle,
     )
