@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ingot.planner.candidates import EQUAL
 from ingot.planner.memory import rank_memory_bytes
 from ingot.planner.notes import notes
 from ingot.planner.plan import GIVEN, Planned
@@ -30,6 +31,7 @@ def as_text(planning: "Planning") -> Iterator[str]:
     yield from plan_lines(best)
     yield from _wrapped("texts", planning.texts)
     yield from _wrapped("fix", planning.fix)
+    yield from _wrapped("idle", planning.found.idle if planning.found else "")
     yield from _wrapped("look", planning.why_not_executed)
 
 
@@ -50,7 +52,7 @@ def _ranking(planning: "Planning") -> Iterator[str]:
     cluster = planning.best.plan.cluster
     count = f"{found.considered:,} considered, {found.fitting:,} seen to fit, {found.seconds:.1f} s"
     order = (
-        "in the order predicted, all at the MFU given" if GIVEN in planning.best.plan.time_seconds else "fastest first"
+        "in the order predicted, all at the MFU given" if GIVEN in planning.best.plan.time_seconds else f"fastest first, the simplest of those within {EQUAL:.0%}"
     )
     yield f"layouts   for {cluster.devices:,} devices, {order} ({count})"
     yield from table(ranking_rows(planning), RANKING, right=range(len(RANKING)))
