@@ -90,7 +90,7 @@ class Planning:
         facts: dict = {"run": to_dict(best.run), "plan": to_dict(best.plan), "reasons": best.reasons, "fits": self.fits}
         facts |= {"why_not_executed": self.why_not_executed, "texts": self.texts}
         if self.found:
-            names = ("considered", "fitting", "seconds", "fix")
+            names = ("considered", "fitting", "seconds", "fix", "idle")
             facts["search"] = {name: getattr(self.found, name) for name in names}
             facts["layouts"] = [_layout_facts(planned) for planned in self.plans]
         return facts

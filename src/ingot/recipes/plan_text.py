@@ -52,7 +52,9 @@ def _ranking(planning: "Planning") -> Iterator[str]:
     cluster = planning.best.plan.cluster
     count = f"{found.considered:,} considered, {found.fitting:,} seen to fit, {found.seconds:.1f} s"
     order = (
-        "in the order predicted, all at the MFU given" if GIVEN in planning.best.plan.time_seconds else f"fastest first, the simplest of those within {EQUAL:.0%}"
+        "in the order predicted, all at the MFU given"
+        if GIVEN in planning.best.plan.time_seconds
+        else f"fastest first, the simplest of those within {EQUAL:.0%}"
     )
     yield f"layouts   for {cluster.devices:,} devices, {order} ({count})"
     yield from table(ranking_rows(planning), RANKING, right=range(len(RANKING)))
