@@ -1,5 +1,6 @@
 """Quantities as people write them, both ways: 1.5T tokens, 48 GiB, 3 min 20 s."""
 
+import math
 import re
 
 from ingot.errors import ConfigError
@@ -18,7 +19,10 @@ def _parse(text: str | int | float, units: dict[str, int], what: str, example: s
     match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in units:
         raise ConfigError(f"{text!r} is not {what}", rule=f"write a number with a unit, like {example}")
-    return float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
+    value = float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
+    if math.isinf(value):
+        raise ConfigError(f"{text!r} is too large for {what}", rule=f"write a number with a unit, like {example}")
+    return value
 
 
 def parse_count(text: str | int | float) -> int:

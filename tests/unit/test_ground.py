@@ -33,7 +33,7 @@ def test_quantities_as_people_write_them():
     )
     assert (parse_bytes("64 MiB"), parse_bytes("1 GB"), parse_bytes("7")) == (1 << 26, 10**9, 7)
     assert (parse_seconds("24h"), parse_seconds("2 min"), parse_seconds("90")) == (86400, 120, 90)
-    for bad in ("", "8 q", "b8", "1..2"):
+    for bad in ("", "8 q", "b8", "1..2", "1e400", "1e308T"):
         with pytest.raises(ConfigError):
             parse_count(bad)
 
