@@ -180,10 +180,10 @@ def main() -> None:
     if args.role:
         print(json.dumps(measure(args.role, args)))
         return
+    from ingot.theory.peaks import peak_flops
     from record import record
 
     from ingot.theory.params import count_parameters
-    from ingot.theory.peaks import peak_flops
 
     run, gpu = benchmark_run(args), torch.cuda.get_device_name()
     runs: dict[str, list[dict]] = {name: [] for name in CONTESTANTS}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ingot.recipes.load import load_model, model_names
 from ingot.schema.arch import Arch, Mla, Moe
+from ingot.theory.devices import devices, find_device, peak_flops
 from ingot.theory.flops import (
     forward_attention_flops_per_token,
     forward_flops_per_token,
@@ -21,7 +22,6 @@ from ingot.theory.params import (
     count_parameters,
     parameters_by_part,
 )
-from ingot.theory.devices import devices, find_device, peak_flops
 from ingot.theory.scaling import suggested_batch_tokens, suggested_learning_rate
 
 LLAMA3_8B = load_model("llama3-8b").arch
