@@ -30,7 +30,7 @@ _HOPELESS = 1.15
 # Sequences in a micro-batch on probation: so many tokens that a product is not starved.
 _PROBE_TOKENS = 8192
 # By how much memory may fall with another schedule than 1f1b, or with a larger micro-batch (tests compare them).
-SLACK = 0.9
+SLACK = 0.85
 # The fastest whose neighbours are looked at.
 _POLISHED = 3
 
