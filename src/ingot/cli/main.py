@@ -134,14 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_OK
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        if "--json" in rest:
-            Terminal(json_mode=True).result(
-                {"error": UsageError.code, "found": f"no verb {verb!r}{hint}", "exit_code": UsageError.exit_code}
-            )
-        sys.stderr.write(f"ingot: no verb {verb!r}{hint}\nSee: ingot --help\n")
-        return 2
+        return _no_verb(verb, "--json" in rest)
     if rest and f"{verb} {rest[0]}" in _ACTIONS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     parser, module = _verb_parser(verb)
@@ -175,6 +168,16 @@ def main(argv: list[str] | None = None) -> int:
             fix="see to permissions and space, then run the same command again; -v shows where it happened",
         )
         return _failed(shown, terminal, args.verbose)
+
+
+def _no_verb(verb: str, json_mode: bool) -> int:
+    close = difflib.get_close_matches(verb, VERBS, n=1)
+    found = f"no verb {verb!r}" + (f"; did you mean '{close[0]}'?" if close else "")
+    if json_mode:
+        facts = {"error": UsageError.code, "found": found, "exit_code": UsageError.exit_code}
+        Terminal(json_mode=True).result(facts)
+    sys.stderr.write(f"ingot: {found}\nSee: ingot --help\n")
+    return UsageError.exit_code
 
 
 def _failed(error: IngotError, terminal: Terminal, verbose: bool) -> int:

@@ -77,10 +77,7 @@ def propose(
     goal = _training_tokens(arch, tokens)
     batch = _batch(wanted, preset, ranks, suggested_batch_tokens(arch, seq_len, goal) / seq_len, reasons)
     steps = _steps(wanted, preset, goal, tokens, batch * seq_len, reasons)
-    lr = _choose("optim.lr", wanted.lr, preset, "lr", reasons)
-    if not lr:
-        lr = suggested_learning_rate(arch, seq_len, steps * batch * seq_len)
-        reasons["optim.lr"] = "fit over compute budgets, Bi et al. 2024 (DeepSeek LLM), eq. 1"
+    lr = _choose("optim.lr", wanted.lr, preset, "lr", reasons) or _learning_rate(arch, seq_len, steps * batch, reasons)
     run = RunConfig(
         name=name,
         model=arch,
@@ -111,6 +108,11 @@ def _choose(key: str, wanted, preset: Hints, field: str, reasons: dict[str, str]
         reasons[key] = preset.why or "the preset's"
         return value
     return 0
+
+
+def _learning_rate(arch: Arch, seq_len: int, sequences: int, reasons: dict[str, str]) -> float:
+    reasons["optim.lr"] = "fit over compute budgets, Bi et al. 2024 (DeepSeek LLM), eq. 1"
+    return suggested_learning_rate(arch, seq_len, sequences * seq_len)
 
 
 def _fit_vocabulary(arch: Arch, vocab_size: int, reasons: dict[str, str]) -> Arch:

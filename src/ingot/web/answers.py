@@ -27,7 +27,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.theory.layout import layout_problems, positions
 from ingot.theory.params import count_active_parameters
-from ingot.theory.scaling import compute_optimal_tokens, suggested_batch_tokens
+from ingot.theory.scaling import compute_optimal_tokens
 from ingot.theory.schedule import Timeline
 from ingot.web.settle import data_ranks, settle
 from ingot.web.state import LAYOUT, MAX_BATCH, MAX_DEVICES, State
@@ -77,16 +77,21 @@ def cluster_of(name: str) -> Cluster:
 
 
 def filled(state: State) -> State:
-    """With sequence, batch and tokens of the preset, or of the rules, where the link leaves them open."""
-    subject = subject_of(state)
-    arch, hints = subject.arch, subject.hints
-    seq = state.seq or hints.seq_len or min(arch.max_seq_len, 4096)
-    tokens = state.tokens or compute_optimal_tokens(count_active_parameters(arch))
-    batch = state.batch or hints.global_batch
-    if not batch:
-        wanted = suggested_batch_tokens(arch, seq, tokens) / seq
-        batch = min(max(1 << max(round(wanted) - 1, 0).bit_length(), cluster_of(state.cluster).devices), MAX_BATCH)
-    return replace(state, seq=seq, batch=batch, tokens=tokens)
+    """With sequence, batch and tokens of the preset, or by the rules of `ingot plan`, where the link leaves them."""
+    tokens = state.tokens or compute_optimal_tokens(count_active_parameters(subject_of(state).arch))
+    if state.seq and state.batch:
+        return replace(state, tokens=tokens)
+    seq, batch = _by_rules(state.model, state.params, state.cluster, state.seq, state.batch, tokens)
+    return replace(state, seq=seq, batch=min(batch, MAX_BATCH), tokens=tokens)
+
+
+@lru_cache(maxsize=256)
+def _by_rules(model: str, params: int, cluster: str, seq: int, batch: int, tokens: int) -> tuple[int, int]:
+    """Sequence and batch of which either may be open."""
+    subject = subject_of(State(model=model, params=params))
+    wanted = Hints(seq_len=seq, global_batch=batch)
+    train = base_run(Question(subject=subject, cluster=cluster_of(cluster), tokens=tokens, wanted=wanted))[0].train
+    return train.seq_len, train.global_batch
 
 
 def settled(state: State, moved: str = "") -> State:

@@ -194,3 +194,14 @@ def test_a_rack_of_fast_links_is_one_place():
     wide = replace(inside, model=replace(TINY, num_heads=8, num_kv_heads=8), parallel=Parallel(tp=8, dp_shard=18))
     assert not any("spans nodes" in w for w in make_plan(wide, rack).warnings)
     assert any("tp = 8 spans nodes of 4" in w for w in make_plan(wide, replace(rack, domain_devices=4)).warnings)
+
+
+def test_plans_from_before_there_were_outlooks_still_load():
+    values = to_dict(make_plan(RUN, MACHINE))
+    later = ("software", "stage_memory_bytes", "moments_bytes", "step_seconds_low", "step_seconds_high", "hfu")
+    for name in (*later, "communication", "bubble", "outlook"):
+        values.pop(name, None)
+    known = {"name", "device", "nodes", "devices_per_node", "memory_bytes", "memory_bandwidth", "peak_flops"}
+    values["cluster"] = {name: value for name, value in values["cluster"].items() if name in known}
+    plan = from_dict(Plan, values, where=str)
+    assert plan.outlook is None and plan.step_seconds > 0 and plan.software.name == "ingot"

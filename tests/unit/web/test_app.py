@@ -222,3 +222,10 @@ def test_a_picture_of_a_predicted_step_says_so_beside_a_given_mfu(client):
     asked = "model=llama3-8b&cluster=8xh100&batch=64&pp=2"
     assert "as predicted" in client.get(f"/api/timeline?{asked}&mfu=0.4").json()["step"]
     assert "as predicted" not in client.get(f"/api/timeline?{asked}").json()["step"]
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "8x8xh100"), ("qwen3-0.6b", "8xh100")])
+def test_what_is_left_open_is_chosen_as_by_the_command_line(client, model, cluster):
+    state = client.get(f"/api/plan?model={model}&cluster={cluster}&tokens=1T").json()["state"]
+    train = plan(model, tokens="1T", cluster=cluster, top=1).best.run.train
+    assert (state["seq"], state["batch"]) == (train.seq_len, train.global_batch)
