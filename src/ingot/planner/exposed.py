@@ -89,7 +89,8 @@ def _experts(position: Position, time: LineTime, said: str, beside: Beside, cons
 def data_parallel(
     position: Position, cluster: Cluster, times: dict[str, LineTime], busy: float, constants: Constants
 ) -> Term:
-    """ZeRO-2 and 3 have every micro-batch to hide behind, the others the last ones (and the next forward)."""
+    """ZeRO-2 and 3 have every micro-batch to hide behind, the others the last ones (and the next forward). Copies of
+    the model (HSDP) meet once per step, behind the last ones, in what the shards leave of them."""
     lines = [line for line in DATA_PARALLEL if line in times]
     if not lines:
         return Term(0.0, "one data-parallel rank")
@@ -97,10 +98,13 @@ def data_parallel(
     total = sum(times[line].seconds for line in lines)
     if not position.software.overlap_data:
         return Term(total, f"{formula}, nothing beside it")
-    every = _beside(position)
-    alone = total / sum(map(position.units, position.stages)) / every
-    hiding = busy * every / position.accumulation
-    exposed = max(total - hiding, alone)
+    each, units = busy / position.accumulation, sum(map(position.units, position.stages))
+    every, last = _beside(position), _last(position)
+    copies = times["dp_replicate"].seconds if "dp_replicate" in times and every > last else 0.0
+    shards = total - copies
+    exposed = max(shards - each * every, shards / units / every)
+    if copies:
+        exposed += max(copies - max(each - shards / every, 0.0) * last, copies / units)
     slowed = constants.interference * (total - exposed)
     return Term(exposed + slowed, f"{formula}, {format_seconds(exposed)} not hidden, the rest slows its computation")
 
@@ -120,12 +124,15 @@ def in_turn(position: Position, cluster: Cluster) -> Term:
 
 
 def _beside(position: Position) -> int:
-    """Micro-batches whose computation is beside data-parallel collectives. With several stages on a rank, those of one
+    """Micro-batches whose computation is beside what data-parallel ranks divide."""
+    return position.accumulation if position.parallel.zero in (2, 3) else _last(position)
+
+
+def _last(position: Position) -> int:
+    """Micro-batches behind which collectives run that come once per step. With several stages on a rank, those of one
     are reduced while a round of micro-batches passes the next one."""
-    parallel, all_of_them = position.parallel, position.accumulation
-    if parallel.zero in (2, 3):
-        return all_of_them
-    return min(parallel.pp, all_of_them) if parallel.stages_on_each_rank > 1 else 1
+    parallel = position.parallel
+    return min(parallel.pp, position.accumulation) if parallel.stages_on_each_rank > 1 else 1
 
 
 def _sent(line: str, position: Position, times: dict[str, LineTime], cluster: Cluster) -> str:

@@ -127,3 +127,13 @@ def test_the_lower_bound_of_any_step_is_its_products_at_the_peak():
         run = run_of(LLAMA8, **settings)
         work = 6 * 7.5e9 * run.tokens_per_step / (run.parallel.world_size * 989e12)
         assert work < seconds(run) < 4 * work, settings
+
+
+def test_copies_meet_behind_the_last_micro_batch_only():
+    """With more micro-batches shards have more to hide behind; the all-reduce between copies has not."""
+    slow = replace(NODES, network_bandwidth=1e9)
+    few, many = (estimate(run_of(LLAMA8, dp_shard=8, dp_replicate=4, zero=3, micro_batches=n), slow) for n in (1, 16))
+    assert few and many
+    alone = many.communication["dp_replicate"].seconds
+    assert many.terms["collectives"].value > 0.5 * alone, "one of sixteen micro-batches cannot hide it"
+    assert many.terms["collectives"].value == pytest.approx(few.terms["collectives"].value, rel=0.3)
