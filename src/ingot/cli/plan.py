@@ -3,6 +3,7 @@
 import argparse
 import textwrap
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from ingot.cli import plan_web
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     file, last = args.out or args.run, "ingot plan ... --out run.toml"
     if planning.why_not_executed:
         last = "ingot plan --web   (to look at other layouts)"
-    terminal.next(*((f"ingot check {file}", f"ingot train {file}") if file else (last,)))
+    where = f" --cluster {quote(args.cluster)}" if args.cluster else ""
+    terminal.next(*((f"ingot check {file}{where}", f"ingot train {file}") if file else (last,)))
     return EXIT_OK
 
 

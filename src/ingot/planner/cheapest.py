@@ -2,6 +2,7 @@
 larger devices, and last what changes the experiment."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ _SHORTEST_SEQUENCE = 512
 # Layouts whose bill is looked at for the one that needs least.
 _LEAST_STATE = 200
 _NODE = 8
+# Changes are tried one after the other; where a model is a thousand times too large, most of them help nothing.
+_PATIENCE_SECONDS = 10.0
 
 
 def least_memory(evaluator: Evaluator, space: Space) -> Candidate | None:
@@ -51,16 +54,20 @@ def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """What does not fit: a run on a cluster, with pins. offload: optimizer state may go to the host."""
+    """What does not fit: a run on a cluster, with pins. offload: optimizer state may go to the host. until: when no
+    other change is begun."""
 
     run: RunConfig
     cluster: Cluster
     software: Software
     pinned: Mapping[str, object]
     offload: bool
+    until: float
 
     def fastest(self) -> Candidate | None:
         """Layout that fits, None where none does: a search is made where the one that needs least fits."""
+        if time.monotonic() > self.until:
+            return None
         there = Evaluator(self.run, self.cluster, self.software)
         for reach in (WIDE, OFFLOADED) if self.offload else (WIDE,):
             space = Space(run=self.run, cluster=self.cluster, pinned=self.pinned, reach=reach)
@@ -76,7 +83,14 @@ def cheapest_fix(
     """One sentence, "" where nothing of all this helps. nearest: the layout that needs least. offload: of optimizer
     state to the host is no change."""
     run, cluster = evaluator.run, evaluator.cluster
-    wish = _Wish(run=run, cluster=cluster, software=evaluator.software, pinned=pinned, offload=offload)
+    wish = _Wish(
+        run=run,
+        cluster=cluster,
+        software=evaluator.software,
+        pinned=pinned,
+        offload=offload,
+        until=time.monotonic() + _PATIENCE_SECONDS,
+    )
     for name, value in pinned.items():
         others = {key: value for key, value in pinned.items() if key != name}
         if best := replace(wish, pinned=others).fastest():

@@ -8,6 +8,7 @@ from ingot.planner.memory import memory_bill, rank_memory_bytes
 from ingot.planner.runners_up import Choice, Story, layout_words
 from ingot.planner.worth import weigh
 from ingot.schema.parallel import Parallel
+from ingot.theory.flops import train_flops_per_token
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.state import state_per_parameter
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
@@ -172,7 +173,9 @@ def _recompute(story: Story) -> Choice:
         reason = (
             "activations of this micro-batch do not fit without it" if needed > there else "a larger micro-batch pays"
         )
-        extra = f"; costs {plan.hfu / plan.mfu - 1:.1%} more operations (HFU over MFU)" if plan.hfu and plan.mfu else ""
+        # A plan of a bare size counts 6ND; what is recomputed is of the shape that stands in.
+        model = plan.mfu * train_flops_per_token(run.model, run.train.seq_len) / plan.flops_per_token if plan.mfu else 0
+        extra = f"; costs {plan.hfu / model - 1:.1%} more operations (HFU over MFU)" if plan.hfu and model else ""
         formula = f"without it {format_bytes(needed)}, with it {format_bytes(plan.total_memory_bytes)} of"
         formula += f" {format_bytes(there)}{extra}"
     return Choice(

@@ -15,6 +15,7 @@ _NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
 _FLOP_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
 _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 _BYTES = re.compile(_NUMBER + r"\s*[kmgtp]i?b(?:ytes)?", re.IGNORECASE)
+_MANY_FAILURES = 0.05
 _BUDGETS = "a budget is operations (6e23flop), money ('$2M', 2MUSD), time (24h, 30d) or GPU-hours (1M gpu-hours)"
 
 
@@ -115,6 +116,18 @@ def _at_least_one(option: str, text: object, count: int, what: str) -> int:
     if count < 1:
         raise UsageError(f"{option} {text}", rule=f"at least 1 {what}")
     return count
+
+
+def parse_failures(option: str, text: str | float) -> float:
+    """'0.38%' or 0.0038 -> 0.0038 failures per node and day; 0 is one, too. Raises UsageError: a bare 0.38 would be
+    more than a third of all nodes each day, and means percent."""
+    share = parse_share(option, text, none=True)
+    if share > _MANY_FAILURES and not str(text).strip().endswith("%"):
+        rule = f"a share of nodes that fail in a day; published are 0.23% to 1.6%, {text} would be {share:.0%}"
+        raise UsageError(
+            f"{option} {text}", rule=rule, fix=f"{option} {share:g}%, or {option} {share:.0%} if you mean it"
+        )
+    return share
 
 
 def parse_share(option: str, text: str | float, *, none: bool = False) -> float:

@@ -30,6 +30,7 @@ from ingot.units import format_seconds
 # Layouts that a search is asked for: those that are shown, and runners-up to tell of.
 _SEEN = 60
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_WHOLE_TRAINING_SECONDS = 3 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,11 @@ class Planning:
 
     @property
     def texts(self) -> str:
-        """Why usual texts say other days and dollars of a bare size, "" where they have nothing on it."""
+        """Why usual texts say other days and dollars of a bare size, "" where they have nothing on it: they are about
+        whole trainings."""
         parameters = self.question.subject.parameters if self.question else 0
-        return double_discount(self.best.plan, self.best.run, parameters) if parameters else ""
+        told = parameters and self.best.plan.total_seconds > _WHOLE_TRAINING_SECONDS
+        return double_discount(self.best.plan, self.best.run, parameters) if told else ""
 
     def explain(self, topic: str) -> list[str]:
         """Lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""

@@ -16,7 +16,15 @@ from ingot.errors import UsageError
 from ingot.planner.outlook import Assumptions
 from ingot.planner.plan import Planned
 from ingot.planner.propose import Hints
-from ingot.recipes.amounts import Budget, parse_batch, parse_budget, parse_parameters, parse_price, parse_share
+from ingot.recipes.amounts import (
+    Budget,
+    parse_batch,
+    parse_budget,
+    parse_failures,
+    parse_parameters,
+    parse_price,
+    parse_share,
+)
 from ingot.recipes.answer import Planning, answer
 from ingot.recipes.assumptions import assume, with_properties
 from ingot.recipes.budget import first_size, spend
@@ -126,7 +134,7 @@ def _given(cluster, folder: Path, settings, software, recipe: str, mfu, price, f
     place = cluster if isinstance(cluster, Cluster) else find_cluster(cluster, folder)
     assumptions = Assumptions()
     if failures:
-        assumptions = replace(assumptions, failures_per_node_day=parse_share("--failures", failures, none=True))
+        assumptions = replace(assumptions, failures_per_node_day=parse_failures("--failures", failures))
     usd_per_hour = parse_price(price) if price else 0.0
     if usd_per_hour:
         assumptions = replace(assumptions, usd_per_hour=usd_per_hour)

@@ -126,9 +126,14 @@ def run_of(state: State) -> tuple[RunConfig, dict[str, str]]:
         schedule=state.schedule,  # type: ignore[arg-type]
         stages_per_rank=state.stages_per_rank,
         context=state.context,  # type: ignore[arg-type]
-        offload=state.offload,  # type: ignore[arg-type]
+        **offloading(state.offload),  # type: ignore[arg-type]
     )
     return replace(base, train=replace(base.train, micro_batch=state.micro_batch), parallel=parallel), dict(reasons)
+
+
+def offloading(word: str) -> dict[str, object]:
+    """Settings of a layout by the page's word for them: "all" are parameters as well as optimizer state."""
+    return {"offload": "none" if word == "none" else "cpu", "offload_parameters": word == "all"}
 
 
 @lru_cache(maxsize=64)

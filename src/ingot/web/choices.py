@@ -34,7 +34,11 @@ LABELS = {
 }
 _RECOMPUTE = {"none": "nothing", "selective": "all but products and attention", "full": "whole blocks"}
 _ZERO = {1: "1: optimizer state", 2: "2: and gradients", 3: "3: and parameters (FSDP)"}
-_OFFLOAD = {"none": "on the device", "cpu": "in the host's memory"}
+_OFFLOAD = {
+    "none": "on the device",
+    "cpu": "in the host's memory",
+    "all": "in the host's memory, parameters too (ZeRO 3)",
+}
 _CONTEXT = {"auto": "what suits the links", "ring": "ring", "ulysses": "Ulysses", "usp": "USP, a grid of both"}
 _RECIPE = {
     "": "16 bits (bf16)",

@@ -98,6 +98,7 @@ def _rest(run: RunConfig) -> str:
     parts += [parallel.schedule] if parallel.pp > 1 else []
     parts += [f"{parallel.stages_on_each_rank} stages per rank"] if parallel.stages_on_each_rank > 1 else []
     parts += [f"offload {parallel.offload}"] if parallel.offload != "none" else []
+    parts += ["parameters too"] if parallel.offload_parameters else []
     return ", ".join(parts)
 
 
@@ -106,6 +107,7 @@ def state_of(state: State, candidate: Candidate) -> State:
     parallel = candidate.run.parallel
     resolved = resolve_parallel(candidate.run)
     layout = {key: value for key, value in asdict(parallel).items() if key in LAYOUT}
+    layout["offload"] = "all" if parallel.offload_parameters else parallel.offload
     if parallel.schedule not in ("interleaved", "looped_bfs", "interleaved_zb"):
         layout["stages_per_rank"] = 0
     return replace(state, **layout | {"zero": resolved.zero, "micro_batch": candidate.run.train.micro_batch})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from ingot.errors import ConfigError, UsageError
-from ingot.recipes.amounts import parse_parameters, parse_share, parse_tokens
+from ingot.recipes.amounts import parse_failures, parse_parameters, parse_share, parse_tokens
 from ingot.schema.parallel import Schedule
 from ingot.schema.software import Recipe
 from ingot.units import parse_count
@@ -71,13 +71,13 @@ _PARSERS: dict[str, Callable[[str], int | float]] = {
     "tokens": parse_tokens,
     "params": parse_parameters,
     "mfu": lambda text: parse_share("mfu", text),
-    "failures": lambda text: parse_share("failures", text),
+    "failures": lambda text: parse_failures("failures", text),
 }
 WORDS: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "schedule": get_args(Schedule),
     "context": ("auto", "ring", "ulysses", "usp"),
-    "offload": ("none", "cpu"),
+    "offload": ("none", "cpu", "all"),
     "recipe": get_args(Recipe),
 }
 

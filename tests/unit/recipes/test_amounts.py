@@ -11,6 +11,7 @@ from ingot.recipes.amounts import (
     Budget,
     parse_batch,
     parse_budget,
+    parse_failures,
     parse_parameters,
     parse_price,
     parse_share,
@@ -113,3 +114,13 @@ def test_a_batch_counts_sequences_and_with_a_unit_tokens():
     for wrong in ("0", "-3", "x", "4MB"):
         with pytest.raises(UsageError, match="--batch"):
             parse_batch(wrong, 8192)
+
+
+def test_failures_without_a_percent_sign_are_asked_about():
+    assert parse_failures("--failures", "0.38%") == pytest.approx(0.0038)
+    assert parse_failures("--failures", 0.0038) == 0.0038
+    assert parse_failures("--failures", "38%") == 0.38
+    assert parse_failures("--failures", "0") == 0
+    with pytest.raises(UsageError, match=r"0\.38%, or --failures 38%") as refused:
+        parse_failures("--failures", "0.38")
+    assert "38%" in (refused.value.rule or "")

@@ -73,3 +73,14 @@ def test_searches_that_would_crowd_out_others_are_refused(client, monkeypatch):
     monkeypatch.setattr("ingot.web.app._MOST_SEARCHES", 0)
     refused = client.get("/api/search?cluster=8xh100")
     assert refused.status_code == 503 and "searches are under way" in refused.json()["found"]
+
+
+@pytest.mark.anyio
+async def test_a_layout_that_lives_on_the_host_fits_on_the_page_as_in_the_search(anyio_backend):
+    """70B on eight devices: parameters and optimizer state are offloaded, and both have to come along."""
+    found = await searching.best_layouts(State(model="llama3-70b", cluster="8xh100"))
+    for best in found["best"]:
+        state = answers.settled(read_state(best["words"].items()))
+        plan = answers.answer(state).plan
+        assert plan is not None and plan.total_memory_bytes <= plan.cluster.memory_bytes, best["rest"]
+    assert any("parameters too" in best["rest"] for best in found["best"])
