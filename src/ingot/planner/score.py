@@ -116,12 +116,13 @@ def _compared(found: Subject, constants: Constants | None) -> Scored:
 
 
 def _figures(found: Subject, seconds: float, memory: float) -> dict[str, float]:
-    """In the units of the file: MFU counts causal attention half, over the 16-bit peak."""
+    """In the units of the file. MFU counts causal attention half, over the 16-bit peak; but what the row itself prints
+    is told in its own convention, in which FLOPs are as many for the predicted time as for the measured one."""
     speed = found.tokens / seconds / found.devices
     flops = train_flops_per_token(found.run.model, found.run.train.seq_len)
     peak = found.cluster.peak_flops[found.run.train.precision]
     tokens = found.row.number("measured", "tokens")
-    return {
+    own = {
         "step_s": _rounded(seconds),
         "tok_s_gpu": _rounded(speed),
         "tflops_gpu": _rounded(speed * flops / 1e12),
@@ -129,6 +130,11 @@ def _figures(found: Subject, seconds: float, memory: float) -> dict[str, float]:
         **({} if found.part else {"mem_gb": _rounded(memory / _memory_unit(found.row))}),
         **({"gpu_hours": _rounded(tokens / speed / 3600)} if tokens else {}),
     }
+    if not (step := found.measured.step_seconds):
+        return own
+    printed = {name: found.row.number("measured", name) for name in ("tflops_gpu", "mfu_pct", "hfu_pct", "gpu_hours")}
+    faster = {name: seconds / step if name == "gpu_hours" else step / seconds for name in printed}
+    return own | {name: _rounded(value * faster[name]) for name, value in printed.items() if value}
 
 
 def _memory_unit(row: Row) -> float:
@@ -136,7 +142,7 @@ def _memory_unit(row: Row) -> float:
 
 
 def _as_measured(found: Subject) -> dict[str, Any]:
-    names = ("step_s", "tok_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb", "gpu_hours")
+    names = ("step_s", "tok_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "gpu_hours")
     given = {name: value for name in names if (value := found.row.number("measured", name)) is not None}
     if found.measured.derived and found.measured.step_seconds is not None:
         given |= {"step_s": _rounded(found.measured.step_seconds), "step_s_from": found.measured.derived}

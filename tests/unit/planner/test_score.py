@@ -3,7 +3,7 @@
 import pytest
 
 from ingot.planner.published import shipped_rows
-from ingot.planner.score import Score, Scored, rank_correlation, score
+from ingot.planner.score import Score, Scored, rank_correlation, score, scored
 
 
 def rows() -> Score:
@@ -58,3 +58,12 @@ def test_a_few_shipped_rows_from_end_to_end():
     assert one.measured["tok_s_gpu"] == 6667
     assert found.rows[3].measured["step_s_from"] == "FLOP/s"
     assert 0 < found.rows[2].predicted["bubble"] < 0.5
+
+
+def test_what_a_row_prints_is_predicted_in_the_rows_own_convention():
+    """Its TFLOP/s may count recomputation, its MFU attention in full: their error is that of the step."""
+    rows = [row for row in shipped_rows() if row.number("measured", "tflops_gpu")][:40]
+    for row, found in ((row, scored(row)) for row in rows):
+        assert found.step_error is not None
+        printed = row.number("measured", "tflops_gpu")
+        assert printed and found.predicted["tflops_gpu"] == pytest.approx(printed / (1 + found.step_error), rel=1e-3)
