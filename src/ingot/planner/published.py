@@ -24,6 +24,7 @@ _LAYERS, _LAYER_BATCHES = 64, 16
 _GOODPUT = 0.9
 # From when on Megatron-Core's recompute_modules name parts of blocks, and NVIDIA's recipes use them.
 _PARTS_YEAR = 2025
+_MOST_DEVICES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,17 @@ def subject(row: Row) -> Subject | Skipped:
         return Skipped(row.id, row.family, row, f"cannot be read: {error}")
 
 
+def _impossible(row: Row) -> str:
+    counts = [("cluster", "n_gpus"), *(("plan", name) for name in ("dp", "tp", "pp", "vpp", "cp", "ep"))]
+    for section, name in counts:
+        if (row.count(section, name) or 0) > _MOST_DEVICES:
+            return f"{section}.{name} is more than {_MOST_DEVICES:,}"
+    return ""
+
+
 def _subject(row: Row) -> Subject | Skipped:
+    if found := _impossible(row):
+        return Skipped(row.id, row.family, row, found)
     notes: list[str] = []
     arch = arch_of(row, notes)
     if arch is None:

@@ -101,6 +101,8 @@ def test_shipped_rows_have_their_sources_and_can_all_be_laid_out():
         {"id": "x", "model": MODEL | {"heads": 7}, "cluster": CLUSTER, "plan": PLAN, "measured": {"mem_gb": 1}},
         {"id": "x", "model": MODEL, "cluster": CLUSTER, "plan": PLAN | {"cp": 3}, "measured": {"step_s": 1}},
         {"id": "x", "model": MODEL, "cluster": CLUSTER, "plan": PLAN, "measured": {"step_s": float("nan")}},
+        {"id": "x", "model": MODEL, "cluster": CLUSTER, "plan": {"tp": 1, "pp": 1e30}, "measured": {"step_s": 1}},
+        {"id": "x", "model": MODEL, "cluster": CLUSTER | {"n_gpus": 1e30}, "plan": PLAN, "measured": {"step_s": 1}},
         {"id": "x", "model": MODEL | {"seq": 5}, "cluster": CLUSTER, "plan": {"tp": 8}, "measured": {"step_s": 1}},
     ],
 )  # fmt: skip
