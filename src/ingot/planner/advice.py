@@ -10,6 +10,7 @@ from ingot.planner.step_time import simulated
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
+from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import TokenManifest
 from ingot.theory.layout import layout_problems, positions, resolve_parallel
 from ingot.theory.params import count_active_parameters
@@ -31,9 +32,11 @@ def warnings(
     seconds: float,
     tokens: int,
     manifest: TokenManifest | None,
+    software: Software = INGOT,
 ) -> Iterator[str]:
     """One sentence each, with the way out. tokens: in the training set, 0 when unknown."""
     yield from _memory(run, cluster, bill)
+    yield from _recipe(cluster, software)
     yield from _devices(run, cluster)
     yield from _layout(run, cluster, seconds)
     if tokens:
@@ -53,6 +56,13 @@ def check_warnings(
     if manifest and manifest.tokens:
         yield from _passes(run, manifest.tokens)
     yield from _rates(run, cluster, seconds, manifest)
+
+
+def _recipe(cluster: Cluster, software: Software) -> Iterator[str]:
+    bits = "4" if software.recipe == "nvfp4" else "8"
+    if software.recipe and not cluster.peak_flops.get(f"fp{bits}"):
+        name = cluster.device_name or cluster.name
+        yield f"{name} has no products in {bits} bits: {software.recipe} makes nothing faster there; leave --fp8"
 
 
 def _rates(run: RunConfig, cluster: Cluster, seconds: float, manifest: TokenManifest | None) -> Iterator[str]:

@@ -82,7 +82,7 @@ def make_plan(
         checkpoint_bytes=round(size.value),
         usd=cost.value if cost else 0.0,
         formulas=formulas | _counts(run, flops, tokens) | how,
-        warnings=(*warnings(run, cluster, bill, seconds, tokens, manifest), *later),
+        warnings=(*warnings(run, cluster, bill, seconds, tokens, manifest, software), *later),
     )
 
 

@@ -17,6 +17,7 @@ from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig, Train
+from ingot.schema.software import INGOT
 from ingot.theory.flops import train_flops_per_token
 
 TINY = load_model("tiny").arch
@@ -132,6 +133,14 @@ def test_published_runs_come_out_within_a_third(row):
 )
 def test_warnings(run, cluster, tokens, word):
     assert any(word in w for w in make_plan(run, cluster, tokens=tokens).warnings)
+
+
+@pytest.mark.parametrize(("device", "recipe", "told"), [("h100", "nvfp4", True), ("a100", "rowwise", True),
+                                                        ("h100", "rowwise", False), ("b200", "nvfp4", False)])  # fmt: skip
+def test_products_that_a_device_does_not_have_are_told(device, recipe, told):
+    run = run_of(load_model("llama3-8b").arch, 8192, 8, 1, 8)
+    found = make_plan(run, load_cluster(f"8x{device}"), software=replace(INGOT, recipe=recipe)).warnings
+    assert any("has no products in" in warning for warning in found) is told
 
 
 def test_collectives_hide_behind_work_inside_a_node_and_not_over_a_slow_network():
