@@ -135,8 +135,10 @@ def test_warnings(run, cluster, tokens, word):
     assert any(word in w for w in make_plan(run, cluster, tokens=tokens).warnings)
 
 
-@pytest.mark.parametrize(("device", "recipe", "told"), [("h100", "nvfp4", True), ("a100", "rowwise", True),
-                                                        ("h100", "rowwise", False), ("b200", "nvfp4", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "recipe", "told"),
+    [("h100", "nvfp4", True), ("a100", "rowwise", True), ("h100", "rowwise", False), ("b200", "nvfp4", False)],
+)
 def test_products_that_a_device_does_not_have_are_told(device, recipe, told):
     run = run_of(load_model("llama3-8b").arch, 8192, 8, 1, 8)
     found = make_plan(run, load_cluster(f"8x{device}"), software=replace(INGOT, recipe=recipe)).warnings
