@@ -1,6 +1,7 @@
 """What tokens see: documents and windows against a plain softmax, in one piece and in chunks, and with a cache."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_no_mask_is_larger_than_the_limit(monkeypatch):
 
 
 def model_of(**changes):
-    arch = Arch(**{**{name: getattr(ARCH, name) for name in ARCH.__dataclass_fields__}, **changes})
+    arch = Arch(**{**{name: getattr(ARCH, name) for name in (f.name for f in fields(ARCH))}, **changes})
     model = Transformer(arch).double()
     initialize(model, arch, 5)
     with torch.no_grad():
