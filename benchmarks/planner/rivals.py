@@ -1,12 +1,14 @@
 """The planner beside others on the published runs that it ships: error of the step time by family.
 
-    python benchmarks/planner/rivals.py --llm-analysis VENV/bin/python
+    python benchmarks/planner/rivals.py --llm-analysis VENV/bin/python --calculon FOLDER
 
   ingot          constants of the time model fitted without the family that is predicted
   constant       one share of the 16-bit peak for each precision (16, 8, 4 bits), recomputed FLOPs counted, and the
                  textbook bubble of the pipeline; the shares are fitted without the family that is predicted
   constant, all  the same with shares fitted to all rows
   llm-analysis   in its own environment (pip install llm-analysis==0.2.2), efficiency 0.5 as its README advises
+  calculon       from a folder with its sources, with its own descriptions of A100 and H100; rows it has no notion of
+                 are left out, with the reason on standard error
 
 Writes benchmarks/results/planner_rivals.json and prints a table.
 """
@@ -34,6 +36,7 @@ RESULT = HERE.parent / "results" / "planner_rivals.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llm-analysis", metavar="PYTHON", help="python of an environment that has llm-analysis")
+    parser.add_argument("--calculon", metavar="FOLDER", help="folder with calculon's package and systems")
     args = parser.parse_args()
     everyone = timed(subjects(shipped_rows()))
     predictors = {
@@ -43,12 +46,17 @@ def main() -> None:
     }
     memory = {"ingot": {s.id: _memory(s) for s in everyone if s.measured.memory_bytes}}
     if args.llm_analysis:
-        answers = llm_analysis(everyone, args.llm_analysis)
+        answers = rival(everyone, [args.llm_analysis, str(HERE / "rival_llm_analysis.py")])
         predictors["llm-analysis"] = {name: found["step_seconds"] for name, found in answers.items()}
         memory["llm-analysis"] = {name: found["memory_bytes"] for name, found in answers.items()}
+    if args.calculon:
+        answers = rival(everyone, [sys.executable, str(HERE / "rival_calculon.py"), args.calculon])
+        predictors["calculon"] = {name: found["step_seconds"] for name, found in answers.items()}
+        memory["calculon"] = {name: found["memory_bytes"] for name, found in answers.items()}
+    given = (" --llm-analysis PYTHON" if args.llm_analysis else "") + (" --calculon FOLDER" if args.calculon else "")
     result = {
         "date": date.today().isoformat(),
-        "command": f"python benchmarks/planner/rivals.py{' --llm-analysis PYTHON' if args.llm_analysis else ''}",
+        "command": f"python benchmarks/planner/rivals.py{given}",
         "step_time": {name: errors(everyone, found, "step_seconds") for name, found in predictors.items()},
         "memory": {name: errors(everyone, found, "memory_bytes") for name, found in memory.items()},
     }
@@ -137,13 +145,13 @@ def _ideal_seconds(subject: Subject) -> float:
     return subject.tokens * flops / peak * (1 + bubble)
 
 
-def llm_analysis(everyone: list[Subject], python: str) -> dict[str, dict[str, float]]:
-    """Rows that it refuses are left out."""
+def rival(everyone: list[Subject], command: list[str]) -> dict[str, dict[str, float]]:
+    """Rows that it refuses are left out; its reasons go to standard error."""
     rows = json.dumps([_described(s) for s in everyone])
-    command = [python, str(HERE / "rival_llm_analysis.py")]
     done = subprocess.run(command, input=rows, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"llm-analysis failed:\n{done.stderr[-2000:]}")
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    print(done.stderr, end="", file=sys.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -174,6 +182,12 @@ def _described(s: Subject) -> dict:
         "zero": parallel.zero if parallel.dp_shard > 1 and parallel.zero != "auto" else 0,
         "recompute": parallel.recompute,
         "flash": s.software.attention != "unfused",
+        "gated": arch.ffn_matrices > 2,
+        "device": cluster.name,
+        "schedule": parallel.schedule,
+        "interleaving": parallel.stages_on_each_rank,
+        "overlap_data": s.software.overlap_data,
+        "overlap_tensor": s.software.overlap_tensor,
         "low": bool(s.software.recipe),
         "memory_bytes": cluster.memory_bytes,
         "memory_bandwidth": cluster.memory_bandwidth,
