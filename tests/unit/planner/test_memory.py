@@ -1,15 +1,13 @@
 """Bills of memory: of ranks and moments, of other systems, how fast they are, and right where it is tight."""
 
-import os
 import time
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from ingot.planner.memory import live_bill, memory_bill, moments, position_bill, stage_bills
-from ingot.planner.published import Skipped, read_rows, shipped_rows, subject
+from ingot.planner.published import Skipped, shipped_rows, subject
 from ingot.recipes.load import load_model
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
@@ -140,12 +138,8 @@ def test_bills_are_quick_enough_for_a_search(layout, limit):
 @pytest.mark.parametrize("family", ["korthikanti2022", "torchtitan", "zero_bubble"])
 def test_published_peaks(family):
     """Peak memory of one GPU as published, mean absolute error; nothing is fitted to a row."""
-    data = os.environ.get("INGOT_TEST_DATA", "")
-    path = Path(data).parent / "planner" / "published_runs.json"
-    if not data or not path.is_file():
-        pytest.skip("published_runs.json is not here (INGOT_TEST_DATA)")
     errors = defaultdict(list)
-    for row in read_rows(path):
+    for row in shipped_rows():
         found = subject(row)
         if row.family != family or isinstance(found, Skipped) or not found.measured.memory_bytes:
             continue

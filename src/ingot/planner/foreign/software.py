@@ -82,12 +82,7 @@ def _early_experts(row: Row) -> bool:
 
 def _experts_over_nodes(row: Row) -> bool:
     over = (row.count("plan", "ep") or 1) > 8 and not row.text("cluster", "gpu").startswith("gb")
-    return (
-        over
-        and "deepseek" in row.text("model", "name")
-        and (row.count("plan", "vpp") or 1) > 1
-        and _since(2025, r"nemo|megatron-bridge")(row)
-    )
+    return over and (row.count("plan", "vpp") or 1) > 1 and _since(2025, r"nemo|megatron-bridge")(row)
 
 
 def _first_zero3(row: Row) -> bool:
@@ -137,7 +132,7 @@ RULES = (
         {"graphs": True, "attention": "tuned", "dispatch_once": True, "loss": "fused"},
     ),
     Rule(
-        "NVIDIA's recipes of DeepSeek-V3: all-to-alls over the network run beside another micro-batch of the pipeline",
+        "NVIDIA's recipes with experts over the network: all-to-alls run beside another micro-batch of the pipeline",
         _experts_over_nodes,
         {"overlap_experts": True},
     ),
