@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from record import record
 
-from ingot.dist.mesh import build_mesh
-from ingot.model.attention import Sight, attend_locally
-from ingot.parallel.context import Context
 from ingot.schema.parallel import Parallel
 from ingot.theory.context import imbalance
+from ingot.trainer.mesh.mesh import build_mesh
+from ingot.trainer.model.attention import Sight, attend_locally
+from ingot.trainer.parallel.context import Context
 
 HEADS, HEAD_DIM = 4, 64
 

@@ -31,7 +31,7 @@ from ingot.data.filters.c4 import C4
 from ingot.data.filters.fineweb import FineWeb
 from ingot.data.filters.gopher import Gopher
 from ingot.data.filters.quality import PRESETS, quality_stages
-from ingot.data.words import native
+from ingot.data.filters.words import native
 from ingot.schema.document import Document
 
 FILTERS = ("gopher_repetition", "gopher", "c4", "fineweb", "all")

@@ -21,7 +21,7 @@ WARM_UP_STEPS = 3
 
 def quickstart_run(ranks: int):
     """The quickstart's model and batch on `ranks` processes, without accumulation."""
-    from ingot.recipes.load import load_model
+    from ingot.planner.request.presets import load_model
     from ingot.schema.parallel import Parallel
     from ingot.schema.run import Data, RunConfig, Train
 
@@ -52,10 +52,10 @@ def sharded_step() -> Callable[[], float]:
 
     import numpy as np
 
-    from ingot.dist.start import start
-    from ingot.loader.loader import Batch
-    from ingot.train.parts import build_parts
-    from ingot.train.step import train_step
+    from ingot.trainer.loader.loader import Batch
+    from ingot.trainer.mesh.start import start
+    from ingot.trainer.parts import build_parts
+    from ingot.trainer.step import train_step
 
     place = start("cpu", 120)
     run = quickstart_run(place.world_size)
@@ -69,8 +69,8 @@ def plain_step() -> Callable[[], float]:
     """One step of a loop without ingot's parallel, step or clip modules; returns its loss."""
     import torch
 
-    from ingot.model.init import initialize
-    from ingot.model.transformer import Transformer
+    from ingot.trainer.model.init import initialize
+    from ingot.trainer.model.transformer import Transformer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run = quickstart_run(1)
@@ -116,7 +116,7 @@ class Side:
     """The processes of one contestant; `go` runs some steps on all of them at once."""
 
     def __init__(self, role: str, ranks: int):
-        from ingot.dist.start import worker_environment
+        from ingot.trainer.mesh.start import worker_environment
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

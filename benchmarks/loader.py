@@ -17,11 +17,11 @@ import numpy as np
 from record import alternate, medians, record
 
 from ingot.config import to_dict
-from ingot.data.verify import block_digests
-from ingot.loader.order import Order
-from ingot.loader.reader import TokenReader
+from ingot.data.lineage.verify import block_digests
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
 from ingot.storage import sha256_bytes, write_json
+from ingot.trainer.loader.order import Order
+from ingot.trainer.loader.reader import TokenReader
 
 BATCH = 64  # windows
 BATCHES = 200  # per run

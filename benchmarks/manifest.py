@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ingot.checkpoint.manifest import MANIFEST, is_finished, read_manifest, write_manifest
-from ingot.checkpoint.part import Part, assemble
 from ingot.schema.checkpoint import CheckpointManifest, FileEntry, file_of
+from ingot.trainer.checkpoint.manifest import MANIFEST, is_finished, read_manifest, write_manifest
+from ingot.trainer.checkpoint.part import Part, assemble
 
 T = TypeVar("T")
 TP, DP = 8, 128

@@ -23,7 +23,7 @@ WARM_UP_STEPS, BLOCKS, STEPS_PER_BLOCK = 5, 5, 4
 def benchmark_run(args: argparse.Namespace):
     from dataclasses import replace
 
-    from ingot.recipes.load import load_model
+    from ingot.planner.request.presets import load_model
     from ingot.schema.run import Data, RunConfig, Train
 
     arch = load_model(args.model).arch
@@ -51,9 +51,9 @@ def ingot_step(run, device) -> Callable[[], Any]:
 
     import numpy as np
 
-    from ingot.loader.loader import Batch
-    from ingot.train.parts import build_parts
-    from ingot.train.step import train_step
+    from ingot.trainer.loader.loader import Batch
+    from ingot.trainer.parts import build_parts
+    from ingot.trainer.step import train_step
 
     parts = build_parts(run, device, Path())
     inputs, targets = batch_of(run, device)
@@ -110,7 +110,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     """Seconds per step (median of blocks), compile and warm-up seconds, peak bytes and the last loss."""
     import torch
 
-    from ingot.dist.start import start, stop
+    from ingot.trainer.mesh.start import start, stop
 
     device = start("cuda", 600).device
     step = CONTESTANTS[name](benchmark_run(args), device)

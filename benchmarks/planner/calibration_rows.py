@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-TARGET = Path(__file__).parents[2] / "src/ingot/planner/published_runs.json"
+TARGET = Path(__file__).parents[2] / "src/ingot/planner/published/published_runs.json"
 _UNREAD = ("has", "full_plan", "confidence", "older_containers", "memory_breakdown_gib", "layer_ms")
 
 

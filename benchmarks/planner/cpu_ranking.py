@@ -28,7 +28,7 @@ CALIBRATION = "calibration"
 
 def layouts() -> dict:
     """The same model and global batch, cut in different ways: name -> RunConfig."""
-    from ingot.recipes.load import load_model
+    from ingot.planner.request.presets import load_model
     from ingot.schema.parallel import Parallel
     from ingot.schema.run import Data, RunConfig, Train
 
@@ -53,8 +53,8 @@ def layouts() -> dict:
 def obey(name: str) -> None:
     """One rank of a layout: warm up, then as many steps as each line of stdin says. Answers with seconds per step, and
     the share of them in which a rank was ready to run but had no core. Rank by rank alike."""
-    from ingot.dist.start import start
-    from ingot.train.calibrate_rank import timed_step
+    from ingot.rehearse.calibrate.calibrate_rank import timed_step
+    from ingot.trainer.mesh.start import start
 
     place, run = start("cpu", 600), layouts()[name]
     step = timed_step(run, place.device)
@@ -71,12 +71,12 @@ def calibrate() -> None:
     reach alone, and the peak memory after each shape's first step."""
     import torch
 
-    from ingot.dist.start import start
-    from ingot.telemetry.memory import peak_memory_bytes
-    from ingot.train.calibrate import shapes
-    from ingot.train.calibrate_rank import timed_step
-    from ingot.train.device_rates import measure_device
-    from ingot.train.link_rates import measure_links
+    from ingot.rehearse.calibrate.calibrate import shapes
+    from ingot.rehearse.calibrate.calibrate_rank import timed_step
+    from ingot.rehearse.calibrate.device_rates import measure_device
+    from ingot.rehearse.calibrate.link_rates import measure_links
+    from ingot.trainer.mesh.start import start
+    from ingot.trainer.telemetry.memory import peak_memory_bytes
 
     place, steps, peaks = start("cpu", 600), [], []
     for run in shapes(RANKS):
@@ -96,7 +96,7 @@ class Job:
     """The processes of one layout, or of the calibration; `go` runs some steps on all of them at once."""
 
     def __init__(self, name: str):
-        from ingot.dist.start import worker_environment
+        from ingot.trainer.mesh.start import worker_environment
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -153,7 +153,7 @@ def measure(names: list[str], rounds: int, steps: int) -> tuple[dict[str, list],
 def fitted(turns: dict[str, list[float]], alone: dict):
     """The machine, as `doctor --bench` describes it."""
     from ingot.machine.facts import read_machine, this_cluster
-    from ingot.train.calibrate import Timing, fit, shapes
+    from ingot.rehearse.calibrate.calibrate import Timing, fit, shapes
 
     timings = [
         Timing(run, statistics.median(turns[f"{CALIBRATION} {number}"]), peak)
@@ -194,8 +194,8 @@ def main() -> None:
     from record import record
 
     from ingot.config import to_dict
-    from ingot.planner.step_time import step_seconds
-    from ingot.train.calibrate_rank import quieter_half
+    from ingot.planner.predict.time.step_time import step_seconds
+    from ingot.rehearse.calibrate.calibrate_rank import quieter_half
 
     runs = layouts()
     everything, alone = measure(list(runs), args.rounds, args.steps)

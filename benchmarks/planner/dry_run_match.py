@@ -16,15 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import record
 
-from ingot.planner.memory import position_bill
-from ingot.recipes.load import load_model
+from ingot.planner.predict.memory.peak_memory import position_bill
+from ingot.planner.request.presets import load_model
+from ingot.rehearse.dryrun import dry_run, role
+from ingot.rehearse.dryrun.compare import compare
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.layout import positions
-from ingot.train import dry_run
-from ingot.train import dry_run_role as role
-from ingot.train.dry_run_compare import compare
 
 DENSE = replace(load_model("llama3-8b").arch, num_layers=16, max_seq_len=65536)
 WIDE = replace(load_model("llama3-70b").arch, num_layers=16)

@@ -1,4 +1,4 @@
-"""Fits the constants of the time model to the published runs that ship, and writes src/ingot/planner/fitted.json.
+"""Fits the constants of the time model to the published runs that ship: src/ingot/planner/predict/time/fitted.json.
 
     python benchmarks/planner/fit.py
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.planner.fit import BAND, FAMILY_ROWS, NOISE, Fit, residuals, timed
-from ingot.planner.published import shipped_rows, subjects
+from ingot.planner.published.fit import BAND, FAMILY_ROWS, NOISE, Fit, residuals, timed
+from ingot.planner.published.published import shipped_rows, subjects
 
-TARGET = Path(__file__).parents[2] / "src/ingot/planner/fitted.json"
+TARGET = Path(__file__).parents[2] / "src/ingot/planner/predict/time/fitted.json"
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.planner.fit import Fit, timed
-from ingot.planner.memory import memory_bill
-from ingot.planner.published import Subject, shipped_rows, subjects
-from ingot.planner.step_time import estimate
+from ingot.planner.predict.memory.peak_memory import memory_bill
+from ingot.planner.predict.time.step_time import estimate
+from ingot.planner.published.fit import Fit, timed
+from ingot.planner.published.published import Subject, shipped_rows, subjects
 from ingot.theory.flops import TRAIN_TO_FORWARD, forward_attention_flops_per_token, train_flops_per_token
 
 HERE = Path(__file__).parent

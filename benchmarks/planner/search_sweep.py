@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import record
 from search_time import run_of, shown
 
-from ingot.planner.candidates import Candidate, Evaluator, distinct, ranked
-from ingot.planner.moves import moves
-from ingot.planner.search import search
-from ingot.planner.space import Reach, Space
-from ingot.planner.sweep import every_candidate
-from ingot.recipes.clusters import load_cluster
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.search.candidates import Candidate, Evaluator, distinct, ranked
+from ingot.planner.search.moves import moves
+from ingot.planner.search.search import search
+from ingot.planner.search.space import Reach, Space
+from ingot.planner.search.sweep import every_candidate
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import record
 
-from ingot.planner.candidates import Candidate
-from ingot.planner.search import search
-from ingot.recipes.clusters import load_cluster
-from ingot.recipes.load import load_model
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.request.presets import load_model
+from ingot.planner.search.candidates import Candidate
+from ingot.planner.search.search import search
 from ingot.schema.run import Data, RunConfig, Train
 
 # Model, sequences per step, their tokens, cluster.

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.dist.mesh import Mesh
+from ingot.trainer.mesh.mesh import Mesh
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Optim, RunConfig, Train
 from ingot.theory.layout import layout_problems
-from ingot.train.parts import Parts, build_parts
-from ingot.train.step import train_step
+from ingot.trainer.parts import Parts, build_parts
+from ingot.trainer.step import train_step
 
 ARCH = Arch(vocab_size=48, d_model=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, d_ffn=32, qk_norm=True)
 CPU = torch.device("cpu")

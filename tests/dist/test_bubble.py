@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ingot.dist.mesh import build_mesh
-from ingot.parallel.pipeline import Pipeline
-from ingot.parallel.split_backward import linear
+from ingot.trainer.mesh.mesh import build_mesh
+from ingot.trainer.parallel.pipeline import Pipeline
+from ingot.trainer.parallel.split_backward import linear
 from ingot.schema.parallel import TWO_STAGES, Parallel
 from ingot.theory.schedule import build_table, simulate
 

@@ -12,24 +12,24 @@ import torch._dynamo  # ranks would import it one by one when their attention is
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ingot.dist.mesh import build_mesh
-from ingot.model.attention import Sight, attend_locally
-from ingot.model.generate import generate
-from ingot.model.init import initialize
-from ingot.model.transformer import Transformer
-from ingot.parallel import ring
-from ingot.parallel.apply import compile_blocks
-from ingot.parallel.context import Context
-from ingot.parallel.flash import attend_part
-from ingot.parallel.recompute import recompute
+from ingot.trainer.mesh.mesh import build_mesh
+from ingot.trainer.model.attention import Sight, attend_locally
+from ingot.trainer.model.generate import generate
+from ingot.trainer.model.init import initialize
+from ingot.trainer.model.transformer import Transformer
+from ingot.trainer.parallel import ring
+from ingot.trainer.parallel.apply import compile_blocks
+from ingot.trainer.parallel.context import Context
+from ingot.trainer.parallel.flash import attend_part
+from ingot.trainer.parallel.recompute import recompute
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
-from ingot.train.evaluate import Heldout, evaluate
-from ingot.train.forward import run_logits, run_nats
-from ingot.train.heldout import SourceText
-from ingot.train.parts import build_parts
+from ingot.trainer.evaluate import Heldout, evaluate
+from ingot.trainer.forward import run_logits, run_nats
+from ingot.trainer.heldout import SourceText
+from ingot.trainer.parts import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, train
 

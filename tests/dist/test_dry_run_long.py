@@ -7,17 +7,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.unit.train.test_dry_run import _really_trained  # noqa: E402
+from tests.unit.rehearse.dryrun.test_dry_run import _really_trained  # noqa: E402
 
 from ingot.errors import ConfigError  # noqa: E402
-from ingot.planner.memory import position_bill  # noqa: E402
+from ingot.planner.predict.memory.peak_memory import position_bill  # noqa: E402
 from ingot.schema.arch import Arch, Mla, Moe  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
-from ingot.theory.mesh_world import check_world  # noqa: E402
-from ingot.train import dry_run  # noqa: E402
-from ingot.train import dry_run_role as role  # noqa: E402
-from ingot.train.dry_run_compare import compare  # noqa: E402
+from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
+from ingot.rehearse.dryrun import dry_run  # noqa: E402
+from ingot.rehearse.dryrun import role  # noqa: E402
+from ingot.rehearse.dryrun.compare import compare  # noqa: E402
 
 DENSE = Arch(
     vocab_size=512, d_model=128, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=16, d_ffn=256, max_seq_len=512,

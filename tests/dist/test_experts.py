@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ingot.parallel import expert
+from ingot.trainer.parallel import expert
 from ingot.schema.arch import Moe
-from ingot.telemetry.tracker import Tracker
-from ingot.train.parts import build_parts
-from ingot.train.step import train_step
+from ingot.rehearse.dryrun.tracker import Tracker
+from ingot.trainer.parts import build_parts
+from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of
 from .test_overlap_order import OUTER, _Mark, counts_at_marks

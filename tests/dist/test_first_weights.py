@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ingot.model.init import initialize
-from ingot.model.transformer import Transformer
+from ingot.trainer.model.init import initialize
+from ingot.trainer.model.transformer import Transformer
 from ingot.schema.arch import Arch
-from ingot.train.parts import build_parts
+from ingot.trainer.parts import build_parts
 
 from .steps import CPU, join, keep, run_of, same_bits
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ingot.optim.adamw import Optimizer
-from ingot.optim.clip import clip_factor, gradient_norm
-from ingot.optim.offload import OffloadedOptimizer, build_optimizer
+from ingot.trainer.optim.adamw import Optimizer
+from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.offload import OffloadedOptimizer, build_optimizer
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Optim
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.parallel import zero
-from ingot.telemetry.tracker import Tracker
-from ingot.train.parts import build_parts
-from ingot.train.step import train_step
+from ingot.trainer.parallel import zero
+from ingot.rehearse.dryrun.tracker import Tracker
+from ingot.trainer.parts import build_parts
+from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, run_of
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ingot.dist.mesh import build_mesh
+from ingot.trainer.mesh.mesh import build_mesh
 from ingot.errors import ConfigError
-from ingot.model.init import initialize
-from ingot.model.transformer import Transformer
-from ingot.parallel.pipeline import Pipeline
-from ingot.parallel.recompute import recompute
-from ingot.parallel.split_backward import split_linears
-from ingot.parallel.stages import cut_stage
+from ingot.trainer.model.init import initialize
+from ingot.trainer.model.transformer import Transformer
+from ingot.trainer.parallel.pipeline import Pipeline
+from ingot.trainer.parallel.recompute import recompute
+from ingot.trainer.parallel.split_backward import split_linears
+from ingot.trainer.parallel.stages import cut_stage
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import TWO_STAGES, Parallel
 from ingot.theory.schedule import Channel, build_table, peak_in_flight, schedule_problems

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from ingot.schema.arch import Arch, Moe
-from ingot.telemetry.tracker import HOST, Tracker
+from ingot.rehearse.dryrun.tracker import HOST, Tracker
 from ingot.theory.layout import positions
 from ingot.theory.memory import shares
 from ingot.theory.state import state_per_parameter
-from ingot.train.parts import build_parts
-from ingot.train.step import train_step
+from ingot.trainer.parts import build_parts
+from ingot.trainer.step import train_step
 
 from .steps import CPU, batch_of, run_of
 

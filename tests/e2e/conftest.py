@@ -16,7 +16,7 @@ import pytest
 from ingot.config import to_dict
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.layout import RunFolder
+from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_json
 
@@ -166,7 +166,7 @@ def workers_of(folder: RunFolder) -> list[int]:
                 line = Path(f"/proc/{entry.name}/cmdline").read_bytes()
             except OSError:
                 continue
-            if b"ingot.train.worker" in line and name in line:
+            if b"ingot.trainer.main" in line and name in line:
                 found.append(int(entry.name))
     return found
 

@@ -104,10 +104,11 @@ PHASES = ["hashing", "reading", "URLs", "comparing", "passages", "writing", "tok
 ON_A_SMALL_DISK = """
 import os, subprocess, sys
 from pathlib import Path
-from ingot.data import build, shards
-from ingot.data.execute.local import Local
-from ingot.data.prepare import prepare
-from ingot.data.recipe import load_recipe
+from ingot.data.build.corpus_build import corpus_build as build
+from ingot.data.build.corpus_build import shards
+from ingot.data.tasks.local import Local
+from ingot.data.build.prepare import prepare
+from ingot.data.build.recipe import load_recipe
 from ingot.data.sources.input import Input
 
 place, undisturbed, *crawl = map(Path, sys.argv[1:])

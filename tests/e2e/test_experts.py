@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from ingot.checkpoint.manifest import list_checkpoints
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.telemetry.line import LINE_PATTERN
+from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.telemetry.line import LINE_PATTERN
 
 from .conftest import RUN_FILE, Project, ended, write_tokens
 

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from ingot.checkpoint.manifest import list_checkpoints
 from ingot.config import load
 from ingot.events import read_events
-from ingot.loader.ledger import prove, read_ledger
-from ingot.loader.order import Order
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
+from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.loader.ledger import prove, read_ledger
+from ingot.trainer.loader.order import Order
 
 from .conftest import Project, ended, workers_of
 

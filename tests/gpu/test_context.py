@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.model.attention import Sight, attend_locally
-from ingot.parallel.flash import attend_part, attend_part_backward
-from ingot.parallel.ring import merge
-from ingot.parallel.tiles import masked_tiles, plain_tiles
 from ingot.schema.parallel import Parallel
 from ingot.theory.context import ring_positions
+from ingot.trainer.model.attention import Sight, attend_locally
+from ingot.trainer.parallel.flash import attend_part, attend_part_backward
+from ingot.trainer.parallel.ring import merge
+from ingot.trainer.parallel.tiles import masked_tiles, plain_tiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

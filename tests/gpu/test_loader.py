@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from ingot.config import to_dict
-from ingot.data.verify import block_digests
-from ingot.loader.loader import Loader
+from ingot.data.lineage.verify import block_digests
 from ingot.schema.tokens import Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_json
+from ingot.trainer.loader.loader import Loader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ingot.optim.adamw import Optimizer
-from ingot.optim.clip import clip_factor, gradient_norm
-from ingot.optim.offload import OffloadedOptimizer
 from ingot.schema.run import Optim
+from ingot.trainer.optim.adamw import Optimizer
+from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.offload import OffloadedOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

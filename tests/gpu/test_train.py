@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from ingot.dist.start import start, stop
-from ingot.loader.loader import Batch
-from ingot.model.generate import cached, generate
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
-from ingot.train.parts import build_parts
-from ingot.train.step import train_step
+from ingot.trainer.loader.loader import Batch
+from ingot.trainer.mesh.start import start, stop
+from ingot.trainer.model.generate import cached, generate
+from ingot.trainer.parts import build_parts
+from ingot.trainer.step import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from ingot.dist.mesh import Mesh
-from ingot.model.loss import Readout
-from ingot.parallel import apply, fsdp, tensor, zero
-from ingot.parallel.canonical import Tree
-from ingot.parallel.channels import Channels
-from ingot.parallel.piece import Piece
-from ingot.parallel.pipeline import Pipeline
-from ingot.parallel.split_backward import WeightGradients
-from ingot.parallel.stages import TiedEnds
-from ingot.parallel.tensor import Region
-from ingot.parallel.zero import Zero
-from ingot.train import parts
+from ingot.trainer import parts
+from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.model.loss import Readout
+from ingot.trainer.parallel import apply, fsdp, tensor, zero
+from ingot.trainer.parallel.canonical import Tree
+from ingot.trainer.parallel.channels import Channels
+from ingot.trainer.parallel.piece import Piece
+from ingot.trainer.parallel.pipeline import Pipeline
+from ingot.trainer.parallel.split_backward import WeightGradients
+from ingot.trainer.parallel.stages import TiedEnds
+from ingot.trainer.parallel.tensor import Region
+from ingot.trainer.parallel.zero import Zero
 
 from .planting import fault, replaced
 

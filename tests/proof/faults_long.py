@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import torch
 
-from ingot.model import moe, routing, transformer
-from ingot.parallel import balance, expert, ring, tensor, ulysses
-from ingot.parallel.expert import ExpertDispatch
-from ingot.parallel.pipeline import Pipeline
-from ingot.parallel.ring import Ring
-from ingot.parallel.zero import Zero
+from ingot.trainer.model import moe, routing, transformer
+from ingot.trainer.parallel import balance, expert, ring, tensor, ulysses
+from ingot.trainer.parallel.expert import ExpertDispatch
+from ingot.trainer.parallel.pipeline import Pipeline
+from ingot.trainer.parallel.ring import Ring
+from ingot.trainer.parallel.zero import Zero
 
 from .planting import fault, replaced
 

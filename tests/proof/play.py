@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.dist.mesh import Mesh
-from ingot.train.parts import build_parts
-from ingot.train.step import train_step
+from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.parts import build_parts
+from ingot.trainer.step import train_step
 
 from .cases import MICRO_BATCH, STEPS, Case
 from .planting import planted

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.model.init import initialize
-from ingot.model.moe import Pressure, Router
-from ingot.model.transformer import Transformer
 from ingot.schema.arch import Arch
+from ingot.trainer.model.init import initialize
+from ingot.trainer.model.moe import Pressure, Router
+from ingot.trainer.model.transformer import Transformer
 
 from .cases import MICRO_BATCH, OPTIM, SEED, STEPS, Case
 

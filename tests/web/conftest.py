@@ -36,7 +36,7 @@ def address():
     _chromium()
     import uvicorn
 
-    from ingot.web.app import make_app
+    from ingot.planner.web.app import make_app
 
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(), log_level="error", lifespan="off"))

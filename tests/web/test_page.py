@@ -224,8 +224,8 @@ def test_the_run_file_is_the_servers_and_passes_check(visit, tmp_path, address):
     assert file.read_text(encoding="utf-8") == served
     assert tomllib.loads(served)["parallel"]["pp"] == 4
 
-    from ingot.planner.check import check_run
-    from ingot.recipes.clusters import load_cluster
+    from ingot.planner.request.clusters import load_cluster
+    from ingot.planner.run.check import check_run
 
     findings = check_run(file, load_cluster("8xh100"), cores=64)
     assert not [found for found in findings if found.severity == "error" and not found.missing_here]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from ingot.planner.check import Finding
+    from ingot.planner.run.check import Finding
+    from ingot.rehearse.dryrun.dry_run import DryRun
     from ingot.schema.cluster import Cluster
-    from ingot.train.dry_run import DryRun
 
 HELP = "every problem of a run file at once, with file and line; starts nothing"
 BALANCED = "balanced"
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
     from ingot.errors import EXIT_OK, ConfigError
     from ingot.machine.facts import usable_cores
-    from ingot.planner.check import check_run
-    from ingot.recipes.clusters import find_cluster
+    from ingot.planner.request.clusters import find_cluster
+    from ingot.planner.run.check import check_run
 
     if args.expert_load != BALANCED and not args.simulate:
         raise ConfigError(
@@ -116,8 +116,8 @@ def _init_problem(args: argparse.Namespace) -> "list[Finding]":
     """Why the run cannot begin with the model in `init`; nothing of a faulty run file, which has been told."""
     from ingot.config import key_lines, load
     from ingot.errors import ConfigError
-    from ingot.huggingface.config_file import require_fit
-    from ingot.planner.check import Finding
+    from ingot.hub.config_file import require_fit
+    from ingot.planner.run.check import Finding
     from ingot.schema.run import RunConfig
 
     try:
@@ -139,7 +139,7 @@ def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:
     """What experts and context parallelism come to; nothing of a run file with a problem, which has been told."""
     from ingot.config import load
     from ingot.errors import ConfigError
-    from ingot.planner.notes import notes
+    from ingot.planner.show.notes import notes
     from ingot.schema.run import RunConfig
     from ingot.theory.layout import require_layout
 
@@ -163,11 +163,11 @@ def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tupl
     """The dry run, or why there is none; neither if the run file does not hold together, which has been told."""
     from ingot.config import load
     from ingot.errors import ConfigError, IngotError, require
-    from ingot.planner.check import Finding
+    from ingot.planner.run.check import Finding
+    from ingot.rehearse.dryrun.dry_run import simulate
+    from ingot.rehearse.dryrun.expert_load import read_loads
     from ingot.schema.run import RunConfig
     from ingot.theory.layout import require_layout
-    from ingot.train.dry_run import simulate
-    from ingot.train.expert_load import read_loads
 
     require("torch", "train")
     try:

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.launch.inspect import inspect_checkpoints
+    from ingot.trainer.launch.inspect import inspect_checkpoints
 
     verify = args.action == "verify"
     inspected = inspect_checkpoints(Path(args.path if verify else args.run), hash_files=verify)

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK, ResourceError, UsageError
     from ingot.machine.doctor import examine
     from ingot.machine.facts import read_machine, this_cluster
-    from ingot.recipes.clusters import with_published_rates
+    from ingot.planner.request.clusters import with_published_rates
 
     if args.ranks < 0:
         raise UsageError(f"--ranks {args.ranks}", rule="a number of processes, at least 1")
@@ -70,7 +70,7 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
 
     from ingot.errors import require
     from ingot.machine.cluster_file import write_cluster
-    from ingot.train.calibrate import calibrate
+    from ingot.rehearse.calibrate.calibrate import calibrate
     from ingot.units import format_bytes, format_flops, format_seconds
 
     require("torch", "train")

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.train.trained import evaluate_trained, load_trained
+    from ingot.trainer.trained import evaluate_trained, load_trained
 
     trained = load_trained(args.run, args.device)
     found = evaluate_trained(trained, args.tokens, args.max_tokens)

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def _explain_plan(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.errors import UsageError
-    from ingot.recipes.planning import plan
+    from ingot.planner.request.planning import plan
 
     if bool(args.run) == bool(args.model or args.params or args.budget):
         raise UsageError(
@@ -98,9 +98,9 @@ def _explain_slow(args: argparse.Namespace, terminal: Terminal) -> None:
     import shlex
     from dataclasses import asdict
 
-    from ingot.recipes.clusters import find_cluster
-    from ingot.report.slow import explain_slow
-    from ingot.schema.layout import RunFolder
+    from ingot.planner.request.clusters import find_cluster
+    from ingot.report.diagnose.slow import explain_slow
+    from ingot.schema.run_folder import RunFolder
 
     named = find_cluster(args.cluster) if args.cluster else None
     open_plan = not (named or RunFolder(args.run).plan.exists())

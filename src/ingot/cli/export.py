@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.export.huggingface import export_run
+    from ingot.trainer.export.huggingface import export_run
     from ingot.units import format_bytes
 
     exported = export_run(args.run, args.out, dtype=args.dtype)

@@ -11,7 +11,7 @@ from ingot.cli.plan_options import add_choices, add_subject, planning_of
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from ingot.recipes.answer import Planning
+    from ingot.planner.request.answer import Planning
 
 HELP = "layouts, memory, time, failures and cost of a run before it starts; writes the run file"
 EXAMPLES = (

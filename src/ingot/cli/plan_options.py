@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ingot.recipes.answer import Planning
+    from ingot.planner.request.answer import Planning
 
 # Options that pin a setting of the layout: the search decides the others.
 _DEGREES = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_batch", "stages_per_rank", "ulysses")
@@ -128,7 +128,7 @@ def _setting(name: str) -> str:
 
 def planning_of(args: argparse.Namespace, *, top: int = 5, beside: Path = Path()) -> "Planning":
     """What `ingot.plan` answers to options of `add_subject` and `add_choices`. Raises IngotError."""
-    from ingot.recipes.planning import plan
+    from ingot.planner.request.planning import plan
 
     _require_numbers(args)
     pinned = _pinned(args)

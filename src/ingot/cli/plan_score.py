@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from ingot.planner.score import Score, Scored
+    from ingot.planner.published.score import Score, Scored
 
 HELP = "predicts published runs and compares: step time and memory by family"
 EXAMPLES = (
@@ -30,12 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
-    from ingot.planner.published import read_rows, shipped_rows, subjects
-    from ingot.planner.score import score
+    from ingot.planner.published.published import read_rows, shipped_rows, subjects
+    from ingot.planner.published.score import score
 
     rows = read_rows(args.file) if args.file else shipped_rows()
     if args.leave_one_out:
-        from ingot.planner.fit import Fit, timed
+        from ingot.planner.published.fit import Fit, timed
 
         terminal.say("fitting without each family in turn; this takes minutes")
         known = Fit(tuple(timed(subjects(rows)))).left_out()

@@ -35,7 +35,7 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
 
     require("starlette", "web")
     uvicorn = require("uvicorn", "web")
-    from ingot.web.app import LOOPBACK, make_app
+    from ingot.planner.web.app import LOOPBACK, make_app
 
     host = args.host or "127.0.0.1"
     listening = _listen(host, PORT if args.port is None else args.port)
@@ -84,8 +84,8 @@ def _link(args: argparse.Namespace) -> str:
     from urllib.parse import urlencode
 
     from ingot.errors import UsageError
-    from ingot.web.answers import settled
-    from ingot.web.state import FIELDS, read_state, words
+    from ingot.planner.web.answers import settled
+    from ingot.planner.web.state import FIELDS, read_state, words
 
     given = {
         key: value for key, value in vars(args).items() if key not in _OURS and value and value != _DEFAULTS.get(key)

@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.train.trained import load_trained, sample_trained
+    from ingot.trainer.trained import load_trained, sample_trained
 
     trained = load_trained(args.run, args.device)
     prompts = args.prompt or list(trained.config.evaluate.prompts) or [""]

@@ -3,9 +3,9 @@
 from dataclasses import asdict, replace
 
 from ingot.cli.terminal import Terminal
-from ingot.theory.rendezvous import ISEND, MESSAGES, SEND
-from ingot.train.dry_run import MOMENTS, STEADY, DryRun, Trace
-from ingot.train.dry_run_compare import WORLD
+from ingot.rehearse.dryrun.compare import WORLD
+from ingot.rehearse.dryrun.dry_run import MOMENTS, STEADY, DryRun, Trace
+from ingot.rehearse.dryrun.rendezvous import ISEND, MESSAGES, SEND
 from ingot.units import format_bytes
 
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "communication", "logits", "backward", "other", "host")

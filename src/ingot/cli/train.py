@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.launch.train import train
+    from ingot.trainer.launch.train import train
 
     outcome = train(
         Path(args.run),

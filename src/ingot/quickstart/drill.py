@@ -16,7 +16,7 @@ from ingot.errors import RunFailed
 from ingot.events import EventLog, read_events
 from ingot.report.facts import Twin
 from ingot.schema import events
-from ingot.schema.layout import RunFolder
+from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
 
 POLL_SECONDS = 0.05

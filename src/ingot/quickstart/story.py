@@ -14,30 +14,30 @@ from typing import Protocol
 
 from ingot import config as configuration
 from ingot.config import to_toml
-from ingot.data.execute.local import Local
-from ingot.data.funnel import funnel_table
-from ingot.data.prepare import Prepared, prepare
+from ingot.data.build.funnel import funnel_table
+from ingot.data.build.prepare import Prepared, prepare
 from ingot.data.sources.input import Input
+from ingot.data.tasks.local import Local
 from ingot.errors import Preempted, RunFailed, require
 from ingot.events import EventLog, read_events
-from ingot.launch.train import train
 from ingot.machine.cluster_file import read_cluster, write_cluster
 from ingot.machine.doctor import examine
 from ingot.machine.facts import read_machine, this_cluster
-from ingot.planner.plan import make_plan
-from ingot.planner.propose import propose
+from ingot.planner.request.clusters import with_published_rates
+from ingot.planner.request.presets import load_model
+from ingot.planner.run.plan import make_plan
+from ingot.planner.run.propose import propose
 from ingot.quickstart.crawl import make_crawl, source_of
 from ingot.quickstart.drill import RankKiller, compare_with_twin, kill_and_restart
-from ingot.recipes.clusters import with_published_rates
-from ingot.recipes.load import load_model
 from ingot.report.facts import Twin
 from ingot.report.write import write_report
 from ingot.schema import events
 from ingot.schema.cluster import Cluster
-from ingot.schema.layout import RunFolder
 from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
+from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic, write_json
+from ingot.trainer.launch.train import train
 from ingot.units import format_bytes, format_count, format_seconds
 
 VOCAB_SIZE = 4096
@@ -226,7 +226,7 @@ class Story:
         """This machine with its measured rates; they are measured once per folder."""
         if self.places.machine.exists():
             return read_cluster(self.places.machine)
-        from ingot.train.calibrate import calibrate
+        from ingot.rehearse.calibrate.calibrate import calibrate
 
         machine = read_machine()
         ranks = len(machine.gpus) or 2  # two even on one core: the drill needs a survivor
@@ -318,7 +318,7 @@ class Story:
         return last
 
     def export(self) -> float:
-        from ingot.export.huggingface import export_run
+        from ingot.trainer.export.huggingface import export_run
 
         with self.chapter("export") as lines:
             exported = export_run(self.places.run.root, self.places.export)

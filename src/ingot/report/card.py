@@ -12,14 +12,14 @@ from typing import Any
 
 from ingot import __version__
 from ingot.config import to_dict
-from ingot.data.card import KEPT_CHARACTERS, CardFacts, SampleText, gather_card
-from ingot.data.funnel import SWITCHED_OFF
+from ingot.data.build.funnel import SWITCHED_OFF
+from ingot.data.lineage.card import KEPT_CHARACTERS, CardFacts, SampleText, gather_card
 from ingot.errors import UsageError
 from ingot.report.facts import Facts
-from ingot.report.html import render_html
-from ingot.report.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
+from ingot.report.render.html import render_html
+from ingot.report.render.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
 from ingot.report.story import funnel_section
-from ingot.schema.layout import RunFolder
+from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.units import format_bytes, format_count
 

@@ -2,9 +2,9 @@
 
 from statistics import median
 
-from ingot.report.charts import settled
 from ingot.report.facts import Facts, is_finite
-from ingot.report.page import Block, Section, Table, Text
+from ingot.report.render.charts import settled
+from ingot.report.render.page import Block, Section, Table, Text
 from ingot.units import format_bytes, format_seconds
 
 

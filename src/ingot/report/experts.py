@@ -2,10 +2,10 @@
 
 from statistics import fmean
 
-from ingot.report.charts import expert_charts, spread
 from ingot.report.facts import Facts, is_finite
 from ingot.report.load_map import NAMES, counted, kind, load_map
-from ingot.report.page import Block, Chart, Section, Table, Text
+from ingot.report.render.charts import expert_charts, spread
+from ingot.report.render.page import Block, Chart, Section, Table, Text
 
 _WIDE, _NARROW = 900, 350
 

@@ -17,9 +17,9 @@ from ingot.events import read_events
 from ingot.report.incidents import Incident, IncidentReader
 from ingot.schema import events as kinds
 from ingot.schema.corpus import CorpusManifest
-from ingot.schema.layout import RunFolder
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 

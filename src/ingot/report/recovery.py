@@ -4,7 +4,7 @@ import time
 
 from ingot.report.facts import Facts
 from ingot.report.incidents import Incident
-from ingot.report.page import Block, Pairs, Section, Text, Tile
+from ingot.report.render.page import Block, Pairs, Section, Text, Tile
 from ingot.units import format_seconds
 
 

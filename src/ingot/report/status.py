@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ingot.checkpoint.manifest import list_checkpoints
 from ingot.config import load
 from ingot.errors import UsageError
 from ingot.events import read_events
-from ingot.resilience.lock import is_locked
 from ingot.schema import events
-from ingot.schema.layout import RunFolder
 from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.resilience.lock import is_locked
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24

@@ -6,13 +6,13 @@ Every section is a function of the facts and returns None when the run has nothi
 import time
 
 from ingot import __version__
-from ingot.report.charts import loss_chart, optimizer_charts, throughput_charts, throughput_summary
 from ingot.report.comparison import comparison_section
 from ingot.report.experts import experts_section
 from ingot.report.facts import Facts, is_finite, is_number
 from ingot.report.layout import layout_text
-from ingot.report.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
 from ingot.report.recovery import recovery_section, recovery_tile
+from ingot.report.render.charts import loss_chart, optimizer_charts, throughput_charts, throughput_summary
+from ingot.report.render.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
 from ingot.schema.arch import Arch
 from ingot.units import format_bytes, format_count, format_seconds
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.report.facts import gather
-from ingot.report.html import render_html
-from ingot.report.markdown import render_markdown
+from ingot.report.render.html import render_html
+from ingot.report.render.markdown import render_markdown
 from ingot.report.story import tell
 from ingot.storage import write_atomic
 

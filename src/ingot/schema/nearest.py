@@ -19,3 +19,16 @@ def multiples(value: int, of: int) -> str:
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+# Of a batch that is known to work: by so much another one is as good.
+_BATCH_MOVES = 0.05
+
+
+def shareable_batch(batch: int, devices: int) -> int:
+    """A batch near `batch` that many numbers of ranks divide: the multiple of the largest part of `devices` that moves
+    it by at most 5%. Parts keep the odd factor of `devices`, which a batch would not have by chance."""
+    odd = devices // (devices & -devices)
+    parts = [odd * 2**n for n in range((devices & -devices).bit_length())]
+    near = [max(round(batch / part), 1) * part for part in parts]
+    return next((size for size in reversed(near) if abs(size - batch) <= _BATCH_MOVES * batch), near[0])

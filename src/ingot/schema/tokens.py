@@ -122,3 +122,13 @@ def read_token_manifest(folder: Path) -> TokenManifest:
         return token_manifest_from_dict(values, str(path))
     except ConfigError as error:
         raise DataError(error.found, rule="a token manifest is not edited by hand", fix=fix) from None
+
+
+def check_vocabulary(manifest: TokenManifest, vocab_size: int) -> None:
+    """Raise ConfigError unless a model with `vocab_size` rows can embed every token of the folder."""
+    if manifest.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokens use ids below {manifest.vocab_size:,}, but model.vocab_size is {vocab_size:,}",
+            rule="every token has a row in the embedding",
+            fix=f"set model.vocab_size to at least {manifest.vocab_size}, or train on tokens of the other tokenizer",
+        )

@@ -1,9 +1,9 @@
 """The names of the groups that traffic goes over: the mesh axes on which their members differ, joined by "+"."""
 
 from functools import lru_cache
+from math import prod
 
 from ingot.schema.parallel import Parallel
-from ingot.theory.mesh_world import Grid
 
 # Of the ranks that share one copy of the model, outermost first (dist/mesh.py).
 _IN_A_COPY = ("dp_shard", "cp", "tp")
@@ -22,12 +22,22 @@ def spanned(parallel: Parallel, view: str) -> str:
 @lru_cache(maxsize=65_536)
 def _spanned(sizes: tuple[int, ...], ep: int, canonical: bool, view: str) -> str:
     """Planners ask for it often, and it takes time for every rank."""
-    grid = Grid(dict(zip(_IN_A_COPY, sizes, strict=True)))
-    cp, columns, ranks = grid.sizes["cp"], grid.sizes["tp"], range(grid.world_size)
+    _, cp, columns = sizes
+    ranks = range(prod(sizes))
     line = {
         "shard": ranks[:: columns * cp] if canonical else ranks[::columns],
         "sequence": ranks[: cp * columns],
         "ep": ranks[:ep],
         "expert_shard": ranks[::ep],
     }[view]
-    return "+".join(grid.axes(line))
+    places = [coordinates(rank, sizes) for rank in line]
+    return "+".join(axis for i, axis in enumerate(_IN_A_COPY) if len({place[i] for place in places}) > 1)
+
+
+def coordinates(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The place of `rank` on each axis of a row-major mesh. sizes: degrees, outermost axis first."""
+    found = []
+    for size in reversed(sizes):
+        rank, place = divmod(rank, size)
+        found.append(place)
+    return tuple(reversed(found))

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("torch")
 
 from ingot.cli.main import main
-from ingot.theory.mesh_world import Grid, WorldCheck
-from ingot.theory.rendezvous import Fault
-from ingot.train import dry_run
+from ingot.rehearse.dryrun import dry_run
+from ingot.rehearse.dryrun.mesh_world import Grid, WorldCheck
+from ingot.rehearse.dryrun.rendezvous import Fault
 
 RUN = """
 name = "traced"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ingot.cli.data_verbs import build
+from ingot.cli.data import build
 from ingot.cli.main import main
 
 

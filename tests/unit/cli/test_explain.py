@@ -6,10 +6,10 @@ import pytest
 
 from ingot.cli.main import main
 from ingot.config import to_toml
-from ingot.resilience.lock import RunLock
 from ingot.schema.arch import Arch
-from ingot.schema.layout import RunFolder
 from ingot.schema.run import Checkpoint, Data, RunConfig, Train
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.lock import RunLock
 
 ARCH = Arch(
     vocab_size=256, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=64

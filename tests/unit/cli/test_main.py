@@ -134,7 +134,11 @@ def test_no_colour_unless_a_terminal_asks(capsys):
 def test_a_verb_whose_part_is_not_installed_names_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
     for name in [
-        n for n in sys.modules if n.startswith(("ingot.export", "ingot.huggingface", "ingot.checkpoint", "ingot.model"))
+        n
+        for n in sys.modules
+        if n.startswith(
+            ("ingot.trainer.export", "ingot.huggingface", "ingot.trainer.checkpoint", "ingot.trainer.model")
+        )
     ]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "hf")]) == 3

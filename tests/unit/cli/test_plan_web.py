@@ -105,5 +105,5 @@ def test_without_the_part_it_says_which_to_install(monkeypatch, capsys):
 
 
 def test_the_page_needs_no_torch():
-    code = "import sys, ingot.web.app; sys.exit('torch' in sys.modules)"
+    code = "import sys, ingot.planner.web.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=60).returncode == 0

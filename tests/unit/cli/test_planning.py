@@ -7,8 +7,8 @@ import pytest
 
 from ingot.cli.main import main
 from ingot.config import load
-from ingot.huggingface.arch_config import huggingface_config
-from ingot.recipes.load import load_model
+from ingot.hub.arch_config import huggingface_config
+from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Moe
 from ingot.schema.run import RunConfig
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from ingot.data.build import build_corpus
-from ingot.data.corpus import read_documents, read_dropped
-from ingot.data.duplicates import index_corpus
-from ingot.data.execute.local import Local
-from ingot.data.execute.run import Inline
-from ingot.data.prepare import prepare
-from ingot.data.recipe import load_recipe
+from ingot.data.build.corpus import read_documents, read_dropped
+from ingot.data.build.corpus_build import build_corpus
+from ingot.data.build.duplicates import index_corpus
+from ingot.data.build.prepare import prepare
+from ingot.data.build.recipe import load_recipe
 from ingot.data.sources.input import Input
+from ingot.data.tasks.local import Local
+from ingot.data.tasks.run import Inline
 from ingot.errors import ConfigError, DataError
 
 
@@ -45,7 +45,7 @@ def test_a_ray_cluster_of_two_nodes_gives_the_same_bytes(crawl, tmp_path, substr
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    from ingot.data.execute.ray import Ray
+    from ingot.data.tasks.ray import Ray
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:

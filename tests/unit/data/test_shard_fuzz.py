@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from ingot.data.prepare import prepare
+from ingot.data.build.prepare import prepare
+from ingot.data.lineage.verify import verify_tokens
 from ingot.data.sources.input import Input
-from ingot.data.verify import verify_tokens
 from ingot.errors import DataError
-from ingot.loader.reader import TokenReader
 from ingot.schema.tokens import read_token_manifest
+from ingot.trainer.loader.reader import TokenReader
 
 CASES = 120
 

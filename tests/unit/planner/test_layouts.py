@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.planner.constants import PRIOR, fitted
-from ingot.planner.links import crosses_nodes, line_times
-from ingot.planner.memory import live_bill, position_bill
-from ingot.planner.plan import make_plan
-from ingot.planner.step_time import rank_work, step_seconds
-from ingot.recipes.clusters import load_cluster
-from ingot.recipes.load import load_model
+from ingot.planner.predict.memory.peak_memory import live_bill, position_bill
+from ingot.planner.predict.time.constants import PRIOR, fitted
+from ingot.planner.predict.time.links import crosses_nodes, line_times
+from ingot.planner.predict.time.step_time import rank_work, step_seconds
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.request.presets import load_model
+from ingot.planner.run.plan import make_plan
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train

@@ -3,10 +3,10 @@
 import re
 from dataclasses import replace
 
-from ingot.planner.candidates import MEMORY_SHARE
-from ingot.planner.search import search
-from ingot.recipes.clusters import load_cluster
-from ingot.recipes.load import load_model
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.request.presets import load_model
+from ingot.planner.search.candidates import MEMORY_SHARE
+from ingot.planner.search.search import search
 from ingot.schema.run import Data, RunConfig, Train
 
 

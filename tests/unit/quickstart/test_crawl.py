@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from ingot.data.extract.html import Extract
-from ingot.data.language import Language
+from ingot.data.filters.language import Language
+from ingot.data.filters.toxicity import Toxicity
+from ingot.data.sources.url import UrlDuplicates, canonical_url
 from ingot.data.sources.warc import read_warc
-from ingot.data.toxicity import Toxicity
-from ingot.data.url import UrlDuplicates, canonical_url
 from ingot.errors import ResourceError
 from ingot.quickstart import crawl as crawling
 from ingot.quickstart import pydoc_pages

@@ -10,7 +10,7 @@ from ingot.errors import RunFailed
 from ingot.events import EventLog, read_events
 from ingot.quickstart import drill
 from ingot.quickstart.drill import RankKiller, compare_with_twin
-from ingot.schema.layout import RunFolder
+from ingot.schema.run_folder import RunFolder
 
 
 @pytest.fixture

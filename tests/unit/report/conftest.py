@@ -12,10 +12,10 @@ from ingot.config import to_dict, to_toml
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
-from ingot.schema.layout import RunFolder
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig, Schedule, Train
+from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import Shard, TokenManifest
 from ingot.storage import sha256_file, write_json
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ingot.cli.terminal import Terminal
-from ingot.data.card import gather_card
-from ingot.data.purge.purge import purge
-from ingot.data.purge.request import Request
+from ingot.data.lineage.card import gather_card
+from ingot.data.lineage.purge.purge import purge
+from ingot.data.lineage.purge.request import Request
 from ingot.errors import DataError, UsageError
 from ingot.report.card import clean, write_card
 from ingot.schema.tokens import read_token_manifest
@@ -21,7 +21,7 @@ HOSTILE = "</blockquote><script>alert(1)</script><img src=x onerror=alert(2)>\u2
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """The functions that make a data folder by hand, from the tests of purge."""
-    path = Path(__file__).parents[1] / "data" / "purge" / "conftest.py"
+    path = Path(__file__).parents[1] / "data" / "lineage" / "purge" / "conftest.py"
     spec = importlib.util.spec_from_file_location("folders", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -121,7 +121,7 @@ def test_a_folder_without_lineage_has_no_card(data, tmp_path):
 def test_the_verb(data, tmp_path, capsys):
     import argparse
 
-    from ingot.cli.data_verbs import card as verb
+    from ingot.cli.data import card as verb
 
     parser = argparse.ArgumentParser()
     verb.configure(parser)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from ingot.config import to_toml
 from ingot.report.facts import gather
-from ingot.report.html import render_html
 from ingot.report.load_map import NAMES, counted, load_map
-from ingot.report.markdown import render_markdown
+from ingot.report.render.html import render_html
+from ingot.report.render.markdown import render_markdown
 from ingot.report.story import tell
 from ingot.report.write import write_report
 from ingot.schema.arch import Mla, Moe
-from ingot.schema.layout import RunFolder
-from ingot.telemetry.experts import expert_load
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.telemetry.experts import expert_load
 
 
 def experts_event(time: float, step: int, counts, dropped=0.0, with_loads=True, overflow="drop") -> dict:

@@ -3,7 +3,7 @@
 import pytest
 
 from ingot.report.facts import Facts, gather, read_run_events
-from ingot.schema.layout import RunFolder
+from ingot.schema.run_folder import RunFolder
 
 
 def read(folder, logs, events) -> Facts:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ingot.config import to_dict, to_toml
-from ingot.report.slow import Slowness, explain_slow
-from ingot.report.slow_case import Cause
+from ingot.report.diagnose.slow import Slowness, explain_slow
+from ingot.report.diagnose.slow_case import Cause
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.layout import RunFolder
 from ingot.schema.run import Checkpoint, Data, Evaluate, Parallel, RunConfig, Train, Watch
+from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
 
@@ -66,7 +66,7 @@ def trained(tmp_path, tokens, fork_ranks):
     """trained(parallel={}, train={}, ..., spoil=function) -> the explanation of a run that was really made."""
 
     def run(*, spoil=None, checkpoint: int = 1000, heldout: int = 0, parallel=None, **train) -> Slowness:
-        from ingot.planner.plan import make_plan
+        from ingot.planner.run.plan import make_plan
 
         settings = {"steps": 24, "seq_len": 64, "global_batch": 8, "micro_batch": 8, "precision": "fp32"} | train
         config = RunConfig(
@@ -91,9 +91,9 @@ def trained(tmp_path, tokens, fork_ranks):
 def train_rank(rank, ranks, folder, config, spoil):
     import torch
 
-    from ingot.dist.start import Place
-    from ingot.train.build import build
-    from ingot.train.loop import train
+    from ingot.trainer.build import build
+    from ingot.trainer.loop import train
+    from ingot.trainer.mesh.start import Place
 
     if spoil:
         spoil(rank)
@@ -114,7 +114,7 @@ def first(found: Slowness) -> Cause:
 
 def test_a_loader_that_sleeps(trained):
     def spoil(rank):
-        from ingot.loader.reader import TokenReader
+        from ingot.trainer.loader.reader import TokenReader
 
         read = TokenReader.read
 

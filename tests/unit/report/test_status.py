@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.checkpoint.manifest import write_manifest
 from ingot.config import to_toml
 from ingot.errors import UsageError
 from ingot.events import EventLog
-from ingot.recipes.load import load_model
+from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status, sparkline
-from ingot.resilience.lock import RunLock
 from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.layout import RunFolder
 from ingot.schema.run import Data, RunConfig, Train
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.manifest import write_manifest
+from ingot.trainer.resilience.lock import RunLock
 
 
 @pytest.fixture

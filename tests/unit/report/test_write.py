@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from ingot.config import to_toml
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.report.facts import gather
-from ingot.report.html import render_html
-from ingot.report.markdown import render_markdown
+from ingot.report.render.html import render_html
+from ingot.report.render.markdown import render_markdown
 from ingot.report.story import tell
 from ingot.report.write import write_report
-from ingot.schema.layout import RunFolder
+from ingot.schema.run_folder import RunFolder
 
 VOID = {"meta", "br", "line", "circle", "polyline"}
 

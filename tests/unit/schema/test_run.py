@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ingot.config import from_dict, load, to_dict, to_toml
-from ingot.recipes.load import load_model
+from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.run import Data, RunConfig, Train, settings_sha256
 

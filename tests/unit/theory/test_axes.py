@@ -2,9 +2,9 @@
 
 import pytest
 
+from ingot.rehearse.dryrun.mesh_world import Grid
 from ingot.schema.parallel import Parallel
 from ingot.theory.axes import spanned
-from ingot.theory.mesh_world import Grid
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -49,7 +49,7 @@ def test_names_are_those_of_the_meshs_views(fork_ranks, settings):
     grid = Grid({axis: getattr(parallel, axis) for axis in AXES})
 
     def lines(rank, world):
-        from ingot.dist.mesh import build_mesh
+        from ingot.trainer.mesh.mesh import build_mesh
 
         mesh = build_mesh(parallel, "cpu", experts=True)
         return [mesh.ranks(view) for view in views]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.recipes.load import load_model, model_names
+from ingot.planner.request.presets import load_model, model_names
+from ingot.planner.run.scaling import suggested_batch_tokens, suggested_learning_rate
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.theory.devices import devices, find_device, peak_flops
 from ingot.theory.flops import (
@@ -22,7 +23,6 @@ from ingot.theory.params import (
     count_parameters,
     parameters_by_part,
 )
-from ingot.theory.scaling import suggested_batch_tokens, suggested_learning_rate
 
 LLAMA3_8B = load_model("llama3-8b").arch
 H100 = "NVIDIA H100 80GB HBM3"
@@ -98,7 +98,7 @@ def test_parts_sum_to_all_and_tying_counts_once():
 )
 def test_parameters_are_those_of_the_model(arch):
     torch = pytest.importorskip("torch")
-    from ingot.model.transformer import Transformer
+    from ingot.trainer.model.transformer import Transformer
 
     with torch.device("meta"):
         model = Transformer(arch)

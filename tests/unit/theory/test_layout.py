@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ingot.errors import ConfigError
-from ingot.recipes.load import load_model
+from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
@@ -95,8 +95,8 @@ def test_a_rank_holds_what_the_trainer_leaves_it(arch, tp, ep):
     torch = pytest.importorskip("torch")
     from types import SimpleNamespace
 
-    from ingot.model.transformer import SHARDING, Transformer
-    from ingot.parallel.tensor import cut_tensors
+    from ingot.trainer.model.transformer import SHARDING, Transformer
+    from ingot.trainer.parallel.tensor import cut_tensors
 
     parallel = Parallel(tp=tp, dp_shard=4, ep=ep)
     sizes = {"tp": tp, "ep": ep}
@@ -130,9 +130,9 @@ def test_units_are_the_trainers(arch):
     torch = pytest.importorskip("torch")
     from types import SimpleNamespace
 
-    from ingot.model.transformer import SHARDING, Transformer
-    from ingot.parallel.tensor import cut_tensors
-    from ingot.parallel.units import cut_units
+    from ingot.trainer.model.transformer import SHARDING, Transformer
+    from ingot.trainer.parallel.tensor import cut_tensors
+    from ingot.trainer.parallel.units import cut_units
 
     mesh: Any = SimpleNamespace(size=lambda axis: 1, index=lambda axis: 0, group=lambda axis: None, parallel=Parallel())
     with torch.device("meta"):

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 
-from ingot.planner.memory import position_bill
-from ingot.recipes.load import load_model
+from ingot.planner.predict.memory import activations
+from ingot.planner.predict.memory.flights import row_of
+from ingot.planner.predict.memory.peak_memory import position_bill
+from ingot.planner.predict.memory.stage_memory import stage_memories
+from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
-from ingot.theory import activations, memory
-from ingot.theory.flights import row_of
+from ingot.theory import memory
 from ingot.theory.layout import Position, positions
 from ingot.theory.params import count_parameters
-from ingot.theory.stage_memory import stage_memories
 
 TINY = Arch(
     vocab_size=512, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=128
@@ -44,9 +45,9 @@ def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str 
     """Distinct storages that autograd keeps between forward and backward, parameters excluded."""
     import torch
 
-    from ingot.model.routing import Pressure
-    from ingot.model.transformer import Transformer
-    from ingot.parallel.recompute import recompute as make_recompute
+    from ingot.trainer.model.routing import Pressure
+    from ingot.trainer.model.transformer import Transformer
+    from ingot.trainer.parallel.recompute import recompute as make_recompute
 
     torch.set_num_threads(1)
     model = Transformer(arch).to(dtype)
@@ -209,7 +210,7 @@ def test_whole_parameters_are_there_once():
 
 def test_the_optimizer_converts_as_much_at_a_time_as_is_counted():
     pytest.importorskip("torch")
-    from ingot.optim.adamw import CONVERT_BYTES
+    from ingot.trainer.optim.adamw import CONVERT_BYTES
 
     assert memory.CONVERT_BYTES == CONVERT_BYTES
     n = count_parameters(LARGE)
@@ -219,7 +220,7 @@ def test_the_optimizer_converts_as_much_at_a_time_as_is_counted():
 
 def test_a_checkpoint_is_as_large_as_predicted():
     torch = pytest.importorskip("torch")
-    from ingot.model.transformer import Transformer
+    from ingot.trainer.model.transformer import Transformer
 
     torch.set_num_threads(1)
     model = Transformer(TINY)

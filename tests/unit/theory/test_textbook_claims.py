@@ -11,19 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from ingot.planner.collectives import Group, hierarchical_all_reduce, ring_all_reduce
-from ingot.planner.foreign.shape import ForeignArch
-from ingot.planner.propose import Hints, propose
-from ingot.planner.reading import drives, text_bytes_per_second, token_bytes
-from ingot.planner.step_time import estimate
-from ingot.recipes.clusters import load_cluster
-from ingot.recipes.load import load_model
+from ingot.planner.predict.time.bubble import bubble_overhead, bubble_share, micro_batches_for
+from ingot.planner.predict.time.collectives import Group, hierarchical_all_reduce, ring_all_reduce
+from ingot.planner.predict.time.step_time import estimate
+from ingot.planner.published.foreign.shape import ForeignArch
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.request.presets import load_model
+from ingot.planner.run.checkpoints import SAVED_STATE_AND_WEIGHTS_BYTES, SAVED_STATE_BYTES, kept_bytes
+from ingot.planner.run.money import device_hours, device_usd, storage_usd
+from ingot.planner.run.propose import Hints, propose
+from ingot.planner.run.reading import drives, text_bytes_per_second, token_bytes
+from ingot.planner.run.scaling import compute_optimal, compute_optimal_tokens, overtraining
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Launch, RunConfig, Train
 from ingot.schema.software import Software
-from ingot.theory.bubble import bubble_overhead, bubble_share, micro_batches_for
-from ingot.theory.checkpoints import SAVED_STATE_AND_WEIGHTS_BYTES, SAVED_STATE_BYTES, kept_bytes
 from ingot.theory.failures import DAY_SECONDS, PUBLISHED_RATES, daly_interval, goodput, job_mttf_seconds
 from ingot.theory.flops import (
     TRAIN_TO_FORWARD,
@@ -35,11 +37,9 @@ from ingot.theory.flops import (
     training_seconds,
 )
 from ingot.theory.layout import positions
-from ingot.theory.money import device_hours, device_usd, storage_usd
 from ingot.theory.params import active_block_matrices, count_parameters
 from ingot.theory.published_activations import published_block_bytes
 from ingot.theory.saved import block_bytes, recomputed_block_bytes
-from ingot.theory.scaling import compute_optimal, compute_optimal_tokens, overtraining
 from ingot.theory.state import COMPUTE_BYTES, State, state_per_parameter
 from ingot.theory.traffic import hidden_bytes, regions_of, step_traffic
 from ingot.theory.work import stage_work

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.recipes.load import load_model
+from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train

@@ -24,8 +24,8 @@ def started_operations(arch: Arch, sequences: int, seq_len: int) -> int:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from ingot.model.routing import Pressure
-    from ingot.model.transformer import Transformer
+    from ingot.trainer.model.routing import Pressure
+    from ingot.trainer.model.transformer import Transformer
 
     class Count(TorchDispatchMode):
         operations = 0
@@ -84,7 +84,7 @@ def test_products_are_those_that_a_step_runs(arch):
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
-    from ingot.model.transformer import Transformer
+    from ingot.trainer.model.transformer import Transformer
 
     torch.set_num_threads(1)
     model = Transformer(arch).double()  # float64 has one product for each expert, which the counter knows

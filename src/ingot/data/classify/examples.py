@@ -5,9 +5,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ingot.data.build.corpus import MANIFEST, read_documents
 from ingot.data.classify.features import LABEL
 from ingot.data.classify.train import Labelled
-from ingot.data.corpus import MANIFEST, read_documents
 from ingot.errors import DataError, DataMissing
 
 TEXT_FIELD, LABEL_FIELD = "text", "label"

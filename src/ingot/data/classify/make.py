@@ -10,11 +10,11 @@ import numpy as np
 
 from ingot import __version__
 from ingot.config import to_dict
+from ingot.data.build.corpus import MANIFEST
 from ingot.data.classify.examples import LABEL_FIELD, TEXT_FIELD, read_labelled, read_texts
 from ingot.data.classify.model import write_model
 from ingot.data.classify.scorer import Scorer
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
-from ingot.data.corpus import MANIFEST
 from ingot.errors import ConfigError, DataError
 from ingot.storage import sha256_file, write_json
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ingot.data.filters.counts import LineRules, cut_lines
 from ingot.data.filters.limits import problems_of_limits
-from ingot.data.words import count_sentences as english_sentences
+from ingot.data.filters.words import count_sentences as english_sentences
 from ingot.schema.document import Document, Drop
 
 # A sentence ends inside a line where its mark, and perhaps a closing quote, meets a space and no lower-case letter.

@@ -13,8 +13,8 @@ from collections import Counter
 from itertools import accumulate
 from typing import NamedTuple
 
-from ingot.data.words import native, split_words
-from ingot.data.words.tables import BULLET, FLAGS, PUNCTUATION, STOP_WORDS, TERMINAL
+from ingot.data.filters.words import native, split_words
+from ingot.data.filters.words.tables import BULLET, FLAGS, PUNCTUATION, STOP_WORDS, TERMINAL
 
 POLICY_PHRASES = (
     "terms of use",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ingot.data.filters.counts import count_fineweb
 from ingot.data.filters.limits import problems_of_limits
-from ingot.data.words import split_english
+from ingot.data.filters.words import split_english
 from ingot.schema.document import Document, Drop
 
 
@@ -30,7 +30,7 @@ class FineWebRules:
 
 
 class FineWeb:
-    """Stage with rules fineweb.*; only reads the text. words: of ingot.data.words.WORDS."""
+    """Stage with rules fineweb.*; only reads the text. words: of ingot.data.filters.words.WORDS."""
 
     name = "fineweb"
 

@@ -1,6 +1,6 @@
 """Gopher: document quality and repetition rules (Rae et al. 2021, arXiv 2112.11446, Table A1 and section A.1.1).
 
-What a word is, is a setting (ingot.data.words), and it decides these rules: where punctuation marks are words of their
+What a word is, is a setting (filters/words), and it decides these rules: where punctuation marks are words of their
 own, `alphabetic_words` is far stricter than between whitespace. What is counted, and how, stands in counts.py.
 """
 
@@ -59,7 +59,7 @@ _NGRAMS = tuple(f"top_{n}_gram" for n in (2, 3, 4)) + tuple(f"duplicate_{n}_gram
 
 
 class Gopher:
-    """Stage with rules gopher.* and gopher_repetition.*; only reads the text. words: of ingot.data.words.WORDS."""
+    """Stage with rules gopher.* and gopher_repetition.*; only reads the text. words: one of filters.words.WORDS."""
 
     name = "gopher"
 

@@ -9,16 +9,16 @@ none     no quality rules
 
 from dataclasses import dataclass, field, replace
 
+from ingot.data.build.stage import Stage
 from ingot.data.filters.c4 import C4, C4Rules
 from ingot.data.filters.fineweb import FineWeb, FineWebRules
 from ingot.data.filters.gopher import Gopher, GopherRules, RepetitionRules
-from ingot.data.stage import Stage
-from ingot.data.words import WORDS
+from ingot.data.filters.words import WORDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityRules:
-    """words: what a word is, to all rules: "whitespace" or "spacy" (see ingot.data.words)."""
+    """words: what a word is, to all rules: "whitespace" or "spacy" (see ingot.data.filters.words)."""
 
     words: str = "whitespace"
     gopher: GopherRules = field(default_factory=GopherRules)

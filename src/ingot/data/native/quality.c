@@ -1,6 +1,6 @@
 /* Words and the counts of the quality rules, over the UTF-8 of a text.
  *
- * Each function gives what its Python reference gives: words() and sentences() those of ingot.data.words.english,
+ * Each function gives what its Python reference gives: words() and sentences() those of ingot.data.filters.words.english,
  * gopher(), c4() and fineweb() those of ingot.data.filters.counts. What a character is comes from Python too: setup()
  * takes a function that gives the classes of 256 characters, and it is asked once per page that occurs in a text.
  *
@@ -14,7 +14,7 @@
 
 typedef uint8_t byte;
 
-/* The bits of ingot.data.words.tables. */
+/* The bits of ingot.data.filters.words.tables. */
 enum {
     SPACE = 1 << 0, BREAK = 1 << 1, ALPHABETIC = 1 << 2, ALPHANUMERIC = 1 << 3, DECIMAL = 1 << 4,
     PUNCTUATION = 1 << 5, TERMINAL = 1 << 6, PREFIX = 1 << 7, SUFFIX = 1 << 8, BEFORE_STOP = 1 << 9,
@@ -1219,7 +1219,7 @@ done:
 /* ---- signs ---- */
 
 /* The `signs` that are in `data`, in their order. masks: three times 256 numbers, for each of the first three bytes, and
- * each value of it, a bit for every sign that allows it there: see ingot.data.junk.signs. */
+ * each value of it, a bit for every sign that allows it there: see ingot.data.filters.junk.signs. */
 static PyObject *signs(PyObject *self, PyObject *args) {
     const byte *data, *masks;
     Py_ssize_t size, masks_size;

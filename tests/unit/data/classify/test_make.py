@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.cli.data_verbs import classifier
+from ingot.cli.data import classifier
 from ingot.cli.terminal import Terminal
 from ingot.data.classify.examples import read_labelled, read_texts
 from ingot.data.classify.make import Source, load_card, make_classifier

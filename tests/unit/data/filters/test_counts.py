@@ -13,7 +13,7 @@ from ingot.data.filters.counts import (
     plain_fineweb,
     plain_gopher,
 )
-from ingot.data.words import native
+from ingot.data.filters.words import native
 
 # Pieces that the rules look at, whitespace and line ends of all kinds, and characters of one to four bytes.
 _PIECES = (

@@ -1,0 +1,274 @@
+"""`ingot data mix`: by hand or preset, by DSIR, by DoReMi, or compared by small trainings."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ingot.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from ingot.schema.run import RunConfig
+    from ingot.schema.tokens import TokenManifest
+
+HELP = "how much of each source a run takes: by hand, DSIR, DoReMi, or compared by ablation"
+EXAMPLES = (
+    "ingot data mix data --preset classic --tokens 1B",
+    "ingot data mix data --weights web=0.7 code=0.3 --tokens 1B --max-epochs 4 books=2 --write run.toml",
+    "ingot data mix data --doremi --steps 200 --out doremi.json --write run.toml",
+    "ingot data mix data --ablate natural classic mine.toml --steps 200 --out ablation",
+    "ingot data mix data --dsir good.jsonl --keep 100k --out chosen --tokenizer data/tokens/tokenizer.json",
+)
+_TRAINING_STEPS = 200
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="of `data build --out`; a token folder, or a corpus with --dsir")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--weights", nargs="+", metavar="SOURCE=SHARE", help="shares in any unit (default: natural)")
+    how.add_argument("--preset", metavar="NAME", help="classic, natural or equal")
+    how.add_argument("--weights-from", metavar="FILE", help="a run file, TOML, or the JSON of DSIR or DoReMi")
+    how.add_argument("--dsir", nargs="+", metavar="FILE", help="choose documents that are like these texts")
+    how.add_argument("--doremi", action="store_true", help="tune the weights with a small proxy model")
+    how.add_argument("--ablate", nargs="+", metavar="MIXTURE", help="train on each and compare: presets or files")
+    parser.add_argument(
+        "--tokens", metavar="N", help="budget, like 1B (default: the run's with --write, else one pass)"
+    )
+    parser.add_argument(
+        "--max-epochs",
+        nargs="+",
+        default=["4"],
+        metavar="N",
+        help="most passes over a source, and SOURCE=N for single ones (default: 4)",
+    )
+    parser.add_argument("--write", metavar="RUN.toml", help="put the weights into this run file")
+    parser.add_argument("--out", metavar="PATH", help="folder of --dsir and --ablate, JSON file of --doremi")
+    parser.add_argument("--keep", metavar="N", help="documents that --dsir chooses, like 10k")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL for --dsir (default: text)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="make tokens of what --dsir chose (default: none are made)")
+    parser.add_argument(
+        "--proxy", metavar="RUN.toml", help="model and training of --doremi and --ablate (default: a tiny one)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help=f"of each training (default: {_TRAINING_STEPS})")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="trainings per mixture (default: 2)")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of --dsir and --doremi (default: 1234)")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    if args.dsir:
+        _dsir(args, terminal)
+    elif args.ablate:
+        _ablate(args, terminal)
+    elif args.doremi:
+        _doremi(args, terminal)
+    else:
+        _by_hand(args, terminal)
+
+
+def _by_hand(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.data.mixture.shares import NATURAL, preset_weights
+    from ingot.data.mixture.weights import parse_weights, read_weights
+
+    tokens, available, _ = _tokens(args)
+    notes: tuple[str, ...] = ()
+    if args.weights:
+        weights = parse_weights(args.weights)
+    elif args.weights_from:
+        weights = read_weights(Path(args.weights_from))
+    else:
+        weights, notes = preset_weights(args.preset or NATURAL, available)
+    _show(args, terminal, available, weights, notes, {"tokens_folder": str(tokens)})
+
+
+def _show(
+    args: argparse.Namespace,
+    terminal: Terminal,
+    available: dict[str, int],
+    weights: dict[str, float],
+    notes: tuple[str, ...],
+    facts: dict,
+) -> None:
+    """The table of the mixture; into the run file with --write."""
+    from ingot.config import load, to_dict
+    from ingot.data.mixture.run_file import write_weights
+    from ingot.data.mixture.shares import mix
+    from ingot.schema.run import RunConfig
+    from ingot.units import format_count, parse_count
+
+    if args.tokens:
+        budget = parse_count(args.tokens)
+    elif args.write:
+        config = load(RunConfig, Path(args.write))
+        budget = config.train.steps * config.tokens_per_step
+    else:
+        budget = sum(available[source] for source in weights if source in available)
+    mixture = mix(available, weights, budget, _max_epochs(args.max_epochs, weights))
+    rows = [
+        (
+            one.source,
+            f"{one.wanted:.1%}",
+            f"{one.share:.1%}",
+            format_count(one.tokens),
+            format_count(one.available),
+            f"{one.epochs:.3g}",
+        )
+        for one in mixture.sources
+    ]
+    header = ("source", "wanted", "share", "tokens", "of", "epochs")
+    terminal.say(f"{format_count(mixture.tokens)} tokens:")
+    terminal.table(rows, header, right=(1, 2, 3, 4, 5))
+    for note in (*notes, *mixture.notes):
+        terminal.say(f"note: {note}")
+    for warning in mixture.warnings:
+        terminal.say(f"warning: {warning}")
+    replaced = None
+    if args.write:
+        replaced = write_weights(Path(args.write), mixture.weights)
+        terminal.say(f"{args.write}: data.weights written" + (f", in place of {replaced}" if replaced else ""))
+        terminal.next(f"ingot train {args.write}      (a run that has begun asks for --accept-change data.weights)")
+    written = {"written": args.write, "replaced": replaced} if args.write else {}
+    terminal.result(facts | {"mixture": to_dict(mixture), "weights": mixture.weights, "notes": notes} | written)
+
+
+def _max_epochs(given: list[str], weights: dict[str, float]) -> dict[str, float]:
+    """["4", "books=2"] -> a cap for every source of the mixture."""
+    from ingot.data.mixture.weights import parse_weights
+    from ingot.errors import UsageError
+
+    default = [one for one in given if "=" not in one]
+    try:
+        caps = dict.fromkeys(weights, float(default[-1]) if default else 4.0)
+    except ValueError:
+        raise UsageError(f"--max-epochs {default[-1]}", rule="a number, and SOURCE=N for single sources") from None
+    return caps | parse_weights([one for one in given if "=" in one])
+
+
+def _tokens(args: argparse.Namespace) -> tuple[Path, dict[str, int], "TokenManifest"]:
+    """(token folder, source -> tokens, its manifest)"""
+    from ingot.schema.tokens import read_token_manifest, training_tokens
+
+    tokens = training_tokens(Path(args.folder))
+    manifest = read_token_manifest(tokens)
+    available = {source: sum(s.tokens for s in manifest.shards if s.source == source) for source in manifest.sources}
+    return tokens, available, manifest
+
+
+def _proxy(args: argparse.Namespace, tokens: Path, manifest: "TokenManifest") -> "RunConfig":
+    """The run whose model and training stand for the large one, on the tokens in DIR."""
+    from dataclasses import replace
+
+    from ingot.config import load
+    from ingot.schema.run import RunConfig
+    from ingot.trainer.experiments.proxy import proxy_run
+
+    heldout, tokenizer = tokens.parent / "heldout", tokens.parent / "tokenizer.json"
+    small = proxy_run(
+        tokens,
+        manifest,
+        steps=args.steps or _TRAINING_STEPS,
+        heldout=heldout if heldout.is_dir() else None,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        seed=args.seed,
+    )
+    if not args.proxy:
+        return small
+    own = load(RunConfig, Path(args.proxy))
+    train = replace(own.train, steps=args.steps or own.train.steps)
+    return replace(own, train=train, data=replace(small.data, mask_documents=own.data.mask_documents))
+
+
+def _doremi(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.config import to_dict
+    from ingot.errors import require
+
+    require("torch", "train")
+    from ingot.trainer.experiments.doremi import doremi
+    from ingot.units import format_count
+
+    tokens, available, manifest = _tokens(args)
+    out = Path(args.out or "doremi.json")
+    found = doremi(_proxy(args, tokens, manifest), out=out, progress=terminal.progress)
+    terminal.say(
+        f"DoReMi: {found.steps} steps of {format_count(found.tokens_per_step)} tokens, a proxy of "
+        f"{format_count(found.parameters)} parameters; its history is in {out}"
+    )
+    ranked = sorted(found.weights, key=lambda source: -found.weights[source])
+    rows = [(source, f"{found.base[source]:.1%}", f"{found.weights[source]:.1%}") for source in ranked]
+    terminal.table(rows, ("source", "reference", "tuned"), right=(1, 2))
+    terminal.say()
+    _show(args, terminal, available, found.weights, (), {"out": str(out), "doremi": to_dict(found)})
+
+
+def _ablate(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.config import to_dict
+    from ingot.data.mixture.weights import named_weights
+    from ingot.errors import UsageError, require
+
+    require("torch", "train")
+    from ingot.trainer.experiments.ablation import ablate
+    from ingot.units import format_count
+
+    tokens, available, manifest = _tokens(args)
+    mixtures: dict[str, dict[str, float]] = {}
+    for spec in args.ablate:
+        name, weights, notes = named_weights(spec, available)
+        if name in mixtures:
+            raise UsageError(f"two mixtures are called {name!r}", rule="files are told apart by their names")
+        mixtures[name] = weights
+        for note in notes:
+            terminal.say(f"note: {name}: {note}")
+    folder = Path(args.out or "ablation")
+    seeds = range(args.seed, args.seed + args.seeds)
+    config = _proxy(args, tokens, manifest)
+    found = ablate(config, mixtures, folder, seeds=tuple(seeds), progress=terminal.progress)
+    sources = sorted(found.mixtures[0].by_source)
+    rows = [
+        (
+            one.name,
+            f"{one.bpb:.4f}",
+            f"+{one.behind:.4f}" if one.behind else "",
+            "yes" if one.within_noise and one.behind else "",
+            *(f"{one.by_source[source]:.4f}" for source in sources),
+        )
+        for one in found.mixtures
+    ]
+    terminal.say(f"held-out bits per byte after {format_count(found.tokens)} tokens, mean of {args.seeds} seeds:")
+    header = ("mixture", "bpb", "behind", "within noise", *sources)
+    terminal.table(rows, header, right=(1, 2, *range(4, 4 + len(sources))))
+    terminal.say(f"{found.verdict}\nthe runs are in {folder}")
+    terminal.result({"out": str(folder), "ablation": to_dict(found), "verdict": found.verdict})
+
+
+def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.config import to_dict
+    from ingot.data.build.shards import build_shards
+    from ingot.data.lineage.inspect import corpus_folder
+    from ingot.data.mixture.dsir import DsirRules, select
+    from ingot.errors import UsageError
+    from ingot.tokenizer.encoder import load_encoder
+    from ingot.units import parse_count
+
+    if not args.keep or not args.out:
+        raise UsageError("--dsir needs --keep N and --out DIR", fix="--dsir FILES --keep 10k --out chosen")
+    chosen = select(
+        corpus_folder(Path(args.folder)),
+        [corpus_folder(Path(name)) for name in args.dsir],
+        parse_count(args.keep),
+        Path(args.out),
+        DsirRules(seed=args.seed),
+        text_field=args.text_field,
+        progress=terminal.progress,
+    )
+    terminal.say(f"{chosen.chosen:,} of {chosen.documents:,} documents chosen; {args.out}/corpus holds them")
+    rows = [
+        (one.source, f"{one.chosen:,}", f"{one.documents:,}", f"{chosen.weights.get(one.source, 0):.1%}")
+        for one in chosen.sources
+    ]
+    terminal.table(rows, ("source", "chosen", "of", "share of the text"), right=(1, 2, 3))
+    facts: dict = {"out": args.out, "selection": to_dict(chosen)}
+    if args.tokenizer:
+        out, tokenizer = Path(args.out), Path(args.tokenizer)
+        train, heldout = build_shards(out / "corpus", load_encoder(tokenizer), out / "tokens", tokenizer=tokenizer)
+        terminal.say(f"tokens: {train.tokens:,} to train on, {heldout.tokens:,} held out")
+        terminal.next(f"ingot data mix {args.out}", f"ingot plan --model tiny --tokens {args.out} --out run.toml")
+        facts |= {"train_tokens": train.tokens, "heldout_tokens": heldout.tokens}
+    terminal.result(facts)

@@ -1,0 +1,181 @@
+"""The data recipe: every threshold of the pipeline, in the order in which its stages run.
+
+A preset gives the quality rules: `web` (the default), `fineweb`, `gopher`, `c4`, `none` (filters/quality.py). A TOML
+file or `--set` changes single values: `--set quality.gopher.symbol_ratio=0.15`. The name of a rule in the funnel is,
+nearly always, its field here.
+"""
+
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ingot import config
+from ingot.data import decontaminate
+from ingot.data.classify import stage as classify
+from ingot.data.classify.stage import ClassifierRules
+from ingot.data.decontaminate import DecontaminationRules
+from ingot.data.dedup.minhash import DedupRules
+from ingot.data.dedup.substrings import SubstringRules
+from ingot.data.extract.html import ExtractRules
+from ingot.data.filters import blocklist, language, toxicity
+from ingot.data.filters.blocklist import BlocklistRules
+from ingot.data.filters.junk import JunkRules
+from ingot.data.filters.language import LanguageRules
+from ingot.data.filters.quality import PRESETS, QualityRules
+from ingot.data.filters.toxicity import ToxicityRules
+from ingot.data.pii import PiiRules
+from ingot.data.sources.limits import Limits
+from ingot.data.sources.remote import RemoteRules
+from ingot.errors import ConfigError
+from ingot.storage import sha256_file
+
+DEFAULT_PRESET = "web"
+OF_ONE_SOURCE = ("preset", "extract", "blocklist", "language", "quality", "junk", "classifier", "toxicity", "pii")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """Each section has `enabled`; a stage that is switched off stays in the funnel and says so.
+
+    preset: where the values of [quality] come from that the file does not give. remote: how inputs are fetched; it
+    decides nothing about what is kept. source: name -> values that differ for documents of that source, in sections of
+    `OF_ONE_SOURCE`: rules for prose are not rules for code.
+    """
+
+    preset: str = DEFAULT_PRESET
+    remote: RemoteRules = field(default_factory=RemoteRules)
+    limits: Limits = field(default_factory=Limits)
+    extract: ExtractRules = field(default_factory=ExtractRules)
+    blocklist: BlocklistRules = field(default_factory=BlocklistRules)
+    language: LanguageRules = field(default_factory=LanguageRules)
+    quality: QualityRules = field(default_factory=lambda: PRESETS[DEFAULT_PRESET])
+    junk: JunkRules = field(default_factory=JunkRules)
+    classifier: ClassifierRules = field(default_factory=ClassifierRules)
+    toxicity: ToxicityRules = field(default_factory=ToxicityRules)
+    pii: PiiRules = field(default_factory=PiiRules)
+    decontamination: DecontaminationRules = field(default_factory=DecontaminationRules)
+    dedup: DedupRules = field(default_factory=DedupRules)
+    substrings: SubstringRules = field(default_factory=SubstringRules)
+    source: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def problems(self):
+        if self.preset not in PRESETS:
+            close = difflib.get_close_matches(self.preset, PRESETS, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            yield "preset", f"{self.preset!r} is none of {', '.join(PRESETS)}{meant}"
+
+
+def load_recipe(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> DataRecipe:
+    """The recipe of TOML `path` (the preset alone if None) with `section.key=value` overrides. Raises ConfigError.
+
+    preset: instead of the one that the file names.
+    """
+    if path is not None and not path.is_file():
+        raise ConfigError(
+            f"no data recipe at {path}",
+            rule="a recipe is a TOML file with the sections of the preset 'web'",
+            fix="give its path, or leave --recipe out and change single values with --set",
+        )
+    overrides = [f'preset="{preset}"', *overrides] if preset else overrides
+    values, where = config.read(path, overrides)
+    recipe = config.from_dict(DataRecipe, _with_preset(values), where=where)
+    for name in recipe.source:
+        recipe_of(recipe, name)  # what is wrong in it is told now
+    return recipe
+
+
+def recipe_of(recipe: DataRecipe, source: str) -> DataRecipe:
+    """The recipe as it is for documents of `source`. Raises ConfigError."""
+    changes = recipe.source.get(source)
+    if not changes:
+        return recipe
+    if foreign := [name for name in changes if name not in OF_ONE_SOURCE]:
+        raise ConfigError(
+            f"source.{source}.{foreign[0]} cannot differ by source",
+            rule=f"only these can: {', '.join(OF_ONE_SOURCE)}",
+            fix=f"give it for all sources: [{foreign[0]}]",
+        )
+    values = config.to_dict(recipe)
+    if "preset" in changes:
+        del values["quality"]
+    return config.from_dict(
+        DataRecipe, _with_preset(_merged(values, changes)), where=lambda key: f"source.{source}.{key}"
+    )
+
+
+def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
+    chosen, given = values.get("preset", DEFAULT_PRESET), values.get("quality", {})
+    if chosen not in PRESETS or not isinstance(given, dict):
+        return values  # and from_dict says what is wrong
+    return values | {"quality": _merged(config.to_dict(PRESETS[chosen]), given)}
+
+
+def _merged(base: dict, changes: dict) -> dict:
+    """`base` with what `changes` gives, section by section. A key that `base` lacks stays, to be reported."""
+    both = base | changes
+    for name, value in base.items():
+        if isinstance(value, dict) and isinstance(changes.get(name), dict):
+            both[name] = _merged(value, changes[name])
+    return both
+
+
+def fingerprint(recipe: DataRecipe) -> dict[str, Any]:
+    """All that decides what the recipe does: its values, and the contents of the files that they name."""
+    values = config.to_dict(recipe)
+    del values["remote"]
+    files = {name: _files(recipe_of(recipe, name)) for name in ("", *recipe.source)}
+    return {"recipe": values, "files": files}
+
+
+def _files(recipe: DataRecipe) -> dict[str, Any]:
+    bad_words = recipe.quality.c4.bad_words if recipe.quality.c4.enabled else ""
+    return {
+        "bad_words": sha256_file(Path(bad_words)) if bad_words else "",
+        "blocklist": blocklist.fingerprint(recipe.blocklist) if recipe.blocklist.enabled else {},
+        "classifier": classify.fingerprint(recipe.classifier) if recipe.classifier.enabled else {},
+        "toxicity": toxicity.fingerprint(recipe.toxicity) if recipe.toxicity.enabled else "",
+        "language": language.fingerprint(recipe.language) if recipe.language.enabled else "",
+        "decontamination": decontaminate.fingerprint(recipe.decontamination) if recipe.decontamination.enabled else {},
+    }
+
+
+def setting_of(rule: str) -> str:
+    """The dotted recipe key that decides `rule` ("gopher.symbol_ratio" -> "quality.gopher.symbol_ratio"), or ""."""
+    for prefix in ("quality.", ""):
+        kind: typing.Any = DataRecipe
+        for name in (prefix + _KEYS.get(rule, rule)).split("."):
+            if not dataclasses.is_dataclass(kind) or name not in {f.name for f in dataclasses.fields(kind)}:
+                break
+            kind = typing.get_type_hints(kind)[name]
+        else:
+            return prefix + _KEYS.get(rule, rule)
+    return ""
+
+
+def value_of(setting: str, recipe: dict[str, Any] | None = None) -> str:
+    """The value of a recipe key, as TOML ("quality.gopher.word_count" -> "[50, 100000]"), or "" for a section.
+
+    recipe: the values of a recipe (`corpus.json` keeps them); the preset `web` if None.
+    """
+    value: typing.Any = recipe or config.to_dict(DataRecipe())
+    for name in setting.split("."):
+        value = value[name]
+    return "" if isinstance(value, dict) else json.dumps(value)  # of numbers, strings and lists also TOML
+
+
+# Rules that are not called like the field that decides them.
+_KEYS = {
+    "language.other": "language.keep",
+    "language.unsure": "language.threshold",
+    "blocklist.domain": "blocklist.files",
+    "blocklist.url": "blocklist.files",
+    "contaminated.ngram": "decontamination.ngram",
+    "pii.plugin": "pii.ids",
+    "duplicates.same_text": "dedup.exact",
+    "near_duplicates.similar": "dedup.jaccard",
+}

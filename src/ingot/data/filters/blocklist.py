@@ -1,0 +1,238 @@
+"""Pages that are not wanted because of where they are: lists of domains and addresses, and words in the URL.
+
+Lists are the user's: plain lines, hosts files, Adblock filters for whole domains, or a folder of the collection of the
+University of Toulouse (UT1: CATEGORY/domains and CATEGORY/urls), each as it is or gzipped. RefinedWeb (Penedo et al.
+2023, arXiv:2306.01116) blocked 4.6 million domains this way and scored URLs by words, which `words` does with a short
+list of ingot's own, blocklist_words.txt.
+
+Only 8 bytes of hash are kept per entry, sorted: 40 MB for five million domains. A name that is not listed is taken for
+one that is with a probability of entries / 2^64 per look-up.
+"""
+
+import functools
+import gzip
+import hashlib
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ingot.data.sources.url import canonical_url
+from ingot.errors import DataError, DataMissing
+from ingot.schema.document import Document, Drop
+from ingot.storage import sha256_file
+
+_LONGEST_LINE = 1 << 16  # bytes; the rest of a longer one is a line of its own
+_LIST_NAMES = ("domains", "urls")  # of a folder in UT1's form
+_NULL_ADDRESSES = ("0.0.0.0", "127.0.0.1", "::", "::1")
+_LOCAL_NAMES = frozenset(
+    ("localhost", "localhost.localdomain", "local", "broadcasthost", "ip6-localhost", "ip6-loopback")
+)
+_ADBLOCK = re.compile(r"\|\|([^/^$*|]+)\^(?:\$.*)?")
+_DOMAIN = re.compile(r"[a-z0-9_](?:[a-z0-9_.\-]*[a-z0-9_])?\.?")
+_PLAIN_LINES = re.compile(rb"[a-z0-9_.\-\n]+")
+_WORD = re.compile(r"[a-z]{3,}")
+_HASH = functools.partial(xxhash.xxh3_64_intdigest, seed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocklistRules:
+    """files: lists, or folders of them. words: the score at which a URL's words are too many; 0 switches that off."""
+
+    enabled: bool = True
+    files: tuple[str, ...] = ()
+    words: float = 2.0
+
+    def problems(self):
+        if self.words < 0:
+            yield "words", f"is {self.words}, must be at least 0"
+
+
+@dataclass(frozen=True)
+class Lists:
+    """domains, urls: uint64, sorted hashes of names and of canonical URLs. skipped: lines that were neither."""
+
+    domains: np.ndarray
+    urls: np.ndarray
+    skipped: int
+
+
+def fingerprint(rules: BlocklistRules) -> dict[str, Any]:
+    """What decides a block list, with the files' content and not their places; JSON. Raises DataMissing."""
+    paths = [path for name in rules.files for path in _paths(name)]
+    words = hashlib.sha256("\n".join(f"{word} {score}" for word, score in sorted(url_words().items())).encode())
+    return {
+        "words": rules.words,
+        "word_list": words.hexdigest() if rules.words else "",
+        "files": [{"name": path.name, "sha256": sha256_file(path)} for path in paths],
+    }
+
+
+def _paths(name: str) -> list[Path]:
+    """The list `name`, or in order of their paths all lists in that folder."""
+    path = Path(name)
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.removesuffix(".gz") in _LIST_NAMES)
+        found = found or sorted(p for p in path.iterdir() if p.is_file())
+    else:
+        found = [path] if path.is_file() else []
+    if not found:
+        raise DataMissing(
+            f"no block list at {path}",
+            rule="blocklist.files names files, or folders with files",
+            fix="correct the path or take it out of the recipe",
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def load_lists(names: tuple[str, ...]) -> Lists:
+    """The lists in `names`, read once per process. Raises DataMissing, DataError for a damaged gzip file."""
+    domains: list[np.ndarray] = []
+    urls: list[np.ndarray] = []
+    skipped = 0
+    for path in (path for name in names for path in _paths(name)):
+        try:
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+                # In pieces of whole lines, so that a list of millions is never in memory as Python objects.
+                while piece := file.read(1 << 22):
+                    piece += file.readline(_LONGEST_LINE)
+                    one, other, lost = _parse(piece)
+                    domains.append(one)
+                    urls.append(other)
+                    skipped += lost
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} cannot be read: {error}", rule="block lists are text, plain or gzip") from error
+    return Lists(_sorted(domains), _sorted(urls), skipped)
+
+
+def _sorted(parts: list[np.ndarray]) -> np.ndarray:
+    return np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.uint64)
+
+
+def _parse(piece: bytes) -> tuple[np.ndarray, np.ndarray, int]:
+    """(hashes of domains, hashes of URLs, lines that are neither) of some lines."""
+    if _PLAIN_LINES.fullmatch(piece):  # nothing but names, one a line
+        names = (name.strip(b".") for name in piece.split())
+        return np.fromiter(map(_HASH, names), np.uint64), np.zeros(0, np.uint64), 0
+    domains, urls, skipped = [], [], 0
+    for line in io.StringIO(piece.decode("utf-8", "replace"), newline=None):
+        entries = list(entries_of(line))
+        skipped += entries == [""]
+        for entry in filter(None, entries):
+            (urls if "/" in entry else domains).append(_HASH(entry.encode("utf-8", "surrogatepass")))
+    return np.array(domains, np.uint64), np.array(urls, np.uint64), skipped
+
+
+def entries_of(line: str) -> Iterator[str]:
+    """What a line of a list blocks: names in lower case, addresses without scheme; "" if the line says nothing known.
+
+    Comments (#, !) and headers ([Adblock Plus]) yield nothing; neither do exceptions (@@).
+    """
+    line = line.strip()
+    if not line or line[0] in "#![" or line.startswith("@@"):
+        return
+    if adblock := _ADBLOCK.fullmatch(line):
+        yield _name(adblock[1])
+        return
+    words = line.partition(" #")[0].split()
+    if len(words) > 1 and words[0] in _NULL_ADDRESSES:
+        yield from (
+            _name(word) for word in words[1:] if word.lower() not in _LOCAL_NAMES and word not in _NULL_ADDRESSES
+        )
+        return
+    if len(words) != 1:
+        yield ""
+        return
+    entry = words[0].lower().removeprefix("*.").removeprefix(".")
+    if "/" not in entry:
+        yield _name(entry)
+        return
+    key = url_key(words[0])
+    yield key if _name(key.partition("/")[0].partition(":")[0]) and not set(entry) & set("^|*") else ""
+
+
+def _name(text: str) -> str:
+    """A domain name as it is hashed, or "" if it is none."""
+    text = text.lower().rstrip(".")
+    if not text.isascii():
+        try:
+            text = text.encode("idna").decode("ascii")
+        except UnicodeError:
+            return ""
+    return text if "." in text and _DOMAIN.fullmatch(text) else ""
+
+
+def url_key(url: str) -> str:
+    """A URL as lists of addresses mean it: canonical, without scheme and "www."."""
+    canonical = canonical_url(url if "://" in url else f"http://{url}")
+    return canonical.partition("://")[2].removeprefix("www.")
+
+
+@functools.cache
+def url_words() -> dict[str, float]:
+    """Word -> score, of the list that comes with ingot."""
+    text = files("ingot.data.filters").joinpath("blocklist_words.txt").read_text(encoding="utf-8")
+    pairs = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
+    return {word: float(score) for word, score in pairs}
+
+
+class Blocklist:
+    """Stage with the rules blocklist.domain (the listed name), blocklist.url, blocklist.words ("2.5 >= 2: xxx porn").
+
+    A listed domain blocks its subdomains. Needs document.url only, so it can run before extraction.
+    """
+
+    name = "blocklist"
+
+    def __init__(self, rules: BlocklistRules | None = None):
+        self.rules = rules or BlocklistRules()
+        self.lists = load_lists(self.rules.files)
+
+    @property
+    def ran(self) -> str:
+        lists = self.lists
+        if self.rules.files:
+            listed = f"{len(lists.domains):,} domains and {len(lists.urls):,} URLs of {len(self.rules.files)} lists"
+            listed += f" ({lists.skipped:,} lines not understood)" if lists.skipped else ""
+        else:
+            listed = "no lists"
+        words = f"score of {len(url_words())} words < {self.rules.words:g}" if self.rules.words else "no words"
+        return f"{listed}; {words}"
+
+    def __call__(self, document: Document) -> Drop | None:
+        key = url_key(document.url)
+        host = key.partition("/")[0].partition(":")[0]
+        if len(self.lists.domains):
+            labels = host.split(".")
+            names = [".".join(labels[first:]) for first in range(max(len(labels) - 8, 0), len(labels) - 1)]
+            for name, found in zip(names, self._listed(self.lists.domains, names), strict=True):
+                if found:
+                    return Drop(self.name, "blocklist.domain", name)
+        if len(self.lists.urls) and self._listed(self.lists.urls, [key])[0]:
+            return Drop(self.name, "blocklist.url", key[:200])
+        if self.rules.words:
+            score, words = url_score(document.url)
+            if score >= self.rules.words:
+                return Drop(self.name, "blocklist.words", f"{score:g} >= {self.rules.words:g}: {' '.join(words)}")
+        return None
+
+    @staticmethod
+    def _listed(hashes: np.ndarray, names: list[str]) -> list[bool]:
+        wanted = np.array([_HASH(name.encode("utf-8", "surrogatepass")) for name in names], np.uint64)
+        rows = np.minimum(hashes.searchsorted(wanted), len(hashes) - 1)
+        return (hashes[rows] == wanted).tolist()
+
+
+def url_score(url: str) -> tuple[float, list[str]]:
+    """The sum of the scores of listed words between non-letters of `url`, each word once, and these words."""
+    scores = url_words()
+    words = sorted(set(_WORD.findall(url.lower())) & scores.keys())
+    return sum(scores[word] for word in words), words

@@ -1,0 +1,121 @@
+"""Text that gives orders to language models: prompt injection, jailbreak templates, remains of chat formats.
+
+Greshake et al. 2023 (arXiv:2302.12173) describe such text in pages that models read. Pages *about* it hold the same
+words, so a hit counts by its kind once or twice, little when it stands in quotation marks or code, and a page that
+speaks of attacks, models' templates or research needs many hits for its length. Only English phrases are known; a
+single order inside a long page is kept, and so is one that avoids these words.
+"""
+
+import re
+
+from ingot.data.filters.junk.near import near
+
+# Text to models has one of the first and one of the second; patterns look around the first.
+_NEEDLES = (b"instructions", b"prompt", b"language model", b"chatgpt")
+_ORDERS = (
+    b"ignore ", b"disregard ", b"forget ", b"overrid", b"bypass", b"reveal", b"system prompt", b"you are now",
+    b"from now on", b"you are a", b"attention", b"do anything now", b"developer mode", b"dear ",
+)  # fmt: skip
+_BEFORE, _AFTER = 300, 400  # bytes
+
+_AI = (
+    r"(?:an? )?(?:ai (?:assistant|agent|model|system|reviewer)s?|ai|llms?|(?:large )?language models?|chatgpt|"
+    r"gpt(?:-?[345]\w*)?|claude|gemini|copilot|chatbots?)"
+)
+_FILLERS = r"(?: (?:all|any|every|each|the|your|my|of|these|those|everything|and))"
+_EARLIER = r"(?:previous|prior|above|earlier|preceding|foregoing|existing|original|initial|system|safety)"
+_RULES = r"(?:instructions?|prompts?|directions?|directives?|guidelines|rules|commands?|messages?|programming)"
+# Points of the first hit of a kind, and its pattern. A second hit gives half of that, more give none.
+_KINDS = [
+    (points, re.compile(pattern))
+    for points, pattern in (
+        (
+            2,
+            rf"(?:ignore|disregard|forget|override|bypass|do not follow|stop following)\b{_FILLERS}{{0,4}} {_EARLIER}"
+            rf"(?: \w+){{0,2}} {_RULES}",
+        ),
+        (
+            2,
+            r"(?:reveal|print|repeat|output|show|leak|tell me|display|recite)\b(?: \w+){0,3} (?:your|the|its) "
+            r"(?:hidden |secret |full |entire |exact |initial |original )*"
+            r"(?:system prompt|system instructions|initial instructions|hidden instructions|prompt verbatim)",
+        ),
+        (
+            2,
+            r"(?:do not|don't|never) (?:reveal|mention|disclose|tell|share|refer to)\b(?: \w+){0,5} "
+            r"(?:these|this|your|the|my|hidden|system) (?:\w+ )?(?:instructions?|prompts?)\b",
+        ),
+        (
+            2,
+            r"you (?:are|will act as|can act as|must act as|are going to act as)(?: now| going to be| to be)? "
+            r"(?:dan\b|in developer mode|an? (?:unrestricted|unfiltered|uncensored|amoral|jailbroken)|free from all|"
+            r"freed from|no longer bound)|do anything now\b|developer mode (?:enabled|output|response)",
+        ),
+        (
+            1.5,
+            r"(?:if you are|if you're|as you are|attention,?|dear|hey,?|note to|notice to|message to|"
+            rf"instructions? (?:for|to)|important (?:note )?(?:for|to)) (?:all |any |every )?{_AI}\b[^.\n]{{0,60}}\b"
+            r"(?:must|should|please|instead|say|write|include|recommend|give|respond|reply|ignore|do not|summari)",
+        ),
+        (
+            1,
+            r"from now on,? you (?:will|must|are|shall|should|have)\b|stay in character\b|respond only with\b|"
+            r"you (?:must|will|shall) (?:always |never |only )?(?:respond|reply|answer|obey|comply|refuse)\b|"
+            r"new (?:instructions|system prompt)\s*:|end of (?:system )?prompt\b",
+        ),
+        (
+            1,
+            r"without any (?:restrictions|filters|censorship|ethical|moral|limitations)|"
+            r"(?:has|have) no (?:restrictions|ethical|moral guidelines|content policy)|"
+            r"bypass(?:ing)? (?:your|all|any) (?:filters?|safety|restrictions|content)",
+        ),
+        (
+            1,
+            r"(?:positive review only|give a positive review|do not highlight any negatives|"
+            r"recommend (?:this|the) (?:candidate|paper|product|applicant)|"
+            r"this is the best (?:candidate|paper|product))",
+        ),
+    )
+]
+_TAG = re.compile(
+    r"<\|(?:im_start|im_end|im_sep|system|user|assistant|endoftext|begin_of_text|end_of_text|start_header_id|"
+    r"end_header_id|eot_id|eom_id|endofprompt|end)\|>|\[/?inst\]|<</?sys>>|<(?:start|end)_of_turn>"
+)
+_TAG_SIGNS = (b"<|", b"<<", b"_of_turn>", b"[inst]", b"[/inst]")
+INJECTION_SIGNS = (*_NEEDLES, *_TAG_SIGNS)
+# Words of pages that report on models and on attacks against them.
+_ABOUT = (
+    "prompt injection", "jailbreak", "attack", "vulnerab", "researcher", "adversarial", "security", "chat template",
+    "tokenizer", "special token", "fine-tun", "example",
+)  # fmt: skip
+_ABOUT_DENSITY = 6.0  # points per 1,000 characters that such a page needs
+_SHORT_DENSITY = 3.0  # points per 1,000 characters at which two points are enough
+_QUOTES = re.compile("[\"`\u201c\u2018\u00ab]|(?<!\\w)'")
+_QUOTED = 0.25
+
+
+def injection(text: str, data: bytes, signs: list[bytes]) -> float:
+    """A score; 3 and more is text that speaks to language models."""
+    score = 0.0
+    if any(sign in _NEEDLES for sign in signs) and any(order in data for order in _ORDERS):
+        around = near(data, _NEEDLES, _BEFORE, _AFTER)
+        for points, pattern in _KINDS:
+            weights = sorted((_weight(around, match) for match in pattern.finditer(around)), reverse=True)
+            score += points * sum(weights[:1]) + points / 2 * sum(weights[1:2])
+    if any(sign in _TAG_SIGNS for sign in signs):
+        tags = _TAG.findall(text.lower())
+        often = len(tags) >= 4 and len(tags) * 500 >= len(text)
+        score += min(len(set(tags)), 2) + (2 if often else 0)
+    if score < 2:
+        return score
+    density = score * 1000 / len(text)
+    lower = text.lower()
+    if sum(word in lower for word in _ABOUT) >= 2 and density < _ABOUT_DENSITY:
+        return 0.0
+    return max(score, 3.0) if density >= _SHORT_DENSITY else score
+
+
+def _weight(text: str, match: re.Match) -> float:
+    """Less for what is cited: a quotation mark within a few words in front, in the same line."""
+    before = text[max(match.start() - 40, 0) : match.start()].rpartition("\n")[2]
+    return _QUOTED if _QUOTES.search(before) else 1.0

@@ -1,0 +1,214 @@
+"""Looking at what a build kept and dropped: rules with counts, examples, the setting that decides, what another does.
+
+Counts and filters come from lineage, so only the parts with the examples are read. A folder that was built before there
+was lineage is read whole.
+"""
+
+import difflib
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.data.build.corpus import cut_files, load_corpus, read_documents, read_dropped, read_jsonl
+from ingot.data.build.funnel import most_dropped
+from ingot.data.build.recipe import setting_of
+from ingot.data.lineage.find import OF_DOMAIN, asking, host_of, lineage_files, part_of, require_lineage
+from ingot.errors import UsageError
+from ingot.schema.corpus import FunnelStage
+
+_TOP = 10
+_SHARES = (0.25, 0.5, 0.75, 0.9)
+# Rules say their measure and the limit ("12 < 50", "0.153 > 0.1"), language and near-duplicates only the measure ("en
+# 0.58", "0.912 with ID"), and on which side of its limit it lies is known.
+_MEASURE = r"try_cast(regexp_extract(value, '^(?:[A-Za-z_-]+ )?(-?[0-9]+(?:\.[0-9]+)?)', 1) as double)"
+_SIDE = (
+    "case when rule = 'language.unsure' then '<' when rule = 'near_duplicates.similar' then '>' "
+    "else regexp_extract(value, '^[^<>]*([<>])', 1) end"
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What another limit of a rule would do: of `dropped` documents it would let `kept` pass. below: it is a minimum.
+
+    Rules that come after it have not seen them and may drop them.
+    """
+
+    limit: float
+    below: bool
+    kept: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """funnel, rules: (rule, documents) of the whole corpus, the rule that dropped most first.
+
+    examples: rows of dropped documents (id, url, source, file, stage, rule, value, text), or of kept ones (.., text);
+    with lineage also before_bytes, after_bytes and notes: what was edited.
+    total: how many documents the examples were taken from. setting: recipe key that decides the rule asked for, or "".
+    warnings: crawl files that are cut. domains, languages: (name, documents) of the total, the most first.
+    limits: what other limits would let pass, where the rule has a measure.
+    """
+
+    funnel: tuple[FunnelStage, ...]
+    rules: tuple[tuple[str, int], ...]
+    examples: tuple[dict, ...]
+    total: int
+    setting: str
+    warnings: tuple[str, ...]
+    domains: tuple[tuple[str, int], ...] = ()
+    languages: tuple[tuple[str, int], ...] = ()
+    limits: tuple[Limit, ...] = ()
+
+
+def inspect(
+    corpus: Path,
+    *,
+    dropped_by: str = "",
+    count: int = 10,
+    url: str = "",
+    domain: str = "",
+    language: str = "",
+    edited: bool = False,
+) -> Inspection:
+    """Look into a corpus folder. Examples are spread evenly over it, and the same every time.
+
+    dropped_by: a rule ("gopher.symbol_ratio") or a stage ("gopher"); without one the examples are kept documents.
+    url: only documents whose URL contains it. domain: only of this host and its subdomains. language: only those that
+    were found to be in it. edited: only kept documents whose text was changed after extraction.
+    Raises UsageError for a rule that dropped nothing, DataError for a folder that is no corpus, or that has no lineage
+    where a filter needs it.
+    """
+    corpus = corpus_folder(corpus)
+    manifest = load_corpus(corpus)
+    rules = tuple(most_dropped(manifest.funnel))
+    if dropped_by:
+        _require_known(dropped_by, list(rules), manifest.funnel)
+    setting = setting_of(dropped_by) if dropped_by else ""
+    facts = (manifest.funnel, rules)
+    if lineage_files(corpus) or domain or language or edited:
+        asked = _Asked(corpus, dropped_by, url, domain, language, edited)
+        return Inspection(
+            *facts,
+            tuple(asked.examples(count)),
+            asked.total,
+            setting,
+            cut_files(corpus),
+            asked.top("domain"),
+            asked.top("language"),
+            tuple(asked.limits()) if dropped_by in dict(rules) else (),  # a stage has no one measure
+        )
+    if dropped_by:
+        rows = (row for row in read_dropped(corpus) if dropped_by in (row["rule"], row["stage"]))
+    else:
+        rows = (row for _, row in read_documents(corpus))
+    chosen, total = _spread((row for row in rows if url in row["url"]), count)
+    return Inspection(*facts, tuple(chosen), total, setting, cut_files(corpus))
+
+
+class _Asked:
+    """The documents that fit the filters, by their lineage."""
+
+    def __init__(self, corpus: Path, dropped_by: str, url: str, domain: str, language: str, edited: bool):
+        self.corpus, self._files = corpus, require_lineage(corpus)
+        conditions, self._parameters = ["rule = ''"], []
+        if dropped_by:
+            conditions, self._parameters = ["? in (rule, stage) and rule <> ''"], [dropped_by]
+        if url:
+            conditions.append("contains(url, ?)")
+            self._parameters.append(url)
+        if domain:
+            conditions.append(OF_DOMAIN)
+            self._parameters += [host_of(domain), f".{host_of(domain)}"]
+        if language:
+            conditions.append("language = ?")
+            self._parameters.append(language)
+        if edited:
+            conditions.append("before <> after and before <> ''")
+        self._where = " and ".join(conditions)
+        self.total: int = self._query(f"select count(*) from lineage where {self._where}")[0][0]
+
+    def _query(self, query: str, parameters: Collection[Any] = ()) -> list[tuple]:
+        with asking(self._files) as connection:
+            return connection.execute(query, [*self._parameters, *parameters]).fetchall()
+
+    def top(self, column: str) -> tuple[tuple[str, int], ...]:
+        query = f"select {column}, count(*) as n from lineage where {self._where} and {column} <> '' "
+        return tuple(self._query(query + f"group by 1 order by n desc, 1 limit {_TOP}"))
+
+    def examples(self, count: int) -> list[dict]:
+        """Every so-many-th document, with its text or excerpt."""
+        step = max(self.total // max(count, 1), 1)
+        place = "row_number() over (order by filename, file_row_number) - 1 as place"
+        rows = self._query(
+            f"select id, filename, part, before_bytes, after_bytes, notes "
+            f"from (select *, {place} from lineage where {self._where}) "
+            f"where place % {step} = 0 order by place limit {max(count, 0)}"
+        )
+        names = ("id", "filename", "part", "before_bytes", "after_bytes", "notes")
+        found = [dict(zip(names, row, strict=True)) for row in rows]
+        texts: dict[str, dict] = {}
+        for part in dict.fromkeys(map(part_of, found)):
+            texts |= _rows_of(self.corpus / part, {row["id"] for row in found if part_of(row) == part})
+        edits = ("before_bytes", "after_bytes")
+        return [
+            texts[row["id"]] | {name: row[name] for name in edits} | {"notes": json.loads(row["notes"])}
+            for row in found
+        ]
+
+    def limits(self) -> list[Limit]:
+        """At limits that let about a quarter, half, three quarters and nine tenths of the documents pass."""
+        measured = f"select {_MEASURE} as measure, {_SIDE} as side from lineage where {self._where}"
+        found = []
+        for below, side, passes in ((True, "<", ">="), (False, ">", "<=")):
+            # Of what is too small, a lower minimum lets the largest pass first; of what is too large, the smallest.
+            quantiles = [1 - share if below else share for share in _SHARES]
+            measures = f"select measure from ({measured}) where side = '{side}' and measure is not null"
+            limits = self._query(f"select unnest(quantile_disc(measure, {quantiles})) from ({measures})")
+            for limit in dict.fromkeys(limit for (limit,) in limits if limit is not None):
+                query = f"select count(*) filter (where measure {passes} {limit!r}), count(*) from ({measures})"
+                found.append(Limit(limit, below, *self._query(query)[0]))
+        return found
+
+
+def _rows_of(part: Path, ids: set[str]) -> dict[str, dict]:
+    found = {}
+    for row in read_jsonl(part):
+        if row["id"] in ids:
+            found[row["id"]] = row
+            if len(found) == len(ids):
+                break
+    return found
+
+
+def corpus_folder(path: Path) -> Path:
+    """`path`, or `path`/corpus where that is the corpus: what `data build --out` was given works too."""
+    return path / "corpus" if (path / "corpus" / "corpus.json").exists() else path
+
+
+def _require_known(name: str, rules: list[tuple[str, int]], funnel: tuple[FunnelStage, ...]) -> None:
+    known = [rule for rule, _ in rules] + [stage.name for stage in funnel if stage.dropped]
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    raise UsageError(
+        f"no document was dropped by {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""),
+        rule="these rules dropped documents: " + (", ".join(rule for rule, _ in rules) or "none"),
+        fix="ingot data inspect DIR lists them with their counts",
+    )
+
+
+def _spread(rows: Iterable[dict], count: int) -> tuple[list[dict], int]:
+    """About `count` of `rows`, evenly spread, in one pass: whenever there are too many, every second one goes."""
+    chosen, every, total = [], 1, 0
+    for row in rows:
+        if total % every == 0:
+            chosen.append(row)
+            if len(chosen) > max(2 * count, 1):
+                chosen, every = chosen[::2], every * 2
+        total += 1
+    step = max(len(chosen) // max(count, 1), 1)
+    return chosen[::step][:count], total

@@ -1,0 +1,185 @@
+"""The scan after a purge: nothing that was purged is left, and what still shares text with it is named.
+
+Every file of the folder is read. An id that was purged may stand nowhere; a row, a decoded document or a URL that the
+request means may not be there. Of every purged document some stretches of PROBE_TOKENS tokens were remembered (as
+hashes): where they stand in another document, a copy or a quotation has stayed, which is told, not judged.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
+from ingot.data.lineage.find import SPLITS, Place, asking, places, rows_of
+from ingot.data.lineage.purge.layouts import ids_in_layouts
+from ingot.data.lineage.purge.listed import LIST, is_struck
+from ingot.data.lineage.purge.request import Request, matching
+from ingot.data.lineage.purge.rewrite import names_one_of
+from ingot.errors import DataError
+from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
+from ingot.tokenizer.encoder import Encoder, load_encoder
+
+PROBE_TOKENS = 16
+_PROBES = 8  # of a document, evenly spread
+_CHUNK_TOKENS = 1 << 22
+_CHUNK_BYTES = 1 << 24
+_KNOWN = (".jsonl.gz", ".parquet", ".tokens", ".blocks", ".documents")  # looked at by their own readers
+_HEX_ID = re.compile(rb"[0-9a-f]{32}")
+PURGES = "purges.jsonl"
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was read: corpus rows, token shards, tokens; probes: remembered stretches.
+
+    shared: id of a document that stays -> how many of the probes stand in it as well.
+    vocabulary: tokens of the tokenizer, which had learned from the texts, that match the pattern.
+    """
+
+    rows: int
+    shards: int
+    tokens: int
+    probes: int
+    shared: dict[str, int] = field(default_factory=dict)
+    vocabulary: int = 0
+
+
+def hashes_of_stretches(tokens: np.ndarray) -> np.ndarray:
+    """A uint64 for every PROBE_TOKENS consecutive tokens: [n] -> [n - PROBE_TOKENS + 1]."""
+    count = max(len(tokens) - PROBE_TOKENS + 1, 0)
+    hashes = np.zeros(count, np.uint64)
+    for offset in range(PROBE_TOKENS):
+        hashes *= np.uint64(0x9E3779B97F4A7C15)
+        hashes += tokens[offset : offset + count].astype(np.uint64) + np.uint64(1)
+    hashes ^= hashes >> np.uint64(29)  # low bits of a product know only low bits of its factors
+    return hashes * np.uint64(0xBF58476D1CE4E5B9)
+
+
+def probes_of(data: Path, found: Collection[Place]) -> np.ndarray:
+    """Hashes (uint64, sorted, unique) of up to eight stretches of each document, read from its shard."""
+    probes = [np.empty(0, np.uint64)]
+    for split in SPLITS:
+        folder = data / "tokens" / split
+        dtype = _dtype(read_token_manifest(folder)) if any(p.split == split for p in found) else None
+        for place in (p for p in found if p.split == split):
+            offset = place.start * np.dtype(dtype).itemsize
+            path = folder / f"{place.shard}.tokens"
+            hashes = hashes_of_stretches(np.fromfile(path, dtype, place.tokens - 1, offset=offset))
+            probes.append(hashes[np.linspace(0, len(hashes) - 1, _PROBES).astype(int)] if len(hashes) else hashes)
+    return np.unique(np.concatenate(probes))
+
+
+def _dtype(manifest: TokenManifest) -> np.dtype:
+    return np.dtype(manifest.dtype).newbyteorder("<")
+
+
+def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: Request, progress: Progress) -> Proof:
+    """Read the whole folder. Raises DataError naming everything that is left of what was purged.
+
+    ids: of the purged records. probes: as `probes_of` gives them. request: what may match nowhere any more.
+    """
+    remains: list[str] = []
+    matches, rows = request.matcher(), Counter()
+
+    def is_left(row: dict) -> bool:
+        rows["seen"] += 1
+        return not is_struck(row) and (row["id"] in ids or matches(row) or names_one_of(row, ids))
+
+    for row in matching(data / "corpus", is_left, lambda done, text: progress(0.4 * done, f"scanning {text}")):
+        remains.append(f"document {row['id']} in the corpus")
+    remains += [f"document {row['id']} in {row['filename']}" for row in rows_of(data, ids) if not is_struck(row)]
+    remains += [f"document {one}" for one in _in_shard_lineage(data, ids)]
+    remains += [f"document {p.id} in the index of {p.split}/{p.shard}" for p in places(data, ids)]
+    remains += [f"a document in {path}" for path in ids_in_layouts(data, ids)]
+    remains += _in_other_files(data, ids)
+    shards = list(_shards(data))
+    encoder = _encoder(data) if request.pattern and shards else None
+    shared: Counter[str] = Counter()
+    for number, (split, manifest, shard) in enumerate(shards):
+        progress(0.4 + 0.6 * number / len(shards), f"scanning {split}/{shard.name}")
+        folder = data / "tokens" / split
+        shared.update(_sharing(folder, manifest, shard, probes))
+        if encoder:
+            remains += _decoded(folder, manifest, shard, encoder, re.compile(request.pattern))
+    if remains:
+        raise DataError(
+            "after the purge there is still:\n  " + "\n  ".join(remains[:20]),
+            rule="nothing that was purged is left anywhere in the folder",
+            fix="give the same command again; if it stays, please report it with this message",
+        )
+    vocabulary = _vocabulary_matches(encoder, request.pattern) if encoder else 0
+    tokens = sum(shard.tokens for _, _, shard in shards)
+    return Proof(rows["seen"], len(shards), tokens, len(probes), dict(shared.most_common()), vocabulary)
+
+
+def _shards(data: Path) -> Iterator[tuple[str, TokenManifest, Shard]]:
+    for split in SPLITS:
+        if (data / "tokens" / split / MANIFEST).exists():
+            manifest = read_token_manifest(data / "tokens" / split)
+            yield from ((split, manifest, shard) for shard in manifest.shards)
+
+
+def _in_shard_lineage(data: Path, ids: frozenset[str]) -> list[str]:
+    files = sorted((data / "tokens").glob("*/*.lineage.parquet"))
+    if not files:
+        return []
+    with asking(files) as connection:
+        query = "select id, filename from lineage where id in (select unnest(?::varchar[]))"
+        return [f"{one} in {name}" for one, name in connection.execute(query, [sorted(ids)]).fetchall()]
+
+
+def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
+    """Ids in files that no reader of ours is asked about: whatever stands there, an index may not remember them."""
+    wanted = {one.encode() for one in ids}
+    for path in sorted(p for p in data.rglob("*") if p.is_file()):
+        if path.name.endswith(_KNOWN) or path.name in (PURGES, LIST, CORPUS_MANIFEST):
+            continue
+        with path.open("rb") as file:
+            tail = b""
+            while chunk := file.read(_CHUNK_BYTES):
+                if found := wanted.intersection(_HEX_ID.findall(tail + chunk)):
+                    yield f"document {min(found).decode()} in {path}"
+                    break
+                tail = chunk[-31:]
+
+
+def _sharing(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.ndarray) -> Iterator[str]:
+    """The id of a document for every place in the shard where a probe stands."""
+    if not len(probes):
+        return
+    index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)
+    tokens = np.memmap(folder / f"{shard.name}.tokens", _dtype(manifest), "r")
+    for at in range(0, len(tokens), _CHUNK_TOKENS):
+        hashes = hashes_of_stretches(tokens[at : at + _CHUNK_TOKENS + PROBE_TOKENS - 1])
+        near = np.searchsorted(probes, hashes)  # np.isin would sort all of it
+        near[near == len(probes)] = 0
+        for hit in np.flatnonzero(probes[near] == hashes):
+            row = index[np.searchsorted(index["start"], at + int(hit), side="right") - 1]
+            yield bytes(row["id"]).hex()
+
+
+def _encoder(data: Path) -> Encoder:
+    manifest = next(manifest for _, manifest, _ in _shards(data))
+    return load_encoder(data / "tokens" / "tokenizer.json", eot=manifest.eot_id)
+
+
+def _decoded(
+    folder: Path, manifest: TokenManifest, shard: Shard, encoder: Encoder, pattern: re.Pattern
+) -> Iterator[str]:
+    index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)
+    tokens = np.memmap(folder / f"{shard.name}.tokens", _dtype(manifest), "r")
+    for row in index:
+        start = int(row["start"])
+        if pattern.search(encoder.decode(tokens[start : start + int(row["tokens"]) - 1])):
+            yield f"text that matches, in the tokens of document {bytes(row['id']).hex()} in {folder / shard.name}"
+
+
+def _vocabulary_matches(encoder: Encoder, pattern: str) -> int:
+    search = re.compile(pattern).search
+    return sum(bool(search(encoder.decode([token]))) for token in range(encoder.vocab_size))

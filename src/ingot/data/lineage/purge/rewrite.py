@@ -1,0 +1,225 @@
+"""New versions of the files that hold purged records: what stays in them stays byte for byte, in its order."""
+
+import bisect
+import gzip
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
+from ingot.data.build.corpus import json_line, jsonl_writer
+from ingot.data.lineage.find import COPIES
+from ingot.data.lineage.purge.journal import Staging
+from ingot.data.lineage.purge.layouts import PURGED
+from ingot.data.lineage.purge.listed import REMOVED, STAGE
+from ingot.data.lineage.purge.request import Target, Targets
+from ingot.data.lineage.table import RECORD_COLUMNS, SHARD_COLUMNS, read_lineage, write_rows
+from ingot.data.lineage.verify import block_digests
+from ingot.errors import DataError
+from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST
+from ingot.storage import atomic_file, sha256_bytes, sha256_file
+
+_DAMAGED = "ingot data verify DIR tells all damage; mend it, then purge"
+_ID = re.compile("[0-9a-f]{32}")
+_LISTS = ("parts", "dropped", "lineage")  # of corpus.json, with a name and a hash per file
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A manifest as JSON values: what this version does not know of stays as it is."""
+    try:
+        values = json.loads(path.read_bytes())
+        assert isinstance(values, dict)
+    except (OSError, ValueError, AssertionError) as error:
+        raise DataError(f"{path} cannot be read ({error})", fix=_DAMAGED) from None
+    return values
+
+
+def as_json(values: dict) -> str:
+    """The text of a manifest."""
+    return json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n"  # as storage.write_json
+
+
+def rewrite_corpus(data: Path, targets: Targets, staging: Staging) -> str:
+    """Stage the parts, lineage files and manifest of a corpus without `targets`; returns the new manifest's SHA-256."""
+    manifest, ids = read_manifest(data / "corpus" / CORPUS_MANIFEST), targets.ids
+    entries = {entry["name"]: entry for name in _LISTS for entry in manifest.get(name) or ()}
+    by_part: dict[str, list[Target]] = defaultdict(list)
+    by_lineage: dict[str, list[Target]] = defaultdict(list)
+    for target in (*targets.records, *targets.copies):  # of copies only what names an id that goes
+        by_part[target.file].append(target)
+        by_lineage[target.lineage].append(target)
+    for name, touched in sorted(by_part.items()):
+        require_hash(data / "corpus" / name, entries.get(name, {}).get("sha256"))
+        gone = {target.id for target in touched} & ids
+        _rewrite_part(data / "corpus" / name, f"corpus/{name}", gone, ids, staging, entries[name])
+    removed_rows = {name: sorted(t.row for t in some if t.kept and t.id in ids) for name, some in by_part.items()}
+    for name in sorted(by_lineage):
+        if name in entries:
+            require_hash(data / "corpus" / name, entries[name]["sha256"])
+        path = staging.path(f"corpus/{name}")
+        rows = _moved_up(data / "corpus" / name, ids, removed_rows)
+        records = write_rows(path, rows, RECORD_COLUMNS)
+        if name in entries:
+            entries[name] |= {"records": records, "sha256": sha256_file(path)}
+    for name in _LISTS:
+        if name in manifest:
+            manifest[name] = [e for e in manifest[name] if name == "lineage" or e["documents"]]
+    manifest["funnel"] = _funnel(manifest["funnel"], targets)
+    text = as_json(manifest)
+    staging.write(f"corpus/{CORPUS_MANIFEST}", text)
+    return sha256_bytes(text.encode())
+
+
+def require_hash(path: Path, sha256: str | None) -> None:
+    """Raises DataError for a file that is not as its manifest says: a new hash must not make damage look right."""
+    if sha256 is None or not path.exists() or sha256_file(path) != sha256:
+        raise DataError(f"{path} does not have the hash in its manifest", fix=_DAMAGED)
+
+
+def _rewrite_part(
+    path: Path, relative: str, gone: set[str], ids: frozenset[str], staging: Staging, entry: dict
+) -> None:
+    """gone: the ids that this part holds; ids: all that go, which others in it may name."""
+    found: set[str] = set()
+    with gzip.open(path, "rb") as lines, jsonl_writer(staging.path(relative)) as keep:
+        for line in lines:
+            row = json.loads(line)
+            if row["id"] in gone:
+                found.add(row["id"])
+                entry["documents"] -= 1
+                entry["text_bytes"] -= len(row["text"].encode("utf-8", "surrogatepass"))
+            elif names_one_of(row, ids):
+                keep(json_line(row | {"value": without_ids(row["value"], ids)}))
+            else:
+                keep(line)
+    if gone - found:
+        raise DataError(f"{path} lacks document {min(gone - found)}, which its lineage names", fix=_DAMAGED)
+    if entry["documents"]:
+        entry["sha256"] = sha256_file(staging.staged(relative))
+    else:
+        staging.delete(relative)
+
+
+def names_one_of(row: dict, ids: frozenset[str]) -> bool:
+    """Whether a dropped record says that it is a copy of one of `ids`."""
+    return row.get("stage") in COPIES and not ids.isdisjoint(_ID.findall(row["value"]))
+
+
+def without_ids(value: str, ids: frozenset[str]) -> str:
+    return _ID.sub(lambda found: PURGED if found[0] in ids else found[0], value)
+
+
+def _moved_up(path: Path, gone: frozenset[str], removed: dict[str, list[int]]) -> Iterator[dict]:
+    """The rows of a lineage file that stay, with their places in parts that became shorter."""
+    for row in read_lineage(path):
+        if row["id"] in gone:
+            continue
+        if row["part"] in removed and row["row"] >= 0:
+            row["row"] -= bisect.bisect_left(removed[row["part"]], row["row"])
+        if names_one_of(row, gone):
+            row["value"] = without_ids(row["value"], gone)
+        yield row
+
+
+def _funnel(funnel: list[dict], targets: Targets) -> list[dict]:
+    """The funnel in which every record that goes was dropped by the stage `purged`, wherever it ended before."""
+    stages: list[dict[str, Any]] = [{**stage, "dropped": dict(stage["dropped"])} for stage in funnel]
+    by_name = {stage["name"]: stage for stage in stages}
+    if STAGE not in by_name:
+        stages.append({"name": STAGE, "ran": "ingot data purge", "dropped": {}, "documents_in": 0, "documents_out": 0})
+        by_name[STAGE] = stages[-1]
+    for (stage, rule), count in Counter((t.stage, t.rule) for t in targets.records if not t.kept).items():
+        dropped = by_name[stage]["dropped"]
+        dropped[rule] -= count
+        if not dropped[rule]:
+            del dropped[rule]
+    dropped = by_name[STAGE]["dropped"]
+    dropped[REMOVED] = dropped.get(REMOVED, 0) + len(targets.records)
+    left = stages[0]["documents_in"]
+    for stage in stages:
+        stage["documents_in"], stage["documents_out"] = left, left - sum(stage["dropped"].values())
+        left = stage["documents_out"]
+    return stages
+
+
+def rewrite_tokens(
+    data: Path, split: str, gone: dict[bytes, int], corpus_sha256: str, staging: Staging
+) -> tuple[dict, dict]:
+    """Stage the shards of one split without `gone` (id -> text bytes); returns (old, new) manifest values."""
+    folder, relative = data / "tokens" / split, f"tokens/{split}"
+    old = read_manifest(folder / MANIFEST)
+    shards = [_rewrite_shard(folder, relative, shard, gone, old, staging) for shard in old["shards"]]
+    new = old | {"corpus_sha256": corpus_sha256, "shards": [shard for shard in shards if shard]}
+    staging.write(f"{relative}/{MANIFEST}", as_json(new))
+    return old, new
+
+
+def _rewrite_shard(
+    folder: Path, relative: str, shard: dict, gone: dict[bytes, int], manifest: dict, staging: Staging
+) -> dict | None:
+    """The shard's entry afterwards; None when nothing is left of it."""
+    name = shard["name"]
+    require_hash(folder / f"{name}.documents", shard["documents_sha256"])
+    index = np.fromfile(folder / f"{name}.documents", DOCUMENT_DTYPE)
+    leaves = np.isin(index["id"].view("S16"), np.array(list(gone), "S16"))
+    lineage = folder / f"{name}.lineage.parquet"
+    if not leaves.any():
+        return shard
+    if leaves.all():
+        for suffix in ("tokens", "blocks", "documents", "lineage.parquet"):
+            staging.delete(f"{relative}/{name}.{suffix}")
+        return None
+    size = np.dtype(manifest["dtype"]).itemsize
+    path = staging.path(f"{relative}/{name}.tokens")
+    ranges = [(int(r["start"]) * size, int(r["start"] + r["tokens"]) * size) for r in index[leaves]]
+    _copy_without(folder, shard, ranges, manifest["block_bytes"], path)
+    stays = index[~leaves].copy()
+    stays["start"] = np.cumsum(stays["tokens"], dtype=np.int64) - stays["tokens"]
+    blocks = block_digests(path, manifest["block_bytes"])
+    staging.write(f"{relative}/{name}.blocks", blocks)
+    staging.write(f"{relative}/{name}.documents", stays.tobytes())
+    new = shard | {
+        "tokens": int(stays["tokens"].sum()),
+        "documents": len(stays),
+        "text_bytes": shard["text_bytes"] - sum(gone[bytes(row["id"])] for row in index[leaves]),
+        "blocks_sha256": sha256_bytes(blocks),
+        "documents_sha256": sha256_bytes(stays.tobytes()),
+    }
+    if lineage.exists():
+        starts = {bytes(row["id"]).hex(): int(row["start"]) for row in stays}
+        rows = (row | {"start": starts[row["id"]]} for row in read_lineage(lineage) if row["id"] in starts)
+        out = staging.path(f"{relative}/{name}.lineage.parquet")
+        write_rows(out, rows, SHARD_COLUMNS)
+        new["lineage_sha256"] = sha256_file(out)
+    return new
+
+
+def _copy_without(folder: Path, shard: dict, ranges: list[tuple[int, int]], block_bytes: int, out: Path) -> None:
+    """Copy NAME.tokens but for `ranges` of bytes (ascending); every block is checked against its hash on the way."""
+    path = folder / f"{shard['name']}.tokens"
+    digests = (folder / f"{shard['name']}.blocks").read_bytes()
+    if sha256_bytes(digests) != shard["blocks_sha256"]:
+        raise DataError(f"{folder / shard['name']}.blocks does not have the hash in its manifest", fix=_DAMAGED)
+    with ExitStack() as stack:
+        source, target = stack.enter_context(path.open("rb")), stack.enter_context(atomic_file(out))
+        at = number = first = 0
+        while block := source.read(block_bytes):
+            if hashlib.sha256(block).digest() != digests[32 * number : 32 * number + 32]:
+                raise DataError(f"{path}, block {number}: SHA-256 differs from the one written at build", fix=_DAMAGED)
+            end, written = at + len(block), at
+            while first < len(ranges) and ranges[first][0] < end:
+                begin, stop = ranges[first]
+                target.write(block[written - at : max(begin, at) - at])
+                written = min(stop, end)
+                if stop > end:
+                    break
+                first += 1
+            target.write(block[written - at :])
+            at, number = end, number + 1

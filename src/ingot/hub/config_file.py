@@ -1,0 +1,78 @@
+"""config.json of a Hugging Face folder, and whether a run can start from what it describes. No torch here."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ingot.config import to_dict
+from ingot.errors import ConfigError
+from ingot.hub.arch_config import arch_of
+from ingot.schema.arch import Arch
+
+CONFIG = "config.json"
+_LIMIT_BYTES = 1 << 20
+# What acts in training only, and is the run's own choice.
+_TRAINING_ONLY = (
+    *("moe.noise", "moe.capacity_factor", "moe.overflow"),
+    *("moe.sequence_loss", "moe.global_loss", "moe.z_loss", "moe.bias_steps"),
+)
+
+
+def read_config(folder: Path) -> dict:
+    """Raises ConfigError when there is no folder or no such file in it, or when it is no JSON object."""
+    path = folder / CONFIG
+    try:
+        if path.stat().st_size > _LIMIT_BYTES:
+            raise ValueError("it is larger than any model configuration")
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"{folder} has no {CONFIG}" if folder.is_dir() else f"there is no folder {folder}",
+            rule=f"a Hugging Face model folder has {CONFIG} and *.safetensors",
+            fix="name the folder that holds them",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", rule=f"{CONFIG} is a JSON object") from None
+    return config
+
+
+def read_arch(folder: Path) -> Arch:
+    """The shape of the model in `folder`. Raises ConfigError for one that ingot does not compute exactly."""
+    return arch_of(read_config(folder), str(folder / CONFIG))
+
+
+def require_fit(folder: Path, arch: Arch) -> None:
+    """Raises ConfigError, with every key, unless a model of `arch` computes what the one in `folder` does."""
+    problems = list(_differences(arch, read_arch(folder)))
+    if problems:
+        raise ConfigError(
+            f"init: the model in {folder} is not the run's: " + "; ".join(problems),
+            rule="[model] is what the folder's config.json says, but for what acts in training only",
+            fix="take over its values (ingot plan --init writes a run file with them), or remove init",
+        )
+
+
+def _differences(ours: Arch, theirs: Arch) -> Iterator[str]:
+    wanted, found = _flat(to_dict(ours)), _flat(to_dict(theirs))
+    for key, value in wanted.items():
+        match key:
+            case "max_seq_len":
+                fits = value <= found[key]
+            case "moe.bias_rate":
+                # How fast biases move is free; that there are some is not: they choose.
+                fits = value > 0 or found[key] == 0
+            case _:
+                fits = key in _TRAINING_ONLY or value == found[key]
+        if not fits:
+            yield f"model.{key} is {value!r}, there {found[key]!r}"
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """{"moe": {"top_k": 2}} -> {"moe.top_k": 2}."""
+    flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    for section in values.keys() - flat.keys():
+        flat |= {f"{section}.{key}": value for key, value in values[section].items()}
+    return flat

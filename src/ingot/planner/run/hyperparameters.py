@@ -1,0 +1,277 @@
+"""Proposals for a training run's numbers, each with the formula it came from and who found it.
+
+They are starting points. Rules disagree where they leave the sizes that they were fitted on; so more than one is given,
+and the first of a name is what a proposed run file takes.
+"""
+
+from dataclasses import dataclass
+
+from ingot.errors import ConfigError
+from ingot.planner.run import batch as rules
+from ingot.planner.run import scaling
+from ingot.schema.arch import Arch
+from ingot.schema.run import Optim, Schedule
+from ingot.theory.flops import train_flops_6nd
+from ingot.theory.params import count_active_parameters, count_parameters
+from ingot.units import format_count
+
+_BI = "Bi et al. 2024 (DeepSeek LLM), eq. 1"
+_HOFFMANN = "Hoffmann et al. 2022, approaches 1 and 2"
+# Beyond this, fits of loss promise more of further tokens than runs showed (Sardana et al. 2024, section 4).
+_TOKENS_PER_PARAMETER_SEEN = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """shown: `value` as people write it, with its unit. formula: with its numbers. note: limits, and what others do."""
+
+    name: str
+    value: float
+    shown: str
+    formula: str
+    source: str
+    note: str = ""
+
+
+def propose_hyperparameters(
+    arch: Arch, tokens: int, seq_len: int, *, batch_tokens: float = 0.0
+) -> tuple[Proposal, ...]:
+    """For a run of a model on so many tokens. Names may repeat: see above. Raises ConfigError for no tokens.
+
+    batch_tokens: the batch that is judged, ramped and scheduled; 0: the proposed one.
+    """
+    if tokens < 1 or seq_len < 1:
+        raise ConfigError(f"{tokens:,} tokens in sequences of {seq_len:,}", rule="a run has at least one token")
+    parameters = size_in_laws(arch)
+    batch = batch_tokens or scaling.suggested_batch_tokens(arch, seq_len, tokens)
+    loss = scaling.BESIROGLU.loss(parameters, tokens)
+    return (
+        *_data(arch, parameters, tokens),
+        *_batch(arch, seq_len, tokens, batch, loss),
+        *_learning_rate(arch, seq_len, tokens, parameters),
+        *_schedule(tokens, batch),
+        *_optimizer(),
+        *([_experts(arch)] if arch.is_moe else []),
+    )
+
+
+def size_in_laws(arch: Arch) -> int:
+    """N of the scaling laws: all parameters, of a model with experts those that a token meets."""
+    return count_active_parameters(arch) if arch.is_moe else count_parameters(arch)
+
+
+def _n(arch: Arch, parameters: float) -> str:
+    return f"{format_count(parameters)} {'active ' * arch.is_moe}parameters"
+
+
+def _data(arch: Arch, parameters: int, tokens: int) -> list[Proposal]:
+    optimal = scaling.compute_optimal_tokens(parameters)
+    flops, over = train_flops_6nd(parameters, tokens), scaling.overtraining(parameters, tokens)
+    per = scaling.TOKENS_PER_PARAMETER
+    best, best_tokens = scaling.compute_optimal(flops)
+    fit = scaling.BESIROGLU
+    if over.multiple > 1:
+        trade = f"{over.wasted:.0%} of the training FLOPs buy a smaller model to serve"
+    else:
+        trade = f"a smaller model would reach the same loss with {over.wasted:.0%} fewer FLOPs"
+    return [
+        Proposal(
+            name="compute-optimal tokens",
+            value=optimal,
+            shown=format_count(optimal),
+            formula=f"{per} x {_n(arch, parameters)} = {format_count(optimal)}; {format_count(tokens)} are"
+            f" {over.multiple:.3g} times that",
+            source=_HOFFMANN,
+            note="more is common where a model is served: Llama 3 8B saw 15T, 94 times its 160B",
+        ),
+        Proposal(
+            name="compute-optimal size",
+            value=best,
+            shown=format_count(best),
+            formula=f"sqrt({flops:.2e} FLOPs / (6 x {per})) = {format_count(best)}, on {format_count(best_tokens)}",
+            source=_HOFFMANN,
+            note=f"{format_count(over.best_parameters)} by the fit of {fit.source}",
+        ),
+        Proposal(
+            name="loss",
+            value=over.loss,
+            shown=f"{over.loss:.3f} nats per token",
+            formula=f"{fit.e} + {fit.a}/N^{fit.alpha} + {fit.b}/D^{fit.beta}, N {format_count(parameters)},"
+            f" D {format_count(tokens)}; best for these FLOPs {over.best_loss:.3f}",
+            source=f"{fit.source}, on Hoffmann et al.'s runs",
+            note=f"of their text and tokenizer: only differences carry over; {trade}",
+        ),
+    ]
+
+
+def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> list[Proposal]:
+    """batch: in use; the first proposal is the rule's."""
+    budget, critical = scaling.compute_budget(arch, seq_len, tokens), rules.kaplan_critical_batch(loss)
+    ruled = scaling.suggested_batch_tokens(arch, seq_len, tokens)
+    near = [run for run in rules.nearest_runs(size_in_laws(arch), arch.is_moe) if run.batch_tokens][:2]
+    known = ", ".join(f"{run.name} {format_count(run.batch_tokens)}" for run in near)
+    ramp = rules.batch_ramp(batch, tokens)
+    more_tokens, more_steps = rules.token_factor(batch, critical), rules.step_factor(batch, critical)
+    takes = f"{format_count(batch)} take {more_tokens:.2f} x the fewest tokens and {more_steps:.2f} x the fewest steps"
+    return [
+        Proposal(
+            name="batch",
+            value=ruled,
+            shown=f"{format_count(ruled)} tokens",
+            formula=f"0.2920 x ({budget:.2e} FLOPs)^0.3271 = {format_count(ruled)} tokens"
+            f" = {max(ruled / seq_len, 1):,.0f} sequences of {seq_len:,}",
+            source=_BI,
+            note=f"fitted from 1e17 to 2e19 FLOPs; published: {known}",
+        ),
+        Proposal(
+            name="critical batch",
+            value=critical,
+            shown=f"{format_count(critical)} tokens",
+            formula=f"2e8 / {loss:.3f}^(1/0.21) = {format_count(critical)}; {takes}",
+            source="Kaplan et al. 2020, eq. 1.4; McCandlish et al. 2018, eq. 2.11",
+            note="of another text and loss: measure the gradient's noise scale, which grows as the loss falls",
+        ),
+        Proposal(
+            name="batch ramp",
+            value=ramp[0][0],
+            shown=" -> ".join(format_count(size) for size, _ in ramp) + " tokens",
+            formula=", ".join(f"{format_count(size)} until {format_count(until)}" for size, until in ramp) + " tokens",
+            source="between PaLM, Llama 3 405B and GPT-3 (theory/batch.py)",
+            note="small batches learn more per token while the loss is high, and leave a pipeline few micro-batches",
+        ),
+    ]
+
+
+def _learning_rate(arch: Arch, seq_len: int, tokens: int, parameters: int) -> list[Proposal]:
+    budget, lr = scaling.compute_budget(arch, seq_len, tokens), scaling.suggested_learning_rate(arch, seq_len, tokens)
+    nearest = rules.nearest_runs(parameters, arch.is_moe)[0]
+    with_batch = f" with batches of {format_count(nearest.batch_tokens)}" if nearest.batch_tokens else ""
+    proposals = [
+        Proposal(
+            name="learning rate",
+            value=lr,
+            shown=f"{lr:.1e}",
+            formula=f"0.3118 x ({budget:.2e} FLOPs)^-0.1250 = {lr:.1e}",
+            source=_BI,
+            note="fitted from 1e17 to 2e19 FLOPs; other published runs of 30B and more stay below it",
+        ),
+        Proposal(
+            name="learning rate",
+            value=nearest.learning_rate,
+            shown=f"{nearest.learning_rate:.1e}",
+            formula=f"{nearest.name} has {nearest.learning_rate:.1e}{with_batch}",
+            source=nearest.source,
+        ),
+    ]
+    if kaplan := rules.kaplan_learning_rate(parameters):
+        formula = f"0.003239 - 0.0001395 ln({parameters:.3g}) = {kaplan:.1e}"
+        note = "breaks down above 10B" if parameters > 1e10 else "fitted below 1.5B, with batches of 0.5M tokens"
+        source = "Kaplan et al. 2020, eq. D.1"
+        proposals.append(
+            Proposal(
+                name="learning rate", value=kaplan, shown=f"{kaplan:.1e}", formula=formula, source=source, note=note
+            )
+        )
+    return proposals
+
+
+def _schedule(tokens: int, batch: float) -> list[Proposal]:
+    steps, final = max(round(tokens / batch), 1), Schedule().final_fraction
+    warmup, decay = rules.warmup_steps(steps), max(round(0.1 * steps), 1)
+    return [
+        Proposal(
+            name="schedule",
+            value=final,
+            shown=f"cosine to {final:.0%} of the peak",
+            formula=f"half a period over all {steps:,} steps",
+            source="Hoffmann et al. 2022, appendix B",
+            note="a cosine planned more than 25% too long costs loss: choose WSD where the number of tokens is open",
+        ),
+        Proposal(
+            name="schedule",
+            value=decay,
+            shown=f"WSD, decay over {decay:,} steps",
+            formula=f"10% of {steps:,} steps",
+            source="Hu et al. 2024 (MiniCPM), section 4",
+            note="as good as a cosine once decayed, and it can go on from before the decay",
+        ),
+        Proposal(
+            name="warm-up",
+            value=warmup,
+            shown=f"{warmup:,} steps",
+            formula=f"5% of {steps:,} steps, at most 2,000",
+            source="Touvron et al. 2023 (LLaMA), section 2.3",
+            note="Llama 3 405B took 8,000 steps, GPT-3 375M tokens",
+        ),
+    ]
+
+
+def _optimizer() -> list[Proposal]:
+    optim = Optim()
+    common = "Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3"
+    given = (
+        ("weight decay", optim.weight_decay, "on matrices only, decoupled from the gradient"),
+        ("beta2", optim.beta2, "below Adam's 0.999: a rare large gradient is forgotten in 20 steps, not 1,000"),
+        ("clip norm", optim.clip_norm, "of the whole gradient"),
+    )
+    return [
+        Proposal(name=name, value=value, shown=f"{value:g}", formula="as published", source=common, note=note)
+        for name, value, note in given
+    ]
+
+
+def _experts(arch: Arch) -> Proposal:
+    total, active = count_parameters(arch), count_active_parameters(arch)
+    return Proposal(
+        name="experts",
+        value=active,
+        shown=f"{format_count(active)} of {format_count(total)} parameters are active",
+        formula=f"{arch.moe.top_k} of {arch.moe.num_experts} experts and what all tokens share",
+        source="theory/params.py",
+        note="the laws above are of dense models: with active parameters they give too high a loss and too few tokens,"
+        " with all of them too low a loss",
+    )
+
+
+def inference_aware(
+    parameters: float,
+    tokens: float,
+    served_tokens: float,
+    *,
+    weight: float = 1.0,
+    fit: scaling.LossFit = scaling.BESIROGLU,
+) -> tuple[scaling.Served, Proposal]:
+    """The size that is cheapest to train and to serve at the loss that a model of `parameters` on `tokens` reaches.
+
+    served_tokens: read and written in the model's whole life. weight: what a served FLOP costs in training FLOPs
+    (`serving_weight`). Raises ConfigError for numbers that are not positive.
+    """
+    for name, value in (("parameters", parameters), ("tokens", tokens), ("weight", weight)):
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}", rule="a model has parameters, tokens to learn from and a cost")
+    if not served_tokens >= 0:
+        raise ConfigError(f"{served_tokens} tokens served", rule="0 or more")
+    loss = fit.loss(parameters, tokens)
+    found = scaling.cheapest_to_serve(loss, served_tokens, weight, fit)
+    own = train_flops_6nd(parameters, tokens) + weight * train_flops_6nd(parameters, served_tokens) / 3
+    ratio = found.tokens / found.parameters
+    far = f"; {ratio:,.0f} tokens per parameter are more than fits know" * (ratio > _TOKENS_PER_PARAMETER_SEEN)
+    return found, Proposal(
+        name="inference-aware size",
+        value=found.parameters,
+        shown=f"{format_count(found.parameters)} on {format_count(found.tokens)} tokens",
+        formula=f"least 6 N D + {weight:g} x 2 N x {format_count(served_tokens)} served at a loss of {loss:.3f}"
+        f" = {found.flops:.2e} FLOPs; {format_count(found.usual_parameters)} on {format_count(found.usual_tokens)}, the"
+        f" cheapest to train, {found.usual_flops:.2e}; {format_count(parameters)} on {format_count(tokens)} {own:.2e}",
+        source=f"Sardana et al. 2024, eq. 3, with the fit of {fit.source}",
+        note=f"{found.saved:.0%} saved over the cheapest to train{far}",
+    )
+
+
+def serving_weight(training_mfu: float, serving_mfu: float, price_ratio: float = 1.0) -> float:
+    """What a served FLOP costs in training FLOPs: price_ratio is an hour of serving over one of training. Generation
+    reaches an MFU of about 1% one sequence at a time, and tens of per cent in large batches (Sardana et al. 2024)."""
+    if not (0 < training_mfu <= 1 and 0 < serving_mfu <= 1 and price_ratio > 0):
+        found = f"MFUs of {training_mfu} and {serving_mfu}, prices of {price_ratio}"
+        raise ConfigError(found, rule="an MFU is a share above 0 and at most 1, a price is positive")
+    return training_mfu / serving_mfu * price_ratio

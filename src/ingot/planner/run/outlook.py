@@ -1,0 +1,253 @@
+"""A whole run by the clock: failures, checkpoints, useful time, money. What is assumed can all be given."""
+
+import math
+from dataclasses import dataclass, fields
+
+from ingot.errors import ConfigError
+from ingot.planner.run.checkpoints import blocking_stall, copy_stall, kept_bytes
+from ingot.planner.run.money import (
+    EGRESS_USD_PER_GB,
+    STORAGE_PRICE_SOURCE,
+    STORAGE_USD_PER_GB_MONTH,
+    device_hours,
+    device_usd,
+    egress_usd,
+    storage_usd,
+)
+from ingot.planner.run.reading import data_reading, token_bytes
+from ingot.schema.cluster import Cluster
+from ingot.schema.plan import Outlook
+from ingot.schema.run import RunConfig
+from ingot.theory.failures import (
+    DAY_SECONDS,
+    PUBLISHED_RATES,
+    FailureRate,
+    daly_interval,
+    goodput,
+    job_mttf_seconds,
+    spare_nodes,
+)
+from ingot.theory.term import Term
+from ingot.units import format_bytes, format_count, format_seconds
+
+_DEFAULT_RATE = PUBLISHED_RATES["llama3"]
+# Of a device whose host link is not known: PCIe 4 x16 in practice.
+_HOST_BANDWIDTH = 25e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """failures_per_node_day: of the cluster's own nodes; None: Llama 3's 0.38% of nodes of 8, by share of devices.
+    restart_seconds: from a failure until steps go on: detection, replacement, start, loading (10 min: in
+      MegaScale, Jiang et al. 2024, most failures are found and diagnosed in less, and caught up within 15).
+    write_bytes_per_second: of one node to storage (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
+    storage_write_bytes_per_second: of the storage in all; 0: no limit (2 TB/s: Llama team 2024, section 3.3.1).
+    storage_read_bytes_per_second: 0: not known, and more than enough. Where it is the limit, steps wait for it.
+    meeting_seconds, manifest_seconds_per_rank: of every checkpoint besides its bytes. Ranks meet and open files; one
+      writes the list of parts and reads it back while the others wait: 20 s of 16,384 ranks (docs/design/recovery.md).
+    asynchronous: steps stop only for a meeting and a copy to the host's memory. ingot's trainer waits for all of it.
+    checkpoint_every_seconds, checkpoint_every_steps: one of them or none; 0: Daly's interval. keep: 0: the run file's.
+    usd_per_hour: of one device, of one machine on a CPU; 0: the run file's or the cluster's price.
+    spares: nodes that are paid for and idle. repair_days: of a failed node (OPT-175B: about 2 of 128 nodes lost a day,
+      12 to 18 in the pool of spares).
+    """
+
+    failures_per_node_day: float | None = None
+    restart_seconds: float = 600.0
+    write_bytes_per_second: float = 1.2e9
+    storage_write_bytes_per_second: float = 2e12
+    storage_read_bytes_per_second: float = 0.0
+    meeting_seconds: float = 1.0
+    manifest_seconds_per_rank: float = 1.2e-3
+    asynchronous: bool = False
+    checkpoint_every_seconds: float = 0.0
+    checkpoint_every_steps: int = 0
+    keep: int = 0
+    usd_per_hour: float = 0.0
+    storage_usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH
+    egress_usd_per_gb: float = EGRESS_USD_PER_GB
+    spares: int = 0
+    repair_days: float = 5.0
+
+    def problems(self):
+        for name in (field.name for field in fields(self) if field.name != "asynchronous"):
+            value = getattr(self, name)
+            if value is not None and not (0 <= value < math.inf):
+                yield name, f"is {value}, must be a number of at least 0"
+        if self.write_bytes_per_second == 0:
+            yield "write_bytes_per_second", "is 0: no checkpoint is ever written; give the bytes/s of one node"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """nodes, devices: in use. rate: failures per node and day, and where it is from. mttf: seconds."""
+
+    nodes: int
+    devices: int
+    rate: Term
+
+    @property
+    def mttf(self) -> float:
+        return job_mttf_seconds(self.nodes, self.rate.value)
+
+
+def outlook(
+    run: RunConfig,
+    cluster: Cluster,
+    step_seconds: float,
+    checkpoint_bytes: float,
+    assumptions: Assumptions | None = None,
+) -> tuple[Outlook, dict[str, str]]:
+    """And formulas by "outlook.NAME". step_seconds: predicted, or the user's. usd_by_kind is empty where no price of
+    devices is known. Raises ConfigError where assumptions are impossible, or the job fails faster than it restarts."""
+    given = assumptions or Assumptions()
+    _require(given, step_seconds, checkpoint_bytes)
+    reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
+    step_seconds *= max(reading.share, 1.0)
+    job, productive = _job(run, cluster, given), run.train.steps * step_seconds
+    write, stall = _stalls(job, cluster, given, checkpoint_bytes)
+    every = _cadence(job, given, stall.value, write.value, step_seconds, productive)
+    # A checkpoint that is still on its way when the job fails is of no use.
+    lost = given.restart_seconds + (write.value if given.asynchronous else 0.0)
+    useful = goodput(job.mttf, stall.value, every.value, lost)
+    _require_progress(job, useful.value, given)
+    days = productive / useful.value / DAY_SECONDS
+    stored = kept_bytes(checkpoint_bytes, every.value, productive, given.keep or run.checkpoint.keep)
+    spares = spare_nodes(job.nodes, job.rate.value, given.repair_days)
+    usd = _usd(run, cluster, given, job, days, stored, checkpoint_bytes)
+    found = Outlook(
+        days=days,
+        productive_days=productive / DAY_SECONDS,
+        goodput=useful.value,
+        failures=job.nodes * job.rate.value * days,
+        failures_per_node_day=job.rate.value,
+        restart_seconds=given.restart_seconds,
+        checkpoint_every_seconds=every.value,
+        checkpoint_stall_seconds=stall.value,
+        device_hours=device_hours(job.devices, days),
+        storage_bytes=stored,
+        spare_nodes=round(spares.value),
+        read_bytes_per_second=reading.bytes_per_second / max(reading.share, 1.0),
+        usd_by_kind={kind: term.value for kind, term in usd.items()},
+    )
+    formulas = _formulas(found, job, run.train.steps, step_seconds, checkpoint_bytes)
+    steps = max(round(every.value / step_seconds), 1)
+    formulas |= {
+        "goodput": useful.formula,
+        "checkpoint_every": f"{every.formula}; {steps:,} x {format_seconds(step_seconds)}",
+        "checkpoint_stall": stall.formula,
+        "spare_nodes": spares.formula,
+        "reading": reading.formula,
+        **{f"usd.{kind}": term.formula for kind, term in usd.items()},
+    }
+    return found, {f"outlook.{name}": formula for name, formula in formulas.items()}
+
+
+def _formulas(found: Outlook, job: _Job, steps: int, step_seconds: float, checkpoint_bytes: float) -> dict[str, str]:
+    """Of what follows from the rest."""
+    of_steps, days = format_seconds(steps * step_seconds), f"{found.days:,.1f} days"
+    often = f"one every {format_seconds(job.mttf)}" if job.rate.value else "none"
+    failing = f"{job.nodes:,} nodes x {job.rate.value:.3%} a day ({job.rate.formula}) x {days}"
+    kept = f"{found.storage_bytes / checkpoint_bytes:,.0f} checkpoints x {format_bytes(checkpoint_bytes)}"
+    return {
+        "productive_days": f"{steps:,} steps x {format_seconds(step_seconds)} = {of_steps}",
+        "days": f"{of_steps} of steps / {found.goodput:.1%} goodput = {days}",
+        "failures": f"{failing} = {found.failures:,.1f}, {often}",
+        "device_hours": f"{job.devices:,} x {days} x 24 = {format_count(found.device_hours)} hours",
+        "storage_bytes": f"{kept} = {format_bytes(found.storage_bytes)}",
+    }
+
+
+def _require(given: Assumptions, step_seconds: float, checkpoint_bytes: float) -> None:
+    problems = [f"{name} {problem}" for name, problem in given.problems()]
+    for name, value in (("step_seconds", step_seconds), ("checkpoint_bytes", checkpoint_bytes)):
+        if not 0 < value < math.inf:
+            problems.append(f"{name} is {value}, must be a positive number")
+    if problems:
+        raise ConfigError("\n".join(problems), rule="rates, times and prices are known and not negative")
+
+
+def _require_progress(job: _Job, useful: float, given: Assumptions) -> None:
+    if useful < 1e-6:
+        every, restart = format_seconds(job.mttf), format_seconds(given.restart_seconds)
+        raise ConfigError(
+            f"{job.nodes:,} nodes fail every {every}, and a restart takes {restart}: the run would never end",
+            rule="a restart is shorter than the time between failures",
+            fix="restart faster, use fewer nodes, or better ones",
+        )
+
+
+def _job(run: RunConfig, cluster: Cluster, given: Assumptions) -> _Job:
+    cpu = cluster.device == "cpu"
+    devices = cluster.nodes if cpu else run.parallel.world_size
+    nodes = cluster.nodes if cpu else -(-devices // cluster.devices_per_node)
+    return _Job(nodes, devices, _rate(_DEFAULT_RATE, 0 if cpu else cluster.devices_per_node, given))
+
+
+def _rate(published: FailureRate, per_node: int, given: Assumptions) -> Term:
+    """per_node: devices, 0 on machines that have none beside their CPU: they fail as a node does."""
+    if given.failures_per_node_day is not None:
+        return Term(given.failures_per_node_day, "as given")
+    rate = published.of_nodes_with(per_node or published.devices_per_node)
+    share = f", by {per_node} of {published.devices_per_node} devices" if per_node != published.devices_per_node else ""
+    return Term(rate, f"{published.source}{share if per_node else ''}")
+
+
+def _stalls(job: _Job, cluster: Cluster, given: Assumptions, checkpoint_bytes: float) -> tuple[Term, Term]:
+    """Seconds until a checkpoint is complete, and those of them in which no step runs."""
+    size = blocking_stall(
+        checkpoint_bytes, job.nodes, given.write_bytes_per_second, given.storage_write_bytes_per_second
+    )
+    meeting, listing = given.meeting_seconds, given.manifest_seconds_per_rank * job.devices
+    besides = f"meeting {format_seconds(meeting)}, manifest of {job.devices:,} ranks {format_seconds(listing)}"
+    write = Term(size.value + meeting + listing, f"{size.formula}; {besides}")
+    if not given.asynchronous:
+        return write, write
+    copy = copy_stall(checkpoint_bytes, job.devices, cluster.host_bandwidth or _HOST_BANDWIDTH)
+    return write, Term(copy.value + meeting, f"{copy.formula}; meeting {format_seconds(meeting)}")
+
+
+def _cadence(job: _Job, given: Assumptions, stall: float, write: float, step: float, productive: float) -> Term:
+    """Seconds of steps between checkpoints: at least one step, and what an asynchronous write takes."""
+    if given.checkpoint_every_seconds:
+        return Term(given.checkpoint_every_seconds, f"every {format_seconds(given.checkpoint_every_seconds)}, as given")
+    best = daly_interval(job.mttf, stall)
+    if given.checkpoint_every_steps:
+        daly = f", Daly's interval is {format_seconds(best)}" if best < productive else ""
+        every = min(given.checkpoint_every_steps * step, productive)
+        return Term(every, f"every {given.checkpoint_every_steps:,} steps, as given{daly}")
+    if best >= productive:
+        return Term(productive, "only at the end: failures are rarer than the run is long")
+    least, why = max((step, "one step"), (write if given.asynchronous else 0.0, "the write itself"))
+    rule = f"Daly 2006: w {format_seconds(stall)}, M {format_seconds(job.mttf)}"
+    if best < least:
+        return Term(least, f"{why}, {format_seconds(least)}; {rule} would be {format_seconds(best)}")
+    return Term(best, f"{rule}: {format_seconds(best)}")
+
+
+def _usd(
+    run: RunConfig, cluster: Cluster, given: Assumptions, job: _Job, days: float, stored: float, checkpoint_bytes: float
+) -> dict[str, Term]:
+    """By kind. Token shards are kept as long as the run takes; one checkpoint leaves."""
+    price = given.usd_per_hour or run.cost.usd_per_hour or cluster.usd_per_hour
+    if not price:
+        return {}
+    source = f" ({cluster.price_source})" if cluster.price_source and price == cluster.usd_per_hour else ""
+    devices = device_usd(job.devices, days, price)
+    usd = {"devices": Term(devices.value, f"{devices.formula}{source}")}
+    if given.spares:
+        per_node = 1 if cluster.device == "cpu" else cluster.devices_per_node
+        spares = device_usd(given.spares * per_node, days, price)
+        usd["spares"] = Term(spares.value, f"{given.spares} spare nodes: {spares.formula}")
+    tokens = run.train.steps * run.tokens_per_step
+    held = stored + tokens * token_bytes(run.model.vocab_size)
+    storage = storage_usd(held, days, given.storage_usd_per_gb_month)
+    egress = egress_usd(checkpoint_bytes, given.egress_usd_per_gb)
+    listed = (STORAGE_USD_PER_GB_MONTH, EGRESS_USD_PER_GB)
+    asked = (given.storage_usd_per_gb_month, given.egress_usd_per_gb)
+    where = f" ({STORAGE_PRICE_SOURCE})" if asked == listed else ""
+    usd["storage"] = Term(
+        storage.value, f"checkpoints kept and {format_count(tokens)} tokens: {storage.formula}{where}"
+    )
+    usd["egress"] = Term(egress.value, f"one checkpoint leaves: {egress.formula}{where}")
+    return usd

@@ -1,0 +1,208 @@
+"""One layout of a search: what it needs and how long it takes, worked out when somebody asks for it and then kept."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ingot.planner.predict.memory.peak_memory import memory_bill, position_bill, rank_memory_bytes
+from ingot.planner.predict.time.step_time import estimate
+from ingot.schema.cluster import Cluster
+from ingot.schema.parallel import SPLIT_BACKWARD, V_SHAPED, Parallel
+from ingot.schema.run import RunConfig
+from ingot.schema.software import Software
+from ingot.theory import memory
+from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
+from ingot.theory.layout import Position, layout_problems, positions
+from ingot.theory.schedule import PUBLISHED
+from ingot.theory.term import Term
+
+# Room kept free on a device: the next allocation must not be the last.
+MEMORY_SHARE = 0.9
+# Layouts whose times differ by less are equally fast, as far as a prediction can tell: the simpler one goes first.
+EQUAL = 0.02
+_DISTINCT = ("tp", "cp", "context", "pp", "ep", "zero", "schedule", "recompute", "offload", "offload_parameters")
+_DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload", "offload_parameters")
+# Of the schedules without a published formula, the one whose formula holds for each of their stages.
+_BUBBLE_LIKE = {"interleaved_zb": "zb_h1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """run: with this layout. step_seconds: 0.0 on a cluster whose rate is unknown. memory_bytes: of the fullest rank.
+
+    mfu: causal attention counted half (theory/flops.py), 0.0 where there is no peak. bubble: share of a step that
+    pipeline ranks wait.
+    """
+
+    run: RunConfig
+    software: Software
+    step_seconds: float
+    memory_bytes: float
+    mfu: float
+    bubble: float
+
+
+def complexity(run: RunConfig) -> int:
+    """Of a layout, to break ties: two for each way of cutting a model or its sequences, one for each thing else that is
+    not as in plain data parallelism."""
+    parallel = run.parallel
+    cuts = sum(degree > 1 for degree in (parallel.pp, parallel.cp, parallel.tp, parallel.ep))
+    copies = (parallel.dp_replicate > 1) + (parallel.dp_shard > 1)
+    extras = parallel.recompute != "none", parallel.stages_on_each_rank > 1, parallel.splits_backward
+    return 2 * cuts + copies + sum(extras) + 2 * (parallel.offload != "none")
+
+
+def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Fastest first; those as fast as the fastest that is left, simplest first."""
+    waiting, found = sorted(candidates, key=lambda candidate: candidate.step_seconds), []
+    while waiting:
+        limit = waiting[0].step_seconds * (1 + EQUAL)
+        equal = [candidate for candidate in waiting if candidate.step_seconds <= limit]
+        found += sorted(equal, key=_simplicity)
+        waiting = waiting[len(equal) :]
+    return found
+
+
+def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of those that differ only in how data-parallel ranks are dealt out, or in virtual stages."""
+    first: dict[tuple, Candidate] = {}
+    for candidate in candidates:
+        key = tuple(getattr(candidate.run.parallel, name) for name in _DISTINCT)
+        first.setdefault((key, candidate.run.train.micro_batch, candidate.software), candidate)
+    return list(first.values())
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, float]:
+    parallel = candidate.run.parallel
+    zero = parallel.zero if parallel.zero != "auto" else 0
+    cuts = parallel.tp * parallel.pp * parallel.cp * parallel.ep
+    return complexity(candidate.run), zero, cuts, parallel.stages_on_each_rank, candidate.step_seconds
+
+
+def _unfilled(schedule: str, pp: int, micro_batches: int) -> float:
+    """Of ranks with fewer micro-batches than published bubbles take for granted: how long they wait besides, in units
+    of one micro-batch on one rank, F = I = W. In V-shaped ones a rank goes forward alone until its first micro-batch
+    has passed all 2 pp stages, and the last one backward again; in looped ones each round takes as long as pp."""
+    if schedule in V_SHAPED:
+        return max(2 * pp - micro_batches, 0) / 3
+    if schedule == "looped_bfs":
+        return max(pp - micro_batches, 0)
+    return max(pp - micro_batches, 0) / 3 if schedule in SPLIT_BACKWARD else 0.0
+
+
+def _total(bill: dict[str, Term]) -> float:
+    return sum(term.value for term in bill.values())
+
+
+class Evaluator:
+    """Bills and times of layouts of one run on one cluster, each worked out once."""
+
+    def __init__(self, run: RunConfig, cluster: Cluster, software: Software):
+        self.run, self.cluster, self.software = run, cluster, software
+        self._bytes: dict[RunKey, float] = {}
+        self._least: dict[RunKey, float] = {}
+        self._seconds: dict[RunKey, tuple[float, float]] = {}
+        self._known_places: dict[Parallel, tuple[Position, Position, Position]] = {}
+        self._flops = train_flops_per_token(run.model, run.train.seq_len)
+
+    def laid_out(self, parallel: Parallel, micro_batch: int) -> RunConfig:
+        return replace(self.run, parallel=parallel, train=replace(self.run.train, micro_batch=micro_batch))
+
+    def limit_bytes(self, run: RunConfig) -> float:
+        return MEMORY_SHARE * rank_memory_bytes(self.cluster, run.parallel.world_size)
+
+    def memory_bytes(self, run: RunConfig) -> float:
+        key = run.parallel, run.train.micro_batch
+        if key not in self._bytes:
+            self._bytes[key] = _total(memory_bill(run, self.cluster, self.software))
+        return self._bytes[key]
+
+    def fits(self, run: RunConfig) -> bool:
+        return self.memory_bytes(run) <= self.limit_bytes(run)
+
+    def least_bytes(self, run: RunConfig) -> float:
+        """No more than `memory_bytes`, which is that of the fullest pipeline rank: of the first one, where most
+        schedules keep the most micro-batches, and of the one with the most parameters."""
+        key = run.parallel, run.train.micro_batch
+        if key not in self._least:
+            first, _, most = self._places(run)
+            ends = (first,) if first.rank == most.rank else (first, most)
+            bills = [_total(position_bill(place, self.cluster.device)) for place in ends]
+            self._least[key] = self._with_runtime(max(bills))
+        return self._least[key]
+
+    def least_state_bytes(self, run: RunConfig) -> float:
+        """No more than `memory_bytes`, whatever the schedule (looped_bfs aside, whose gradients never are there all at
+        once): without activations, and of the rank with the fewest parameters, because no schedule deals out stages so
+        that all ranks have fewer."""
+        place = self._places(run)[1]
+        parts = [memory.weights(place), memory.optimizer(place)]
+        if place.parallel.zero != 3:  # which gathers what it needs
+            parts.append(memory.gathered(place))
+        if run.accumulation > (1 if place.parallel.pp == 1 else 2 * place.parallel.pp):
+            parts.append(memory.gradients_kept(place))
+        return self._with_runtime(sum(part.value for part in parts))
+
+    def _with_runtime(self, held: float) -> float:
+        return held * (1 + self.cluster.fragmentation) + self.cluster.runtime_bytes
+
+    def _places(self, run: RunConfig) -> tuple[Position, Position, Position]:
+        """The first pipeline rank, and those with the fewest and the most parameters. Data-parallel ranks do not choose
+        them."""
+        settings = {name: getattr(run.parallel, name) for name in _DIVIDES_STATE}
+        plain = {"recompute": "none", "offload": "none", "offload_parameters": False}
+        key = replace(run.parallel, dp_replicate=1, dp_shard=1, zero=1, **plain)
+        if key not in self._known_places:
+            everyone = sorted(positions(replace(run, parallel=key), self.software), key=lambda place: place.rank)
+            by_size = sorted(everyone, key=lambda place: place.parameters)
+            self._known_places[key] = everyone[0], by_size[0], by_size[-1]
+        first, fewest, most = (
+            replace(place, train=run.train, accumulation=run.accumulation, parallel=replace(place.parallel, **settings))
+            for place in self._known_places[key]
+        )
+        return first, fewest, most
+
+    def seconds(self, run: RunConfig) -> float:
+        return self._timed(run)[0]
+
+    def _timed(self, run: RunConfig) -> tuple[float, float]:
+        """Of a step, and the share of it that pipeline ranks wait."""
+        key = run.parallel, run.train.micro_batch
+        if key not in self._seconds:
+            time = estimate(run, self.cluster, self.software)
+            self._seconds[key] = (time.seconds, time.bubble) if time else (0.0, 0.0)
+        return self._seconds[key]
+
+    def coarse_seconds(self, run: RunConfig) -> float:
+        """Of a step, without playing a schedule: the model on one rank instead of `pp`, shared by all of these, and the
+        published bubble. Uneven stages take as long as the longest."""
+        parallel = run.parallel
+        if parallel.pp == 1:
+            return self.seconds(run)
+        whole = replace(parallel, pp=1, schedule="1f1b", stages_per_rank=0)
+        alone = self.seconds(replace(run, parallel=whole))
+        each, layers = parallel.stages_on_each_rank, run.model.num_layers
+        longest = -(-layers // parallel.stages) * parallel.stages / layers
+        idle = PUBLISHED[_BUBBLE_LIKE.get(parallel.schedule, parallel.schedule)].bubble(parallel.pp, 1.0, 1.0, 1.0, 3.0)
+        waits = max(idle, 0.0) / (3 * each) + _unfilled(parallel.schedule, parallel.pp, run.accumulation)
+        return alone / parallel.pp * longest * (1 + waits / run.accumulation)
+
+    def candidate(self, run: RunConfig) -> Candidate:
+        seconds, bubble = self._timed(run)
+        peak = self.cluster.peak_flops.get(run.train.precision, 0.0) * run.parallel.world_size
+        known = seconds and peak and self.cluster.device != "cpu"
+        mfu = model_flops_utilisation(run.tokens_per_step / seconds, self._flops, peak) if known else 0.0
+        return Candidate(
+            run=run,
+            software=self.software,
+            step_seconds=seconds,
+            memory_bytes=self.memory_bytes(run),
+            mfu=mfu,
+            bubble=bubble,
+        )
+
+    @staticmethod
+    def legal(run: RunConfig) -> bool:
+        return not any(layout_problems(run))
+
+
+RunKey = tuple[Parallel, int]

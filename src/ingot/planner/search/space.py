@@ -1,0 +1,205 @@
+"""The layouts that a run could have on a cluster: a degree for each axis, and the form of each.
+
+What is left out of a narrow search is either never better (a test holds each such rule against a search that leaves
+nothing out) or looked at when nothing else fits:
+
+    tp         within the domain of fast links, and in equal groups of it
+    cp         while a rank keeps `rank_tokens` tokens of a sequence; in the form that theory/context.py chooses
+    dp_shard   from the domain on, in steps of eight, or none at all
+    ep         in steps of four, what fills the domain or divides it, and the most
+    schedule   without gpipe (1f1b waits as long and keeps less), and without looped_bfs where micro-batches are a
+               multiple of the ranks (interleaved waits as long and keeps less)
+    recompute  the least that fits
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+from ingot.errors import ConfigError
+from ingot.planner.search.context import with_context
+from ingot.schema.cluster import Cluster
+from ingot.schema.context_rules import legal_forms
+from ingot.schema.expert_rules import legal_ep
+from ingot.schema.layout_rules import legal_tp
+from ingot.schema.nearest import divisors
+from ingot.schema.parallel import SPLIT_BACKWARD, TWO_STAGES, V_SHAPED, Parallel
+from ingot.schema.run import RunConfig
+from ingot.theory.schedule import schedule_problems
+
+# More tokens per micro-batch than this make no product faster.
+MICRO_BATCH_TOKENS = 65_536
+RECOMPUTE = ("none", "selective", "full")
+_STEPS_OF_FOUR = tuple(4**n for n in range(6))
+_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v", "interleaved_zb", "dualpipe_v", "looped_bfs", "gpipe")
+# What a search decides; other settings of a layout stay as the run has them.
+SEARCHED = (
+    "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "context", "ulysses", "zero", "schedule", "stages_per_rank",
+    "recompute", "offload", "offload_parameters",
+)  # fmt: skip
+PINS = (*(field.name for field in fields(Parallel)), "micro_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How far a search looks. rank_tokens: of a sequence, that a rank keeps. shardings: whose micro-batches and
+    schedules are looked at. every: nothing legal is left out."""
+
+    rank_tokens: int = 4096
+    shardings: int = 48
+    beyond_domain: bool = False
+    offload: bool = False
+    every: bool = False
+
+
+NARROW = Reach()
+WIDE = Reach(rank_tokens=512, beyond_domain=True)
+OFFLOADED = replace(WIDE, offload=True)
+PATIENT = replace(WIDE, shardings=1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """run: model, sequence, batch and what is not searched. pinned: by names of Parallel's fields, or "micro_batch"."""
+
+    run: RunConfig
+    cluster: Cluster
+    pinned: Mapping[str, object]
+    reach: Reach = NARROW
+
+    def __post_init__(self):
+        for name in self.pinned:
+            if name not in PINS:
+                raise ConfigError(
+                    f"cannot pin {name!r}", rule=f"a layout has {', '.join(PINS)}", fix="use one of these"
+                )
+
+    def free(self, name: str, values: Iterable) -> list:
+        return [self.pinned[name]] if name in self.pinned else list(values)
+
+    @property
+    def devices(self) -> int:
+        """All of the cluster, unless every degree is pinned."""
+        degrees = [self.pinned.get(name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
+        found = 1
+        for degree in degrees:
+            if not isinstance(degree, int):
+                return self.cluster.devices
+            found *= degree
+        return found
+
+    def meshes(self) -> Iterator[Parallel]:
+        """tp, cp and pp; what is left over is dp_shard for now. Each data-parallel rank has sequences of the batch."""
+        base = self._plain()
+        for tp in self.free("tp", self._tensor_degrees()):
+            for cp in self.free("cp", self._context_degrees(tp)):
+                for pp in self.free("pp", divisors(self.devices)):
+                    ranks, rest = divmod(self.devices, tp * cp * pp)
+                    legal = pp <= self.run.model.num_layers and ranks and not rest
+                    if legal and self.run.train.global_batch % ranks == 0:
+                        mesh = replace(base, tp=tp, cp=cp, pp=pp, dp_shard=ranks, async_tp=base.async_tp and tp > 1)
+                        yield from self.contexts(mesh)
+
+    def _plain(self) -> Parallel:
+        """The run's layout, with everything that is searched for as if it were not there, and what is pinned."""
+        idle = {field.name: field.default for field in fields(Parallel) if field.name in SEARCHED}
+        fixed = {name: value for name, value in self.pinned.items() if name not in SEARCHED and name != "micro_batch"}
+        idle |= {"offload": self.pinned.get("offload", "cpu" if self.reach.offload else "none")}
+        return replace(self.run.parallel, **idle | {"stage_layers": (), "recompute_every": 1} | fixed)
+
+    def _tensor_degrees(self) -> list[int]:
+        domain, devices = self.cluster.domain, self.devices
+        legal = [tp for tp in legal_tp(self.run.model) if devices % tp == 0]
+        if self.reach.beyond_domain or self.reach.every:
+            return legal
+        return [tp for tp in legal if tp <= domain and (devices <= domain or domain % tp == 0)]
+
+    def _context_degrees(self, tp: int) -> list[int]:
+        most = self.run.train.seq_len // (1 if self.reach.every else self.reach.rank_tokens)
+        return [cp for cp in divisors(self.devices // tp) if cp == 1 or cp <= most]
+
+    def contexts(self, mesh: Parallel) -> Iterator[Parallel]:
+        """The forms of context parallelism, written out."""
+        train = self.run.train
+        if mesh.cp == 1 or "context" in self.pinned:
+            settings = {name: self.pinned[name] for name in ("context", "ulysses") if name in self.pinned}
+            yield replace(mesh, **settings) if mesh.cp > 1 else mesh
+            return
+        forms = legal_forms(self.run.model, train, mesh)
+        if self.reach.every:
+            for form, degree in forms:
+                yield replace(mesh, context=form, ulysses=degree if form == "usp" else 0)
+        elif forms:
+            yield with_context(replace(self.run, parallel=mesh), self.cluster)[0].parallel
+
+    def shardings(self, mesh: Parallel) -> Iterator[Parallel]:
+        """dp_shard and dp_replicate, the stage of ZeRO, and the ranks that divide experts."""
+        moe, ranks = self.run.model.moe, mesh.dp_shard
+        for shard in self.free("dp_shard", self._shards(mesh)):
+            if ranks % shard or self.pinned.get("dp_replicate", ranks // shard) != ranks // shard:
+                continue
+            split = replace(mesh, dp_shard=shard, dp_replicate=ranks // shard)
+            stages = (1, 2, 3) if split.shard_ranks > 1 or self.reach.offload else (1,)
+            for zero in self.free("zero", stages):
+                for ep in self._experts_divided(split) if moe.num_experts else (1,):
+                    for parameters in self.free("offload_parameters", self._parameters_offloaded(zero)):
+                        yield replace(split, zero=zero, ep=ep, offload_parameters=parameters)
+
+    def _parameters_offloaded(self, zero: object) -> tuple[bool, ...]:
+        return (False, True) if self.reach.offload and zero == 3 else (False,)
+
+    def _experts_divided(self, split: Parallel) -> list[int]:
+        legal = legal_ep(self.run.model.moe.num_experts, split)
+        if "ep" in self.pinned:
+            return [ep for ep in legal if ep == self.pinned["ep"]]
+        if self.reach.every:
+            return legal
+        domain = self.cluster.domain
+        within = max(ep for ep in legal if ep <= domain or ep == 1)
+        whole = max(ep for ep in legal if domain % ep == 0)
+        return [ep for ep in legal if ep in (within, whole, legal[-1]) or ep in _STEPS_OF_FOUR]
+
+    def _shards(self, mesh: Parallel) -> list[int]:
+        found, inside = divisors(mesh.dp_shard), max(self.cluster.domain // (mesh.tp * mesh.cp), 1)
+        if self.reach.every:
+            return found
+        within = max(shard for shard in found if shard <= inside)
+        steps = {within * 8**n for n in range(7)}
+        return [shard for shard in found if shard in (1, within, mesh.dp_shard) or shard in steps]
+
+    def micro_batches(self, parallel: Parallel) -> list[int]:
+        """Sequences, ascending."""
+        of_rank = self.run.train.global_batch // parallel.data_ranks
+        most = max(MICRO_BATCH_TOKENS * parallel.cp // self.run.train.seq_len, 1)
+        sizes = [size for size in divisors(of_rank) if size <= most]
+        return [size for size in self.free("micro_batch", sizes) if isinstance(size, int) and of_rank % size == 0]
+
+    def recomputes(self, parallel: Parallel) -> list[Parallel]:
+        """From the fastest to the one that keeps least."""
+        return [replace(parallel, recompute=form) for form in self.free("recompute", RECOMPUTE)]
+
+    def schedules(self, parallel: Parallel, micro_batches: int) -> Iterator[Parallel]:
+        if parallel.pp == 1:
+            yield parallel
+            return
+        for name in self.free("schedule", _SCHEDULES):
+            if name in SPLIT_BACKWARD and (parallel.zero == 3 or self.run.train.compile == "on" or parallel.async_tp):
+                continue
+            if not self.reach.every and "schedule" not in self.pinned and self._worse(name, parallel, micro_batches):
+                continue
+            for each in self.free("stages_per_rank", self._stages(name, parallel.pp)):
+                fits = parallel.pp * max(each, 1) <= self.run.model.num_layers
+                if fits and not any(schedule_problems(name, parallel.pp, micro_batches, each)):
+                    yield replace(parallel, schedule=name, stages_per_rank=each)
+
+    @staticmethod
+    def _worse(name: str, parallel: Parallel, micro_batches: int) -> bool:
+        return name == "gpipe" or (name == "looped_bfs" and micro_batches % parallel.pp == 0)
+
+    def _stages(self, name: str, pp: int) -> list[int]:
+        """Stages on each rank; 0 is what the schedule has."""
+        if name not in TWO_STAGES:
+            return [0]
+        layers = self.run.model.num_layers
+        if name in V_SHAPED:
+            return [0] if 2 * pp <= layers else []
+        return [v for v in range(2, layers // pp + 1) if self.reach.every or layers % (pp * v) == 0 or v in (2, 4, 8)]

@@ -1,0 +1,87 @@
+"""Two plans side by side: every figure of both, and by how much the second differs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ingot.planner.web.answers import Answer, subject_of
+from ingot.planner.web.views import bubble, layout_words, verdict
+from ingot.schema.plan import Plan
+from ingot.units import format_bytes, format_count, format_seconds, format_usd
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """better: whether less (-1) or more (1) of it is better; 0: neither."""
+
+    label: str
+    text: str
+    value: float
+    better: int
+
+
+def comparison(a: Answer, b: Answer) -> dict:
+    """Rows of two texts, and of the change from a to b; settings that differ first."""
+    rows = [_row(label, x, y, "", 0) for label, x, y in _settings(a, b)]
+    if a.plan and b.plan:
+        rows += [_change(x, y) for x, y in zip(_figures(a, a.plan), _figures(b, b.plan), strict=True)]
+    problems = {name: [m for _, m in found.problems] for name, found in (("a", a), ("b", b)) if found.problems}
+    return {"rows": rows, "problems": problems}
+
+
+def _settings(a: Answer, b: Answer) -> Iterator[tuple[str, str, str]]:
+    """Those that differ, in words."""
+    for label, say in _WORDS.items():
+        if say(a) != say(b):
+            yield label, say(a), say(b)
+    for key in _FORMS:
+        before, after = getattr(a.state, key), getattr(b.state, key)
+        if before != after:
+            yield key.replace("_", " "), str(before) or "-", str(after) or "-"
+
+
+_FORMS = ("micro_batch", "zero", "recompute", "schedule", "stages_per_rank", "context", "offload", "recipe")
+_WORDS: dict[str, Callable[[Answer], str]] = {
+    "model": lambda found: subject_of(found.state).name,
+    "cluster": lambda found: found.cluster.name,
+    "sequence": lambda found: f"{found.state.seq:,} tokens",
+    "batch": lambda found: f"{found.state.batch:,} sequences",
+    "tokens": lambda found: format_count(found.state.tokens),
+    "price": lambda found: f"${found.state.price or found.cluster.usd_per_hour:g} per hour",
+    "MFU that is given": lambda found: f"{found.state.mfu:g}" if found.state.mfu else "-",
+    "failures that are given": lambda found: f"{found.state.failures:g}" if found.state.failures else "-",
+    "layout": lambda found: layout_words(found.run),
+}
+
+
+def _figures(found: Answer, plan: Plan) -> list[_Figure]:
+    speed = plan.tokens_per_step / plan.step_seconds if plan.step_seconds else 0.0
+    seconds, usd = plan.total_seconds, plan.usd
+    if plan.outlook:
+        seconds = plan.outlook.days * 86400
+        usd = sum(plan.outlook.usd_by_kind.values()) or usd
+    exposed = sum(line.exposed_seconds for line in plan.communication.values())
+    rows = [
+        _Figure("memory per device", format_bytes(plan.total_memory_bytes), plan.total_memory_bytes, -1),
+        _Figure("step", format_seconds(plan.step_seconds), plan.step_seconds, -1),
+        _Figure("tokens/s", format_count(speed), speed, 1),
+        _Figure("MFU", f"{plan.mfu or 0.0:.1%}", plan.mfu or 0.0, 1),
+        _Figure("bubble", f"{bubble(plan):.1%}", bubble(plan), -1),
+        _Figure("exposed communication", format_seconds(exposed), exposed, -1),
+        _Figure("duration", format_seconds(seconds), seconds, -1),
+        _Figure("cost", format_usd(usd) if usd else "-", usd, -1),
+    ]
+    fits = verdict(found.run, plan)["fits"]
+    return [_Figure("fits", "yes" if fits else "no", float(fits), 1), *rows]
+
+
+def _change(a: _Figure, b: _Figure) -> dict:
+    change = ""
+    if a.label != "fits" and a.value and b.value:
+        ratio = b.value / a.value - 1
+        change = f"{ratio:+.1%}" if abs(ratio) >= 5e-4 else "same"
+    judged = 0 if a.value == b.value or change == "same" else (1 if b.value > a.value else -1) * a.better
+    return _row(a.label, a.text, b.text, change, judged)
+
+
+def _row(label: str, a: str, b: str, change: str, judged: int) -> dict:
+    return {"label": label, "a": a, "b": b, "change": change, "judged": judged}

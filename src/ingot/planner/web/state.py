@@ -1,0 +1,135 @@
+"""What the page is set to. The words of its link are read strictly: a link may come from anyone."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from ingot.errors import ConfigError, UsageError
+from ingot.planner.request.amounts import parse_failures, parse_parameters, parse_share, parse_tokens
+from ingot.schema.parallel import Schedule
+from ingot.schema.software import Recipe
+from ingot.units import parse_count
+
+# No request may keep the server busy for long: the largest cluster, batch and numbers that are planned for.
+MAX_DEVICES = 131_072
+MAX_BATCH = 1_048_576
+_MAX_TEXT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A model on a cluster and its layout; dp_shard follows from the number of devices.
+
+    params: parameters of a dense shape, instead of a preset `model`. seq, batch (in sequences), tokens: 0 leaves them
+    to the preset or the rules. price (US dollars per device and hour), mfu and failures (per node and day):
+    0 leaves them to the planner.
+    """
+
+    model: str = "llama3-8b"
+    params: int = 0
+    cluster: str = "8xh100"
+    seq: int = 0
+    batch: int = 0
+    tokens: int = 0
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp_replicate: int = 1
+    micro_batch: int = 1
+    zero: int = 3
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    stages_per_rank: int = 0
+    context: str = "auto"
+    offload: str = "none"
+    recipe: str = ""
+    price: float = 0.0
+    mfu: float = 0.0
+    failures: float = 0.0
+
+
+FIELDS = {field.name: field for field in fields(State)}
+LAYOUT = (
+    "tp", "pp", "cp", "ep", "dp_replicate", "micro_batch", "zero", "recompute", "schedule", "stages_per_rank",
+    "context", "offload", "recipe",
+)  # fmt: skip
+_UPPER = {
+    "zero": 3,
+    "batch": MAX_BATCH,
+    "seq": 2**24,
+    "tokens": 10**15,
+    "params": 10**14,
+    "price": 1e4,
+    "mfu": 1.0,
+    "failures": 1.0,
+}
+_PARSERS: dict[str, Callable[[str], int | float]] = {
+    "seq": parse_count,
+    "batch": parse_count,
+    "tokens": parse_tokens,
+    "params": parse_parameters,
+    "mfu": lambda text: parse_share("mfu", text),
+    "failures": lambda text: parse_failures("failures", text),
+}
+WORDS: dict[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "schedule": get_args(Schedule),
+    "context": ("auto", "ring", "ulysses", "usp"),
+    "offload": ("none", "cpu", "all"),
+    "recipe": get_args(Recipe),
+}
+
+
+def read_state(words: Iterable[tuple[str, str]]) -> State:
+    """From the pairs of a query. Raises UsageError or ConfigError, which names the key."""
+    values: dict[str, Any] = {}
+    for key, text in words:
+        if key not in FIELDS:
+            raise UsageError(f"there is no setting {key[:_MAX_TEXT]!r}", rule=f"settings are {', '.join(FIELDS)}")
+        if key in values:
+            raise UsageError(f"{key} is given twice", rule="each setting once")
+        values[key] = _value(key, text.strip())
+    return State(**values)
+
+
+def _value(key: str, text: str):
+    if len(text) > _MAX_TEXT:
+        raise UsageError(f"{key} has {len(text)} characters", rule=f"at most {_MAX_TEXT}")
+    default = FIELDS[key].default
+    if key in WORDS and text not in WORDS[key]:
+        raise UsageError(f"{key} is {text!r}", rule=f"{key} is one of {', '.join(map(repr, WORDS[key]))}")
+    if isinstance(default, str):
+        return text
+    if not text:
+        return default
+    parse = _PARSERS.get(key) or (lambda text: _number(key, text, float if isinstance(default, float) else int))
+    value = parse(text)
+    least, most = 0 if default == 0 else 1, _UPPER.get(key, MAX_DEVICES)
+    if not least <= value <= most:
+        raise ConfigError(f"{key} is {text}", rule=f"{key} is {least} to {most:,.15g}")
+    return value
+
+
+def _number(key: str, text: str, kind: type[int] | type[float]):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        what = "whole number" if kind is int else "number"
+        raise ConfigError(f"{key} is {text!r}", rule=f"{key} is a {what}", fix="write it with digits alone")
+    return value
+
+
+def words(state: State) -> dict[str, str]:
+    """The pairs of the link: those that are not at their defaults, model and cluster always."""
+    always = ("params",) if state.params else ("model",)
+    kept = (*always, "cluster")
+    return {
+        key: f"{value:g}" if isinstance(value, float) else str(value)
+        for key, field in FIELDS.items()
+        if (value := getattr(state, key)) != field.default or key in kept
+        if not (key == "model" and state.params)
+    }

@@ -1,0 +1,228 @@
+"""Measure this machine with the trainer's own step, and turn the timings into the rates that the planner divides by.
+
+On a CPU, as many ranks as will train run optimizer steps of small models, all at once, because they share caches and
+memory. The models differ in one property each, so that the rates of matrix products, attention, memory traffic,
+operations, collectives and steps can be told apart by least squares; none is taken to exceed what it reaches by itself.
+On a GPU one process measures the four rates directly.
+
+This module runs in the process that asks and does not import torch; the ranks are `train/calibrate_rank.py`.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+
+from ingot.errors import ResourceError
+from ingot.machine.facts import usable_cores
+from ingot.planner.predict.memory.peak_memory import live_bill
+from ingot.planner.predict.time.exposed import in_turn
+from ingot.planner.predict.time.step_time import rank_work
+from ingot.schema.arch import Arch
+from ingot.schema.cluster import Cluster
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Data, RunConfig, Train
+from ingot.theory.layout import layout_problems, positions
+from ingot.trainer.mesh.start import worker_environment
+
+_DEADLINE_SECONDS = 300  # a machine with eight programs per core took 70
+# What collectives take here is how many bytes they send.
+_UNIT_LINKS = Cluster(name="", device="cpu", memory_bytes=1, link_bandwidth=1.0)
+_BASE = Arch(
+    vocab_size=4096, d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=344, max_seq_len=1024
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One calibration run and the seconds of its typical step; peak_bytes: of the process when it ended."""
+
+    run: RunConfig
+    seconds: float
+    peak_bytes: int
+
+
+def shapes(ranks: int) -> tuple[RunConfig, ...]:
+    """The first is minute: its memory is that of a process. The second takes the most memory. Then variations."""
+
+    def run(
+        arch: Arch,
+        micro_batch: int,
+        seq_len: int,
+        precision: Literal["bf16", "fp32"] = "bf16",
+        micro_batches: int = 1,
+        parallel: Parallel | None = None,
+    ) -> RunConfig:
+        parallel = parallel or Parallel(dp_shard=ranks)
+        batch = micro_batch * micro_batches * parallel.data_ranks
+        train = Train(steps=1, seq_len=seq_len, global_batch=batch, micro_batch=micro_batch, precision=precision)
+        return RunConfig(name="calibration", model=arch, data=Data(tokens=""), train=train, parallel=parallel)
+
+    wide = replace(_BASE, d_model=256, num_heads=8, num_kv_heads=4, d_ffn=688)
+    small = replace(_BASE, vocab_size=256)
+    found = (
+        run(replace(small, num_layers=1), 1, 16),
+        run(_BASE, 8, 256),
+        run(_BASE, 2, 256),
+        run(replace(_BASE, num_layers=2, vocab_size=1024), 4, 256),
+        run(wide, 2, 256),
+        run(_BASE, 1, 1024),
+        run(replace(_BASE, num_layers=1, vocab_size=16_384), 1, 256),
+        run(small, 1, 16, micro_batches=16),  # many operations and one update
+        run(_BASE, 2, 256, "fp32"),
+    )
+    if ranks == 1:
+        return found
+    gathers = run(small, 1, 64, micro_batches=4, parallel=Parallel(dp_shard=ranks, zero=3, unit_layers=1))
+    regions = run(small, 1, 64, micro_batches=4, parallel=Parallel(tp=ranks))
+    return (*found, *(other for other in (gathers, regions) if not any(layout_problems(other))))
+
+
+def calibrate(uncalibrated: Cluster) -> Cluster:
+    """`uncalibrated` (machine/facts.py) with the rates of this machine. Raises ResourceError when it cannot measure."""
+    return calibrate_gpu(uncalibrated) if uncalibrated.device == "cuda" else calibrate_cpu(uncalibrated)
+
+
+def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
+    """`uncalibrated` (a "cpu" cluster) with measured rates, for its number of ranks. Takes a quarter of a minute on an
+    idle machine.
+
+    Raises ResourceError when the ranks cannot be started or do not finish in time.
+    """
+    ranks = uncalibrated.devices_per_node
+    runs = shapes(ranks)
+    answer = _start_ranks(ranks)
+    timings = [Timing(r, t["seconds"], t["peak_bytes"]) for r, t in zip(runs, answer["timings"], strict=True)]
+    return fit(timings, answer["limits"], uncalibrated)
+
+
+def calibrate_gpu(uncalibrated: Cluster) -> Cluster:
+    """`uncalibrated` (a "cuda" cluster) with the rates of its first GPU; links and fragmentation stay as published."""
+    rates = _start_ranks(1, "--cuda")
+    peaks = uncalibrated.peak_flops | rates.pop("peak_flops")
+    return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), peak_flops=peaks, **rates)
+
+
+def _start_ranks(ranks: int, *arguments: str) -> dict:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    job |= worker_environment(ranks, usable_cores()) | {"LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "ingot.rehearse.calibrate.calibrate_rank", *arguments]
+    processes = []
+    try:
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = {**os.environ, **job, **place}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen(command, env=environment, **pipes))
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        outputs = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1)) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise ResourceError(
+            f"calibration did not finish within {_DEADLINE_SECONDS} s", fix="try again when the machine is idle"
+        ) from None
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    last_lines = {
+        rank: (errors.strip().splitlines() or ["no message"])[-1]
+        for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True))
+        if process.returncode
+    }
+    if last_lines:  # of all: one has the cause, its peers only lost it
+        failed = "; ".join(f"rank {rank} of the calibration failed: {line}" for rank, line in last_lines.items())
+        raise ResourceError(failed, fix="ingot doctor looks for the cause")
+    return json.loads(outputs[0][0])
+
+
+def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) -> Cluster:
+    """The cluster whose rates explain `timings` (as `shapes` orders them) with the least relative error.
+
+    limits: the rates that products, attention, memory traffic and operations reach alone (train/device_rates.py), and
+    collectives (train/link_rates.py; not there with a single rank); inside a step they are at most that, however the
+    timings scatter.
+    """
+    bf16 = [t for t in timings if t.run.train.precision == "bf16"]
+    features = np.array([_features(t.run) for t in bf16])
+    seconds = np.array([t.seconds for t in bf16])
+    links = (1 / limits["link_bandwidth"], limits["link_seconds"]) if "link_bandwidth" in limits else (0, 0)
+    least = np.array(
+        [1 / limits["matmul"], 1 / limits["attention"], 1 / limits["bandwidth"], limits["op_seconds"], 0, *links]
+    )
+    per_unit = bounded_fit(features, seconds, least)
+    per_flop, per_attention_flop, per_byte, per_operation, per_step, per_sent_byte, per_hop = map(float, per_unit)
+    fp32 = [_seconds_per_flop(t, per_unit) for t in timings if t.run.train.precision == "fp32"]
+    runtime, fragmentation = _memory(timings)
+    error = np.abs(features @ per_unit / seconds - 1)
+    return replace(
+        uncalibrated,
+        peak_flops={"bf16": 1 / per_flop, "fp32": 1 / float(np.median(fp32))},
+        matmul_efficiency=1.0,
+        attention_efficiency=per_flop / per_attention_flop,
+        memory_bandwidth=1 / per_byte,
+        op_seconds=per_operation,
+        step_overhead_seconds=per_step,
+        link_bandwidth=1 / per_sent_byte if per_sent_byte else uncalibrated.link_bandwidth,
+        link_seconds=per_hop,
+        runtime_bytes=runtime,
+        fragmentation=fragmentation,
+        resolution=float(error.mean()),
+        measured=time.strftime("%Y-%m-%d"),
+    )
+
+
+def _features(run: RunConfig) -> list[float]:
+    """Amounts of a step, each of which is done at a rate of its own."""
+    work, position = rank_work(run, "cpu"), positions(run)[0]
+    sent = in_turn(position, _UNIT_LINKS).value
+    hops = in_turn(position, replace(_UNIT_LINKS, link_seconds=1.0)).value - sent
+    return [work.matmul_flops, work.attention_flops, work.moved_bytes, work.operations, 1.0, sent, hops]
+
+
+def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
+    """Of products in another precision than the fit's; bytes and operations are the same kind of work in both.
+
+    Attention is taken to slow down by the same factor as the products. At least a twentieth of the step is theirs.
+    """
+    flops, attention_flops, *rest = _features(timing.run)
+    left = timing.seconds - float(np.dot(rest, per_unit[2:]))
+    return max(left, timing.seconds / 20) / (flops + attention_flops * per_unit[1] / per_unit[0])
+
+
+def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Seconds per unit of each column, none below `least`, with the least sum of squared relative errors.
+
+    Tries every subset of columns that rise above their bound (there are a handful), so the optimum is exact.
+    """
+    scaled = features / seconds[:, None]
+    left = 1 - scaled @ least
+    scale = np.maximum(scaled.max(axis=0), np.finfo(float).tiny)  # with one rank nothing is sent
+    best, best_error = least.copy(), float((left**2).sum())
+    for count in range(1, features.shape[1] + 1):
+        for columns in map(list, combinations(range(features.shape[1]), count)):
+            chosen = scaled[:, columns] / scale[columns]
+            above = np.linalg.lstsq(chosen, left, rcond=None)[0]
+            error = float(((chosen @ above - left) ** 2).sum())
+            if (above >= 0).all() and error < best_error - 1e-12:
+                best, best_error = least.copy(), error
+                best[columns] += above / scale[columns]
+    return best
+
+
+def _memory(timings: list[Timing]) -> tuple[int, float]:
+    """runtime_bytes from the minute run, and what the allocator loses from the growth to the largest one."""
+    minute, large = (sum(term.value for term in live_bill(t.run, "cpu").values()) for t in timings[:2])
+    grown = timings[1].peak_bytes - timings[0].peak_bytes
+    fragmentation = max(grown / (large - minute) - 1, 0.0)
+    return round(timings[0].peak_bytes - minute * (1 + fragmentation)), round(fragmentation, 3)

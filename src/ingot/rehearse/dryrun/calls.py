@@ -1,0 +1,174 @@
+"""Collectives as they pass the dispatcher, in the terms of theory/rendezvous.py; and FLOPs that PyTorch does not count.
+
+Two families: `c10d::*` work in place and belong to torch.distributed's functions; `_c10d_functional::*` return new
+tensors and belong to torch.distributed._functional_collectives.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ingot.rehearse.dryrun.rendezvous import BARRIER, RECV, SEND, Call
+
+# name in the dispatcher -> (our name, which side holds the whole tensor)
+_IN_PLACE = {
+    "allreduce_": ("all_reduce", "input"),
+    "allreduce_coalesced_": ("all_reduce", "input"),
+    "_allgather_base_": ("all_gather", "output"),
+    "allgather_": ("all_gather", "output"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "output"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input"),
+    "reduce_scatter_": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "input"),
+    "alltoall_base_": ("all_to_all", "input"),
+    "alltoall_": ("all_to_all", "input"),
+    "broadcast_": ("broadcast", "input"),
+    "reduce_": ("reduce", "input"),
+    "gather_": ("gather", "input"),
+    "scatter_": ("scatter", "output"),
+    "barrier": (BARRIER, "input"),
+    "send": (SEND, "input"),
+    "recv_": (RECV, "input"),
+}
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", "input"),
+    "all_reduce_": ("all_reduce", "input"),
+    "all_reduce_coalesced": ("all_reduce", "input"),
+    "all_gather_into_tensor": ("all_gather", "output"),
+    "all_gather_into_tensor_out": ("all_gather", "output"),
+    "all_gather_into_tensor_coalesced": ("all_gather", "output"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "input"),
+    "all_to_all_single": ("all_to_all", "input"),
+    "broadcast": ("broadcast", "input"),
+    "broadcast_": ("broadcast", "input"),
+}
+_OUTPUT_FIRST = ("_allgather_base_", "allgather_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_")
+_WAITS = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def is_collective(func) -> bool:
+    return func.namespace in ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+
+
+def call_of(func, args: tuple, kwargs: dict[str, Any], result, label: str) -> Call | None:
+    """The call that `func` makes; None for a wait. Raises NotImplementedError for a collective not known here."""
+    name = func._overloadpacket.__name__
+    if name in _WAITS:
+        return None
+    known = _IN_PLACE if func.namespace == "c10d" else _FUNCTIONAL
+    if name not in known:
+        raise NotImplementedError(f"{func} is not a collective that the tracker knows")
+    op, whole = known[name]
+    group = _group(args, kwargs)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    inputs, outputs = _sides(func, args, result)
+    side = inputs if whole == "input" else outputs
+    elements = 0 if op == BARRIER else sum(tensor.numel() for tensor in side)
+    peer = -1
+    if op in (SEND, RECV):
+        peer = ranks[next(arg for arg in args if isinstance(arg, int))]
+    elif op in ("broadcast", "reduce", "gather", "scatter"):
+        peer = ranks[next(arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool))]
+    own = _own_part(args, side[0], dist.get_rank(group)) if op == "all_to_all" else -1
+    dtype = str(side[0].dtype).removeprefix("torch.")
+    return Call(op, ranks, dtype, elements, group.group_name, peer, label, own=own)
+
+
+def _own_part(args: tuple, rows: Tensor, rank: int) -> int:
+    """Elements of what a rank sends to itself, where parts that are sent or received are unequal; else -1."""
+    splits = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], int)]
+    if len({size for sizes in splits for size in sizes}) < 2:
+        return -1
+    _, sent = splits
+    return sent[rank] * rows.shape[1:].numel()
+
+
+def collective_tensors(func, args: tuple) -> Iterator[Tensor]:
+    """Buffers that `func` writes or reads in place for gathering and scattering."""
+    if func.namespace == "c10d" and func._overloadpacket.__name__ in ("_allgather_base_", "_reduce_scatter_base_"):
+        yield from (arg for arg in args if isinstance(arg, Tensor))
+
+
+def _group(args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup:
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+        if isinstance(arg, dist.ProcessGroup):
+            return arg
+    names = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
+    return _resolve_process_group(names[-1])  # type: ignore[arg-type]  # the reduction comes before the group
+
+
+def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that go in and those that come out."""
+
+    def tensors(tree) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+    if func.namespace != "c10d":
+        return tensors(args[0]), tensors(result)
+    if func._overloadpacket.__name__ in _OUTPUT_FIRST:
+        return tensors(args[1]), tensors(args[0])
+    return tensors(args[0]), tensors(args[0])
+
+
+# PyTorch counts nothing for attention on a CPU and for grouped products, without a word, and for other attention all of
+# T x S. Here a triangle counts as half of that. What a mask hides is computed, and
+# counts. 2 products forward, 5 backward (the scores are computed again).
+
+
+def flop_formula(packet) -> Callable[..., int] | None:
+    """FLOPs of an operation from its arguments and `out_val`; None for one that is no product."""
+    return _FORMULAS.get(packet) or flop_registry.get(packet)
+
+
+def _attention(q, k, v, *rest, **_) -> int:
+    return 2 * 2 * _pairs(q, k, _is_causal(rest)) * q.shape[-1]
+
+
+def _attention_backward(_, q, k, v, *rest, **__) -> int:
+    return 5 * 2 * _pairs(q, k, _is_causal(rest)) * q.shape[-1]
+
+
+def _is_causal(arguments: tuple) -> bool:
+    """The only truth value among the arguments of these operations; where it is false it may be left out."""
+    return next((value for value in arguments if isinstance(value, bool)), False)
+
+
+def _efficient(q, k, v, bias, logarithms, dropout=0.0, causal=False, **_) -> int:
+    return 2 * 2 * _pairs(q, k, causal) * q.shape[-1]
+
+
+def _efficient_backward(_, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, **__) -> int:
+    return 5 * 2 * _pairs(q, k, causal) * q.shape[-1]
+
+
+def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Over batch and heads."""
+    batch, heads, tokens, _ = q.shape
+    pairs = batch * heads * tokens * k.shape[-2]
+    return pairs // 2 if causal else pairs
+
+
+def _grouped(a: Tensor, b: Tensor, *_, **__) -> int:
+    """Rows in groups times a matrix each, [R, K] x [G, K, N]; or one product of each group of rows, [M, R] x [R, N]."""
+    return 2 * a.shape.numel() * b.shape[-1]
+
+
+_aten = torch.ops.aten
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_efficient_attention: _efficient,
+    _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    _aten._grouped_mm: _grouped,
+}

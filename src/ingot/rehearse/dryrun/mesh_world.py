@@ -1,0 +1,217 @@
+"""A world of thousands of ranks, followed through a few of them.
+
+All ranks at one pipeline position run the same program, told relative to their place in the mesh: where one of them
+talks to the ranks beside it on the tp axis, so does every other. Such ranks move in lockstep, for whatever one of them
+waits for comes to all of them at the same time. So one rank for each pipeline position stands for all, and a group that
+spans other axes is complete when its followed members are there. What it sends around a ring meets what it receives
+itself, because the rank it sends to does as it does. Whether they do run the same program is looked at, on the ranks
+that are first and last on each axis; where they differ, all those corners are followed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise, product
+
+from ingot.rehearse.dryrun.rendezvous import Call, Fault, Image, first_fault
+from ingot.theory.axes import coordinates
+
+# On these a rank talks to those so many places further, around the end; on others to those at certain places.
+RINGS = ("cp",)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a mesh, row-major. sizes: axis -> degree, outermost first.
+
+    cuts: sizes of groups of neighbours that take a part of an axis (ep, a row of Ulysses): there the axis is cut in
+    two, an outer and an inner part, which move by themselves. Raises ValueError where an axis cannot be cut so.
+    """
+
+    sizes: Mapping[str, int]
+    cuts: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        borders = sorted({*self._axis_borders, *self.cuts})
+        if uneven := [pair for pair in pairwise(borders) if pair[1] % pair[0]]:
+            raise ValueError(f"groups of {uneven[0][0]} and of {uneven[0][1]} neighbours are no parts of one another")
+
+    @cached_property
+    def _axis_borders(self) -> tuple[int, ...]:
+        """How many ranks lie inside of each axis, it included; outermost first."""
+        sizes = list(self.sizes.values())
+        return tuple(math.prod(sizes[i:]) for i in range(len(sizes)))
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[str, int], ...]:
+        """(axis, size) of all parts of axes, outermost first."""
+        parts = []
+        for (axis, size), border in zip(self.sizes.items(), self._axis_borders, strict=True):
+            inner = border // size
+            inside = sorted({cut for cut in self.cuts if inner < cut < border}, reverse=True)
+            ends = [border, *inside, inner]
+            parts += [(axis, outer // inner) for outer, inner in pairwise(ends)]
+        return tuple(parts)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        return coordinates(rank, tuple(self.sizes.values()))
+
+    def rank(self, coordinates: Sequence[int]) -> int:
+        return _number(coordinates, tuple(self.sizes.values()))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def axes(self, group: Sequence[int]) -> tuple[str, ...]:
+        """The axes on which members of `group` differ."""
+        places = [self.coordinates(rank) for rank in group]
+        return tuple(axis for i, axis in enumerate(self.sizes) if len({place[i] for place in places}) > 1)
+
+    def corners(self, fixed: str) -> list[int]:
+        """Ranks that are first or last on every part of every axis but `fixed`, at coordinate 0 of that; first ones
+        first."""
+        ends = [(0,) if axis == fixed or size == 1 else (0, size - 1) for axis, size in self._parts]
+        return [self._rank_at(place) for place in product(*ends)]
+
+    def moved_group(self, group: tuple[int, ...], here: int, there: int) -> tuple[int, ...]:
+        """What `group` of rank `here` is for rank `there`: the same on the parts it spans, `there`'s place on others.
+
+        Raises ValueError if `there` has no place in it.
+        """
+        members, place = [self._place(rank) for rank in group], self._place(there)
+        spanned = [len({member[i] for member in members}) > 1 for i in range(len(self._parts))]
+        moved = tuple(
+            self._rank_at([c if s else p for s, c, p in zip(spanned, member, place, strict=True)]) for member in members
+        )
+        if there not in moved:
+            raise ValueError(f"rank {there} has no part in what is group {group} for rank {here}")
+        return moved
+
+    def moved_peer(self, peer: int, here: int, there: int) -> int:
+        """Who is to rank `there` what `peer` is to rank `here`."""
+        if peer < 0:
+            return peer
+        places = zip(self.sizes.items(), *(self.coordinates(rank) for rank in (peer, here, there)), strict=True)
+        return self.rank(
+            [
+                (theirs - mine + other) % size if axis in RINGS else other if theirs == mine else theirs
+                for (axis, size), theirs, mine, other in places
+            ]
+        )
+
+    def moved(self, program: Sequence[Call], here: int, there: int) -> list[Call]:
+        """The program that rank `here` runs, as rank `there` runs it."""
+        groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+        peers: dict[int, int] = {}
+        for call in program:
+            if call.group not in groups:
+                groups[call.group] = self.moved_group(call.group, here, there)
+            if call.peer not in peers:
+                peers[call.peer] = self.moved_peer(call.peer, here, there)
+        return [replace(call, group=groups[call.group], peer=peers[call.peer]) for call in program]
+
+    def image(self, rank: int, followed: int) -> Image:
+        """How `followed`, at another place of the rings that `rank` is in, stands for it."""
+
+        def seen_from(group: tuple[int, ...]) -> tuple[int, ...]:
+            return self.moved_group(group, rank, followed)
+
+        def peer_of(peer: int) -> int:
+            return self.moved_peer(peer, followed, rank)
+
+        return Image(followed, lru_cache(maxsize=None)(seen_from), lru_cache(maxsize=None)(peer_of))
+
+    def _place(self, rank: int) -> tuple[int, ...]:
+        return coordinates(rank, tuple(size for _, size in self._parts))
+
+    def _rank_at(self, place: Sequence[int]) -> int:
+        return _number(place, tuple(size for _, size in self._parts))
+
+
+def _number(digits: Sequence[int], sizes: tuple[int, ...]) -> int:
+    number = 0
+    for size, digit in zip(sizes, digits, strict=True):
+        number = number * size + digit
+    return number
+
+
+@dataclass(frozen=True)
+class WorldCheck:
+    """fault: the first one found. alike: every looked-at rank of each pipeline position runs the same program.
+
+    followed: how many ranks stood for the world.
+    """
+
+    fault: Fault | None
+    alike: bool
+    followed: int
+
+
+def check_world(
+    programs: Mapping[int, Sequence[Call]], grid: Grid, names: Mapping[int, str] | None = None, axis: str = "pp"
+) -> WorldCheck:
+    """Does every collective of the whole mesh meet? Judged from the programs of some ranks.
+
+    programs: at least that of the first rank (0 on all other axes) for every coordinate of `axis`.
+    """
+    position = list(grid.sizes).index(axis)
+    stations = range(grid.sizes[axis])
+    bases = {p: grid.rank([p if i == position else 0 for i in range(len(grid.sizes))]) for p in stations}
+    alike = all(
+        _comparable(grid.moved(program, rank, base)) == _comparable(programs[base])
+        for rank, program in programs.items()
+        if rank != (base := bases[grid.coordinates(rank)[position]])
+    )
+    if not alike:
+        followed = _corner_programs(programs, grid, axis, stations)
+        return WorldCheck(first_fault(followed, names), alike, len(followed))
+    followed = {base: programs[base] for base in bases.values()}
+    return WorldCheck(first_fault(followed, names, _images(followed, grid)), alike, len(followed))
+
+
+def _images(programs: Mapping[int, Sequence[Call]], grid: Grid) -> dict[int, Image]:
+    """For the ranks that followed ones talk to around rings: the followed one itself, which does as they do."""
+    others = [i for i, axis in enumerate(grid.sizes) if axis not in RINGS]
+    found = {}
+    for rank, program in programs.items():
+        mine = grid.coordinates(rank)
+        for peer in {call.peer for call in program if call.is_p2p} - set(programs):
+            theirs = grid.coordinates(peer)
+            if all(mine[i] == theirs[i] for i in others):
+                found[peer] = grid.image(peer, rank)
+    return found
+
+
+def _comparable(program: Sequence[Call]) -> list[tuple]:
+    # Names of communicators differ from rank to rank: the position among those of the same ranks is what counts.
+    return [(call.group, call.signature) for call in program]
+
+
+def _corner_programs(
+    programs: Mapping[int, Sequence[Call]], grid: Grid, axis: str, stations: range
+) -> dict[int, Sequence[Call]]:
+    """A program for every corner of every station: its own if it was traced, else that of the nearest traced one."""
+    found: dict[int, Sequence[Call]] = {}
+    position = list(grid.sizes).index(axis)
+    traced = {rank: grid.coordinates(rank) for rank in programs}
+    for station in stations:
+        for corner in grid.corners(axis):
+            place = [station if i == position else c for i, c in enumerate(grid.coordinates(corner))]
+            rank = grid.rank(place)
+            near = max(
+                (other for other, theirs in traced.items() if theirs[position] == station),
+                key=lambda other: (sum(a == b for a, b in zip(traced[other], place, strict=True)), -other),
+            )
+            found[rank] = _renamed(programs[near] if near == rank else grid.moved(programs[near], near, rank))
+    return found
+
+
+def _renamed(program: Sequence[Call]) -> list[Call]:
+    """Names of communicators are those of the rank that was traced: here, the place among those of the same ranks."""
+    known: dict[tuple[int, ...], set[str]] = {}
+    for call in program:
+        known.setdefault(call.group, set()).add(call.channel)
+    order = {group: sorted(names, key=lambda name: (len(name), name)) for group, names in known.items()}
+    return [replace(call, channel=str(order[call.group].index(call.channel))) for call in program]

@@ -1,0 +1,121 @@
+"""What a trace puts in the place of parts of the program that fake tensors cannot follow, or would follow elsewhere."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
+
+from ingot.rehearse.dryrun.expert_load import ExpertLoad
+from ingot.schema.run import RunConfig
+from ingot.theory import memory
+from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.model import experts
+from ingot.trainer.optim import offload
+from ingot.trainer.parallel import expert as dispatch
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def own_groups_only(original: Callable, rank: int) -> Callable:
+    """Every rank makes the groups of all ranks, thousands; of those without it only the name is counted here."""
+
+    def new_group(ranks: list[int], *args, **kwargs):
+        if rank in ranks:
+            return original(ranks, *args, **kwargs)
+        distributed_c10d._process_group_name(ranks, use_hashed_name=False)  # pyright: ignore[reportPrivateImportUsage]
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    return new_group
+
+
+@contextmanager
+def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> Iterator[None]:
+    """Where the program asks the host for numbers of rows, it is told those of `loads`, because nothing routes here."""
+    moe = config.model.moe
+    if not config.model.is_moe:
+        yield
+        return
+    load = ExpertLoad.of(moe, loads, mesh.index("ep"), mesh.size("ep"))
+    part = min(moe.capacity_factor, 1.0) if moe.capacity_factor else 1.0
+    usual, exchange = experts.grouped_product, dispatch.start_all_to_all
+
+    def chosen(counts_E: Tensor, balanced: int) -> list[int]:
+        return load.sent(load.kept(round(balanced / part)))
+
+    def product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+        with replaced(experts, "on_host", lambda counts, balanced: load.own_parts(balanced)):
+            return usual(rows_RI, weight_EOI, _faked(counts_E))
+
+    def exchanged(rows: Tensor, *sizes) -> Tensor:
+        return exchange(_faked(rows), *sizes)
+
+    with (
+        replaced(experts, "on_host", chosen),
+        replaced(experts, "grouped_product", product),
+        replaced(dispatch, "start_all_to_all", exchanged),
+        replaced(dispatch, "on_host", lambda counts, balanced: load.coming(balanced, mesh.size("ep"))),
+    ):
+        yield
+
+
+def _faked(numbers: Tensor) -> Tensor:
+    """A tensor made of numbers is a real one; what is computed with it would be, and would count as if it were."""
+    return numbers if isinstance(numbers, FakeTensor) else torch.empty(numbers.shape, dtype=numbers.dtype)
+
+
+# Fake tensors say that they are on a CPU, where the program takes other ways, and PyTorch takes norms apart. These
+# stand for the kernels that it picks on CUDA, as far as they can be seen from outside: what they make and keep.
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    with ExitStack() as others:
+        for owner, name, value in (
+            (functional, "rms_norm", _rms_norm),
+            (functional, "scaled_dot_product_attention", _attention),
+            (memory, "LOGITS_CHUNK_BYTES", {"cpu": memory.LOGITS_CHUNK_BYTES["cuda"]}),
+            (offload.OffloadedOptimizer, "_side_stream", lambda optimizer: None),
+            (FakeTensor, "is_cuda", property(lambda tensor: True)),
+        ):
+            others.enter_context(replaced(owner, name, value))
+        yield
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps its input and 1/rms."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
+    return _FusedNorm.apply(x, weight)  # type: ignore[return-value]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
+    """Flash attention where it can be; with a mask or in float32 the kernel that takes those."""
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal)[0]

@@ -1,0 +1,338 @@
+"""What a program does, operation by operation: who holds memory, what is sent, how much is computed, in which order.
+
+A TorchDispatchMode sees every operation below autograd, those of the backward included. Under fake tensors it follows a
+rank of a cluster on a laptop; on real CPU tensors it works alike. What it counts as memory are the storages of tensors,
+rounded up to 512 bytes as the caching allocators do: not fragmentation, not the workspaces of kernels.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ingot.rehearse.dryrun.calls import call_of, collective_tensors, flop_formula, is_collective
+from ingot.rehearse.dryrun.fake import FakeProgram
+from ingot.rehearse.dryrun.rendezvous import IRECV, ISEND, RECV, SEND, SENT, WAIT, Call
+
+ROUNDING_BYTES = 512
+# Kinds of memory, by what a tensor is for. A tensor may be told what it is later (`label`), even on its way.
+KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "logits", "backward", "other")
+LASTING = ("parameters", "gradients", "optimizer")
+HOST = "host"  # offloaded: told apart, and no part of a peak
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that was issued, in order. what: "compute" (an operation with FLOPs), "call" (a collective, a send or a
+    receive), "wait" (for a collective) or "mark". name: of the operation, or the text of the mark."""
+
+    what: str
+    name: str
+    place: str
+    call: Call | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory within a moment. by_kind: bytes at that time. place: what was running. rest: held at its end."""
+
+    bytes: int
+    by_kind: dict[str, int]
+    place: str
+    rest: int
+
+
+class _Held(weakref.ref):
+    """Tells the tracker when a storage dies. number: of the storage; key: its address while it lives."""
+
+    __slots__ = ("key", "number")
+
+
+class Tracker(TorchDispatchMode):
+    """Use as a context; inside, name the moments, kinds and places of what comes.
+
+    events: everything worth telling, in the order of issue. flops: by operation. calls: of this rank, in order, for
+    theory/rendezvous.py. moments: (name, first entry of the memory log). fakes: the mode of fake tensors around it, if
+    there is one, to be quick.
+    """
+
+    def __init__(self, fakes: FakeProgram | None = None):
+        super().__init__()
+        self._call = _call if fakes is None else fakes.call
+        self._flops_of: dict[tuple, int] = {}
+        self.events: list[Event] = []
+        self.flops: Counter[str] = Counter()
+        self.operations = 0
+        self.moments: list[tuple[str, int]] = []
+        self._events_at: list[int] = []
+        self._flops_at: list[Counter[str]] = []
+        self.kind: str | None = None
+        self.place = ""
+        self._backward = False
+        self._live: dict[int, _Held] = {}
+        self._kinds: list[str] = []
+        self._held_bytes: list[int] = []
+        self._log: list[tuple[int, int, str]] = []  # storage number, bytes more, place
+        self._messages: Counter[tuple] = Counter()  # by direction, group, channel and peer
+        self._posting: list[Call] | None = None  # within isend or irecv
+        self._in_batch = 0  # within a batch of them: the how-manieth, from 1
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    # -- what the program is told to be doing ------------------------------------------------------------------------
+
+    def begin(self, moment: str) -> None:
+        """From here on it is `moment`; counts of FLOPs and events go on."""
+        self.moments.append((moment, len(self._log)))
+        self._events_at.append(len(self.events))
+        self._flops_at.append(self.flops.copy())
+
+    @contextmanager
+    def within(self, kind: str | None = None, place: str = "") -> Iterator[None]:
+        """What is allocated inside is `kind` (None: activations, or backward), and happens at `place`."""
+        before = self.kind, self.place
+        self.kind, self.place = kind or self.kind, place or self.place
+        try:
+            yield
+        finally:
+            self.kind, self.place = before
+
+    def mark(self, text: str) -> None:
+        self.events.append(Event("mark", text, self.place))
+
+    def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """These tensors are of that kind, from their first byte on. They may have been made outside."""
+        for tensor in tensors:
+            if tensor is not None and (number := self._hold(tensor)) is not None:
+                self._kinds[number] = kind
+
+    # -- what it did -------------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> list[Call]:
+        return [event.call for event in self.events if event.call is not None]
+
+    def events_of(self, moment: str) -> list[Event]:
+        """Those of the (first) moment of that name."""
+        number = [name for name, _ in self.moments].index(moment)
+        return self.events[self._events_at[number] : [*self._events_at, len(self.events)][number + 1]]
+
+    def flops_of(self, moment: str) -> Counter[str]:
+        number = [name for name, _ in self.moments].index(moment)
+        return [*self._flops_at, self.flops][number + 1] - self._flops_at[number]
+
+    def peaks(self) -> dict[str, Peak]:
+        """By moment. A moment that comes twice counts as one that lasts until the end of the second."""
+        held: Counter[str] = Counter()
+        found: dict[str, Peak] = {}
+        stops = [start for _, start in self.moments[1:]] + [len(self._log)]
+        self._replay(0, self.moments[0][1], held)
+        for (moment, start), stop in zip(self.moments, stops, strict=True):
+            peak = self._replay(start, stop, held)
+            before = found.get(moment, peak)
+            found[moment] = replace(max(before, peak, key=lambda p: p.bytes), rest=peak.rest)
+        return found
+
+    def _replay(self, start: int, stop: int, held: Counter[str]) -> Peak:
+        """The peak of a part of the log; `held`, bytes by kind, is brought to its end."""
+        total = top = sum(held.values()) - held[HOST]
+        by_kind, at = dict(held), "at the beginning"
+        for number, more, place in self._log[start:stop]:
+            held[self._kinds[number]] += more
+            if self._kinds[number] != HOST:
+                total += more
+            if total > top:
+                top, by_kind, at = total, dict(held), place
+        return Peak(top, {kind: size for kind, size in by_kind.items() if size}, at, total)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what is compiled is not traced here, and hiding from the compiler costs as much as tracking
+
+    # -- how it is seen ----------------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        self._replace(torch.autograd, "backward", self._in_backward(torch.autograd.backward))
+        # FSDP2 frees gathered parameters by shrinking their storage to nothing.
+        self._replace(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+        for name in ("isend", "irecv"):
+            posting = self._posted(getattr(distributed_c10d, name))
+            self._replace(distributed_c10d, name, posting)
+            self._replace(torch.distributed, name, posting)
+        batching = self._batched(distributed_c10d.batch_isend_irecv)
+        self._replace(distributed_c10d, "batch_isend_irecv", batching)
+        self._replace(torch.distributed, "batch_isend_irecv", batching)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            setattr(owner, name, original)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for twice per operation: the long way takes as long as the operation
+        if DTensor in types:
+            return NotImplemented  # it takes itself apart into local operations first
+        result = self._call(func, args, kwargs or {})
+        if is_collective(func):
+            self._communicated(func, args, kwargs or {}, result)
+        elif (formula := flop_formula(packet := func._overloadpacket)) is not None:
+            self.operations += 1
+            self.flops[packet.__name__] += self._count(formula, args, kwargs or {}, result)
+            self.events.append(Event("compute", packet.__name__, self.place))
+        elif func.is_view:
+            # Its memory was seen when it was made, or is not of this program: Gloo's own copies come into sight so.
+            return result
+        else:
+            self.operations += 1
+        if isinstance(result, Tensor):
+            self._hold(result)
+        elif isinstance(result, (tuple, list)):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._hold(tensor)
+        return result
+
+    def _count(self, formula, args, kwargs, result) -> int:
+        """FLOPs. The formulas look at shapes, of arguments that are tensors, numbers and names."""
+        key = (formula, *[arg.shape if isinstance(arg, Tensor) else repr(arg) for arg in (*args, *kwargs.values())])
+        if key not in self._flops_of:
+            self._flops_of[key] = formula(*args, **kwargs, out_val=result)
+        return self._flops_of[key]
+
+    def _communicated(self, func, args, kwargs, result) -> None:
+        call = call_of(func, args, kwargs, result, self.place)
+        if call is None:
+            self.events.append(Event("wait", func._overloadpacket.__name__, self.place))
+            return
+        if call.op in (SEND, RECV):
+            way = call.op, call.group, call.channel, call.peer
+            if self._posting is not None:
+                posted, done = (ISEND, SENT) if call.op == SEND else (IRECV, WAIT)
+                self._posting.append(replace(call, op=done, ticket=self._messages[way]))
+                call = replace(call, op=posted, joined=self._in_batch > 1)
+                self._in_batch += self._in_batch > 0
+            self._messages[way] += 1
+        self.events.append(Event("call", call.op, self.place, call))
+        # Buffers of in-place collectives exist for them alone, unless they are known to be something that stays.
+        for tensor in collective_tensors(func, args):
+            number = self._hold(tensor)
+            if number is not None and self._kinds[number] in ("activations", "backward", "other"):
+                self._kinds[number] = "communication"
+
+    def _hold(self, tensor: Tensor) -> int | None:
+        """The number of the tensor's storage, which is followed from now on; None on the meta device: no memory."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if (held := self._live.get(key)) is not None:
+            return held.number
+        if type(tensor) is not FakeTensor and tensor.is_meta:
+            return None
+        held = _Held(storage, self._died)
+        held.key, held.number = key, len(self._kinds)
+        self._live[key] = held
+        self._kinds.append(self._kind_now())
+        self._held_bytes.append(0)
+        self._resized(held.number, storage.nbytes())
+        return held.number
+
+    def _kind_now(self) -> str:
+        if self.kind is not None:
+            return self.kind
+        # Recomputed activations are made during the backward, with gradients enabled.
+        return "backward" if self._backward and not torch.is_grad_enabled() else "activations"
+
+    def _resized(self, number: int, size: int) -> None:
+        rounded = -(-size // ROUNDING_BYTES) * ROUNDING_BYTES
+        if more := rounded - self._held_bytes[number]:
+            self._held_bytes[number] = rounded
+            self._log.append((number, more, self.place))
+
+    def _died(self, held: _Held) -> None:
+        if self._live.get(held.key) is held:
+            del self._live[held.key]
+        self._resized(held.number, 0)
+
+    def _in_backward(self, original: Callable) -> Callable:
+        def backward(*args, **kwargs):
+            before, self._backward = self._backward, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._backward = before
+
+        return backward
+
+    def _resizing(self, original: Callable) -> Callable:
+        def resize_(storage, size):
+            result = original(storage, size)
+            if (held := self._live.get(storage._cdata)) is not None:
+                if self._kinds[held.number] not in LASTING:
+                    self._kinds[held.number] = "communication"
+                self._resized(held.number, size)
+            return result
+
+        return resize_
+
+    def _posted(self, original: Callable) -> Callable:
+        """A send or receive that tells when it is waited for, which is when it can hold the rank."""
+
+        def post(*args, **kwargs):
+            self._posting = []
+            try:
+                work = original(*args, **kwargs)
+                return work and _Awaited(work, [self._waited(call) for call in self._posting])
+            finally:
+                self._posting = None
+
+        return post
+
+    def _batched(self, original: Callable) -> Callable:
+        def batch_isend_irecv(messages):
+            self._in_batch = 1
+            try:
+                return original(messages)
+            finally:
+                self._in_batch = 0
+
+        return batch_isend_irecv
+
+    def _waited(self, call: Call) -> Callable[[], None]:
+        return lambda: self.events.append(Event("call", call.op, self.place, replace(call, label=self.place)))
+
+    def _replace(self, owner, name: str, new) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+
+class _Awaited:
+    """Work of which the first wait is told."""
+
+    def __init__(self, work: Any, tell: list[Callable[[], None]]):
+        self._work, self._tell = work, tell
+
+    def wait(self, *args, **kwargs) -> Any:
+        while self._tell:
+            self._tell.pop()()
+        return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _call(func, args, kwargs) -> Any:
+    return func(*args, **kwargs)
+
+
+_DEVICE_OF = torch.ops.prim.device.default

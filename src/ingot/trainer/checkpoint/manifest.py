@@ -1,0 +1,305 @@
+"""What makes a folder a checkpoint: its manifest, and files that hold exactly the bytes the manifest names.
+
+    checkpoints/step-00000400/
+        rank-00000.safetensors    what one rank wrote; plain safetensors
+        rank-00001.safetensors
+        manifest.json             written last, carries a hash of itself
+
+No torch here: listing and verifying must work where nothing is trained. Nothing is ever unpickled.
+"""
+
+import json
+import math
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.config import from_dict, to_dict
+from ingot.errors import CheckpointError, ConfigError, IngotError, require
+from ingot.schema.checkpoint import CheckpointManifest, Cut, FileEntry, file_of, unpack_crc32
+from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
+from ingot.trainer.checkpoint.blocks import tiling_problem
+from ingot.trainer.checkpoint.version1 import upgraded
+
+MANIFEST = "manifest.json"
+VERSION = 2
+# Bytes per element, by torch's name and safetensors' name of the type.
+DTYPES = {
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "bfloat16": (2, "BF16"),
+    "float16": (2, "F16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
+}
+_FOLDER = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+_NEXT_OLDER = "delete or restore this folder; training falls back to the next older checkpoint by itself"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A folder named like a checkpoint. `manifest` is None and `damage` says why when it cannot be one."""
+
+    path: Path
+    step: int
+    manifest: CheckpointManifest | None
+    damage: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(f.bytes for f in self.manifest.files.values()) if self.manifest else 0
+
+
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """One line per key, without spaces: people can find their way, and `is_finished` one line."""
+    values = to_dict(manifest)
+    lines = [f"{canonical_json(k)}:{canonical_json(v)}" for k, v in (values | {"sha256": _hash(values)}).items()]
+    write_atomic(folder / MANIFEST, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _hash(values: dict) -> str:
+    return sha256_bytes(canonical_json(values).encode("utf-8", "surrogatepass"))
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """The manifest of checkpoint `folder`. Raises CheckpointError when it is missing, damaged or breaks a rule.
+
+    Tensor files are looked at by name and size only; `verify_checkpoint` reads them.
+    """
+    values = _read_values(folder)
+    try:
+        manifest = from_dict(CheckpointManifest, upgraded(values) if values["version"] == 1 else values)
+    except ConfigError as error:
+        raise _damaged(folder, f"manifest.json: {error.found}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(folder, f"manifest.json of version 1: {error}") from None
+    _check_rules(folder, manifest)
+    return manifest
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether `folder` has a manifest, and files of the sizes it names. A quick look: no hash is computed."""
+    try:
+        files = _read_files(folder)
+        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _read_files(folder: Path) -> dict:
+    """The manifest's `files` alone, which is one short line of it."""
+    mark = b'"files":'
+    with (folder / MANIFEST).open("rb") as file:
+        line = next((line for line in file if line.startswith(mark)), None)
+        file.seek(-3, 2)
+        if line is not None and file.read() == b"\n}\n":
+            return json.loads(line.removeprefix(mark).rstrip(b",\n"))
+    return _read_values(folder)["files"]  # of version 1, or torn
+
+
+def _read_values(folder: Path) -> dict:
+    """The manifest's values, without its own hash, which was right. Raises CheckpointError."""
+    try:
+        values = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise _damaged(folder, "it has no manifest.json, so it was never finished") from None
+    except OSError as error:
+        raise _damaged(folder, f"manifest.json cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise _damaged(folder, "manifest.json is not JSON") from None
+    claimed = values.pop("sha256", "") if isinstance(values, dict) else ""
+    if _hash(values) != claimed:
+        raise _damaged(folder, "manifest.json does not match its own hash")
+    if values.get("version") not in (1, VERSION):
+        raise _damaged(folder, f"its format is version {values.get('version')!r}, this ingot reads 1 to {VERSION}")
+    return values
+
+
+def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:
+    # Everything that could make a reader open a foreign file, allocate without bound, or leave a hole.
+    named = _FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise _damaged(folder, f"its manifest is of step {manifest.step}")
+    for name, entry in manifest.files.items():
+        if not _FILE.fullmatch(name):
+            raise _damaged(folder, f"manifest.json names the file {name!r}")
+        _check_size(folder, name, entry)
+    for cut in manifest.cuts:
+        if not len(cut.ranks) == len(cut.offsets) == len(cut.sizes):
+            raise _damaged(folder, "a cut has not as many ranks as blocks")
+    _check_tensors(folder, manifest)
+    stored: Counter[int] = Counter()
+    for (number, dtype), tensors in Counter((t.cut, t.dtype) for t in manifest.tensors.values()).items():
+        cut = manifest.cuts[number]
+        for rank, sizes in zip(cut.ranks, cut.sizes, strict=True):
+            stored[rank] += tensors * math.prod(sizes) * DTYPES[dtype][0]
+    for rank, total in stored.items():
+        if total > manifest.files[file_of(rank)].bytes:
+            raise _damaged(folder, f"the tensors in {file_of(rank)} are larger than the file")
+
+
+def _check_tensors(folder: Path, manifest: CheckpointManifest) -> None:
+    problems: dict[tuple[int, tuple[int, ...]], str] = {}  # thousands of tensors share few cuts
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise _damaged(folder, f"tensor {name} has the unknown type {tensor.dtype!r}")
+        if not 0 <= tensor.cut < len(manifest.cuts):
+            raise _damaged(folder, f"tensor {name} names a cut that is not there")
+        cut, kind = manifest.cuts[tensor.cut], (tensor.cut, tensor.shape)
+        if kind not in problems:
+            problems[kind] = _cut_problem(manifest, cut, tensor.shape)
+        if problems[kind]:
+            raise _damaged(folder, problems[kind].format(name=f"tensor {name}"))
+        try:
+            complete = len(unpack_crc32(tensor.crc32)) == len(cut.ranks)
+        except ValueError:
+            complete = False
+        if not complete:
+            raise _damaged(folder, f"tensor {name} has not one checksum per block")
+
+
+def _cut_problem(manifest: CheckpointManifest, cut: Cut, shape: tuple[int, ...]) -> str:
+    blocks = list(zip(cut.offsets, cut.sizes, strict=True))
+    if not all(_inside(*block, shape) for block in blocks) or not {*map(file_of, cut.ranks)} <= manifest.files.keys():
+        return "{name} has a block outside the tensor or its files"
+    problem = tiling_problem(shape, blocks)
+    return problem and f"the blocks of {{name}} {problem}"
+
+
+def _inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    if not len(offsets) == len(sizes) == len(shape):
+        return False
+    return all(o >= 0 and s >= 0 and o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
+
+
+def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
+    try:
+        size = (folder / name).stat().st_size
+    except FileNotFoundError:
+        raise _damaged(folder, f"{name} is missing") from None
+    except OSError as error:
+        raise _damaged(folder, f"{name} cannot be read ({error.strerror})") from None
+    if size != entry.bytes:
+        raise _damaged(folder, f"{name} has {size:,} bytes, {entry.bytes:,} were saved")
+
+
+Stored = tuple[str, int]  # tensor, number of the block
+
+
+def verify_files(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> None:
+    """Read the files `names` and hold them against the manifest. CheckpointError names the file and the tensor."""
+    names = sorted(names)
+    blocks = _blocks_by_file(manifest, set(names))
+    for name in names:
+        _verify_file(folder, manifest, name, blocks[name])
+
+
+def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[Stored]]:
+    """Of the files `names` only: one rank verifies a few of thousands."""
+    tensors = defaultdict(list)
+    for name, entry in manifest.tensors.items():
+        tensors[entry.cut].append(name)
+    blocks: dict[str, list[Stored]] = {name: [] for name in names}
+    for number, cut in enumerate(manifest.cuts):
+        for i, rank in enumerate(cut.ranks):
+            if (file := file_of(rank)) in blocks:
+                blocks[file] += [(name, i) for name in tensors[number]]
+    return blocks
+
+
+def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[Stored]) -> None:
+    entry = manifest.files[name]
+    _check_size(folder, name, entry)
+    try:
+        same = sha256_file(folder / name) == entry.sha256
+    except OSError as error:
+        raise _damaged(folder, f"{name} cannot be read ({error.strerror})") from None
+    if not same:
+        raise _damaged(
+            folder,
+            f"{name} does not hold the bytes that were saved ({_where_it_differs(folder, manifest, name, blocks)})",
+        )
+    _check_header(folder, manifest, name, blocks)
+
+
+def _check_header(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[Stored]) -> None:
+    safetensors = require("safetensors", "train")
+    try:
+        with safetensors.safe_open(folder / name, framework="np") as file:
+            keys = set(file.keys())
+            for tensor, number in blocks:
+                chunk, dtype = manifest.chunk(tensor, number), manifest.tensors[tensor].dtype
+                if chunk.key not in keys:
+                    raise _damaged(folder, f"{name} does not hold tensor {tensor}")
+                part = file.get_slice(chunk.key)
+                if tuple(part.get_shape()) != chunk.sizes or part.get_dtype() != DTYPES[dtype][1]:
+                    raise _damaged(folder, f"{name} holds tensor {tensor} in another shape or type")
+    except safetensors.SafetensorError as error:
+        raise _damaged(folder, f"{name} is not a safetensors file ({error})") from None
+
+
+def _where_it_differs(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[Stored]) -> str:
+    """The tensor that was damaged, by the checksum of each block; the header itself may be the damage."""
+    try:
+        with (folder / name).open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(header_bytes, manifest.files[name].bytes)))
+            for tensor, number in blocks:
+                first, end = header[manifest.chunk(tensor, number).key]["data_offsets"]
+                file.seek(8 + header_bytes + first)
+                if zlib.crc32(file.read(min(end - first, manifest.files[name].bytes))) != _crc32(
+                    manifest, tensor, number
+                ):
+                    return f"tensor {tensor}"
+    except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError):
+        return "its header"
+    return "its header or its random state"
+
+
+def _crc32(manifest: CheckpointManifest, tensor: str, number: int) -> int:
+    return unpack_crc32(manifest.tensors[tensor].crc32)[number]
+
+
+def verify_checkpoint(path: Path) -> CheckpointManifest:
+    """Read and hash every byte of checkpoint `path`. Raises CheckpointError at the first file that does not verify."""
+    manifest = read_manifest(path)
+    verify_files(path, manifest, manifest.files)
+    return manifest
+
+
+def candidate_folders(checkpoints: Path) -> list[Path]:
+    """Folders named like checkpoints, newest first. Says nothing about what is in them."""
+    if not checkpoints.is_dir():
+        return []
+    found = [p for p in checkpoints.iterdir() if _FOLDER.fullmatch(p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+
+
+def list_checkpoints(checkpoints: Path) -> list[Listed]:
+    """Every checkpoint below `checkpoints`, newest first: manifests are read, tensor files only measured."""
+    listed = []
+    for path in candidate_folders(checkpoints):
+        step = int(path.name.removeprefix("step-"))
+        try:
+            listed.append(Listed(path, step, read_manifest(path), ""))
+        except IngotError as error:
+            listed.append(Listed(path, step, None, error.found.partition(": ")[2] or error.found))
+    return listed
+
+
+def _damaged(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder}: {what}",
+        rule="a checkpoint is used only if every byte is what was saved",
+        fix=_NEXT_OLDER,
+    )

@@ -1,0 +1,112 @@
+"""What each rank tells rank 0 about the blocks it wrote, and how thousands of such parts become cuts. No torch.
+
+A rank of a 405B model holds a few hundred tensors, all layers cut alike: it sends each block's place once and the
+names as numbers, so that rank 0 unpacks a few thousand objects and not millions.
+"""
+
+import json
+import zlib
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ingot.errors import CheckpointError
+from ingot.schema.checkpoint import Cut, FileEntry, TensorEntry, pack_crc32
+from ingot.trainer.checkpoint.blocks import tiling_problem
+
+Numbers = tuple[int, ...]
+Kind = tuple[str, Numbers]  # dtype, shape of the whole
+Row = tuple[Numbers, Numbers, int]  # offsets, sizes, rank
+
+
+@dataclass(frozen=True)
+class Part:
+    """kinds: dtype and whole shape of all tensors that the rank holds, compressed; alike on ranks of one stage.
+
+    places: (offsets, sizes, numbers of the tensors in `kinds`, CRC-32 of the block of each), the two last as bytes of
+    unsigned 32-bit integers.
+    """
+
+    file: FileEntry
+    kinds: bytes
+    places: list[tuple[Numbers, Numbers, bytes, bytes]]
+
+    @staticmethod
+    def pack(
+        file: FileEntry,
+        kinds: Mapping[str, Kind],
+        written: Sequence[tuple[str, Numbers, Numbers]],
+        checksums: Sequence[int],
+    ) -> "Part":
+        """written: (tensor, offsets, sizes) of each block, with one CRC-32 each."""
+        number = {name: i for i, name in enumerate(kinds)}
+        by_place = defaultdict(lambda: (array("I"), array("I")))
+        for (name, offsets, sizes), crc32 in zip(written, checksums, strict=True):
+            numbers, crcs = by_place[offsets, sizes]
+            numbers.append(number[name])
+            crcs.append(crc32)
+        places = [(*place, numbers.tobytes(), crcs.tobytes()) for place, (numbers, crcs) in by_place.items()]
+        return Part(file, zlib.compress(json.dumps(kinds).encode(), 1), places)
+
+
+def assemble(parts: Sequence[Part]) -> tuple[tuple[Cut, ...], dict[str, TensorEntry]]:
+    """The cuts and tensors of all ranks' parts. Raises CheckpointError unless each element was written exactly once."""
+    names = cache(lambda packed: tuple(json.loads(zlib.decompress(packed))))
+    kinds = _same_kinds(parts)
+    rows: dict[str, list[Row]] = {name: [] for name in kinds}
+    checksums: dict[str, array] = {name: array("I") for name in kinds}
+    for rank, part in enumerate(parts):
+        here = names(part.kinds)
+        for offsets, sizes, numbers, crcs in part.places:
+            row = (offsets, sizes, rank)
+            for number, crc32 in zip(array("I", numbers), array("I", crcs), strict=True):
+                rows[here[number]].append(row)
+                checksums[here[number]].append(crc32)
+    return _tensors(kinds, rows, checksums)
+
+
+def _same_kinds(parts: Sequence[Part]) -> dict[str, Kind]:
+    kinds: dict[str, Kind] = {}
+    first_rank: dict[bytes, int] = {}
+    for rank, part in enumerate(parts):
+        first_rank.setdefault(part.kinds, rank)
+    for packed, rank in first_rank.items():
+        for name, (dtype, shape) in json.loads(zlib.decompress(packed)).items():
+            kind = (dtype, tuple(shape))
+            if kinds.setdefault(name, kind) != kind:
+                raise CheckpointError(
+                    f"{name} is {dtype}{list(shape)} on rank {rank}, and another shape or type before",
+                    rule="all ranks have blocks of the same tensors",
+                )
+    return kinds
+
+
+def _tensors(
+    kinds: dict[str, Kind], rows: dict[str, list[Row]], checksums: dict[str, array]
+) -> tuple[tuple[Cut, ...], dict[str, TensorEntry]]:
+    orders: dict[tuple[Row, ...], list[int]] = {}  # as gathered, by rank -> how to sort by place
+    numbers: dict[tuple[Row, ...], int] = {}  # as gathered -> which cut
+    tiled: dict[tuple[int, Numbers], str] = {}
+    cuts, entries = [], {}
+    for name, (dtype, shape) in kinds.items():
+        gathered = tuple(rows[name])
+        if gathered not in numbers:
+            orders[gathered] = sorted(range(len(gathered)), key=gathered.__getitem__)
+            offsets, sizes, ranks = (
+                zip(*(gathered[i] for i in orders[gathered]), strict=True) if gathered else ((),) * 3
+            )
+            numbers[gathered] = len(cuts)
+            cuts.append(Cut(ranks=ranks, offsets=offsets, sizes=sizes))
+        number = numbers[gathered]
+        if (number, shape) not in tiled:
+            tiled[number, shape] = tiling_problem(shape, [(offsets, sizes) for offsets, sizes, _ in gathered])
+        if problem := tiled[number, shape]:
+            raise CheckpointError(
+                f"the blocks of {name} that the ranks own {problem}",
+                rule="every element is saved by exactly one rank",
+            )
+        crc32 = pack_crc32([checksums[name][i] for i in orders[gathered]])
+        entries[name] = TensorEntry(dtype=dtype, shape=shape, cut=number, crc32=crc32)
+    return tuple(cuts), entries

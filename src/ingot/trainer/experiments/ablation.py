@@ -1,0 +1,182 @@
+"""Which of several mixtures is better? The same small model is trained on each, with equal tokens and several seeds.
+
+A difference between two mixtures says something only if it is larger than what the seed alone makes, so every mixture
+is trained at least twice, and the ranking names what is within that noise. Each training is a run of its own in a
+folder of its own: what was interrupted goes on, what is finished stays.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, variance
+
+from ingot.config import load, to_dict, to_toml
+from ingot.errors import ConfigError, RunFailed
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import exclusive, write_atomic, write_json
+from ingot.trainer.main import run_rank
+from ingot.trainer.mesh.start import stop
+
+RESULT = "ablation.json"
+# Two-sided 95% points of Student's t by degrees of freedom; between two of them the lower one is used.
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+_T95 |= {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980}
+Progress = Callable[[float, str], None]
+Weights = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A mixture's result, means over the seeds. bpb: held-out bits per byte, every source counting the same.
+
+    by_seed: of each seed. behind: bpb above the best mixture's. within_noise: behind by no more than the noise.
+    """
+
+    name: str
+    weights: dict[str, float]
+    bpb: float
+    by_source: dict[str, float]
+    by_seed: tuple[float, ...]
+    behind: float
+    within_noise: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """mixtures: best first. deviation: of bpb between seeds of one mixture, pooled. noise: the difference between two
+    mixtures' means that seeds alone exceed in 5% of cases. tokens: that each training saw."""
+
+    mixtures: tuple[Compared, ...]
+    seeds: tuple[int, ...]
+    tokens: int
+    deviation: float
+    noise: float
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what can be said."""
+        best, *others = self.mixtures
+        tied = [one.name for one in others if one.within_noise]
+        if not tied:
+            return f"{best.name} is best: the next one is {others[0].behind:.4f} behind, the noise is {self.noise:.4f}"
+        return (
+            f"{best.name} has the lowest mean, but {', '.join(tied)} {'is' if len(tied) == 1 else 'are'} within the "
+            f"noise of {self.noise:.4f}: more seeds or longer runs would tell"
+        )
+
+
+def ablate(
+    config: RunConfig,
+    mixtures: Mapping[str, Weights],
+    folder: Path,
+    *,
+    seeds: Sequence[int] = (1, 2),
+    progress: Progress | None = None,
+) -> Ablation:
+    """Train `config` once per mixture and seed in folder/NAME/seed-N, and compare on its held-out text.
+
+    mixtures: name -> weights (data.weights). The result is also written as folder/ablation.json. The same call goes on
+    where it was interrupted. Raises ConfigError for fewer than two mixtures or seeds, without held-out text, and for a
+    folder with other runs.
+    """
+    _check(config, mixtures, seeds)
+    say, runs = progress or (lambda fraction, text: None), []
+    folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder, f"ablating in {folder}"):
+        wanted = [
+            (name, seed, _prepared(config, folder, name, weights, seed))
+            for name, weights in mixtures.items()
+            for seed in seeds
+        ]
+        for number, (name, seed, run) in enumerate(wanted):
+            say(number / len(wanted), f"{name}, seed {seed}")
+            runs.append((name, _evaluated(run, config.train.steps)))
+        by_name = {name: [found for other, found in runs if other == name] for name in mixtures}
+        result = compare(mixtures, by_name, seeds, config.train.steps * config.tokens_per_step)
+        write_json(folder / RESULT, to_dict(result))
+    return result
+
+
+def compare(
+    mixtures: Mapping[str, Weights],
+    scores: Mapping[str, Sequence[Mapping[str, float]]],
+    seeds: Sequence[int],
+    tokens: int,
+) -> Ablation:
+    """Rank mixtures. scores: name -> for every seed {source: bits per byte}.
+
+    The noise is the two-sided 95% bound of Student's t for the difference of two means over n seeds, with the variance
+    between seeds pooled over all mixtures. Many comparisons at once find a difference by chance more often than that.
+    """
+    by_seed = {name: [fmean(one.values()) for one in scores[name]] for name in mixtures}
+    count = len(seeds)
+    deviation = math.sqrt(fmean(variance(values) for values in by_seed.values()))
+    noise = student_t95(len(by_seed) * (count - 1)) * deviation * math.sqrt(2 / count)
+    best = min(fmean(values) for values in by_seed.values())
+    compared = [
+        Compared(
+            name=name,
+            weights=dict(weights),
+            bpb=fmean(by_seed[name]),
+            by_source={source: fmean(one[source] for one in scores[name]) for source in scores[name][0]},
+            by_seed=tuple(by_seed[name]),
+            behind=fmean(by_seed[name]) - best,
+            within_noise=fmean(by_seed[name]) - best <= noise,
+        )
+        for name, weights in mixtures.items()
+    ]
+    ranked = tuple(sorted(compared, key=lambda one: one.bpb))
+    return Ablation(mixtures=ranked, seeds=tuple(seeds), tokens=tokens, deviation=deviation, noise=noise)
+
+
+def student_t95(degrees: int) -> float:
+    """Not below the two-sided 95% point of Student's t."""
+    return _T95[max(listed for listed in _T95 if listed <= degrees)]
+
+
+def _check(config: RunConfig, mixtures: Mapping[str, Weights], seeds: Sequence[int]) -> None:
+    if len(mixtures) < 2:
+        raise ConfigError(f"{len(mixtures)} mixture to compare", rule="at least two")
+    if len(set(seeds)) < 2 or len(set(seeds)) < len(seeds):
+        raise ConfigError(
+            f"seeds {list(seeds)}",
+            rule="at least two, each once: without a second seed nothing says how large the noise is",
+        )
+    if not config.data.heldout:
+        raise ConfigError(
+            "the run names no data.heldout",
+            rule="mixtures are compared on text that none was trained on",
+            fix="build the tokens with ingot data build, which holds some out",
+        )
+
+
+def _prepared(config: RunConfig, folder: Path, name: str, weights: Weights, seed: int) -> RunFolder:
+    run = RunFolder(folder / name / f"seed-{seed}")
+    data = replace(config.data, weights=dict(weights))
+    wanted = replace(config, name=f"{name}-seed-{seed}", seed=seed, data=data)
+    if run.config.exists() and load(RunConfig, run.config) != wanted:
+        raise ConfigError(
+            f"{run.root} holds another run",
+            rule="trainings that are compared differ in mixture and seed alone",
+            fix="another folder (--out DIR), or remove this one",
+        )
+    if not run.config.exists():
+        write_atomic(run.config, to_toml(wanted))
+    return run
+
+
+def _evaluated(run: RunFolder, steps: int) -> dict[str, float]:
+    """Bits per byte by held-out source after the last step of `run`, which is trained if it is not."""
+    if not any(True for _ in read_events(run.events, events.FINISHED)):
+        try:
+            run_rank(run, None, quiet=True)
+        finally:
+            stop()  # also where it failed: the next training joins a job of its own
+    scores = [e["by_source"] for e in read_events(run.events, events.EVALUATION) if e["step"] == steps]
+    if not scores:
+        raise RunFailed(f"{run.root} ended without an evaluation", rule="a run is scored after its last step")
+    return {source: score["bpb"] for source, score in scores[-1].items()}

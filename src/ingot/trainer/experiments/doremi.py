@@ -1,0 +1,147 @@
+"""DoReMi: which mixture lets a model learn everything that can be learned (Xie et al. 2023, arXiv:2305.10429).
+
+A small reference is trained on a base mixture. Then a small proxy of the same size is trained by group DRO (Sagawa et
+al. 2020): a source on which the proxy is worse than the reference, so where there is something left to learn, gets more
+weight; noise, which no one learns, and what is learned already, do not. The mean of the weights over the steps is the
+mixture for the large model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ingot.config import to_dict
+from ingot.errors import ConfigError
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import read_token_manifest
+from ingot.storage import write_json
+from ingot.trainer.experiments.proxy import Proxy, SourceBatches, as_array
+from ingot.trainer.mesh.start import choose_device
+
+_HISTORY_LINES = 200
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoremiRules:
+    """step_size: of the exponentiated gradient, eta. smoothing: share c of the uniform mixture in every step's weights.
+
+    Both as in the paper (section 2, "Practical details").
+    """
+
+    step_size: float = 1.0
+    smoothing: float = 1e-3
+
+    def problems(self):
+        if not 0 < self.step_size < float("inf"):
+            yield "step_size", f"is {self.step_size}, must be positive"
+        if not 0 <= self.smoothing <= 1:
+            yield "smoothing", f"is {self.smoothing}, must be in [0, 1]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A step of the proxy. excess: nats per token above the reference, clipped at 0 for every token."""
+
+    step: int
+    weights: dict[str, float]
+    excess: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doremi:
+    """base, weights: shares by source, before and after. history: some of the steps, evenly chosen."""
+
+    base: dict[str, float]
+    weights: dict[str, float]
+    steps: int
+    tokens_per_step: int
+    parameters: int
+    data_fingerprint: str
+    rules: DoremiRules
+    history: tuple[Moment, ...]
+
+
+def updated_weights(weights: np.ndarray, excess: np.ndarray, rules: DoremiRules) -> np.ndarray:
+    """One step of group DRO on the weights (algorithm 1, lines 5 to 7): all float64 [sources]."""
+    logits = np.log(weights) + rules.step_size * excess
+    grown = np.exp(logits - logits.max())
+    return (1 - rules.smoothing) * grown / grown.sum() + rules.smoothing / len(weights)
+
+
+def excess_nats(proxy: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> np.ndarray:
+    """By source the mean over its tokens of max(proxy - reference, 0), float64 [sources]."""
+    pairs = zip(proxy, reference, strict=True)
+    return np.array([float((mine - its).clamp(min=0).double().mean()) for mine, its in pairs])
+
+
+def doremi(
+    config: RunConfig,
+    base: Mapping[str, float] | None = None,
+    rules: DoremiRules | None = None,
+    *,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> Doremi:
+    """Tune the mixture of config.data.tokens with proxies of config.model; write the result at `out` if given.
+
+    config: its seed, train, optim and schedule are those of both trainings; its own data.weights are not used. A step
+    takes equally many samples of every source, about train.global_batch together. base: the reference's mixture, in any
+    unit (default: natural shares). Raises ConfigError, DataError.
+    """
+    rules = rules or DoremiRules()
+    for name, problem in rules.problems():
+        raise ConfigError(f"{name} {problem}", rule="settings of DoReMi")
+    tokens = Path(config.data.tokens)
+    manifest = read_token_manifest(tokens)
+    sources = manifest.sources
+    if len(sources) < 2:
+        raise ConfigError(
+            f"the tokens have no two sources ({', '.join(sources)})",
+            rule="a mixture has at least two",
+            fix="build them with --source NAME FILES",
+        )
+    natural = {source: sum(s.tokens for s in manifest.shards if s.source == source) for source in sources}
+    if unknown := set(base or ()) - set(sources):
+        raise ConfigError(f"the tokens have no source {min(unknown)!r}", rule=f"sources here: {', '.join(sources)}")
+    shares = as_array(base or natural, sources)
+    device, say = choose_device(config.train.device, 0), progress or (lambda fraction, text: None)
+    steps, per_source = config.train.steps, max(config.train.global_batch // len(sources), 1)
+    batches = SourceBatches(tokens, manifest, config.train.seq_len, config.seed, per_source)
+
+    reference = Proxy(config, manifest, device)
+    for step in range(1, steps + 1):
+        reference.train(step, batches.step(step), shares)
+        say(0.4 * step / steps, "reference")
+    proxy = Proxy(config, manifest, device)
+    weights, total = np.full(len(sources), 1 / len(sources)), np.zeros(len(sources))
+    history = []
+    for step in range(1, steps + 1):
+        batch = batches.step(step)
+        excess = excess_nats(proxy.nats(batch), reference.nats(batch))
+        weights = updated_weights(weights, excess, rules)
+        total += weights
+        proxy.train(step, batch, weights)
+        if step % max(steps // _HISTORY_LINES, 1) == 0:
+            history.append(Moment(step=step, weights=_by_source(sources, weights), excess=_by_source(sources, excess)))
+        say(0.4 + 0.6 * step / steps, "proxy")
+    result = Doremi(
+        base=_by_source(sources, shares),
+        weights=_by_source(sources, total / steps),
+        steps=steps,
+        tokens_per_step=per_source * len(sources) * config.train.seq_len,
+        parameters=sum(p.numel() for p in proxy.model.parameters()),
+        data_fingerprint=manifest.fingerprint(),
+        rules=rules,
+        history=tuple(history),
+    )
+    if out is not None:
+        write_json(out, to_dict(result))
+    return result
+
+
+def _by_source(sources: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    return dict(zip(sources, values.tolist(), strict=True))

@@ -1,0 +1,142 @@
+"""A small model that stands for a large one while mixtures are compared, and its training in one process.
+
+Here a step is told how much each source counts, which a run does not know (its mixture decides what it reads).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ingot.errors import ConfigError
+from ingot.schema.arch import Arch
+from ingot.schema.run import Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
+from ingot.schema.tokens import TokenManifest, check_vocabulary
+from ingot.trainer.loader.order import Order
+from ingot.trainer.loader.reader import TokenReader
+from ingot.trainer.model.init import initialize
+from ingot.trainer.model.transformer import Transformer
+from ingot.trainer.optim.adamw import Optimizer
+from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.schedule import learning_rate
+from ingot.trainer.parallel.piece import Piece
+
+HEAD_DIM = 32
+
+
+def proxy_run(
+    tokens: Path,
+    manifest: TokenManifest,
+    *,
+    steps: int,
+    heldout: Path | None = None,
+    tokenizer: Path | None = None,
+    width: int = 64,
+    layers: int = 2,
+    seq_len: int = 128,
+    global_batch: int = 16,
+    seed: int = 1234,
+) -> RunConfig:
+    """A run on `tokens` that a laptop finishes in minutes: a dense model of `layers` x `width` in fp32 on the CPU."""
+    heads = max(width // HEAD_DIM, 1)
+    return RunConfig(
+        name="proxy",
+        seed=seed,
+        model=Arch(
+            vocab_size=manifest.vocab_size,
+            d_model=width,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=HEAD_DIM,
+            d_ffn=3 * width,
+            max_seq_len=seq_len,
+            tied_embeddings=True,
+        ),
+        data=Data(
+            tokens=str(tokens.resolve()),
+            heldout=str(heldout.resolve()) if heldout else "",
+            tokenizer=str(tokenizer.resolve()) if tokenizer else "",
+        ),
+        train=Train(
+            steps=steps,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            micro_batch=global_batch,
+            precision="fp32",
+            device="cpu",
+        ),
+        optim=Optim(lr=3e-3),
+        schedule=Schedule(warmup_steps=max(steps // 20, 1) if steps > 1 else 0),
+        evaluate=Evaluate(sample_tokens=1),
+        watch=Watch(log_every=max(steps // 10, 1)),
+    )
+
+
+class SourceBatches:
+    """Equally many samples of every source for each step: a function of (seed, tokens, step), like a run's batches."""
+
+    def __init__(self, tokens: Path, manifest: TokenManifest, seq_len: int, seed: int, per_source: int):
+        self.sources, self.per_source = manifest.sources, per_source
+        self._reader = TokenReader(tokens, seq_len, manifest=manifest)
+        self._orders = [Order(manifest, seq_len, seed, {source: 1.0}) for source in manifest.sources]
+
+    def step(self, step: int) -> list[Tensor]:
+        """Tokens of step `step` (from 1), int64 [per_source, seq_len + 1], in the order of `sources`."""
+        return [torch.from_numpy(self._reader.read(order.step(step, self.per_source))) for order in self._orders]
+
+
+class Proxy:
+    """A dense model of `config` with its optimizer. It starts from the weights that a run of `config` starts from."""
+
+    def __init__(self, config: RunConfig, manifest: TokenManifest, device: torch.device):
+        if config.model.is_moe:
+            raise ConfigError(
+                "the proxy has experts",
+                rule="a proxy is a small dense model: what it learns of the mixture carries over (Xie et al. 2023)",
+                fix="give a run file with a dense model",
+            )
+        check_vocabulary(manifest, config.model.vocab_size)
+        self.config, self.device = config, device
+        self.model = Transformer(config.model)
+        initialize(self.model, config.model, config.seed)
+        self.model.to(device)
+        self._parameters = dict(self.model.named_parameters())
+        self._pieces = [
+            Piece(name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), p.data, owner=True)
+            for name, p in self._parameters.items()
+        ]
+        self._optimizer = Optimizer(self._pieces, config.optim)
+
+    @torch.no_grad()
+    def nats(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """-log p of every target of every source, [per_source * seq_len] each."""
+        return [torch.cat([self._forward(part, per_token=True) for part in self._parts(batch)]) for batch in batches]
+
+    def train(self, step: int, batches: Sequence[Tensor], weights: np.ndarray) -> None:
+        """One update on sum over sources of weight x mean nats. weights: float64 [sources]."""
+        for batch, weight in zip(batches, weights.tolist(), strict=True):
+            targets = batch[:, 1:].numel()
+            for part in self._parts(batch):
+                (self._forward(part) * (weight / targets)).backward()
+        for piece in self._pieces:
+            piece.grad = self._parameters[piece.name].grad
+        optim, train = self.config.optim, self.config.train
+        norm = gradient_norm(self._pieces, world=1)
+        lr = learning_rate(step, train.steps, optim.lr, self.config.schedule)
+        self._optimizer.step(lr, scale=clip_factor(norm, optim.clip_norm))
+        self.model.zero_grad(set_to_none=True)
+
+    def _parts(self, batch: Tensor) -> Sequence[Tensor]:
+        return batch.to(self.device).split(self.config.train.micro_batch)
+
+    def _forward(self, tokens: Tensor, *, per_token: bool = False) -> Tensor:
+        return self.model(tokens[:, :-1], tokens[:, 1:], per_token=per_token)
+
+
+def as_array(weights: Mapping[str, float], sources: Sequence[str]) -> np.ndarray:
+    """Shares of `sources`, float64 that add up to one; 0 for a source that is not named."""
+    values = np.array([weights.get(source, 0.0) for source in sources], np.float64)
+    return values / values.sum()

@@ -1,0 +1,147 @@
+"""A checkpoint becomes a Hugging Face model folder.
+
+Nothing is called exported before the written folder was read back by our own importer and gave the logits of the
+trained model. The folder appears under its name only then.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ingot import config as configuration
+from ingot.errors import CheckpointError, UsageError
+from ingot.events import EventLog
+from ingot.schema.events import EXPORTED
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import read_token_manifest
+from ingot.storage import fsync_dir, require_free, sha256_file, write_atomic, write_json
+from ingot.trainer.checkpoint.find import find_checkpoint
+from ingot.trainer.checkpoint.loading import load_model
+from ingot.trainer.export.card import model_card
+from ingot.trainer.export.model_folder import DTYPES, import_huggingface, write_model
+from ingot.trainer.export.tokenizer import tokenizer_file, write_tokenizer
+from ingot.trainer.model.transformer import Transformer
+
+MAX_LOGIT_DIFFERENCE = 1e-5
+RECORD = "ingot.json"  # marks a folder as an export of ours: what it was made from, and the hashes of its files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """path: the folder. step: of the checkpoint. files: name -> bytes.
+
+    max_logit_difference: the folder, read back, against the trained weights in the exported dtype.
+    rounding_logit_difference: the same against the trained fp32 weights; above 0 only for bfloat16.
+    """
+
+    path: Path
+    step: int
+    files: dict[str, int]
+    max_logit_difference: float
+    rounding_logit_difference: float
+
+
+def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", "bfloat16"] = "float32") -> Exported:
+    """Write the newest checkpoint of a run (or the one named) to `out` in Hugging Face format and prove it.
+
+    An earlier export in `out` is replaced; any other folder with something in it is refused (UsageError).
+    Raises CheckpointError when the checkpoint does not verify or the written folder gives other logits.
+    """
+    folder, checkpoint = find_checkpoint(run_or_checkpoint)
+    _require_replaceable(out)
+    run = configuration.load(RunConfig, folder.config)
+    tokens = read_token_manifest(folder.root / run.data.tokens)
+    model = Transformer(run.model)
+    manifest = load_model(checkpoint, model)
+    size_bytes = sum(p.numel() for p in model.parameters()) * DTYPES[dtype].itemsize
+    require_free(out, size_bytes + (16 << 20), f"the export to {out}")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        write_model(temporary, run.model, model.state_dict(), eot_id=tokens.eot_id, dtype=dtype)
+        write_tokenizer(temporary, tokenizer_file(folder.root, run.data), tokens, run.model.max_seq_len)
+        difference, rounding = _prove(temporary, model, DTYPES[dtype])
+        write_atomic(temporary / "README.md", model_card(folder, run, tokens, manifest, dtype))
+        files = _write_record(temporary, checkpoint, manifest.step, difference)
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    fsync_dir(out.parent)
+    log = EventLog(folder.events)
+    log.write(EXPORTED, path=str(out), max_logit_difference=difference, step=manifest.step)
+    log.close()
+    return Exported(
+        path=out,
+        step=manifest.step,
+        files=files,
+        max_logit_difference=difference,
+        rounding_logit_difference=rounding,
+    )
+
+
+def _require_replaceable(out: Path) -> None:
+    if out.name in ("", ".."):
+        raise UsageError(f"{out} cannot be written", rule="an export is a folder of its own", fix="name it: --out DIR")
+    if out.exists() and not (out.is_dir() and ((out / RECORD).is_file() or not any(out.iterdir()))):
+        raise UsageError(
+            f"{out} exists and is not an earlier export",
+            rule="an export replaces only what ingot exported",
+            fix="choose another --out, or remove it yourself",
+        )
+
+
+@torch.no_grad()
+def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[float, float]:
+    """Largest logit difference of the folder to `trained` rounded to `dtype`, and to `trained` as it is.
+
+    Both sides compute in fp32 on fixed tokens. Raises CheckpointError above MAX_LOGIT_DIFFERENCE.
+    """
+    arch, state = import_huggingface(written)
+    reloaded = Transformer(arch)
+    reloaded.load_state_dict(state)
+    exact = _logits(trained)
+    if dtype == torch.float32:
+        rounded = exact
+    else:
+        twin = Transformer(arch)
+        # Biases of routers are not rounded; those that only the exported class has are 0.
+        expected = state | {name: b for name, b in trained.named_buffers() if name in state}
+        weights = {name: p for name, p in trained.named_parameters() if name in state}
+        twin.load_state_dict(expected | {name: p.to(dtype) for name, p in weights.items()})
+        rounded = _logits(twin)
+    found = _logits(reloaded)
+    difference = (found - rounded).abs().max().item()
+    if not difference <= MAX_LOGIT_DIFFERENCE:  # NaN must fail too
+        raise CheckpointError(
+            f"the exported model's logits differ by {difference:.3g} from the trained model's",
+            rule=f"at most {MAX_LOGIT_DIFFERENCE:g} on the same tokens; nothing was exported",
+            fix="this is a defect of ingot or of the disk: please report it with the run's run.toml",
+        )
+    return difference, (found - exact).abs().max().item()
+
+
+def _logits(model: Transformer) -> torch.Tensor:
+    """Logits [2, T, V] in fp32 on tokens that only depend on the shape."""
+    arch = model.arch
+    T = min(64, arch.max_seq_len)
+    tokens_BT = (torch.arange(2 * T) * 7919 + 17).remainder(arch.vocab_size).view(2, T)
+    return model.eval()(tokens_BT).float()
+
+
+def _write_record(folder: Path, checkpoint: Path, step: int, difference: float) -> dict[str, int]:
+    paths = sorted(folder.iterdir())
+    facts = {
+        "checkpoint": checkpoint.name,
+        "checkpoint_manifest_sha256": sha256_file(checkpoint / "manifest.json"),
+        "step": step,
+        "max_logit_difference": difference,
+        "files": {p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in paths},
+    }
+    write_json(folder / RECORD, facts)
+    return {p.name: p.stat().st_size for p in paths}

@@ -1,0 +1,84 @@
+"""The tensors of a model as Hugging Face keeps them, and back: renamed, stacks cut, rotary rows in pairs.
+
+Shape letters: N heads, P and R the parts of a head without and with rotary positions, D inputs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ingot.hub.naming import huggingface_names
+from ingot.schema.arch import Arch
+from ingot.trainer.model.transformer import Transformer
+
+# Ends of names that logits do not depend on: the loads of the step before, which a balance loss weighs scores with, and
+# the expert of tokens beyond a capacity, which acts in training only.
+TRAINING_ONLY = (
+    "moe.router.load",
+    "moe.fallback.gate.weight",
+    "moe.fallback.up.weight",
+    "moe.fallback.down.weight",
+)
+# Stored as float32 whatever the rest is: rounded, it could choose other experts.
+WIDE = ".e_score_correction_bias"
+
+
+def tensor_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
+    """Our name of everything that a model of `arch` computes logits with -> its shape."""
+    with torch.device("meta"):
+        state = Transformer(arch).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if not name.endswith(TRAINING_ONLY)}
+
+
+def huggingface_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
+    """Their name -> its shape on the disk."""
+    shapes = tensor_shapes(arch)
+    return {
+        theirs: (shapes[ours][0] // len(names), *shapes[ours][1:])
+        for ours, names in huggingface_names(arch, shapes).items()
+        for theirs in names
+    }
+
+
+def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state`, of `tensor_shapes(arch)`, under their names; views where nothing moves."""
+    found = {}
+    for ours, names in huggingface_names(arch, state).items():
+        parts = _turned(arch, ours, state[ours], _pairs).chunk(len(names))
+        found |= dict(zip(names, parts, strict=True))
+        if arch.is_mla and ours.endswith("moe.router.weight") and not arch.moe.bias_rate:
+            # Their class always has a bias; one that was never moved changes nothing.
+            bias = names[0].removesuffix(".weight") + WIDE
+            found[bias] = torch.zeros(arch.moe.num_experts)
+    return found
+
+
+def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: bool) -> Tensor:
+    """Our tensor `ours` of those of theirs that it is made of, in their order; of a stack any run of them will do.
+
+    pairs: rotary rows of latent attention lie in pairs (config.json: rope_interleave).
+    """
+    whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+    return _turned(arch, ours, whole, _halves) if pairs else whole
+
+
+def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
+    """`order` applied to the rows of latent attention that take part in the rotation, the last R of what has them."""
+    if not arch.is_mla or not ours.endswith(
+        ("attention.q.weight", "attention.q_up.weight", "attention.kv_down.weight")
+    ):
+        return tensor
+    heads = 1 if ours.endswith("kv_down.weight") else arch.num_heads
+    grouped = tensor.unflatten(0, (heads, -1))
+    rest, rotary_NRD = grouped.split((grouped.shape[1] - arch.mla.rope_dim, arch.mla.rope_dim), dim=1)
+    return torch.cat((rest, order(rotary_NRD)), dim=1).flatten(0, 1)
+
+
+def _pairs(rows_NRD: Tensor) -> Tensor:
+    """Rows i and i + R/2, which we rotate together, side by side at 2i and 2i + 1 as in published checkpoints."""
+    return rows_NRD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _halves(rows_NRD: Tensor) -> Tensor:
+    return rows_NRD.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

@@ -1,0 +1,110 @@
+"""The ledger: which samples a run really consumed, and the proof that it is what the order says.
+
+Ranks remember the samples of their steps; at a checkpoint the parts are put together and written as a segment. The
+checkpoint names its segments with their hashes, so a run that was killed, resumed or moved to another number of ranks
+can show that no sample was lost and none came twice.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ingot.errors import DataError
+from ingot.schema.checkpoint import LedgerSegment
+from ingot.storage import sha256_bytes, write_atomic
+from ingot.trainer.loader.order import Order
+
+
+class Ledger:
+    """What one rank consumed since the last checkpoint: steps without a gap."""
+
+    def __init__(self):
+        self._first_step = 0
+        self._ids: list[np.ndarray] = []
+
+    def record(self, step: int, sample_ids: np.ndarray) -> None:
+        """Remember this rank's samples (int64 [n]) of a step that was trained. Raises DataError on a gap."""
+        expected = self._first_step + len(self._ids)
+        if self._ids and step != expected:
+            raise DataError(f"step {step} follows step {expected - 1}", rule="steps are recorded one by one, in order")
+        if not self._ids:
+            self._first_step = step
+        self._ids.append(np.asarray(sample_ids, np.int64))
+
+    def segment(self, first_step: int, last_step: int) -> np.ndarray:
+        """This rank's samples of the steps first..last: int64 [steps, n]. Raises DataError when some are not here."""
+        begin, end = first_step - self._first_step, last_step - self._first_step + 1
+        if not 0 <= begin < end <= len(self._ids):
+            held = f"{self._first_step} to {self._first_step + len(self._ids) - 1}" if self._ids else "none"
+            raise DataError(
+                f"steps {first_step} to {last_step} are asked for, recorded: {held}",
+                rule="a segment holds steps that were recorded and not yet forgotten",
+            )
+        return np.stack(self._ids[begin:end])
+
+    def forget(self, last_step: int) -> None:
+        """Drop the steps up to `last_step`: they are in a verified checkpoint."""
+        count = max(last_step - self._first_step + 1, 0)
+        self._ids = self._ids[count:]
+        self._first_step += count
+
+
+def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np.ndarray) -> LedgerSegment:
+    """Write the samples of steps first..last, all ranks side by side in rank order: int64 [steps, global_batch].
+
+    The file is these numbers, little-endian, row by row. It is whole or absent.
+    """
+    if ids_by_step.ndim != 2 or len(ids_by_step) != last_step - first_step + 1:
+        raise DataError(
+            f"ids of shape {ids_by_step.shape} for the steps {first_step} to {last_step}",
+            rule="one row of samples per step",
+        )
+    name = f"steps-{first_step:08d}-{last_step:08d}.i64"
+    data = np.ascontiguousarray(ids_by_step, "<i8").tobytes()
+    write_atomic(folder / name, data)
+    return LedgerSegment(file=name, first_step=first_step, last_step=last_step, sha256=sha256_bytes(data))
+
+
+def read_ledger(folder: Path, segments: Sequence[LedgerSegment]) -> Iterator[tuple[int, np.ndarray]]:
+    """(step, samples int64 [global_batch]) of all segments in order. Raises DataError when one is not as written."""
+    for segment in segments:
+        path = folder / segment.file
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"ledger segment {path} cannot be read ({error.strerror})", fix=_FIX) from None
+        steps = segment.last_step - segment.first_step + 1
+        if sha256_bytes(data) != segment.sha256 or steps < 1 or len(data) % (8 * steps):
+            raise DataError(
+                f"ledger segment {path} is not as it was written",
+                rule="its checkpoint holds its SHA-256",
+                fix=_FIX,
+            )
+        for row, ids in enumerate(np.frombuffer(data, "<i8").reshape(steps, -1)):
+            yield segment.first_step + row, ids
+
+
+_FIX = "resume from an older checkpoint (ingot ckpt ls), whose segments are whole"
+
+
+def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: int) -> None:
+    """Hold what was consumed, from step 1 on, against the order; DataError names the first step that differs."""
+    expected = 1
+    for step, ids in ledger:
+        if step != expected:
+            what = "was consumed twice" if step < expected else f"is missing: the ledger goes on with step {step}"
+            raise DataError(
+                f"step {min(step, expected)} {what}", rule="every step from 1 on was consumed exactly once, in order"
+            )
+        wanted = order.step(step, global_batch)
+        if len(ids) != global_batch:
+            raise DataError(f"step {step} consumed {len(ids)} samples, not {global_batch}", rule="one global batch")
+        if (wrong := np.flatnonzero(ids != wanted)).size:
+            at = int(wrong[0])
+            raise DataError(
+                f"step {step}: sample {at} was window {ids[at]}, the order says {wanted[at]} "
+                f"({wrong.size} of {global_batch} differ)",
+                rule="samples are a function of seed, tokens and step alone",
+            )
+        expected = step + 1

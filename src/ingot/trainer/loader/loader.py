@@ -1,0 +1,225 @@
+"""Batches for one rank, some steps ahead of the trainer: read by a thread, copied to the device on a side stream."""
+
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ingot.errors import ConfigError, ResourceError
+from ingot.schema.tokens import read_token_manifest
+from ingot.trainer.loader.order import Order
+from ingot.trainer.loader.reader import TokenReader, document_numbers
+
+_POLL_SECONDS = 0.1  # how often the thread looks whether it was told to stop
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's part of one optimizer step: A micro-batches of B sequences of T tokens, on the loader's device.
+
+    inputs, targets: int64 [A, B, T], views of one buffer (not contiguous: use reshape, not view).
+    document_ids: int32 [A, B, T], the number of the document within its sequence; None unless asked for.
+    sample_ids: int64 [A * B], window ids for the ledger. wait_seconds: how long the trainer waited for this batch.
+    """
+
+    step: int
+    sample_ids: np.ndarray
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    document_ids: torch.Tensor | None
+    wait_seconds: float
+
+
+@dataclass
+class _Prepared:
+    step: int
+    sample_ids: np.ndarray
+    tokens: torch.Tensor  # [A * B, T + 1]
+    documents: torch.Tensor | None  # [A * B, T]
+    ready: "torch.cuda.Event | None"  # the copy to the device
+
+
+class Loader:
+    """Iterates over the batches of the steps first_step..last_step (inclusive, counted from 1).
+
+    Rank r of `ranks` reads samples r*n..(r+1)*n-1 of each step's global batch: all ranks together read exactly what
+    one rank would. Raises ConfigError at once when the batch cannot be divided so; damage in the data is raised by
+    next(). Close it, or use it as a context manager, to end its thread.
+
+    prefetch: batches that are read ahead and wait for the trainer.
+    earlier: the weights before, as (last step, weights), oldest first (loader/history.py).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seq_len: int,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        earlier: Sequence[tuple[int, Mapping[str, float]]] = (),
+        rank: int = 0,
+        ranks: int = 1,
+        first_step: int = 1,
+        last_step: int,
+        device: torch.device | str = "cpu",
+        mask_documents: bool = False,
+        prefetch: int = 2,
+        deadline_seconds: float = 300.0,
+    ):
+        if global_batch % (ranks * micro_batch):
+            raise ConfigError(
+                f"global_batch {global_batch} is not micro_batch {micro_batch} x accumulation x {ranks} ranks",
+                rule="every rank reads the same number of micro-batches",
+            )
+        self.manifest = read_token_manifest(folder)
+        mixes = [(step * global_batch, own) for step, own in earlier]
+        self.order = Order(self.manifest, seq_len, seed, weights, earlier=mixes)
+        self.device = _with_index(torch.device(device))
+        self.micro_batch, self.deadline_seconds = micro_batch, deadline_seconds
+        self._reader = TokenReader(folder, seq_len, manifest=self.manifest)
+        self._global_batch, self._mask_documents = global_batch, mask_documents
+        per_rank = global_batch // ranks
+        self._part = slice(rank * per_rank, (rank + 1) * per_rank)
+        self._shape = (per_rank, seq_len + 1)
+        self._steps = range(first_step, last_step + 1)
+        self._next_step = first_step
+        self._queue: queue.Queue[_Prepared | BaseException] = queue.Queue(prefetch)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._prepare_all, name="ingot-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        """The next step's batch. Raises what the thread met, and ResourceError after `deadline_seconds` of nothing."""
+        if self._next_step not in self._steps:
+            raise StopIteration
+        started = time.perf_counter()
+        prepared = self._get()
+        if isinstance(prepared, BaseException):
+            self._next_step = self._steps.stop
+            raise prepared
+        self._next_step += 1
+        if prepared.ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(prepared.ready)
+            for tensor in (prepared.tokens, prepared.documents):
+                if tensor is not None:
+                    tensor.record_stream(stream)  # made on the side stream, freed after this one is done with it
+        return self._batch(prepared, time.perf_counter() - started)
+
+    def _batch(self, prepared: _Prepared, wait_seconds: float) -> Batch:
+        shape = (-1, self.micro_batch, self._shape[1] - 1)
+        documents = prepared.documents
+        return Batch(
+            step=prepared.step,
+            sample_ids=prepared.sample_ids,
+            inputs=prepared.tokens[:, :-1].unflatten(0, shape[:2]),
+            targets=prepared.tokens[:, 1:].unflatten(0, shape[:2]),
+            document_ids=None if documents is None else documents.view(shape),
+            wait_seconds=wait_seconds,
+        )
+
+    def _get(self) -> "_Prepared | BaseException":
+        if self._stop.is_set():
+            raise ResourceError("the loader is closed", rule="batches are taken before close()")
+        try:
+            return self._queue.get(timeout=self.deadline_seconds)
+        except queue.Empty:
+            raise ResourceError(
+                f"no batch for step {self._next_step} within {self.deadline_seconds:.0f} s",
+                rule="reading a batch takes milliseconds; the disk or mount of the token folder hangs",
+                fix="look at the storage, then run the same command again: it continues",
+            ) from None
+
+    def close(self) -> None:
+        """End the thread. Raises ResourceError when it hangs in the storage for more than ten seconds."""
+        self._stop.set()
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise ResourceError(f"the loader's thread still reads after {_CLOSE_SECONDS:.0f} s", rule="storage answers")
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # What follows runs in the thread.
+
+    def _prepare_all(self) -> None:
+        try:
+            place = _Host(self._shape) if self.device.type == "cpu" else _Device(self._shape, self.device)
+            for step in self._steps:
+                ids = self.order.step(step, self._global_batch)[self._part]
+                host = self._reader.read(ids, out=place.buffer())
+                documents = document_numbers(host[:, :-1], self.manifest.eot_id) if self._mask_documents else None
+                if not self._put(_Prepared(step, ids, *place.send(documents))):
+                    return
+        except BaseException as error:  # whatever it is, the trainer has to know
+            self._put(error)
+
+    def _put(self, item: "_Prepared | BaseException") -> bool:
+        """Hand over `item`; False when the loader was closed meanwhile."""
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The current device is a property of the thread: "cuda" would be another one in the loader's."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+class _Host:
+    """Batches stay where they were read: no copy at all."""
+
+    def __init__(self, shape: tuple[int, int]):
+        self.shape = shape
+
+    def buffer(self) -> np.ndarray:
+        self.tokens = np.empty(self.shape, np.int64)
+        return self.tokens
+
+    def send(self, documents: np.ndarray | None):
+        return torch.from_numpy(self.tokens), None if documents is None else torch.from_numpy(documents), None
+
+
+class _Device:
+    """Pinned buffers, used in turn, and copies on a stream of their own, beside the trainer's kernels."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device):
+        torch.cuda.set_device(device)  # of this thread; without it, pinning would open the first GPU on every rank
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self.copied: list[torch.cuda.Event | None] = [None, None]
+        self.turn = 0
+
+    def buffer(self) -> np.ndarray:
+        self.turn = 1 - self.turn
+        if (event := self.copied[self.turn]) is not None:
+            event.synchronize()  # the copy out of this buffer, two batches ago
+        return self.buffers[self.turn].numpy()
+
+    def send(self, documents: np.ndarray | None):
+        with torch.cuda.stream(self.stream):
+            tokens = self.buffers[self.turn].to(self.device, non_blocking=True)
+            numbers = None if documents is None else torch.from_numpy(documents).to(self.device)
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        self.copied[self.turn] = event
+        return tokens, numbers, event

@@ -1,0 +1,153 @@
+"""What pipeline ranks send each other. NCCL knows no tags: what counts is the order on each channel (theory/schedule).
+
+Every channel has a process group of its own, of its two ranks. On a communicator that is shared, NCCL works off sends
+and receives one after the other as they were posted, so that two directions of traffic can wait for each other for
+ever (PyTorch warns of it: with a bound device all messages of a group share one communicator).
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ingot.theory.schedule import Channel, Message, Table, channel_order
+from ingot.theory.schedule.table import needed_by, sent_by
+from ingot.trainer.mesh.mesh import Mesh, own_group
+
+Parcel = tuple[Channel, Message]
+
+
+class Channels:
+    """This rank's ends of all channels of `table`. Collective over the world.
+
+    waited_seconds: how long the host has waited in `receive` so far; on GPUs it hardly does.
+
+    dtype: of all messages. Receives are posted in the sender's order; sent tensors are kept until they have arrived.
+    """
+
+    def __init__(self, table: Table, mesh: Mesh, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        self.waited_seconds = 0.0
+        self.order = channel_order(table)
+        self.ranks = mesh.ranks("pp")
+        self.groups = open_groups(list(self.order), mesh, device)
+        self._made, self._used = _positions(table)
+        self._posted: dict[Channel, int] = {}
+        self._coming: dict[Parcel, tuple[dist.Work, Tensor]] = {}
+        self._leaving: dict[int, list[tuple[int, dist.Work, Tensor]]] = {}
+
+    def start(self) -> None:
+        """Before the first message of a step."""
+        self._posted = dict.fromkeys(self.order, 0)
+
+    def send(self, parcel: Parcel, tensor: Tensor) -> None:
+        """Returns at once. `tensor` must not change until it has arrived."""
+        channel, _ = parcel
+        tensor = tensor.contiguous()
+        self._leaving.setdefault(channel.receiver, []).append((self._used[parcel], self._send(channel, tensor), tensor))
+
+    def expect(self, parcel: Parcel, shape: tuple[int, ...]) -> None:
+        """Post the receives of this message and of all before it on its channel, unless that was done."""
+        channel, message = parcel
+        order = self.order[channel]
+        for upcoming in order[self._posted[channel] : order.index(message) + 1]:
+            buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._coming[channel, upcoming] = (self._receive(channel, buffer), buffer)
+            self._posted[channel] += 1
+
+    def receive(self, parcel: Parcel) -> Tensor:
+        """An expected message. On GPUs only the device waits for it."""
+        work, buffer = self._coming.pop(parcel)
+        began = time.monotonic()
+        work.wait()
+        self.waited_seconds += time.monotonic() - began
+        self._release(parcel[0].sender, self._made[parcel])
+        return buffer
+
+    def _release(self, peer: int, position: int) -> None:
+        """`peer` has got to this position of its row, so it holds all that it needed until then. Asking the sends
+        themselves does not do: with Gloo they never say that they are done, only a wait ends them."""
+        kept = []
+        for used, work, tensor in self._leaving.get(peer, ()):
+            if used <= position:
+                work.wait()
+            else:
+                kept.append((used, work, tensor))
+        self._leaving[peer] = kept
+
+    def finish(self) -> None:
+        """After the last message of a step: nothing is on its way any more."""
+        for leaving in self._leaving.values():
+            for _, work, _ in leaving:
+                work.wait()
+        self._leaving.clear()
+
+    def pass_on(self, channel: Channel, tensor: Tensor) -> None:
+        """Send outside of the table's order, and wait until it has arrived."""
+        self._send(channel, tensor.contiguous()).wait()
+
+    def take(self, channel: Channel, shape: tuple[int, ...]) -> Tensor:
+        """Receive what `pass_on` sends."""
+        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._receive(channel, buffer).wait()
+        return buffer
+
+    def _send(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        work = dist.isend(tensor, self.ranks[channel.receiver], group=self.groups[channel])
+        assert work is not None  # None is for ranks outside of the group
+        return work
+
+    def _receive(self, channel: Channel, buffer: Tensor) -> dist.Work:
+        work = dist.irecv(buffer, self.ranks[channel.sender], group=self.groups[channel])
+        assert work is not None
+        return work
+
+
+def _positions(table: Table) -> tuple[dict[Parcel, int], dict[Parcel, int]]:
+    """For every message, where it is made in its sender's row and where it is used in its receiver's."""
+    made, used = {}, {}
+    for row in table.rows:
+        for position, action in enumerate(row):
+            if sent := sent_by(table, action):
+                made[sent] = position
+            if need := needed_by(table, action):
+                used[need] = position
+    return made, used
+
+
+def open_groups(channels: Iterable[Channel], mesh: Mesh, device: torch.device) -> dict[Channel, dist.ProcessGroup]:
+    """A group for each channel that this rank is an end of. Collective over the world: all ranks make the groups of
+    all pipelines in the same order.
+
+    Each pair exchanges one element here. NCCL connects two ranks when they first meet and lets the host wait for it;
+    in the middle of a schedule the other one may be waiting for something else.
+    """
+    lines = mesh.devices.mesh.flatten(1).T.tolist()  # of every pipeline its global ranks
+    me, groups = mesh.index("pp"), {}
+    for together in _disjoint(channels):
+        pairs = [[line[c.sender], line[c.receiver]] for c in together for line in lines]
+        group = own_group(pairs, mesh.timeout, "pipeline_channel")
+        for channel in together:
+            if me in (channel.sender, channel.receiver):
+                groups[channel] = group
+                one = torch.zeros(1, device=device)
+                if me == channel.sender:
+                    dist.send(one, mesh.ranks("pp")[channel.receiver], group=group)
+                else:
+                    dist.recv(one, mesh.ranks("pp")[channel.sender], group=group)
+    return groups
+
+
+def _disjoint(channels: Iterable[Channel]) -> Iterator[list[Channel]]:
+    """The channels in few parts in which no rank occurs twice."""
+    left = sorted(channels)
+    while left:
+        part, seen = [], set()
+        for channel in left:
+            if seen.isdisjoint(channel[1:]):
+                part.append(channel)
+                seen.update(channel[1:])
+        left = [channel for channel in left if channel not in part]
+        yield part

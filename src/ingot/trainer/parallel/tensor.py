@@ -1,0 +1,241 @@
+"""Tensor and sequence parallelism (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2).
+
+Every pair of matrices is cut by columns, then by rows, so that a rank computes some heads, or some of the feed-forward,
+by itself. Around such a region stand two collectives, one entering and one leaving it:
+
+    sequence = True    enter: gather tokens (backward: reduce-scatter)   leave: reduce-scatter (backward: gather)
+    sequence = False   enter: nothing (backward: all-reduce)             leave: all-reduce (backward: nothing)
+
+With `sequence`, norms and residuals between regions hold T/tp tokens. The embedding, the head and the loss are cut by
+token id. All of it is done from outside: parameters get their local shape, modules get hooks; the rest of the model is
+as written. Shape letters: B batch, T tokens, D d_model, M tokens of a chunk, V this rank's part of the vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ingot.errors import ConfigError
+from ingot.trainer.mesh.exchange import all_sum, gather, scatter_sum, start_all_sum
+from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.parallel.piece import Piece
+
+TOKENS = 1  # the dim of [B, T, D] that sequence parallelism cuts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the local tensor of a parameter lies in the whole one.
+
+    partial: every rank holds all of it and sees a part of what it acts on, so its gradients are summed over tp.
+    view: of the mesh (dist/mesh.py): the ranks that hold the same local tensor and divide its state.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    partial: bool = False
+    view: str = "shard"
+
+
+def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, Cut]:
+    """Cut `stage`, a Transformer on the meta device, for this rank's place on the tp axis and, of experts, on the ep
+    view. A Cut per parameter name.
+
+    sharding: end of a parameter's name -> its role (model/transformer.py, SHARDING). Degrees were checked before.
+    """
+    roles = {name: _role(name, sharding) for name, _ in stage.named_parameters()}
+    cuts = _cut_experts(stage, [name for name, role in roles.items() if role == "expert"], mesh)
+    dense = {name: role for name, role in roles.items() if role != "expert"}
+    ranks, sequence = mesh.size("tp"), mesh.parallel.sequence
+    if ranks == 1:
+        shapes = {name: tuple(stage.get_parameter(name).shape) for name in dense}
+        return cuts | {name: Cut(shape, (0,) * len(shape)) for name, shape in shapes.items()}
+    region = Region(mesh.group("tp"), sequence)
+    entries = {}
+    for name, role in dense.items():
+        parameter = stage.get_parameter(name)
+        module_name, _, leaf = name.rpartition(".")
+        module, parent = stage.get_submodule(module_name), module_name.rpartition(".")[0]
+        if role == "kv":
+            heads = parameter.shape[0] // getattr(stage.get_submodule(parent), "head_dim")  # noqa: B009
+            role = "column" if heads % ranks == 0 else "shared kv"
+            if role == "shared kv":
+                module.register_forward_hook(_own_head(heads, ranks, mesh.index("tp")))
+        if role in ("column", "shared kv"):
+            entries[parent] = stage.get_submodule(parent)
+        if role == "row":
+            module.register_forward_hook(lambda _, args, output: region.leave(output))
+        if role == "vocab" and isinstance(module, nn.Embedding):
+            _look_up_own_ids(module, region, mesh.index("tp") * (parameter.shape[0] // ranks))
+        partial = role in ("heads", "shared kv") or (role == "stream" and sequence)
+        dim = {"column": 0, "vocab": 0, "row": 1}.get(role)
+        cuts[name] = _cut(parameter, dim, ranks, mesh.index("tp"), partial)
+        setattr(module, leaf, nn.Parameter(parameter.new_empty(_local_shape(parameter, dim, ranks))))
+    for module in entries.values():
+        module.register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
+    if stage.norm is not None:
+        _read_out_own_ids(stage, region, mesh)
+    return cuts
+
+
+def _role(name: str, sharding: Mapping[str, str]) -> str:
+    return sharding[max((end for end in sharding if name.endswith(end)), key=len)]
+
+
+def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, Cut]:
+    """Experts are stacked along the rows, so those of one ep rank are a block of rows. tp cuts none of them."""
+    cuts, ranks = {}, mesh.size("ep")
+    for name in names:
+        parameter, (module_name, _, leaf) = stage.get_parameter(name), name.rpartition(".")
+        cuts[name] = replace(_cut(parameter, 0, ranks, mesh.index("ep"), partial=False), view="expert_shard")
+        own = nn.Parameter(parameter.new_empty(_local_shape(parameter, 0, ranks)))
+        setattr(stage.get_submodule(module_name), leaf, own)
+    return cuts
+
+
+def _local_shape(parameter: Tensor, dim: int | None, ranks: int) -> tuple[int, ...]:
+    return tuple(n // ranks if d == dim else n for d, n in enumerate(parameter.shape))
+
+
+def _cut(parameter: Tensor, dim: int | None, ranks: int, index: int, partial: bool) -> Cut:
+    offsets = tuple(n // ranks * index if d == dim else 0 for d, n in enumerate(parameter.shape))
+    return Cut(tuple(parameter.shape), offsets, partial)
+
+
+class Region:
+    """The two collectives around what a rank computes by itself. They are functional ones, which compilers can see."""
+
+    def __init__(self, group: dist.ProcessGroup, sequence: bool):
+        self.group, self.sequence = group, sequence
+
+    def enter(self, x_BTD: Tensor) -> Tensor:
+        return (_GatherTokens if self.sequence else _SumBackward).apply(x_BTD, self.group)  # type: ignore[return-value]
+
+    def leave(self, x_BTD: Tensor) -> Tensor:
+        return (_ScatterTokens if self.sequence else _SumForward).apply(x_BTD, self.group)  # type: ignore[return-value]
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather(x, TOKENS, group)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return scatter_sum(grads[0], TOKENS, ctx.group), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return scatter_sum(x, TOKENS, group)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return gather(grads[0], TOKENS, ctx.group), None
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return all_sum(x, group)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0], None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return all_sum(grads[0], ctx.group), None
+
+
+def _own_head(heads: int, ranks: int, index: int):
+    """Fewer key/value heads than ranks: all ranks compute all of them, and each keeps the one of its queries."""
+
+    def keep(module: nn.Module, args, output: Tensor) -> Tensor:
+        return output.chunk(heads, dim=-1)[index * heads // ranks]
+
+    return keep
+
+
+def _look_up_own_ids(embed: Any, region: Region, first: int) -> None:
+    """Ids of other ranks give zeros; the sum over ranks is the embedding."""
+
+    def forward(ids_BT: Tensor) -> Tensor:
+        own = ids_BT - first
+        others = (own < 0) | (own >= embed.weight.shape[0])
+        x_BTD = F.embedding(own.masked_fill(others, 0), embed.weight).masked_fill(others[..., None], 0)
+        return region.leave(x_BTD)
+
+    embed.forward = forward
+
+
+def _read_out_own_ids(stage: Any, region: Region, mesh: Mesh) -> None:
+    rows = (stage.head or stage.embed).weight.shape[0]
+    stage.norm.register_forward_hook(lambda _, args, output: region.enter(output))
+    stage.readout.piece = own_nats_and_slope(region.group, mesh.index("tp") * rows)
+    stage.readout.whole = lambda logits: gather(logits, logits.dim() - 1, region.group)
+
+
+def own_nats_and_slope(group: dist.ProcessGroup, first: int):
+    """Cross entropy over a vocabulary that is cut by id: three numbers per token are exchanged, no logits.
+
+    As `nats_and_slope` of model/loss.py, of the ids first..first+V-1; nats are the same on all ranks.
+    """
+
+    def piece(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        shifted = wide - all_sum(wide.amax(-1), group, "max")[:, None]
+        own = targets_M - first
+        inside = (own >= 0) & (own < logits_MV.shape[-1])
+        own = own.clamp(0, logits_MV.shape[-1] - 1)[:, None]
+        target = shifted.gather(-1, own).squeeze(-1) * inside
+        p = shifted.exp_()
+        total, target = all_sum(torch.stack((p.sum(-1), target)), group)
+        slope = p.div_(total[:, None])
+        slope.scatter_add_(-1, own, -inside.to(p.dtype)[:, None])
+        return total.log() - target, slope.type_as(logits_MV)
+
+    return piece
+
+
+@torch.no_grad()
+def sum_partial_gradients(pieces: list[Piece], mesh: Mesh) -> None:
+    """Once per step: gradients of parameters that each tp rank used on its own tokens or heads, in one all-reduce."""
+    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+    if mesh.size("tp") == 1 or not gradients:
+        return
+    total = torch.cat([g.reshape(-1) for g in gradients])
+    start_all_sum(total, mesh.group("tp")).wait()
+    for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def use_async_tensor_parallel(mesh: Mesh, device: torch.device) -> None:
+    """Let the compiler cut a gather or reduce-scatter and its matrix product into pieces that overlap (Wang et al.
+    2023), over symmetric memory. Not exercised: it needs several GPUs on one NVLink domain."""
+    if device.type != "cuda":
+        raise ConfigError(
+            "parallel.async_tp is set, but the run is not on GPUs",
+            rule="overlapped tensor parallelism needs symmetric memory",
+            fix="set parallel.async_tp = false",
+        )
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.group("tp").group_name)

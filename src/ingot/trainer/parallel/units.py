@@ -1,0 +1,67 @@
+"""Units: parameters that are gathered and reduced together, and how their rows are dealt to the ranks that share them.
+
+Both forms of data parallelism (zero.py, fsdp.py) cut a stage into the same units and deal rows the same way. The
+experts of a unit are shared by other ranks than the rest of it, so they travel by themselves.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.parallel.tensor import Cut
+
+
+@dataclass(frozen=True)
+class Unit:
+    """modules: what runs with these parameters, first one first. names: of its parameters that are no experts, within
+    the stage. experts, expert_names: the same of experts, which run inside of `modules`."""
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    experts: tuple[nn.Module, ...] = ()
+    expert_names: tuple[str, ...] = ()
+
+
+def cut_units(stage: nn.Module, unit_layers: int, cuts: Mapping[str, Cut]) -> list[Unit]:
+    """In the order of the forward: what lies outside of blocks (embedding, last norm, head), then groups of blocks.
+
+    unit_layers: blocks in a group; 0 makes the whole stage one unit.
+    """
+    blocks = dict(stage.get_submodule("blocks").named_children())
+    names = [name for name, _ in stage.named_parameters()]
+    if unit_layers == 0:
+        return [_unit(stage, (stage,), names, cuts)]
+    outside = [name for name in names if not name.startswith("blocks.")]
+    keys = list(blocks)
+    groups = [keys[i : i + unit_layers] for i in range(0, len(keys), unit_layers)]
+    units = [_unit(stage, (stage,), outside, cuts)] if outside else []
+    for group in groups:
+        inside = [n for n in names if n.startswith(tuple(f"blocks.{key}." for key in group))]
+        units.append(_unit(stage, tuple(blocks[key] for key in group), inside, cuts))
+    return units
+
+
+def _unit(stage: nn.Module, modules: tuple[nn.Module, ...], names: list[str], cuts: Mapping[str, Cut]) -> Unit:
+    of_experts = tuple(name for name in names if cuts[name].view == "expert_shard")
+    # blocks.3.moe.experts.gate.weight: a matrix of a stack of experts.
+    experts = dict.fromkeys(name.rsplit(".", 2)[0] for name in of_experts)
+    dense = tuple(name for name in names if name not in of_experts)
+    return Unit(modules, dense, tuple(stage.get_submodule(name) for name in experts), of_experts)
+
+
+def own_rows(rows: int, ranks: int, index: int) -> range:
+    """Rows of a matrix that rank `index` of `ranks` owns: equal parts, rounded up; the last ranks may have fewer."""
+    part = -(-rows // ranks)
+    return range(min(index * part, rows), min((index + 1) * part, rows))
+
+
+def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
+    """Of the ranks that hold the same block, the first. Ranks that divide its state hold none alike."""
+    if mesh.index("dp_replicate") > 0:
+        return False
+    if cut.view == "expert_shard":
+        return True
+    whole_on_tp, whole_on_cp = tuple(parameter.shape) == cut.shape, mesh.parallel.reduce == "canonical"
+    return not (whole_on_tp and mesh.index("tp") > 0) and not (whole_on_cp and mesh.index("cp") > 0)

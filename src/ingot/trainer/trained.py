@@ -1,0 +1,94 @@
+"""A trained model in one process, without a job around it: to be scored, or to be asked for text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ingot.config import load
+from ingot.errors import ConfigError, UsageError
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import read_token_manifest
+from ingot.tokenizer.encoder import Encoder
+from ingot.trainer.build import data_path, open_encoder, open_heldout
+from ingot.trainer.checkpoint.find import find_checkpoint
+from ingot.trainer.checkpoint.loading import load_model
+from ingot.trainer.evaluate import Evaluation, evaluate, local_nats
+from ingot.trainer.mesh.start import choose_device
+from ingot.trainer.model.generate import cached, generate
+from ingot.trainer.model.transformer import Transformer
+from ingot.trainer.parallel.apply import COMPUTE
+
+
+@dataclass(frozen=True)
+class Trained:
+    """encoder: None if the run file names no tokenizer."""
+
+    config: RunConfig
+    folder: RunFolder
+    step: int
+    model: Transformer
+    encoder: Encoder | None
+    device: torch.device
+
+
+def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") -> Trained:
+    """The model of a checkpoint, or of a run's newest one, verified, in the precision it was trained to compute in."""
+    folder, checkpoint = find_checkpoint(path)
+    config = load(RunConfig, folder.config)
+    place = choose_device(device, local_rank=0)
+    model = Transformer(config.model).to(place, COMPUTE[config.train.precision])
+    manifest = load_model(checkpoint, model)
+    tokens = read_token_manifest(data_path(folder, config.data.tokens))
+    return Trained(config, folder, manifest.step, model, open_encoder(config, folder, tokens), place)
+
+
+def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: int | None = None) -> Evaluation:
+    """Score the run's held-out tokens, or those in the folder `tokens`. The unigram model is that of its training data.
+
+    Raises ConfigError when there are none, or when another tokenizer made them.
+    """
+    config, folder = trained.config, trained.folder
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max_tokens is {max_tokens}", rule="at least one token is scored")
+    heldout = open_heldout(
+        config, folder, trained.encoder, tokens=tokens, max_tokens=max_tokens or config.evaluate.max_tokens
+    )
+    if heldout is None:
+        raise ConfigError(
+            f"{folder.config} names no data.heldout",
+            rule="bits per byte are measured on text that the model was not trained on",
+            fix="name a token folder with --tokens DIR",
+        )
+    return evaluate(local_nats(trained.model), heldout, micro_batch=config.train.micro_batch, device=trained.device)
+
+
+def sample_trained(
+    trained: Trained, prompts: Sequence[str], *, max_tokens: int, temperature: float, top_k: int, seed: int
+) -> list[str]:
+    """What the model writes after each prompt, until the end of text or `max_tokens`."""
+    encoder = trained.encoder
+    if encoder is None:
+        raise ConfigError(
+            f"{trained.folder.config} names no data.tokenizer",
+            rule="a prompt is encoded with the tokenizer of the training tokens",
+            fix="set data.tokenizer in the run file",
+        )
+    texts = []
+    for prompt in prompts:
+        fed = encoder.encode(prompt).tolist() or [encoder.eot_id]
+        ids = generate(
+            cached(trained.model, trained.config.model, len(fed) + max_tokens),
+            trained.config.model,
+            fed,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            stop_id=encoder.eot_id,
+        )
+        texts.append(encoder.decode(ids[:-1] if ids[-1] == encoder.eot_id else ids))
+    return texts

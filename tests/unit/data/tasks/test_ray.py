@@ -1,0 +1,107 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from ingot.data.tasks.drill import first_phase, run_job
+from ingot.data.tasks.ray import Ray, _check_answer
+from ingot.data.tasks.run import Inline, run_all
+from ingot.data.tasks.task import Store
+from ingot.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes of one CPU each on this machine."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    arguments = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    made = Cluster(initialize_head=True, head_node_args=arguments)
+    made.add_node(**arguments)
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_same_bytes_on_two_nodes(tmp_path, cluster):
+    places = {"seconds": 0.002}
+    expected = run_job(Store(tmp_path / "a"), Inline(), tasks=6, records=20)
+    assert run_job(Store(tmp_path / "b"), Ray(), tasks=6, records=20, places=places) == expected
+    assert not list((tmp_path / "b" / "probe").iterdir())
+
+
+def test_bad_records_and_errors_as_everywhere(tmp_path, cluster):
+    assert run_all(first_phase(2, 20, faults={7: "abort"}), Store(tmp_path), Ray())[0]["read.killed_worker"] == 1
+    with pytest.raises(DataError, match="no crawl file") as error:
+        run_all(first_phase(2, 20, faults={7: "refuse"}), Store(tmp_path), Ray())
+    assert error.value.rule == "a rule"
+    with pytest.raises(RuntimeError, match=r"(?s)ValueError: a bug.*in misbehave"):
+        run_all(first_phase(2, 20, faults={7: "bug"}), Store(tmp_path), Ray())
+
+
+def test_no_more_tasks_at_once_than_asked_for(tmp_path, cluster):
+    running = []
+    tasks = first_phase(4, 20, places={"seconds": 0.002})
+    Ray(max_parallel=1).run(tasks, Store(tmp_path), lambda ended, now: running.append(len(now)))
+    assert max(running) <= 1
+    assert Store(tmp_path).finished_keys(task.key for task in tasks) == {task.key for task in tasks}
+
+
+def test_a_node_is_lost(tmp_path, cluster):
+    """Its tasks go to the one that is left."""
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    cluster.wait_for_nodes()
+    store, tasks = Store(tmp_path / "s"), first_phase(9, 50, places={"seconds": 0.01})
+
+    def lose():
+        while len(list((store.root / "progress").glob("*"))) < 3:
+            time.sleep(0.05)
+        cluster.remove_node(node, allow_graceful=False)
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    results = run_all(tasks, store, Ray())
+    thread.join()
+    assert [sum(result.values()) for result in results] == [50] * 9
+    assert not any("read.killed_worker" in result for result in results)
+
+
+def test_nodes_must_share_the_store_and_the_version(tmp_path):
+    store, folder = Store(tmp_path), tmp_path
+    (folder / "there").touch()
+    good = {"version": __import__("ingot").__version__, "wrote": "there", "error": ""}
+    _check_answer("n1", dict(good), store, folder)
+    with pytest.raises(ConfigError, match=r"n1 has ingot 0\.0\.0"):
+        _check_answer("n1", good | {"version": "0.0.0"}, store, folder)
+    with pytest.raises(ConfigError, match=r"n1 does not share .* No such file"):
+        _check_answer("n1", good | {"error": "No such file"}, store, folder)
+
+
+def test_ctrl_c_cancels(tmp_path, cluster):
+    store, places = Store(tmp_path), {"seconds": 0.02}
+
+    def boards():
+        return {path.name: path.read_bytes() for path in (store.root / "progress").glob("*")}
+
+    def interrupt():
+        while len(boards()) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_all(first_phase(4, 1000, places=places), store, Ray())
+    thread.join()
+    time.sleep(0.5)
+    before = boards()
+    time.sleep(0.5)
+    assert boards() == before  # nobody works on them any more
+    assert not list((store.root / "done").iterdir())

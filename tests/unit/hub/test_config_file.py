@@ -1,0 +1,57 @@
+"""Which runs may begin with which model: the one that config.json describes, trained as the run likes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ingot.errors import ConfigError
+from ingot.hub.arch_config import huggingface_config
+from ingot.hub.config_file import read_arch, require_fit
+from ingot.schema.arch import Arch, Moe
+
+from .test_model_folder import DEEPSEEK, MIXTRAL
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    def make(arch: Arch):
+        (tmp_path / "config.json").write_text(json.dumps(huggingface_config(arch, eot_id=0, dtype="float32")))
+        assert read_arch(tmp_path) == arch
+        return tmp_path
+
+    return make
+
+
+def with_moe(arch: Arch, **changes) -> Arch:
+    return replace(arch, moe=replace(arch.moe, **changes))
+
+
+@pytest.mark.parametrize(
+    ("there", "ours"),
+    [
+        (MIXTRAL, replace(MIXTRAL, max_seq_len=8)),
+        (MIXTRAL, with_moe(MIXTRAL, noise=0.1, sequence_loss=0.1, global_loss=0.2, z_loss=0.3)),
+        (MIXTRAL, with_moe(MIXTRAL, capacity_factor=1.5, overflow="fallback", bias_rate=0.1, bias_steps=5)),
+        (DEEPSEEK, with_moe(DEEPSEEK, bias_rate=0.5)),
+    ],
+)
+def test_what_acts_in_training_only_is_the_runs_own(folder_of, there, ours):
+    require_fit(folder_of(there), ours)
+
+
+@pytest.mark.parametrize(
+    ("there", "ours", "keys"),
+    [
+        (MIXTRAL, replace(MIXTRAL, max_seq_len=65), ["model.max_seq_len is 65, there 64"]),
+        (MIXTRAL, replace(MIXTRAL, moe=Moe()), ["model.moe.num_experts is 0, there 4"]),
+        (MIXTRAL, replace(MIXTRAL, norm_eps=1e-5, rope_theta=1e4), ["model.norm_eps", "model.rope_theta"]),
+        (MIXTRAL, with_moe(MIXTRAL, top_k=3), ["model.moe.top_k is 3, there 2"]),
+        (DEEPSEEK, with_moe(DEEPSEEK, bias_rate=0.0), ["model.moe.bias_rate is 0.0, there 0.001"]),
+        (DEEPSEEK, replace(DEEPSEEK, mla=replace(DEEPSEEK.mla, v_dim=8)), ["model.mla.v_dim"]),
+    ],
+)
+def test_everything_else_is_named(folder_of, there, ours, keys):
+    with pytest.raises(ConfigError) as refused:
+        require_fit(folder_of(there), ours)
+    assert all(key in refused.value.found for key in keys)

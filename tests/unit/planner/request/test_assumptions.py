@@ -1,0 +1,59 @@
+"""What is assumed, changed by name: with units, and never by a key that nothing has."""
+
+from dataclasses import replace
+
+import pytest
+
+from ingot.errors import ConfigError, UsageError
+from ingot.planner.request.amounts import parse_bandwidth
+from ingot.planner.request.assumptions import assume, with_properties
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.run.outlook import Assumptions
+from ingot.schema.software import INGOT
+
+CLUSTER = load_cluster("2x8xh100")
+
+
+@pytest.mark.parametrize("text", ["400Gb/s", "400 gbps", "50GB/s", "50 GB/s", "400Gbit/s", "50000 MB/s"])
+def test_bits_and_bytes_per_second(text):
+    assert parse_bandwidth(text) == pytest.approx(50e9)
+
+
+def test_facts_and_assumptions_are_told_apart_by_their_names():
+    cluster, assumptions = assume(
+        CLUSTER, Assumptions(), ["network_bandwidth=400Gb/s", "restart-seconds=20min", "spares=4", "sharp=true"]
+    )
+    assert cluster == replace(CLUSTER, network_bandwidth=50e9, sharp=True)
+    assert assumptions == Assumptions(restart_seconds=1200, spares=4)
+    assert assume(CLUSTER, Assumptions(), []) == (CLUSTER, Assumptions())
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ("network_bandwidth=400", "write 400 Gb/s as 50e9"),
+        ("network_bandwidth=400Gb", "with the unit"),
+        ("memory_bytes=80Gb", "80GB or memory_bytes=80GiB"),
+        ("restart_seconds=soon", "restart_seconds=soon"),
+        ("restart_seconds=-5", "-5"),
+        ("network=1", "did you mean network_kind"),
+        ("device=cpu", "there is no 'device'"),
+        ("nodes=0", "at least 1"),
+        ("spares", "spares=VALUE"),
+    ],
+)
+def test_others_are_refused_with_the_way_out(setting, found):
+    with pytest.raises((UsageError, ConfigError)) as caught:
+        assume(CLUSTER, Assumptions(), [setting])
+    assert found in str(caught.value)
+
+
+def test_software_by_its_properties():
+    tuned = with_properties(INGOT, ["kernels=tuned", "overlap_tensor=true"], "rowwise")
+    assert (tuned.kernels, tuned.overlap_tensor, tuned.recipe) == ("tuned", True, "rowwise")
+    assert tuned.name == "kernels tuned, overlap_tensor true, recipe rowwise"
+    assert with_properties(INGOT, []) is INGOT
+    with pytest.raises(ConfigError, match="did you mean 'tuned'"):
+        with_properties(INGOT, ["kernels=tunde"])
+    with pytest.raises(UsageError, match="no 'kernel'"):
+        with_properties(INGOT, ["kernel=tuned"])

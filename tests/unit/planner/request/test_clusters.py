@@ -1,0 +1,77 @@
+"""Clusters by name: sizes, racks, slices, and what is refused."""
+
+import pytest
+
+from ingot.errors import ConfigError, UsageError
+from ingot.machine.cluster_file import read_cluster, write_cluster
+from ingot.planner.request.clusters import load_cluster
+from ingot.schema.cluster import Cluster
+from ingot.theory.devices import devices
+
+
+@pytest.mark.parametrize("name", devices())
+def test_every_device_makes_a_cluster_with_a_published_peak(name):
+    device = devices()[name]
+    cluster = load_cluster(f"2x{device.node}x{name}")
+    assert (cluster.nodes, cluster.devices_per_node, cluster.devices) == (2, device.node, 2 * device.node)
+    assert cluster.peak_flops["bf16"] > 1e13 and not list(cluster.problems())
+    assert cluster.price_source or not cluster.usd_per_hour, "a price has its date"
+
+
+@pytest.mark.parametrize(
+    "name, nodes, per_node, domain",
+    [
+        ("h200", 1, 1, 1),
+        ("8xH100", 1, 8, 8),
+        ("1024xh100", 128, 8, 8),
+        ("128x8xh100", 128, 8, 8),
+        ("72xgb200", 18, 4, 72),
+        ("16x72xgb200", 288, 4, 72),
+        ("2x36xgb200", 18, 4, 36),
+        ("2x4xgb200", 2, 4, 8),
+        ("nvl72", 18, 4, 72),
+        ("16xnvl72", 288, 4, 72),
+        ("v5p-256", 32, 4, 128),  # named by cores, two to a chip
+        ("v5e-256", 64, 4, 256),
+        ("4xv5e-256", 256, 4, 256),
+        ("256xtpu-v5e", 64, 4, 256),
+    ],
+)
+def test_sizes_of_clusters(name, nodes, per_node, domain):
+    cluster = load_cluster(name)
+    assert (cluster.nodes, cluster.devices_per_node, cluster.domain) == (nodes, per_node, domain)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("8xh900", "did you mean .* 'h100'"),
+        ("h100x8", "no device"),
+        ("", "no device"),
+        ("0xh100", "no devices"),
+        ("2x16xh100", "fast links join at most 8"),
+        ("12xh100", "use 8 or 16"),
+        ("9999999x8xh100", "at most"),
+        ("2x4xv5e-256", "whole slice"),
+    ],
+)
+def test_impossible_clusters_are_refused_with_the_way_out(name, message):
+    with pytest.raises(UsageError, match=message):
+        load_cluster(name)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("network_bandwidth", 400, "400 Gb/s as 50e9"),
+        ("memory_bandwidth", 3.35, "3.35 TB/s as 3.35e12"),
+        ("peak_flops", {"bf16": 989}, "989e12"),
+        ("link_bandwidth", -1.0, "at least 0"),
+        ("device", "gpu", '"cpu", "cuda" or "tpu"'),
+    ],
+)
+def test_wrong_units_in_a_file_are_told(tmp_path, field, value, message):
+    values = {"name": "mine", "device": "cuda", "memory_bytes": 1 << 30, field: value}
+    write_cluster(tmp_path / "mine.json", Cluster(**values))
+    with pytest.raises(ConfigError, match=message):
+        read_cluster(tmp_path / "mine.json")

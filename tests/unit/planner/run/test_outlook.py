@@ -1,0 +1,219 @@
+"""A run by the clock: what is assumed is used, sums hold, and published jobs come out about right."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.errors import ConfigError
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.request.presets import load_model
+from ingot.planner.run.outlook import Assumptions, outlook
+from ingot.planner.run.outlook_advice import outlook_warnings
+from ingot.schema.cluster import Cluster
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import Checkpoint, Cost, Data, RunConfig, Train
+from ingot.theory.memory import checkpoint_bytes
+
+ARCH = load_model("llama3-70b").arch
+SAVED = checkpoint_bytes(ARCH, "bf16").value
+CLUSTER = load_cluster("128x8xh100")
+MACHINE = Cluster(name="here", device="cpu", devices_per_node=2, memory_bytes=8 << 30)
+RUN = RunConfig(
+    name="run",
+    model=ARCH,
+    data=Data(tokens="tokens"),
+    train=Train(steps=357_000, seq_len=8192, global_batch=512, micro_batch=1),
+    parallel=Parallel(tp=8, pp=4, dp_shard=32),
+)
+STEP = 3.9
+
+
+def seen(run=RUN, cluster=CLUSTER, step=STEP, saved=SAVED, **given):
+    return outlook(run, cluster, step, saved, Assumptions(**given))
+
+
+def test_parts_and_their_formulas_hold_together():
+    found, formulas = seen()
+    assert found.productive_days == pytest.approx(357_000 * STEP / 86_400)
+    assert found.days == pytest.approx(found.productive_days / found.goodput)
+    assert found.failures == pytest.approx(128 * 0.0038 * found.days)
+    assert found.device_hours == pytest.approx(1024 * 24 * found.days)
+    assert found.storage_bytes == pytest.approx(RUN.checkpoint.keep * SAVED)
+    assert found.usd_by_kind["devices"] == pytest.approx(found.device_hours * CLUSTER.usd_per_hour)
+    assert CLUSTER.price_source in formulas["outlook.usd.devices"]
+    names = {name.removeprefix("outlook.") for name in formulas}
+    assert names == {
+        "productive_days", "days", "failures", "goodput", "checkpoint_every", "checkpoint_stall", "device_hours",
+        "storage_bytes", "spare_nodes", "reading", "usd.devices", "usd.storage", "usd.egress",
+    }  # fmt: skip
+
+
+def test_1024_gpus_fail_every_second_day_and_lose_little():
+    """128 nodes at Llama 3's rate: one failure in 2.06 days; 2% lost with ten minutes of restart."""
+    found, formulas = seen()
+    assert found.failures == pytest.approx(found.days / 2.056, rel=1e-3)
+    assert 0.97 < found.goodput < 0.995
+    assert "419 in 54 days" in formulas["outlook.failures"]
+
+
+def test_llama3_405b_was_effective_for_more_than_nine_tenths():
+    """Llama team 2024, section 3.3.4: over 90% of 54 days on 16,384 H100, and 419 failures."""
+    run = replace(RUN, model=load_model("llama3-405b").arch, parallel=Parallel(tp=8, pp=16, dp_shard=128))
+    run = replace(run, train=replace(run.train, steps=1, global_batch=2048))
+    steps = round(54 * 86_400 * 0.93 / 8.0)
+    run = replace(run, train=replace(run.train, steps=steps))
+    size = checkpoint_bytes(run.model, "bf16").value
+    found, _ = seen(run, load_cluster("2048x8xh100"), 8.0, size, asynchronous=True)
+    assert 0.90 < found.goodput < 0.97
+    assert found.failures == pytest.approx(419, rel=0.05)
+
+
+def test_what_is_given_is_used():
+    plain, _ = seen()
+    rare, formulas = seen(failures_per_node_day=0.0)
+    assert rare.failures == 0
+    assert "as given" in formulas["outlook.failures"]
+    assert rare.checkpoint_every_seconds == pytest.approx(357_000 * STEP)  # only at the end
+    assert rare.storage_bytes == SAVED
+    assert rare.goodput == pytest.approx(1, abs=1e-4)
+    assert seen(restart_seconds=3600)[0].goodput < plain.goodput
+    assert seen(write_bytes_per_second=1e8)[0].checkpoint_stall_seconds > 5 * plain.checkpoint_stall_seconds
+    assert seen(storage_write_bytes_per_second=1e10)[0].checkpoint_stall_seconds > SAVED / 1e10
+    assert seen(checkpoint_every_seconds=3600)[0].checkpoint_every_seconds == 3600
+    assert seen(keep=10)[0].storage_bytes == pytest.approx(10 * SAVED)
+    assert seen(usd_per_hour=4.0)[0].usd_by_kind["devices"] == pytest.approx(plain.device_hours * 4)
+    assert seen(meeting_seconds=61)[0].checkpoint_stall_seconds == pytest.approx(plain.checkpoint_stall_seconds + 60)
+    assert seen(manifest_seconds_per_rank=0)[0].checkpoint_stall_seconds < plain.checkpoint_stall_seconds
+    assert seen(storage_usd_per_gb_month=0.046)[0].usd_by_kind["storage"] == pytest.approx(
+        2 * plain.usd_by_kind["storage"]
+    )
+    assert seen(egress_usd_per_gb=0.0)[0].usd_by_kind["egress"] == 0
+    assert seen(repair_days=20)[0].spare_nodes > plain.spare_nodes
+
+
+def advice(step=STEP, **given):
+    return list(outlook_warnings(RUN, step, seen(step=step, **given)[0], Assumptions(**given)))
+
+
+def test_a_cadence_in_steps_is_kept_and_judged():
+    rare, formulas = seen(checkpoint_every_steps=4000)
+    assert rare.checkpoint_every_seconds == 4000 * STEP and "Daly's interval is" in formulas["outlook.checkpoint_every"]
+    daly = seen()[0]
+    assert rare.goodput < daly.goodput - 0.02
+    (said,) = advice(checkpoint_every_steps=4000)
+    steps = round(daly.checkpoint_every_seconds / STEP)
+    assert f"checkpoint.every_steps = {steps} gives {daly.goodput:.1%}" in said
+    assert not advice(checkpoint_every_steps=steps)
+    assert seen(checkpoint_every_steps=10**9)[0].checkpoint_every_seconds == RUN.train.steps * STEP  # at the end
+    assert not advice(checkpoint_every_steps=10**9, failures_per_node_day=0.0)
+
+
+def test_storage_that_is_too_slow_is_said():
+    (said,) = advice(storage_read_bytes_per_second=1e6)
+    assert "steps wait for storage" in said
+    assert not advice(storage_read_bytes_per_second=1e9)
+
+
+def test_slow_storage_holds_steps_up():
+    plain, formulas = seen()
+    assert plain.read_bytes_per_second == pytest.approx(512 * 8192 * 4 / STEP)
+    assert "1 x hdd or 1 x nvme" in formulas["outlook.reading"]
+    slow, formulas = seen(storage_read_bytes_per_second=plain.read_bytes_per_second / 3)
+    assert slow.productive_days == pytest.approx(3 * plain.productive_days)
+    assert slow.read_bytes_per_second == pytest.approx(plain.read_bytes_per_second / 3)
+    assert "steps wait for storage" in formulas["outlook.reading"]
+    fast, _ = seen(storage_read_bytes_per_second=plain.read_bytes_per_second * 3)
+    assert fast == plain
+
+
+def test_list_prices_are_not_the_source_of_given_ones():
+    assert "list price" in seen()[1]["outlook.usd.storage"]
+    assert "list price" not in seen(storage_usd_per_gb_month=0.01)[1]["outlook.usd.storage"]
+    written = replace(RUN, cost=Cost(usd_per_hour=CLUSTER.usd_per_hour))  # as a proposed run file has it
+    assert CLUSTER.price_source in seen(written)[1]["outlook.usd.devices"]
+    assert CLUSTER.price_source not in seen(usd_per_hour=4.0)[1]["outlook.usd.devices"]
+
+
+def test_spares_cost_as_much_as_nodes_at_work():
+    found, _ = seen(spares=4)
+    assert found.usd_by_kind["spares"] == pytest.approx(found.usd_by_kind["devices"] * 4 / 128)
+    assert "spares" not in seen()[0].usd_by_kind
+
+
+def test_the_run_files_price_goes_before_the_clusters():
+    found, _ = seen(replace(RUN, cost=Cost(usd_per_hour=7.0)))
+    assert found.usd_by_kind["devices"] == pytest.approx(found.device_hours * 7)
+
+
+def test_without_a_price_no_money_is_told():
+    found, formulas = seen(cluster=replace(CLUSTER, usd_per_hour=0.0))
+    assert found.usd_by_kind == {}
+    assert not [name for name in formulas if "usd" in name]
+
+
+def test_a_copy_to_the_host_stops_steps_for_less_but_loses_the_write():
+    now, later = seen(write_bytes_per_second=1e8)[0], seen(write_bytes_per_second=1e8, asynchronous=True)[0]
+    assert later.checkpoint_stall_seconds < now.checkpoint_stall_seconds / 10
+    assert later.goodput > now.goodput
+    whole = SAVED / (128 * 1e8)
+    assert later.checkpoint_every_seconds >= whole  # the next one cannot start before
+    slow, _ = seen(write_bytes_per_second=1e7, asynchronous=True)
+    assert slow.checkpoint_every_seconds >= SAVED / (128 * 1e7)
+
+
+def test_smaller_nodes_fail_by_their_share_of_devices():
+    small = load_cluster("16x72xgb200")
+    run = replace(RUN, parallel=Parallel(tp=8, pp=4, dp_shard=36))
+    found, formulas = seen(run, small)
+    assert small.devices_per_node == 4
+    assert found.failures_per_node_day == pytest.approx(0.0019)
+    assert found.failures / found.days == pytest.approx(288 * 0.0019)
+    assert "by 4 of 8 devices" in formulas["outlook.failures"]
+    assert seen(run, small, failures_per_node_day=0.01)[0].failures_per_node_day == 0.01
+
+
+def test_one_machine_without_accelerators():
+    arch = load_model("tiny").arch
+    run = RunConfig(
+        name="run", model=arch, data=Data(tokens="tokens"), checkpoint=Checkpoint(every_steps=100),
+        train=Train(steps=1000, seq_len=256, global_batch=16, micro_batch=8), parallel=Parallel(dp_shard=2),
+    )  # fmt: skip
+    found, _ = outlook(run, replace(MACHINE, usd_per_hour=0.1), 0.5, 1e7)
+    assert found.device_hours == pytest.approx(24 * found.days)  # the machine's, not its ranks'
+    assert found.goodput > 0.99
+    assert found.failures < 0.01
+
+
+def test_a_job_that_can_only_fail_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match="the run would never end") as error:
+        seen(failures_per_node_day=100.0, restart_seconds=7200)
+    assert "restart faster" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("restart_seconds", -1.0), ("failures_per_node_day", math.nan), ("write_bytes_per_second", 0.0), ("spares", -1)],
+)
+def test_impossible_assumptions_are_named(name, value):
+    with pytest.raises(ConfigError, match=name):
+        seen(**{name: value})
+
+
+@pytest.mark.parametrize("step", [0.0, -1.0, math.inf, math.nan])
+def test_a_step_takes_time(step):
+    with pytest.raises(ConfigError, match="step_seconds"):
+        seen(step=step)
+
+
+@given(st.floats(0.0001, 0.5), st.floats(0, 5000), st.floats(1.05, 4))
+def test_more_failures_never_help(rate, restart, worse):
+    try:
+        bad = seen(failures_per_node_day=rate * worse, restart_seconds=restart)[0]
+    except ConfigError:  # it never ends
+        return
+    good = seen(failures_per_node_day=rate, restart_seconds=restart)[0]
+    assert bad.goodput <= good.goodput + 1e-12
+    assert bad.days >= good.days * (1 - 1e-12)

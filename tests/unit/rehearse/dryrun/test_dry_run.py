@@ -1,0 +1,187 @@
+"""The dry run against real ranks: a trace must say what happens, and planted faults must be found."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ingot.errors import ConfigError, ResourceError  # noqa: E402
+from ingot.rehearse.dryrun import dry_run, role  # noqa: E402
+from ingot.rehearse.dryrun.compare import compare  # noqa: E402
+from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
+from ingot.rehearse.dryrun.tracker import ROUNDING_BYTES, Tracker  # noqa: E402
+from ingot.schema.arch import Arch  # noqa: E402
+from ingot.schema.parallel import Parallel  # noqa: E402
+from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
+
+ARCH = Arch(
+    vocab_size=512, d_model=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=128, max_seq_len=64,
+    tied_embeddings=False,
+)  # fmt: skip
+
+
+def config(micro_batches: int = 4, **parallel) -> RunConfig:
+    layout = Parallel(**parallel)
+    train = Train(steps=2, seq_len=64, global_batch=micro_batches * layout.data_ranks, micro_batch=1)
+    return RunConfig(name="traced", model=ARCH, data=Data(tokens=""), train=train, parallel=layout)
+
+
+def traces(run: RunConfig, ranks: list[int]) -> dict[int, Tracker]:
+    return {rank: role.trace_rank(run, rank) for rank in ranks}
+
+
+LAYOUTS = [
+    {"dp_shard": 2, "zero": 1},
+    {"dp_shard": 2, "zero": 2, "grads": "bf16"},
+    {"dp_shard": 2, "zero": 3},
+    {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "recompute": "full"},
+    {"tp": 2, "recompute": "selective"},
+    {"pp": 2, "dp_shard": 2},
+    {"pp": 2, "tp": 2, "schedule": "zb_v"},
+    {"dp_shard": 2, "pp": 2, "tp": 2, "schedule": "interleaved"},
+]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.items()))
+def test_ranks_meet_and_work_and_traffic_agree_with_the_formulas(parallel):
+    run = config(**parallel)
+    grid, ranks = dry_run.grid_of(run), dry_run.chosen_ranks(dry_run.grid_of(run))
+    found = {}
+    for rank, tracker in traces(run, ranks).items():
+        found[rank] = dry_run.read_answer(role.told(run, tracker, rank, 0.0), grid)
+    world = check_world({rank: trace.calls for rank, trace in found.items()}, grid)
+    assert world.fault is None and world.alike
+    places = dry_run.positions(run)
+    for trace in found.values():
+        for compared in compare(trace, places[trace.position], "cpu"):
+            assert compared.agrees, (trace.name, compared)
+        assert trace.moments[dry_run.STEADY].bytes > trace.moments["initialisation"].rest > 0
+
+
+def _really_trained(rank, world, run):
+    """The same program with real tensors on a real rank: what the tracker saw of its second step."""
+    from pathlib import Path
+
+    from ingot.trainer.parts import build_parts
+    from ingot.trainer.step import train_step
+
+    with Tracker() as tracker:
+        tracker.begin("build")
+        parts = build_parts(run, torch.device("cpu"), Path(), None, first_values=False)
+        for moment in (role.FIRST, role.STEADY):
+            tracker.begin(moment)
+            train_step(parts, role.empty_batch(run), 1e-3)
+        tracker.begin("end")
+    calls = [(c.op, c.group, c.dtype, c.elements, c.peer) for c in tracker.calls]
+    return calls, tracker.flops_of(role.STEADY), tracker.peaks()[role.STEADY].bytes
+
+
+REAL = [
+    {"dp_shard": 2, "zero": 3},
+    {"pp": 2, "dp_shard": 2, "zero": 1},
+    {"tp": 2},
+    {"cp": 2, "context": "ring", "zero": 1},
+    {"cp": 2, "context": "ulysses", "zero": 3},
+]
+
+
+@pytest.mark.parametrize("parallel", REAL, ids=str)
+def test_a_trace_is_what_a_real_rank_does(fork_ranks, parallel):
+    run = config(**parallel)
+    run = replace(run, train=replace(run.train, compile="off", device="cpu"))
+    world = run.parallel.world_size
+    real = fork_ranks(_really_trained, world, run)
+    for rank in (0, world - 1):
+        calls, flops, peak = real[rank]
+        traced = role.trace_rank(run, rank)
+        assert [(c.op, c.group, c.dtype, c.elements, c.peer) for c in traced.calls] == calls
+        assert traced.flops_of(role.STEADY) == flops
+        # Gloo's two threads each let go of an all-to-all's input and output some time after the wait for it.
+        sizes = [c.elements * getattr(torch, c.dtype).itemsize for c in traced.calls if c.op == "all_to_all"]
+        late = 4 * max(sizes, default=0)
+        more = peak - traced.peaks()[role.STEADY].bytes
+        assert -ROUNDING_BYTES <= more <= late + ROUNDING_BYTES  # rounding: a scalar
+
+
+def test_units_are_gathered_before_the_one_in_use_computes():
+    """The order of issue, forward: while block i computes, the gather of block i + 1 has been issued."""
+    tracker = role.trace_rank(config(1, dp_shard=2, zero=3, unit_layers=1), 0)
+    order = [(e.what if e.call is None else e.call.op, e.place) for e in tracker.events_of(role.STEADY)]
+    for block in range(ARCH.num_layers):
+        mine = [what for what, place in order if place == f"forward blocks.{block}"]
+        ahead = mine[: mine.index("compute")]
+        if block < ARCH.num_layers - 1:
+            assert "all_gather" in ahead, (block, mine)
+    scatters = [place for what, place in order if what == "reduce_scatter"]
+    computed = [place for what, place in order if what == "compute" and place.startswith("backward blocks")]
+    behind = {f"backward blocks.{block}" for block in range(ARCH.num_layers - 1)}
+    # The gradients of a unit leave while the units before it compute, not all at the end.
+    assert behind <= set(computed) and len(behind & set(scatters)) >= ARCH.num_layers - 2
+
+
+def test_zero_1_scatters_each_unit_behind_the_backward():
+    tracker = role.trace_rank(config(2, dp_shard=2, zero=1, unit_layers=1), 0)
+    events = tracker.events_of(role.STEADY)
+    first = next(i for i, e in enumerate(events) if e.call and e.call.op == "reduce_scatter")
+    after = [e for e in events[first:] if e.what == "compute" and e.place.startswith("backward")]
+    assert len(after) > 10
+
+
+def test_faults_on_one_stage_are_found_and_told():
+    """A skipped collective, another size, and a wait before the send that its answer depends on."""
+    run = config(pp=2, dp_shard=2, zero=1)
+    grid, names = dry_run.grid_of(run), {0: "pp 0", 2: "pp 1"}
+    sound = {rank: tracker.calls for rank, tracker in traces(run, [0, 2]).items()}
+    assert check_world(sound, grid).fault is None
+
+    norm = max(i for i, call in enumerate(sound[2]) if len(call.group) == grid.world_size)
+    skipped = check_world({**sound, 2: sound[2][:norm] + sound[2][norm + 1 :]}, grid, names).fault
+    assert skipped and skipped.kind == "missing" and "(pp 1), which has ended" in skipped.message
+
+    larger = replace(sound[2][norm], elements=2)
+    resized = check_world({**sound, 2: [*sound[2][:norm], larger, *sound[2][norm + 1 :]]}, grid, names).fault
+    assert resized and resized.kind == "mismatch" and "all_reduce of 2 float32" in resized.message
+
+    first = list(sound[0])
+    steps = [call for call in first if call.elements > 1]  # groups exchange one element when they are made
+    posted, waited = (next(c for c in steps if c.op == op) for op in ("irecv", "wait"))
+    first.remove(posted)
+    first.remove(waited)
+    sending = next(i for i, call in enumerate(first) if call.op == "isend" and call.elements > 1)
+    first[sending:sending] = [posted, waited]
+    early = check_world({**sound, 0: first}, grid, names).fault
+    assert early and early.kind == "deadlock" and set(early.positions) == {0, 2}
+
+
+def test_the_command_traces_in_processes_of_its_own():
+    seen = []
+    found = dry_run.simulate(config(pp=2, tp=2), device="cpu", progress=lambda done, ranks: seen.append((done, ranks)))
+    assert seen == [(n, 4) for n in range(1, 5)]
+    assert not found.problems and found.world.followed == 2 and found.bases == [0, 2]
+    assert [trace.name for trace in found.traces] == ["pp 0 tp 0", "pp 1 tp 0", "pp 0 tp 1", "pp 1 tp 1"]
+    assert all(trace.memory_bytes < 1 << 30 for trace in found.traces)
+
+
+def test_overlapped_tensor_parallelism_is_traced_without_its_overlap():
+    plain, overlapped = (role.trace_rank(config(tp=2, async_tp=overlap), 0, "cuda") for overlap in (False, True))
+    assert plain.calls == overlapped.calls
+    assert plain.peaks()[role.STEADY] == overlapped.peaks()[role.STEADY]
+
+
+def test_a_tracing_process_that_dies_early_is_told(monkeypatch, tmp_path):
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\nexec 0<&-\necho no such module >&2\nexit 1\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(dry_run.sys, "executable", str(interpreter))
+    with pytest.raises(ResourceError, match=r"0 of 2 ranks were traced, then it ended: no such module"):
+        dry_run.simulate(replace(config(1, dp_shard=2), data=Data(tokens="x" * 200_000)), device="cpu")
+
+
+def test_what_cannot_be_traced_is_told():
+    with pytest.raises(ConfigError, match="nvme"):
+        dry_run.simulate(config(offload="nvme", offload_folder="state", dp_shard=2, zero=1), device="cpu")
+    with pytest.raises(ConfigError):
+        dry_run.simulate(config(tp=3), device="cpu")
+    with pytest.raises(ResourceError, match="rank 0 cannot be traced"):
+        raise dry_run.failure({"rank": 0, "error": "ValueError: x", "traceback": 'File "a.py", line 1, in f\n  x'})

@@ -1,0 +1,212 @@
+import dataclasses
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from ingot.config import from_dict
+from ingot.errors import CheckpointError, ConfirmationNeeded
+from ingot.schema.checkpoint import CheckpointManifest, FileEntry
+from ingot.schema.run import settings_sha256
+from ingot.storage import sha256_bytes, write_json
+from ingot.trainer.checkpoint.loading import load_model, resume
+from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint, write_manifest
+
+from .conftest import make_training, save, state_of, train_one, values
+
+
+def go_on(folder, model, optimizer, config="c" * 64, data="d" * 64):
+    refused = []
+    manifest = resume(
+        folder,
+        state_of(model, optimizer),
+        config_sha256=config,
+        data_fingerprint=data,
+        on_refused=lambda step, path, reason: refused.append((step, reason)),
+    )
+    return manifest, refused
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(folder, training):
+    """Random numbers too: the batches are drawn from the generator that the checkpoint restores."""
+    model, optimizer = training
+    save(folder, 2, model, optimizer)
+    undisturbed = [train_one(model, optimizer) for _ in range(5)]
+    other, other_optimizer = make_training(seed=5, steps=1)
+    manifest, refused = go_on(folder, other, other_optimizer)
+    assert manifest.step == 2 and not refused
+    assert [train_one(other, other_optimizer) for _ in range(5)] == undisturbed
+    a, b = values(model, optimizer), values(other, other_optimizer)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_random_states_of_version_1_come_back_from_the_manifest(folder, training):
+    path = save(folder, 2, *training).path
+    drawn = torch.rand(3)
+    manifest = read_manifest(path)
+    write_manifest(path, dataclasses.replace(manifest, rng=(torch.get_rng_state().numpy().tobytes().hex(),)))
+    after = torch.rand(3)
+    assert not torch.equal(drawn, after)
+    go_on(folder, *make_training(seed=5, steps=0))
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_another_number_of_ranks_keeps_its_own_random_state(folder, training):
+    path = save(folder, 2, *training).path
+    write_manifest(path, dataclasses.replace(read_manifest(path), world=2))
+    other = make_training(seed=5, steps=0)
+    state = torch.get_rng_state()
+    go_on(folder, *other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_new_run_starts_at_nothing(folder):
+    assert go_on(folder, *make_training()) == (None, [])
+
+
+def test_settings_that_were_written_out_at_their_defaults_are_the_same_experiment(folder, training):
+    path = save(folder, 2, *training).path
+    settings = {"optim.lr": 0.1, "model.moe.noise": 0.0}
+    write_manifest(path, dataclasses.replace(read_manifest(path), config_sha256="0" * 64, settings=settings))
+    manifest, _ = go_on(folder, *training, config=settings_sha256({"optim.lr": 0.1}))
+    assert manifest.step == 2
+    with pytest.raises(ConfirmationNeeded, match="settings are not those"):
+        go_on(folder, *training, config=settings_sha256(settings | {"model.moe.noise": 0.5}))
+
+
+def test_falls_back_over_damaged_ones_and_says_why(folder, training):
+    model, optimizer = training
+    states = {}
+    for step in (10, 20, 30, 40):
+        train_one(model, optimizer)
+        states[step] = values(model, optimizer)
+        save(folder, step, model, optimizer, keep=4)
+    (folder.checkpoint(40) / "manifest.json").unlink()
+    damaged = folder.checkpoint(30) / "rank-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-torch.get_rng_state().nbytes - 3] ^= 16  # the end of the last tensor; the random state follows it
+    damaged.write_bytes(content)
+    other, other_optimizer = make_training(seed=5, steps=0)
+    manifest, refused = go_on(folder, other, other_optimizer)
+    assert manifest.step == 20
+    assert [step for step, _ in refused] == [40, 30]
+    assert "never finished" in refused[0][1]
+    assert "rank-00000.safetensors" in refused[1][1] and "tensor " in refused[1][1]
+    now = values(other, other_optimizer)
+    assert all(torch.equal(now[name], states[20][name]) for name in now)
+
+
+def test_never_starts_again_silently(folder, training):
+    for step in (10, 20):
+        save(folder, step, *training)
+        (folder.checkpoint(step) / "rank-00000.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as refused:
+        go_on(folder, *make_training(steps=0))
+    assert "step-00000010" in refused.value.found and "--fresh" in refused.value.fix
+
+
+@pytest.mark.parametrize(("config", "data", "what"), [("x" * 64, "d" * 64, "settings"), ("c" * 64, "x" * 64, "data")])
+def test_another_experiment_needs_consent(folder, training, config, data, what):
+    save(folder, 10, *training)
+    with pytest.raises(ConfirmationNeeded, match=what):
+        go_on(folder, *make_training(), config, data)
+    write_json(folder.accepted, [{"config_sha256": config, "data_fingerprint": data}])
+    assert go_on(folder, *make_training(), config, data)[0].step == 10
+
+
+def test_another_model_is_refused_before_a_byte_is_read(folder, training):
+    save(folder, 10, *training)
+    wider = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3, bias=False))
+    with pytest.raises(CheckpointError, match=r"model\.0\.weight as float32\[5, 6\], the model has float32\[7, 6\]"):
+        go_on(folder, wider, torch.optim.AdamW(wider.parameters()))
+    deeper = torch.nn.Sequential(*training[0], torch.nn.Linear(3, 3))
+    with pytest.raises(CheckpointError, match=r"it lacks model\.3"):
+        go_on(folder, deeper, torch.optim.AdamW(deeper.parameters()))
+
+
+def test_another_type_is_refused(folder, training):
+    save(folder, 10, *training)
+    model, _ = make_training()
+    model.to(torch.float64)
+    with pytest.raises(CheckpointError, match="float64"):
+        go_on(folder, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_loads_the_model_alone(folder, training):
+    path = save(folder, 10, *training).path
+    model, _ = make_training(seed=4)
+    assert load_model(path, model).step == 10
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), training[0].parameters(), strict=True))
+    half, _ = make_training(seed=4)
+    half.to(torch.bfloat16)
+    load_model(path, half)
+    assert torch.equal(half[0].weight, training[0][0].weight.to(torch.bfloat16))
+
+
+def test_loading_the_model_alone_verifies_first(folder, training):
+    path = save(folder, 10, *training).path
+    file = path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-8] + b"\1" * 8)
+    with pytest.raises(CheckpointError, match="does not hold the bytes"):
+        load_model(path, make_training()[0])
+    with pytest.raises(CheckpointError, match="another model"):
+        load_model(save(folder, 20, *training).path, torch.nn.Linear(2, 2))
+
+
+def test_a_pickle_is_never_opened(folder, training):
+    """A torch.save file in the place of the tensors, with a manifest that vouches for it, is refused as what it is."""
+    path = save(folder, 10, *training).path
+    file = path / "rank-00000.safetensors"
+    torch.save({"model.0.weight": torch.zeros(5, 6)}, file)
+    file.write_bytes(file.read_bytes().ljust(4096, b"\0"))
+    vouch(path, file)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        verify_checkpoint(path)
+
+
+def test_hostile_headers_are_refused(folder, training):
+    """Headers with a right hash: only the header check stands between them and the allocator."""
+    path = save(folder, 10, *training).path
+    file = path / "rank-00000.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    rng = random.Random(2)
+    hostile = [
+        (1 << 62).to_bytes(8, "little") + whole[8:],
+        whole[:8] + b"{" * length + whole[8 + length :],
+    ]
+    for _ in range(25):
+        changed = json.loads(json.dumps(header))
+        name = rng.choice([n for n in changed if n != "__metadata__"])
+        key = rng.choice(["shape", "data_offsets", "dtype"])
+        changed[name][key] = rng.choice([[1 << 40, 1 << 40], [0, 1 << 50], [-1, 4], [], None, "F64", "OBJ", 7])
+        if changed == header:
+            continue
+        text = json.dumps(changed).encode()
+        hostile.append(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    for content in hostile:
+        file.write_bytes(content)
+        vouch(path, file)
+        with pytest.raises(CheckpointError):
+            verify_checkpoint(path)
+        with pytest.raises((CheckpointError, SafetensorError)):
+            load_model(path, make_training()[0])
+
+
+def vouch(path, file):
+    data = file.read_bytes()
+    entry = FileEntry(bytes=len(data), sha256=sha256_bytes(data))
+    values = json.loads((path / "manifest.json").read_text())
+    values.pop("sha256")
+    manifest = from_dict(CheckpointManifest, values)
+    write_manifest(path, dataclasses.replace(manifest, files={file.name: entry}))
+
+
+def test_a_copied_checkpoint_is_as_good(folder, training, tmp_path):
+    path = save(folder, 10, *training).path
+    shutil.copytree(path, tmp_path / "elsewhere" / path.name)
+    assert verify_checkpoint(tmp_path / "elsewhere" / path.name) == read_manifest(path)

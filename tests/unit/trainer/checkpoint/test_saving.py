@@ -1,0 +1,190 @@
+import errno
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import ingot.storage as storage
+import ingot.trainer.checkpoint.tensor_file as tensor_file
+from ingot.errors import CheckpointError, ResourceError
+from ingot.trainer.checkpoint.loading import resume, verify_checkpoint
+from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.checkpoint.retention import remove_leftovers
+
+from .conftest import make_training, save, state_of, train_one, values
+
+
+def make_small():
+    model = torch.nn.Linear(6, 2, bias=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def load(folder, into=None):
+    model, optimizer = into or make_training(seed=9, steps=0)
+    manifest = resume(
+        folder,
+        state_of(model, optimizer),
+        config_sha256="c" * 64,
+        data_fingerprint="d" * 64,
+        on_refused=lambda step, path, reason: None,
+    )
+    return manifest, values(model, optimizer)
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def steps(folder) -> list[int]:
+    return [c.step for c in list_checkpoints(folder.checkpoints)]
+
+
+def test_a_save_says_how_large_and_how_long(folder, training):
+    saved = save(folder, 3, *training)
+    assert saved.path == folder.checkpoint(3)
+    assert saved.bytes == sum(p.stat().st_size for p in saved.path.glob("*.safetensors"))
+    assert 0 < saved.stall_seconds < 30
+
+
+def test_keeps_the_newest(folder, training):
+    for step in (10, 20, 30, 40):
+        save(folder, step, *training, keep=2)
+    assert steps(folder) == [40, 30]
+    assert sorted(p.name for p in folder.checkpoints.iterdir()) == ["step-00000030", "step-00000040"]
+
+
+def test_damaged_ones_do_not_count_as_kept(folder, training):
+    for step in (10, 20, 30):
+        save(folder, step, *training, keep=3)
+    (folder.checkpoint(30) / "manifest.json").unlink()
+    save(folder, 40, *training, keep=2)
+    assert steps(folder) == [40, 30, 20]
+
+
+def test_a_refused_later_one_does_not_push_out_what_can_be_used(folder, training):
+    for step in (10, 20):
+        save(folder, step, *training)
+    damaged = folder.checkpoint(20) / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # of the right size: only its hash tells
+    save(folder, 15, *training, keep=1)  # resumed from 10
+    assert verify_checkpoint(folder.checkpoint(15)).step == 15
+    assert steps(folder) == [20, 15]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_made_again(folder, training):
+    save(folder, 10, *training)
+    (folder.checkpoint(10) / "rank-00000.safetensors").write_bytes(b"")
+    save(folder, 10, *training)
+    assert verify_checkpoint(folder.checkpoint(10)).step == 10
+    assert len(list(folder.checkpoints.iterdir())) == 1
+
+
+def test_weights_that_are_not_finite_are_refused_and_the_last_good_stays(folder, training):
+    model, optimizer = training
+    save(folder, 10, model, optimizer)
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"model\.0\.weight holds NaN"):
+        save(folder, 20, model, optimizer)
+    assert steps(folder) == [10]
+    assert remove_leftovers(folder) == [".saving-step-00000020"]
+
+
+def test_no_space_is_said_before_anything_is_written(folder, training, monkeypatch):
+    save(folder, 10, *training)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
+    with pytest.raises(ResourceError, match="checkpoint of step 20"):
+        save(folder, 20, *training)
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00000010"]
+
+
+def test_a_disk_that_fills_up_while_writing_costs_nothing_else(folder, training, monkeypatch):
+    save(folder, 10, *training)
+    before = load(folder)[1]
+    write, calls = tensor_file._HashedFile.write, []
+
+    def full(self, data):
+        calls.append(data)
+        if len(calls) == 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(tensor_file._HashedFile, "write", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        save(folder, 20, *training)
+    monkeypatch.undo()
+    manifest, after = load(folder)
+    assert manifest.step == 10 and same(before, after)
+
+
+KILL_POINTS = [
+    (tensor_file._HashedFile, "write"),
+    (os, "fsync"),
+    (os, "mkdir"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "unlink"),
+    (os, "rmdir"),
+]
+
+
+def die_at(number: int) -> None:
+    """Let this process die by SIGKILL at the `number`-th thing it does to the disk."""
+    done = 0
+
+    def deadly(function):
+        def call(*args, **kwargs):
+            nonlocal done
+            done += 1
+            if done == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for place, name in KILL_POINTS:
+        setattr(place, name, deadly(getattr(place, name)))
+
+
+def test_a_kill_at_any_write_leaves_a_whole_newest_checkpoint(folder):
+    """Steps 10 and 20 are there; saving 30 also prunes 10. Whatever is newest afterwards is loaded whole."""
+    states = {}
+    model, optimizer = make_small()
+    for step in (10, 20, 30):
+        train_one(model, optimizer)
+        states[step] = values(model, optimizer)
+        if step < 30:
+            save(folder, step, model, optimizer, keep=2)
+    pristine = folder.root.with_name("pristine")
+    shutil.copytree(folder.root, pristine)
+    outcomes = []
+    for number in range(1, 200):
+        shutil.rmtree(folder.root)
+        shutil.copytree(pristine, folder.root)
+        child = os.fork()
+        if child == 0:
+            die_at(number)
+            save(folder, 30, model, optimizer, keep=2)
+            os._exit(0)
+        survived = os.waitpid(child, 0)[1] == 0
+        manifest, state = load(folder, make_small())
+        assert manifest.step in (20, 30) and same(state, states[manifest.step])
+        outcomes.append(manifest.step)
+        remove_leftovers(folder)
+        assert all(p.name.startswith("step-") for p in folder.checkpoints.iterdir())
+        assert load(folder, make_small())[0].step == manifest.step
+        if survived:
+            break
+    assert outcomes[0] == 20 and outcomes[-1] == 30 and len(outcomes) > 15
+    assert outcomes == sorted(outcomes)  # once the new one counts, it counts for good
+
+
+def test_leftovers_of_killed_saves_are_named(folder):
+    for name in (".saving-step-00000007", ".removed-step-00000003"):
+        (folder.checkpoints / name).mkdir(parents=True)
+        Path(folder.checkpoints / name / "rank-00000.safetensors").write_bytes(b"half")
+    assert remove_leftovers(folder) == [".saving-step-00000007", ".removed-step-00000003"]
+    assert not list(folder.checkpoints.iterdir())

@@ -1,0 +1,106 @@
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ingot.trainer.checkpoint.tensor_file as tensor_file
+from ingot.errors import CheckpointError
+from ingot.storage import sha256_file
+from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint
+from ingot.trainer.checkpoint.tensor_file import write_tensors
+
+from .conftest import save
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def test_the_library_reads_what_was_written(tmp_path):
+    torch.manual_seed(0)
+    tensors = [(f"t.{dtype}", (torch.randn(3, 4) * 9).to(dtype)) for dtype in DTYPES]
+    tensors += [("scalar", torch.tensor(3.5)), ("transposed", torch.randn(4, 2).T), ("slice", torch.arange(9)[2:7])]
+    entry, checksums = write_tensors(tmp_path / "x.safetensors", tensors)
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(loaded[name], value) and loaded[name].dtype == value.dtype for name, value in tensors)
+    assert entry.bytes == (tmp_path / "x.safetensors").stat().st_size
+    assert entry.sha256 == sha256_file(tmp_path / "x.safetensors")
+    assert len(checksums) == len(tensors)
+
+
+def test_a_file_is_never_overwritten(tmp_path):
+    write_tensors(tmp_path / "x", [("a", torch.zeros(2))])
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "x", [("a", torch.ones(2))])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_not_saved(tmp_path, value):
+    tensor = torch.zeros(3, 3)
+    tensor[1, 2] = value
+    with pytest.raises(CheckpointError, match=r"model\.w"):
+        write_tensors(tmp_path / "x", [("model.w", tensor)])
+
+
+def test_a_disk_that_lies_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "sha256_file", lambda path: "f" * 64)
+    with pytest.raises(CheckpointError, match="reads back different"):
+        write_tensors(tmp_path / "x", [("a", torch.zeros(2))])
+
+
+def test_every_bit_flip_is_found_and_its_tensor_named(folder, training):
+    path = save(folder, 1, *training).path
+    manifest = read_manifest(path)
+    file = path / "rank-00000.safetensors"
+    whole = file.read_bytes()
+    header_bytes = 8 + int.from_bytes(whole[:8], "little")
+    random_begins = header_bytes + json.loads(whole[8:header_bytes])["random.cpu"]["data_offsets"][0]
+    rng = random.Random(1)
+    for position in [0, 7, 8, header_bytes - 1, header_bytes, len(whole) - 1, *rng.sample(range(len(whole)), 200)]:
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << rng.randrange(8)
+        file.write_bytes(flipped)
+        with pytest.raises(CheckpointError) as refused:
+            verify_checkpoint(path)
+        assert "rank-00000.safetensors" in refused.value.found
+        # A flip in the header may move a tensor's place; then that tensor is named, as it should be.
+        if position < header_bytes or position >= random_begins:
+            assert "tensor " in refused.value.found or "its header" in refused.value.found
+        else:
+            assert "tensor " in refused.value.found
+    file.write_bytes(whole)
+    assert verify_checkpoint(path) == manifest
+
+
+def test_the_named_tensor_is_the_damaged_one(folder, training):
+    path = save(folder, 1, *training).path
+    file = path / "rank-00000.safetensors"
+    whole = bytearray(file.read_bytes())
+    place = whole.find(training[0][2].weight.detach().numpy().tobytes())
+    whole[place + 5] ^= 4
+    file.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"tensor model\.2\.weight"):
+        verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "longer", "missing", "folder"])
+def test_a_damaged_file_is_refused_by_name(folder, training, damage):
+    path = save(folder, 1, *training).path
+    file = path / "rank-00000.safetensors"
+    whole = file.read_bytes()
+    file.unlink()
+    if damage == "folder":
+        file.mkdir()
+    elif damage != "missing":
+        file.write_bytes({"truncated": whole[:-1], "empty": b"", "longer": whole + b"\0"}[damage])
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors"):
+        verify_checkpoint(path)

@@ -1,0 +1,84 @@
+"""A project without a trainer: a run file, the manifest of its tokens, and checkpoints that have manifests only."""
+
+from pathlib import Path
+
+import pytest
+
+from ingot.config import load, to_dict
+from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import TokenManifest
+from ingot.storage import write_json
+from ingot.trainer.checkpoint.manifest import write_manifest
+
+RUN_FILE = """name = "demo"
+[model]
+vocab_size = 64
+d_model = 32
+num_layers = 2
+num_heads = 4
+num_kv_heads = 2
+head_dim = 8
+d_ffn = 64
+[data]
+tokens = "tokens"
+[train]
+steps = 100
+seq_len = 32
+global_batch = 8
+micro_batch = 2
+device = "cpu"
+"""
+
+
+def write_token_manifest(folder: Path, vocab_size: int = 64, seed: int = 0) -> TokenManifest:
+    manifest = TokenManifest(
+        dtype="uint16",
+        vocab_size=vocab_size,
+        eot_id=0,
+        tokenizer_sha256="0" * 64,
+        corpus_sha256="0" * 64,
+        split="train",
+        block_bytes=4096,
+        seed=seed,
+        shards=(),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "manifest.json", to_dict(manifest))
+    return manifest
+
+
+def write_checkpoint(folder: RunFolder, step: int, config: RunConfig, data_fingerprint: str) -> None:
+    path = folder.checkpoint(step)
+    path.mkdir(parents=True)
+    manifest = CheckpointManifest(
+        step=step,
+        tokens=0,
+        config_sha256=config.training_sha256(),
+        settings=config.training_settings(),
+        data_fingerprint=data_fingerprint,
+        layout={"dp_shard": 1},
+        files={},
+        tensors={},
+        rng=(),
+        ledger=(),
+    )
+    write_manifest(path, manifest)
+
+
+@pytest.fixture
+def run_file(tmp_path) -> Path:
+    write_token_manifest(tmp_path / "tokens")
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    return tmp_path / "run.toml"
+
+
+@pytest.fixture
+def config(run_file) -> RunConfig:
+    return load(RunConfig, run_file)
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "runs" / "demo")

@@ -1,0 +1,187 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from ingot.errors import ConfigError, ConfirmationNeeded
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.arch import Moe
+from ingot.trainer.launch.continuity import record_accepted, require_same_experiment
+
+from .conftest import write_checkpoint
+
+DATA = "d" * 64
+
+
+def changed(config, key: str, value):
+    section, _, name = key.partition(".")
+    if not name:
+        return replace(config, **{section: value})
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+# What every setting means for a run that already trained. A new setting has to be put into one of these classes.
+FREE = [
+    ("name", "other"),
+    ("data.tokens", "/elsewhere/tokens"),
+    ("data.heldout", "heldout"),
+    ("data.tokenizer", "tokenizer.json"),
+    ("train.micro_batch", 4),
+    ("train.compile", "on"),
+    ("train.device", "auto"),
+    ("parallel.dp_shard", 2),
+    ("checkpoint.every_steps", 7),
+    ("checkpoint.keep", 9),
+    ("evaluate.every_steps", 5),
+    ("watch.log_every", 1),
+    ("launch.max_restarts", 0),
+    ("launch.timeout_seconds", 5.0),
+    ("cost.usd_per_hour", 4.0),
+]
+NEEDS_CONSENT = [
+    ("seed", 1),
+    ("train.steps", 200),
+    ("train.seq_len", 16),
+    ("train.global_batch", 16),
+    ("train.precision", "fp32"),
+    ("optim.lr", 1e-4),
+    ("optim.beta2", 0.99),
+    ("optim.weight_decay", 0.0),
+    ("optim.clip_norm", 0.5),
+    ("schedule.kind", "wsd"),
+    ("schedule.warmup_steps", 3),
+    ("data.mask_documents", True),
+    ("data.weights", {"web": 1.0}),
+]
+REFUSED = [("model.d_model", 64), ("model.num_layers", 3), ("model.rope_theta", 5e5), ("model.tied_embeddings", False)]
+
+
+@pytest.fixture
+def trained(folder, config):
+    write_checkpoint(folder, 40, config, DATA)
+    return config
+
+
+@pytest.mark.parametrize(("key", "value"), FREE)
+def test_free_settings_change_without_a_word(folder, trained, key, value):
+    require_same_experiment(folder, changed(trained, key, value), DATA, ())
+    assert not folder.accepted.exists()
+
+
+@pytest.mark.parametrize(("key", "value"), NEEDS_CONSENT)
+def test_what_changes_training_needs_consent(folder, trained, key, value):
+    config = changed(trained, key, value)
+    with pytest.raises(ConfirmationNeeded, match="step 40") as asked:
+        require_same_experiment(folder, config, DATA, ())
+    assert key in asked.value.found and f"--accept-change {key}" in asked.value.fix
+    assert not folder.accepted.exists()
+    accepted_key = asked.value.fix.split()[1].rstrip(",")
+    changes = require_same_experiment(folder, config, DATA, (accepted_key,))
+    assert not folder.accepted.exists()
+    record_accepted(folder, config, DATA, changes)
+    record_accepted(folder, config, DATA, changes)  # the same command again, before the next checkpoint
+    (event,) = read_events(folder.events, events.SETTING_CHANGED)
+    assert (event["key"], event["old"], event["new"], event["step"]) == (
+        changes[0].key,
+        changes[0].before,
+        changes[0].after,
+        40,
+    )
+    (record,) = json.loads(folder.accepted.read_text())
+    assert record["config_sha256"] == config.training_sha256() and record["step"] == 40
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED)
+def test_another_model_is_refused_even_with_consent(folder, trained, key, value):
+    with pytest.raises(ConfigError, match="another model"):
+        require_same_experiment(folder, changed(trained, key, value), DATA, (key,))
+
+
+EXPERTS = Moe(num_experts=8, top_k=2, d_expert=16, capacity_factor=1.5, z_loss=1e-3)
+
+
+def with_moe(config, **changes):
+    return changed(config, "model.moe", replace(EXPERTS, **changes))
+
+
+@pytest.fixture
+def sparse(folder, config):
+    write_checkpoint(folder, 40, with_moe(config, bias_rate=1e-3), DATA)
+    return config
+
+
+OF_TRAINING = [
+    ("noise", 0.5, "0.0 -> 0.5"),
+    ("capacity_factor", 1.25, "1.5 -> 1.25"),
+    ("capacity_factor", 0.0, "1.5 -> 0.0"),
+    ("sequence_loss", 1e-4, "0.0 -> 0.0001"),
+    ("global_loss", 1e-2, "0.0 -> 0.01"),
+    ("z_loss", 0.0, "0.001 -> 0.0"),
+    ("bias_rate", 1e-2, "0.001 -> 0.01"),
+    ("bias_steps", 60, "0 -> 60"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), OF_TRAINING)
+def test_how_experts_are_trained_changes_with_consent(folder, sparse, name, value, said):
+    config, key = with_moe(sparse, **{"bias_rate": 1e-3, name: value}), f"model.moe.{name}"
+    with pytest.raises(ConfirmationNeeded) as asked:
+        require_same_experiment(folder, config, DATA, ())
+    assert f"{key}   {said}" in asked.value.found and f"--accept-change {key}" in asked.value.fix
+    (change,) = require_same_experiment(folder, config, DATA, (key,))
+    assert change.key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("overflow", "fallback"), ("top_k", 1), ("d_expert", 8), ("scores", "sigmoid")]
+)
+def test_what_experts_are_stays(folder, sparse, name, value):
+    config = with_moe(sparse, bias_rate=1e-3, **{name: value})
+    with pytest.raises(ConfigError, match="another model") as refused:
+        require_same_experiment(folder, config, DATA, (f"model.moe.{name}",))
+    assert "--accept-change does not allow" in refused.value.rule
+
+
+def test_biases_may_come_and_not_go(folder, sparse, config):
+    with pytest.raises(ConfigError, match="the run file has none") as refused:
+        require_same_experiment(folder, with_moe(sparse), DATA, ("model.moe.bias_rate",))
+    assert "keep model.moe.bias_rate = 0.001 and set model.moe.bias_steps = 40" in refused.value.fix
+    write_checkpoint(folder, 50, with_moe(config), DATA)
+    (change,) = require_same_experiment(folder, with_moe(config, bias_rate=1e-3), DATA, ("model.moe.bias_rate",))
+    assert (change.before, change.after) == (0.0, 1e-3)
+
+
+def test_defaults_that_a_checkpoint_wrote_out_are_no_change(folder, sparse):
+    path = folder.checkpoint(40) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["settings"] |= {"model.moe.noise": 0.0, "model.moe.groups": 1}
+    path.write_text(json.dumps(manifest))
+    assert require_same_experiment(folder, with_moe(sparse, bias_rate=1e-3), DATA, ()) == []
+
+
+def test_other_tokens_need_consent_wherever_they_lie(folder, trained):
+    with pytest.raises(ConfirmationNeeded, match=r"data\.tokens"):
+        require_same_experiment(folder, trained, "e" * 64, ())
+    require_same_experiment(folder, trained, "e" * 64, ("data.tokens",))
+
+
+def test_all_changes_are_named_at_once(folder, trained):
+    config = changed(changed(trained, "optim.lr", 1.0), "seed", 5)
+    with pytest.raises(ConfirmationNeeded) as asked:
+        require_same_experiment(folder, config, DATA, ())
+    assert "optim.lr   0.003 -> 1.0" in asked.value.found and "seed   1234 -> 5" in asked.value.found
+    with pytest.raises(ConfirmationNeeded) as asked:
+        require_same_experiment(folder, config, DATA, ("seed",))
+    assert "seed" not in asked.value.fix
+
+
+def test_without_a_checkpoint_everything_may_change(folder, config):
+    require_same_experiment(folder, changed(config, "model.d_model", 64), "x", ())
+
+
+def test_a_damaged_newest_checkpoint_is_not_the_measure(folder, config):
+    write_checkpoint(folder, 40, config, DATA)
+    write_checkpoint(folder, 60, changed(config, "seed", 9), DATA)
+    (folder.checkpoint(60) / "manifest.json").write_text("{}")
+    require_same_experiment(folder, config, DATA, ())

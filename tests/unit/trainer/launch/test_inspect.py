@@ -1,0 +1,49 @@
+import json
+
+import pytest
+
+from ingot.cli.main import main
+from ingot.errors import UsageError
+from ingot.trainer.launch.inspect import RESUMES_HERE, inspect_checkpoints
+
+from .conftest import write_checkpoint
+
+
+@pytest.fixture
+def three(folder, config):
+    for step in (10, 20, 30):
+        write_checkpoint(folder, step, config, "d" * 64)
+    (folder.checkpoint(30) / "manifest.json").write_text("torn")
+    return folder
+
+
+def test_names_the_damage_and_where_training_resumes(three):
+    inspected = inspect_checkpoints(three.root, hash_files=True)
+    assert [(c.step, c.state) for c in inspected.checkpoints] == [(10, "yes"), (20, "yes"), (30, "NO")]
+    assert [c.note for c in inspected.checkpoints] == ["", RESUMES_HERE, "manifest.json is not JSON"]
+    assert inspected.exit_code == 21
+
+
+def test_one_checkpoint_can_be_asked_for(three):
+    assert inspect_checkpoints(three.checkpoint(20), hash_files=True).exit_code == 0
+    (damaged,) = inspect_checkpoints(three.checkpoint(30), hash_files=False).checkpoints
+    assert (damaged.step, damaged.state) == (30, "NO")
+
+
+def test_other_folders_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="not the folder of a run"):
+        inspect_checkpoints(tmp_path, hash_files=False)
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(UsageError, match="no checkpoint yet"):
+        inspect_checkpoints(tmp_path, hash_files=False)
+
+
+def test_the_verb_prints_a_table_or_json(three, capsys):
+    assert main(["ckpt", "ls", str(three.root)]) == 21
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "when", "size", "whole", "note"]
+    assert lines[2].endswith(RESUMES_HERE) and "NO" in lines[3]
+    assert main(["ckpt", "verify", str(three.checkpoint(10)), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["checkpoints"][0]["step"] == 10 and facts["exit_code"] == 0
+    assert main(["ckpt", "ls", str(three.root / "nothing")]) == 2

@@ -1,0 +1,265 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+import ingot.trainer.launch.train as launch_train
+from ingot.config import load
+from ingot.errors import ConfigError, ConfirmationNeeded, DataError, ResourceError, RunBusyError, UsageError
+from ingot.events import EventLog
+from ingot.hub.arch_config import huggingface_config
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import read_token_manifest
+from ingot.storage import shutil as storage_shutil
+from ingot.trainer.launch.supervise import Outcome
+from ingot.trainer.resilience.lock import RunLock, is_locked
+
+from .conftest import write_checkpoint, write_token_manifest
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Catch what would be started."""
+    started = []
+
+    def supervise(folder, job, **options):
+        assert is_locked(folder.lock)
+        started.append(job)
+        EventLog(folder.events).write("run_started", from_step=0)
+        return Outcome(exit_code=0, step=100, saved_step=100, restarts=0, seconds=1.0, run=folder.root)
+
+    monkeypatch.setattr(launch_train, "supervise", supervise)
+    return started
+
+
+def test_a_run_lives_in_runs_name_beside_its_file(run_file, jobs, tmp_path):
+    outcome = launch_train.train(run_file)
+    assert outcome.run == tmp_path / "runs" / "demo"
+    assert jobs[0].processes == 1 and jobs[0].arguments == (str(outcome.run),)
+    assert not is_locked(RunFolder(outcome.run).lock)
+
+
+def test_relative_data_paths_still_lead_to_the_data(run_file, jobs, tmp_path):
+    run = launch_train.train(run_file, tmp_path / "deep" / "er").run
+    kept = load(RunConfig, run / "run.toml")
+    assert kept.data.tokens == "../../tokens"
+    assert (run / kept.data.tokens).resolve() == tmp_path / "tokens"
+    assert launch_train.train(run).run == run  # the folder alone continues it
+    assert load(RunConfig, run / "run.toml") == kept
+
+
+def test_absolute_data_paths_stay(run_file, jobs, tmp_path):
+    run = launch_train.train(run_file, overrides=[f"data.tokens={tmp_path / 'tokens'}"]).run
+    assert load(RunConfig, run / "run.toml").data.tokens == str(tmp_path / "tokens")
+
+
+def test_the_file_inside_a_run_means_that_run(run_file, jobs):
+    run = launch_train.train(run_file).run
+    assert launch_train.train(run / "run.toml").run == run
+
+
+def test_a_plan_of_another_layout_stays_behind(run_file, jobs):
+    run_file.with_name("plan.json").write_text("{}")
+    run = launch_train.train(run_file, overrides=["parallel.dp_replicate=2", "parallel.dp_shard=1"]).run
+    assert not (run / "plan.json").exists()
+
+
+def test_the_plan_goes_with_the_run(run_file, jobs):
+    run_file.with_name("plan.json").write_text("{}")
+    run = launch_train.train(run_file).run
+    assert (run / "plan.json").read_text() == "{}"
+    launch_train.train(run, fresh=True, archive=True)
+    assert (run / "plan.json").read_text() == "{}"
+
+
+def test_a_plan_that_lies_there_already_stays(run_file, jobs, monkeypatch):
+    run = launch_train.train(run_file).run
+    (run / "plan.json").write_text("{}")
+    monkeypatch.chdir(run.parent)
+    launch_train.train(run / "run.toml", RunFolder(run).root.relative_to(run.parent))
+    assert (run / "plan.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"until_step": 0}, "--until-step 0"),
+        ({"until_step": 101}, "--until-step 101"),
+        ({"archive": True}, "--archive"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(run_file, jobs, options, message):
+    with pytest.raises(UsageError, match=message):
+        launch_train.train(run_file, **options)
+    assert not jobs and not (run_file.parent / "runs").exists()
+
+
+def test_fresh_refuses_and_archive_moves_aside(run_file, jobs, config, folder):
+    launch_train.train(run_file)
+    write_checkpoint(folder, 40, config, "d" * 64)
+    with pytest.raises(ConfirmationNeeded, match="step 40"):
+        launch_train.train(run_file, fresh=True)
+    assert folder.checkpoint(40).exists()
+    launch_train.train(run_file, fresh=True, archive=True)
+    assert not folder.checkpoints.exists()
+    (moved,) = [p for p in folder.root.parent.iterdir() if p != folder.root]
+    assert RunFolder(moved).checkpoint(40).exists()
+    launch_train.train(run_file.parent / "run.toml", folder.root.parent / "new", fresh=True)  # nothing to refuse
+
+
+def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    write_checkpoint(folder, 100, config, tokens.fingerprint())
+    EventLog(folder.events).write("finished", step=100)
+    said = []
+    outcome = launch_train.train(run_file, say=said.append)
+    assert outcome.finished and outcome.step == 100 and not jobs
+    assert "finished" in said[0]
+
+
+def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    launch_train.train(run_file)
+    write_checkpoint(folder, 100, config, tokens.fingerprint())
+    EventLog(folder.events).write("finished", step=100)
+    jobs.clear()
+    before, said = {p: p.read_bytes() for p in (folder.config, folder.events)}, []
+    launch_train.train(run_file, overrides=["optim.lr=1e-3"], accept=["optim.lr"], say=said.append)
+    assert not jobs and not folder.accepted.exists()
+    assert {p: p.read_bytes() for p in before} == before
+    assert "settings stay as they were" in said[1]
+    launch_train.train(folder.root)  # nothing to confirm later
+
+
+def test_a_step_that_is_already_past_starts_nothing(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    write_checkpoint(folder, 60, config, tokens.fingerprint())
+    for until in (40, 60):
+        said = []
+        outcome = launch_train.train(run_file, until_step=until, say=said.append)
+        assert (outcome.exit_code, outcome.step, outcome.saved_step) == (10, 60, 60)
+        assert "already past it" in said[0] and not jobs
+    launch_train.train(run_file, until_step=61)
+    assert len(jobs) == 1
+
+
+def test_a_refused_checkpoint_is_not_what_training_continues_from(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    for step in (40, 60):
+        write_checkpoint(folder, step, config, tokens.fingerprint())
+    log, said = EventLog(folder.events), []
+    log.write("checkpoint_refused", step=60, path="p", reason="damaged")
+    launch_train.train(run_file, until_step=50, say=said.append)
+    assert "continue  after step 40 of 100" in said[0] and len(jobs) == 1
+    log.write("checkpoint", step=60)  # saved anew
+    launch_train.train(run_file, say=said.append)
+    assert "continue  after step 60 of 100" in said[1]
+
+
+def test_leftovers_of_a_killed_save_are_removed(run_file, jobs, folder):
+    (folder.checkpoints / ".saving-step-00000007").mkdir(parents=True)
+    launch_train.train(run_file)
+    assert not list(folder.checkpoints.iterdir())
+
+
+def test_a_busy_folder_is_left_alone(run_file, jobs, folder):
+    (folder.checkpoints / ".saving-step-00000007").mkdir(parents=True)
+    with RunLock(folder.lock), pytest.raises(RunBusyError):
+        launch_train.train(run_file, fresh=True, archive=True)
+    assert (folder.checkpoints / ".saving-step-00000007").exists() and not jobs
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("data.tokens=nowhere", DataError, r"data\.tokens: .*nowhere is not a token folder"),
+        ("data.heldout=nowhere", DataError, r"data\.heldout"),
+        ("model.vocab_size=63", ConfigError, "vocab_size"),
+        ("train.device=cuda", ConfigError, "needs 1 GPUs"),
+        ("train.stepz=5", ConfigError, "did you mean 'train.steps'"),
+        ("name='a/../b'", ConfigError, "name a folder"),
+        ("model.d_model=3000000000", ResourceError, "checkpoints needs"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeypatch, override, error, message):
+    monkeypatch.setattr("ingot.trainer.launch.preflight.find_gpus", lambda: ())
+    with pytest.raises(error, match=message):
+        launch_train.train(run_file, overrides=[override])
+    assert not jobs
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        (["parallel.cp=2"], "ranks 2: cp 2 (ulysses)"),
+        (["parallel.cp=2", "parallel.context=ring", "parallel.dp_shard=2"], "ranks 4: dp_shard 2 x cp 2 (ring)"),
+        (["parallel.cp=4", "parallel.context=usp"], "ranks 4: cp 4 (usp, ulysses 2)"),
+    ],
+    ids=str,
+)
+def test_the_opening_names_the_form_of_context_parallelism(run_file, jobs, settings, ranks):
+    said = []
+    launch_train.train(run_file, overrides=settings, say=said.append)
+    assert any(line.endswith(ranks) for line in said), said
+
+
+def test_more_ranks_than_cores_is_said(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.launch.preflight.usable_cores", lambda: 1)
+    said = []
+    launch_train.train(run_file, overrides=["parallel.dp_shard=2"], say=said.append)
+    assert any("2 ranks share 1 cores" in line for line in said) and jobs[0].processes == 2
+
+
+def test_threads_are_shared_by_the_quota_of_the_container(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.launch.job.usable_cores", lambda: 6)
+    launch_train.train(run_file, overrides=["parallel.dp_shard=2"])
+    assert jobs[0].env["OMP_NUM_THREADS"] == "3"
+
+
+def test_gpus_are_counted(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.launch.preflight.find_gpus", lambda: ("gpu",))
+    with pytest.raises(ConfigError, match="needs 2 GPUs, this machine offers 1"):
+        launch_train.train(run_file, overrides=["parallel.dp_shard=2", "train.device=auto"])
+
+
+def test_a_missing_part_is_named(run_file, jobs, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Exception, match="not installed") as missing:
+        launch_train.train(run_file)
+    assert missing.value.fix == "pip install 'ingot[train]'"  # type: ignore[attr-defined]
+
+
+def test_a_full_disk_is_noticed_first(run_file, jobs, monkeypatch):
+    usage = storage_shutil._ntuple_diskusage(1 << 40, 1 << 40, 10)
+    monkeypatch.setattr("ingot.storage.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(ResourceError, match="4 checkpoints"):
+        launch_train.train(run_file)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, jobs):
+    with pytest.raises(UsageError, match=r"no run\.toml"):
+        launch_train.train(tmp_path)
+    with pytest.raises(ConfigError, match="no run file"):
+        launch_train.train(tmp_path / "nothing.toml")
+
+
+def test_a_model_to_begin_with_is_looked_at_before_anything_starts(run_file, jobs, config, folder, tmp_path):
+    there = tmp_path / "hf"
+    with pytest.raises(ConfigError, match=r"no folder .*hf"):
+        launch_train.train(run_file, overrides=["init=hf"])
+    there.mkdir()
+    for layers, refused in ((3, True), (config.model.num_layers, False)):
+        theirs = huggingface_config(replace(config.model, num_layers=layers), eot_id=0, dtype="float32")
+        (there / "config.json").write_text(json.dumps(theirs))
+        if refused:
+            with pytest.raises(ConfigError, match=f"model.num_layers is {config.model.num_layers}, there 3"):
+                launch_train.train(run_file, overrides=["init=hf"])
+            assert not jobs
+    assert launch_train.train(run_file, overrides=["init=hf"]).run == folder.root and jobs
+    assert load(RunConfig, folder.config).init == "../../hf"
+    (there / "config.json").unlink()
+    begun = load(RunConfig, folder.config)
+    write_checkpoint(folder, 3, begun, read_token_manifest(tmp_path / "tokens").fingerprint())
+    launch_train.train(folder.root)  # it goes on from step 3
+    assert len(jobs) == 2

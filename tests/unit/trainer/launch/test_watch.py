@@ -1,0 +1,54 @@
+from ingot.events import EventLog
+from ingot.trainer.launch.watch import Watch
+
+
+def test_reads_what_is_added_and_only_that(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.write("rank_started", rank=0, pid=1)
+    log.write("finished", step=9)
+    watch = Watch(path)
+    watch.read()
+    assert watch.ranks == {} and watch.ended == ""
+    log.write("rank_started", rank=1, pid=12)
+    log.write("run_started", from_step=40)
+    log.write("progress", step=44)
+    log.write("checkpoint_refused", step=60, path="p", reason="torn")
+    watch.read()
+    assert (watch.ranks, watch.step, watch.refused) == ({1: 12}, 44, ["torn"])
+    watch.new_attempt()
+    log.write("stopped", step=50)
+    watch.read()
+    assert (watch.ranks, watch.ended, watch.step) == ({}, "stopped", 50)
+
+
+def test_half_a_line_waits_for_its_end(tmp_path):
+    path = tmp_path / "events.jsonl"
+    watch = Watch(path)
+    watch.read()  # no file yet
+    with path.open("w") as file:
+        file.write('{"kind": "progress", "st')
+        file.flush()
+        watch.read()
+        assert watch.step == 0
+        file.write('ep": 3}\nnot json\n{"kind": "progress", "step": 4}\n')
+        file.flush()
+        watch.read()
+    assert watch.step == 4
+
+
+def test_knows_the_checkpoint_that_was_verified_last(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log, watch = EventLog(path), Watch(path)
+    watch.read()
+    assert watch.saved is None
+    for kind, facts in (
+        ("checkpoint_refused", {"step": 180, "path": "p", "reason": "damaged"}),
+        ("run_started", {"from_step": 160}),
+    ):
+        log.write(kind, **facts)
+    watch.read()
+    assert watch.saved == 160
+    log.write("checkpoint", step=170)
+    watch.read()
+    assert watch.saved == 170

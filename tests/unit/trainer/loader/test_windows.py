@@ -1,0 +1,30 @@
+import numpy as np
+import pytest
+
+from ingot.errors import ConfigError, DataError
+from ingot.trainer.loader.windows import Windows
+
+
+def test_windows_tile_every_shard(make_manifest):
+    windows = Windows(make_manifest([("a", 33), ("a", 16), ("b", 17), ("b", 100)]), 16)
+    assert windows.counts.tolist() == [2, 0, 1, 6]
+    shards, starts = windows.locate(np.arange(windows.count))
+    assert shards.tolist() == [0, 0, 2, 3, 3, 3, 3, 3, 3]
+    assert starts.tolist() == [0, 16, 0, 0, 16, 32, 48, 64, 80]
+
+
+@pytest.mark.parametrize("ids", [[9], [-1, 3]])
+def test_a_window_that_does_not_exist_is_an_error(make_manifest, ids):
+    with pytest.raises(DataError, match="does not exist"):
+        Windows(make_manifest([("a", 16 * 9 + 1)]), 16).locate(np.array(ids))
+
+
+@pytest.mark.parametrize("shards", [[], [("a", 16)], [("a", 0), ("b", 10)]])
+def test_no_window_at_all_is_an_error(make_manifest, shards):
+    with pytest.raises(DataError, match="no shard holds 17 tokens"):
+        Windows(make_manifest(shards), 16)
+
+
+def test_a_length_below_one_is_refused(make_manifest):
+    with pytest.raises(ConfigError, match="seq_len"):
+        Windows(make_manifest([("a", 100)]), 0)

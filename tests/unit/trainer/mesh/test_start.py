@@ -1,0 +1,112 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ingot.errors import ConfigError
+from ingot.trainer.mesh.start import choose_device, start, threads_per_rank, use_tf32, worker_environment
+
+
+@pytest.mark.parametrize("ranks, cores, expected", [(1, 2, 2), (2, 2, 1), (4, 2, 1), (2, 16, 8), (3, 16, 5)])
+def test_cores_are_shared_out(ranks, cores, expected):
+    assert threads_per_rank(ranks, cores) == expected
+    assert worker_environment(ranks, cores)["OMP_NUM_THREADS"] == str(expected)
+
+
+def test_worker_environment_needs_no_torch():
+    script = (
+        "import sys; from ingot.trainer.mesh.start import worker_environment as w; w(2); print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "False"
+    assert all(isinstance(v, str) for v in worker_environment(2).values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_an_error_only_if_asked_for():
+    assert choose_device("auto", 3).type == "cpu"
+    assert choose_device("cpu", 0).type == "cpu"
+    with pytest.raises(ConfigError, match="0 can be used"):
+        choose_device("cuda", 0)
+
+
+def test_tf32_is_one_setting_for_eager_and_compiled_code():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for allowed, precision, name in ((True, "tf32", "high"), (False, "ieee", "highest")):
+            use_tf32(allowed)
+            assert torch.backends.cuda.matmul.fp32_precision == precision
+            assert torch.backends.cuda.matmul.allow_tf32 is allowed
+            assert torch.get_float32_matmul_precision() == name
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# Process groups and thread counts belong to a process: each case gets its own.
+ALONE = """
+import torch, torch.distributed as dist
+from ingot.trainer.mesh.start import start, stop
+place = start("cpu", 5)
+t = torch.ones(1); dist.all_reduce(t)
+print(place.rank, place.world_size, place.attempt, place.is_first, t.item(), torch.get_num_threads())
+stop(); stop()
+"""
+
+
+def run(script, **environment):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "TORCHELASTIC_", "INGOT_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=inherited | environment
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_without_torchrun_a_process_is_a_job_of_one():
+    assert run(ALONE, OMP_NUM_THREADS="1") == (0, "0 1 0 True 1.0 1\n")
+
+
+def test_a_cpu_run_computes_float32_in_full():
+    for setting in ("True", "False"):
+        script = ALONE.replace('start("cpu", 5)', f'start("cpu", 5, tf32={setting})') + (
+            "print(torch.get_float32_matmul_precision())"
+        )
+        code, out = run(script, OMP_NUM_THREADS="1", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
+        assert (code, out.splitlines()[-1]) == (0, "highest"), out
+
+
+def test_attempts_add_up():
+    code, out = run(ALONE, OMP_NUM_THREADS="1", INGOT_ATTEMPT="2", TORCHELASTIC_RESTART_COUNT="1")
+    assert (code, out) == (0, "0 1 3 True 1.0 1\n")
+
+
+def test_several_ranks_need_a_meeting_point(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        start("cpu", 5)
+
+
+@pytest.mark.slow
+def test_torchrun_ranks_meet_again_after_a_restart(tmp_path):
+    """torchrun restarts in place: the second attempt must not read the first one's addresses (with its defaults)."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "from ingot.trainer.mesh.start import start, stop\n"
+        "place = start('cpu', 20)\n"
+        "t = torch.ones(1); dist.all_reduce(t)\n"
+        "if place.attempt == 0 and place.rank == 1: os._exit(7)\n"
+        "dist.barrier()\n"
+        "print('met', place.rank, place.attempt, int(t))\n"
+        "stop()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=120, env=environment | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.split("\n"))[-2:] == ["met 0 1 2", "met 1 1 2"]

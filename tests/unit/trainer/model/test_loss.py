@@ -1,0 +1,61 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ingot.trainer.model import loss as loss_module
+from ingot.trainer.model.loss import Readout
+
+
+def case(dtype=torch.float64, tokens=37, vocab=53, dim=8):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, dim, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, dim, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, vocab, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 37, 64])
+def test_equals_the_plain_form_in_value_and_gradients(chunk, monkeypatch):
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda vocab, device: chunk)
+    hidden, weight, targets = case()
+    ours = Readout()(hidden, weight, targets) / 7
+    our_grads = torch.autograd.grad(ours, (hidden, weight))
+    plain = F.cross_entropy(hidden @ weight.T, targets, reduction="sum") / 7
+    assert torch.allclose(ours, plain, rtol=1e-14)
+    for mine, reference in zip(our_grads, torch.autograd.grad(plain, (hidden, weight)), strict=True):
+        assert torch.allclose(mine, reference, rtol=1e-12, atol=1e-14)
+
+
+def test_a_weight_that_is_used_elsewhere_gets_both_gradients():
+    # Tied embeddings: the same matrix is looked up and multiplied with.
+    _, weight, targets = case()
+    ids = torch.arange(37) % 53
+    ours = torch.autograd.grad(Readout()(weight[ids], weight, targets), weight)[0]
+    plain = torch.autograd.grad(F.cross_entropy(weight[ids] @ weight.T, targets, reduction="sum"), weight)[0]
+    assert torch.allclose(ours, plain, rtol=1e-12)
+
+
+def test_bf16_sums_in_float32():
+    hidden, weight, targets = case(torch.bfloat16, tokens=600)
+    loss = Readout()(hidden, weight, targets)
+    plain = F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+    assert loss.dtype == torch.float32
+    assert torch.allclose(loss, plain, rtol=1e-6)
+    ours, theirs = torch.autograd.grad(loss, weight)[0], torch.autograd.grad(plain, weight)[0]
+    assert ours.dtype == torch.bfloat16
+    assert (ours - theirs).abs().max() / theirs.abs().max() < 0.02
+
+
+def test_extreme_logits_stay_finite():
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = Readout()(hidden, weight, torch.tensor([0, 0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(2e4)
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
+def test_token_nats_add_up_to_the_loss():
+    hidden, weight, targets = case()
+    nats = Readout().nats(hidden, weight, targets)
+    assert nats.shape == (37,)
+    assert torch.allclose(nats.sum(), Readout()(hidden, weight, targets), rtol=1e-13)

@@ -1,0 +1,72 @@
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from ingot.errors import ResourceError, RunBusyError
+from ingot.trainer.resilience.lock import RunLock, is_locked
+
+
+def test_a_second_owner_is_refused_and_told_who_is_first(tmp_path):
+    path = tmp_path / "run" / "lock"
+    with RunLock(path):
+        assert is_locked(path)
+        with pytest.raises(RunBusyError, match=f"{os.uname().nodename}:{os.getpid()} \\(started .* ago\\)") as busy:
+            RunLock(path)
+        assert busy.value.exit_code == 30 and str(tmp_path / "run") in busy.value.found
+    assert not is_locked(path)
+    RunLock(path).release()
+
+
+def test_the_kernel_releases_the_lock_of_a_killed_owner(tmp_path):
+    path = tmp_path / "lock"
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        RunLock(path)
+        os.write(write, b"x")
+        time.sleep(60)
+        os._exit(0)
+    assert os.read(read, 1) == b"x"
+    with pytest.raises(RunBusyError, match=f":{child} "):
+        RunLock(path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with RunLock(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_children_do_not_inherit_the_lock(tmp_path):
+    import subprocess
+
+    lock = RunLock(tmp_path / "lock")
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        lock.release()
+        assert not is_locked(tmp_path / "lock")
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff", b"[]", b"{}", b'{"host": 1, "pid": 2, "started": "x"}'])
+def test_an_owner_that_cannot_be_read_is_still_an_owner(tmp_path, content):
+    path = tmp_path / "lock"
+    with RunLock(path):
+        path.write_bytes(content)
+        with pytest.raises(RunBusyError, match="another process"):
+            RunLock(path)
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("data")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(ResourceError, match="lock"):
+        RunLock(tmp_path / "lock")
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+def test_nothing_is_locked_where_nothing_is(tmp_path):
+    assert not is_locked(tmp_path / "lock")

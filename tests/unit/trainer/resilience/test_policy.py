@@ -1,0 +1,104 @@
+import math
+
+import pytest
+import torch
+
+from ingot.errors import RunFailed
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.policy import VETOES_IN_A_ROW, DefaultPolicy, Facts, Reading, Verdict, read_steps
+
+
+def scalar(value):
+    return torch.tensor(float(value))
+
+
+def line(*values, skipped=False):
+    """Facts at a log line, whose readings from step 41 on have these (loss, gradient norm)."""
+    readings = [Reading(41 + i, loss, norm, skipped) for i, (loss, norm) in enumerate(values)]
+    return Facts(readings[-1].step, 1e-3, scalar(0), scalar(0), line=readings)
+
+
+@pytest.fixture
+def judge(fork_ranks, tmp_path):
+    """judge(facts, ...) -> what one DefaultPolicy says to them in turn, on one rank."""
+
+    def run(*facts, scaled_loss=False):
+        def ask(rank, ranks):
+            policy = DefaultPolicy(RunFolder(tmp_path), scaled_loss=scaled_loss)
+            verdicts = []
+            for fact in facts:
+                try:
+                    verdicts.append(policy.verdict(fact))
+                except RunFailed as error:
+                    return [*verdicts, str(error)]
+            return verdicts
+
+        return fork_ranks(ask, 1)[0]
+
+    return run
+
+
+def test_finite_values_pass(judge):
+    assert judge(line((3.5, 0.0), (1e30, 2.0))) == [Verdict.CONTINUE]
+
+
+@pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf)])
+@pytest.mark.parametrize("scaled_loss", [False, True])
+def test_the_first_bad_step_is_named(judge, bad, scaled_loss):
+    (words,) = judge(line((1.0, 1.0), bad, (math.nan, math.nan)), scaled_loss=scaled_loss)
+    assert "at step 42" in words and "fix:" in words
+
+
+def test_between_lines_nothing_is_read(tmp_path):
+    """No process group, and values that no line may have: nobody looks."""
+    policy = DefaultPolicy(RunFolder(tmp_path))
+    policy.folder.stop_request.touch()
+    assert policy.verdict(Facts(1, 1e-3, scalar(math.nan), scalar(math.nan))) is Verdict.CONTINUE
+
+
+def test_only_a_scaled_loss_is_vetoed(tmp_path):
+    plain, scaled = DefaultPolicy(RunFolder(tmp_path)), DefaultPolicy(RunFolder(tmp_path), scaled_loss=True)
+    assert plain.veto(scalar(1), scalar(math.inf)) is None
+    for norm, answer in ((2.0, False), (math.inf, True), (math.nan, True)):
+        veto = scaled.veto(scalar(math.nan), scalar(norm))
+        assert veto is not None and veto.dtype == torch.bool and veto.shape == () and veto.item() is answer
+
+
+def test_vetoed_steps_pass_until_there_are_too_many_in_a_row(judge):
+    overflow, fine = (math.nan, math.inf), (2.0, 1.0)
+    some = line(*[overflow] * (VETOES_IN_A_ROW - 1), skipped=True)
+    assert judge(some, line(fine), some, scaled_loss=True) == [Verdict.CONTINUE] * 3
+    *before, words = judge(some, line(overflow, skipped=True), scaled_loss=True)
+    assert before == [Verdict.CONTINUE] and f"the {VETOES_IN_A_ROW}th step in a row" in words
+
+
+def ask(rank, ranks, root, who):
+    folder = RunFolder(root / str(rank))  # the file as this rank's view of the disk shows it
+    folder.root.mkdir()
+    if rank in who:
+        folder.stop_request.touch()
+    return DefaultPolicy(folder).verdict(line((1.0, 1.0)))
+
+
+@pytest.mark.parametrize(("who", "answer"), [((), Verdict.CONTINUE), ((1,), Verdict.STOP), ((0, 1), Verdict.STOP)])
+def test_all_ranks_stop_when_one_sees_the_request(fork_ranks, tmp_path, who, answer):
+    assert fork_ranks(ask, 2, tmp_path, who) == [answer, answer]
+
+
+def test_reading_takes_the_mean_of_the_ranks_that_know_the_loss(fork_ranks):
+    def read(rank, ranks):
+        loss = [math.nan, 1.0, math.nan, 4.0][rank]  # ranks 0 and 2 are an earlier pipeline stage
+        steps = [
+            Facts(step, 1e-3, scalar(step * loss), scalar(step), torch.tensor(step == 2), readers=[1, 3])
+            for step in (1, 2)
+        ]
+        return read_steps(steps), steps[1].read()
+
+    expected = [Reading(1, 2.5, 1.0, False), Reading(2, 5.0, 2.0, True)]
+    assert fork_ranks(read, 4) == [(expected, expected[1])] * 4
+
+
+def test_facts_at_a_line_are_not_read_again():
+    """No process group: reading would fail."""
+    facts = line((1.0, 2.0), (3.0, 4.0))
+    assert facts.read() == Reading(42, 3.0, 4.0, False)

@@ -1,0 +1,69 @@
+"""A run that begins with a model from elsewhere: read once, at step 0; refused where it is another model."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ingot.config import load, to_toml
+from ingot.errors import CheckpointError, ConfigError
+from ingot.schema.run import RunConfig
+from ingot.trainer.checkpoint.loading import list_checkpoints
+from ingot.trainer.export.model_folder import write_model
+from ingot.trainer.model.transformer import Transformer
+
+from .test_loop import run_rank, step_facts
+
+
+@pytest.fixture
+def begins_elsewhere(make_run, tmp_path):
+    """begins_elsewhere(name) -> its RunFolder; the model is in tmp_path / "hf"."""
+
+    def make(name: str):
+        folder = make_run(name, dp_shard=2)
+        config = load(RunConfig, folder.config)
+        if not (tmp_path / "hf").exists():
+            torch.manual_seed(7)
+            (tmp_path / "hf").mkdir()
+            write_model(tmp_path / "hf", config.model, Transformer(config.model).state_dict(), eot_id=0)
+        folder.config.write_text(to_toml(replace(config, init="../hf")))
+        return folder
+
+    return make
+
+
+def test_a_run_that_has_a_checkpoint_reads_the_folder_no_more(fork_ranks, make_run, begins_elsewhere, tmp_path):
+    whole, broken, drawn = begins_elsewhere("whole"), begins_elsewhere("broken"), make_run("drawn", dp_shard=2)
+    fork_ranks(run_rank, 2, whole)
+    fork_ranks(run_rank, 2, broken, 7)
+    fork_ranks(run_rank, 2, drawn, 2)
+    shutil.rmtree(tmp_path / "hf")
+    assert [ending for ending, _ in fork_ranks(run_rank, 2, broken)] == [(12, False)] * 2
+    assert step_facts(broken) == step_facts(whole)
+    assert step_facts(whole)[1] != step_facts(drawn)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"num_layers": 1}, ConfigError, "model.num_layers is 1, there 2"),
+        ({"max_seq_len": 65}, ConfigError, "model.max_seq_len is 65, there 64"),
+        (None, CheckpointError, "cannot be read"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(fork_ranks, begins_elsewhere, tmp_path, change, error, says):
+    folder = begins_elsewhere("run")
+    config = load(RunConfig, folder.config)
+    if change:
+        folder.config.write_text(to_toml(replace(config, model=replace(config.model, **change))))
+    else:
+        (tmp_path / "hf" / "model.safetensors").write_bytes(b"torn")
+
+    def expect_refusal(rank, ranks):
+        with pytest.raises(error, match=says):
+            run_rank(rank, ranks, folder)
+        return True
+
+    assert fork_ranks(expect_refusal, 2) == [True, True]
+    assert not list_checkpoints(folder.checkpoints)

@@ -1,0 +1,67 @@
+"""A run whose mixture is changed on the way: consent, event, ledger and order agree from the first step to the last."""
+
+from dataclasses import replace
+
+import pytest
+
+from ingot.config import load, to_toml
+from ingot.errors import ConfirmationNeeded
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run import RunConfig
+from ingot.schema.tokens import read_token_manifest
+from ingot.storage import write_atomic
+from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.launch.continuity import record_accepted, require_same_experiment
+from ingot.trainer.loader.history import earlier_weights
+from ingot.trainer.loader.ledger import prove, read_ledger
+from ingot.trainer.loader.order import Order
+
+from .test_loop import run_rank
+
+BATCH = 4
+
+
+def change_weights(folder, weights) -> RunConfig:
+    """What `ingot train RUN --set data.weights=... --accept-change data.weights` does before it starts the ranks."""
+    config = load(RunConfig, folder.config)
+    config = replace(config, data=replace(config.data, weights=weights))
+    fingerprint = read_token_manifest((folder.root / config.data.tokens).resolve()).fingerprint()
+    with pytest.raises(ConfirmationNeeded) as asked:
+        require_same_experiment(folder, config, fingerprint, ())
+    assert asked.value.fix.startswith("--accept-change data.weights,")
+    changes = require_same_experiment(folder, config, fingerprint, ["data.weights"])
+    record_accepted(folder, config, fingerprint, changes)
+    write_atomic(folder.config, to_toml(config))
+    return config
+
+
+def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run):
+    folder = make_run(steps=12, every_steps=2)
+    fork_ranks(run_rank, 1, folder, 4)
+    change_weights(folder, {"metal": 1.0, "stone": 1.0})
+    fork_ranks(run_rank, 2, replace_ranks(folder, 2), 8)
+    replace_ranks(folder, 1)
+    config = change_weights(folder, {"stone": 1.0})
+    (ending, _), *_ = fork_ranks(run_rank, 1, folder)
+    assert ending == (12, False)
+
+    told = [(e["step"], e["old"], e["new"]) for e in read_events(folder.events, events.SETTING_CHANGED)]
+    assert told == [(4, {}, {"metal": 1.0, "stone": 1.0}), (8, {"metal": 1.0, "stone": 1.0}, {"stone": 1.0})]
+
+    earlier = earlier_weights(folder, config.data.weights)
+    assert [step for step, _ in earlier] == [4, 8]
+    manifest = read_token_manifest((folder.root / config.data.tokens).resolve())
+    mixes = [(step * BATCH, weights) for step, weights in earlier]
+    order = Order(manifest, config.train.seq_len, config.seed, config.data.weights, earlier=mixes)
+    ledger = list(read_ledger(folder.ledger, list_checkpoints(folder.checkpoints)[0].manifest.ledger))
+    assert [step for step, _ in ledger] == list(range(1, 13))
+    prove(ledger, order, BATCH)
+    shards, _ = order.locate(order.samples(8 * BATCH, 4 * BATCH))
+    assert {manifest.shards[number].source for number in shards} == {"stone"}
+
+
+def replace_ranks(folder, ranks: int):
+    config = load(RunConfig, folder.config)
+    write_atomic(folder.config, to_toml(replace(config, parallel=replace(config.parallel, dp_shard=ranks))))
+    return folder
