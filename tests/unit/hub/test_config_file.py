@@ -10,7 +10,7 @@ from ingot.hub.arch_config import huggingface_config
 from ingot.hub.config_file import read_arch, require_fit
 from ingot.schema.arch import Arch, Moe
 
-from .test_model_folder import DEEPSEEK, MIXTRAL
+from ..trainer.export.test_model_folder import DEEPSEEK, MIXTRAL
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ingot.trainer.experiments.proxy import Proxy, SourceBatches, proxy_run
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
 
-from .conftest import write_tokens
+from ..conftest import write_tokens
 
 VOCAB = 48
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ingot.data.lineage.table.purge import journal
-from ingot.data.lineage.table.purge import purge as purging
+from ingot.data.lineage.purge import journal
+from ingot.data.lineage.purge import purge as purging
 
 from ingot.data.build.corpus import load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.build.duplicates import index_corpus
