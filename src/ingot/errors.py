@@ -16,24 +16,30 @@
 An error states what was found, the rule it breaks, and the way out.
 """
 
+from typing import Any
+
 EXIT_OK = 0
 EXIT_PREEMPTED = 10
 
 
 class IngotError(Exception):
-    """Base of all errors shown to users.
+    """The base of all errors shown to users.
 
+    code: the stable name of the cause, "E-..."; `ingot explain CODE` describes it, from the errors.toml of the package
+    that raises it.
     found: what is there, with its place (file, key, value).
     rule: what has to hold instead.
     fix: the command or edit that resolves it.
+    facts: the values behind the sentence (paths, numbers, names), for programs and tests.
     """
 
-    code = "E-INGOT"
+    kind = "E-INGOT"
     exit_code = 1
 
-    def __init__(self, found: str, *, rule: str = "", fix: str = ""):
+    def __init__(self, *text: str, rule: str = "", fix: str = "", **facts: object):
+        code, found = text if len(text) == 2 else (self.kind, text[0])
         super().__init__(found)
-        self.found, self.rule, self.fix = found, rule, fix
+        self.code, self.found, self.rule, self.fix, self.facts = code, found, rule, fix, facts
 
     def __str__(self) -> str:
         lines = [self.found.replace("\n", "\n  ")]
@@ -45,51 +51,51 @@ class IngotError(Exception):
 
     def __reduce__(self):
         # Keyword-only arguments do not survive the default exception pickling between worker processes.
-        return (_rebuild, (type(self), self.found, self.rule, self.fix))
+        return (_rebuild, (type(self), self.code, self.found, self.rule, self.fix, self.facts))
 
 
-def _rebuild(kind: type[IngotError], found: str, rule: str, fix: str) -> IngotError:
-    return kind(found, rule=rule, fix=fix)
+def _rebuild(cause: type[IngotError], code: str, found: str, rule: str, fix: str, facts: dict) -> IngotError:
+    return cause(code, found, rule=rule, fix=fix, **facts)
 
 
 class UsageError(IngotError):
-    code, exit_code = "E-USAGE", 2
+    kind, exit_code = "E-USAGE", 2
 
 
 class ConfigError(IngotError):
-    code, exit_code = "E-CONFIG", 3
+    kind, exit_code = "E-CONFIG", 3
 
 
 class MissingPartError(IngotError):
-    code, exit_code = "E-PART", 3
+    kind, exit_code = "E-PART", 3
 
 
 class ResourceError(IngotError):
-    code, exit_code = "E-RESOURCE", 3
+    kind, exit_code = "E-RESOURCE", 3
 
 
 class ConfirmationNeeded(IngotError):
-    code, exit_code = "E-CONFIRM", 11
+    kind, exit_code = "E-CONFIRM", 11
 
 
 class DataError(IngotError):
-    code, exit_code = "E-DATA", 20
+    kind, exit_code = "E-DATA", 20
 
 
 class DataMissing(DataError):
-    code, exit_code = "E-MISSING", 3
+    kind, exit_code = "E-MISSING", 3
 
 
 class CheckpointError(IngotError):
-    code, exit_code = "E-CKPT", 21
+    kind, exit_code = "E-CKPT", 21
 
 
 class RunBusyError(IngotError):
-    code, exit_code = "E-BUSY", 30
+    kind, exit_code = "E-BUSY", 30
 
 
 class RunFailed(IngotError):
-    code, exit_code = "E-RUN", 93
+    kind, exit_code = "E-RUN", 93
 
 
 class Preempted(Exception):
@@ -137,3 +143,19 @@ def require(module: str, part: str):
         if error.name and error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise missing_part(module, part) from None
+
+
+def describe(code: str) -> dict[str, Any] | None:
+    """Return what the catalogue has on an error code: meaning (str), causes (list of str), fix (str); None if unknown.
+
+    The catalogue is one errors.toml per package, next to the code that raises.
+    """
+    import tomllib
+    from importlib import resources
+
+    package = resources.files("ingot")
+    for place in (package, *sorted((p for p in package.iterdir() if p.is_dir()), key=lambda p: p.name)):
+        catalogue = place.joinpath("errors.toml")
+        if catalogue.is_file() and (entry := tomllib.loads(catalogue.read_text(encoding="utf-8")).get(code)):
+            return entry
+    return None

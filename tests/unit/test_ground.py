@@ -101,7 +101,7 @@ def test_an_event_that_does_not_fit_on_the_disk_is_an_error(tmp_path, monkeypatc
 
 def test_errors_have_distinct_codes_and_cross_processes():
     kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, IngotError)]
-    assert len({k.code for k in kinds}) == len(kinds)
+    assert len({k.kind for k in kinds}) == len(kinds)
     for kind in kinds:
         error = kind("found", rule="must", fix="do")
         copy = pickle.loads(pickle.dumps(error))

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     wrong = faulty or any(f.severity == "error" and not (args.simulate and f.missing_here) for f in findings)
     facts |= {"errors": errors, "findings": [asdict(f) for f in findings]}
     if wrong:
-        facts |= {"error": ConfigError.code, "exit_code": ConfigError.exit_code}
+        facts |= {"error": ConfigError.kind, "exit_code": ConfigError.exit_code}
     terminal.result(facts)
     counts = ((errors, "error"), (len(findings) - errors, "warning"))
     summary = ", ".join(f"{n} {what}{'s' if n != 1 else ''}" for n, what in counts if n)

@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(match[1], re.split(r"[', ]+", match[2]), n=1)
             message += f"; did you mean {close[0]!r}?" if close else ""
         if "--json" in _Parser.line:
-            Terminal(json_mode=True).result({"error": UsageError.code, "found": message, "exit_code": 2})
+            Terminal(json_mode=True).result({"error": UsageError.kind, "found": message, "exit_code": 2})
         actions = {sub.prog.split()[-1]: sub.prog for sub in _with_subcommands(self)[1:]}
         prog = next((actions[word] for word in _Parser.line if word in actions), self.prog)
         self.exit(2, f"{prog}: {message}\nSee: {prog} --help\n")
@@ -174,7 +174,7 @@ def _no_verb(verb: str, json_mode: bool) -> int:
     close = difflib.get_close_matches(verb, VERBS, n=1)
     found = f"no verb {verb!r}" + (f"; did you mean '{close[0]}'?" if close else "")
     if json_mode:
-        facts = {"error": UsageError.code, "found": found, "exit_code": UsageError.exit_code}
+        facts = {"error": UsageError.kind, "found": found, "exit_code": UsageError.exit_code}
         Terminal(json_mode=True).result(facts)
     sys.stderr.write(f"ingot: {found}\nSee: ingot --help\n")
     return UsageError.exit_code

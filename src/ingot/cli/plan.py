@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"wrote     {args.out}, {beside}")
     facts = planning.facts() | ({"explained": explained} if explained else {})
     if not planning.fits:
-        terminal.result(facts | {"error": ConfigError.code, "exit_code": ConfigError.exit_code})
+        terminal.result(facts | {"error": ConfigError.kind, "exit_code": ConfigError.exit_code})
         terminal.next(*_ways_to_fit(args))
         return ConfigError.exit_code
     terminal.result(facts)

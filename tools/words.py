@@ -1,0 +1,62 @@
+"""Check how the project speaks: the first words of docstrings, the word list, and class names that are defined twice.
+
+    python tools/words.py [FOLDER ...]     # the whole repository without one
+
+A line with `words: ok` in a comment is not checked: it is data, or quotes somebody.
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+FOLDERS = ("src", "tools", "benchmarks", "examples", "tests", "docs", "README.md", "CONTRIBUTING.md", "SECURITY.md")
+OPENINGS = "Of And By With As Those What In Whether How Which Where Who Why It Its Returns Gives Raises Writes Reads"
+BANNED = re.compile(
+    r"\b(told|tell|tells|telling|said|in vain|behind|by the clock|by itself|by themselves|comes? to|came to"  # words: ok
+    r"|stands?(?!-| for\b)|stood|lies?|meets?|whoever|mend|mends|mended)\b",  # words: ok
+    re.IGNORECASE,
+)
+
+
+def bad_words(path: Path) -> list[str]:
+    """Return one line per banned word of a source file or document."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [
+        (n, match[0]) for n, line in enumerate(lines, 1) if "words: ok" not in line for match in BANNED.finditer(line)
+    ]
+    return [f"{path}:{n}: the word {word!r}" for n, word in found]
+
+
+def bad_openings(path: Path, tree: ast.Module) -> list[str]:
+    """Return one line per docstring that begins with neither a verb nor a noun phrase."""
+    documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+    nodes = [(node, ast.get_docstring(node)) for node in ast.walk(tree) if isinstance(node, documented)]
+    words = [
+        (getattr(node, "lineno", 1), text.split()[0].strip("`,:;")) for node, text in nodes if text and text.strip()
+    ]
+    return [f"{path}:{n}: a docstring begins with {word!r}" for n, word in words if word in OPENINGS.split()]
+
+
+def main(folders: list[str]) -> int:
+    problems, classes = [], defaultdict(list)
+    for top in map(Path, folders or FOLDERS):
+        files = [top] if top.is_file() else sorted(f for f in top.rglob("*") if f.suffix in (".py", ".md", ".toml"))
+        for path in files:
+            problems += bad_words(path) if path.name != "log.md" else []
+            if path.suffix == ".py":
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+                problems += bad_openings(path, tree)
+                for node in ast.walk(tree) if path.parts[0] == "src" else ():
+                    if isinstance(node, ast.ClassDef):
+                        classes[node.name].append(f"{path}:{node.lineno}")
+    problems += [
+        f"{places[0]}: class {name} also in {', '.join(places[1:])}" for name, places in classes.items() if places[1:]
+    ]
+    print("\n".join([*problems, f"{len(problems)} problems"]) if problems else "words: ok")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
