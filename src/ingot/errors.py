@@ -16,8 +16,6 @@
 An error states what was found, the rule it breaks, and the way out.
 """
 
-from typing import Any
-
 EXIT_OK = 0
 EXIT_PREEMPTED = 10
 
@@ -145,7 +143,7 @@ def require(module: str, part: str):
         raise missing_part(module, part) from None
 
 
-def describe(code: str) -> dict[str, Any] | None:
+def describe(code: str) -> dict | None:
     """Return what the catalogue has on an error code: meaning (str), causes (list of str), fix (str); None if unknown.
 
     The catalogue is one errors.toml per package, next to the code that raises.

@@ -9,8 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ingot.data.lineage.purge import journal
-from ingot.data.lineage.purge import purge as purging
 
 from ingot.data.build.corpus import load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.build.duplicates import index_corpus
@@ -20,6 +18,8 @@ from ingot.data.dedup.index import Index
 from ingot.data.dedup.minhash import DedupRules, shingle_set, signature
 from ingot.data.dedup.near import find_duplicates
 from ingot.data.lineage.card import gather_card
+from ingot.data.lineage.purge import journal
+from ingot.data.lineage.purge import purge as purging
 from ingot.data.lineage.purge.journal import is_unfinished
 from ingot.data.lineage.purge.listed import Purged, PurgedList, is_struck
 from ingot.data.lineage.purge.purge import purge, read_purges
