@@ -1,4 +1,8 @@
-"""What every test may use: real data when it is at hand, ranks forked from this process, a model nobody here wrote."""
+"""Fixtures of all tests: real data when it is at hand, ranks forked from this process, a model nobody here wrote.
+
+Tests do not depend on the caller's environment: variables that change output, threads or imports are set here, before
+anything is imported that reads them, and the processes that tests start inherit them.
+"""
 
 import multiprocessing
 import os
@@ -13,8 +17,33 @@ from hypothesis import settings
 # Machines are shared: how long one example takes says nothing.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
-# One thread per process: forked ranks share two cores, and results stay the same on every machine.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+for _name in (
+    "PYTHONPATH",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "CLICOLOR",
+    "COLUMNS",
+    "LINES",
+    "TERM",
+    "LANG",
+    "LANGUAGE",
+    "INGOT_NATIVE",
+):
+    os.environ.pop(_name, None)
+# One thread per process: forked ranks share the cores, and results stay the same on every machine.
+os.environ.update(OMP_NUM_THREADS="1", LC_ALL="C.UTF-8", TZ="UTC")
+time.tzset()
+
+# Tests that start several processes each: one worker of pytest-xdist runs them, one after the other.
+_MANY_PROCESSES = ("tests/dist/", "tests/e2e/", "tests/proof/", "tests/web/", "tests/unit/data/tasks/test_ray.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Keep the tests of a file on one worker, so that their shared fixtures are made once, and all ranks on one."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        several = file.startswith(_MANY_PROCESSES) or "fork_ranks" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("processes" if several else file))
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +175,7 @@ def _transformers_model(arch):
 
 
 def _transformers_class(arch):
-    """Its name, and its own keys of the configuration."""
+    """Return the name of the reference class for `arch`, and the keys of its configuration that others lack."""
     moe, mla = arch.moe, arch.mla
     window = {"sliding_window": arch.sliding_window or None}
     if arch.is_mla:

@@ -1,6 +1,6 @@
 """ingot: from raw crawl files to a trained language model."""
 
-TYPE_CHECKING = False  # as typing has it, whose import would be most of what `import ingot` takes
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the import of typing, which would take most of the time
 if TYPE_CHECKING:
     from ingot.planner.request.planning import plan
 
@@ -9,7 +9,7 @@ __all__ = ["__version__", "plan"]
 
 
 def __getattr__(name: str):
-    """`ingot.plan`, when it is asked for: whoever imports ingot should not wait for the planner."""
+    """Import `ingot.plan` on first use, so that `import ingot` does not wait for the planner."""
     if name == "plan":
         from ingot.planner.request.planning import plan
 

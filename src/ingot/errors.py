@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one tree.
+"""Every error that users see, in one tree of exceptions; each instance also has a stable code for its cause.
 
     IngotError
     ├── UsageError            exit  2   the command line asks for something that does not exist
@@ -28,7 +28,7 @@ class IngotError(Exception):
     found: what is there, with its place (file, key, value).
     rule: what has to hold instead.
     fix: the command or edit that resolves it.
-    facts: the values behind the sentence (paths, numbers, names), for programs and tests.
+    facts: the values in the sentence (paths, numbers, names), for programs and tests.
     """
 
     kind = "E-INGOT"
@@ -102,7 +102,7 @@ class Preempted(Exception):
     exit_code = EXIT_PREEMPTED
 
 
-# Packages that an extra brings, where the base installation does not: package -> extra.
+# Packages that are installed by an extra, not by the base installation: package -> extra.
 PARTS = {
     "torch": "train",
     "safetensors": "train",
@@ -125,14 +125,20 @@ PARTS = {
 
 def missing_part(package: str, part: str) -> MissingPartError:
     return MissingPartError(
+        "E-PART-MISSING",
         f"this needs the package {package!r}, which is not installed",
         rule=f"it belongs to the part 'ingot[{part}]'",
         fix=f"pip install 'ingot[{part}]'",
+        package=package,
+        part=part,
     )
 
 
 def require(module: str, part: str):
-    """Import `module` or say which extra brings it: `require("tokenizers", "data")`."""
+    """Return the imported `module`, as in `require("tokenizers", "data")`.
+
+    Raises MissingPartError, which names the extra to install, if the module is not installed.
+    """
     import importlib
 
     try:

@@ -1,6 +1,6 @@
 """The event log: what a run did, one JSON object per line, append-only.
 
-It is the truth that status, report and comparisons read; nothing else records a run's history.
+Status, report and comparisons read a run's history from it; nothing else records that history.
 
 Every line has `kind` (see schema/events.py) and `time` (Unix seconds). Floats are written by `repr`, so a loss read
 back has the bits that were computed.
@@ -16,7 +16,7 @@ from ingot.errors import ResourceError
 
 
 class EventLog:
-    """Appends events to `path`. Several processes may append to one log: each event is a single write."""
+    """A writer that appends events to `path`. Several processes may append to one log: each event is a single write."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,9 +36,13 @@ class EventLog:
         data = line.encode()
         if (written := os.write(self._fd, data)) < len(data):
             raise ResourceError(
+                "E-EVENTS-WRITE",
                 f"{self.path}: only {written} of {len(data)} bytes of an event could be written",
                 rule="the event log needs room on its disk",
                 fix="free some space, then run the same command again: it continues",
+                path=str(self.path),
+                written_bytes=written,
+                event_bytes=len(data),
             )
 
     def close(self) -> None:
@@ -46,7 +50,7 @@ class EventLog:
 
 
 def read_events(path: Path, *kinds: str) -> Iterator[dict]:
-    """The events of `path` in order, only `kinds` if any are given. A torn line is skipped."""
+    """Yield the events of `path` in order, only those of `kinds` if any are given. A torn line is skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,7 +1,7 @@
-"""Files that are either whole or absent, and hashes of what they hold.
+"""Files that are either whole or absent, and hashes of their contents.
 
-Everything ingot calls saved went through `write_atomic` or `atomic_file`: written beside its place, flushed to disk,
-then renamed. A reader sees the old file or the new one, never a torn one.
+Everything that ingot saves goes through `write_atomic` or `atomic_file`: it is written under a temporary name, flushed
+to disk, then renamed. A reader sees the old file or the new one, never a torn one.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def sha256_file(path: Path) -> str:
 
 
 def canonical_json(value) -> str:
-    """One text per value: sorted keys, no spaces. What fingerprints are computed on."""
+    """Return the one JSON text of a value (sorted keys, no spaces), on which fingerprints are computed."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -64,20 +64,27 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def write_json(path: Path, value) -> None:
-    """Indented and sorted, so that people can read and diff it."""
+    """Write `value` as JSON, indented and sorted, so that people can read and diff it."""
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path, doing: str):
-    """Hold `folder` while the block runs; the kernel lets go when this process dies. RunBusyError if another has it."""
+    """Lock `folder` while the block runs. The kernel releases the lock when this process dies.
+
+    Raises RunBusyError if another process holds the lock.
+    """
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunBusyError(
-                f"another process is {doing}", rule="one build per folder", fix="wait for it, or use another --out"
+                "E-FOLDER-BUSY",
+                f"another process is {doing}",
+                rule="one process at a time works in a folder",
+                fix="wait for that process, or write to another folder (--out)",
+                folder=str(folder),
             ) from None
         yield
     finally:
@@ -94,7 +101,11 @@ def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise ResourceError(
+            "E-DISK-SPACE",
             f"{purpose} needs {format_bytes(needed_bytes)}, but {format_bytes(free)} are free on the disk of {place}",
             rule="ingot checks space before it starts, so that nothing is half written",
             fix="free some space, or write to another disk (--out)",
+            path=str(place),
+            needed_bytes=needed_bytes,
+            free_bytes=free,
         )

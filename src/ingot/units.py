@@ -17,43 +17,44 @@ def _parse(text: str | int | float, units: dict[str, int], what: str, example: s
     if isinstance(text, int | float):
         return float(text)
     match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    rule = f"write a number with a unit, like {example}"
     if not match or match[2] not in units:
-        raise ConfigError(f"{text!r} is not {what}", rule=f"write a number with a unit, like {example}")
+        raise ConfigError("E-QUANTITY", f"{text!r} is not {what}", rule=rule, value=text)
     value = float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
     if math.isinf(value):
-        raise ConfigError(f"{text!r} is too large for {what}", rule=f"write a number with a unit, like {example}")
+        raise ConfigError("E-QUANTITY", f"{text!r} is too large for {what}", rule=rule, value=text)
     return value
 
 
 def parse_count(text: str | int | float) -> int:
-    """'8b' -> 8_000_000_000, '1.5T' -> 1_500_000_000_000, 300 -> 300. Raises ConfigError."""
+    """Parse a count: '8b' -> 8_000_000_000, '1.5T' -> 1_500_000_000_000, 300 -> 300. Raises ConfigError."""
     return round(_parse(text, _COUNT, "a count", "300, 125m, 8b or 1.5T"))
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """'64 MiB' -> 67_108_864, '1 GB' -> 10**9. Raises ConfigError."""
+    """Parse a size in bytes: '64 MiB' -> 67_108_864, '1 GB' -> 10**9. Raises ConfigError."""
     return round(_parse(text, _BYTES, "a size", "512 MiB or 1 GB"))
 
 
 def parse_seconds(text: str | int | float) -> float:
-    """'90', '90 s', '2 min', '24h' -> seconds. Raises ConfigError."""
+    """Parse a duration into seconds: '90', '90 s', '2 min', '24h'. Raises ConfigError."""
     return _parse(text, _SECONDS, "a duration", "90 s, 5 min or 24h")
 
 
 def _scaled(n: float, steps: tuple[tuple[float, str], ...]) -> str:
-    """`n` in the largest of `steps` (the smallest step if it is below all), with three digits."""
+    """Format `n` with three digits, in the largest unit of `steps` that it reaches (else the smallest)."""
     limit, unit = next((step for step in steps if abs(n) >= step[0]), steps[-1])
     value = n / limit
     return f"{value:.3g}{unit}" if abs(value) < 999.5 else f"{value:,.0f}{unit}"
 
 
 def format_count(n: float) -> str:
-    """1_234_567 -> '1.23M'."""
+    """Format a count: 1_234_567 -> '1.23M'."""
     return _scaled(n, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")))
 
 
 def format_usd(dollars: float) -> str:
-    """47_678_751 -> '$47.7M', 1234 -> '$1,234', 12.5 -> '$12.50', 0.004 -> 'under $0.01'."""
+    """Format US dollars: 47_678_751 -> '$47.7M', 1234 -> '$1,234', 12.5 -> '$12.50', 0.004 -> 'under $0.01'."""
     if dollars < 0.01:
         return "under $0.01"
     if dollars < 100:
@@ -62,12 +63,12 @@ def format_usd(dollars: float) -> str:
 
 
 def format_flops(n: float) -> str:
-    """Floating-point operations, or their rate: 989e12 -> '989 TFLOP'. Steps of a thousand: M, G, T, P, E."""
+    """Format floating-point operations, or their rate: 989e12 -> '989 TFLOP'. Steps of a thousand: M, G, T, P, E."""
     return _scaled(n, ((1e18, " EFLOP"), (1e15, " PFLOP"), (1e12, " TFLOP"), (1e9, " GFLOP"), (1e6, " MFLOP")))
 
 
 def format_bytes(n: float) -> str:
-    """Binary units: 67_108_864 -> '64.0 MiB'."""
+    """Format bytes in binary units: 67_108_864 -> '64.0 MiB'."""
     for limit, unit in ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
         if abs(n) >= limit:
             return f"{n / limit:.1f} {unit}"
@@ -75,7 +76,7 @@ def format_bytes(n: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0042 -> '4.2 ms', 75 -> '1 min 15 s', 90_000 -> '1 d 1 h', a century -> '100 years'."""
+    """Format a duration: 0.0042 -> '4.2 ms', 75 -> '1 min 15 s', 90_000 -> '1 d 1 h', a century -> '100 years'."""
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:

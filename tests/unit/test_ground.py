@@ -7,9 +7,10 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot import errors
-from ingot.errors import ConfigError, IngotError, MissingPartError, ResourceError, require
+from ingot.errors import IngotError, require
 from ingot.events import EventLog, read_events
 from ingot.rng import derive
 from ingot.storage import atomic_file, require_free, write_json
@@ -34,7 +35,7 @@ def test_quantities_as_people_write_them():
     assert (parse_bytes("64 MiB"), parse_bytes("1 GB"), parse_bytes("7")) == (1 << 26, 10**9, 7)
     assert (parse_seconds("24h"), parse_seconds("2 min"), parse_seconds("90")) == (86400, 120, 90)
     for bad in ("", "8 q", "b8", "1..2", "1e400", "1e308T"):
-        with pytest.raises(ConfigError):
+        with refused("E-QUANTITY", value=bad):
             parse_count(bad)
 
 
@@ -73,7 +74,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 
 def test_space_is_asked_for_before_it_is_used(tmp_path):
     require_free(tmp_path / "not" / "yet", 1, "a test")
-    with pytest.raises(ResourceError, match="are free on the disk"):
+    with refused("E-DISK-SPACE"):
         require_free(tmp_path, 1 << 60, "a test")
 
 
@@ -93,7 +94,7 @@ def test_an_event_that_does_not_fit_on_the_disk_is_an_error(tmp_path, monkeypatc
     log, write = EventLog(tmp_path / "events.jsonl"), os.write
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
-        with pytest.raises(ResourceError, match="only 10 of"):
+        with refused("E-EVENTS-WRITE", written_bytes=10):
             log.write("step", step=1)
     EventLog(log.path).write("step", step=2)
     assert [e["step"] for e in read_events(log.path)] == [2]
@@ -103,12 +104,13 @@ def test_errors_have_distinct_codes_and_cross_processes():
     kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, IngotError)]
     assert len({k.kind for k in kinds}) == len(kinds)
     for kind in kinds:
-        error = kind("found", rule="must", fix="do")
+        error = kind("E-SOME-CAUSE", "found", rule="must", fix="do", path="a", step=3)
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy)) == (kind, "found\n  rule: must\n  fix:  do")
+        assert (copy.code, copy.facts) == ("E-SOME-CAUSE", {"path": "a", "step": 3})
 
 
 def test_a_missing_part_names_its_extra():
-    with pytest.raises(MissingPartError, match="no_such_package") as caught:
+    with refused("E-PART-MISSING", package="no_such_package") as caught:
         require("no_such_package", "data")
     assert "pip install 'ingot[data]'" in str(caught.value)

@@ -1,4 +1,4 @@
-"""How quantities of computation are written."""
+"""Quantities of computation are written."""
 
 import pytest
 
