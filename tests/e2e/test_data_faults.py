@@ -104,8 +104,8 @@ PHASES = ["hashing", "reading", "URLs", "comparing", "passages", "writing", "tok
 ON_A_SMALL_DISK = """
 import os, subprocess, sys
 from pathlib import Path
-from ingot.data.build.corpus_build import corpus_build as build
-from ingot.data.build.corpus_build import shards
+from ingot.data.build import corpus_build as build
+from ingot.data.build import shards
 from ingot.data.tasks.local import Local
 from ingot.data.build.prepare import prepare
 from ingot.data.build.recipe import load_recipe

@@ -24,17 +24,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.quickstart.story import Story
+    from ingot.quickstart.run import QuickstartRun
 
     folder = Path(args.dir)
-    story = Story(
+    quickstart = QuickstartRun(
         folder,
         warcs=[Path(file) for file in args.warc],
         workers=args.workers or os.cpu_count() or 1,
-        narrator=terminal,
+        output=terminal,
         quiet=args.json or args.quiet,
     )
-    facts = story.tell()
+    facts = quickstart.execute()
     terminal.result(facts)
     terminal.say(f"\nReport: {facts['report']}")
     terminal.next(

@@ -3,28 +3,31 @@ stored as WARC files.
 
 Two sites: guide.ingot.invalid shows the prose of docstrings (most of it survives the quality rules), and
 pydoc.ingot.invalid shows what pydoc makes of the standard library (most of it does not). A mirror of some guide pages,
-links with campaign parameters, dead links, pages in other languages and two ill-mannered ones give every stage of the
-data pipeline something to drop.
+links with campaign parameters, dead links, pages in other languages and two abusive ones give every stage of the data
+pipeline something to drop.
 
-Reproducible: the same installed packages give the same bytes. Fixed for that are the time of the crawl (HTTP Date and
-WARC-Date), record ids (UUIDv5), and the order (a seed). The host names end in .invalid, which no DNS ever answers
-(RFC 2606), so the URLs do not carry the port of this run.
+The same installed packages give the same bytes: the time of the crawl (HTTP Date and WARC-Date) is fixed, record ids
+are UUIDv5, and the order follows from a seed. The host names end in .invalid, which no DNS ever resolves (RFC 2606), so
+the URLs do not contain the port of this run.
 """
 
+import base64
+import gzip
+import hashlib
 import json
 import random
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ingot.quickstart import pydoc_pages
 from ingot.quickstart.guide import GuidePage, read_page, render_mirror, render_page, source_files, url_path
 from ingot.quickstart.http_site import Fetcher, serve
-from ingot.quickstart.own_pages import OWN_PAGES
-from ingot.quickstart.warc_writer import WarcWriter
 from ingot.rng import derive
 from ingot.storage import atomic_file, require_free
 
@@ -32,7 +35,7 @@ GUIDE, MIRROR, PYDOC = "guide.ingot.invalid", "docs-mirror.ingot.invalid", "pydo
 _WARC_DATE, _HTTP_DATE = "2026-01-01T00:00:00Z", "Thu, 01 Jan 2026 00:00:00 GMT"
 _USER_AGENT = "ingot-quickstart/1.0"
 _PYDOC_DEADLINE_SECONDS = 180.0
-_NEIGHBOURS = 12  # links per page, before and after the module
+_NEIGHBORS = 12  # links per page, before and after the module
 _EVERY_UTM, _EVERY_MIRROR, _DEAD_LINKS = 40, 30, 12
 _NEEDED_BYTES = 200 << 20
 
@@ -48,20 +51,20 @@ class _Page:
 
 
 def make_crawl(folder: Path, *, progress: Progress | None = None, files: int = 4, seed: int = 1234) -> list[Path]:
-    """Crawl the installed documentation into `files` + 1 WARC files in `folder`; returns their paths.
+    """Crawl the installed documentation into `files` + 1 WARC files in `folder`, and return their paths.
 
-    crawl-guide-0000.warc.gz ... hold the guide with its surroundings, crawl-pydoc-0000.warc.gz the pydoc pages
-    (`source_of` tells which). progress(fraction, text) is called now and then. Raises ResourceError when the disk is
-    full or loopback does not work.
+    crawl-guide-NNNN.warc.gz hold the guide, its mirror and the small sites, crawl-pydoc-NNNN.warc.gz the pydoc pages
+    (`source_of` names the source of a file). progress(fraction, text) is called from time to time. Raises
+    ResourceError when the disk is full or loopback does not work.
     """
-    tell = progress or (lambda fraction, text: None)
+    report = progress or (lambda fraction, text: None)
     folder.mkdir(parents=True, exist_ok=True)
     require_free(folder, _NEEDED_BYTES, "the crawl")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pydoc-") as scratch:
         rendered = Path(scratch) / "pages.jsonl"
         renderer = _start_pydoc(rendered)  # on another core while the guide is read
         try:
-            guide = _guide_pages(random.Random(derive(seed, "crawl")), tell)
+            guide = _guide_pages(random.Random(derive(seed, "crawl")), report)
             notice = _wait_for(renderer)
         finally:
             renderer.kill()
@@ -80,31 +83,31 @@ def make_crawl(folder: Path, *, progress: Progress | None = None, files: int = 4
                     writer.response(f"http://{page.host}{page.path}", address[0], response)
                     done += 1
                     if done % 200 == 0:
-                        tell(0.5 + 0.5 * done / total, f"fetched {done:,} of {total:,} pages")
+                        report(0.5 + 0.5 * done / total, f"fetched {done:,} of {total:,} pages")
             paths.append(folder / name)
-    tell(1.0, f"{total:,} pages{notice}")
+    report(1.0, f"{total:,} pages{notice}")
     return paths
 
 
 def source_of(path: Path) -> str:
-    """The source name of a file that `make_crawl` wrote: "guide" or "pydoc"."""
+    """Return the source name of a file that `make_crawl` wrote: "guide" or "pydoc"."""
     return path.name.split("-")[1]
 
 
-def _guide_pages(order: random.Random, tell: Progress) -> list[_Page]:
-    """The guide and what surrounds it, in crawl order: shuffled, so that every file holds a bit of everything."""
+def _guide_pages(order: random.Random, report: Progress) -> list[_Page]:
+    """Return the pages of the guide and the small sites around it, shuffled, so that every file holds some of each."""
     found = source_files()
     read: list[GuidePage] = []
     for done, (module, file) in enumerate(found):
         read.append(read_page(module, file))
         if done % 200 == 0:
-            tell(0.5 * done / len(found), f"read {done:,} of {len(found):,} modules")
+            report(0.5 * done / len(found), f"read {done:,} of {len(found):,} modules")
     shown = [page for page in read if page.sections]
     names = [page.module for page in shown]
     pages = []
     for i, page in enumerate(shown):
-        neighbours = names[max(0, i - _NEIGHBOURS) : i] + names[i + 1 : i + 1 + _NEIGHBOURS]
-        pages.append(_html(GUIDE, url_path(page.module), render_page(page, neighbours)))
+        neighbors = names[max(0, i - _NEIGHBORS) : i] + names[i + 1 : i + 1 + _NEIGHBORS]
+        pages.append(_html(GUIDE, url_path(page.module), render_page(page, neighbors)))
     order.shuffle(shown)
     pages += [_html(MIRROR, f"/pages{url_path(page.module)}", render_mirror(page)) for page in shown[::_EVERY_MIRROR]]
     pages += [
@@ -123,7 +126,7 @@ def _html(host: str, path: str, text: str) -> _Page:
 
 
 def _start_pydoc(out: Path) -> subprocess.Popen:
-    """pydoc imports what it shows, so it gets a process of its own; see pydoc_pages about its empty environment."""
+    """Start pydoc_pages in a separate process with an empty environment, because pydoc imports the modules it shows."""
     command = [sys.executable, "-s", "-P", str(Path(pydoc_pages.__file__)), str(out)]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(
@@ -132,7 +135,7 @@ def _start_pydoc(out: Path) -> subprocess.Popen:
 
 
 def _wait_for(renderer: subprocess.Popen) -> str:
-    """ "" when pydoc is done, else what to tell: what it wrote before the deadline or its end is used."""
+    """Wait for pydoc and return a notice, "" if it finished. Pages written before its end or the deadline are used."""
     try:
         code = renderer.wait(_PYDOC_DEADLINE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -147,6 +150,119 @@ def _read_pydoc(rendered: Path) -> list[_Page]:
             page = json.loads(line)
         except json.JSONDecodeError:
             break  # the line that was being written at the deadline, or the end of the file
-        # The page itself names its encoding, as pydoc's own server leaves it to the meta element.
+        # The page names its encoding in a meta element; pydoc's own server sends no charset either.
         pages.append(_Page(PYDOC, page["path"], "text/html", page["html"].encode("utf-8", "replace")))
     return pages
+
+
+# Writes WARC/1.0 files as crawlers do: one gzip member per record (ISO 28500), so that readers can start anywhere.
+
+
+_COMPRESSION = 6
+
+
+class WarcWriter:
+    """A writer of WARC/1.0 records into an open binary file, one gzip member per record.
+
+    Equal calls write equal bytes: `date` is the time of all records, record ids are UUIDv5 of file name, position, URL.
+    """
+
+    def __init__(self, file: IO[bytes], name: str, date: str):
+        self._file, self._name, self._date = file, name, date
+        self._count = 0
+        fields = "software: ingot quickstart\r\nformat: WARC File Format 1.0\r\nrobots: obey\r\n"
+        self._warcinfo = self._write("warcinfo", fields.encode(), "application/warc-fields", {"WARC-Filename": name})
+
+    def response(self, url: str, address: str, message: bytes) -> None:
+        """Append a response record. message: the HTTP response as it was received, header and body."""
+        _, _, payload = message.partition(b"\r\n\r\n")
+        headers = {
+            "WARC-Target-URI": url,
+            "WARC-Warcinfo-ID": self._warcinfo,
+            "WARC-IP-Address": address,
+            "WARC-Block-Digest": _digest(message),
+            "WARC-Payload-Digest": _digest(payload),
+        }
+        self._write("response", message, "application/http; msgtype=response", headers)
+
+    def _write(self, kind: str, block: bytes, content_type: str, headers: dict[str, str]) -> str:
+        seed = f"{self._name}\0{self._count}\0{headers.get('WARC-Target-URI', '')}"
+        record_id = f"<urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, seed)}>"
+        lines = {"WARC-Type": kind, "WARC-Date": self._date, "WARC-Record-ID": record_id, **headers}
+        lines |= {"Content-Type": content_type, "Content-Length": str(len(block))}
+        head = "WARC/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
+        self._file.write(gzip.compress(head.encode() + block + b"\r\n\r\n", _COMPRESSION, mtime=0))
+        self._count += 1
+        return record_id
+
+
+def _digest(data: bytes) -> str:
+    return "sha1:" + base64.b32encode(hashlib.sha1(data, usedforsecurity=False).digest()).decode()
+
+
+# Pages written for the quickstart crawl: other languages, bad manners, a list of contacts, and spam.
+# Each is there so that one stage of the data pipeline has something to drop.
+
+
+# words: off (text of pages)
+_GERMAN = """
+Die Bibliothek lädt ihre Daten in kleinen Schritten, damit auch ein gewöhnlicher Rechner mit großen Sammlungen arbeiten
+kann. Wer eine Datei zum ersten Mal öffnet, sollte wissen, dass nichts davon verändert wird. Alle Ergebnisse landen in
+einem neuen Ordner, und ein abgebrochener Lauf wird beim nächsten Mal einfach fortgesetzt. Für jede verworfene Seite
+steht ein Grund im Protokoll, so dass man jede Entscheidung nachlesen und bei Bedarf ändern kann.
+"""
+_FRENCH = """
+La bibliothèque lit les données par petits morceaux, afin qu'un ordinateur ordinaire puisse traiter de grandes
+collections. La première ouverture d'un fichier ne modifie rien. Tous les résultats sont écrits dans un nouveau
+dossier, et un travail interrompu reprend là où il s'était arrêté. Chaque page rejetée reçoit une raison précise dans
+le journal, ce qui permet de relire chaque décision et de la corriger si nécessaire.
+"""
+_SPANISH = """
+La biblioteca lee los datos en trozos pequeños para que un ordenador normal pueda trabajar con colecciones grandes.
+Abrir un archivo por primera vez no cambia nada. Todos los resultados se guardan en una carpeta nueva, y un trabajo
+interrumpido continúa donde se quedó. Cada página descartada recibe un motivo en el registro, de modo que se puede
+revisar cada decisión y cambiarla cuando haga falta.
+"""
+_RANT = """
+I have had it with this damn parser and with the idiot who wrote it. Every time that I feed it a long file it stops in
+the middle and tells me that the end was not expected. What kind of moron would call that an error message? The manual
+is crap from the first page to the last, and the examples in it do not even run. My manager said that I should be
+patient with the authors, but I think that they are a bunch of idiots with too much time. If you have to use this crap
+at work, then I am sorry for you and for the whole damn team.
+"""
+_FLAME = """
+Only an imbecile would sort a list that is already sorted, and yet here we are with this crappy function. The answer to
+my report was that it works as designed, which is bollocks and they know it. I told them that the damn loop runs twice
+and that any jackass with a clock can measure it. They closed the thread and went home to be pissed about something
+else. Have fun with your slow program, you morons, because that is what you have earned with this attitude.
+"""
+_CONTACTS = """
+The list of maintainers is kept for people who have to reach somebody about a release. Write to anna@guide.example,
+bela@guide.example, carla@guide.example and dario@guide.example for the north. Write to emma@guide.example,
+farid@guide.example, greta@guide.example and hugo@guide.example for the south. The office with the number
+212-555-0147 is open in the morning. The office with the number 212-555-0163 is open in the evening. If nobody answers
+to your message, then try ines@guide.example or jonas@guide.example and be patient.
+"""
+# words: on
+
+
+def _page(title: str, text: str, language: str = "en") -> str:
+    return (
+        f'<!DOCTYPE html><html lang="{language}"><head><meta charset="utf-8"><title>{title}</title></head><body>'
+        f'<header><a href="/">Community</a></header><main><article><h1>{title}</h1>'
+        f"<p>{text.strip()}</p></article></main><footer>Posted by a member.</footer></body></html>"
+    )
+
+
+_SPAM = " ".join(["Click here for the best deal on cheap tickets, the best deal of the year."] * 40)
+_HOST = "community.ingot.invalid"
+OWN_PAGES: tuple[tuple[str, str, str], ...] = (
+    (_HOST, "/de/bibliothek.html", _page("Die Bibliothek", _GERMAN, "de")),
+    (_HOST, "/fr/bibliotheque.html", _page("La bibliothèque", _FRENCH, "fr")),
+    (_HOST, "/es/biblioteca.html", _page("La biblioteca", _SPANISH, "es")),
+    (_HOST, "/forum/parser.html", _page("Parser again", _RANT)),
+    (_HOST, "/forum/sorting.html", _page("About sorting", _FLAME)),
+    (_HOST, "/contacts.html", _page("Maintainers", _CONTACTS)),
+    (_HOST, "/offers.html", _page("Offers", _SPAM)),
+    (_HOST, "/empty.html", "<html><head><title>Soon</title></head><body><script>start()</script></body></html>"),
+)

@@ -1,8 +1,8 @@
-"""The drill: kill a rank of a running job, and hold what it does afterwards against an undisturbed twin.
+"""The drill: kill a rank of a running job, and compare the recovered run with an undisturbed twin.
 
-The twin starts from the checkpoint before the one that the killed run comes back from, on the same layout, and runs
-through the fault's steps in one go, where the killed run had to load and redo. Losses and gradient norms of both are
-compared as numbers that are equal or not: no tolerance.
+The twin starts one checkpoint earlier than the recovered run, on the same layout, and trains the steps around the kill
+in one go, where the killed run had to load a checkpoint and repeat steps. Losses and gradient norms of both must be
+equal, without a tolerance.
 """
 
 import os
@@ -23,10 +23,10 @@ POLL_SECONDS = 0.05
 
 
 class RankKiller(threading.Thread):
-    """Sends SIGKILL to `rank` of the run in `folder` once step `after_step` was logged; at most once per run folder.
+    """A thread that sends SIGKILL to a rank of the run in `folder` after step `after_step`, once per run folder.
 
-    First it gives `twin` a copy of the checkpoint before the newest. Needs two checkpoints by then.
-    Only what was logged since this object was made counts: process ids of an earlier start belong to strangers now.
+    Before the kill, it copies the second newest checkpoint to `twin`; the run needs two checkpoints by then.
+    Only events since the thread was made count: process ids of an earlier start may belong to other processes now.
     """
 
     def __init__(self, folder: RunFolder, twin: RunFolder, *, rank: int, after_step: int):
@@ -59,13 +59,13 @@ class RankKiller(threading.Thread):
             log.write(events.DRILL, action="kill", rank=self.rank, pid=pid, step=step)  # before its effects are logged
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            return  # the run was over first; the story says so
+            return  # the run ended first; the drill stage reports it
         finally:
             log.close()
 
 
 def copy_earlier_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
-    """Give `twin` the second newest checkpoint of `folder` and the ledger: a run that was stopped there."""
+    """Copy the second newest checkpoint of `folder` and the ledger to `twin`, as of a run that stopped there."""
     earlier, _ = sorted(p for p in folder.checkpoints.iterdir() if p.name.startswith("step-"))[-2:]
     for source, target in ((earlier, twin.checkpoints / earlier.name), (folder.ledger, twin.ledger)):
         shutil.rmtree(target, ignore_errors=True)
@@ -73,26 +73,44 @@ def copy_earlier_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
 
 
 def kill_and_restart(folder: RunFolder) -> tuple[dict | None, int]:
-    """The `drill` event of the run and the step it came back from. (None, 0) if nothing was killed."""
+    """Return the `drill` event of the run and the step that it restarted from; (None, 0) if nothing was killed."""
     kill = next(read_events(folder.events, events.DRILL), None)
     if kill is None:
         return None, 0
     for start in read_events(folder.events, events.RUN_STARTED):
         if start["time"] > kill["time"]:
             return kill, start["from_step"]
-    raise RunFailed(f"the run in {folder.root} did not start again after the kill at step {kill['step']}")
+    raise RunFailed(
+        "E-DRILL-NO-RESTART",
+        f"the run in {folder.root} did not start again after the kill at step {kill['step']}",
+        rule="the supervisor restarts a run whose rank was killed",
+        fix="see the logs folder of the run for the reason",
+        run=str(folder.root),
+        step=kill["step"],
+    )
 
 
 def compare_with_twin(folder: RunFolder, twin: RunFolder) -> Twin:
-    """Hold the steps of the twin against those of the drilled run. Raises RunFailed if there is nothing to compare."""
+    """Compare the steps of the twin with those of the drilled run. Raises RunFailed if there is nothing to compare."""
     kill, resumed = kill_and_restart(folder)
     theirs = _facts_by_step(twin)
     ours = _facts_by_step(folder)
     if kill is None or not theirs:
-        raise RunFailed("the drill left no twin to compare with", fix="remove the quickstart folder and start again")
+        raise RunFailed(
+            "E-DRILL-NO-TWIN",
+            "the drill left no twin to compare with",
+            rule="the twin trains the steps around the kill",
+            fix="remove the quickstart folder and start again",
+        )
     missing = [step for step in theirs if step not in ours]
     if missing:
-        raise RunFailed(f"the drilled run has no facts of step {missing[0]}, which its twin made")
+        raise RunFailed(
+            "E-DRILL-STEP-MISSING",
+            f"the drilled run did not log step {missing[0]}, which its twin did",
+            rule="a recovered run logs every step",
+            fix="remove the quickstart folder and start again",
+            step=missing[0],
+        )
     differences = [abs(a - b) for step, values in theirs.items() for a, b in zip(values, ours[step], strict=True)]
     comparison = Twin(
         kill_step=kill["step"],
@@ -108,5 +126,5 @@ def compare_with_twin(folder: RunFolder, twin: RunFolder) -> Twin:
 
 
 def _facts_by_step(folder: RunFolder) -> dict[int, tuple[float, float]]:
-    # A step that was redone after the kill is logged twice; the later one is the one that counts.
+    # A step that was repeated after the kill is logged twice; the later event counts.
     return {e["step"]: (e["loss"], e["grad_norm"]) for e in read_events(folder.events, events.STEP)}

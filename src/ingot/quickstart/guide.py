@@ -1,8 +1,8 @@
-"""Guide pages: the prose of the docstrings of installed packages, one HTML page per module.
+"""The guide's pages: the prose of the docstrings of installed packages, one HTML page per module.
 
-Nothing is imported. Docstrings are found in the source text by their place (a triple-quoted string that starts a line
-below one that ends in a colon, or the file) and read with `ast.literal_eval`: 82 MB of source in two
-seconds, where parsing whole modules takes half a minute.
+No package is imported. A docstring is a triple-quoted string at the start of a file, or on the line after one that ends
+in a colon; it is read with `ast.literal_eval`. This takes two seconds for 82 MB of source, where parsing whole modules
+takes half a minute.
 """
 
 import ast
@@ -18,7 +18,7 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-# torch brings the others along; without it whatever is installed is used.
+# torch installs the others; without torch, those that are installed are used.
 PACKAGES = ("torch", "numpy", "sympy", "networkx")
 _SKIPPED_FOLDERS = frozenset(["site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"])
 _SKIPPED_TOPS = frozenset(["antigravity", "this"])
@@ -50,7 +50,7 @@ class GuidePage:
 
 
 def source_files() -> list[tuple[str, Path]]:
-    """(module name, file) of the standard library and the PACKAGES that are installed, by name."""
+    """Return (module name, file) of the standard library and of the installed PACKAGES, sorted by name."""
     found = []
     for root, prefix in _roots():
         for folder, folders, files in os.walk(root):
@@ -74,7 +74,7 @@ def _roots() -> Iterator[tuple[Path, list[str]]]:
 
 
 def read_page(module: str, file: Path) -> GuidePage:
-    """The prose of one source file; without sections if it has none. Paragraphs that occur twice are kept once."""
+    """Read the prose of one source file; without sections if it has none. Repeated paragraphs are kept once."""
     source = file.read_text(encoding="utf-8", errors="replace")
     seen: set[str] = set()
     sections = []
@@ -86,7 +86,7 @@ def read_page(module: str, file: Path) -> GuidePage:
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
-    """(name of the class or function, "" for the module; text) in the order of the file."""
+    """Yield (name of the class or function, "" for the module; docstring) in the order of the file."""
     for match in _STRING.finditer(source):
         before = source[max(0, match.start() - _HEADER_REACH) : match.start()]
         code = before.rstrip()
@@ -106,17 +106,16 @@ def docstrings(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _name_above(code: str) -> str:
-    """The name in the last `def` or `class` line of `code`, or ""."""
+    """Return the name in the last `def` or `class` line of `code`, or ""."""
     place = max(code.rfind("def "), code.rfind("class "))
     match = _DEFINITION.match(code, code.rfind("\n", 0, max(place, 0)) + 1)
     return match[1] if match else ""
 
 
 def prose(docstring: str) -> list[str]:
-    """The sentences of a docstring, one string per paragraph, without its markup.
+    """Return the sentences of a docstring without its markup, one string per paragraph.
 
-    Doctests, code, lists, headings, and the names and types in tables of parameters are left out: what remains is
-    what a person reads.
+    Doctests, code, lists, headings, and the names and types in tables of parameters are left out.
     """
     paragraphs = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
@@ -130,7 +129,7 @@ def prose(docstring: str) -> list[str]:
 
 
 def _entries(lines: list[str]) -> Iterator[str]:
-    """A plain block is one entry. Of "name : type" with an indented description, only the description is left."""
+    """Yield the entries of a block: the whole text of a plain block, or the descriptions of a parameter table."""
     if not any(line[:1].isspace() or _UNDERLINE.match(line) for line in lines):
         yield " ".join(line.strip() for line in lines)
         return
@@ -140,7 +139,7 @@ def _entries(lines: list[str]) -> Iterator[str]:
         here = len(line) - len(line.lstrip())
         if here <= indent or not entry:
             if entry:
-                # "x : array_like" stands alone above its description, "x (Tensor): The input." before it.
+                # "x : array_like" is alone on the line above its description, "x (Tensor): The input." precedes it.
                 first = _GOOGLE_LABEL.sub("", entry[0])
                 yield " ".join(entry[1:] if first == entry[0] and len(entry) > 1 else [first, *entry[1:]])
             entry, indent = [], here
@@ -169,9 +168,9 @@ def url_path(module: str) -> str:
     return "/" + module.replace(".", "/") + ".html"
 
 
-def render_page(page: GuidePage, neighbours: list[str]) -> str:
-    """The page as the documentation site shows it: navigation, article, footer. neighbours: module names to link."""
-    links = "\n".join(f'      <li><a href="{url_path(n)}">{escape(n)}</a></li>' for n in neighbours)
+def render_page(page: GuidePage, neighbors: list[str]) -> str:
+    """The page as the documentation site shows it: navigation, article, footer. neighbors: module names to link."""
+    links = "\n".join(f'      <li><a href="{url_path(n)}">{escape(n)}</a></li>' for n in neighbors)
     crumbs = " / ".join(escape(part) for part in page.module.split("."))
     body = []
     for name, paragraphs in page.sections:

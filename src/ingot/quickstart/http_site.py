@@ -1,4 +1,4 @@
-"""A web site on loopback, and the client that fetches from it: the wire between quickstart's pages and its crawl."""
+"""A web site on loopback that serves the quickstart's pages, and the client that fetches them."""
 
 import contextlib
 import socket
@@ -14,10 +14,10 @@ _NOT_FOUND = b"<html><head><title>404</title></head><body><h1>Not found</h1></bo
 
 @contextlib.contextmanager
 def serve(pages: Mapping[str, tuple[str, bytes]], http_date: str) -> Iterator[tuple[str, int]]:
-    """Serve `pages` (URL -> (content type, body)) on a free port of 127.0.0.1 while the block runs; gives its address.
+    """Serve `pages` (URL -> (content type, body)) on a free port of 127.0.0.1 during the block; yields its address.
 
-    Which site is meant follows from the Host header, as with any server of many names. Unknown URLs get a 404.
-    http_date: what the Date header says, so that two crawls of the same pages have the same bytes.
+    The Host header selects the site, as on any server of several names. Unknown URLs get a 404.
+    http_date: the value of the Date header, fixed so that two crawls of the same pages have the same bytes.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,12 +41,13 @@ def serve(pages: Mapping[str, tuple[str, bytes]], http_date: str) -> Iterator[tu
             return http_date
 
         def log_message(self, format, *args):
-            """The crawl has its own report."""
+            """Log nothing: the crawl reports its progress."""
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     except OSError as error:
         raise ResourceError(
+            "E-LOOPBACK-PORT",
             f"cannot open a port on 127.0.0.1: {error}",
             rule="quickstart serves its pages on loopback and fetches them over HTTP",
             fix="allow loopback sockets here, or give your own crawl files: ingot quickstart --warc FILE...",
@@ -63,7 +64,7 @@ def serve(pages: Mapping[str, tuple[str, bytes]], http_date: str) -> Iterator[tu
 
 
 class Fetcher:
-    """Fetches pages over one kept-alive connection and gives each response byte for byte as it came."""
+    """A client that fetches pages over one kept-alive connection and returns each response byte for byte."""
 
     def __init__(self, address: tuple[str, int], user_agent: str):
         self._user_agent = user_agent
@@ -75,7 +76,7 @@ class Fetcher:
         self._stream = self._socket.makefile("rb")
 
     def get(self, host: str, path: str) -> bytes:
-        """The whole response to GET http://`host``path`. Raises ResourceError after 20 seconds without one."""
+        """Return the whole response to GET http://`host``path`. Raises ResourceError after 20 seconds without one."""
         request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: {self._user_agent}\r\nAccept: text/html\r\n\r\n"
         try:
             self._socket.sendall(request.encode("ascii"))
@@ -101,7 +102,8 @@ class Fetcher:
 
 def _unreachable(why: object) -> ResourceError:
     return ResourceError(
+        "E-LOOPBACK-SILENT",
         f"the site on loopback does not answer: {why}",
-        rule=f"every page comes within {_DEADLINE_SECONDS:.0f} seconds",
+        rule=f"every page arrives within {_DEADLINE_SECONDS:.0f} seconds",
         fix="try again when the machine is less busy, or give your own crawl files: ingot quickstart --warc FILE...",
     )

@@ -1,8 +1,8 @@
-"""Run as a script: renders the documentation of the standard library as HTML pages, one JSON line each.
+"""A script that renders the documentation of the standard library as HTML pages, one JSON line each.
 
-It imports what it documents, so it runs in a process of its own, with an empty environment (pydoc prints the values
-of module data: no environment variable may end up in a page) and under the caller's deadline. Modules that open
-windows, print, or show the state of this process are left out.
+The script imports the modules that it documents, so it runs in a separate process, with an empty environment (pydoc
+prints the values of module data: no environment variable may appear in a page) and under the caller's deadline. Modules
+that open windows, print, or show the state of the process are left out.
 
     env -i PYTHONHASHSEED=0 python -s -P pydoc_pages.py OUT.jsonl
 
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r"(at|handle)( |&nbsp;)(?:0x)?[0-9a-fA-F]{6,16}\b")
 
 
 def module_names() -> list[str]:
-    """Importable modules of the standard library, packages with their submodules, by name."""
+    """Return the importable modules of the standard library, packages with their submodules, by name."""
     names = []
     for name in sorted(sys.stdlib_module_names):
         if name.startswith("_") or name in _SKIPPED:
@@ -43,7 +43,7 @@ def module_names() -> list[str]:
 
 
 def module_page(name: str) -> str | None:
-    """The page that `pydoc -w` would write, without addresses and folders of this machine. None if it cannot load."""
+    """Return the page that `pydoc -w` would write, without addresses and local folders; None if the import fails."""
     try:
         module = importlib.import_module(name)
         page = pydoc.html.page(pydoc.describe(module), pydoc.html.document(module, name))
@@ -55,7 +55,7 @@ def module_page(name: str) -> str | None:
 
 
 def topic_pages() -> list[tuple[str, str]]:
-    """(name, page) of the language topics of `help()`, such as "FORMATTING"."""
+    """Return (name, page) of the language topics of `help()`, such as "FORMATTING"."""
     topics = importlib.import_module("pydoc_data.topics").topics
     pages = []
     for name, text in sorted(topics.items()):

@@ -32,15 +32,15 @@ def small(monkeypatch):
 
 
 def test_crawl_is_a_real_one_and_repeats_to_the_byte(small, tmp_path):
-    told = []
-    paths = make_crawl(tmp_path / "a", files=2, progress=lambda fraction, text: told.append(fraction))
+    reported = []
+    paths = make_crawl(tmp_path / "a", files=2, progress=lambda fraction, text: reported.append(fraction))
     assert [p.name for p in paths] == [
         "crawl-guide-0000.warc.gz",
         "crawl-guide-0001.warc.gz",
         "crawl-pydoc-0000.warc.gz",
     ]
     assert [source_of(p) for p in paths] == ["guide", "guide", "pydoc"]
-    assert told == sorted(told) and told[-1] == 1.0
+    assert reported == sorted(reported) and reported[-1] == 1.0
     again = make_crawl(tmp_path / "b", files=2)
     digest = [hashlib.sha256(p.read_bytes()).hexdigest() for p in paths]
     assert digest == [hashlib.sha256(p.read_bytes()).hexdigest() for p in again]
@@ -73,12 +73,12 @@ def test_disk_is_checked_first(small, tmp_path, monkeypatch):
 def test_a_renderer_that_hangs_or_fails_is_said(small, tmp_path, monkeypatch):
     monkeypatch.setattr(crawling, "_PYDOC_DEADLINE_SECONDS", 0.05)
     monkeypatch.setattr(crawling, "_start_pydoc", lambda out: subprocess.Popen(["sleep", "60"]))
-    told = []
-    paths = make_crawl(tmp_path, files=1, progress=lambda fraction, text: told.append(text))
-    assert len(paths) == 2 and "pydoc did not finish" in told[-1]
+    reported = []
+    paths = make_crawl(tmp_path, files=1, progress=lambda fraction, text: reported.append(text))
+    assert len(paths) == 2 and "pydoc did not finish" in reported[-1]
     monkeypatch.setattr(crawling, "_start_pydoc", lambda out: subprocess.Popen(["false"]))
-    make_crawl(tmp_path, files=1, progress=lambda fraction, text: told.append(text))
-    assert "pydoc ended with code 1" in told[-1]
+    make_crawl(tmp_path, files=1, progress=lambda fraction, text: reported.append(text))
+    assert "pydoc ended with code 1" in reported[-1]
 
 
 def test_pydoc_pages_show_nothing_of_this_machine(tmp_path):

@@ -77,8 +77,8 @@ def test_odd_source_does_not_stop_the_crawl(source, tmp_path):
 
 def test_repeated_paragraphs_are_kept_once(tmp_path):
     file = tmp_path / "m.py"
-    file.write_text("".join(f'def f{i}():\n    """The same sentence stands in both functions."""\n' for i in range(2)))
-    assert read_page("m", file).sections == (("f0", ("The same sentence stands in both functions.",)),)
+    file.write_text("".join(f'def f{i}():\n    """The same sentence is in both functions."""\n' for i in range(2)))
+    assert read_page("m", file).sections == (("f0", ("The same sentence is in both functions.",)),)
 
 
 def test_extraction_gets_the_article_and_little_else(tmp_path):

@@ -3,7 +3,7 @@ import io
 from fastwarc.warc import ArchiveIterator
 
 from ingot.data.sources.warc import read_warc
-from ingot.quickstart.warc_writer import WarcWriter
+from ingot.quickstart.crawl import WarcWriter
 
 MESSAGE = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>hello</html>"
 

@@ -100,7 +100,7 @@ def test_torchrun_ranks_meet_again_after_a_restart(tmp_path):
         "t = torch.ones(1); dist.all_reduce(t)\n"
         "if place.attempt == 0 and place.rank == 1: os._exit(7)\n"
         "dist.barrier()\n"
-        "print('met', place.rank, place.attempt, int(t))\n"
+        "os.write(1, f'joined {place.rank} {place.attempt} {int(t)}\\n'.encode())\n"  # whole lines, not print's pieces
         "stop()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -109,4 +109,4 @@ def test_torchrun_ranks_meet_again_after_a_restart(tmp_path):
         [*command, str(script)], capture_output=True, text=True, timeout=120, env=environment | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split("\n"))[-2:] == ["met 0 1 2", "met 1 1 2"]
+    assert sorted(done.stdout.split("\n"))[-2:] == ["joined 0 1 2", "joined 1 1 2"]

@@ -1,7 +1,7 @@
-"""The story of `ingot quickstart`: every part of ingot called once, in order, on this machine.
+"""The stages of `ingot quickstart`: every part of ingot is called once, in order, on this machine.
 
-Each chapter does real work with the functions that the verbs call, and leaves its artifact in the folder. What is
-there already is not done again, so the same command continues an interrupted quickstart.
+Each stage does real work with the functions that the verbs call, and leaves its artifact in the folder. An artifact
+that is already there is not made again, so the same command continues an interrupted quickstart.
 """
 
 import shlex
@@ -45,8 +45,8 @@ TWIN_STEPS = 60
 PROMPTS = ("The function returns", "A module is", "This class represents", "If the argument is")
 
 
-class Narrator(Protocol):
-    """Who hears the story: cli/terminal.py prints it."""
+class Output(Protocol):
+    """The receiver of what the quickstart prints; cli/terminal.py is one."""
 
     def say(self, text: str = "") -> None: ...
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None: ...
@@ -54,8 +54,8 @@ class Narrator(Protocol):
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the quickstart keeps its parts."""
+class QuickstartPaths:
+    """The paths of a quickstart's artifacts below its folder."""
 
     root: Path
 
@@ -92,32 +92,35 @@ class Places:
         return self.root / "hf"
 
 
-class Story:
-    """Tells the chapters in order."""
+class QuickstartRun:
+    """One quickstart: its stages in order, each printed as one line with its time."""
 
-    CHAPTERS = ("doctor", "crawl", "data", "plan", "train", "drill", "eval", "export", "report")
+    STAGES = ("doctor", "crawl", "data", "plan", "train", "drill", "eval", "export", "report")
 
-    def __init__(self, folder: Path, *, warcs: Sequence[Path], workers: int, narrator: Narrator, quiet: bool):
-        self.folder, self.places = folder, Places(folder.resolve())
+    def __init__(self, folder: Path, *, warcs: Sequence[Path], workers: int, output: Output, quiet: bool):
+        self.folder, self.paths = folder, QuickstartPaths(folder.resolve())
         self.warcs, self.workers = tuple(warcs), workers
-        self.narrator, self.quiet = narrator, quiet
+        self.output, self.quiet = output, quiet
         self.log = EventLog(folder / "stages.jsonl")
 
     @contextmanager
-    def chapter(self, name: str) -> Iterator[list[str]]:
-        """Times a chapter. Lines appended to the yielded list are its summary; the first stands beside the name."""
+    def stage(self, name: str) -> Iterator[list[str]]:
+        """Time a stage. Lines appended to the yielded list are its summary; the first is printed beside its name."""
         lines: list[str] = []
         started = time.monotonic()
         yield lines
         seconds = time.monotonic() - started
-        head = f"{self.CHAPTERS.index(name) + 1}/{len(self.CHAPTERS)} {name:<7}"
-        self.narrator.say(f"{head} {lines[0]:<78} {format_seconds(seconds):>10}")
+        head = f"{self.STAGES.index(name) + 1}/{len(self.STAGES)} {name:<7}"
+        self.output.say(f"{head} {lines[0]:<78} {format_seconds(seconds):>10}")
         for line in lines[1:]:
-            self.narrator.say(" " * 12 + line)
+            self.output.say(" " * 12 + line)
         self.log.write(events.STAGE, name=name, seconds=round(seconds, 3), summary=lines[0])
 
-    def tell(self) -> dict:
-        """Run all chapters; returns the facts for scripts. Raises what a chapter raises; Preempted when stopped."""
+    def execute(self) -> dict:
+        """Run all stages and return their results as plain values, for --json.
+
+        Raises Preempted when stopped on request, and the errors of the stages.
+        """
         started = time.monotonic()
         self.doctor()
         prepared = self.data(self.crawl())
@@ -128,7 +131,7 @@ class Story:
         difference = self.export()
         report = self.report()
         return {
-            "folder": str(self.places.root),
+            "folder": str(self.paths.root),
             "seconds": round(time.monotonic() - started, 1),
             "tokens": prepared.train.tokens,
             "parameters": plan.parameters,
@@ -141,10 +144,10 @@ class Story:
         }
 
     def doctor(self) -> None:
-        with self.chapter("doctor") as lines:
+        with self.stage("doctor") as lines:
             require("torch", "train")
             machine = read_machine()
-            checks = examine(machine, self.places.root)
+            checks = examine(machine, self.paths.root)
             bad = [check for check in checks if check.status != "ok"]
             gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
             lines.append(
@@ -154,22 +157,22 @@ class Story:
             lines += [f"{c.status}: {c.name}: {c.found}" + (f" ({c.fix})" if c.fix else "") for c in bad]
 
     def crawl(self) -> list[Input]:
-        """The crawl files, and the source that each one's text counts for: the user's own, or files made here."""
+        """Return the crawl files with their sources: those of the user, or files made here."""
         if self.warcs:
             return [Input(location=str(path)) for path in self.warcs]
-        with self.chapter("crawl") as lines:
-            complete = self.places.crawl / "complete"
+        with self.stage("crawl") as lines:
+            complete = self.paths.crawl / "complete"
             if not complete.exists():
-                said = ""
+                summary = ""
 
                 def progress(fraction: float, text: str) -> None:
-                    nonlocal said
-                    said = text
-                    self.narrator.progress(fraction, text)
+                    nonlocal summary
+                    summary = text
+                    self.output.progress(fraction, text)
 
-                make_crawl(self.places.crawl, progress=progress)
-                write_atomic(complete, said)  # how many pages, and whether some could not be made
-            files = sorted(self.places.crawl.glob("crawl-*.warc.gz"))
+                make_crawl(self.paths.crawl, progress=progress)
+                write_atomic(complete, summary)  # how many pages, and whether some could not be made
+            files = sorted(self.paths.crawl.glob("crawl-*.warc.gz"))
             size = sum(file.stat().st_size for file in files)
             lines.append(
                 f"{complete.read_text()} of this machine's documentation, fetched over HTTP into {len(files)} WARC "
@@ -178,14 +181,14 @@ class Story:
         return [Input(location=str(file), source=source_of(file)) for file in files]
 
     def data(self, inputs: list[Input]) -> Prepared:
-        with self.chapter("data") as lines:
+        with self.stage("data") as lines:
             with Local(self.workers) as runner:
                 prepared = prepare(
                     inputs,
-                    self.places.data,
+                    self.paths.data,
                     vocab_size=VOCAB_SIZE,
                     runner=runner,
-                    progress=self.narrator.progress,
+                    progress=self.output.progress,
                 )
             kept = sum(part.documents for part in prepared.corpus.parts)
             lines.append(
@@ -196,7 +199,7 @@ class Story:
             lines += [f"notice: {prepared.notice}"] if prepared.notice else []
             lines += [f"warning: {warning}" for warning in prepared.warnings]
         header, rows = funnel_table(prepared.corpus.funnel)
-        self.narrator.table(
+        self.output.table(
             [("            " + row[0], *row[1:]) for row in rows],
             ("            " + header[0], *header[1:]),
             right=(1, 2),
@@ -204,13 +207,13 @@ class Story:
         return prepared
 
     def plan(self, prepared: Prepared) -> tuple[RunConfig, Plan]:
-        with self.chapter("plan") as lines:
+        with self.stage("plan") as lines:
             cluster = self.measured_machine()
-            if not self.places.run_file.exists():
+            if not self.paths.run_file.exists():
                 self.write_run_file(prepared, cluster)
-            config = configuration.load(RunConfig, self.places.run_file)
+            config = configuration.load(RunConfig, self.paths.run_file)
             plan = make_plan(config, cluster, manifest=prepared.train)
-            write_json(self.places.plan, configuration.to_dict(plan))
+            write_json(self.paths.plan, configuration.to_dict(plan))
             lines.append(
                 f"{format_count(plan.parameters)} parameters · {config.train.steps} steps of "
                 f"{format_count(plan.tokens_per_step)} tokens · {config.parallel.world_size} ranks · "
@@ -223,15 +226,15 @@ class Story:
         return config, plan
 
     def measured_machine(self) -> Cluster:
-        """This machine with its measured rates; they are measured once per folder."""
-        if self.places.machine.exists():
-            return read_cluster(self.places.machine)
+        """Return this machine as a cluster with its measured rates, which are measured once per folder."""
+        if self.paths.machine.exists():
+            return read_cluster(self.paths.machine)
         from ingot.rehearse.calibrate.calibrate import calibrate
 
         machine = read_machine()
         ranks = len(machine.gpus) or 2  # two even on one core: the drill needs a survivor
         cluster = calibrate(with_published_rates(this_cluster(machine, ranks)))
-        write_cluster(self.places.machine, cluster)
+        write_cluster(self.paths.machine, cluster)
         return cluster
 
     def write_run_file(self, prepared: Prepared, cluster: Cluster) -> None:
@@ -251,29 +254,29 @@ class Story:
             checkpoint=replace(run.checkpoint, every_steps=every),
             evaluate=replace(run.evaluate, prompts=PROMPTS),
         )
-        reasons = proposal.reasons | {"checkpoint.every_steps": "often, so that the drill has little to redo"}
+        reasons = proposal.reasons | {"checkpoint.every_steps": "often, so that the drill repeats few steps"}
         text = to_toml(run, comments=reasons)
-        write_atomic(self.places.run_file, text)
+        write_atomic(self.paths.run_file, text)
 
     def train(self, config: RunConfig) -> None:
-        """Train, and have a rank killed between two checkpoints in the middle of the run."""
+        """Train, while one rank is killed between two checkpoints in the middle of the run."""
         every = config.checkpoint.every_steps
         middle = max(config.train.steps // 2 // every, 2) * every
         killer = RankKiller(
-            self.places.run,
-            self.places.twin,
+            self.paths.run,
+            self.paths.twin,
             rank=config.parallel.world_size - 1,
             after_step=middle + every // 2,
         )
-        with self.chapter("train") as lines:
+        with self.stage("train") as lines:
             killer.start()
             try:
-                outcome = train(self.places.run_file, self.places.run.root, quiet=self.quiet, say=self.narrator.say)
+                outcome = train(self.paths.run_file, self.paths.run.root, quiet=self.quiet, say=self.output.say)
             finally:
                 killer.stop()
             if not outcome.finished:
                 raise Preempted(f"stopped at step {outcome.step}, saved; the same command continues")
-            progress = list(read_events(self.places.run.events, events.PROGRESS))
+            progress = list(read_events(self.paths.run.events, events.PROGRESS))
             last = progress[-1]
             lines.append(
                 f"step {last['step']} · loss {last['loss']:.3f} nats · {last['bpb']:.3f} bits per byte · "
@@ -281,30 +284,33 @@ class Story:
             )
 
     def drill(self, config: RunConfig) -> Twin | None:
-        """Let the twin run the steps around the kill without a fault, and compare. None if nothing was killed."""
-        with self.chapter("drill") as lines:
-            kill, resumed = kill_and_restart(self.places.run)
+        """Train an undisturbed twin over the steps around the kill and compare. Returns None if nothing was killed."""
+        with self.stage("drill") as lines:
+            kill, resumed = kill_and_restart(self.paths.run)
             if kill is None:
                 lines.append("skipped: the run was over before a rank could be killed")
                 return None
             until = min(resumed + TWIN_STEPS // 2, config.train.steps)
-            train(self.places.run_file, self.places.twin.root, until_step=until, quiet=True)
-            twin = compare_with_twin(self.places.run, self.places.twin)
+            train(self.paths.run_file, self.paths.twin.root, until_step=until, quiet=True)
+            twin = compare_with_twin(self.paths.run, self.paths.twin)
             lines.append(
                 f"kill -9 of rank {kill['rank']} near step {kill['step']}, back from step {twin.resumed_from}; steps "
                 f"{twin.first_step}-{twin.last_step} against an undisturbed twin:"
             )
             if not twin.equal:
                 raise RunFailed(
+                    "E-DRILL-DIFFERS",
                     f"losses after the recovery differ from the twin's by up to {twin.max_difference:g}",
                     rule="a recovered run equals the undisturbed one bit for bit",
+                    fix="report it, with both run folders: it is an error of ingot",
+                    max_difference=twin.max_difference,
                 )
             lines.append(f"losses and gradient norms of {twin.steps} steps are equal, bit for bit")
         return twin
 
     def evaluation(self) -> dict:
-        with self.chapter("eval") as lines:
-            *_, last = read_events(self.places.run.events, events.EVALUATION)
+        with self.stage("eval") as lines:
+            *_, last = read_events(self.paths.run.events, events.EVALUATION)
             lines.append(
                 f"{last['bpb']:.3f} bits per byte on {format_count(last['tokens'])} held-out tokens "
                 f"(unigram {last['unigram_bpb']:.3f})"
@@ -313,29 +319,29 @@ class Story:
                 f"{name}: {s['bpb']:.3f} (unigram {s['unigram_bpb']:.3f})"
                 for name, s in sorted(last["by_source"].items())
             ]
-            samples = [e for e in read_events(self.places.run.events, events.SAMPLE) if e["step"] == last["step"]]
+            samples = [e for e in read_events(self.paths.run.events, events.SAMPLE) if e["step"] == last["step"]]
             lines += [f"> {' '.join((e['prompt'] + e['text']).split())[:100]}" for e in samples]
         return last
 
     def export(self) -> float:
         from ingot.trainer.export.huggingface import export_run
 
-        with self.chapter("export") as lines:
-            exported = export_run(self.places.run.root, self.places.export)
+        with self.stage("export") as lines:
+            exported = export_run(self.paths.run.root, self.paths.export)
             lines.append(
-                f"Hugging Face folder {self.places.export.name}/, read back: logits differ by at most "
+                f"Hugging Face folder {self.paths.export.name}/, read back: logits differ by at most "
                 f"{exported.max_logit_difference:g}"
             )
         return exported.max_logit_difference
 
     def report(self) -> Path:
-        with self.chapter("report") as lines:
+        with self.stage("report") as lines:
             warcs = ["--warc", *map(str, self.warcs)] if self.warcs else []
             command = shlex.join(["ingot", "quickstart", *warcs, "--dir", str(self.folder)])
             report = write_report(
-                self.places.run.root,
-                out=self.places.root,
-                corpus=self.places.data / "corpus",
+                self.paths.run.root,
+                out=self.paths.root,
+                corpus=self.paths.data / "corpus",
                 stages=self.log.path,
                 command=command,
             )
