@@ -5,8 +5,8 @@ import subprocess
 import time
 
 import pytest
+from tests.expect import refused
 
-from ingot.errors import RunFailed
 from ingot.events import EventLog, read_events
 from ingot.quickstart import drill
 from ingot.quickstart.drill import RankKiller, compare_with_twin
@@ -94,11 +94,11 @@ def test_the_last_bit_of_a_loss_counts(run, loss, equal):
 
 def test_a_step_that_only_the_twin_made_is_an_error(run):
     folder, twin = run
-    with pytest.raises(RunFailed, match="no twin"):
+    with refused("E-DRILL-NO-TWIN"):
         compare_with_twin(folder, twin)
     log(folder, ("drill", {"action": "kill", "step": 25, "rank": 1, "pid": 1}))
     time.sleep(0.01)
     log(folder, ("run_started", {"from_step": 20}))
     log(twin, ("step", {"step": 21, "loss": 0.75, "grad_norm": 1.0}))
-    with pytest.raises(RunFailed, match="no facts of step 21"):
+    with refused("E-DRILL-STEP-MISSING", step=21):
         compare_with_twin(folder, twin)
