@@ -3,12 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test check proof bench native chromium clean
+.PHONY: run test test-slow check proof native chromium clean
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
+# One worker per core: the tests of a file stay together, those that start several processes are on one worker.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# What compiles or takes long; .ci/run runs it too.
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow
 
 check: $(VENV)/.installed-dev
 	./check
