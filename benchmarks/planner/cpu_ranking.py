@@ -53,7 +53,7 @@ def layouts() -> dict:
 def obey(name: str) -> None:
     """One rank of a layout: warm up, then as many steps as each line of stdin says. Answers with seconds per step, and
     the share of them in which a rank was ready to run but had no core. Rank by rank alike."""
-    from ingot.rehearse.calibrate.calibrate_rank import timed_step
+    from ingot.rehearse.calibrate.rank import timed_step
     from ingot.trainer.mesh.start import start
 
     place, run = start("cpu", 600), layouts()[name]
@@ -72,9 +72,7 @@ def calibrate() -> None:
     import torch
 
     from ingot.rehearse.calibrate.calibrate import shapes
-    from ingot.rehearse.calibrate.calibrate_rank import timed_step
-    from ingot.rehearse.calibrate.device_rates import measure_device
-    from ingot.rehearse.calibrate.link_rates import measure_links
+    from ingot.rehearse.calibrate.rank import measure_device, measure_links, timed_step
     from ingot.trainer.mesh.start import start
     from ingot.trainer.telemetry.memory import peak_memory_bytes
 
@@ -195,7 +193,7 @@ def main() -> None:
 
     from ingot.config import to_dict
     from ingot.planner.predict.time.step_time import step_seconds
-    from ingot.rehearse.calibrate.calibrate_rank import quieter_half
+    from ingot.rehearse.calibrate.rank import quieter_half
 
     runs = layouts()
     everything, alone = measure(list(runs), args.rounds, args.steps)

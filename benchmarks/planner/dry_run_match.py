@@ -19,7 +19,7 @@ from record import record
 from ingot.planner.predict.memory.peak_memory import position_bill
 from ingot.planner.request.presets import load_model
 from ingot.rehearse.dryrun import dry_run, role
-from ingot.rehearse.dryrun.compare import compare
+from ingot.rehearse.dryrun.dry_run import compare
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train

@@ -11,13 +11,12 @@ from tests.unit.rehearse.dryrun.test_dry_run import _really_trained  # noqa: E40
 
 from ingot.errors import ConfigError  # noqa: E402
 from ingot.planner.predict.memory.peak_memory import position_bill  # noqa: E402
+from ingot.rehearse.dryrun import dry_run, role  # noqa: E402
+from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402
+from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
 from ingot.schema.arch import Arch, Mla, Moe  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
-from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
-from ingot.rehearse.dryrun import dry_run  # noqa: E402
-from ingot.rehearse.dryrun import role  # noqa: E402
-from ingot.rehearse.dryrun.compare import compare  # noqa: E402
 
 DENSE = Arch(
     vocab_size=512, d_model=128, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=16, d_ffn=256, max_seq_len=512,
@@ -38,7 +37,9 @@ def run_of(arch: Arch = DENSE, micro_batches: int = 2, *, documents: bool = Fals
 def traced(run: RunConfig, device: str, loads: tuple[float, ...] = ()) -> dict[int, dry_run.Trace]:
     grid, known = dry_run.grid_of(run), {}
     return {
-        rank: dry_run.read_answer(role.told(run, role.trace_rank(run, rank, device, known, loads), rank, 0.0), grid)
+        rank: dry_run.read_answer(
+            role.answer_of(run, role.trace_rank(run, rank, device, known, loads), rank, 0.0), grid
+        )
         for rank in dry_run.chosen_ranks(grid)
     }
 
@@ -125,7 +126,7 @@ def test_messages_to_the_wrong_neighbour_are_found(monkeypatch):
     alone = check_world({0: sound, 3: planted[3]}, grid)
     assert alone.fault and not alone.alike
     together = check_world(planted, grid)
-    assert together.fault and together.fault.kind == "deadlock" and "does as rank 0 does" in together.fault.message
+    assert together.fault and together.fault.kind == "deadlock" and "represented by rank 0" in together.fault.message
 
 
 def test_experts_across_rows_of_ulysses_cannot_be_followed():

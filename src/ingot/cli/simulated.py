@@ -3,8 +3,7 @@
 from dataclasses import asdict, replace
 
 from ingot.cli.terminal import Terminal
-from ingot.rehearse.dryrun.compare import WORLD
-from ingot.rehearse.dryrun.dry_run import MOMENTS, STEADY, DryRun, Trace
+from ingot.rehearse.dryrun.dry_run import MOMENTS, STEADY, WORLD, DryRun, Trace
 from ingot.rehearse.dryrun.rendezvous import ISEND, MESSAGES, SEND
 from ingot.units import format_bytes
 

@@ -88,7 +88,7 @@ def test_a_fault_makes_it_exit_3(run_file, capsys, monkeypatch):
 
 
 def trace(rank: int, initial: int, steady: int) -> dry_run.Trace:
-    moments = {name: dry_run.Moment(10, {}, "forward", 0) for name in dry_run.MOMENTS}
+    moments = {name: dry_run.PhaseMemory(10, {}, "forward", 0) for name in dry_run.MOMENTS}
     moments["initialisation"] = replace(moments["initialisation"], bytes=initial)
     moments["steady step"] = replace(moments["steady step"], bytes=steady)
     return dry_run.Trace(rank, f"rank {rank}", rank, moments, 0.0, 0.0, 0.0, False, 0, {}, {}, [], 0.0, 0)

@@ -2,10 +2,10 @@
 
 On a CPU, as many ranks as will train run optimizer steps of small models, all at once, because they share caches and
 memory. The models differ in one property each, so that the rates of matrix products, attention, memory traffic,
-operations, collectives and steps can be told apart by least squares; none is taken to exceed what it reaches by itself.
-On a GPU one process measures the four rates directly.
+operations, collectives and steps can be separated by least squares; no rate may exceed what it reaches alone. On a GPU
+one process measures the four rates directly.
 
-This module runs in the process that asks and does not import torch; the ranks are `train/calibrate_rank.py`.
+This module runs in the calling process and does not import torch; the ranks run rank.py.
 """
 
 import json
@@ -33,7 +33,7 @@ from ingot.theory.layout import layout_problems, positions
 from ingot.trainer.mesh.start import worker_environment
 
 _DEADLINE_SECONDS = 300  # a machine with eight programs per core took 70
-# What collectives take here is how many bytes they send.
+# With a bandwidth of 1 B/s, the seconds of collectives are the bytes that they send.
 _UNIT_LINKS = Cluster(name="", device="cpu", memory_bytes=1, link_bandwidth=1.0)
 _BASE = Arch(
     vocab_size=4096, d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, d_ffn=344, max_seq_len=1024
@@ -42,7 +42,7 @@ _BASE = Arch(
 
 @dataclass(frozen=True)
 class Timing:
-    """One calibration run and the seconds of its typical step; peak_bytes: of the process when it ended."""
+    """A calibration run, the seconds of its typical step, and the peak memory of the process when it ended."""
 
     run: RunConfig
     seconds: float
@@ -50,7 +50,7 @@ class Timing:
 
 
 def shapes(ranks: int) -> tuple[RunConfig, ...]:
-    """The first is minute: its memory is that of a process. The second takes the most memory. Then variations."""
+    """Return the calibration runs: a minute one, whose memory is that of the process; the largest; then variations."""
 
     def run(
         arch: Arch,
@@ -86,13 +86,12 @@ def shapes(ranks: int) -> tuple[RunConfig, ...]:
 
 
 def calibrate(uncalibrated: Cluster) -> Cluster:
-    """`uncalibrated` (machine/facts.py) with the rates of this machine. Raises ResourceError when it cannot measure."""
+    """Return `uncalibrated` (machine/facts.py) with the rates of this machine. Raises ResourceError if ranks fail."""
     return calibrate_gpu(uncalibrated) if uncalibrated.device == "cuda" else calibrate_cpu(uncalibrated)
 
 
 def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
-    """`uncalibrated` (a "cpu" cluster) with measured rates, for its number of ranks. Takes a quarter of a minute on an
-    idle machine.
+    """Return `uncalibrated` (a "cpu" cluster) with measured rates for its number of ranks, in about 15 s when idle.
 
     Raises ResourceError when the ranks cannot be started or do not finish in time.
     """
@@ -104,7 +103,8 @@ def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
 
 
 def calibrate_gpu(uncalibrated: Cluster) -> Cluster:
-    """`uncalibrated` (a "cuda" cluster) with the rates of its first GPU; links and fragmentation stay as published."""
+    """Return `uncalibrated` (a "cuda" cluster) with the rates of its first GPU; links and fragmentation stay as
+    published."""
     rates = _start_ranks(1, "--cuda")
     peaks = uncalibrated.peak_flops | rates.pop("peak_flops")
     return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), peak_flops=peaks, **rates)
@@ -116,7 +116,7 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
         port = free.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     job |= worker_environment(ranks, usable_cores()) | {"LOCAL_WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-m", "ingot.rehearse.calibrate.calibrate_rank", *arguments]
+    command = [sys.executable, "-m", "ingot.rehearse.calibrate.rank", *arguments]
     processes = []
     try:
         for rank in range(ranks):
@@ -128,7 +128,11 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
         outputs = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1)) for process in processes]
     except subprocess.TimeoutExpired:
         raise ResourceError(
-            f"calibration did not finish within {_DEADLINE_SECONDS} s", fix="try again when the machine is idle"
+            "E-CALIBRATION-TIMEOUT",
+            f"calibration did not finish within {_DEADLINE_SECONDS} s",
+            rule="all ranks time their steps before the deadline",
+            fix="try again when the machine is idle",
+            deadline_seconds=_DEADLINE_SECONDS,
         ) from None
     finally:
         for process in processes:
@@ -140,18 +144,23 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
         for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True))
         if process.returncode
     }
-    if last_lines:  # of all: one has the cause, its peers only lost it
+    if last_lines:  # all of them: one names the cause, the others only that they lost a peer
         failed = "; ".join(f"rank {rank} of the calibration failed: {line}" for rank, line in last_lines.items())
-        raise ResourceError(failed, fix="ingot doctor looks for the cause")
+        raise ResourceError(
+            "E-CALIBRATION-RANK",
+            failed,
+            rule="every rank of the calibration ends without an error",
+            fix="run `ingot doctor`, which checks the machine",
+            ranks=list(last_lines),
+        )
     return json.loads(outputs[0][0])
 
 
 def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) -> Cluster:
-    """The cluster whose rates explain `timings` (as `shapes` orders them) with the least relative error.
+    """Return the cluster whose rates explain `timings` (in the order of `shapes`) with the least relative error.
 
-    limits: the rates that products, attention, memory traffic and operations reach alone (train/device_rates.py), and
-    collectives (train/link_rates.py; not there with a single rank); inside a step they are at most that, however the
-    timings scatter.
+    limits: the rates that products, attention, memory traffic and operations reach alone, and those of collectives
+    (absent with a single rank). Fitted rates never exceed them, however the timings scatter.
     """
     bf16 = [t for t in timings if t.run.train.precision == "bf16"]
     features = np.array([_features(t.run) for t in bf16])
@@ -183,7 +192,7 @@ def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) 
 
 
 def _features(run: RunConfig) -> list[float]:
-    """Amounts of a step, each of which is done at a rate of its own."""
+    """Return the amounts of a step that take time: FLOPs, bytes, operations, the step itself, bytes sent and hops."""
     work, position = rank_work(run, "cpu"), positions(run)[0]
     sent = in_turn(position, _UNIT_LINKS).value
     hops = in_turn(position, replace(_UNIT_LINKS, link_seconds=1.0)).value - sent
@@ -191,9 +200,10 @@ def _features(run: RunConfig) -> list[float]:
 
 
 def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
-    """Of products in another precision than the fit's; bytes and operations are the same kind of work in both.
+    """Return the seconds per FLOP of products in another precision than the fit's, whose bytes and operations cost the
+    same.
 
-    Attention is taken to slow down by the same factor as the products. At least a twentieth of the step is theirs.
+    Attention is assumed to slow down by the factor of the products, and both to take at least a twentieth of the step.
     """
     flops, attention_flops, *rest = _features(timing.run)
     left = timing.seconds - float(np.dot(rest, per_unit[2:]))
@@ -201,9 +211,9 @@ def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
 
 
 def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """Seconds per unit of each column, none below `least`, with the least sum of squared relative errors.
+    """Fit the seconds per unit of each column, none below `least`, with the least sum of squared relative errors.
 
-    Tries every subset of columns that rise above their bound (there are a handful), so the optimum is exact.
+    Every subset of the few columns is tried as the set that exceeds its bound, so the optimum is exact.
     """
     scaled = features / seconds[:, None]
     left = 1 - scaled @ least
@@ -221,7 +231,7 @@ def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) ->
 
 
 def _memory(timings: list[Timing]) -> tuple[int, float]:
-    """runtime_bytes from the minute run, and what the allocator loses from the growth to the largest one."""
+    """Return runtime_bytes, from the minute run, and the allocator's loss, from the growth to the largest run."""
     minute, large = (sum(term.value for term in live_bill(t.run, "cpu").values()) for t in timings[:2])
     grown = timings[1].peak_bytes - timings[0].peak_bytes
     fragmentation = max(grown / (large - minute) - 1, 0.0)

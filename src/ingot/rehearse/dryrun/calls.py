@@ -1,6 +1,6 @@
-"""Collectives as they pass the dispatcher, in the terms of theory/rendezvous.py; and FLOPs that PyTorch does not count.
+"""Collectives as the dispatcher sees them, translated to rendezvous.Call; and FLOPs that PyTorch does not count.
 
-Two families: `c10d::*` work in place and belong to torch.distributed's functions; `_c10d_functional::*` return new
+Two families: `c10d::*` work in place and belong to the functions of torch.distributed; `_c10d_functional::*` return new
 tensors and belong to torch.distributed._functional_collectives.
 """
 
@@ -58,7 +58,7 @@ def is_collective(func) -> bool:
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], result, label: str) -> Call | None:
-    """The call that `func` makes; None for a wait. Raises NotImplementedError for a collective not known here."""
+    """Return the call that `func` makes; None for a wait. Raises NotImplementedError for an unknown collective."""
     name = func._overloadpacket.__name__
     if name in _WAITS:
         return None
@@ -82,7 +82,7 @@ def call_of(func, args: tuple, kwargs: dict[str, Any], result, label: str) -> Ca
 
 
 def _own_part(args: tuple, rows: Tensor, rank: int) -> int:
-    """Elements of what a rank sends to itself, where parts that are sent or received are unequal; else -1."""
+    """Return the elements that a rank sends to itself if the parts sent or received are unequal; else -1."""
     splits = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], int)]
     if len({size for sizes in splits for size in sizes}) < 2:
         return -1
@@ -91,7 +91,7 @@ def _own_part(args: tuple, rows: Tensor, rank: int) -> int:
 
 
 def collective_tensors(func, args: tuple) -> Iterator[Tensor]:
-    """Buffers that `func` writes or reads in place for gathering and scattering."""
+    """Yield the buffers that `func` reads or writes in place for gathering and scattering."""
     if func.namespace == "c10d" and func._overloadpacket.__name__ in ("_allgather_base_", "_reduce_scatter_base_"):
         yield from (arg for arg in args if isinstance(arg, Tensor))
 
@@ -107,7 +107,7 @@ def _group(args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup:
 
 
 def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that go in and those that come out."""
+    """Return the input tensors and the output tensors of a collective."""
 
     def tensors(tree) -> list[Tensor]:
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -119,13 +119,13 @@ def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
     return tensors(args[0]), tensors(args[0])
 
 
-# PyTorch counts nothing for attention on a CPU and for grouped products, without a word, and for other attention all of
-# T x S. Here a triangle counts as half of that. What a mask hides is computed, and
-# counts. 2 products forward, 5 backward (the scores are computed again).
+# PyTorch silently counts nothing for attention on a CPU and for grouped products, and all of T x S for other attention.
+# Here causal attention counts half of that, and masked pairs count, because they are computed. Attention has 2 products
+# forward and 5 backward (the scores are computed again).
 
 
 def flop_formula(packet) -> Callable[..., int] | None:
-    """FLOPs of an operation from its arguments and `out_val`; None for one that is no product."""
+    """Return the function that counts an operation's FLOPs from its arguments and `out_val`; None if it has none."""
     return _FORMULAS.get(packet) or flop_registry.get(packet)
 
 
@@ -138,7 +138,7 @@ def _attention_backward(_, q, k, v, *rest, **__) -> int:
 
 
 def _is_causal(arguments: tuple) -> bool:
-    """The only truth value among the arguments of these operations; where it is false it may be left out."""
+    """Return the only boolean among the arguments of these operations; it may be omitted when false."""
     return next((value for value in arguments if isinstance(value, bool)), False)
 
 
@@ -151,14 +151,14 @@ def _efficient_backward(_, q, k, v, bias, out, lse, seed, offset, dropout, wante
 
 
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
-    """Over batch and heads."""
+    """Return the pairs of a query and a key over batch and heads."""
     batch, heads, tokens, _ = q.shape
     pairs = batch * heads * tokens * k.shape[-2]
     return pairs // 2 if causal else pairs
 
 
 def _grouped(a: Tensor, b: Tensor, *_, **__) -> int:
-    """Rows in groups times a matrix each, [R, K] x [G, K, N]; or one product of each group of rows, [M, R] x [R, N]."""
+    """Count a grouped product: [R, K] x [G, K, N] with rows in groups, or [M, R] x [R, N] with a product per group."""
     return 2 * a.shape.numel() * b.shape[-1]
 
 

@@ -1,7 +1,7 @@
-"""The dry run: what every rank of a job would do, from traces of a few of its ranks, made on this machine.
+"""The dry run: the work of every rank of a job, derived from traces of a few ranks that are made on this machine.
 
-The ranks are traced by train/dry_run_role.py in processes of their own; this module chooses them, compares their
-collectives (mesh_world.py) and holds what they did against the formulas of theory/. It does not import torch.
+role.py traces the ranks in separate processes. This module chooses them, checks that all collectives match
+(mesh_world.py) and compares FLOPs and bytes with the formulas of theory/. It does not import torch.
 """
 
 import json
@@ -14,31 +14,40 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ingot.config import to_dict
 from ingot.errors import ConfigError, ResourceError
 from ingot.machine.facts import usable_cores
 from ingot.planner.predict.memory.peak_memory import position_bill
-from ingot.rehearse.dryrun.compare import WORLD, Compared, compare, useful_flops
 from ingot.rehearse.dryrun.mesh_world import Grid, WorldCheck, check_world
 from ingot.rehearse.dryrun.rendezvous import ISEND, SEND, Call
 from ingot.schema.run import RunConfig
-from ingot.theory.layout import positions, require_layout, resolve_parallel
+from ingot.theory.axes import spanned
+from ingot.theory.context import BACKWARD_TO_FORWARD, imbalance
+from ingot.theory.flops import mean_keys
+from ingot.theory.layout import Position, positions, require_layout, resolve_parallel
+from ingot.theory.traffic import sent_by_axis, step_traffic
+from ingot.theory.work import Work, step_work
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOMENTS = ("initialisation", "first step", "steady step", "save")
 STEADY = MOMENTS[2]
-_FACTS = ("clip", "balance")  # places of the program that tell the whole world something
+_FACTS = ("clip", "balance")  # places of the program that send something to the whole world
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 _DEADLINE_SECONDS = 900
-_OVER_BILL = 1.05  # times the planner's bill of memory; what is above it is told
+_OVER_BILL = 1.05  # times the planner's bill of memory; a rank above it is reported
+# Traffic to the whole world at the end of a step (the norm for clipping, the routers' table) belongs to no axis.
+WORLD = "world"
 
 
 @dataclass(frozen=True)
-class Moment:
-    """bytes: at the peak, of tensors; by_kind: of those, and "host" what is offloaded. rest: held at its end."""
+class PhaseMemory:
+    """Memory of tensors in a phase. bytes: at the peak. by_kind: the same by kind, with "host" for offloaded bytes.
+
+    place: where the peak is reached. rest: bytes held at the end of the phase.
+    """
 
     bytes: int
     by_kind: dict[str, int]
@@ -48,16 +57,16 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank does. calls: all of them, from the build to the save; steady_calls: of one optimizer step.
+    """The work of one rank. calls: its collectives and messages, from the build to the save.
 
-    sent: bytes by axis in a steady step. flops: of matrix products and of attention in a steady step. attended: pairs
-    of a query and a key that attention goes through, of one head and sequence; again: once more in the backward.
+    FLOPs, sent (bytes by axis) and counts (calls by axis and operation) are of one steady step. attended: pairs of a
+    query and a key that attention computes, per head and sequence; attended_again: the backward computes them again.
     """
 
     rank: int
     name: str
     position: int
-    moments: dict[str, Moment]
+    moments: dict[str, PhaseMemory]
     matmul_flops: float
     attention_flops: float
     attended: float
@@ -71,19 +80,41 @@ class Trace:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The moment of the highest peak, and its bytes."""
-        return max(((name, moment.bytes) for name, moment in self.moments.items()), key=lambda found: found[1])
+        """The phase with the highest peak, and its bytes."""
+        return max(((name, phase.bytes) for name, phase in self.moments.items()), key=lambda found: found[1])
+
+
+@dataclass(frozen=True)
+class FigureCheck:
+    """A figure by trace and by formula. other_loads: the trace has unequal loads of experts, so the two differ."""
+
+    rank: int
+    what: str
+    traced: float
+    formula: float
+    other_loads: bool = False
+
+    @property
+    def deviation(self) -> float:
+        return abs(self.traced - self.formula) / max(abs(self.formula), abs(self.traced), 1.0)
+
+    @property
+    def agrees(self) -> bool:
+        return self.other_loads or self.deviation <= 0.01
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """By pipeline rank, bills: the planner's memory at the peak, in bytes. useful: FLOPs of a step that recomputes no
-    block, by formula. overlap_left_out: the run overlaps tp's collectives with its products, the trace does not."""
+    """The result of a dry run.
+
+    bills: the planner's peak memory by pipeline rank, bytes. useful: FLOPs of a step without recomputation by pipeline
+    rank, by formula. overlap_left_out: the run overlaps the collectives of tp with products, which the trace does not.
+    """
 
     grid: Grid
     traces: list[Trace]
     world: WorldCheck
-    compared: list[Compared]
+    compared: list[FigureCheck]
     bills: list[float]
     useful: list[float]
     overlap_left_out: bool
@@ -96,7 +127,7 @@ class DryRun:
 
     @property
     def over_bill(self) -> list[Trace]:
-        """Ranks that need more memory than the planner's bill allows for, the worst first."""
+        """The traced ranks whose peak exceeds the planner's bill, the worst first."""
 
         def share(trace: Trace) -> float:
             return trace.peak[1] / max(self.bills[trace.position], 1.0)
@@ -118,17 +149,18 @@ def simulate(
 ) -> DryRun:
     """Trace every distinct rank of `config`, at most `jobs` at a time, and judge them together.
 
-    device: "cpu" or "cuda", the kind of machine it is meant for. loads: of experts, in any measure, none: all alike.
-    jobs: None for as many as there are cores, at least 2 and at most 8; one takes about 350 MB. progress(done, all) is
-    called as traces come in.
+    device: "cpu" or "cuda", the kind of machine that will train. loads: of experts, in any unit; empty: all equal.
+    jobs: processes, of about 350 MB each; None: one per core, at least 2 and at most 8. progress(done, all) is called
+    after each trace.
     Raises ConfigError for a layout that breaks a rule or cannot be followed, ResourceError when a trace fails.
     """
     require_layout(config)
     if config.parallel.offload == "nvme":
         raise ConfigError(
+            "E-DRYRUN-NVME",
             "parallel.offload = 'nvme' keeps state in files, which a trace without memory cannot write",
             rule="a dry run follows tensors only",
-            fix="simulate with --set parallel.offload=cpu: the device does the same",
+            fix="simulate with --set parallel.offload=cpu: the work of the device is the same",
         )
     grid = grid_of(config)
     ranks = chosen_ranks(grid)
@@ -145,7 +177,7 @@ def simulate(
 
 
 def grid_of(config: RunConfig) -> Grid:
-    """The run's mesh, cut where experts and rows of Ulysses take parts of its axes. Raises ConfigError."""
+    """Return the run's mesh, whose axes are divided for experts and rows of Ulysses. Raises ConfigError."""
     parallel = resolve_parallel(config)
     row = parallel.tp * (parallel.cp // parallel.ring)
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
@@ -153,17 +185,20 @@ def grid_of(config: RunConfig) -> Grid:
         return Grid(sizes, (row, parallel.ep))
     except ValueError as error:
         raise ConfigError(
+            "E-DRYRUN-GROUPS",
             f"ep = {parallel.ep} across rows of ulysses x tp = {row} ranks of dp_shard x cp x tp",
-            rule="a dry run follows a few ranks, for which groups take whole parts of axes, and parts of one another",
-            fix=f"an ep that divides {row} or is a multiple of it",
+            rule="a dry run of a few ranks needs groups that nest: each a divisor or a multiple of the next",
+            fix=f"use an ep that divides {row} or is a multiple of it",
+            ep=parallel.ep,
+            row=row,
         ) from error
 
 
 def chosen_ranks(grid: Grid) -> list[int]:
-    """The first rank of every pipeline position, and of the first and last position the one that is last on all axes.
+    """Return the first rank of every pipeline position, and the last rank of the first and of the last position.
 
-    Nothing in the program looks at a coordinate but through the sizes of what a rank holds, so other ranks do as one of
-    these does; that those at the ends do is looked at.
+    The program depends on a rank's coordinates only through the sizes of its shards, so every other rank does the same
+    as one of these; `check_world` verifies it for the ranks at the ends of the axes.
     """
     inner = grid.world_size // grid.sizes["pp"]
     firsts = [position * inner for position in range(grid.sizes["pp"])]
@@ -171,7 +206,7 @@ def chosen_ranks(grid: Grid) -> list[int]:
 
 
 def rank_name(rank: int, grid: Grid) -> str:
-    """Its coordinates on the axes that are more than one long: "pp 3 dp_shard 0 tp 0"."""
+    """Return the rank's coordinates on the axes longer than one: "pp 3 dp_shard 0 tp 0"."""
     places = zip(grid.sizes.items(), grid.coordinates(rank), strict=True)
     return " ".join(f"{axis} {place}" for (axis, size), place in places if size > 1) or "the only rank"
 
@@ -179,7 +214,7 @@ def rank_name(rank: int, grid: Grid) -> str:
 def _trace(
     config: RunConfig, ranks: list[int], device: str, loads: Sequence[float], jobs: int, progress
 ) -> dict[int, dict]:
-    """The answers of train/dry_run_role.py by rank. Its processes are gone when this returns."""
+    """Return the answers of role.py by rank. Its processes have ended when this returns."""
     settings = {"ranks": ranks, "jobs": jobs, "device": device, "loads": list(loads)}
     request = json.dumps({"config": to_dict(config), **settings})
     command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.dryrun.role"]
@@ -199,7 +234,7 @@ def _trace(
         late = threading.Timer(_DEADLINE_SECONDS, _end, (process,))
         late.start()
         try:
-            with suppress(BrokenPipeError):  # it died early, and tells below why
+            with suppress(BrokenPipeError):  # it ended early; its error output, read below, says why
                 process.stdin.write(request)
                 process.stdin.close()
             for line in process.stdout:
@@ -215,7 +250,14 @@ def _trace(
         errors.seek(0)
         last = (errors.read().strip().splitlines() or [f"not done within {_DEADLINE_SECONDS} s"])[-1]
     if len(answers) < len(ranks):
-        raise ResourceError(f"{len(answers)} of {len(ranks)} ranks were traced, then it ended: {last}")
+        raise ResourceError(
+            "E-DRYRUN-ENDED",
+            f"{len(answers)} of {len(ranks)} ranks were traced, then the tracing process ended: {last}",
+            rule="every chosen rank is traced before the deadline",
+            fix="free memory (350 MB per process are needed), or try again when the machine is less busy",
+            traced=len(answers),
+            ranks=len(ranks),
+        )
     return answers
 
 
@@ -227,10 +269,16 @@ def _end(process: subprocess.Popen) -> None:
 
 def failure(answer: dict) -> Exception:
     if "rule" in answer:
-        return ConfigError(answer["error"], rule=answer["rule"], fix=answer["fix"])
+        return ConfigError(answer["code"], answer["error"], rule=answer["rule"], fix=answer["fix"], **answer["facts"])
     frames = [line for line in answer.get("traceback", "").splitlines() if line.lstrip().startswith("File ")]
     where = f", at {frames[-1].strip()}" if frames else ""
-    return ResourceError(f"rank {answer['rank']} cannot be traced: {answer['error']}{where}")
+    return ResourceError(
+        "E-DRYRUN-RANK",
+        f"rank {answer['rank']} cannot be traced: {answer['error']}{where}",
+        rule="the program that trains runs on fake tensors",
+        fix="report it with the run file; `ingot check` without --simulate still works",
+        rank=answer["rank"],
+    )
 
 
 def read_answer(answer: dict, grid: Grid) -> Trace:
@@ -250,7 +298,7 @@ def read_answer(answer: dict, grid: Grid) -> Trace:
         rank=rank,
         name=rank_name(rank, grid),
         position=grid.coordinates(rank)[0],
-        moments={name: Moment(**peak) for name, peak in answer["peaks"].items()},
+        moments={name: PhaseMemory(**peak) for name, peak in answer["peaks"].items()},
         matmul_flops=sum(answer["flops"].values()) - attention,
         attention_flops=attention,
         attended=answer["attended"]["forward"],
@@ -265,8 +313,45 @@ def read_answer(answer: dict, grid: Grid) -> Trace:
 
 
 def sent_bytes(call: Call) -> float:
-    """What this rank sends for it: rings, as in theory/traffic.py."""
+    """Return the bytes that this rank sends for a call, with ring algorithms as in theory/traffic.py."""
     size, ranks = call.elements * _BYTES[call.dtype], len(call.group)
     if call.own >= 0:
         return size - call.own * _BYTES[call.dtype]
     return size if call.op in (SEND, ISEND) else _RING.get(call.op, 0) * size * (ranks - 1) / ranks
+
+
+def useful_flops(place: Position, device: str) -> float:
+    work = step_work(replace(place, parallel=replace(place.parallel, recompute="none")), device)
+    return work.matmul_flops + work.attention_flops
+
+
+def _attention_flops(trace: Trace, place: Position, work: Work) -> float:
+    """Return the formula's FLOPs of attention scaled to the pairs that this rank's kernels compute.
+
+    Kernels also compute masked pairs, and with contiguous parts a rank has its own share, where the formula has that of
+    the last rank.
+    """
+    parallel, arch, seq_len = place.parallel, place.arch, place.train.seq_len
+    uneven = imbalance(parallel, seq_len, arch.sliding_window) if parallel.ring > 1 else 1.0
+    seen = seq_len / parallel.ring * mean_keys(seq_len, arch.sliding_window) * uneven
+    blocks = sum(len(stage.layers) for stage in place.stages)
+    again = sum(map(place.recomputed, place.stages)) if parallel.recompute == "full" else 0
+    forwards = (1 + BACKWARD_TO_FORWARD) * blocks + again
+    chunked = 1 + blocks / forwards if trace.attended_again else 1.0
+    return work.attention_flops * trace.attended / seen * chunked
+
+
+def compare(trace: Trace, place: Position, device: str, other_loads: bool = False) -> list[FigureCheck]:
+    """Compare the FLOPs and bytes of a trace with the formulas. other_loads: the trace has unequal loads of experts."""
+    work, formulas = step_work(place, device), sent_by_axis(step_traffic(place, device))
+    found = [
+        FigureCheck(trace.rank, "matrix products, FLOP", trace.matmul_flops, work.matmul_flops, other_loads),
+        FigureCheck(trace.rank, "attention, FLOP", trace.attention_flops, _attention_flops(trace, place, work)),
+    ]
+    to_experts = spanned(place.parallel, "ep")
+    for axis in dict.fromkeys((*trace.sent, *formulas)):
+        if axis != WORLD:
+            traced, formula = trace.sent.get(axis, 0.0), formulas.get(axis, 0.0)
+            changed = other_loads and axis == to_experts
+            found.append(FigureCheck(trace.rank, f"sent over {axis}, B", traced, formula, changed))
+    return found

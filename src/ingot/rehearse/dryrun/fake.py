@@ -1,11 +1,11 @@
 """Fake tensors for a whole program: shapes, dtypes and storages without memory or arithmetic, at the speed of a trace.
 
-PyTorch's FakeTensorMode takes about 80 microseconds for an operation, most of it to find out what it found out before.
-A trace of a training step repeats the same few hundred operations ten thousands of times, so their results are
-remembered by the shapes, strides and dtypes of what goes in.
+PyTorch's FakeTensorMode takes about 80 microseconds per operation, most of it to derive the same result again. A trace
+of a training step repeats the same few hundred operations ten thousands of times, so results are cached by the shapes,
+strides and dtypes of the inputs.
 
-What stays real: tensors that were made outside (the ranks of a mesh), and modules on the meta device until they are
-given memory, so that a program builds its model here as it does on a cluster.
+Two kinds of tensors stay real: those made outside (the ranks of a mesh), and modules on the meta device until they get
+memory, so that a program builds its model here as it does on a cluster.
 """
 
 from typing import Any
@@ -30,9 +30,9 @@ class _NotRemembered(Exception):
 
 
 class FakeProgram(FakeTensorMode):
-    """Enter it outermost: what is entered inside sees the operations as the program issues them.
+    """A mode of fake tensors with a cache. Enter it first: modes entered inside see the operations of the program.
 
-    known: what is remembered; programs may share it.
+    known: the cache; several programs may share it.
     """
 
     def __init__(self, known: Known | None = None):
@@ -47,7 +47,7 @@ class FakeProgram(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
         kwargs = kwargs or {}
         if func is _WAIT and isinstance(args[0], FakeTensor):
-            return args[0]  # as it does really; PyTorch's fake of it is another tensor
+            return args[0]  # as the real operation does; PyTorch's fake of it returns another tensor
         if not types and _stays_real(args, kwargs):
             return func(*args, **kwargs)
         try:
@@ -64,7 +64,7 @@ class FakeProgram(FakeTensorMode):
         return self._again(known, args)
 
     def call(self, func, args: Any, kwargs) -> Any:
-        """func(*args, **kwargs), for a mode inside of this one: what is remembered takes no way through dispatchers."""
+        """Return func(*args, **kwargs), for a mode inside of this one; a cached result skips the dispatchers."""
         if func is _WAIT and isinstance(args[0], FakeTensor):
             return args[0]
         try:
@@ -89,7 +89,7 @@ class FakeProgram(FakeTensorMode):
         else:
             meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(viewed.untyped_storage(), offset, size, stride)
-        # What FakeTensor(self, meta, cpu) does, without looking at each of its arguments and attributes again.
+        # The same as FakeTensor(self, meta, cpu), without checking each argument and attribute again.
         made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
         torch._C._set_throw_on_mutable_data_ptr(made)
         vars(made).update(self._attributes)
@@ -97,8 +97,11 @@ class FakeProgram(FakeTensorMode):
 
 
 def _stays_real(args, kwargs) -> bool:
-    """No fake tensor is among the arguments. Factories make fakes, unless for the meta device; a meta tensor gets a
-    fake when it is asked for on another device; every other operation on real tensors stays real."""
+    """Decide whether an operation without fake arguments returns real tensors.
+
+    Factories make fake tensors, except on the meta device; a meta tensor moved to another device becomes fake; every
+    other operation on real tensors stays real.
+    """
     device = kwargs.get("device")
     to_meta = device is not None and torch.device(device).type == "meta"
     real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -122,7 +125,7 @@ def _key(value) -> Any:
 
 
 def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
-    """How to make the result again; None where it is more than new tensors, views of one argument, or the first one."""
+    """Describe how to make the result again: new tensors, views of one argument, or the first argument; else None."""
     if torch.Tag.inplace_view in func.tags or func.namespace == "profiler":
         return None
     if args and result is args[0] and isinstance(result, FakeTensor):
@@ -141,7 +144,7 @@ def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
 
 
 def _is_fresh(tensor: Tensor, others: set[int]) -> bool:
-    """It alone fills its storage, which is none of the others."""
+    """Check that `tensor` fills its storage alone, and that no other tensor has that storage."""
     storage = tensor.untyped_storage()
     whole = tensor.storage_offset() == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
     return whole and storage._cdata not in others

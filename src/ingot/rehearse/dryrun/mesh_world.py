@@ -1,11 +1,11 @@
-"""A world of thousands of ranks, followed through a few of them.
+"""A check of the collectives of thousands of ranks through the programs of a few.
 
-All ranks at one pipeline position run the same program, told relative to their place in the mesh: where one of them
-talks to the ranks beside it on the tp axis, so does every other. Such ranks move in lockstep, for whatever one of them
-waits for comes to all of them at the same time. So one rank for each pipeline position stands for all, and a group that
-spans other axes is complete when its followed members are there. What it sends around a ring meets what it receives
-itself, because the rank it sends to does as it does. Whether they do run the same program is looked at, on the ranks
-that are first and last on each axis; where they differ, all those corners are followed.
+All ranks at one pipeline position run the same program relative to their coordinates in the mesh: if one of them
+exchanges data with its neighbors on the tp axis, all do. Such ranks advance in lockstep, because they wait for the same
+events. So one followed rank represents all ranks of its pipeline position, and a group that spans other axes is
+complete when its followed members have arrived. A message around a ring matches the one that the rank itself receives,
+because its neighbor does the same as it. That the programs are the same is checked on the ranks that are first and last
+on each axis; where they differ, all those corners are followed.
 """
 
 import math
@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from ingot.rehearse.dryrun.rendezvous import Call, Fault, Image, first_fault
 from ingot.theory.axes import coordinates
 
-# On these a rank talks to those so many places further, around the end; on others to those at certain places.
+# On these axes a rank sends to the rank a fixed number of places further, cyclically; on others to fixed coordinates.
 RINGS = ("cp",)
 
 
@@ -25,8 +25,8 @@ RINGS = ("cp",)
 class Grid:
     """The ranks of a mesh, row-major. sizes: axis -> degree, outermost first.
 
-    cuts: sizes of groups of neighbours that take a part of an axis (ep, a row of Ulysses): there the axis is cut in
-    two, an outer and an inner part, which move by themselves. Raises ValueError where an axis cannot be cut so.
+    cuts: sizes of groups of neighboring ranks that cover part of an axis (ep, a row of Ulysses). The axis is cut there
+    into an outer and an inner part with coordinates of their own. Raises ValueError if the cuts do not nest.
     """
 
     sizes: Mapping[str, int]
@@ -35,17 +35,17 @@ class Grid:
     def __post_init__(self):
         borders = sorted({*self._axis_borders, *self.cuts})
         if uneven := [pair for pair in pairwise(borders) if pair[1] % pair[0]]:
-            raise ValueError(f"groups of {uneven[0][0]} and of {uneven[0][1]} neighbours are no parts of one another")
+            raise ValueError(f"groups of {uneven[0][0]} and of {uneven[0][1]} neighbors do not nest")
 
     @cached_property
     def _axis_borders(self) -> tuple[int, ...]:
-        """How many ranks lie inside of each axis, it included; outermost first."""
+        """The number of ranks below each axis, the axis included; outermost first."""
         sizes = list(self.sizes.values())
         return tuple(math.prod(sizes[i:]) for i in range(len(sizes)))
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, int], ...]:
-        """(axis, size) of all parts of axes, outermost first."""
+        """The (axis, size) of all parts of axes, outermost first."""
         parts = []
         for (axis, size), border in zip(self.sizes.items(), self._axis_borders, strict=True):
             inner = border // size
@@ -65,20 +65,20 @@ class Grid:
         return math.prod(self.sizes.values())
 
     def axes(self, group: Sequence[int]) -> tuple[str, ...]:
-        """The axes on which members of `group` differ."""
+        """Return the axes on which the members of `group` differ."""
         places = [self.coordinates(rank) for rank in group]
         return tuple(axis for i, axis in enumerate(self.sizes) if len({place[i] for place in places}) > 1)
 
     def corners(self, fixed: str) -> list[int]:
-        """Ranks that are first or last on every part of every axis but `fixed`, at coordinate 0 of that; first ones
+        """Return the ranks that are first or last on every part of every axis, at coordinate 0 of `fixed`; first ones
         first."""
         ends = [(0,) if axis == fixed or size == 1 else (0, size - 1) for axis, size in self._parts]
         return [self._rank_at(place) for place in product(*ends)]
 
     def moved_group(self, group: tuple[int, ...], here: int, there: int) -> tuple[int, ...]:
-        """What `group` of rank `here` is for rank `there`: the same on the parts it spans, `there`'s place on others.
+        """Return the group that is to rank `there` what `group` is to rank `here`: it spans the same parts of axes.
 
-        Raises ValueError if `there` has no place in it.
+        Raises ValueError if `there` is not in that group.
         """
         members, place = [self._place(rank) for rank in group], self._place(there)
         spanned = [len({member[i] for member in members}) > 1 for i in range(len(self._parts))]
@@ -86,11 +86,11 @@ class Grid:
             self._rank_at([c if s else p for s, c, p in zip(spanned, member, place, strict=True)]) for member in members
         )
         if there not in moved:
-            raise ValueError(f"rank {there} has no part in what is group {group} for rank {here}")
+            raise ValueError(f"rank {there} is not in the group that corresponds to group {group} of rank {here}")
         return moved
 
     def moved_peer(self, peer: int, here: int, there: int) -> int:
-        """Who is to rank `there` what `peer` is to rank `here`."""
+        """Return the rank that is to rank `there` what `peer` is to rank `here`."""
         if peer < 0:
             return peer
         places = zip(self.sizes.items(), *(self.coordinates(rank) for rank in (peer, here, there)), strict=True)
@@ -102,7 +102,7 @@ class Grid:
         )
 
     def moved(self, program: Sequence[Call], here: int, there: int) -> list[Call]:
-        """The program that rank `here` runs, as rank `there` runs it."""
+        """Return the program of rank `here` as rank `there` runs it."""
         groups: dict[tuple[int, ...], tuple[int, ...]] = {}
         peers: dict[int, int] = {}
         for call in program:
@@ -113,7 +113,7 @@ class Grid:
         return [replace(call, group=groups[call.group], peer=peers[call.peer]) for call in program]
 
     def image(self, rank: int, followed: int) -> Image:
-        """How `followed`, at another place of the rings that `rank` is in, stands for it."""
+        """Return how `followed`, at another place of the same rings, represents `rank`."""
 
         def seen_from(group: tuple[int, ...]) -> tuple[int, ...]:
             return self.moved_group(group, rank, followed)
@@ -139,9 +139,9 @@ def _number(digits: Sequence[int], sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class WorldCheck:
-    """fault: the first one found. alike: every looked-at rank of each pipeline position runs the same program.
+    """The result of `check_world`. fault: the first one found, or None. followed: how many ranks were played.
 
-    followed: how many ranks stood for the world.
+    alike: all traced ranks of each pipeline position run the same program.
     """
 
     fault: Fault | None
@@ -152,27 +152,29 @@ class WorldCheck:
 def check_world(
     programs: Mapping[int, Sequence[Call]], grid: Grid, names: Mapping[int, str] | None = None, axis: str = "pp"
 ) -> WorldCheck:
-    """Does every collective of the whole mesh meet? Judged from the programs of some ranks.
+    """Check that every collective of the whole mesh has its matching calls, from the programs of some ranks.
 
-    programs: at least that of the first rank (0 on all other axes) for every coordinate of `axis`.
+    programs: at least that of the first rank (0 on all other axes) for every coordinate of `axis`. names: of ranks, for
+    messages.
     """
     position = list(grid.sizes).index(axis)
-    stations = range(grid.sizes[axis])
-    bases = {p: grid.rank([p if i == position else 0 for i in range(len(grid.sizes))]) for p in stations}
+    positions = range(grid.sizes[axis])
+    bases = {p: grid.rank([p if i == position else 0 for i in range(len(grid.sizes))]) for p in positions}
     alike = all(
         _comparable(grid.moved(program, rank, base)) == _comparable(programs[base])
         for rank, program in programs.items()
         if rank != (base := bases[grid.coordinates(rank)[position]])
     )
     if not alike:
-        followed = _corner_programs(programs, grid, axis, stations)
+        followed = _corner_programs(programs, grid, axis, positions)
         return WorldCheck(first_fault(followed, names), alike, len(followed))
     followed = {base: programs[base] for base in bases.values()}
     return WorldCheck(first_fault(followed, names, _images(followed, grid)), alike, len(followed))
 
 
 def _images(programs: Mapping[int, Sequence[Call]], grid: Grid) -> dict[int, Image]:
-    """For the ranks that followed ones talk to around rings: the followed one itself, which does as they do."""
+    """Return the images of ranks that followed ranks send to around rings: the followed rank represents its
+    neighbor."""
     others = [i for i, axis in enumerate(grid.sizes) if axis not in RINGS]
     found = {}
     for rank, program in programs.items():
@@ -185,23 +187,23 @@ def _images(programs: Mapping[int, Sequence[Call]], grid: Grid) -> dict[int, Ima
 
 
 def _comparable(program: Sequence[Call]) -> list[tuple]:
-    # Names of communicators differ from rank to rank: the position among those of the same ranks is what counts.
+    # Names of communicators differ between ranks; only their position among groups of the same ranks matters.
     return [(call.group, call.signature) for call in program]
 
 
 def _corner_programs(
-    programs: Mapping[int, Sequence[Call]], grid: Grid, axis: str, stations: range
+    programs: Mapping[int, Sequence[Call]], grid: Grid, axis: str, positions: range
 ) -> dict[int, Sequence[Call]]:
-    """A program for every corner of every station: its own if it was traced, else that of the nearest traced one."""
+    """Return a program for every corner of every pipeline position: its own if traced, else that of the nearest."""
     found: dict[int, Sequence[Call]] = {}
     position = list(grid.sizes).index(axis)
     traced = {rank: grid.coordinates(rank) for rank in programs}
-    for station in stations:
+    for index in positions:
         for corner in grid.corners(axis):
-            place = [station if i == position else c for i, c in enumerate(grid.coordinates(corner))]
+            place = [index if i == position else c for i, c in enumerate(grid.coordinates(corner))]
             rank = grid.rank(place)
             near = max(
-                (other for other, theirs in traced.items() if theirs[position] == station),
+                (other for other, theirs in traced.items() if theirs[position] == index),
                 key=lambda other: (sum(a == b for a, b in zip(traced[other], place, strict=True)), -other),
             )
             found[rank] = _renamed(programs[near] if near == rank else grid.moved(programs[near], near, rank))
@@ -209,7 +211,7 @@ def _corner_programs(
 
 
 def _renamed(program: Sequence[Call]) -> list[Call]:
-    """Names of communicators are those of the rank that was traced: here, the place among those of the same ranks."""
+    """Replace the traced rank's names of communicators by their position among groups of the same ranks."""
     known: dict[tuple[int, ...], set[str]] = {}
     for call in program:
         known.setdefault(call.group, set()).add(call.channel)

@@ -1,16 +1,15 @@
-"""Do the collectives of many ranks meet? A simulation of recorded sequences, without a device and without torch.
+"""A simulation of the recorded collectives of many ranks, which finds mismatches and deadlocks without a device.
 
-The rules are those of NCCL where it is strictest: each rank works off what it issues on one communicator (a group and a
-channel) in order, one after the other, and each of them only together with its partners:
+The rules are the strictest of NCCL: a rank executes the calls of one communicator (a group and a channel) in order, one
+after the other, and each call together with its partners:
 
-- a collective holds its rank until every member of the group has come to the same one (operation, dtype and size);
-- a message leaves only when its receiver is there for it, and nothing behind it on that communicator goes before;
-- `isend` and `irecv` hold their communicator but not their rank, which goes on until it waits for them. Messages of one
-  batch leave side by side.
+- a collective blocks its rank until every member of the group has issued the same one (operation, dtype and size);
+- a message is sent only when its receiver is ready, and later calls of that communicator wait for it;
+- `isend` and `irecv` block their communicator but not their rank, which continues until it waits for them. The messages
+  of one batch are sent concurrently.
 
-So what passes does not hang for its order. (NCCL does not hold a rank for an asynchronous collective either.)
-
-A world of thousands of ranks is followed through a few of them (theory/mesh_world.py).
+A sequence that passes does not hang because of its order. (NCCL does not block a rank for an asynchronous collective
+either, so it is less strict than this.) A job of thousands of ranks is checked through a few of them (mesh_world.py).
 """
 
 from collections import defaultdict, deque
@@ -28,13 +27,13 @@ _SENDS, _RECEIVES, _POSTED, _WAITS = (SEND, ISEND), (RECV, IRECV), (ISEND, IRECV
 class Call:
     """One collective, send or receive, as one rank issues it.
 
-    group: the global ranks of its process group, in group order. channel: which of several groups of the same ranks
-    (communicators do not meet each other). elements: of the whole tensor (of all parts together for a gather or a
-    scatter). peer: global rank of the other side of a send or receive, or the root of a broadcast; else -1.
-    ticket: of a wait: the how-manieth send or receive (from 0) of this channel and peer it waits for.
-    label: where in the program it is, for messages; never compared. joined: to the message before it, in one batch.
-    own: of an all-to-all of unequal parts, the elements that stay on their rank; else -1. What others put into such a
-    one may have another size, so sizes are not compared.
+    group: the global ranks of its process group, in group order. channel: one of several groups of the same ranks,
+    whose calls never match each other. elements: of the whole tensor (of all parts together for a gather or a scatter).
+    peer: the global rank of the other side of a send or receive, or the root of a broadcast; else -1.
+    ticket: for a wait, the number (from 0) of the send or receive of this channel and peer that it waits for.
+    label: the place in the program, for messages; never compared. joined: in one batch with the message before it.
+    own: for an all-to-all with unequal parts, the elements that stay on their rank; else -1. Sizes of such a call are
+    not compared, because ranks contribute different amounts.
     """
 
     op: str
@@ -65,10 +64,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why some ranks cannot go on.
+    """The reason why some ranks cannot continue.
 
-    kind: "mismatch" (members of a group do different things), "missing" (one has ended while others wait) or
-    "deadlock" (ranks wait for each other in a circle). positions: of the ranks concerned, how many calls each had done.
+    kind: "mismatch" (members of a group issue different calls), "missing" (a rank has ended while others wait) or
+    "deadlock" (ranks wait for each other in a circle). positions: rank -> completed calls, of the ranks involved.
     """
 
     kind: str
@@ -78,8 +77,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Image:
-    """How a followed rank stands for another that does as it does. seen_from: the followed rank's group for one of the
-    other's; peer_of: the other's peer for one of the followed rank's."""
+    """A followed rank that represents another rank with the same program.
+
+    seen_from: maps a group of the represented rank to that of the followed one; peer_of: maps a peer of the followed
+    rank to that of the represented one.
+    """
 
     followed: int
     seen_from: Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -91,28 +93,28 @@ def first_fault(
     names: Mapping[int, str] | None = None,
     images: Mapping[int, Image] | None = None,
 ) -> Fault | None:
-    """Play all programs to their end. None, or the first fault.
+    """Play all programs to their end and return the first fault, or None.
 
-    programs: the calls of each rank, by global rank; groups may name further ranks, which are then taken to be where
-    their fellows are. names: of the ranks, for messages. images: of ranks without a program that messages go to or come
-    from; other ranks without one are always ready for a message.
+    programs: the calls of each followed rank, by global rank; groups may name other ranks, which are assumed to keep up
+    with the followed members. names: of the ranks, for messages. images: the representatives of ranks that have no
+    program but exchange messages with followed ranks; ranks without an image are always ready for a message.
     """
     return _Play(programs, names or {}, images or {}).run()
 
 
-_Done = tuple[int, tuple[int, Call]]  # a rank, and what it has done at which place in its program
+_Done = tuple[int, tuple[int, Call]]  # a rank, and a completed call with its place in the program
 
 
 class _Play:
     def __init__(self, programs: Mapping[int, Sequence[Call]], names: Mapping[int, str], images: Mapping[int, Image]):
         self.programs, self.names, self.images = programs, names, images
         self.at = dict.fromkeys(programs, 0)
-        self.issued = dict.fromkeys(programs, 0)  # so many calls of its program
+        self.issued = dict.fromkeys(programs, 0)  # calls issued so far
         self.ready = deque(programs)
-        # What a rank has issued on a communicator (rank, group, channel) and not done, with its place in the program:
-        # the batches in turn, most of them of one.
+        # Calls issued on a communicator (rank, group, channel) and not completed, with their places in the program:
+        # batches in order, most of them with one call.
         self.queues: dict[tuple, deque[list[tuple[int, Call]]]] = defaultdict(deque)
-        # How many are done, by (rank, group, channel, peer, is it a send).
+        # Completed messages, by (rank, group, channel, peer, whether it is a send).
         self.done: dict[tuple, int] = defaultdict(int)
         self.members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -127,17 +129,17 @@ class _Play:
         program, at = self.programs[rank], self.at[rank]
         return program[at] if at < len(program) else None
 
-    def stand_in(self, rank: int) -> int:
+    def representative(self, rank: int) -> int:
         return self.images[rank].followed if rank in self.images else rank
 
     def present(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """The members of `group` that are followed."""
+        """Return the members of `group` that are followed."""
         if group not in self.members:
             self.members[group] = tuple(rank for rank in group if rank in self.programs)
         return self.members[group]
 
     def advance(self, rank: int) -> Fault | None:
-        """Let `rank` go on until something holds it."""
+        """Advance `rank` until a call blocks it."""
         while (call := self.head(rank)) is not None:
             at = self.at[rank]
             if call.op in _WAITS:
@@ -160,16 +162,17 @@ class _Play:
         return None
 
     def work_off(self, rank: int, group: tuple[int, ...], channel: str) -> Fault | None:
-        """Do what can be done on a communicator, now that `rank` has something new at the head of its queue."""
+        """Complete the calls of a communicator that can complete, after `rank` got a new call at the head of its
+        queue."""
         changed = [rank]
         while changed:
             queue = self.queues[rank := changed.pop(), group, channel]
             if not queue:
                 continue
-            met = self.exchange(rank, queue[0]) if queue[0][0][1].is_p2p else self.meet(rank, *queue[0][0])
-            if isinstance(met, Fault):
-                return met
-            for other, done in met:
+            found = self.exchange(rank, queue[0]) if queue[0][0][1].is_p2p else self.collective(rank, *queue[0][0])
+            if isinstance(found, Fault):
+                return found
+            for other, done in found:
                 self.finish(other, *done)
                 changed.append(other)
         return None
@@ -185,9 +188,10 @@ class _Play:
         self.ready.append(rank)
 
     def exchange(self, rank: int, batch: list[tuple[int, Call]]) -> list[_Done] | Fault:
-        """A message of `batch` that can leave: both its sides, or that of `rank` alone if the other is not followed."""
+        """Return a message of `batch` that can be sent: both sides, or that of `rank` alone if the other is not
+        followed."""
         for at, call in batch:
-            image, other = self.images.get(call.peer), self.stand_in(call.peer)
+            image, other = self.images.get(call.peer), self.representative(call.peer)
             if other not in self.programs:
                 return [(rank, (at, call))]
             group = image.seen_from(call.group) if image else call.group
@@ -200,35 +204,35 @@ class _Play:
                     return [(rank, (at, call)), (other, (other_at, theirs))]
         return []
 
-    def meet(self, rank: int, at: int, call: Call) -> list[_Done] | Fault:
-        """A collective: all followed members, or nobody yet."""
-        met: list[_Done] = []
+    def collective(self, rank: int, at: int, call: Call) -> list[_Done] | Fault:
+        """Return the calls of all followed members if each has issued this collective; else an empty list."""
+        matched: list[_Done] = []
         for other in self.present(call.group):
             queue = self.queues[other, call.group, call.channel]
             if not queue or queue[0][0][1].is_p2p:
                 return []
             if queue[0][0][1].signature != call.signature:
                 return self.different(rank, at, call, other, *queue[0][0])
-            met.append((other, queue[0][0]))
-        return met
+            matched.append((other, queue[0][0]))
+        return matched
 
     def different(self, rank: int, at: int, call: Call, other: int, other_at: int, theirs: Call) -> Fault:
         lines = f"{self.name(rank)}: {call}, its call {at}", f"{self.name(other)}: {theirs}, its call {other_at}"
         return Fault("mismatch", "\n".join(lines), {rank: self.at[rank], other: self.at[other]})
 
     def left_over(self) -> Fault | None:
-        """All programs ended: nothing that was posted may be left."""
+        """Return a fault if, after all programs ended, a posted message is still pending."""
         for (rank, _, _), queue in self.queues.items():
             if queue:
                 _, call = queue[0][0]
-                missed = "receiving what" if call.op in _SENDS else "sending what"
+                missed = "receiving the message that" if call.op in _SENDS else "sending the message that"
                 does = "sent" if call.op in _SENDS else "expects"
                 message = f"{self.name(call.peer)} ends without {missed} {self.name(rank)} {does}: {call}"
-                return Fault("missing", message, {r: self.at[r] for r in (self.stand_in(call.peer), rank)})
+                return Fault("missing", message, {r: self.at[r] for r in (self.representative(call.peer), rank)})
         return None
 
     def explain(self, waiting: list[int]) -> Fault:
-        """Follow who waits for whom from the first waiting rank until somebody has ended or the circle closes."""
+        """Follow the waits from the first waiting rank until one has ended or the circle closes."""
         path: list[int] = []
         rank = waiting[0]
         while rank not in path:
@@ -243,16 +247,16 @@ class _Play:
         return Fault("deadlock", "\n".join(lines), {r: self.at[r] for r in circle})
 
     def first_undone(self, rank: int) -> tuple[int, Call]:
-        """What holds a waiting rank: its call, or what lies before that on the same communicator."""
+        """Return the call that blocks a waiting rank: its own, or an earlier one on the same communicator."""
         at, call = self.at[rank], self.programs[rank][self.at[rank]]
         queue = self.queues[rank, call.group, call.channel]
-        return queue[0][0] if queue else (at, call)  # empty: a wait for what was never posted
+        return queue[0][0] if queue else (at, call)  # empty: a wait for a message that was never posted
 
     def waits_for(self, rank: int) -> int:
-        """A rank that keeps `rank` from going on."""
+        """Return a rank that blocks `rank`."""
         _, call = self.first_undone(rank)
         if call.is_p2p:
-            return self.stand_in(call.peer)
+            return self.representative(call.peer)
         for other in self.present(call.group):
             queue = self.queues[other, call.group, call.channel]
             if not queue or queue[0][0][1].is_p2p:
@@ -262,11 +266,11 @@ class _Play:
     def waits(self, rank: int) -> str:
         at, call = self.at[rank], self.programs[rank][self.at[rank]]
         before, first = self.first_undone(rank)
-        behind = f" behind {first}, its call {before}," if before != at and call.op not in _WAITS else ""
+        queued = f" queued after {first}, its call {before}," if before != at and call.op not in _WAITS else ""
         other = self.waits_for(rank)
         real = first.peer if first.is_p2p else other
-        who = self.name(real) if real == other else f"rank {real}, which does as {self.name(other)} does"
-        return f"{self.name(rank)}: {call}, its call {at},{behind} waits for {who}"
+        who = self.name(real) if real == other else f"rank {real}, represented by {self.name(other)}"
+        return f"{self.name(rank)}: {call}, its call {at},{queued} waits for {who}"
 
     def name(self, rank: int) -> str:
         return f"rank {rank}" + (f" ({self.names[rank]})" if rank in self.names else "")

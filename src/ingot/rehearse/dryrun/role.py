@@ -1,9 +1,8 @@
-"""One rank of a run of thousands, traced on a laptop: the real build and the real step, with nothing behind them.
+"""One rank of a run of thousands, traced on a laptop: the real build and the real step on fake tensors.
 
-Tensors are fake (shape and dtype, no memory), the process group is fake (it says yes to everything). Everything else is
-the program that trains. Started by train/dry_run.py as `python -m ingot.rehearse.dryrun.role`: a request on standard
-input, one line of JSON per traced rank on standard output. Processes that trace are forked from this one, which has
-imported everything they need.
+Tensors have a shape and a dtype but no memory; collectives of the fake process group return at once. Everything else is
+the program that trains. dry_run.py starts `python -m ingot.rehearse.dryrun.role` with a request on standard input and
+reads one line of JSON per traced rank. The tracing processes are forked from this one, which has imported everything.
 """
 
 import dataclasses
@@ -14,8 +13,9 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.config import from_dict
 from ingot.errors import IngotError
-from ingot.rehearse.dryrun.attention import attended_pairs
 from ingot.rehearse.dryrun.fake import FakeProgram, Known
 from ingot.rehearse.dryrun.rendezvous import Call
 from ingot.rehearse.dryrun.stand_ins import as_on_cuda, dealt_to_experts, own_groups_only, replaced
 from ingot.rehearse.dryrun.tracker import HOST, Tracker
+from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.layout import resolve_parallel
 from ingot.trainer import parts
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.mesh import build_mesh
+from ingot.trainer.model import attention
+from ingot.trainer.parallel.tiles import Tile, masked_tiles, plain_tiles
 from ingot.trainer.parallel.zero import Zero
 from ingot.trainer.parts import Parts
 from ingot.trainer.resilience.policy import DefaultPolicy
@@ -51,12 +53,12 @@ _CPU = torch.device("cpu")
 def trace_rank(
     config: RunConfig, rank: int, device: str = "cpu", known: Known | None = None, loads: Sequence[float] = ()
 ) -> Tracker:
-    """Build the run as `rank`, take two optimizer steps, and gather what a checkpoint holds; the tracker saw it all.
+    """Build the run as `rank`, take two optimizer steps and gather the tensors of a checkpoint; return the tracker.
 
-    device: "cuda" for the operations and the chunks of logits that the program uses there. Nothing is compiled, so no
-    elementwise operations are fused, and parallel.async_tp is not followed: it does the same collectives in parts.
-    known: what fakes remember, from ranks traced before. loads: of experts, in any measure; none: all alike.
-    Needs a process without a process group, and leaves none.
+    device: "cuda" for the operations and the logit chunks that the program uses there. Nothing is compiled, so no
+    elementwise operations are fused, and parallel.async_tp is ignored: it splits the same collectives into parts.
+    known: the cache of fake operations from ranks traced before. loads: of experts, in any unit; empty: all equal.
+    The process must not have a process group; none is left.
     """
     train = dataclasses.replace(config.train, compile="off", device="cpu")
     parallel = dataclasses.replace(config.parallel, async_tp=False)
@@ -75,7 +77,7 @@ def trace_rank(
 
         new_group = own_groups_only(dist.new_group, rank)
         with replaced(dist, "new_group", new_group):
-            # Its table of ranks has to be real.
+            # The mesh holds a real tensor of ranks.
             mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe)
         with (
             replaced(dist, "new_group", new_group),
@@ -107,7 +109,7 @@ def trace_rank(
 
 
 def _state_kind(config: RunConfig) -> str:
-    """Of the optimizer's state, which may be offloaded."""
+    """Return the kind of memory of the optimizer's state, which may be offloaded."""
     return "optimizer" if config.parallel.offload == "none" else HOST
 
 
@@ -118,11 +120,12 @@ def empty_batch(config: RunConfig) -> Batch:
     return Batch(1, np.zeros(0, np.int64), tokens[..., :-1], tokens[..., 1:], documents, 0.0)
 
 
-# -- what runs where, for the tracker ------------------------------------------------------------------------------
+# -- places of the program, for the tracker
+# ------------------------------------------------------------------------------
 
 
 def _follow(run: Parts, tracker: Tracker) -> None:
-    """Name places (the module whose forward or backward it is, and the parts of a step) and kinds of memory."""
+    """Make the tracker follow the places of the program (modules, parts of a step) and the kinds of memory."""
     for stage in run.model.stages.values():
         names = [
             "embed",
@@ -204,16 +207,16 @@ def _name_places(module: nn.Module, name: str, tracker: Tracker) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: enter(f"backward {name}"))
 
-    # First of all hooks: what data parallelism gathers before a module happens at this module.
+    # The first of all hooks, so that gathers of data parallelism before a module count at this module.
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, prepend=True)
 
 
-# -- what goes back to the process that asked ------------------------------------------------------------------------
+# -- the answer to the calling process ------------------------------------------------------------------------
 
 
-def told(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
-    """A trace as JSON: calls as numbers into a table of the different ones."""
+def answer_of(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
+    """Return a trace as JSON values: calls are indices into a table of distinct calls."""
     parallel = resolve_parallel(config)
     row = parallel.cp // parallel.ring * parallel.tp  # ranks at one place of a ring
     table: dict[Call, int] = {}
@@ -242,21 +245,70 @@ def told(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float) -> 
     }
 
 
-def _trace_and_tell(config: RunConfig, device: str, loads: Sequence[float], pipe: Connection) -> None:
-    """Answer for one rank after the other until the pipe is closed. What fakes remember serves all of them."""
+def _serve(config: RunConfig, device: str, loads: Sequence[float], pipe: Connection) -> None:
+    """Trace the ranks that arrive on `pipe` until it is closed, with one cache of fake operations for all."""
     known: Known = {}
     with suppress(EOFError):
         while True:
             rank, started = pipe.recv(), time.process_time()
             try:
                 tracker = trace_rank(config, rank, device, known, loads)
-                answer = told(config, tracker, rank, time.process_time() - started)
+                answer = answer_of(config, tracker, rank, time.process_time() - started)
             except IngotError as error:
                 answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
+                answer |= {"code": error.code, "facts": error.facts}
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 answer = {"rank": rank, "error": text, "traceback": traceback.format_exc()}
             pipe.send_bytes(json.dumps(answer).encode())
+
+
+# The pairs of a query and a key that attention kernels compute on one rank: half of a causal square; masked pairs
+# count.
+
+
+@dataclass(frozen=True)
+class AttendedPairs:
+    """The pairs of one head, sequence and layer on one rank. chunked: the backward computes chunks of attention
+    again."""
+
+    forward: float
+    chunked: bool = False
+
+
+def attended_pairs(config: RunConfig, parallel: Parallel, ring_index: int) -> AttendedPairs:
+    """Return the pairs that the rank at `ring_index` of a ring computes. parallel: resolved degrees."""
+    tokens, window = config.train.seq_len, config.model.sliding_window
+    window = window if window < tokens else 0
+    masked = window > 0 or config.data.mask_documents
+    if parallel.ring == 1:
+        return _whole(tokens, window, config.train.micro_batch if config.data.mask_documents else 1, masked)
+    part, total = tokens // parallel.ring, 0.0
+    for source in range(parallel.ring):
+        tiles: Iterable[Tile] = plain_tiles(parallel, ring_index, source, part)
+        if masked:
+            batch = config.train.micro_batch
+            tiles = masked_tiles(parallel, ring_index, source, part, window=window, batch=batch)
+        total += sum(map(_area, tiles))
+    return AttendedPairs(total)
+
+
+def _area(tile: Tile) -> float:
+    queries, keys = (part.stop - part.start for part in (tile.queries, tile.keys))
+    return queries * keys / (2 if tile.causal else 1)
+
+
+def _whole(tokens: int, window: int, masks: int, masked: bool) -> AttendedPairs:
+    if not masked:
+        return AttendedPairs(tokens * tokens / 2)
+    if masks * tokens * tokens <= attention.MASK_ELEMENTS:
+        return AttendedPairs(tokens * tokens)
+    rows = max(attention.MASK_ELEMENTS // (masks * tokens), 1)
+    total = 0
+    for start in range(0, tokens, rows):
+        end = min(start + rows, tokens)
+        total += (end - start) * (end - (max(start - window + 1, 0) if window else 0))
+    return AttendedPairs(total, chunked=True)
 
 
 def main() -> None:
@@ -264,14 +316,14 @@ def main() -> None:
     request = json.load(sys.stdin)
     config = from_dict(RunConfig, request["config"])
     torch.set_num_threads(1)
-    FakeProgram()  # imports the rest
-    gc.freeze()  # what is imported is not looked through again for every few thousand tensors
+    FakeProgram()  # imports modules lazily
+    gc.freeze()  # the collector skips imported objects, which it would scan again every few thousand tensors
     context = multiprocessing.get_context("fork")
     left, running = list(request["ranks"]), {}
     for _ in range(min(request["jobs"], len(left))):
         ours, theirs = context.Pipe()
         arguments = config, request["device"], request["loads"], theirs
-        process = context.Process(target=_trace_and_tell, args=arguments, daemon=True)
+        process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
         running[ours] = process, left.pop(0)

@@ -1,4 +1,4 @@
-"""What a trace puts in the place of parts of the program that fake tensors cannot follow, or would follow elsewhere."""
+"""Replacements for parts of the program that fake tensors cannot follow, or would follow on another path."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
-from ingot.rehearse.dryrun.expert_load import ExpertLoad
+from ingot.rehearse.dryrun.expert_load import AssumedLoad
 from ingot.schema.run import RunConfig
 from ingot.theory import memory
 from ingot.trainer.mesh.mesh import Mesh
@@ -31,7 +31,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def own_groups_only(original: Callable, rank: int) -> Callable:
-    """Every rank makes the groups of all ranks, thousands; of those without it only the name is counted here."""
+    """Return a `new_group` that makes only the groups of `rank`; for the thousands of others it only counts the
+    name."""
 
     def new_group(ranks: list[int], *args, **kwargs):
         if rank in ranks:
@@ -44,12 +45,12 @@ def own_groups_only(original: Callable, rank: int) -> Callable:
 
 @contextmanager
 def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> Iterator[None]:
-    """Where the program asks the host for numbers of rows, it is told those of `loads`, because nothing routes here."""
+    """Give the program the numbers of rows that follow from `loads`, where it would read those of the router."""
     moe = config.model.moe
     if not config.model.is_moe:
         yield
         return
-    load = ExpertLoad.of(moe, loads, mesh.index("ep"), mesh.size("ep"))
+    load = AssumedLoad.of(moe, loads, mesh.index("ep"), mesh.size("ep"))
     part = min(moe.capacity_factor, 1.0) if moe.capacity_factor else 1.0
     usual, exchange = experts.grouped_product, dispatch.start_all_to_all
 
@@ -73,12 +74,12 @@ def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> I
 
 
 def _faked(numbers: Tensor) -> Tensor:
-    """A tensor made of numbers is a real one; what is computed with it would be, and would count as if it were."""
+    """Return a fake tensor for a real one, which would make the results of operations real, and count them as such."""
     return numbers if isinstance(numbers, FakeTensor) else torch.empty(numbers.shape, dtype=numbers.dtype)
 
 
-# Fake tensors say that they are on a CPU, where the program takes other ways, and PyTorch takes norms apart. These
-# stand for the kernels that it picks on CUDA, as far as they can be seen from outside: what they make and keep.
+# Fake tensors report a CPU as their device, where the program takes other paths and PyTorch decomposes norms. These
+# functions return and save the same tensors as the kernels that PyTorch selects on CUDA.
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps its input and 1/rms."""
+    """A fused RMSNorm, which saves its input and 1/rms."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -114,7 +115,7 @@ def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
-    """Flash attention where it can be; with a mask or in float32 the kernel that takes those."""
+    """Call flash attention where possible; with a mask or in float32, the memory-efficient kernel."""
     if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])

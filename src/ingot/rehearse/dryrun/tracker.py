@@ -1,8 +1,8 @@
-"""What a program does, operation by operation: who holds memory, what is sent, how much is computed, in which order.
+"""A tracker of a program's operations: memory by kind, communication, FLOPs, and their order.
 
 A TorchDispatchMode sees every operation below autograd, those of the backward included. Under fake tensors it follows a
-rank of a cluster on a laptop; on real CPU tensors it works alike. What it counts as memory are the storages of tensors,
-rounded up to 512 bytes as the caching allocators do: not fragmentation, not the workspaces of kernels.
+rank of a cluster on a laptop; on real CPU tensors it works the same way. Memory is that of the tensors' storages,
+rounded up to 512 bytes as caching allocators do, without fragmentation and the workspaces of kernels.
 """
 
 import weakref
@@ -25,16 +25,16 @@ from ingot.rehearse.dryrun.fake import FakeProgram
 from ingot.rehearse.dryrun.rendezvous import IRECV, ISEND, RECV, SEND, SENT, WAIT, Call
 
 ROUNDING_BYTES = 512
-# Kinds of memory, by what a tensor is for. A tensor may be told what it is later (`label`), even on its way.
+# Kinds of memory, by the purpose of a tensor. `label` may set the kind after the tensor was made.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "logits", "backward", "other")
 LASTING = ("parameters", "gradients", "optimizer")
-HOST = "host"  # offloaded: told apart, and no part of a peak
+HOST = "host"  # offloaded: reported separately, not part of a peak
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that was issued, in order. what: "compute" (an operation with FLOPs), "call" (a collective, a send or a
-    receive), "wait" (for a collective) or "mark". name: of the operation, or the text of the mark."""
+    """An issued operation. what: "compute" (an operation with FLOPs), "call" (a collective, a send or a receive),
+    "wait" (for a collective) or "mark". name: of the operation, or the text of the mark."""
 
     what: str
     name: str
@@ -43,8 +43,8 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most memory within a moment. by_kind: bytes at that time. place: what was running. rest: held at its end."""
+class TrackedPeak:
+    """The peak memory of a phase. by_kind: bytes at the peak. place: the running part. rest: bytes held at its end."""
 
     bytes: int
     by_kind: dict[str, int]
@@ -53,17 +53,17 @@ class Peak:
 
 
 class _Held(weakref.ref):
-    """Tells the tracker when a storage dies. number: of the storage; key: its address while it lives."""
+    """A weak reference that notifies the tracker when a storage is freed. number: of the storage; key: its address."""
 
     __slots__ = ("key", "number")
 
 
 class Tracker(TorchDispatchMode):
-    """Use as a context; inside, name the moments, kinds and places of what comes.
+    """A context that records operations; inside, name the phases (`begin`), kinds and places (`within`).
 
-    events: everything worth telling, in the order of issue. flops: by operation. calls: of this rank, in order, for
-    theory/rendezvous.py. moments: (name, first entry of the memory log). fakes: the mode of fake tensors around it, if
-    there is one, to be quick.
+    events: the issued operations in order. flops: by operation. calls: the collectives of this rank in order, for
+    rendezvous.py. moments: the phases, as (name, first entry of the memory log). fakes: the mode of fake tensors around
+    it, if any, whose cache makes it quick.
     """
 
     def __init__(self, fakes: FakeProgram | None = None):
@@ -82,23 +82,24 @@ class Tracker(TorchDispatchMode):
         self._live: dict[int, _Held] = {}
         self._kinds: list[str] = []
         self._held_bytes: list[int] = []
-        self._log: list[tuple[int, int, str]] = []  # storage number, bytes more, place
+        self._log: list[tuple[int, int, str]] = []  # storage number, change in bytes, place
         self._messages: Counter[tuple] = Counter()  # by direction, group, channel and peer
         self._posting: list[Call] | None = None  # within isend or irecv
-        self._in_batch = 0  # within a batch of them: the how-manieth, from 1
+        self._in_batch = 0  # position in a batch of messages, from 1; 0 outside of one
         self._replaced: list[tuple[Any, str, Any]] = []
 
-    # -- what the program is told to be doing ------------------------------------------------------------------------
+    # -- phases, kinds and places, set by the caller
+    # ------------------------------------------------------------------------
 
     def begin(self, moment: str) -> None:
-        """From here on it is `moment`; counts of FLOPs and events go on."""
+        """Start the phase `moment`; counts of FLOPs and events continue."""
         self.moments.append((moment, len(self._log)))
         self._events_at.append(len(self.events))
         self._flops_at.append(self.flops.copy())
 
     @contextmanager
     def within(self, kind: str | None = None, place: str = "") -> Iterator[None]:
-        """What is allocated inside is `kind` (None: activations, or backward), and happens at `place`."""
+        """Set the kind of memory allocated inside (None: activations or backward) and the place of operations."""
         before = self.kind, self.place
         self.kind, self.place = kind or self.kind, place or self.place
         try:
@@ -110,19 +111,19 @@ class Tracker(TorchDispatchMode):
         self.events.append(Event("mark", text, self.place))
 
     def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """These tensors are of that kind, from their first byte on. They may have been made outside."""
+        """Set the kind of these tensors, also for the past. They may have been made outside of the context."""
         for tensor in tensors:
             if tensor is not None and (number := self._hold(tensor)) is not None:
                 self._kinds[number] = kind
 
-    # -- what it did -------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------
 
     @property
     def calls(self) -> list[Call]:
         return [event.call for event in self.events if event.call is not None]
 
     def events_of(self, moment: str) -> list[Event]:
-        """Those of the (first) moment of that name."""
+        """Return the events of the first phase named `moment`."""
         number = [name for name, _ in self.moments].index(moment)
         return self.events[self._events_at[number] : [*self._events_at, len(self.events)][number + 1]]
 
@@ -130,10 +131,10 @@ class Tracker(TorchDispatchMode):
         number = [name for name, _ in self.moments].index(moment)
         return [*self._flops_at, self.flops][number + 1] - self._flops_at[number]
 
-    def peaks(self) -> dict[str, Peak]:
-        """By moment. A moment that comes twice counts as one that lasts until the end of the second."""
+    def peaks(self) -> dict[str, TrackedPeak]:
+        """Return the peak per phase; a repeated phase spans to its last end."""
         held: Counter[str] = Counter()
-        found: dict[str, Peak] = {}
+        found: dict[str, TrackedPeak] = {}
         stops = [start for _, start in self.moments[1:]] + [len(self._log)]
         self._replay(0, self.moments[0][1], held)
         for (moment, start), stop in zip(self.moments, stops, strict=True):
@@ -142,8 +143,8 @@ class Tracker(TorchDispatchMode):
             found[moment] = replace(max(before, peak, key=lambda p: p.bytes), rest=peak.rest)
         return found
 
-    def _replay(self, start: int, stop: int, held: Counter[str]) -> Peak:
-        """The peak of a part of the log; `held`, bytes by kind, is brought to its end."""
+    def _replay(self, start: int, stop: int, held: Counter[str]) -> TrackedPeak:
+        """Return the peak of a part of the log, and advance `held` (bytes by kind) to its end."""
         total = top = sum(held.values()) - held[HOST]
         by_kind, at = dict(held), "at the beginning"
         for number, more, place in self._log[start:stop]:
@@ -152,13 +153,14 @@ class Tracker(TorchDispatchMode):
                 total += more
             if total > top:
                 top, by_kind, at = total, dict(held), place
-        return Peak(top, {kind: size for kind, size in by_kind.items() if size}, at, total)
+        return TrackedPeak(top, {kind: size for kind, size in by_kind.items() if size}, at, total)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # what is compiled is not traced here, and hiding from the compiler costs as much as tracking
+        return False  # nothing is compiled here, and hiding from the compiler costs as much as tracking
 
-    # -- how it is seen ----------------------------------------------------------------------------------------------
+    # -- interception of operations
+    # ----------------------------------------------------------------------------------------------
 
     def __enter__(self):
         self._replace(torch.autograd, "backward", self._in_backward(torch.autograd.backward))
@@ -181,9 +183,9 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for twice per operation: the long way takes as long as the operation
+            return args[0].fake_device  # queried twice per operation: the dispatcher takes as long as the operation
         if DTensor in types:
-            return NotImplemented  # it takes itself apart into local operations first
+            return NotImplemented  # a DTensor first decomposes into local operations
         result = self._call(func, args, kwargs or {})
         if is_collective(func):
             self._communicated(func, args, kwargs or {}, result)
@@ -192,7 +194,7 @@ class Tracker(TorchDispatchMode):
             self.flops[packet.__name__] += self._count(formula, args, kwargs or {}, result)
             self.events.append(Event("compute", packet.__name__, self.place))
         elif func.is_view:
-            # Its memory was seen when it was made, or is not of this program: Gloo's own copies come into sight so.
+            # Its memory was recorded when it was allocated, or belongs to Gloo's own copies, which appear as views.
             return result
         else:
             self.operations += 1
@@ -205,7 +207,7 @@ class Tracker(TorchDispatchMode):
         return result
 
     def _count(self, formula, args, kwargs, result) -> int:
-        """FLOPs. The formulas look at shapes, of arguments that are tensors, numbers and names."""
+        """Return the FLOPs of an operation, cached by the shapes and values of its arguments."""
         key = (formula, *[arg.shape if isinstance(arg, Tensor) else repr(arg) for arg in (*args, *kwargs.values())])
         if key not in self._flops_of:
             self._flops_of[key] = formula(*args, **kwargs, out_val=result)
@@ -225,14 +227,15 @@ class Tracker(TorchDispatchMode):
                 self._in_batch += self._in_batch > 0
             self._messages[way] += 1
         self.events.append(Event("call", call.op, self.place, call))
-        # Buffers of in-place collectives exist for them alone, unless they are known to be something that stays.
+        # Buffers of in-place collectives are communication memory, unless they have a lasting kind.
         for tensor in collective_tensors(func, args):
             number = self._hold(tensor)
             if number is not None and self._kinds[number] in ("activations", "backward", "other"):
                 self._kinds[number] = "communication"
 
     def _hold(self, tensor: Tensor) -> int | None:
-        """The number of the tensor's storage, which is followed from now on; None on the meta device: no memory."""
+        """Return the number of the tensor's storage and follow it from now on; None on the meta device, without
+        memory."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if (held := self._live.get(key)) is not None:
@@ -286,7 +289,7 @@ class Tracker(TorchDispatchMode):
         return resize_
 
     def _posted(self, original: Callable) -> Callable:
-        """A send or receive that tells when it is waited for, which is when it can hold the rank."""
+        """Wrap a send or receive so that the wait for it, which can block the rank, is recorded."""
 
         def post(*args, **kwargs):
             self._posting = []
@@ -317,14 +320,14 @@ class Tracker(TorchDispatchMode):
 
 
 class _Awaited:
-    """Work of which the first wait is told."""
+    """A work handle whose first wait is recorded."""
 
-    def __init__(self, work: Any, tell: list[Callable[[], None]]):
-        self._work, self._tell = work, tell
+    def __init__(self, work: Any, waited: list[Callable[[], None]]):
+        self._work, self._on_wait = work, waited
 
     def wait(self, *args, **kwargs) -> Any:
-        while self._tell:
-            self._tell.pop()()
+        while self._on_wait:
+            self._on_wait.pop()()
         return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

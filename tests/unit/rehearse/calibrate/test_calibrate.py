@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.expect import refused
 
-from ingot.errors import ResourceError
 from ingot.planner.predict.memory.peak_memory import live_bill
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.rehearse.calibrate import calibrate
@@ -88,7 +88,7 @@ def test_the_fit_stays_at_the_bound_of_what_the_data_denies():
 
 def test_the_device_rates_are_of_this_world():
     torch = pytest.importorskip("torch")
-    from ingot.rehearse.calibrate.device_rates import measure_device
+    from ingot.rehearse.calibrate.rank import measure_device
 
     torch.set_num_threads(1)
     rates = measure_device(torch.device("cpu"), torch.float32, width=128, heads=2, seq_len=64)
@@ -97,13 +97,13 @@ def test_the_device_rates_are_of_this_world():
 
 
 def test_limits_are_the_best_that_was_seen():
-    calibrate_rank = pytest.importorskip("ingot.rehearse.calibrate.calibrate_rank")
+    calibrate_rank = pytest.importorskip("ingot.rehearse.calibrate.rank")
     busy, quiet = {"matmul": 6e10, "op_seconds": 3e-6}, {"matmul": 3e11, "op_seconds": 4e-6}
     assert calibrate_rank.fastest([busy, quiet]) == {"matmul": 3e11, "op_seconds": 3e-6}
 
 
 def test_links_that_were_timed_exactly_are_found():
-    link_rates = pytest.importorskip("ingot.rehearse.calibrate.link_rates")
+    link_rates = pytest.importorskip("ingot.rehearse.calibrate.rank")
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "send")
     rows = np.array([link_rates.features(kind, 2, size) for kind in kinds for size in (1 << 12, 1 << 22)])
     found = link_rates.fitted_links(rows, rows @ [1 / 2e9, 5e-5])
@@ -116,7 +116,7 @@ def test_two_ranks_measure_their_links(fork_ranks):
     def measured(rank, ranks):
         import torch
 
-        from ingot.rehearse.calibrate.link_rates import measure_links
+        from ingot.rehearse.calibrate.rank import measure_links
 
         return measure_links(torch.device("cpu"))
 
@@ -127,7 +127,7 @@ def test_two_ranks_measure_their_links(fork_ranks):
 
 def test_a_rank_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(calibrate.sys, "executable", "/bin/false")
-    with pytest.raises(ResourceError, match="rank 0 of the calibration failed"):
+    with refused("E-CALIBRATION-RANK"):
         calibrate_cpu(BARE)
 
 

@@ -6,9 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ingot.errors import ConfigError, ResourceError  # noqa: E402
+from tests.expect import refused  # noqa: E402
+
+from ingot.errors import ConfigError  # noqa: E402
 from ingot.rehearse.dryrun import dry_run, role  # noqa: E402
-from ingot.rehearse.dryrun.compare import compare  # noqa: E402
+from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402
 from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
 from ingot.rehearse.dryrun.tracker import ROUNDING_BYTES, Tracker  # noqa: E402
 from ingot.schema.arch import Arch  # noqa: E402
@@ -49,7 +51,7 @@ def test_ranks_meet_and_work_and_traffic_agree_with_the_formulas(parallel):
     grid, ranks = dry_run.grid_of(run), dry_run.chosen_ranks(dry_run.grid_of(run))
     found = {}
     for rank, tracker in traces(run, ranks).items():
-        found[rank] = dry_run.read_answer(role.told(run, tracker, rank, 0.0), grid)
+        found[rank] = dry_run.read_answer(role.answer_of(run, tracker, rank, 0.0), grid)
     world = check_world({rank: trace.calls for rank, trace in found.items()}, grid)
     assert world.fault is None and world.alike
     places = dry_run.positions(run)
@@ -115,12 +117,12 @@ def test_units_are_gathered_before_the_one_in_use_computes():
             assert "all_gather" in ahead, (block, mine)
     scatters = [place for what, place in order if what == "reduce_scatter"]
     computed = [place for what, place in order if what == "compute" and place.startswith("backward blocks")]
-    behind = {f"backward blocks.{block}" for block in range(ARCH.num_layers - 1)}
+    rest = {f"backward blocks.{block}" for block in range(ARCH.num_layers - 1)}
     # The gradients of a unit leave while the units before it compute, not all at the end.
-    assert behind <= set(computed) and len(behind & set(scatters)) >= ARCH.num_layers - 2
+    assert rest <= set(computed) and len(rest & set(scatters)) >= ARCH.num_layers - 2
 
 
-def test_zero_1_scatters_each_unit_behind_the_backward():
+def test_zero_1_scatters_each_unit_rest_the_backward():
     tracker = role.trace_rank(config(2, dp_shard=2, zero=1, unit_layers=1), 0)
     events = tracker.events_of(role.STEADY)
     first = next(i for i, e in enumerate(events) if e.call and e.call.op == "reduce_scatter")
@@ -128,7 +130,7 @@ def test_zero_1_scatters_each_unit_behind_the_backward():
     assert len(after) > 10
 
 
-def test_faults_on_one_stage_are_found_and_told():
+def test_faults_on_one_stage_are_found_and_reported():
     """A skipped collective, another size, and a wait before the send that its answer depends on."""
     run = config(pp=2, dp_shard=2, zero=1)
     grid, names = dry_run.grid_of(run), {0: "pp 0", 2: "pp 1"}
@@ -169,19 +171,19 @@ def test_overlapped_tensor_parallelism_is_traced_without_its_overlap():
     assert plain.peaks()[role.STEADY] == overlapped.peaks()[role.STEADY]
 
 
-def test_a_tracing_process_that_dies_early_is_told(monkeypatch, tmp_path):
+def test_a_tracing_process_that_dies_early_is_reported(monkeypatch, tmp_path):
     interpreter = tmp_path / "python"
     interpreter.write_text("#!/bin/sh\nexec 0<&-\necho no such module >&2\nexit 1\n")
     interpreter.chmod(0o755)
     monkeypatch.setattr(dry_run.sys, "executable", str(interpreter))
-    with pytest.raises(ResourceError, match=r"0 of 2 ranks were traced, then it ended: no such module"):
+    with refused("E-DRYRUN-ENDED", traced=0, ranks=2):
         dry_run.simulate(replace(config(1, dp_shard=2), data=Data(tokens="x" * 200_000)), device="cpu")
 
 
-def test_what_cannot_be_traced_is_told():
-    with pytest.raises(ConfigError, match="nvme"):
+def test_layouts_that_cannot_be_traced_are_refused():
+    with refused("E-DRYRUN-NVME"):
         dry_run.simulate(config(offload="nvme", offload_folder="state", dp_shard=2, zero=1), device="cpu")
     with pytest.raises(ConfigError):
         dry_run.simulate(config(tp=3), device="cpu")
-    with pytest.raises(ResourceError, match="rank 0 cannot be traced"):
+    with refused("E-DRYRUN-RANK", rank=0):
         raise dry_run.failure({"rank": 0, "error": "ValueError: x", "traceback": 'File "a.py", line 1, in f\n  x'})

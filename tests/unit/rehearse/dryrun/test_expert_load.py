@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
+from tests.expect import refused
 
-from ingot.errors import ConfigError
-from ingot.rehearse.dryrun.expert_load import ExpertLoad, read_loads
+from ingot.rehearse.dryrun.expert_load import AssumedLoad, read_loads
 from ingot.schema.arch import Arch, Moe
 
 MOE = Moe(num_experts=4, top_k=2, d_expert=8)
@@ -15,27 +14,27 @@ ARCH = Arch(
 
 
 def test_balanced_experts_have_the_same_and_keep_all():
-    load = ExpertLoad.of(replace(MOE, capacity_factor=1.0), (), 1, 2)
+    load = AssumedLoad.of(replace(MOE, capacity_factor=1.0), (), 1, 2)
     assert load.kept(40) == 40 and load.sent(40) == [10] * 4
     assert load.coming(40, 2) == [10, 10, 10, 10] and load.own_parts(40) == [20, 20]
 
 
 def test_loads_are_any_measure_and_numbers_of_rows_sum_up():
-    load = ExpertLoad.of(MOE, (1, 2, 4, 1), 0, 2)
+    load = AssumedLoad.of(MOE, (1, 2, 4, 1), 0, 2)
     assert load.sent(80) == [10, 20, 40, 10] and load.coming(80, 2) == [10, 20, 10, 20]
     assert load.own_parts(60) == [20, 40] and load.kept(7) == 7
     assert all(sum(load.sent(rows)) == rows == sum(load.own_parts(rows)) for rows in range(30))
 
 
 def test_what_is_above_the_capacity_is_dropped():
-    load = ExpertLoad.of(replace(MOE, capacity_factor=1.0), (1, 2, 4, 1), 0, 1)
+    load = AssumedLoad.of(replace(MOE, capacity_factor=1.0), (1, 2, 4, 1), 0, 1)
     assert load.kept(80) == 60 and load.sent(60) == [10, 20, 20, 10]
-    half = ExpertLoad.of(replace(MOE, capacity_factor=0.5), (), 0, 1)
+    half = AssumedLoad.of(replace(MOE, capacity_factor=0.5), (), 0, 1)
     assert half.kept(80) == 40 and half.sent(40) == [10] * 4
 
 
 def test_an_expert_without_tokens_has_none():
-    assert ExpertLoad.of(MOE, (0, 0, 1, 1), 0, 2).own_parts(0) == [0, 0]
+    assert AssumedLoad.of(MOE, (0, 0, 1, 1), 0, 2).own_parts(0) == [0, 0]
 
 
 def test_a_list_of_loads_is_read_or_refused(tmp_path):
@@ -44,9 +43,9 @@ def test_a_list_of_loads_is_read_or_refused(tmp_path):
     assert read_loads(path, ARCH) == (1.0, 2.5, 0.0, 1.0)
     for text in ("[1, 2]", "[1, 2, -3, 4]", '{"a": 1}', "[0, 0, 0, 0]", "not json", '[1, 2, 3, "x"]'):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="expert-load"):
+        with refused("E-EXPERT-LOAD-FILE"):
             read_loads(path, ARCH)
-    with pytest.raises(ConfigError, match="model without experts"):
+    with refused("E-EXPERT-LOAD-DENSE"):
         read_loads(path, replace(ARCH, moe=Moe()))
-    with pytest.raises(ConfigError, match="No such file"):
+    with refused("E-EXPERT-LOAD-FILE"):
         read_loads(tmp_path / "nowhere", ARCH)

@@ -63,7 +63,7 @@ def test_resized_storages_are_followed():
     del y
 
 
-def test_backward_and_recomputation_are_told_apart():
+def test_backward_and_recomputation_are_separated():
     layer = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU())
     x = torch.randn(16, 64, requires_grad=True)
     with Tracker() as tracker:
@@ -127,8 +127,8 @@ def _every_collective(rank, world):
 
 def test_collectives_are_recorded_with_group_size_and_peer(fork_ranks):
     calls, events = fork_ranks(_every_collective, 2)[0]
-    told = [(call.op, call.elements, call.dtype, call.peer) for call in calls]
-    assert told == [
+    listed = [(call.op, call.elements, call.dtype, call.peer) for call in calls]
+    assert listed == [
         ("all_reduce", 8, "float32", -1),
         ("all_gather", 16, "float32", -1),
         ("reduce_scatter", 8, "float32", -1),

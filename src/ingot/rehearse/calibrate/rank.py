@@ -1,0 +1,270 @@
+"""One rank of the calibration: it times the trainer's step on each shape, and rank 0 prints the results as JSON.
+
+calibrate.py starts it with the environment of a training job.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ingot.planner.predict.time.collectives import SECONDS, Group
+from ingot.rehearse.calibrate.calibrate import shapes
+from ingot.schema.run import RunConfig
+from ingot.theory.devices import peak_flops
+from ingot.trainer.loader.loader import Batch
+from ingot.trainer.mesh.collectives import any_rank
+from ingot.trainer.mesh.exchange import all_sum, gather, scatter_sum
+from ingot.trainer.mesh.start import start, stop
+from ingot.trainer.parts import build_parts
+from ingot.trainer.step import train_step
+from ingot.trainer.telemetry.memory import peak_memory_bytes
+from ingot.trainer.telemetry.waits import ThreadTime
+
+# Seconds of measuring: on a quiet machine, and on one where ranks wait for cores for more than a twentieth of the time.
+_QUIET_SECONDS, _BUSY_SECONDS, _BUSY = 3.0, 10.0, 0.05
+_LEAST_ROUNDS = 4
+Turn = tuple[float, float]  # seconds, and the share of them in which a rank was ready to run but had no core
+
+
+def first_steps(runs: Sequence[RunConfig], device: torch.device) -> tuple[list[Callable[[], Turn]], list[int]]:
+    """Return a timed step per run, after its first call, which sets up state, and the peak memory after each.
+    Collective."""
+    steps, peaks = [], []
+    for run in runs:
+        steps.append(timed_step(run, device))
+        steps[-1]()
+        peaks.append(peak_memory_bytes(device))
+    return steps, peaks
+
+
+def take_turns(steps: Sequence[Callable[[], Turn]]) -> list[float]:
+    """Return the seconds of a typical step of each run. Collective.
+
+    The runs take turns, a step each, so that a burst of another program is neither charged to the machine nor to the
+    one run that it happened to disturb.
+    """
+    turns: list[list[Turn]] = [[] for _ in steps]
+    began, rounds, busy = time.monotonic(), 0, False
+    while rounds < _LEAST_ROUNDS or not any_rank(
+        time.monotonic() - began > (_BUSY_SECONDS if busy else _QUIET_SECONDS)
+    ):
+        for step, taken in zip(steps, turns, strict=True):
+            taken.append(step())
+        rounds += 1
+        busy = any(quieter_half(taken)[0][1] > _BUSY for taken in turns)
+    return [median(seconds for seconds, _ in quieter_half(taken)) for taken in turns]
+
+
+def quieter_half(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the half of the turns in which ranks waited least for cores, the quietest first."""
+    return sorted(turns, key=lambda turn: turn[1])[: -(-len(turns) // 2)]
+
+
+def timed_step(run: RunConfig, device: torch.device) -> Callable[[], Turn]:
+    """Return a function that times one step of `run` on all ranks at once. Making it is collective, too."""
+    parts, batch = build_parts(run, device, Path()), random_batch(run, device)
+
+    def step() -> Turn:
+        dist.barrier()
+        began = ThreadTime.now()
+        train_step(parts, batch, run.optim.lr)
+        passed = ThreadTime.now().since(began)
+        queued = torch.tensor(passed.queued / passed.wall)
+        dist.all_reduce(queued, op=dist.ReduceOp.MAX)
+        return passed.wall, float(queued)
+
+    return step
+
+
+def random_batch(run: RunConfig, device: torch.device) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    shape = (run.accumulation, run.train.micro_batch, run.train.seq_len + 1)
+    tokens = torch.randint(0, run.model.vocab_size, shape, generator=generator).to(device)
+    return Batch(1, np.zeros(shape[0] * shape[1], np.int64), tokens[..., :-1], tokens[..., 1:], None, 0.0)
+
+
+def measure_limits(device: torch.device) -> dict[str, float]:
+    """Return the rates that each kind of work reaches alone, on all ranks at once. Collective."""
+    dist.barrier()
+    rates = measure_device(device, torch.bfloat16, width=1024, heads=4, seq_len=512)
+    return rates | measure_links(device)
+
+
+def fastest(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the best of each rate. A limit measured while other programs ran would bound the rates of steps that were
+    timed in quieter moments."""
+    return {name: (min if name.endswith("seconds") else max)(rates[name] for rates in measured) for name in measured[0]}
+
+
+# The rates of one device, each measured alone: products, attention, memory traffic, launches.
+
+
+def measure_gpu(device: torch.device) -> dict:
+    """Return fields of a Cluster for a CUDA device. Efficiencies are shares of the published peak, where there is
+    one."""
+    rates = measure_device(device, torch.bfloat16, width=8192, heads=32, seq_len=8192)
+    free, total = torch.cuda.mem_get_info(device)
+    # Context, libraries and workspaces: memory in use outside of the tensors' pool.
+    runtime = (total - free) - torch.cuda.memory_reserved(device)
+    name = torch.cuda.get_device_name(device)
+    peak = peak_flops(name, "bf16")
+    reference = peak or rates["matmul"]
+    return {
+        "device_name": name,
+        "memory_bytes": total,
+        "peak_flops": {"bf16": reference},
+        "matmul_efficiency": rates["matmul"] / reference,
+        "attention_efficiency": rates["attention"] / reference,
+        "memory_bandwidth": rates["bandwidth"],
+        "op_seconds": rates["op_seconds"],
+        "runtime_bytes": runtime,
+    }
+
+
+def measure_device(
+    device: torch.device, dtype: torch.dtype, *, width: int, heads: int, seq_len: int
+) -> dict[str, float]:
+    """Measure matmul and attention in FLOP/s (forward and backward, causal half), bandwidth in bytes/s, op_seconds."""
+    a = torch.randn(width, width, device=device, dtype=dtype)
+    seconds = typical_seconds(lambda: a @ a, device)
+    rates = {"matmul": 2.0 * width**3 / seconds}
+
+    q, k, v = (torch.randn(1, heads, seq_len, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    # 7 products of 2·T²·H per head forward and backward (Dao 2023, section 3.1.2), of which causality needs half.
+    rates["attention"] = 3.5 * heads * 2 * seq_len**2 * 128 / typical_seconds(attend, device)
+
+    b = torch.empty_like(a)
+    rates["bandwidth"] = 2.0 * a.numel() * a.element_size() / typical_seconds(lambda: b.copy_(a), device)
+
+    small = torch.zeros(8, device=device)
+    count = 200
+
+    def launch_many() -> None:
+        for _ in range(count):
+            small.add_(1.0)
+
+    rates["op_seconds"] = typical_seconds(launch_many, device) / count
+    return rates
+
+
+def typical_seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    """Return the median seconds of `work`, including its end on the device, after two warm-up runs."""
+
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds = []
+    for _ in range(repeats + 2):
+        finish()
+        began = time.perf_counter()
+        work()
+        finish()
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[2:])[repeats // 2]
+
+
+# Latency and bandwidth of the trainer's own collectives among the ranks of this machine, measured alone.
+# Several kinds and sizes are timed, and the two figures fitted to them by the formulas that the planner divides by
+# (planner/predict/time/collectives.py), so that the cost of a call besides its bytes (library, threads) is in them.
+
+
+# Hidden states and gradients of models that CPUs train.
+_SIZES = (1 << 13, 1 << 17, 1 << 20, 1 << 22)
+_REPEATS = 5
+
+
+def measure_links(device: torch.device) -> dict[str, float]:
+    """Measure link_bandwidth (bytes/s) and link_seconds; empty with a single rank. Collective."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return {}
+    group = dist.group.WORLD
+    assert group is not None
+    rows, seconds = [], []
+    for size in _SIZES:
+        whole = torch.zeros(size // 4 // ranks * ranks, device=device)
+        part = whole.chunk(ranks)[dist.get_rank()].clone()
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": lambda part=part: gather(part, 0, group),
+            "reduce_scatter": lambda whole=whole: scatter_sum(whole, 0, group),
+            "all_reduce": lambda whole=whole: all_sum(whole, group),
+            "send": lambda whole=whole: _pass_round(whole),
+        }
+        for kind, call in calls.items():
+            rows.append(features(kind, ranks, whole.numel() * 4))
+            seconds.append(_fastest_seconds(call))
+    return fitted_links(np.array(rows), np.array(seconds))
+
+
+def features(kind: str, ranks: int, size: float) -> list[float]:
+    """Return the bytes over the link and the hops of one operation on `size` bytes, from the planner's formula."""
+    alone = Group(ranks, ranks, link=1.0)
+    sent = SECONDS[kind](alone, size)
+    hops = SECONDS[kind](Group(ranks, ranks, link=1.0, link_seconds=1.0), size) - sent
+    return [sent, hops]
+
+
+def fitted_links(rows: np.ndarray, seconds: np.ndarray) -> dict[str, float]:
+    """Fit both figures by the least sum of squared relative errors, or from two timings if that gives a negative
+    one."""
+    scaled = rows / seconds[:, None]
+    per_byte, per_hop = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0]
+    if per_byte <= 0 or per_hop <= 0:  # timings that scatter: the most bytes are all bandwidth, the least all latency
+        large, small = rows[:, 0].argmax(), rows[:, 0].argmin()
+        per_byte, per_hop = seconds[large] / rows[large, 0], seconds[small] / rows[small, 1]
+    return {"link_bandwidth": float(1 / per_byte), "link_seconds": float(per_hop)}
+
+
+def _pass_round(tensor: torch.Tensor) -> None:
+    """Send `tensor` to the next rank and receive from the previous one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    arriving = dist.irecv(torch.empty_like(tensor), (rank - 1) % ranks)
+    leaving = dist.isend(tensor, (rank + 1) % ranks)
+    for work in (arriving, leaving):
+        assert work is not None
+        work.wait()
+
+
+def _fastest_seconds(call: Callable[[], object]) -> float:
+    """Return the least time of several calls, after one that connects: disturbances only make a call longer."""
+    call()
+    taken = []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def main() -> int:
+    if "--cuda" in sys.argv:
+        print(json.dumps(measure_gpu(torch.device("cuda", 0))))
+        return 0
+    place = start("cpu", timeout_seconds=60)
+    steps, peaks = first_steps(shapes(place.world_size), place.device)
+    found = [measure_limits(place.device)]
+    seconds = take_turns(steps)
+    found += [measure_limits(place.device) for _ in range(2)]
+    if place.is_first:
+        timings = [{"seconds": s, "peak_bytes": p} for s, p in zip(seconds, peaks, strict=True)]
+        print(json.dumps({"timings": timings, "limits": fastest(found)}))
+    stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
