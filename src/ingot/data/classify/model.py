@@ -138,6 +138,8 @@ def _parse(data: memoryview) -> Model:
         entries.append((raw[at:end], count))
         at = end + 1 + _ENTRY.size
     matrices = []
+    if len(dict(entries)) < len(entries):
+        raise ValueError("an entry of the dictionary comes twice")
     for rows in (num_words + buckets, num_labels):
         quantised, *shape = struct.unpack_from("<b2q", data, at)
         at += 17

@@ -80,6 +80,14 @@ def test_language_model_is_refused_here_with_a_reason():
     assert Scorer(path).scores("This is English text.")["en"] > 0.5
 
 
+def test_a_dictionary_with_equal_words_is_refused(model_file, tmp_path):
+    data = model_file.read_bytes()
+    one, other = [word for word in read_model(model_file).words if len(word) == 2][:2]
+    (tmp_path / "twice.bin").write_bytes(data.replace(one + b"\0", other + b"\0", 1))
+    with pytest.raises(DataError, match="twice"):
+        read_model(tmp_path / "twice.bin")
+
+
 @given(cut=st.integers(0, 3000), flip=st.integers(0, 3000), value=st.integers(0, 255))
 def test_a_damaged_file_is_an_error_not_a_crash(model_file, tmp_path_factory, cut, flip, value):
     data = bytearray(model_file.read_bytes())
