@@ -118,7 +118,7 @@ def test_other_versions_with_named_headers(read, version, packed):
     ("content", "kind"),
     [
         (b"filedesc://x.arc 0.0.0.0 20010101", "ARC"),
-        (gzip.compress(b"filedesc://x.arc 0.0.0.0 20010101"), "ARC"),
+        (gzip.compress(b"filedesc://x.arc 0.0.0.0 20010101", mtime=0), "ARC"),
         (b"WARC/0.9 0000000321 response http://a.example/", "WARC 0.9"),  # its headers have no names
     ],
 )
@@ -179,7 +179,9 @@ def test_whole_file_as_one_gzip_stream(tmp_path):
     assert rules(read_warc(path, "web"))[-1] == "read.truncated_file"
 
 
-@pytest.mark.parametrize("content", [b"", b"hello world\n" * 9, b"\x1f\x8bzzzz", gzip.compress(b"no warc"), b"WARC/"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello world\n" * 9, b"\x1f\x8bzzzz", gzip.compress(b"no warc", mtime=0), b"WARC/"]
+)
 def test_garbage_is_refused_with_file_and_way_out(tmp_path, content):
     path = tmp_path / "garbage.warc.gz"
     path.write_bytes(content)
@@ -201,7 +203,7 @@ def test_bombs_cost_one_record_each(read):
         record(http(b"<p>" + bytes(20 << 20)), 1),  # inflates with the file
         record(http(deflated, b"Content-Encoding: deflate\r\n"), 2),  # inflates with the body
         record(http(b"x", b"X: " + b"y" * 5000 + b"\r\n"), 3),
-        record(http(gzip.compress(b"x"), b"Content-Encoding: " + b"gzip, " * 9 + b"gzip\r\n"), 4),
+        record(http(gzip.compress(b"x", mtime=0), b"Content-Encoding: " + b"gzip, " * 9 + b"gzip\r\n"), 4),
         record(http(), 5),
         limits=limits,
     )
