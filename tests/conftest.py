@@ -38,6 +38,11 @@ time.tzset()
 _MANY_PROCESSES = ("tests/dist/", "tests/e2e/", "tests/proof/", "tests/web/", "tests/unit/data/tasks/test_ray.py")
 
 
+def pytest_make_parametrize_id(val):
+    """Name bytes by their length: compressed ones contain the time, and all workers must collect the same names."""
+    return f"{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items):
     """Keep the tests of a file on one worker, so that their shared fixtures are made once, and all ranks on one."""
     for item in items:
