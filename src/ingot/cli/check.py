@@ -139,7 +139,7 @@ def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:
     """What experts and context parallelism come to; nothing of a run file with a problem, which has been told."""
     from ingot.config import load
     from ingot.errors import ConfigError
-    from ingot.planner.show.notes import notes
+    from ingot.planner.run.advice import notes
     from ingot.schema.run import RunConfig
     from ingot.theory.layout import require_layout
 

@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
-    from ingot.planner.request.project import make_project
+    from ingot.planner.request.planning import make_project
 
     files = make_project(args.folder, args.model)
     for path in files:

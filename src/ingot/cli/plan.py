@@ -11,7 +11,7 @@ from ingot.cli.plan_options import add_choices, add_subject, planning_of
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from ingot.planner.request.answer import Planning
+    from ingot.planner.request.answer import PlanResult
 
 HELP = "layouts, memory, time, failures and cost of a run before it starts; writes the run file"
 EXAMPLES = (
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         raise UsageError("--force without --out", rule="only a file that is written can be overwritten")
     if args.top < 1:
         raise UsageError(f"--top {args.top}", rule="at least 1 layout")
-    planning = planning_of(args, top=args.top, beside=args.out.parent if args.out else Path())
+    planning = planning_of(args, top=args.top, relative_to=args.out.parent if args.out else Path())
     explained = _explained(planning, args.explain) if args.explain else []
     for line in str(planning).splitlines():
         terminal.say(line)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return EXIT_OK
 
 
-def _explained(planning: "Planning", topic: str) -> list[str]:
+def _explained(planning: "PlanResult", topic: str) -> list[str]:
     return planning.recipe() if topic == _RECIPE else planning.explain("mem" if topic == "memory" else topic)
 
 

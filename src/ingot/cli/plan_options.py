@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ingot.planner.request.answer import Planning
+    from ingot.planner.request.answer import PlanResult
 
 # Options that pin a setting of the layout: the search decides the others.
 _DEGREES = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_batch", "stages_per_rank", "ulysses")
@@ -126,7 +126,7 @@ def _setting(name: str) -> str:
     return "train.micro_batch" if name == "micro_batch" else f"parallel.{name}"
 
 
-def planning_of(args: argparse.Namespace, *, top: int = 5, beside: Path = Path()) -> "Planning":
+def planning_of(args: argparse.Namespace, *, top: int = 5, relative_to: Path = Path()) -> "PlanResult":
     """What `ingot.plan` answers to options of `add_subject` and `add_choices`. Raises IngotError."""
     from ingot.planner.request.planning import plan
 
@@ -151,7 +151,7 @@ def planning_of(args: argparse.Namespace, *, top: int = 5, beside: Path = Path()
         precision=args.precision or "bf16",
         pinned=pinned,
         top=top,
-        beside=beside,
+        relative_to=relative_to,
         **_given(args),
     )
 

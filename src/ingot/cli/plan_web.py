@@ -85,7 +85,7 @@ def _link(args: argparse.Namespace) -> str:
 
     from ingot.errors import UsageError
     from ingot.planner.web.answers import settled
-    from ingot.planner.web.state import FIELDS, read_state, words
+    from ingot.planner.web.state import FIELDS, link_pairs, read_settings
 
     given = {
         key: value for key, value in vars(args).items() if key not in _OURS and value and value != _DEFAULTS.get(key)
@@ -94,6 +94,6 @@ def _link(args: argparse.Namespace) -> str:
     if others := [f"--{key.replace('_', '-')}" for key in given if key not in FIELDS]:
         kept = ", ".join(f"--{key.replace('_', '-')}" for key in FIELDS if hasattr(args, key))
         raise UsageError(f"{', '.join(others)} with --web", rule=f"the page opens with {kept}", fix="leave it out")
-    state = read_state((key, str(value)) for key, value in given.items())
+    state = read_settings((key, str(value)) for key, value in given.items())
     settled(state)
-    return f"?{urlencode(words(state))}" if given else ""
+    return f"?{urlencode(link_pairs(state))}" if given else ""

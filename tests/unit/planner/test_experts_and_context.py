@@ -11,10 +11,10 @@ from ingot.planner.predict.time.links import line_of, line_times, span
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
+from ingot.planner.run.advice import notes
 from ingot.planner.run.plan import make_plan
 from ingot.planner.run.propose import propose
 from ingot.planner.search.context import with_context
-from ingot.planner.show.notes import notes
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel

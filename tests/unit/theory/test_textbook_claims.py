@@ -17,11 +17,17 @@ from ingot.planner.predict.time.step_time import estimate
 from ingot.planner.published.foreign.shape import ForeignArch
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
-from ingot.planner.run.checkpoints import SAVED_STATE_AND_WEIGHTS_BYTES, SAVED_STATE_BYTES, kept_bytes
-from ingot.planner.run.money import device_hours, device_usd, storage_usd
+from ingot.planner.run.outlook import device_hours, device_usd, storage_usd
 from ingot.planner.run.propose import Hints, propose
-from ingot.planner.run.reading import drives, text_bytes_per_second, token_bytes
 from ingot.planner.run.scaling import compute_optimal, compute_optimal_tokens, overtraining
+from ingot.planner.run.storage import (
+    SAVED_STATE_AND_WEIGHTS_BYTES,
+    SAVED_STATE_BYTES,
+    drives,
+    kept_bytes,
+    text_bytes_per_second,
+    token_bytes,
+)
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Launch, RunConfig, Train

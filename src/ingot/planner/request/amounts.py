@@ -1,7 +1,7 @@
-"""Amounts that a plan is asked with, as people write them: budgets, prices, shares, tokens, batches.
+"""Parsers of the amounts in a plan request: budgets, prices, shares, tokens, batches, rates.
 
-Each parser takes one spelling for what it means and refuses the spellings of something else, with the right one: bytes
-where tokens are counted, a percentage as a share above 1, a budget without a unit.
+Each parser refuses spellings of another quantity, and names the right spelling: bytes instead of tokens, a percentage
+written as a share above 1, a budget without a unit.
 """
 
 import math
@@ -21,7 +21,7 @@ _BUDGETS = "a budget is operations (6e23flop), money ('$2M', 2MUSD), time (24h, 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One of them is above 0. device_hours: of all devices together."""
+    """A budget: exactly one of the fields is above 0. device_hours: of all devices together."""
 
     flops: float = 0.0
     usd: float = 0.0
@@ -30,15 +30,17 @@ class Budget:
 
 
 def parse_budget(text: str | float) -> Budget:
-    """'6e23flop', '1.2 ZFLOP', '$2M', '2MUSD', '24h', '1M gpu-hours'. Raises UsageError; a bare number is none."""
+    """Parse "6e23flop", "$2M", "2MUSD", "24h" or "1M gpu-hours". Raises UsageError, also for a bare number."""
     plain = str(text).strip().lower().replace(" ", "")
     for pattern, make in _FORMS:
         if match := re.fullmatch(pattern, plain):
             budget = make(*match.groups())
             if not 0 < max(budget.flops, budget.usd, budget.seconds, budget.device_hours) < math.inf:
-                raise UsageError(f"--budget {text}", rule="a budget is above 0")
+                raise _out_of_range("--budget", text, "above 0")
             return budget
-    raise UsageError(f"--budget {text}", rule=_BUDGETS, fix=_meant(plain))
+    raise UsageError(
+        "E-BUDGET-FORMAT", f"--budget {text}", rule=_BUDGETS, fix=_suggested_budget(plain), budget=str(text)
+    )
 
 
 def _flops(number: str, prefix: str) -> Budget:
@@ -71,8 +73,8 @@ def _number(text: str) -> float:
     return float(text.replace("_", "").replace(",", ""))
 
 
-def _meant(plain: str) -> str:
-    """What may have been meant by a budget that has no unit, or another one."""
+def _suggested_budget(plain: str) -> str:
+    """Return the probable meaning of a budget that has no unit, or a wrong one."""
     if re.fullmatch("[kmb]?", plain):
         return "quote it: '$2M', or write 2MUSD; the shell takes $2 for a variable"
     if plain.startswith("-"):
@@ -88,50 +90,70 @@ def _meant(plain: str) -> str:
 
 
 def parse_tokens(text: str | float) -> int:
-    """'1.5T' -> 1.5e12. Raises ConfigError when it is no count at all, UsageError when one that cannot be."""
+    """Parse '1.5T' to 1.5e12. Raises ConfigError if the text is no count, UsageError for bytes and counts below 1."""
     plain = str(text).strip()
     if _BYTES.fullmatch(plain):
         count = re.sub(r"i?b(?:ytes)?$", "", plain, flags=re.IGNORECASE)
         why = "a token is 2 bytes in shards (4 from 65,537 ids on), and about 4 bytes of English text"
-        raise UsageError(
-            f"--tokens {text}: these are bytes", rule=f"tokens are counted; {why}", fix=f"--tokens {count}"
-        )
+        raise _count_in_bytes("--tokens", text, f"tokens are counted; {why}", f"--tokens {count}")
     plain = re.sub(r"[\s-]*tok(?:en)?s?$", "", plain, flags=re.IGNORECASE)
     return _at_least_one("--tokens", text, parse_count(plain), "token")
 
 
 def parse_parameters(text: str | float) -> int:
-    """'70b' -> 7e10: of the word, b is billions here and never bytes. Raises UsageError."""
+    """Parse '70b' to 7e10: b means billions, never bytes. Raises UsageError."""
     plain = str(text).strip()
     if re.fullmatch(_NUMBER + r"\s*[kmgt]i?b", plain, re.IGNORECASE):
-        raise UsageError(f"--params {text}: these are bytes", rule="parameters are counted", fix="--params 70b")
+        raise _count_in_bytes("--params", text, "parameters are counted", "--params 70b")
     try:
         count = parse_count(plain)
     except ConfigError as error:
-        raise UsageError(f"--params {text}", rule=error.rule, fix="--params 70b, or --model NAME") from None
+        raise UsageError(
+            "E-PARAMS-FORMAT",
+            f"--params {text}",
+            rule=error.rule,
+            fix="--params 70b, or --model NAME",
+            params=str(text),
+        ) from None
     return _at_least_one("--params", text, count, "parameter")
 
 
 def _at_least_one(option: str, text: object, count: int, what: str) -> int:
     if count < 1:
-        raise UsageError(f"{option} {text}", rule=f"at least 1 {what}")
+        raise _out_of_range(option, text, f"at least 1 {what}")
     return count
 
 
+def _out_of_range(option: str, text: object, rule: str, fix: str = "") -> UsageError:
+    fix = fix or f"give {option} a value {rule}"
+    return UsageError("E-OPTION-RANGE", f"{option} {text}", rule=f"{option} is {rule}", fix=fix, option=option)
+
+
+def _count_in_bytes(option: str, text: object, rule: str, fix: str) -> UsageError:
+    return UsageError("E-COUNT-BYTES", f"{option} {text}: these are bytes", rule=rule, fix=fix, option=option)
+
+
 def parse_failures(option: str, text: str | float) -> float:
-    """'0.38%' or 0.0038 -> 0.0038 failures per node and day; 0 is one, too. Raises UsageError: a bare 0.38 would be
-    more than a third of all nodes each day, and means percent."""
+    """Parse '0.38%' or 0.0038 to 0.0038 failures per node and day; 0 is allowed. Raises UsageError.
+
+    A bare 0.38 is refused: it would mean that more than a third of all nodes fail each day, so it probably means 0.38%.
+    """
     share = parse_share(option, text, none=True)
     if share > _MANY_FAILURES and not str(text).strip().endswith("%"):
         rule = f"a share of nodes that fail in a day; published are 0.23% to 1.6%, {text} would be {share:.0%}"
         raise UsageError(
-            f"{option} {text}", rule=rule, fix=f"{option} {share:g}%, or {option} {share:.0%} if you mean it"
+            "E-FAILURES-PERCENT",
+            f"{option} {text}",
+            rule=rule,
+            fix=f"{option} {share:g}%, or {option} {share:.0%} if you mean it",
+            option=option,
+            share=share,
         )
     return share
 
 
 def parse_share(option: str, text: str | float, *, none: bool = False) -> float:
-    """'45%' or 0.45 -> 0.45, for what is between 0 and 1. none: 0 is a share, too. Raises UsageError."""
+    """Parse '45%' or 0.45 to 0.45, a share above 0 and up to 1. none: 0 is allowed. Raises UsageError."""
     plain = str(text).strip()
     percent = plain.endswith("%")
     try:
@@ -142,23 +164,22 @@ def parse_share(option: str, text: str | float, *, none: bool = False) -> float:
         return value
     fix = f"{option} {value:g}%, or {option} {value / 100:g}" if 1 < value <= 100 and not percent else ""
     least = "from 0%" if none else "above 0%"
-    raise UsageError(f"{option} {text}", rule=f"a share {least} up to 100%: 45% or 0.45", fix=fix)
+    raise _out_of_range(option, text, f"a share {least} up to 100%: 45% or 0.45", fix)
 
 
 def parse_price(text: str | float) -> float:
-    """'4', '$4', '4/h', '4usd' -> US dollars per device and hour. Raises UsageError."""
+    """Parse '4', '$4', '4/h' or '4usd' to US dollars per device and hour. Raises UsageError."""
     match = re.fullmatch(_NUMBER + r"(?:usd)?(?:/(?:gpu-?)?h(?:our)?)?", str(text).strip().lower().removeprefix("$"))
     price = _number(match[1]) if match else math.nan
     if not 0 < price < math.inf:
-        raise UsageError(f"--price {text}", rule="above 0: US dollars per device and hour", fix="--price 4")
+        raise _out_of_range("--price", text, "above 0: US dollars per device and hour", "--price 4")
     return price
 
 
 def parse_batch(text: str | int, seq_len: int) -> tuple[int, str]:
-    """Sequences of a global batch, and why that many: '512' counts sequences, '4M' tokens. Raises UsageError.
+    """Return the sequences of a global batch, and the reason: '512' counts sequences, '4M' tokens. Raises UsageError.
 
-    Batches are named in round numbers that are not meant to the token: 4M is 4,194,304 where that makes whole
-    sequences and 4,000,000 does not.
+    Batches in tokens are round numbers: 4M means 4,194,304 tokens if that makes whole sequences and 4,000,000 does not.
     """
     plain = re.sub(r"[\s-]*tok(?:en)?s?$", "", str(text).strip(), flags=re.IGNORECASE)
     named = plain != str(text).strip()
@@ -166,17 +187,23 @@ def parse_batch(text: str | int, seq_len: int) -> tuple[int, str]:
         count = parse_count(plain)
     except ConfigError as error:
         rule = "a number of sequences (512), or of tokens with its unit (4M)"
-        raise UsageError(f"--batch {text}", rule=rule, fix=error.rule) from None
+        raise UsageError("E-BATCH-FORMAT", f"--batch {text}", rule=rule, fix=error.rule, batch=str(text)) from None
     if count < 1:
-        raise UsageError(f"--batch {text}", rule="at least 1 sequence")
+        raise _out_of_range("--batch", text, "at least 1 sequence")
     if plain.replace("_", "").replace(",", "").isdigit() and not named:
         return count, "as asked for"
     binary = {"k": 1024, "m": 1024**2, "b": 1024**3, "g": 1024**3}.get(plain[-1].lower(), 0)
     tokens = round(float(plain[:-1]) * binary) if binary and count % seq_len else count
     tokens = tokens if tokens % seq_len == 0 else count
     if tokens < seq_len:
-        found = f"--batch {text}: {format_count(tokens)} tokens are less than one sequence of {seq_len:,}"
-        raise UsageError(found, rule="with a unit, tokens are counted", fix=f"--batch {tokens} means sequences")
+        raise UsageError(
+            "E-BATCH-SHORT",
+            f"--batch {text}: {format_count(tokens)} tokens are less than one sequence of {seq_len:,}",
+            rule="a batch with a unit counts tokens",
+            fix=f"--batch {tokens} means sequences",
+            tokens=tokens,
+            seq_len=seq_len,
+        )
     sequences = round(tokens / seq_len)
     return sequences, f"asked for {plain} tokens: {sequences} x {seq_len} = {format_count(sequences * seq_len)}"
 
@@ -185,13 +212,18 @@ _RATE = re.compile(_NUMBER + r"\s*([kmgt]?)(i?)(b|B)(?:it|yte)?s?(?:/s|ps)", re.
 
 
 def parse_bandwidth(text: str | float) -> float:
-    """'50GB/s' and '400Gb/s' -> 50e9 bytes/s; a bare number is bytes/s. Raises UsageError."""
+    """Parse '50GB/s' or '400Gb/s' to 50e9 bytes/s; a bare number is bytes/s. Raises UsageError."""
     if isinstance(text, int | float):
         return float(text)
     match = _RATE.fullmatch(text.strip())
     if not match:
-        rule = "bytes or bits per second with the unit: 50GB/s, or 400Gb/s, which is the same"
-        raise UsageError(f"{text!r} is no bandwidth", rule=rule)
+        raise UsageError(
+            "E-BANDWIDTH-FORMAT",
+            f"{text!r} is no bandwidth",
+            rule="a bandwidth is bytes or bits per second with the unit",
+            fix="write 50GB/s, or 400Gb/s, which is the same",
+            text=text,
+        )
     step = 1024 if match[3] else 1000
     power = ("", "k", "m", "g", "t").index(match[2].lower())
     bits = (match[4] == "b" and "byte" not in text.lower()) or "bit" in text.lower()

@@ -1,253 +1,219 @@
-"""From a question to ranked plans: the run that follows from the rules, and the layouts that a search finds for it."""
+"""From a plan request to ranked plans: the run that follows from the rules, with the layouts that a search finds."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ingot.config import from_dict, to_dict
+from ingot.config import from_dict
 from ingot.errors import ConfigError
-from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
-from ingot.planner.request.plan_html import as_html
-from ingot.planner.request.plan_text import as_text, wrapped
-from ingot.planner.request.project import require_executable, write_plan
-from ingot.planner.request.question import Question, base_run, plan_of
+from ingot.planner.request.plan_request import PlanRequest, base_run, plan_of
+from ingot.planner.run.advice import loses_time
 from ingot.planner.run.outlook import Assumptions
-from ingot.planner.run.outlook_advice import loses_time
-from ingot.planner.run.plan import Planned
+from ingot.planner.run.plan import PlannedRun, RankedPlans, write_plan
 from ingot.planner.search.context import with_context
 from ingot.planner.search.search import Candidate, Found, search
+from ingot.planner.show.alternatives import DecisionContext
+from ingot.planner.show.decisions import decision_lines
 from ingot.planner.show.explain import explain
-from ingot.planner.show.notes import double_discount
-from ingot.planner.show.recipe import recipe_lines
-from ingot.planner.show.runners_up import Story
+from ingot.planner.show.plans import plans_html, plans_text, wrapped
 from ingot.schema.nearest import divisors, nearest
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import layout_problems
 from ingot.units import format_seconds
 
-# Layouts that a search is asked for: those that are shown, and runners-up to tell of.
-_SEEN = 60
+# The number of layouts that a search returns: those that are shown, and their runners-up.
+_SEARCHED = 60
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_WHOLE_TRAINING_SECONDS = 3 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planning:
-    """plans: best first; where nothing fits, the one layout that needs least memory. found: what the search saw, None
-    where none was made: on a CPU, and of a run file. question: None of a run file."""
-
-    plans: tuple[Planned, ...]
-    found: Found | None = None
-    question: Question | None = None
-
-    @property
-    def best(self) -> Planned:
-        return self.plans[0]
-
-    @property
-    def fits(self) -> bool:
-        plan = self.best.plan
-        return plan.total_memory_bytes <= rank_memory_bytes(plan.cluster, self.best.run.parallel.world_size)
-
-    @property
-    def fix(self) -> str:
-        """The cheapest change with which a layout would fit, "" where one does or none was found."""
-        return "" if self.fits or not self.found else self.found.fix
-
-    @property
-    def why_not_executed(self) -> str:
-        """Why ingot's trainer cannot execute the best plan, "" where it can."""
-        try:
-            require_executable(self.best)
-        except ConfigError as error:
-            return f"{error.found}; {error.rule}"
-        return ""
-
-    @property
-    def texts(self) -> str:
-        """Why usual texts say other days and dollars of a bare size, "" where they have nothing on it: they are about
-        whole trainings."""
-        parameters = self.question.subject.parameters if self.question else 0
-        told = parameters and self.best.plan.total_seconds > _WHOLE_TRAINING_SECONDS
-        return double_discount(self.best.plan, self.best.run, parameters) if told else ""
+class PlanResult(RankedPlans):
+    """Ranked plans with their text forms: `print(result)`, a table in notebooks, explanations, and the run file."""
 
     def explain(self, topic: str) -> list[str]:
-        """Lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""
+        """Return lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""
         return explain(topic, self.best)
 
     def recipe(self) -> list[str]:
-        """The layout of the best plan, told in order: each choice with its reason, its formula and the runner-up. Of a
-        run file, or on a CPU, the search is made now. Raises ConfigError where nothing fits."""
-        if not self.fits:
-            raise ConfigError("no layout fits", rule="a recipe is told of a layout that can be run", fix=self.fix)
-        best, pinned = self.best, self.question.pinned if self.question else {}
-        found = self.found or search(best.run, best.plan.cluster, best.plan.software, limit=_SEEN)
-        story = Story(planned=best, found=found, pinned=pinned)
-        return [part for line in recipe_lines(story) for part in wrapped(line)]
+        """Return the decisions of the best plan in order: each with its reason, its formula and the runner-up.
 
-    def facts(self) -> dict:
-        """All of it as plain values, for JSON."""
+        For a run file, or on a CPU, the search is made now. Raises ConfigError if no layout fits.
+        """
+        if not self.fits:
+            raise ConfigError(
+                "E-LAYOUT-FIT",
+                "no layout fits in memory",
+                rule="--explain recipe describes a layout that fits",
+                fix=self.fix,
+                cluster=self.best.plan.cluster.name,
+            )
         best = self.best
-        facts: dict = {"run": to_dict(best.run), "plan": to_dict(best.plan), "reasons": best.reasons, "fits": self.fits}
-        facts |= {"why_not_executed": self.why_not_executed, "texts": self.texts}
-        if self.found:
-            names = ("considered", "fitting", "seconds", "fix", "idle")
-            facts["search"] = {name: getattr(self.found, name) for name in names}
-            facts["layouts"] = [_layout_facts(planned) for planned in self.plans]
-        return facts
+        found = self.search_result or search(best.run, best.plan.cluster, best.plan.software, limit=_SEARCHED)
+        context = DecisionContext(planned=best, search_result=found, pinned=self.pinned)
+        return [part for line in decision_lines(context) for part in wrapped(line)]
 
     def write(self, path: str | Path, *, force: bool = False) -> Path:
-        """The run file of the best plan, and plan.json beside it, whose path is returned. Raises UsageError where the
-        file exists, ConfigError where the trainer cannot execute the plan."""
+        """Write the run file of the best plan, and plan.json in the same folder; return the path of plan.json.
+
+        Raises UsageError if the file exists, ConfigError if the trainer cannot execute the plan.
+        """
         return write_plan(Path(path), self.best, force=force)
 
     def __str__(self) -> str:
-        return "\n".join(as_text(self))
+        return "\n".join(plans_text(self))
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        return plans_html(self)
 
 
-def answer(question: Question) -> Planning:
-    """Raises ConfigError where a pin has no such name, or pins allow no layout."""
-    run, reasons = base_run(question)
-    if question.cluster.device == "cpu" and not question.pinned:
-        return Planning(plans=(planned_of(question, run, reasons),), question=question)
-    _require_legal(run, question)
-    limit = max(question.top, _SEEN)
-    found = search(run, question.cluster, question.software, pinned=question.pinned, limit=limit)
-    candidates = found.best[: question.top] or ((found.nearest,) if found.nearest else ())
+def answer(request: PlanRequest) -> PlanResult:
+    """Return the ranked plans of a request. Raises ConfigError for an unknown pin, or pins that allow no layout."""
+    run, reasons = base_run(request)
+    model = {"parameters": request.model.parameters, "shape": request.model.shape, "pinned": request.pinned}
+    if request.cluster.device == "cpu" and not request.pinned:
+        return PlanResult(plans=(planned_of(request, run, reasons),), **model)
+    _require_legal(run, request)
+    limit = max(request.top, _SEARCHED)
+    found = search(run, request.cluster, request.software, pinned=request.pinned, limit=limit)
+    candidates = found.best[: request.top] or ((found.nearest,) if found.nearest else ())
     if not candidates:
-        raise _no_layout(run, question, found)
+        raise _no_layout(run, request, found)
     plans = tuple(
-        planned_of(question, candidate.run, reasons | _why(candidate, question, found)) for candidate in candidates
+        planned_of(request, candidate.run, reasons | _why(candidate, request, found)) for candidate in candidates
     )
-    return Planning(plans=plans, found=found, question=question)
+    return PlanResult(plans=plans, search_result=found, **model)
 
 
-def _layout_facts(planned: Planned) -> dict:
-    """Of one ranked layout: what tells it from the others."""
-    plan, outlook = planned.plan, planned.plan.outlook
-    return {
-        "parallel": to_dict(planned.run.parallel),
-        "micro_batch": planned.run.train.micro_batch,
-        "memory_bytes": plan.total_memory_bytes,
-        "step_seconds": plan.step_seconds,
-        "mfu": plan.mfu,
-        "hfu": plan.hfu,
-        "tokens": plan.steps * plan.tokens_per_step,
-        "bubble": plan.bubble,
-        "exposed_seconds": sum(line.exposed_seconds for line in plan.communication.values()),
-        "days": outlook.days if outlook else None,
-        "productive_days": outlook.productive_days if outlook else None,
-        "usd": plan.usd,
-        "usd_with_failures": sum(outlook.usd_by_kind.values()) if outlook else None,
-    }
-
-
-def planned_of(question: Question, run: RunConfig, reasons: dict[str, str]) -> Planned:
-    """The plan of a run with its layout. Its run file saves as often as failures ask for, or as rules do where that is
-    more often and costs little; the plan counts what the file says."""
-    run, context = with_context(run, question.cluster)
-    plan, reasons = plan_of(question, run), reasons | context
+def planned_of(request: PlanRequest, run: RunConfig, reasons: dict[str, str]) -> PlannedRun:
+    """Return the plan of a run with a layout. Its checkpoint interval is the best one for the expected failures, or
+    the rules' if that is shorter and costs little time; the plan counts the interval of its run file."""
+    run, context = with_context(run, request.cluster)
+    plan, reasons = plan_of(request, run), reasons | context
     if plan.outlook:
         every = plan.outlook.checkpoint_every_seconds
         steps = max(min(round(every / plan.step_seconds), run.train.steps), 1)
-        kept = plan_of(replace(question, assumptions=assumptions_of(question, run)), run)
+        kept = plan_of(replace(request, assumptions=assumptions_of(request, run)), run)
         if steps >= run.checkpoint.every_steps and kept.outlook and not loses_time(kept.outlook, plan.outlook):
-            return Planned(run=run, plan=kept, reasons=reasons)
+            return PlannedRun(run=run, plan=kept, reasons=reasons)
         run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
         reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
-    return Planned(run=run, plan=plan, reasons=reasons)
+    return PlannedRun(run=run, plan=plan, reasons=reasons)
 
 
-def assumptions_of(question: Question, run: RunConfig) -> Assumptions:
-    """Of a whole run: with the checkpoints of its file, unless their interval is assumed."""
-    given = question.assumptions
+def assumptions_of(request: PlanRequest, run: RunConfig) -> Assumptions:
+    """Return the request's assumptions, with the run's checkpoint interval unless an interval is assumed."""
+    given = request.assumptions
     if given.checkpoint_every_seconds or given.checkpoint_every_steps:
         return given
     return replace(given, checkpoint_every_steps=run.checkpoint.every_steps)
 
 
-def _why(candidate: Candidate, question: Question, found: Found) -> dict[str, str]:
-    """Of each setting of the layout that is not as it is by itself."""
+def _why(candidate: Candidate, request: PlanRequest, found: Found) -> dict[str, str]:
+    """Return the reason of each setting of the layout that differs from its default."""
     default, parallel = Parallel(), candidate.run.parallel
     place = found.best.index(candidate) if candidate in found.best else 0
     rank = "the fastest" if not place else f"number {place + 1}"
-    why = f"{rank} of {found.considered:,} layouts on {question.cluster.name}"
-    why = (
-        why if found.best else f"needs least memory of {found.considered:,} layouts; none fits {question.cluster.name}"
-    )
+    why = f"{rank} of {found.considered:,} layouts on {request.cluster.name}"
+    why = why if found.best else f"needs least memory of {found.considered:,} layouts; none fits {request.cluster.name}"
     chosen = [name for name in vars(default) if getattr(parallel, name) != getattr(default, name)]
-    reasons = {f"parallel.{name}": "as asked for" if name in question.pinned else why for name in chosen}
-    return reasons | {"train.micro_batch": "as asked for" if "micro_batch" in question.pinned else why}
+    reasons = {f"parallel.{name}": "as asked for" if name in request.pinned else why for name in chosen}
+    return reasons | {"train.micro_batch": "as asked for" if "micro_batch" in request.pinned else why}
 
 
-def _no_layout(run: RunConfig, question: Question, found: Found) -> ConfigError:
-    """Why a search came back without any layout, where no single pin is to blame."""
-    tried = _pinned_run(run, question)
+def _no_layout(run: RunConfig, request: PlanRequest, found: Found) -> ConfigError:
+    """Return the error for a search without any legal layout, where no single pin is the cause."""
+    tried = _pinned_run(run, request)
     problems = [f"{key}: {message}" for key, message in layout_problems(tried)] if tried else []
     return ConfigError(
-        "\n".join(problems) or "no layout is legal", rule="a layout divides model and batch", fix=found.fix
+        "E-LAYOUT-NONE",
+        "\n".join(problems) or "no layout is legal",
+        rule="a layout divides model and batch into equal parts",
+        fix=found.fix,
+        problems=problems,
     )
 
 
-def _require_legal(run: RunConfig, question: Question) -> None:
-    """Refuse pins that no layout can have, before a search for one."""
-    _require_values(question.pinned)
-    _require_devices(question)
-    _require_micro_batch(run, question.pinned.get("micro_batch", 1))
-    if tried := _pinned_run(run, question):
-        mine = {f"parallel.{name}" for name in question.pinned}
+def _require_legal(run: RunConfig, request: PlanRequest) -> None:
+    """Raise ConfigError for pins that no layout can have, before the search."""
+    _require_values(request.pinned)
+    _require_devices(request)
+    _require_micro_batch(run, request.pinned.get("micro_batch", 1))
+    if tried := _pinned_run(run, request):
+        mine = {f"parallel.{name}" for name in request.pinned}
         if problems := [f"{key}: {message}" for key, message in layout_problems(tried) if key in mine]:
             raise ConfigError(
-                "\n".join(problems), rule="a layout divides model and batch", fix="use a legal value, or leave the pin"
+                "E-PIN-LAYOUT",
+                "\n".join(problems),
+                rule="a layout divides model and batch into equal parts",
+                fix="use a legal value, or leave the pin",
+                problems=problems,
             )
 
 
 def _require_values(pinned: Mapping[str, object]) -> None:
-    """Of the right type, and one of the words that there are. Names that there are not the search tells."""
+    """Raise ConfigError for pins of a wrong type or value. The search reports unknown names."""
     known = {name: value for name, value in pinned.items() if name in vars(Parallel())}
     try:
         from_dict(Parallel, known, where=lambda key: "pinned")
     except ConfigError as error:
-        raise ConfigError(error.found, rule="what a run file may have in [parallel]", fix="use a legal value") from None
+        raise ConfigError(
+            "E-PIN-VALUE",
+            error.found,
+            rule="a pin has a legal value of [parallel] in a run file",
+            fix="use a legal value",
+            pins=[f"{name}={value}" for name, value in known.items()],
+        ) from None
 
 
-def _require_devices(question: Question) -> None:
-    devices, pinned = question.cluster.devices, question.pinned
+def _require_devices(request: PlanRequest) -> None:
+    devices, pinned = request.cluster.devices, request.pinned
     degrees = {name: int(str(pinned[name])) for name in _DEGREES if name in pinned}
     product = math.prod(degrees.values())
     if devices % product:
         shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
         shown += f" = {product}" if len(degrees) > 1 else ""
         raise ConfigError(
-            f"{shown} does not divide the {devices:,} devices of {question.cluster.name}",
+            "E-PIN-DEVICES",
+            f"{shown} does not divide the {devices:,} devices of {request.cluster.name}",
             rule="every device has a place in the mesh",
             fix=f"use {nearest(product, divisors(devices))}",
+            product=product,
+            devices=devices,
         )
 
 
 def _require_micro_batch(run: RunConfig, size: object) -> None:
     batch = run.train.global_batch
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"pinned micro_batch = {size!r}", rule="a whole number of at least 1", fix="use 1 or more")
+        raise ConfigError(
+            "E-PIN-VALUE",
+            f"pinned micro_batch = {size!r}",
+            rule="a micro-batch is a whole number of at least 1",
+            fix="use 1 or more",
+            pins=[f"micro_batch={size}"],
+        )
     if batch % size:
-        found = f"micro_batch {size} does not divide the global batch of {batch:,}"
-        raise ConfigError(found, rule="equal parts", fix=f"use {nearest(size, divisors(batch))}")
+        raise ConfigError(
+            "E-PIN-BATCH",
+            f"micro_batch {size} does not divide the global batch of {batch:,}",
+            rule="micro-batches are equal parts of the global batch",
+            fix=f"use {nearest(size, divisors(batch))}",
+            micro_batch=size,
+            global_batch=batch,
+        )
 
 
-def _pinned_run(run: RunConfig, question: Question) -> RunConfig | None:
-    """With the pins, and the ranks that are left sharing the batch. None where a pin has no such name, which the search
-    tells."""
-    pinned = dict(question.pinned)
+def _pinned_run(run: RunConfig, request: PlanRequest) -> RunConfig | None:
+    """Return the run with the pins, where the remaining ranks share the batch; None if a pin has an unknown name, which
+    the search reports."""
+    pinned = dict(request.pinned)
     micro_batch = int(str(pinned.pop("micro_batch", 1)))
     if any(name not in vars(run.parallel) for name in pinned):
         return None
     product = math.prod(int(str(pinned.get(name, 1))) for name in _DEGREES)
     if "dp_shard" not in pinned:
-        pinned["dp_shard"] = question.cluster.devices // product
+        pinned["dp_shard"] = request.cluster.devices // product
     parallel = replace(Parallel(), **pinned)  # type: ignore[arg-type]
     return replace(run, parallel=parallel, train=replace(run.train, micro_batch=micro_batch))

@@ -1,4 +1,4 @@
-"""What a plan assumes, changed by name: facts of the cluster, of failures and prices, properties of the software."""
+"""Changes of a plan's assumptions by name: facts of the cluster, of failures and prices, properties of the software."""
 
 import re
 from collections.abc import Iterable
@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from ingot.config import from_dict, to_dict
 from ingot.errors import ConfigError, UsageError
 from ingot.planner.request.amounts import parse_bandwidth
+from ingot.planner.request.presets import unknown
 from ingot.planner.run.outlook import Assumptions
 from ingot.schema.cluster import Cluster
 from ingot.schema.software import Software
@@ -14,14 +15,17 @@ from ingot.units import parse_bytes, parse_seconds
 
 
 def assume(cluster: Cluster, assumptions: Assumptions, settings: Iterable[str]) -> tuple[Cluster, Assumptions]:
-    """settings: "network_bandwidth=400Gb/s", "restart_seconds=20min": fields of either. Raises UsageError, and
-    ConfigError where the values cannot be."""
+    """Return the cluster and the assumptions with changed fields.
+
+    settings: "network_bandwidth=400Gb/s", "restart_seconds=20min": fields of Cluster or Assumptions. Raises UsageError
+    for unknown fields and texts, ConfigError for illegal values.
+    """
     facts, outlook = {f.name for f in fields(Cluster)} - {"name", "device", "peak_flops"}, _names(Assumptions)
     changed: dict[str, object] = {}
     for setting in settings:
         key, value = _split("--assume", setting)
         if key not in facts | outlook:
-            raise unknown_key("--assume", key, sorted(facts | outlook))
+            raise unknown("E-ASSUME-UNKNOWN", "assumption", key, tuple(sorted(facts | outlook)))
         changed[key] = _value(key, value)
     mine = {key: value for key, value in changed.items() if key in facts}
     others = {key: value for key, value in changed.items() if key in outlook}
@@ -33,13 +37,14 @@ def assume(cluster: Cluster, assumptions: Assumptions, settings: Iterable[str]) 
 
 
 def with_properties(software: Software, settings: Iterable[str], recipe: str = "") -> Software:
-    """settings: "kernels=tuned". recipe: of low-precision products; "" keeps that of `software`."""
+    """Return `software` with changed properties. settings: "kernels=tuned". recipe: of low-precision products; "" keeps
+    the recipe of `software`. Raises UsageError for unknown properties, ConfigError for illegal values."""
     changed = dict(_split("--software", setting) for setting in settings)
     if recipe:
         changed["recipe"] = recipe
     for key in changed:
         if key not in _names(Software):
-            raise unknown_key("--software", key, sorted(_names(Software)))
+            raise unknown("E-SOFTWARE-UNKNOWN", "property of software", key, tuple(sorted(_names(Software))))
     values = {key: {"true": True, "false": False}.get(value, value) for key, value in changed.items()}
     if not values:
         return software
@@ -58,20 +63,19 @@ def _place(key: str) -> str:
 def _split(option: str, setting: str) -> tuple[str, str]:
     key, equals, value = setting.partition("=")
     if not equals or not value.strip():
-        raise UsageError(f"{option} {setting}", rule="KEY=VALUE", fix=f"{option} {key or 'KEY'}=VALUE")
+        raise UsageError(
+            "E-OPTION-PAIR",
+            f"{option} {setting}",
+            rule=f"{option} takes KEY=VALUE",
+            fix=f"{option} {key or 'KEY'}=VALUE",
+            option=option,
+            setting=setting,
+        )
     return key.strip().replace("-", "_"), value.strip()
 
 
-def unknown_key(option: str, key: str, known: list[str]) -> UsageError:
-    import difflib
-
-    close = difflib.get_close_matches(key, known, n=2, cutoff=0.5)
-    fix = f"did you mean {' or '.join(close)}?" if close else ""
-    return UsageError(f"{option}: there is no {key!r}", rule=f"known: {', '.join(known)}", fix=fix)
-
-
 def _value(key: str, text: str) -> object:
-    """By what the key's name says that it counts."""
+    """Return the value of an assumption; the suffix of its key decides the unit."""
     try:
         if key.endswith(("bandwidth", "bytes_per_second")):
             return parse_bandwidth(float(text) if _plain(text) else text)
@@ -80,7 +84,9 @@ def _value(key: str, text: str) -> object:
         if key.endswith("_seconds"):
             return parse_seconds(text)
     except ConfigError as error:
-        raise UsageError(f"--assume {key}={text}", rule=error.rule or error.found, fix=error.fix) from None
+        raise UsageError(
+            "E-ASSUME-VALUE", f"--assume {key}={text}", rule=error.rule or error.found, fix=error.fix, key=key
+        ) from None
     if text.endswith("%") and _plain(text[:-1]):
         return float(text[:-1]) / 100
     if not _plain(text):
@@ -89,12 +95,16 @@ def _value(key: str, text: str) -> object:
 
 
 def _bytes(key: str, text: str) -> int:
-    """GB and GiB differ by 7% and mean what they say; Gb are bits."""
+    """Return a number of bytes. GB and GiB are different units; Gb are bits, which are refused."""
     if re.fullmatch(r"[0-9.,_ ]+[KMGTkmgt]i?b(it)?s?", text):
         size = re.sub(r"b(it)?s?$", "B", text)
         fix = f"{key}={size} or {key}={size.replace('B', 'iB') if 'i' not in size else size}"
         raise UsageError(
-            f"--assume {key}={text}: these are bits", rule="memory is counted in bytes: GB or GiB", fix=fix
+            "E-SIZE-BITS",
+            f"--assume {key}={text}: these are bits",
+            rule="memory is counted in bytes: GB or GiB",
+            fix=fix,
+            key=key,
         )
     return parse_bytes(text)
 

@@ -1,11 +1,11 @@
-"""The cluster that a plan is for: by name, from a file, or this machine.
+"""The cluster of a plan: by name, from a file, or this machine.
 
 h200              one device
 8xh100            one node of eight; 1024xh100: as many as that takes
 128x8xh100        128 nodes of eight
 72xgb200          one rack whose devices all share fast links; 16x72xgb200: 16 of them
 v5p-256, 4xv5e-256    a slice of TPUs by its product name, and four of them (planning only)
-machine.json      what `doctor --bench` wrote, or a file of your own with the fields of schema/cluster.py
+machine.json      a file that `doctor --bench` wrote, or your own with the fields of schema/cluster.py
 """
 
 import re
@@ -21,17 +21,19 @@ from ingot.theory.devices import Device, cluster_of, devices, find_device
 
 MACHINE_FILE = "machine.json"
 MOST_DEVICES = 1_000_000
-# Slices of these are named by their cores, of which a chip has two: v4-128 has 64 chips.
+# Slices of these TPUs are named by the number of cores. A chip has two cores: v4-128 has 64 chips.
 _TWO_CORES = ("v3", "v4", "v5p")
-_RACK = "nvl72"  # of 72 GB200
+_RACK = "nvl72"  # 72 GB200
 _ALIASES = {"a100-80": "a100", "h100-sxm": "h100", "h100-80": "h100", "v5litepod": "tpu-v5e"}
 _WAYS = "write 8xh100, 128x8xh100, 16x72xgb200, v5p-256, or give a machine.json"
 
 
 def find_cluster(name_or_file: str | None, folder: Path = Path()) -> Cluster:
-    """None: the machine.json that `doctor --bench` left in `folder` or here, else this machine with published rates.
+    """Return the cluster of a name or a file.
 
-    Raises UsageError, for a file ConfigError."""
+    None: the machine.json of `doctor --bench` in `folder` or the working directory, else this machine with published
+    rates. Raises UsageError, for a file ConfigError.
+    """
     if name_or_file:
         path = Path(name_or_file)
         return read_cluster(path) if path.suffix == ".json" or path.exists() else load_cluster(name_or_file)
@@ -42,7 +44,7 @@ def find_cluster(name_or_file: str | None, folder: Path = Path()) -> Cluster:
 
 
 def load_cluster(name: str) -> Cluster:
-    """A cluster by its name; see above. Raises UsageError with the nearest names."""
+    """Return a cluster by its name, in the forms above. Raises UsageError with the nearest names."""
     name = name.strip().lower()
     sizes, kind = re.fullmatch(r"((?:\d+x){0,2})(.*)", name).groups()  # type: ignore[union-attr]
     counts = [int(n) for n in sizes.split("x") if n]
@@ -50,41 +52,48 @@ def load_cluster(name: str) -> Cluster:
     if slice_ and f"tpu-{slice_[1]}" in devices():
         chips = int(slice_[2]) // (2 if slice_[1] in _TWO_CORES else 1)
         if len(counts) == 2:
-            raise UsageError(f"cluster {name!r}", rule=f"{slice_[0]} is a whole slice", fix=f"write 4x{slice_[0]}")
+            raise _bad_cluster(name, f"{slice_[0]} is a whole slice", f"write 4x{slice_[0]}")
         kind, counts = f"tpu-{slice_[1]}", [*(counts or [1]), chips]
     if kind == _RACK:
         if len(counts) == 2:
-            raise UsageError(f"cluster {name!r}", rule=f"{_RACK} is a whole rack", fix=f"write {counts[0]}x{_RACK}")
+            raise _bad_cluster(name, f"{_RACK} is a whole rack", f"write {counts[0]}x{_RACK}")
         kind, counts = "gb200", [*(counts or [1]), devices()["gb200"].domain]
     key = _ALIASES.get(kind, kind)
     if key not in devices():
-        raise unknown("device", kind or name, tuple(devices()), _WAYS)
+        raise unknown("E-DEVICE-UNKNOWN", "device", kind or name, tuple(devices()), _WAYS)
     if 0 in counts:
-        raise UsageError(f"cluster {name!r} has no devices", rule="counts are at least 1", fix=_WAYS)
+        raise _bad_cluster(name, "a cluster has at least 1 device", _WAYS, "has no devices")
     return _sized(name, devices()[key], counts)
 
 
 def _sized(name: str, device: Device, counts: list[int]) -> Cluster:
-    """counts: [], [devices], or [groups, devices in each]: of a node, or of a domain of fast links."""
+    """Return a cluster of a device. counts: [], [devices], or [groups, devices per group], where a group is a node or a
+    domain of fast links."""
     groups, each = (counts[0], counts[1]) if len(counts) == 2 else (1, counts[0] if counts else 1)
     if groups * each > MOST_DEVICES:
-        raise UsageError(f"cluster {name!r} has {groups * each:,} devices", rule=f"at most {MOST_DEVICES:,}")
+        found = f"has {groups * each:,} devices"
+        raise _bad_cluster(name, f"at most {MOST_DEVICES:,} devices", "use fewer nodes", found)
     node, domain = device.node, max(device.domain, device.node)
     if len(counts) == 2 and each > domain:
-        found = f"cluster {name!r}: {each} {device.device_name} in one {'slice' if device.device == 'tpu' else 'node'}"
+        found = f"has {each} {device.device_name} in one {'slice' if device.device == 'tpu' else 'node'}"
         better = f"{groups * each // node}x{node}x{device.key}" if groups * each % node == 0 else f"{node}x{device.key}"
-        raise UsageError(found, rule=f"fast links join at most {domain} of them", fix=f"write {better}")
+        rule = f"fast links join at most {domain} {device.device_name}"
+        raise _bad_cluster(name, rule, f"write {better}", found)
     if each <= node:
         return cluster_of(device, groups * each, name=name, per_node=each)
     if each % node:
         low = each // node * node
-        found = f"cluster {name!r}: {each} {device.device_name} do not fill nodes of {node}"
-        raise UsageError(found, rule="nodes are whole", fix=f"use {low} or {low + node} of them")
+        found = f"has {each} {device.device_name}, which do not fill nodes of {node}"
+        raise _bad_cluster(name, "nodes are whole", f"use {low} or {low + node} devices", found)
     return cluster_of(device, groups * each, name=name, domain=each if len(counts) == 2 else 0)
 
 
+def _bad_cluster(name: str, rule: str, fix: str, found: str = "") -> UsageError:
+    return UsageError("E-CLUSTER-SHAPE", f"cluster {name!r} {found}".rstrip(), rule=rule, fix=fix, cluster=name)
+
+
 def with_published_rates(cluster: Cluster) -> Cluster:
-    """A "cuda" cluster of known GPUs with their published rates, its own size and memory; any other as it is."""
+    """Return a "cuda" cluster of known GPUs with their published rates and its own size; other clusters unchanged."""
     device = find_device(cluster.device_name) if cluster.device == "cuda" else None
     if device is None:
         return cluster

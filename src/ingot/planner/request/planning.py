@@ -1,9 +1,9 @@
-"""`ingot.plan(...)`: the best layouts of a run on a cluster, as objects; `ingot plan` prints them.
+"""`ingot.plan(...)`: the best layouts of a run on a cluster, as objects; and the project folder of `ingot init`.
 
 from ingot import plan
-planning = plan(params="70b", tokens="1.5T", cluster="128x8xh100", price=4)
-planning.best.plan.step_seconds, planning.plans[1].run.parallel
-planning.write("run.toml")
+result = plan(params="70b", tokens="1.5T", cluster="128x8xh100", price=4)
+result.best.plan.step_seconds, result.plans[1].run.parallel
+result.write("run.toml")
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from ingot.config import load, to_toml
 from ingot.errors import UsageError
 from ingot.planner.request.amounts import (
     Budget,
@@ -22,25 +23,32 @@ from ingot.planner.request.amounts import (
     parse_price,
     parse_share,
 )
-from ingot.planner.request.answer import Planning, answer
+from ingot.planner.request.answer import PlanResult, answer
 from ingot.planner.request.assumptions import assume, with_properties
 from ingot.planner.request.budget import first_size, spend
 from ingot.planner.request.clusters import find_cluster
-from ingot.planner.request.project import plan_file
-from ingot.planner.request.question import NOWHERE, Question, read_data
-from ingot.planner.request.subject import Subject, find_subject
+from ingot.planner.request.plan_request import NOWHERE, PlanRequest, read_data
+from ingot.planner.request.presets import ModelChoice, choose_model, load_model
 from ingot.planner.run.outlook import Assumptions
-from ingot.planner.run.plan import Planned
-from ingot.planner.run.propose import Hints
+from ingot.planner.run.plan import PlannedRun, make_plan
+from ingot.planner.run.propose import Hints, propose
+from ingot.planner.run.scaling import compute_optimal_tokens
+from ingot.planner.search.context import with_context
 from ingot.schema.cluster import Cluster
+from ingot.schema.run import Data, RunConfig
 from ingot.schema.software import INGOT, Software
+from ingot.schema.tokens import read_token_manifest
+from ingot.storage import write_atomic
+from ingot.theory.layout import require_layout
+from ingot.theory.params import count_active_parameters
 
 NO_PINS: Mapping[str, object] = MappingProxyType({})
+_GITIGNORE = "/data/\n/runs/\n/machine.json\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """Where a plan is for, and what it takes as given."""
+class _Conditions:
+    """The cluster of a plan, and the quantities that the user gives instead of predictions."""
 
     cluster: Cluster
     assumptions: Assumptions
@@ -73,75 +81,109 @@ def plan(
     assumptions: Iterable[str] = (),
     pinned: Mapping[str, object] = NO_PINS,
     top: int = 5,
-    beside: Path = Path(),
-) -> Planning:
-    """Ranked plans of a model on a cluster. Arguments are the options of `ingot plan`, which say what each means.
+    relative_to: Path = Path(),
+) -> PlanResult:
+    """Return ranked plans of a model on a cluster. `ingot plan --help` describes the arguments, which are its options.
 
-    run: a run file; it has a layout, and is planned as it is. overrides: changes to it, "train.steps=100".
-    beside: the folder that a run file will be written to; its paths are relative to it.
-    Raises UsageError, ConfigError, DataError, each with the way out.
+    run: a run file, which is planned with its own layout. overrides: changes to it, "train.steps=100".
+    recipe: of low-precision products (--fp8). relative_to: the folder of the new run file, to which its paths are
+    relative. Raises UsageError, ConfigError or DataError.
     """
-    given = _given(cluster, Path(run).parent if run else Path(), assumptions, software, recipe, mfu, price, failures)
+    conditions = _conditions(
+        cluster, Path(run).parent if run else Path(), assumptions, software, recipe, mfu, price, failures
+    )
     if run:
         if any((model, params, init, pinned, steps, seq, batch, lr, name)) or not tokens is budget is None:
-            raise UsageError("a run file, and values beside it", rule="a run file has them", fix="overrides=[...]")
-        return Planning(plans=(_of_file(Path(run), overrides, given),))
+            raise UsageError(
+                "E-PLAN-FILE",
+                "a run file and other values are both given",
+                rule="a run file has its own model, tokens, batch and layout",
+                fix='change it with overrides=["train.steps=100"], on the command line with --set',
+                path=str(run),
+            )
+        return PlanResult(plans=(_plan_file(Path(run), tuple(overrides), conditions),))
     spent = parse_budget(budget) if budget is not None else None
     _require_amount(tokens, spent)
     _require_positive(steps=steps, seq=seq, lr=lr)
-    subject, sized = _subject(model, params, init, spent, given)
-    data, manifest, count = read_data(str(tokens), beside) if tokens is not None else (NOWHERE, None, 0)
-    length = seq or subject.hints.seq_len or min(subject.arch.max_seq_len, 2048)
+    choice, sized = _model_choice(model, params, init, spent, conditions)
+    data, manifest, count = read_data(str(tokens), relative_to) if tokens is not None else (NOWHERE, None, 0)
+    length = seq or choice.hints.seq_len or min(choice.arch.max_seq_len, 2048)
     sequences, why = parse_batch(batch, length) if batch else (0, "")
     wanted = Hints(steps=steps, seq_len=seq, global_batch=sequences, lr=lr)
-    question = Question(
-        subject=subject, tokens=count, data=data, manifest=manifest, wanted=wanted, batch_why=why, name=name,
-        precision=precision, pinned=pinned, top=top, beside=beside, **vars(given),
+    request = PlanRequest(
+        model=choice, tokens=count, data=data, manifest=manifest, wanted=wanted, batch_why=why, name=name,
+        precision=precision, pinned=pinned, top=top, relative_to=relative_to, **vars(conditions),
     )  # fmt: skip
-    return spend(question, spent, sized=sized) if spent else answer(question)
+    return spend(request, spent, sized=sized) if spent else answer(request)
 
 
-def _of_file(path: Path, overrides: Iterable[str], given: _Given) -> Planned:
-    return plan_file(
-        path,
-        given.cluster,
-        tuple(overrides),
-        given.usd_per_hour,
-        software=given.software,
-        assumptions=given.assumptions,
-        mfu=given.mfu,
+def _plan_file(path: Path, overrides: tuple[str, ...], conditions: _Conditions) -> PlannedRun:
+    """Return the plan of a run file. It counts the file's checkpoint interval unless one is assumed, and the passes
+    over the data if the token folder exists."""
+    run = load(RunConfig, path, overrides)
+    if conditions.usd_per_hour:
+        run = replace(run, cost=replace(run.cost, usd_per_hour=conditions.usd_per_hour))
+    require_layout(run)
+    run, reasons = with_context(run, conditions.cluster)
+    folder = path.parent / run.data.tokens
+    assumptions = conditions.assumptions
+    if not (assumptions.checkpoint_every_seconds or assumptions.checkpoint_every_steps):
+        assumptions = replace(assumptions, checkpoint_every_steps=run.checkpoint.every_steps)
+    found = make_plan(
+        run,
+        conditions.cluster,
+        software=conditions.software,
+        assumptions=assumptions,
+        mfu=conditions.mfu,
+        manifest=read_token_manifest(folder) if folder.is_dir() else None,
     )
+    return PlannedRun(run=run, plan=found, reasons=reasons)
 
 
 def _require_amount(tokens: str | Path | float | None, spent: Budget | None) -> None:
     if tokens is None and spent is None:
         raise UsageError(
+            "E-PLAN-AMOUNT",
             "a plan without tokens or a budget",
-            rule="a new run is planned for some tokens",
+            rule="a new run is planned for a number of tokens",
             fix="--tokens data, --tokens 1.5T, or --budget 6e23flop",
         )
     if tokens is not None and spent is not None and not Path(str(tokens)).is_dir():
-        raise UsageError("--tokens COUNT and --budget", rule="one follows from the other", fix="leave one of them")
+        raise UsageError(
+            "E-BUDGET-TOKENS",
+            f"--tokens {tokens} and --budget are both given",
+            rule="the number of tokens follows from the budget",
+            fix="leave one of them, or give --tokens a folder of data",
+            tokens=str(tokens),
+        )
 
 
 def _require_positive(**numbers: float) -> None:
     for name, value in numbers.items():
         if not 0 <= value < math.inf:
-            raise UsageError(f"--{name} {value}", rule="above 0, or left to the rules")
+            raise UsageError(
+                "E-OPTION-RANGE",
+                f"--{name} {value}",
+                rule=f"--{name} is a number above 0",
+                fix=f"give such a number, or leave --{name} to the rules",
+                option=f"--{name}",
+                value=value,
+            )
 
 
-def _given(cluster, folder: Path, settings, software, recipe: str, mfu, price, failures) -> _Given:
-    place = cluster if isinstance(cluster, Cluster) else find_cluster(cluster, folder)
+def _conditions(cluster, folder: Path, settings, software, recipe: str, mfu, price, failures) -> _Conditions:
+    """Return the parsed conditions. folder: where a machine.json is searched if no cluster is named."""
+    found = cluster if isinstance(cluster, Cluster) else find_cluster(cluster, folder)
     assumptions = Assumptions()
     if failures:
         assumptions = replace(assumptions, failures_per_node_day=parse_failures("--failures", failures))
     usd_per_hour = parse_price(price) if price else 0.0
     if usd_per_hour:
         assumptions = replace(assumptions, usd_per_hour=usd_per_hour)
-    place, assumptions = assume(place, assumptions, settings)
+    found, assumptions = assume(found, assumptions, settings)
     stack = software if isinstance(software, Software) else with_properties(INGOT, software)
-    return _Given(
-        cluster=place,
+    return _Conditions(
+        cluster=found,
         assumptions=assumptions,
         software=with_properties(stack, (), recipe),
         mfu=parse_share("--mfu", mfu) if mfu else 0.0,
@@ -149,9 +191,44 @@ def _given(cluster, folder: Path, settings, software, recipe: str, mfu, price, f
     )
 
 
-def _subject(model: str, params, init, spent: Budget | None, given: _Given) -> tuple[Subject, bool]:
-    """And whether its size follows from the budget."""
+def _model_choice(model: str, params, init, spent: Budget | None, given: _Conditions) -> tuple[ModelChoice, bool]:
+    """Return the model, and True if its size follows from the budget."""
     if spent and not (model or params or init):
         return first_size(spent, given.cluster, given.usd_per_hour), True
     parameters = parse_parameters(params) if params is not None else 0
-    return find_subject(model, parameters=parameters, init=Path(init) if init else None), False
+    return choose_model(model, parameters=parameters, init=Path(init) if init else None), False
+
+
+def make_project(folder: Path, model: str) -> list[Path]:
+    """Make `folder` with a run.toml for the data of `ingot data build --out data`, and a .gitignore; return the paths.
+
+    model: a preset or model file. Raises UsageError if there is a run.toml already, or `folder` is a file.
+    """
+    if (folder / "run.toml").exists():
+        raise UsageError(
+            "E-FILE-EXISTS",
+            f"{folder / 'run.toml'} exists",
+            rule="init starts new projects",
+            fix="choose another folder",
+            path=str(folder / "run.toml"),
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(
+            "E-FOLDER-FILE",
+            f"{folder} is a file",
+            rule="init makes a folder",
+            fix="choose another name",
+            path=str(folder),
+        )
+    preset = load_model(model)
+    data = Data(tokens="data/tokens/train", heldout="data/tokens/heldout", tokenizer="data/tokens/tokenizer.json")
+    # The data does not exist yet, so the run is planned for the compute-optimal number of tokens.
+    count = compute_optimal_tokens(count_active_parameters(preset.arch))
+    proposal = propose(
+        preset.arch, find_cluster(None, folder), data, name=folder.resolve().name, tokens=count, preset=preset.train
+    )
+    files = {folder / "run.toml": to_toml(proposal.run, proposal.reasons), folder / ".gitignore": _GITIGNORE}
+    for path, text in files.items():
+        if not path.exists():
+            write_atomic(path, text)
+    return list(files)

@@ -1,4 +1,4 @@
-"""What a user should know before a run starts: things that are legal, and likely to disappoint."""
+"""Warnings and notes about a run before it starts: legal settings that are slow, wasteful or without effect."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,23 +6,38 @@ from dataclasses import replace
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.links import LineTime, line_times
 from ingot.planner.predict.time.step_time import simulated
-from ingot.planner.run.expert_advice import context_advice, expert_advice, over_network, without_effect
+from ingot.planner.run.outlook import Assumptions, device_usd
 from ingot.planner.run.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
+from ingot.planner.run.storage import data_reading
+from ingot.planner.search.context import links_of
 from ingot.schema.cluster import Cluster
+from ingot.schema.expert_rules import legal_ep
+from ingot.schema.nearest import nearest
 from ingot.schema.parallel import Parallel
+from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import TokenManifest
-from ingot.theory.layout import layout_problems, positions, resolve_parallel
-from ingot.theory.params import count_active_parameters
+from ingot.theory.context import explain_context, imbalance
+from ingot.theory.failures import DAY_SECONDS, daly_interval, goodput
+from ingot.theory.flops import train_flops_6nd, training_seconds
+from ingot.theory.layout import Position, layout_problems, positions, resolve_parallel
+from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.theory.state import kept_gradient_bytes
 from ingot.theory.term import Term
 from ingot.theory.traffic import step_traffic
-from ingot.units import format_bytes, format_count
+from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 _TIGHT = 0.9
 _LARGE_BUBBLE = 0.2
 _UINT16_IDS = 65_536
+# Below so many rows of a product, a GPU reads the weights longer than it multiplies (an H100: 300 FLOP per byte).
+_FEW_ROWS = 128
+_UNEVEN = 1.1
+# A smaller share of wall-clock time, lost by the interval between checkpoints, causes no warning.
+_RELEVANT_SHARE = 0.01
+# The rate that teaching texts call an H100's sustained rate, and then multiply by an MFU once more.
+_TEXTS_RATE, _TEXTS_DEVICE_PEAK, _TEXTS_MFU = 400e12, 989e12, 0.45
 
 
 def warnings(
@@ -34,9 +49,9 @@ def warnings(
     manifest: TokenManifest | None,
     software: Software = INGOT,
 ) -> Iterator[str]:
-    """One sentence each, with the way out. tokens: in the training set, 0 when unknown."""
+    """Yield the warnings of a plan: one sentence each, with a remedy. tokens: in the training set, 0 if unknown."""
     yield from _memory(run, cluster, bill)
-    yield from _recipe(cluster, software)
+    yield from _low_precision(cluster, software)
     yield from _devices(run, cluster)
     yield from _layout(run, cluster, seconds)
     if tokens:
@@ -48,7 +63,7 @@ def warnings(
 def check_warnings(
     run: RunConfig, cluster: Cluster, bill: dict[str, Term], seconds: float, manifest: TokenManifest | None
 ) -> Iterator[str]:
-    """Those that may stop or spoil the run; what the size of model and data implies was said by the plan."""
+    """Yield the warnings of `ingot check`: those about failing or slow runs, without the plan's advice on size."""
     yield from _memory(run, cluster, bill)
     if cluster.device == "cpu":
         yield from _devices(run, cluster)
@@ -58,7 +73,7 @@ def check_warnings(
     yield from _rates(run, cluster, seconds, manifest)
 
 
-def _recipe(cluster: Cluster, software: Software) -> Iterator[str]:
+def _low_precision(cluster: Cluster, software: Software) -> Iterator[str]:
     bits = "4" if software.recipe == "nvfp4" else "8"
     if software.recipe and not cluster.peak_flops.get(f"fp{bits}"):
         name = cluster.device_name or cluster.name
@@ -102,7 +117,7 @@ def _devices(run: RunConfig, cluster: Cluster) -> Iterator[str]:
 
 
 def degrees(parallel: Parallel) -> str:
-    """The keys of the run file that make the number of ranks."""
+    """Return the keys of the run file whose product is the number of ranks, joined by "or"."""
     named = [name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(parallel, name) > 1]
     return " or ".join(f"parallel.{name}" for name in named or ["dp_shard"])
 
@@ -110,39 +125,39 @@ def degrees(parallel: Parallel) -> str:
 def _layout(run: RunConfig, cluster: Cluster, seconds: float) -> Iterator[str]:
     yield from _canonical(run)
     yield from _without_effect(run)
-    everyone = positions(run)
+    stages = positions(run)
     if run.parallel.pp > 1:
-        share = simulated(run, cluster, everyone).bubble_fraction
+        share = simulated(run, cluster, stages).bubble_fraction
         if share > _LARGE_BUBBLE:
             found = (
                 f"pipeline ranks wait {share:.0%} of a step ({run.parallel.schedule}, {run.accumulation} micro-batches)"
             )
             yield f"{found}; use more micro-batches or another schedule"
     slowest: dict[str, LineTime] = {}
-    for position in everyone:
+    for position in stages:
         for line, time in line_times(position, cluster).items():
             slowest[line] = max(slowest.get(line, time), time, key=lambda t: t.sent)
     yield from _slow_links(run, cluster, slowest, seconds)
-    yield from context_advice(run, everyone[0].parallel, slowest, cluster)
-    yield from expert_advice(run, cluster, max(everyone, key=lambda p: p.routed), slowest)
+    yield from _context_warnings(run, stages[0].parallel, slowest, cluster)
+    yield from _expert_warnings(run, cluster, max(stages, key=lambda p: p.routed), slowest)
 
 
 def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, LineTime], seconds: float) -> Iterator[str]:
-    """Lines that talk in every layer should stay inside of a node."""
+    """Warn if tensor-parallel or ZeRO 3 groups, which communicate in every layer, span several nodes."""
     domain, zero, parallel = cluster.domain, resolve_parallel(run).zero, run.parallel
     crossing = {line: time for line, time in slowest.items() if time.crosses}
     if "tp" in crossing:
-        each = over_network(crossing["tp"])
+        each = _over_network(crossing["tp"])
         yield f"tp = {parallel.tp} spans nodes of {domain}: {each}; use tp of at most {domain}"
     gathers = [crossing[line] for line in ("shard", "expert_shard") if line in crossing]
     took = sum(time.seconds for time in gathers)
-    if zero == 3 and parallel.dp_shard > 1 and seconds and took > seconds / 2:  # less hides behind computation
+    if zero == 3 and parallel.dp_shard > 1 and seconds and took > seconds / 2:  # less is hidden by computation
         both = LineTime(sum(time.sent for time in gathers), took, True)
-        yield f"zero 3 spans nodes: {over_network(both)}; try {_inside_nodes(run, cluster)}"
+        yield f"zero 3 spans nodes: {_over_network(both)}; try {_inside_nodes(run, cluster)}"
 
 
 def _inside_nodes(run: RunConfig, cluster: Cluster) -> str:
-    """A layout that gathers parameters inside of nodes, where one has room for them."""
+    """Return the degrees of a layout that gathers parameters inside a node; other advice if none fits in memory."""
     parallel = run.parallel
     inside = max(cluster.domain // (parallel.tp * parallel.cp), 1)
     shape = {"dp_shard": inside, "dp_replicate": parallel.data_ranks // inside}
@@ -154,7 +169,7 @@ def _inside_nodes(run: RunConfig, cluster: Cluster) -> str:
 
 
 def _canonical(run: RunConfig) -> Iterator[str]:
-    """What the fixed order of sums costs."""
+    """Report the traffic and memory of the fixed ("canonical") order of gradient sums."""
     parallel = run.parallel
     if parallel.reduce != "canonical":
         return
@@ -175,7 +190,7 @@ def _canonical(run: RunConfig) -> Iterator[str]:
 
 
 def _without_effect(run: RunConfig) -> Iterator[str]:
-    """Settings that were changed and do nothing in this layout."""
+    """Warn about changed settings that have no effect in this run."""
     parallel, default, zero = run.parallel, Parallel(), resolve_parallel(run).zero
     if parallel.tp == 1 and not parallel.sequence:
         yield "parallel.sequence = false has no effect: there is no tensor parallelism (tp = 1)"
@@ -191,7 +206,7 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
         yield f"parallel.prefetch = {parallel.prefetch} has no effect: no units are gathered one after the other"
     if parallel.shard_ranks == 1 and parallel.zero == 2:
         yield "parallel.zero = 2 splits nothing: parallel.dp_shard is 1, all ranks hold whole gradients"
-    yield from without_effect(run)
+    yield from _model_without_effect(run)
     if run.train.tf32 and run.train.precision != "fp32":
         yield f"train.tf32 = true has no effect with precision {run.train.precision!r}: it is about fp32 products"
 
@@ -207,7 +222,7 @@ def _passes(run: RunConfig, tokens: int) -> Iterator[str]:
 
 
 def _compute_optimal(run: RunConfig) -> Iterator[str]:
-    """Of experts, those that a token meets count: the fits are of dense models."""
+    """Warn about too few tokens for the model's size. Only active parameters count: the fits are of dense models."""
     consumed, parameters = run.train.steps * run.tokens_per_step, count_active_parameters(run.model)
     optimal = compute_optimal_tokens(parameters)
     if consumed < optimal / 2:
@@ -216,3 +231,151 @@ def _compute_optimal(run: RunConfig) -> Iterator[str]:
             f"{consumed / parameters:.1f} tokens per {each}: a smaller model would reach a lower loss with the same"
             f" compute (about {optimal // parameters}: {format_count(optimal)} tokens; Hoffmann et al. 2022)"
         )
+
+
+def _expert_warnings(run: RunConfig, cluster: Cluster, position: Position, times: dict[str, LineTime]) -> Iterator[str]:
+    """Warn about experts. position: the busiest pipeline rank. times: of the slowest rank, by communication line."""
+    if not run.model.is_moe:
+        return
+    moe, parallel = run.model.moe, run.parallel
+    if not (moe.bias_rate or moe.sequence_loss or moe.global_loss):
+        yield (
+            "nothing balances the experts, and a few of them may take all tokens: set model.moe.global_loss = 0.01,"
+            " or model.moe.bias_rate = 0.001 (Wang et al. 2024)"
+        )
+    if "ep" in times and times["ep"].crosses:
+        legal = [ep for ep in legal_ep(moe.num_experts, parallel) if ep <= cluster.domain]
+        each = _over_network(times["ep"])
+        yield f"ep = {parallel.ep} spans nodes of {cluster.domain}: {each}; use ep of at most {max(legal)}"
+    if moe.groups > 1 and parallel.ep > 1 and moe.groups % parallel.ep and parallel.ep % moe.groups:
+        whole = [ep for ep in legal_ep(moe.num_experts, parallel) if moe.groups % ep == 0 or ep % moe.groups == 0]
+        found = f"model.moe.groups = {moe.groups} and parallel.ep = {parallel.ep} cut experts in different places"
+        why = "so choosing few groups does not send a token to few ranks"
+        yield f"{found}, {why}; use ep = {nearest(parallel.ep, whole)}"
+    if run.train.compile == "on":
+        found, kept = 'train.compile = "on" leaves experts uncompiled', parallel.recompute == "selective"
+        also = ", and all of the blocks that are recomputed selectively" if kept else ""
+        yield f"{found}{also}: the host has to read how many rows each has"
+    rows = position.assignments * parallel.ep / moe.num_experts
+    if cluster.device == "cuda" and rows < _FEW_ROWS:
+        found = f"an expert multiplies {rows:.0f} rows of a micro-batch at once, too few to keep a GPU busy"
+        yield f"{found}; raise train.micro_batch or parallel.ep"
+
+
+def _context_warnings(
+    run: RunConfig, parallel: Parallel, times: dict[str, LineTime], cluster: Cluster
+) -> Iterator[str]:
+    """Warn about context parallelism. parallel: resolved. times: of the slowest rank, by communication line."""
+    if parallel.cp == 1:
+        return
+    if "ulysses" in times and times["ulysses"].crosses:
+        inside = max(cluster.domain // parallel.tp, 1)
+        sides = [u for u in range(2, parallel.ulysses) if parallel.cp % u == parallel.ulysses % u == 0 and u <= inside]
+        use = f'context = "usp" with ulysses = {max(sides)}' if sides else 'context = "ring"'
+        yield f"the heads of attention travel between nodes: {_over_network(times['ulysses'])}; use {use}"
+    uneven = imbalance(parallel, run.train.seq_len, run.model.sliding_window)
+    if uneven > _UNEVEN:
+        found = f"context_layout = {parallel.context_layout!r} gives one rank {uneven:.2f} times the mean of attention"
+        yield f'{found}, and all wait for it; use "zigzag"'
+
+
+def _model_without_effect(run: RunConfig) -> Iterator[str]:
+    """Warn about settings of the model that have no effect with sequences of this length."""
+    moe, train, window = run.model.moe, run.train, run.model.sliding_window
+    if window >= train.seq_len:
+        yield f"model.sliding_window = {window} hides nothing in training: train.seq_len is {train.seq_len}"
+    if moe.capacity_factor and moe.capacity(train.seq_len) >= train.seq_len:
+        found = f"model.moe.capacity_factor = {moe.capacity_factor:g} drops nothing: an expert may take whole sequences"
+        yield f"{found}; use less than {moe.num_experts / moe.top_k:g}, or remove it"
+
+
+def _over_network(time: LineTime) -> str:
+    took = f" ({format_seconds(time.seconds)})" if time.seconds else ""
+    return f"{format_bytes(time.sent)} per rank and step{took} over the network"
+
+
+def outlook_warnings(
+    run: RunConfig, step_seconds: float, found: Outlook, assumptions: Assumptions | None
+) -> Iterator[str]:
+    """Warn about slow storage and about checkpoints too far apart or too frequent.
+
+    step_seconds: predicted, without waiting for storage.
+    """
+    given = assumptions or Assumptions()
+    reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
+    if reading.is_limit:
+        yield f"the run takes {reading.share:,.1f} times as long as its steps: {reading.formula}"
+    if given.checkpoint_every_steps and found.failures and not given.asynchronous:
+        yield from _interval(step_seconds * max(reading.share, 1.0), run.train.steps, found)
+
+
+def loses_time(found: Outlook, best: Outlook) -> bool:
+    """Return True if the checkpoint interval of `found` wastes a relevant share of time compared with `best`."""
+    return best.goodput - found.goodput > _RELEVANT_SHARE
+
+
+def _interval(step_seconds: float, most: int, found: Outlook) -> Iterator[str]:
+    mttf = found.days * DAY_SECONDS / found.failures
+    stall, every = found.checkpoint_stall_seconds, found.checkpoint_every_seconds
+    steps = max(min(round(daly_interval(mttf, stall) / step_seconds), most), 1)
+    best = goodput(mttf, stall, steps * step_seconds, found.restart_seconds).value
+    if best - found.goodput > _RELEVANT_SHARE:
+        yield (
+            f"with a failure every {format_seconds(mttf)}, a checkpoint every {format_seconds(every)} leaves a goodput"
+            f" of {found.goodput:.1%}: checkpoint.every_steps = {steps} gives {best:.1%} (Daly 2006)"
+        )
+
+
+def notes(run: RunConfig, cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield (subject, one sentence) about experts and context parallelism of a run without problems."""
+    if run.model.is_moe:
+        yield "experts", _experts(run)
+    if run.parallel.cp > 1:
+        yield "context", _context(run, cluster)
+
+
+def _experts(run: RunConfig) -> str:
+    moe, ep = run.model.moe, run.parallel.ep
+    total, active = (format_count(count(run.model)) for count in (count_parameters, count_active_parameters))
+    shared = f" and {moe.shared_experts} shared" if moe.shared_experts else ""
+    where = f"{moe.num_experts // ep} on each of {ep} ranks" if ep > 1 else "all on every rank"
+    rows = max(position.assignments for position in positions(run)) * ep / moe.num_experts
+    return (
+        f"{moe.num_experts} experts, {moe.top_k} to a token{shared}: {total} parameters, {active} active; {where},"
+        f" {rows:,.0f} rows of a micro-batch each, if all have the same load"
+    )
+
+
+def _context(run: RunConfig, cluster: Cluster) -> str:
+    """Describe the form of context parallelism and its cost on `cluster`. A form "auto" is resolved as the trainer
+    resolves it, with the figures of a fixed machine."""
+    parallel = resolve_parallel(run)
+    uneven = imbalance(parallel, run.train.seq_len, run.model.sliding_window)
+    how = "auto, chosen for H100 nodes: " if run.parallel.context == "auto" else ""
+    costs = explain_context(run.model, run.train, parallel, links_of(cluster, run.train.precision))
+    unknown = "" if cluster.link_bandwidth else f"; {cluster.name} has no known links: those of H100 nodes are assumed"
+    layout = f"{parallel.context_layout}, " if parallel.ring > 1 else ""
+    return f"{how}{costs}{unknown}; {layout}the busiest rank has {uneven:.2f} times the mean of attention"
+
+
+def double_discount(plan: Plan, run: RunConfig, parameters: int) -> str:
+    """Explain why common texts predict too many days and dollars: they multiply a sustained rate by an MFU.
+
+    parameters: of a model known by its size alone. Returns "" for devices whose peak is not that of an H100.
+    """
+    peak, devices = plan.cluster.peak_flops.get("bf16", 0.0), run.parallel.world_size
+    if peak != _TEXTS_DEVICE_PEAK or plan.cluster.device != "cuda":
+        return ""
+    flops = train_flops_6nd(parameters, plan.steps * plan.tokens_per_step)
+    rate = _TEXTS_RATE * _TEXTS_MFU
+    wrong, right = (training_seconds(flops, devices, peak, mfu) for mfu in (rate / peak, _TEXTS_MFU))
+    price = run.cost.usd_per_hour or plan.cluster.usd_per_hour
+    usd = [format_usd(device_usd(devices, s / 86400, price).value) for s in (wrong, right)] if price else []
+    first, second = (f" and {cost}" for cost in usd) if usd else ("", "")
+    return (
+        f"say {wrong / 86400:,.0f} days{first}: 400 TFLOP/s sustained x {_TEXTS_MFU:.0%} MFU ="
+        f" {rate / 1e12:.0f} TFLOP/s."
+        f" That discounts twice: 400 of {peak / 1e12:.0f} TFLOP/s are an MFU of {_TEXTS_RATE / peak:.1%} already, and"
+        f" {rate / 1e12:.0f} would be one of {rate / peak:.1%}. {_TEXTS_MFU:.0%} of the peak are"
+        f" {peak * _TEXTS_MFU / 1e12:.0f} TFLOP/s: {right / 86400:,.1f} days{second}."
+    )

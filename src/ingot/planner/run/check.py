@@ -1,7 +1,7 @@
-"""Everything that can be known to be wrong with a run file before anything starts, all at once.
+"""All problems of a run file that can be found before a start, reported at once.
 
-A section with a problem of its own hides only what cannot be told without it.
-Nothing is written, nothing started, and only small files are read: the run file, manifests and tables of hashes.
+A section with a problem hides only the checks that need this section.
+Nothing is written or started, and only small files are read: the run file, manifests and tables of hashes.
 """
 
 import re
@@ -30,9 +30,9 @@ _HIGH_LEARNING_RATE = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """where: "run.toml:14", or the key it is about. fix: the way out, "" when the message says it.
+    """One problem of a run file. where: "run.toml:14", or the key. fix: the remedy, "" if the message contains it.
 
-    missing_here: of things around a run that are not there (data, disk); the run file itself may be sound.
+    missing_here: True if data or disk space is missing on this machine; the run file itself can be correct.
     """
 
     severity: Literal["error", "warning"]
@@ -43,7 +43,7 @@ class Finding:
 
 
 def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str, ...] = ()) -> list[Finding]:
-    """Findings in the run file at `path`, for training on `machine` with `cores` usable CPU cores."""
+    """Return the problems of the run file at `path`, for training on `machine` with `cores` usable CPU cores."""
     try:
         sections, problems = load_sections(RunConfig, path, overrides)
     except ConfigError as error:
@@ -70,9 +70,9 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
 
 
 def _whole(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> Iterator[Finding]:
-    """What only the run as a whole can tell, when its sections are sound."""
+    """Yield the findings that need all sections: derived layout problems, memory, warnings."""
     if any(run.problems()):
-        return  # they have been reported, and what follows from an impossible layout is no news
+        return  # these problems are reported already, and an impossible layout would only cause more
     problems = list(derived_problems(run))
     for key, message in problems:
         yield Finding("error", key, f"{key}: {message}")
@@ -86,7 +86,7 @@ def _whole(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> 
 
 
 def _in_order(findings: list[Finding], path: Path, overrides: tuple[str, ...]) -> list[Finding]:
-    """Each once, with its place: the file's by line, then those of --set, then those of the plan."""
+    """Return each finding once with its place: findings with a line by line, then of --set, then of the plan."""
     lines = key_lines(path.read_text(encoding="utf-8"))
     given = {override.partition("=")[0].strip() for override in overrides}
     placed = {}
@@ -108,7 +108,7 @@ def _seconds(run: RunConfig, machine: Cluster) -> float:
 
 
 def _config_finding(problem: str) -> Finding:
-    """ingot.config reports every problem as "place: message"."""
+    """Return the finding of a problem that ingot.config reports as "place: message"."""
     match = re.match(r"(--set \S+?|.*?\.toml(?::\d+)?): (.*)", problem, re.DOTALL)
     return Finding("error", match[1], match[2]) if match else Finding("error", "", problem)
 
@@ -133,9 +133,9 @@ def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:
 
 
 def _values(run, sound: Set[str]) -> Iterator[Finding]:
-    """Values that are legal one by one and hardly meant."""
+    """Warn about values that are legal but probably a mistake."""
     if "optim" in sound and run.optim.lr > _HIGH_LEARNING_RATE:
-        fix = "peak rates of AdamW lie between 1e-5 and 1e-2"
+        fix = "peak rates of AdamW are between 1e-5 and 1e-2"
         yield Finding("warning", "optim.lr", f"optim.lr = {run.optim.lr} is high for AdamW", fix)
     if sound >= {"checkpoint", "train"} and run.checkpoint.every_steps > run.train.steps:
         message = f"checkpoint.every_steps = {run.checkpoint.every_steps} exceeds the {run.train.steps} steps"
@@ -177,7 +177,7 @@ def _token_folder(run, base: Path, key: str, sound: Set[str]) -> tuple[list[Find
 
 
 def _shards(folder: Path, manifest: TokenManifest) -> Iterator[str]:
-    """What of the manifest does not hold, as far as sizes and the tables of hashes tell."""
+    """Yield the differences between a token folder and its manifest: missing files, sizes, tables of hashes."""
     width = 2 if manifest.dtype == "uint16" else 4
     for shard in manifest.shards:
         tokens = folder / f"{shard.name}.tokens"
@@ -200,7 +200,7 @@ def _tokenizer(run, base: Path, manifest: TokenManifest | None, sound: Set[str])
         return
     path = base / run.data.tokenizer
     if not path.is_file():
-        fix = "it lies beside the token folders"
+        fix = "`ingot data build` writes it in the folder that contains the token folders"
         yield Finding("error", "data.tokenizer", f"no tokenizer at {path}", fix, missing_here=True)
     elif manifest and sha256_file(path) != manifest.tokenizer_sha256:
         message = f"{path} is not the tokenizer that encoded {run.data.tokens}"

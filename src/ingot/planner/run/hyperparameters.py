@@ -1,29 +1,32 @@
-"""Proposals for a training run's numbers, each with the formula it came from and who found it.
+"""Proposed hyperparameters of a training run, each with its formula and source; and the bubble of a batch ramp.
 
-They are starting points. Rules disagree where they leave the sizes that they were fitted on; so more than one is given,
-and the first of a name is what a proposed run file takes.
+Proposals are starting points. Published rules disagree beyond the sizes on which they were fitted, so some names have
+several proposals; a proposed run file takes the first of each name.
 """
 
 from dataclasses import dataclass
 
 from ingot.errors import ConfigError
-from ingot.planner.run import batch as rules
 from ingot.planner.run import scaling
+from ingot.planner.run.scaling import batch_ramp
 from ingot.schema.arch import Arch
-from ingot.schema.run import Optim, Schedule
+from ingot.schema.run import Optim, RunConfig, Schedule
 from ingot.theory.flops import train_flops_6nd
+from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
+from ingot.theory.schedule import build_table, schedule_problems, simulate
 from ingot.units import format_count
 
 _BI = "Bi et al. 2024 (DeepSeek LLM), eq. 1"
 _HOFFMANN = "Hoffmann et al. 2022, approaches 1 and 2"
-# Beyond this, fits of loss promise more of further tokens than runs showed (Sardana et al. 2024, section 4).
+# Beyond so many tokens per parameter, fits predict a lower loss than runs showed (Sardana et al. 2024, section 4).
 _TOKENS_PER_PARAMETER_SEEN = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """shown: `value` as people write it, with its unit. formula: with its numbers. note: limits, and what others do."""
+class ProposedValue:
+    """A proposed hyperparameter. shown: `value` as text with its unit. formula: with its numbers filled in. note: the
+    limits of the rule, and other practice."""
 
     name: str
     value: float
@@ -35,13 +38,20 @@ class Proposal:
 
 def propose_hyperparameters(
     arch: Arch, tokens: int, seq_len: int, *, batch_tokens: float = 0.0
-) -> tuple[Proposal, ...]:
-    """For a run of a model on so many tokens. Names may repeat: see above. Raises ConfigError for no tokens.
+) -> tuple[ProposedValue, ...]:
+    """Return the proposals for a run of a model on so many tokens. Names can repeat. Raises ConfigError for no tokens.
 
-    batch_tokens: the batch that is judged, ramped and scheduled; 0: the proposed one.
+    batch_tokens: the batch for the comparison, the ramp and the schedule; 0 takes the proposed batch.
     """
     if tokens < 1 or seq_len < 1:
-        raise ConfigError(f"{tokens:,} tokens in sequences of {seq_len:,}", rule="a run has at least one token")
+        raise ConfigError(
+            "E-TOKENS-NONE",
+            f"{tokens:,} tokens in sequences of {seq_len:,}",
+            rule="a run has at least one token",
+            fix="give a larger --tokens and --seq",
+            tokens=tokens,
+            seq_len=seq_len,
+        )
     parameters = size_in_laws(arch)
     batch = batch_tokens or scaling.suggested_batch_tokens(arch, seq_len, tokens)
     loss = scaling.BESIROGLU.loss(parameters, tokens)
@@ -56,7 +66,7 @@ def propose_hyperparameters(
 
 
 def size_in_laws(arch: Arch) -> int:
-    """N of the scaling laws: all parameters, of a model with experts those that a token meets."""
+    """Return the N of the scaling laws: all parameters; of a model with experts the active ones."""
     return count_active_parameters(arch) if arch.is_moe else count_parameters(arch)
 
 
@@ -64,7 +74,7 @@ def _n(arch: Arch, parameters: float) -> str:
     return f"{format_count(parameters)} {'active ' * arch.is_moe}parameters"
 
 
-def _data(arch: Arch, parameters: int, tokens: int) -> list[Proposal]:
+def _data(arch: Arch, parameters: int, tokens: int) -> list[ProposedValue]:
     optimal = scaling.compute_optimal_tokens(parameters)
     flops, over = train_flops_6nd(parameters, tokens), scaling.overtraining(parameters, tokens)
     per = scaling.TOKENS_PER_PARAMETER
@@ -75,7 +85,7 @@ def _data(arch: Arch, parameters: int, tokens: int) -> list[Proposal]:
     else:
         trade = f"a smaller model would reach the same loss with {over.wasted:.0%} fewer FLOPs"
     return [
-        Proposal(
+        ProposedValue(
             name="compute-optimal tokens",
             value=optimal,
             shown=format_count(optimal),
@@ -84,7 +94,7 @@ def _data(arch: Arch, parameters: int, tokens: int) -> list[Proposal]:
             source=_HOFFMANN,
             note="more is common where a model is served: Llama 3 8B saw 15T, 94 times its 160B",
         ),
-        Proposal(
+        ProposedValue(
             name="compute-optimal size",
             value=best,
             shown=format_count(best),
@@ -92,7 +102,7 @@ def _data(arch: Arch, parameters: int, tokens: int) -> list[Proposal]:
             source=_HOFFMANN,
             note=f"{format_count(over.best_parameters)} by the fit of {fit.source}",
         ),
-        Proposal(
+        ProposedValue(
             name="loss",
             value=over.loss,
             shown=f"{over.loss:.3f} nats per token",
@@ -104,17 +114,17 @@ def _data(arch: Arch, parameters: int, tokens: int) -> list[Proposal]:
     ]
 
 
-def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> list[Proposal]:
-    """batch: in use; the first proposal is the rule's."""
-    budget, critical = scaling.compute_budget(arch, seq_len, tokens), rules.kaplan_critical_batch(loss)
+def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> list[ProposedValue]:
+    """Return the proposals about the batch. batch: tokens of the batch in use; the first proposal is the rule's."""
+    budget, critical = scaling.compute_budget(arch, seq_len, tokens), scaling.kaplan_critical_batch(loss)
     ruled = scaling.suggested_batch_tokens(arch, seq_len, tokens)
-    near = [run for run in rules.nearest_runs(size_in_laws(arch), arch.is_moe) if run.batch_tokens][:2]
+    near = [run for run in scaling.nearest_runs(size_in_laws(arch), arch.is_moe) if run.batch_tokens][:2]
     known = ", ".join(f"{run.name} {format_count(run.batch_tokens)}" for run in near)
-    ramp = rules.batch_ramp(batch, tokens)
-    more_tokens, more_steps = rules.token_factor(batch, critical), rules.step_factor(batch, critical)
+    ramp = scaling.batch_ramp(batch, tokens)
+    more_tokens, more_steps = scaling.token_factor(batch, critical), scaling.step_factor(batch, critical)
     takes = f"{format_count(batch)} take {more_tokens:.2f} x the fewest tokens and {more_steps:.2f} x the fewest steps"
     return [
-        Proposal(
+        ProposedValue(
             name="batch",
             value=ruled,
             shown=f"{format_count(ruled)} tokens",
@@ -123,7 +133,7 @@ def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> 
             source=_BI,
             note=f"fitted from 1e17 to 2e19 FLOPs; published: {known}",
         ),
-        Proposal(
+        ProposedValue(
             name="critical batch",
             value=critical,
             shown=f"{format_count(critical)} tokens",
@@ -131,23 +141,23 @@ def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> 
             source="Kaplan et al. 2020, eq. 1.4; McCandlish et al. 2018, eq. 2.11",
             note="of another text and loss: measure the gradient's noise scale, which grows as the loss falls",
         ),
-        Proposal(
+        ProposedValue(
             name="batch ramp",
             value=ramp[0][0],
             shown=" -> ".join(format_count(size) for size, _ in ramp) + " tokens",
             formula=", ".join(f"{format_count(size)} until {format_count(until)}" for size, until in ramp) + " tokens",
-            source="between PaLM, Llama 3 405B and GPT-3 (theory/batch.py)",
+            source="between PaLM, Llama 3 405B and GPT-3 (planner/run/scaling.py)",
             note="small batches learn more per token while the loss is high, and leave a pipeline few micro-batches",
         ),
     ]
 
 
-def _learning_rate(arch: Arch, seq_len: int, tokens: int, parameters: int) -> list[Proposal]:
+def _learning_rate(arch: Arch, seq_len: int, tokens: int, parameters: int) -> list[ProposedValue]:
     budget, lr = scaling.compute_budget(arch, seq_len, tokens), scaling.suggested_learning_rate(arch, seq_len, tokens)
-    nearest = rules.nearest_runs(parameters, arch.is_moe)[0]
+    nearest = scaling.nearest_runs(parameters, arch.is_moe)[0]
     with_batch = f" with batches of {format_count(nearest.batch_tokens)}" if nearest.batch_tokens else ""
     proposals = [
-        Proposal(
+        ProposedValue(
             name="learning rate",
             value=lr,
             shown=f"{lr:.1e}",
@@ -155,7 +165,7 @@ def _learning_rate(arch: Arch, seq_len: int, tokens: int, parameters: int) -> li
             source=_BI,
             note="fitted from 1e17 to 2e19 FLOPs; other published runs of 30B and more stay below it",
         ),
-        Proposal(
+        ProposedValue(
             name="learning rate",
             value=nearest.learning_rate,
             shown=f"{nearest.learning_rate:.1e}",
@@ -163,23 +173,23 @@ def _learning_rate(arch: Arch, seq_len: int, tokens: int, parameters: int) -> li
             source=nearest.source,
         ),
     ]
-    if kaplan := rules.kaplan_learning_rate(parameters):
+    if kaplan := scaling.kaplan_learning_rate(parameters):
         formula = f"0.003239 - 0.0001395 ln({parameters:.3g}) = {kaplan:.1e}"
         note = "breaks down above 10B" if parameters > 1e10 else "fitted below 1.5B, with batches of 0.5M tokens"
         source = "Kaplan et al. 2020, eq. D.1"
         proposals.append(
-            Proposal(
+            ProposedValue(
                 name="learning rate", value=kaplan, shown=f"{kaplan:.1e}", formula=formula, source=source, note=note
             )
         )
     return proposals
 
 
-def _schedule(tokens: int, batch: float) -> list[Proposal]:
+def _schedule(tokens: int, batch: float) -> list[ProposedValue]:
     steps, final = max(round(tokens / batch), 1), Schedule().final_fraction
-    warmup, decay = rules.warmup_steps(steps), max(round(0.1 * steps), 1)
+    warmup, decay = scaling.warmup_steps(steps), max(round(0.1 * steps), 1)
     return [
-        Proposal(
+        ProposedValue(
             name="schedule",
             value=final,
             shown=f"cosine to {final:.0%} of the peak",
@@ -187,7 +197,7 @@ def _schedule(tokens: int, batch: float) -> list[Proposal]:
             source="Hoffmann et al. 2022, appendix B",
             note="a cosine planned more than 25% too long costs loss: choose WSD where the number of tokens is open",
         ),
-        Proposal(
+        ProposedValue(
             name="schedule",
             value=decay,
             shown=f"WSD, decay over {decay:,} steps",
@@ -195,7 +205,7 @@ def _schedule(tokens: int, batch: float) -> list[Proposal]:
             source="Hu et al. 2024 (MiniCPM), section 4",
             note="as good as a cosine once decayed, and it can go on from before the decay",
         ),
-        Proposal(
+        ProposedValue(
             name="warm-up",
             value=warmup,
             shown=f"{warmup:,} steps",
@@ -206,7 +216,7 @@ def _schedule(tokens: int, batch: float) -> list[Proposal]:
     ]
 
 
-def _optimizer() -> list[Proposal]:
+def _optimizer() -> list[ProposedValue]:
     optim = Optim()
     common = "Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3"
     given = (
@@ -215,14 +225,14 @@ def _optimizer() -> list[Proposal]:
         ("clip norm", optim.clip_norm, "of the whole gradient"),
     )
     return [
-        Proposal(name=name, value=value, shown=f"{value:g}", formula="as published", source=common, note=note)
+        ProposedValue(name=name, value=value, shown=f"{value:g}", formula="as published", source=common, note=note)
         for name, value, note in given
     ]
 
 
-def _experts(arch: Arch) -> Proposal:
+def _experts(arch: Arch) -> ProposedValue:
     total, active = count_parameters(arch), count_active_parameters(arch)
-    return Proposal(
+    return ProposedValue(
         name="experts",
         value=active,
         shown=f"{format_count(active)} of {format_count(total)} parameters are active",
@@ -240,23 +250,23 @@ def inference_aware(
     *,
     weight: float = 1.0,
     fit: scaling.LossFit = scaling.BESIROGLU,
-) -> tuple[scaling.Served, Proposal]:
-    """The size that is cheapest to train and to serve at the loss that a model of `parameters` on `tokens` reaches.
+) -> tuple[scaling.CheapestServed, ProposedValue]:
+    """Return the size that is cheapest to train and to serve at the loss of a model of `parameters` on `tokens`.
 
-    served_tokens: read and written in the model's whole life. weight: what a served FLOP costs in training FLOPs
+    served_tokens: read and written in the model's whole life. weight: the cost of a served FLOP in training FLOPs
     (`serving_weight`). Raises ConfigError for numbers that are not positive.
     """
     for name, value in (("parameters", parameters), ("tokens", tokens), ("weight", weight)):
         if not value > 0:
-            raise ConfigError(f"{name} is {value}", rule="a model has parameters, tokens to learn from and a cost")
+            raise _serving_error(name, value, "above 0")
     if not served_tokens >= 0:
-        raise ConfigError(f"{served_tokens} tokens served", rule="0 or more")
+        raise _serving_error("served_tokens", served_tokens, "at least 0")
     loss = fit.loss(parameters, tokens)
     found = scaling.cheapest_to_serve(loss, served_tokens, weight, fit)
     own = train_flops_6nd(parameters, tokens) + weight * train_flops_6nd(parameters, served_tokens) / 3
     ratio = found.tokens / found.parameters
     far = f"; {ratio:,.0f} tokens per parameter are more than fits know" * (ratio > _TOKENS_PER_PARAMETER_SEEN)
-    return found, Proposal(
+    return found, ProposedValue(
         name="inference-aware size",
         value=found.parameters,
         shown=f"{format_count(found.parameters)} on {format_count(found.tokens)} tokens",
@@ -268,10 +278,78 @@ def inference_aware(
     )
 
 
+def _serving_error(name: str, value: float, rule: str) -> ConfigError:
+    return ConfigError(
+        "E-SERVING-VALUE",
+        f"{name} is {value}",
+        rule=f"{name} is {rule}",
+        fix=f"give a value {rule}",
+        name=name,
+        value=value,
+    )
+
+
 def serving_weight(training_mfu: float, serving_mfu: float, price_ratio: float = 1.0) -> float:
-    """What a served FLOP costs in training FLOPs: price_ratio is an hour of serving over one of training. Generation
-    reaches an MFU of about 1% one sequence at a time, and tens of per cent in large batches (Sardana et al. 2024)."""
-    if not (0 < training_mfu <= 1 and 0 < serving_mfu <= 1 and price_ratio > 0):
-        found = f"MFUs of {training_mfu} and {serving_mfu}, prices of {price_ratio}"
-        raise ConfigError(found, rule="an MFU is a share above 0 and at most 1, a price is positive")
+    """Return the cost of a served FLOP in training FLOPs. price_ratio: price of a serving hour over a training hour.
+
+    Generation reaches an MFU of about 1% with single sequences, and tens of percent in large batches (Sardana et al.
+    2024). Raises ConfigError for an MFU that is not a share, or a price that is not positive.
+    """
+    for name, mfu in (("training_mfu", training_mfu), ("serving_mfu", serving_mfu)):
+        if not 0 < mfu <= 1:
+            raise _serving_error(name, mfu, "a share above 0 and at most 1")
+    if not price_ratio > 0:
+        raise _serving_error("price_ratio", price_ratio, "above 0")
     return training_mfu / serving_mfu * price_ratio
+
+
+@dataclass(frozen=True)
+class RampStage:
+    """One stage of a batch ramp, whose small batches give a pipeline few micro-batches.
+
+    until_tokens: the token count at which the next stage begins. bubble: the share of a step that pipeline ranks wait;
+    None if the schedule has no table for `micro_batches`.
+    """
+
+    batch_tokens: float
+    until_tokens: float
+    micro_batches: int
+    bubble: float | None
+
+
+def ramp_bubbles(run: RunConfig, tokens: int = 0, first_batch: float = 0.0) -> tuple[RampStage, ...]:
+    """Return the stages of a batch ramp with the bubble of each, for equal pipeline stages and F = I = W.
+
+    tokens: of the whole run; 0: those of its steps. first_batch: tokens of the first batch; 0: a quarter of the run's.
+    """
+    ramp = batch_ramp(run.tokens_per_step, tokens or run.train.steps * run.tokens_per_step)
+    if first_batch:
+        ramp = ((first_batch, ramp[0][1]), *ramp[1:])
+    each = run.train.seq_len * run.train.micro_batch * run.parallel.data_ranks
+    stages = [(size, until, max(round(size / each), 1)) for size, until in ramp]
+    return tuple(RampStage(size, until, count, _bubble(run, count)) for size, until, count in stages)
+
+
+def _bubble(run: RunConfig, micro_batches: int) -> float | None:
+    parallel = resolve_parallel(run)
+    if parallel.pp == 1:
+        return 0.0
+    shape = parallel.schedule, parallel.pp, micro_batches, parallel.stages_on_each_rank
+    if any(schedule_problems(*shape)):
+        return None
+    return simulate(build_table(*shape), forward=1.0, backward_input=1.0, backward_weight=1.0).bubble_fraction
+
+
+def ramp_warning(run: RunConfig, tolerated: float = 0.25) -> str:
+    """Return a sentence if a batch ramp would leave pipeline ranks idle for more than a `tolerated` share; else ""."""
+    first, *_, last = ramp_bubbles(run)
+    if first.bubble is None:
+        why = f"{run.parallel.schedule} has no table for its {first.micro_batches} micro-batches"
+    elif first.bubble > tolerated:
+        now = "" if last.bubble is None else f", and {last.bubble:.0%} with the whole batch"
+        why = f"pipeline ranks would wait {first.bubble:.0%} of a step with {first.micro_batches} micro-batches{now}"
+    else:
+        return ""
+    return (
+        f"a batch ramp from {format_count(first.batch_tokens)} tokens: {why}; begin larger, or with a shorter pipeline"
+    )

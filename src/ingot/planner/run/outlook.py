@@ -1,20 +1,14 @@
-"""A whole run by the clock: failures, checkpoints, useful time, money. What is assumed can all be given."""
+"""The outlook of a whole run: wall-clock days, failures, checkpoints, useful time and money.
+
+Every assumption is a field of Assumptions, and can be set with `--assume`. Prices are list prices, which age quickly.
+Storage and egress count gigabytes of 10^9 bytes.
+"""
 
 import math
 from dataclasses import dataclass, fields
 
 from ingot.errors import ConfigError
-from ingot.planner.run.checkpoints import blocking_stall, copy_stall, kept_bytes
-from ingot.planner.run.money import (
-    EGRESS_USD_PER_GB,
-    STORAGE_PRICE_SOURCE,
-    STORAGE_USD_PER_GB_MONTH,
-    device_hours,
-    device_usd,
-    egress_usd,
-    storage_usd,
-)
-from ingot.planner.run.reading import data_reading, token_bytes
+from ingot.planner.run.storage import blocking_stall, copy_stall, data_reading, kept_bytes, token_bytes
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Outlook
 from ingot.schema.run import RunConfig
@@ -28,28 +22,42 @@ from ingot.theory.failures import (
     spare_nodes,
 )
 from ingot.theory.term import Term
-from ingot.units import format_bytes, format_count, format_seconds
+from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 _DEFAULT_RATE = PUBLISHED_RATES["llama3"]
-# Of a device whose host link is not known: PCIe 4 x16 in practice.
+# The assumed rate of a device's link to its host where none is known: PCIe 4 x16 in practice.
 _HOST_BANDWIDTH = 25e9
+GIGABYTE = 10**9
+MONTH_DAYS = 365.25 / 12
+# List prices of May 2026: object storage of the largest provider in its first region, standard class, first 50 TB a
+# month; egress to the internet, first 10 TB.
+STORAGE_USD_PER_GB_MONTH = 0.023
+EGRESS_USD_PER_GB = 0.09
+STORAGE_PRICE_SOURCE = "AWS S3 standard, us-east-1, list price, May 2026"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """failures_per_node_day: of the cluster's own nodes; None: Llama 3's 0.38% of nodes of 8, by share of devices.
-    restart_seconds: from a failure until steps go on: detection, replacement, start, loading (10 min: in
+    """Assumptions about failures, storage and prices. All can be given; 0 usually means that a default applies.
+
+    failures_per_node_day: failures of one node of the cluster per day; None takes Llama 3's 0.38% of nodes of 8
+      devices, scaled by the number of devices in a node.
+    restart_seconds: from a failure until steps continue: detection, replacement, start, loading (10 min: in
       MegaScale, Jiang et al. 2024, most failures are found and diagnosed in less, and caught up within 15).
-    write_bytes_per_second: of one node to storage (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
-    storage_write_bytes_per_second: of the storage in all; 0: no limit (2 TB/s: Llama team 2024, section 3.3.1).
-    storage_read_bytes_per_second: 0: not known, and more than enough. Where it is the limit, steps wait for it.
-    meeting_seconds, manifest_seconds_per_rank: of every checkpoint besides its bytes. Ranks meet and open files; one
-      writes the list of parts and reads it back while the others wait: 20 s of 16,384 ranks (docs/design/recovery.md).
-    asynchronous: steps stop only for a meeting and a copy to the host's memory. ingot's trainer waits for all of it.
-    checkpoint_every_seconds, checkpoint_every_steps: one of them or none; 0: Daly's interval. keep: 0: the run file's.
-    usd_per_hour: of one device, of one machine on a CPU; 0: the run file's or the cluster's price.
-    spares: nodes that are paid for and idle. repair_days: of a failed node (OPT-175B: about 2 of 128 nodes lost a day,
-      12 to 18 in the pool of spares).
+    write_bytes_per_second: rate of one node to storage (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
+    storage_write_bytes_per_second: rate of the whole storage; 0: no limit (2 TB/s: Llama team 2024, section 3.3.1).
+    storage_read_bytes_per_second: rate of the whole storage; 0: not known and assumed to be sufficient. If reading is
+      slower than the steps, they wait.
+    meeting_seconds, manifest_seconds_per_rank: time of every checkpoint in addition to its bytes. Ranks synchronize
+      and open files; one rank writes the list of parts and reads it back while the others wait: 20 s for 16,384 ranks
+      (docs/design/recovery.md).
+    asynchronous: steps stop only for the synchronization and a copy to the host's memory. ingot's trainer waits for
+      the whole write.
+    checkpoint_every_seconds, checkpoint_every_steps: at most one is given; 0 takes Daly's interval.
+    keep: number of checkpoints that are kept; 0 takes the run file's.
+    usd_per_hour: price of one device, on a CPU of one machine; 0 takes the run file's or the cluster's price.
+    spares: nodes that are paid for and idle. repair_days: for one failed node (OPT-175B: about 2 of 128 nodes lost a
+      day, 12 to 18 in the pool of spares).
     """
 
     failures_per_node_day: float | None = None
@@ -79,8 +87,8 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """nodes, devices: in use. rate: failures per node and day, and where it is from. mttf: seconds."""
+class _NodesInUse:
+    """The nodes and devices that a run uses. rate: failures per node and day, with its source as the formula."""
 
     nodes: int
     devices: int
@@ -88,6 +96,7 @@ class _Job:
 
     @property
     def mttf(self) -> float:
+        """The mean time to a failure of the job, in seconds."""
         return job_mttf_seconds(self.nodes, self.rate.value)
 
 
@@ -98,8 +107,11 @@ def outlook(
     checkpoint_bytes: float,
     assumptions: Assumptions | None = None,
 ) -> tuple[Outlook, dict[str, str]]:
-    """And formulas by "outlook.NAME". step_seconds: predicted, or the user's. usd_by_kind is empty where no price of
-    devices is known. Raises ConfigError where assumptions are impossible, or the job fails faster than it restarts."""
+    """Return the outlook of a run and its formulas by "outlook.NAME".
+
+    step_seconds: predicted or given. checkpoint_bytes: of one checkpoint. The outlook's usd_by_kind is empty if no
+    price of devices is known. Raises ConfigError for impossible assumptions, or restarts slower than failures.
+    """
     given = assumptions or Assumptions()
     _require(given, step_seconds, checkpoint_bytes)
     reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
@@ -107,7 +119,7 @@ def outlook(
     job, productive = _job(run, cluster, given), run.train.steps * step_seconds
     write, stall = _stalls(job, cluster, given, checkpoint_bytes)
     every = _cadence(job, given, stall.value, write.value, step_seconds, productive)
-    # A checkpoint that is still on its way when the job fails is of no use.
+    # A checkpoint that is not completely written when the job fails cannot be used.
     lost = given.restart_seconds + (write.value if given.asynchronous else 0.0)
     useful = goodput(job.mttf, stall.value, every.value, lost)
     _require_progress(job, useful.value, given)
@@ -143,8 +155,10 @@ def outlook(
     return found, {f"outlook.{name}": formula for name, formula in formulas.items()}
 
 
-def _formulas(found: Outlook, job: _Job, steps: int, step_seconds: float, checkpoint_bytes: float) -> dict[str, str]:
-    """Of what follows from the rest."""
+def _formulas(
+    found: Outlook, job: _NodesInUse, steps: int, step_seconds: float, checkpoint_bytes: float
+) -> dict[str, str]:
+    """Return the formulas of the outlook's derived values: days, failures, device hours, storage."""
     of_steps, days = format_seconds(steps * step_seconds), f"{found.days:,.1f} days"
     often = f"one every {format_seconds(job.mttf)}" if job.rate.value else "none"
     failing = f"{job.nodes:,} nodes x {job.rate.value:.3%} a day ({job.rate.formula}) x {days}"
@@ -164,28 +178,39 @@ def _require(given: Assumptions, step_seconds: float, checkpoint_bytes: float) -
         if not 0 < value < math.inf:
             problems.append(f"{name} is {value}, must be a positive number")
     if problems:
-        raise ConfigError("\n".join(problems), rule="rates, times and prices are known and not negative")
-
-
-def _require_progress(job: _Job, useful: float, given: Assumptions) -> None:
-    if useful < 1e-6:
-        every, restart = format_seconds(job.mttf), format_seconds(given.restart_seconds)
         raise ConfigError(
-            f"{job.nodes:,} nodes fail every {every}, and a restart takes {restart}: the run would never end",
-            rule="a restart is shorter than the time between failures",
-            fix="restart faster, use fewer nodes, or better ones",
+            "E-OUTLOOK-VALUE",
+            "\n".join(problems),
+            rule="rates, times and prices are finite numbers of at least 0",
+            fix="change these values (--assume NAME=VALUE)",
+            names=[problem.split()[0] for problem in problems],
         )
 
 
-def _job(run: RunConfig, cluster: Cluster, given: Assumptions) -> _Job:
+def _require_progress(job: _NodesInUse, useful: float, given: Assumptions) -> None:
+    if useful < 1e-6:
+        every, restart = format_seconds(job.mttf), format_seconds(given.restart_seconds)
+        raise ConfigError(
+            "E-OUTLOOK-PROGRESS",
+            f"{job.nodes:,} nodes fail every {every}, and a restart takes {restart}: the run would never end",
+            rule="a restart is shorter than the time between failures",
+            fix="assume a faster restart (--assume restart_seconds=5min), fewer failures (--failures) or fewer nodes",
+            nodes=job.nodes,
+            mttf_seconds=job.mttf,
+            restart_seconds=given.restart_seconds,
+        )
+
+
+def _job(run: RunConfig, cluster: Cluster, given: Assumptions) -> _NodesInUse:
     cpu = cluster.device == "cpu"
     devices = cluster.nodes if cpu else run.parallel.world_size
     nodes = cluster.nodes if cpu else -(-devices // cluster.devices_per_node)
-    return _Job(nodes, devices, _rate(_DEFAULT_RATE, 0 if cpu else cluster.devices_per_node, given))
+    return _NodesInUse(nodes, devices, _rate(_DEFAULT_RATE, 0 if cpu else cluster.devices_per_node, given))
 
 
 def _rate(published: FailureRate, per_node: int, given: Assumptions) -> Term:
-    """per_node: devices, 0 on machines that have none beside their CPU: they fail as a node does."""
+    """Return the failures per node and day. per_node: devices of a node, 0 for a machine with only a CPU, which is
+    assumed to fail as often as a published node."""
     if given.failures_per_node_day is not None:
         return Term(given.failures_per_node_day, "as given")
     rate = published.of_nodes_with(per_node or published.devices_per_node)
@@ -193,8 +218,8 @@ def _rate(published: FailureRate, per_node: int, given: Assumptions) -> Term:
     return Term(rate, f"{published.source}{share if per_node else ''}")
 
 
-def _stalls(job: _Job, cluster: Cluster, given: Assumptions, checkpoint_bytes: float) -> tuple[Term, Term]:
-    """Seconds until a checkpoint is complete, and those of them in which no step runs."""
+def _stalls(job: _NodesInUse, cluster: Cluster, given: Assumptions, checkpoint_bytes: float) -> tuple[Term, Term]:
+    """Return the seconds until a checkpoint is complete, and the seconds of these in which no step runs."""
     size = blocking_stall(
         checkpoint_bytes, job.nodes, given.write_bytes_per_second, given.storage_write_bytes_per_second
     )
@@ -207,8 +232,11 @@ def _stalls(job: _Job, cluster: Cluster, given: Assumptions, checkpoint_bytes: f
     return write, Term(copy.value + meeting, f"{copy.formula}; meeting {format_seconds(meeting)}")
 
 
-def _cadence(job: _Job, given: Assumptions, stall: float, write: float, step: float, productive: float) -> Term:
-    """Seconds of steps between checkpoints: at least one step, and what an asynchronous write takes."""
+def _cadence(job: _NodesInUse, given: Assumptions, stall: float, write: float, step: float, productive: float) -> Term:
+    """Return the seconds of steps between two checkpoints: at least one step and one asynchronous write.
+
+    stall, write, step: seconds of a checkpoint's stall, of its write and of a step. productive: seconds of all steps.
+    """
     if given.checkpoint_every_seconds:
         return Term(given.checkpoint_every_seconds, f"every {format_seconds(given.checkpoint_every_seconds)}, as given")
     best = daly_interval(job.mttf, stall)
@@ -226,9 +254,15 @@ def _cadence(job: _Job, given: Assumptions, stall: float, write: float, step: fl
 
 
 def _usd(
-    run: RunConfig, cluster: Cluster, given: Assumptions, job: _Job, days: float, stored: float, checkpoint_bytes: float
+    run: RunConfig,
+    cluster: Cluster,
+    given: Assumptions,
+    job: _NodesInUse,
+    days: float,
+    stored: float,
+    checkpoint_bytes: float,
 ) -> dict[str, Term]:
-    """By kind. Token shards are kept as long as the run takes; one checkpoint leaves."""
+    """Return the cost by kind. Token shards are stored for the whole run; one checkpoint is moved out (egress)."""
     price = given.usd_per_hour or run.cost.usd_per_hour or cluster.usd_per_hour
     if not price:
         return {}
@@ -251,3 +285,27 @@ def _usd(
     )
     usd["egress"] = Term(egress.value, f"one checkpoint leaves: {egress.formula}{where}")
     return usd
+
+
+def device_hours(devices: int, days: float) -> float:
+    return devices * days * 24
+
+
+def device_usd(devices: int, days: float, usd_per_hour: float) -> Term:
+    """Return the price of devices (or machines). usd_per_hour: of one device (or machine)."""
+    hours = device_hours(devices, days)
+    usd = hours * usd_per_hour
+    formula = f"{devices:,} x {days:,.1f} days x 24 = {format_count(hours)} hours x ${usd_per_hour:g}"
+    return Term(usd, f"{formula} = {format_usd(usd)}")
+
+
+def storage_usd(stored_bytes: float, days: float, usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH) -> Term:
+    gigabytes, months = stored_bytes / GIGABYTE, days / MONTH_DAYS
+    usd = gigabytes * months * usd_per_gb_month
+    formula = f"{gigabytes:,.0f} GB x {months:.2f} months x ${usd_per_gb_month:g}"
+    return Term(usd, f"{formula} = {format_usd(usd)}")
+
+
+def egress_usd(moved_bytes: float, usd_per_gb: float = EGRESS_USD_PER_GB) -> Term:
+    usd = moved_bytes / GIGABYTE * usd_per_gb
+    return Term(usd, f"{moved_bytes / GIGABYTE:,.0f} GB x ${usd_per_gb:g} = {format_usd(usd)}")

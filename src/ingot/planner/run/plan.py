@@ -1,19 +1,24 @@
-"""What a run will need and take, before it starts: memory, time, money, each with the formula it came from."""
+"""The plan of a run before it starts: memory, time and money, each with its formula."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from ingot.planner.predict.memory.peak_memory import moments, stage_bills
+from ingot.config import to_dict, to_toml
+from ingot.errors import ConfigError, UsageError
+from ingot.planner.predict.memory.peak_memory import moments, rank_memory_bytes, stage_bills
 from ingot.planner.predict.time.band import error_band
 from ingot.planner.predict.time.step_time import StepTime, estimate
-from ingot.planner.run.advice import warnings
+from ingot.planner.run.advice import double_discount, outlook_warnings, warnings
 from ingot.planner.run.outlook import Assumptions, outlook
-from ingot.planner.run.outlook_advice import outlook_warnings
+from ingot.planner.search.search import Found
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import TokenManifest
+from ingot.storage import write_atomic, write_json
 from ingot.theory.flops import mean_keys, model_flops_utilisation, train_flops_per_token
 from ingot.theory.layout import positions
 from ingot.theory.memory import checkpoint_bytes
@@ -22,16 +27,143 @@ from ingot.theory.term import Term
 from ingot.theory.work import step_work
 from ingot.units import format_bytes, format_count, format_flops, format_seconds
 
-GIVEN = "at the MFU that was given"
+GIVEN_MFU = "at the MFU that was given"
+# Longer runs are whole trainings, which texts about costs describe.
+_WHOLE_TRAINING_SECONDS = 3 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A run with its plan. reasons: dotted key -> why that value; of a run file of the user's, for what was open."""
+class PlannedRun:
+    """A run with its plan. reasons: dotted key of the run file -> why the planner chose this value."""
 
     run: RunConfig
     plan: Plan
     reasons: dict[str, str]
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.total_memory_bytes <= rank_memory_bytes(self.plan.cluster, self.run.parallel.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedPlans:
+    """The plans of one run, best first; if no layout fits, the one layout that needs least memory.
+
+    search_result: the result of the search; None on a CPU and for a run file, which need no search.
+    parameters: the size of a model known by its size alone, 0 otherwise. shape: the name of the shape used for it.
+    pinned: the settings that the search had to keep.
+    """
+
+    plans: tuple[PlannedRun, ...]
+    search_result: Found | None = None
+    parameters: int = 0
+    shape: str = ""
+    pinned: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def best(self) -> PlannedRun:
+        return self.plans[0]
+
+    @property
+    def fits(self) -> bool:
+        return self.best.fits
+
+    @property
+    def fix(self) -> str:
+        """The cheapest change with which a layout would fit; "" if one fits already or no change was found."""
+        return "" if self.fits or not self.search_result else self.search_result.fix
+
+    @property
+    def why_not_executed(self) -> str:
+        """The reason why ingot's trainer cannot execute the best plan, "" if it can."""
+        try:
+            require_executable(self.best)
+        except ConfigError as error:
+            return f"{error.found}; {error.rule}"
+        return ""
+
+    @property
+    def texts(self) -> str:
+        """The reason why common texts state other days and dollars for a model of this size, "" if they do not.
+
+        Such texts are about whole trainings, so short runs have none.
+        """
+        asked = self.parameters and self.best.plan.total_seconds > _WHOLE_TRAINING_SECONDS
+        return double_discount(self.best.plan, self.best.run, self.parameters) if asked else ""
+
+    def facts(self) -> dict:
+        """Return all plans as plain values, for JSON."""
+        best = self.best
+        facts: dict = {"run": to_dict(best.run), "plan": to_dict(best.plan), "reasons": best.reasons, "fits": self.fits}
+        facts |= {"why_not_executed": self.why_not_executed, "texts": self.texts}
+        if self.search_result:
+            names = ("considered", "fitting", "seconds", "fix", "idle")
+            facts["search"] = {name: getattr(self.search_result, name) for name in names}
+            facts["layouts"] = [_layout_facts(planned) for planned in self.plans]
+        return facts
+
+
+def _layout_facts(planned: PlannedRun) -> dict:
+    """Return the values in which ranked layouts differ, of one layout."""
+    plan, outlook = planned.plan, planned.plan.outlook
+    return {
+        "parallel": to_dict(planned.run.parallel),
+        "micro_batch": planned.run.train.micro_batch,
+        "memory_bytes": plan.total_memory_bytes,
+        "step_seconds": plan.step_seconds,
+        "mfu": plan.mfu,
+        "hfu": plan.hfu,
+        "tokens": plan.steps * plan.tokens_per_step,
+        "bubble": plan.bubble,
+        "exposed_seconds": sum(line.exposed_seconds for line in plan.communication.values()),
+        "days": outlook.days if outlook else None,
+        "productive_days": outlook.productive_days if outlook else None,
+        "usd": plan.usd,
+        "usd_with_failures": sum(outlook.usd_by_kind.values()) if outlook else None,
+    }
+
+
+def write_plan(out: Path, planned: PlannedRun, *, force: bool = False) -> Path:
+    """Write the run file, with the reason of each chosen value, and plan.json in the same folder; return its path.
+
+    Raises UsageError if `out` exists and `force` is off, because a user may have edited it; ConfigError if ingot's
+    trainer cannot execute the plan.
+    """
+    require_executable(planned)
+    if out.exists() and not force:
+        raise UsageError(
+            "E-FILE-EXISTS",
+            f"{out} exists",
+            rule="a run file is not overwritten, because it may have been edited",
+            fix="--force, or another --out",
+            path=str(out),
+        )
+    write_atomic(out, to_toml(planned.run, planned.reasons))
+    plan_file = out.parent / "plan.json"
+    write_json(plan_file, to_dict(planned.plan))
+    return plan_file
+
+
+def require_executable(planned: PlannedRun) -> None:
+    """Raise ConfigError if ingot's trainer cannot execute the plan: on TPUs, or with other software."""
+    plan = planned.plan
+    if plan.cluster.device == "tpu":
+        raise ConfigError(
+            "E-PLAN-DEVICE",
+            f"{plan.cluster.name} has TPUs: this plan is only an estimate",
+            rule="ingot trains on CPUs and GPUs",
+            fix="leave --out, or use a cluster of GPUs",
+            cluster=plan.cluster.name,
+            device=plan.cluster.device,
+        )
+    if plan.software != INGOT:
+        raise ConfigError(
+            "E-PLAN-SOFTWARE",
+            f"the plan is for other software than ingot's own: {plan.software.name}",
+            rule="ingot's trainer computes in 16 bits, with its own kernels",
+            fix="leave --out, or plan without --fp8 and --software",
+            software=plan.software.name,
+        )
 
 
 def make_plan(
@@ -45,13 +177,13 @@ def make_plan(
     tokens: int = 0,
     manifest: TokenManifest | None = None,
 ) -> Plan:
-    """tokens: in the training set (taken from `manifest` when given; 0 when unknown).
+    """Return the plan of a run on a cluster. A run that does not fit still gets a plan, with a warning.
 
-    The plan is for the cluster's devices of the kind the run asks for; a run that does not fit still gets a plan, with
-    a warning. step_seconds is 0.0 when the cluster has no measured or published rate for the run's precision.
-
-    mfu: in place of the predicted step time. parameters: of a model that is known by its size alone, whose FLOPs are
-    then 6 for each of them and token, whatever shape stands in for it; 0: those of the shape, attention included.
+    The plan's step_seconds is 0.0 if the cluster has no measured or published rate for the run's precision.
+    tokens: in the training set; 0: unknown. A `manifest` replaces them.
+    mfu: replaces the predicted step time; 0.0: predict it.
+    parameters: the size of a model known by its size alone, whose FLOPs are then 6 per parameter and token; 0: count
+    the FLOPs of the model's shape, attention included.
     """
     tokens = manifest.tokens if manifest else tokens
     bills = stage_bills(run, cluster, software)
@@ -59,7 +191,7 @@ def make_plan(
     flops, size = _flops_per_token(run, parameters), checkpoint_bytes(run.model, run.train.precision)
     timing = _timing(run, cluster, software, flops.value, mfu)
     seconds = sum(term.value for term in timing.terms.values())
-    reached, worked = _utilisation(run, cluster, flops.value, seconds), _hardware_utilisation(run, cluster, seconds)
+    reached, worked = _mfu(run, cluster, flops.value, seconds), _hfu(run, cluster, seconds)
     cost, (low, high) = _cost(run, cluster, seconds), _band(cluster, seconds, mfu)
     whole, how = _outlook(run, cluster, seconds, size.value, assumptions)
     formulas = _formulas(bill, timing, size, {"mfu": reached, "hfu": worked, "usd": cost})
@@ -87,7 +219,7 @@ def make_plan(
 
 
 def _asked(run: RunConfig, cluster: Cluster, software: Software) -> dict[str, Any]:
-    """What is planned and where, before anything is predicted."""
+    """Return the plan's fields that need no prediction: cluster, software, run hash, counts."""
     return {
         "cluster": cluster,
         "software": software,
@@ -100,7 +232,7 @@ def _asked(run: RunConfig, cluster: Cluster, software: Software) -> dict[str, An
 
 
 def _formulas(bill: dict[str, Term], timing: StepTime, size: Term, known: dict[str, Term | None]) -> dict[str, str]:
-    """Of memory and time by their parts, of a checkpoint, and of what is `known`."""
+    """Return formulas of the parts of memory and time, of a checkpoint, and of the terms in `known` that exist."""
     formulas = {f"memory.{kind}": term.formula for kind, term in bill.items()}
     for part, term in timing.terms.items():
         formulas[f"time.{part}"] = f"{term.formula} = {format_seconds(term.value)}"
@@ -125,30 +257,30 @@ def _flops_per_token(run: RunConfig, parameters: int) -> Term:
 
 
 def _timing(run: RunConfig, cluster: Cluster, software: Software, flops: float, mfu: float) -> StepTime:
-    """Of one step; without a rate one of no parts. A given MFU takes the place of the parts, not of who waits for
-    whom."""
+    """Return the time of one step; without parts if no rate is known. A given MFU replaces the parts, but neither the
+    bubble nor the exposed communication."""
     found = estimate(run, cluster, software) or StepTime({}, {})
     peak = _peak(run, cluster)
     if not mfu or not peak:
         return found
     each = f"{run.parallel.world_size:,} x {format_flops(peak / run.parallel.world_size)}/s x {mfu:.1%} MFU"
     formula = f"{format_count(run.tokens_per_step)} tokens x {format_flops(flops)} / ({each})"
-    return replace(found, terms={GIVEN: Term(run.tokens_per_step * flops / (peak * mfu), formula)})
+    return replace(found, terms={GIVEN_MFU: Term(run.tokens_per_step * flops / (peak * mfu), formula)})
 
 
 def _band(cluster: Cluster, seconds: float, mfu: float) -> tuple[float, float]:
-    """Around a prediction by published figures; zeros around what was measured or given."""
+    """Return the low and high end of the error band; zeros if the time is measured or given."""
     low, high = error_band(seconds)
     return (0.0, 0.0) if mfu or cluster.device == "cpu" or low == high else (low, high)
 
 
 def _peak(run: RunConfig, cluster: Cluster) -> float:
-    """FLOP/s of all devices, in the run's precision: that of 16 bits also where products are in 8."""
+    """Return the peak FLOP/s of all devices in the run's precision: the 16-bit peak also if products have 8 bits."""
     return cluster.peak_flops.get(run.train.precision, 0.0) * run.parallel.world_size
 
 
 def _counts(run: RunConfig, flops: Term, tokens: int) -> dict[str, str]:
-    """Formulas of what follows from the run file alone. tokens: in the training set, 0 when unknown."""
+    """Return the formulas that follow from the run file alone. tokens: in the training set, 0 if unknown."""
     train = run.train
     total = train.steps * run.tokens_per_step
     formulas = {
@@ -162,8 +294,8 @@ def _counts(run: RunConfig, flops: Term, tokens: int) -> dict[str, str]:
     return formulas
 
 
-def _utilisation(run: RunConfig, cluster: Cluster, flops: float, seconds: float) -> Term | None:
-    """MFU by `flops` per token. None on a CPU, which has no peak, and without a time."""
+def _mfu(run: RunConfig, cluster: Cluster, flops: float, seconds: float) -> Term | None:
+    """Return the MFU for `flops` per token. None on a CPU, which has no peak, and without a step time."""
     peak = _peak(run, cluster)
     if cluster.device == "cpu" or not peak or not seconds:
         return None
@@ -172,8 +304,8 @@ def _utilisation(run: RunConfig, cluster: Cluster, flops: float, seconds: float)
     return Term(mfu, f"{format_count(speed)} tokens/s x {format_flops(flops)} / {format_flops(peak)}/s = {mfu:.1%}")
 
 
-def _hardware_utilisation(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
-    """The same of all operations that devices do: what is recomputed, and the shape's attention, count as well."""
+def _hfu(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
+    """Return the HFU: all operations of the devices count, also recomputed ones and the attention of the shape."""
     peak = _peak(run, cluster)
     if cluster.device == "cpu" or not peak or not seconds:
         return None
@@ -188,14 +320,14 @@ def _hardware_utilisation(run: RunConfig, cluster: Cluster, seconds: float) -> T
 def _outlook(
     run: RunConfig, cluster: Cluster, seconds: float, checkpoint: float, assumptions: Assumptions | None
 ) -> tuple[Outlook | None, dict[str, str]]:
-    """None on a CPU, of which nobody has counted failures, and without a time."""
+    """Return the outlook and its formulas; None on a CPU, whose failure rate is not published, and without a time."""
     if cluster.device == "cpu" or not seconds:
         return None, {}
     return outlook(run, cluster, seconds, checkpoint, assumptions)
 
 
 def _cost(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
-    """US dollars: devices, or machines, by the hour. None when price or time is not known."""
+    """Return the US dollars for all devices (machines on a CPU). None if price or time is not known."""
     price = run.cost.usd_per_hour or cluster.usd_per_hour
     if not price or not seconds:
         return None

@@ -1,15 +1,15 @@
-"""A full run file from a model, its tokens and a cluster; every chosen value says which rule chose it."""
+"""A complete run file from a model, its tokens and a cluster, with the rule that chose each value."""
 
 from dataclasses import dataclass, replace
 
 from ingot.errors import ConfigError
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
-from ingot.planner.run.batch import warmup_steps
 from ingot.planner.run.scaling import (
     MAX_USEFUL_EPOCHS,
     compute_optimal_tokens,
     suggested_batch_tokens,
     suggested_learning_rate,
+    warmup_steps,
 )
 from ingot.planner.search.candidates import MEMORY_SHARE
 from ingot.planner.search.space import MICRO_BATCH_TOKENS
@@ -25,7 +25,7 @@ from ingot.units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """What is known to work with a model; 0 leaves the choice to a rule. why: the source of these values."""
+    """Settings known to work with a model, or asked for by a user; 0 leaves the choice to a rule. why: their source."""
 
     steps: int = 0
     seq_len: int = 0
@@ -38,8 +38,8 @@ NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """reasons: dotted key of the run file -> why this value."""
+class ProposedRun:
+    """A run and the reasons of its values. reasons: dotted key of the run file -> why this value."""
 
     run: RunConfig
     reasons: dict[str, str]
@@ -57,11 +57,12 @@ def propose(
     wanted: Hints = NO_HINTS,
     precision: str = "bf16",
     usd_per_hour: float = 0.0,
-) -> Proposal:
-    """tokens: in the training set. vocab_size: of its tokenizer, 0 when unknown. wanted: what the user asked for.
+) -> ProposedRun:
+    """Return a run for a model, a cluster and data, and the reason of each chosen value.
 
-    What the user asked for goes before the preset's hints, and those before the rules. Raises ConfigError when the
-    numbers that were asked for cannot go together.
+    tokens: in the training set. vocab_size: of its tokenizer, 0 if unknown. wanted: settings that the user asked for;
+    they take precedence over the preset's hints, and the hints over the rules. Raises ConfigError if the batch asked
+    for cannot be shared by the cluster's devices.
     """
     reasons: dict[str, str] = {}
     arch = _fit_vocabulary(arch, vocab_size, reasons)
@@ -94,7 +95,7 @@ def propose(
         watch=Watch(log_every=min(max(steps // 40, 1), 20)),
         cost=Cost(usd_per_hour=usd_per_hour or cluster.usd_per_hour),
     )
-    return Proposal(run=_fit_micro_batch(run, cluster, reasons), reasons=reasons)
+    return ProposedRun(run=_fit_micro_batch(run, cluster, reasons), reasons=reasons)
 
 
 def _choose(key: str, wanted, preset: Hints, field: str, reasons: dict[str, str]):
@@ -121,12 +122,13 @@ def _fit_vocabulary(arch: Arch, vocab_size: int, reasons: dict[str, str]) -> Arc
 
 
 def _training_tokens(arch: Arch, tokens: int) -> int:
-    """One pass over everything; repeated up to four times where that is less than compute-optimal."""
+    """Return the tokens to train on: one pass over the data, or up to four if one is less than compute-optimal."""
     return max(tokens, min(compute_optimal_tokens(count_active_parameters(arch)), MAX_USEFUL_EPOCHS * tokens))
 
 
 def _expert_ranks(arch: Arch, cluster: Cluster, reasons: dict[str, str]) -> int:
-    """As many ranks as a node has divide the experts, where gathering these costs more than sending tokens."""
+    """Return the largest legal degree of expert parallelism inside a node; 1 for dense and for small models, whose
+    experts are cheaper to gather than tokens are to send."""
     if not arch.is_moe or count_parameters(arch) < WHOLE_PARAMETERS:
         return 1
     legal = legal_ep(arch.moe.num_experts, Parallel(dp_shard=cluster.devices))
@@ -135,7 +137,8 @@ def _expert_ranks(arch: Arch, cluster: Cluster, reasons: dict[str, str]) -> int:
 
 
 def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: dict[str, str]) -> int:
-    """Sequences per step, a multiple of `ranks`. suggested: by the rule, used when neither user nor preset says."""
+    """Return the sequences per step, a multiple of `ranks`. suggested: the rule's number, the last choice after the
+    user's and the preset's. Raises ConfigError if the user's batch is not such a multiple."""
     key = "train.global_batch"
     batch = _choose(key, wanted.global_batch, preset, "global_batch", reasons)
     if not batch:
@@ -146,14 +149,21 @@ def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: 
     low = batch // ranks * ranks
     if wanted.global_batch:
         near = f"{low} or {low + ranks}" if low else f"{ranks}"
-        found = f"a batch of {batch} sequences cannot be shared by {ranks} ranks"
-        raise ConfigError(found, rule="equal parts", fix=f"use {near}")
+        raise ConfigError(
+            "E-BATCH-RANKS",
+            f"a batch of {batch} sequences cannot be shared by {ranks} ranks",
+            rule="each rank gets the same number of sequences",
+            fix=f"use --batch {near}",
+            batch=batch,
+            ranks=ranks,
+            legal=[low, low + ranks] if low else [ranks],
+        )
     reasons[key] += f", made a multiple of {ranks} ranks"
     return low or ranks
 
 
 def _power_of_two(value: float) -> int:
-    """The power of two next to `value` by ratio, at least 1."""
+    """Return the power of two nearest to `value` by ratio, at least 1."""
     power = 1
     while power * 2**0.5 < value:
         power *= 2
@@ -181,7 +191,7 @@ def _warmup(steps: int, reasons: dict[str, str]) -> int:
 
 
 def _fit_micro_batch(run: RunConfig, cluster: Cluster, reasons: dict[str, str]) -> RunConfig:
-    """The largest share of the batch that fits into memory; the smallest when none does (the plan then warns)."""
+    """Return the run with the largest micro-batch that fits into memory; with 1 if none fits (the plan then warns)."""
     per_rank = run.train.global_batch // run.parallel.data_ranks
     budget = MEMORY_SHARE * rank_memory_bytes(cluster, run.parallel.world_size)
     sizes = [n for n in range(per_rank, 0, -1) if per_rank % n == 0]

@@ -1,7 +1,7 @@
-"""Published scaling laws: how many tokens, how large a model, how large a batch, which learning rate.
+"""Published rules for a run's numbers: tokens, size and shape of the model, batch, learning rate, warm-up.
 
-N parameters, D tokens, L loss in nats per token, C = 6 N D FLOPs. The fits are of dense models; of one with experts
-neither all nor the active parameters are its N.
+N parameters, D tokens, L loss in nats per token, C = 6 N D FLOPs. Batches count tokens, not sequences. The fits are of
+dense models; for a model with experts, neither all nor the active parameters are the N of a fit.
 """
 
 import math
@@ -10,27 +10,41 @@ from dataclasses import dataclass
 from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
 from ingot.theory.flops import TRAIN_TO_FORWARD, forward_attention_flops_per_token, train_flops_6nd
-from ingot.theory.params import active_block_matrices
+from ingot.theory.params import (
+    active_block_matrices,
+    block_attention_parameters,
+    block_mlp_parameters,
+    block_norm_parameters,
+)
 
 # Repeating data up to four times is nearly as good as new data (Muennighoff et al. 2023, section 6).
 MAX_USEFUL_EPOCHS = 4
 TOKENS_PER_PARAMETER = 20
+# Width per layer: 128 in Llama 7B and 13B, 102 in 70B, 130 in 405B. The loss hardly depends on it from 50 to 200
+# (Kaplan et al. 2020, figure 5).
+WIDTH_PER_LAYER = 128
+_HEAD_DIM, _SMALL_HEAD_DIM = 128, 64  # the small one below a width of 2,048, as in GPT-2
+_GROUPED_WIDTH, _KEY_VALUE_HEADS = 4096, 8  # from Llama 3 8B on
+_UNTIED_PARAMETERS = 3e9  # smaller models share one matrix for embedding and head, which are much of their size
+_LEAST, _MOST = 1e6, 1e14
+# Kaplan et al. 2020, eq. 1.4: batches of B* / L^(1/alpha) tokens take twice the fewest steps.
+_KAPLAN_BATCH_TOKENS, _KAPLAN_EXPONENT = 2e8, 0.21
 
 
 def compute_optimal_tokens(parameters: int) -> int:
-    """About 20 tokens per parameter (Hoffmann et al. 2022, table 3). Smaller models are often trained on far more."""
+    """Return 20 tokens per parameter (Hoffmann et al. 2022, table 3). Small models are often trained on far more."""
     return TOKENS_PER_PARAMETER * parameters
 
 
 def compute_optimal(flops: float) -> tuple[float, float]:
-    """Parameters and tokens of a budget: C = 6 N x 20 N (Hoffmann et al. 2022, approaches 1 and 2)."""
+    """Return parameters and tokens for a budget: C = 6 N x 20 N (Hoffmann et al. 2022, approaches 1 and 2)."""
     parameters = math.sqrt(flops / train_flops_6nd(1, TOKENS_PER_PARAMETER))
     return parameters, TOKENS_PER_PARAMETER * parameters
 
 
 @dataclass(frozen=True)
 class LossFit:
-    """L(N, D) = E + A / N^alpha + B / D^beta."""
+    """A fit of the loss: L(N, D) = E + A / N^alpha + B / D^beta."""
 
     e: float
     a: float
@@ -43,43 +57,54 @@ class LossFit:
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def tokens_for(self, parameters: float, loss: float) -> float:
-        """With which a model of this size reaches the loss; infinite where it never does."""
+        """Return the tokens on which a model of this size reaches the loss; infinite if it never does."""
         left = loss - self.e - self.a / parameters**self.alpha
         return (self.b / left) ** (1 / self.beta) if left > 0 else math.inf
 
     def smallest(self, loss: float) -> float:
-        """Parameters with which the loss is reached on infinitely many tokens."""
+        """Return the parameters of a model that reaches the loss on infinitely many tokens."""
         return (self.a / self._reducible(loss)) ** (1 / self.alpha)
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Parameters and tokens of least loss (Hoffmann et al. 2022, eq. 4)."""
+        """Return the parameters and tokens with the least loss for so many FLOPs (Hoffmann et al. 2022, eq. 4)."""
         share = self.alpha + self.beta
         g = (self.alpha * self.a / (self.beta * self.b)) ** (1 / share)
         work = flops / train_flops_6nd(1, 1)
         return g * work ** (self.beta / share), work ** (self.alpha / share) / g
 
     def cheapest(self, loss: float) -> tuple[float, float]:
-        """Parameters and tokens that reach the loss with the fewest FLOPs. There alpha A/N^alpha = beta B/D^beta."""
+        """Return the parameters and tokens that reach the loss with the fewest FLOPs.
+
+        At this point alpha A/N^alpha = beta B/D^beta.
+        """
         parameters = (self.a * (1 + self.alpha / self.beta) / self._reducible(loss)) ** (1 / self.alpha)
         return parameters, self.tokens_for(parameters, loss)
 
     def _reducible(self, loss: float) -> float:
         if loss <= self.e:
-            raise ConfigError(f"a loss of {loss:.3f}", rule=f"above {self.e}, which no size reaches ({self.source})")
+            raise ConfigError(
+                "E-LOSS-RANGE",
+                f"a loss of {loss:.3f}",
+                rule=f"a loss is above {self.e}, which no size of model reaches ({self.source})",
+                fix=f"ask for a loss above {self.e}",
+                loss=loss,
+                least=self.e,
+            )
         return loss - self.e
 
 
 HOFFMANN = LossFit(1.69, 406.4, 410.7, 0.34, 0.28, "Hoffmann et al. 2022, approach 3")
-# The same runs fitted again: the printed fit was not at its optimum, and disagreed with approaches 1 and 2.
+# A new fit of the same runs: the printed fit was not at its optimum, and disagreed with approaches 1 and 2.
 BESIROGLU = LossFit(1.8172, 482.01, 2085.43, 0.3478, 0.3658, "Besiroglu et al. 2024")
 
 
 @dataclass(frozen=True)
 class Overtraining:
-    """A model trained on more tokens (or fewer) than its compute asks for.
+    """A model trained on more (or fewer) tokens than is compute-optimal.
 
-    multiple: of 20 tokens per parameter. loss: by the fit. best_loss: of the same FLOPs, best_parameters of them.
-    wasted: share of its FLOPs that the best size for this loss saves in training; serving the smaller model is cheaper.
+    multiple: tokens relative to 20 per parameter. loss: by the fit. best_loss, best_parameters: of the compute-optimal
+    model for the same FLOPs. wasted: share of the FLOPs that the compute-optimal size for this loss would save in
+    training; an over-trained model is smaller, and so cheaper to serve.
     """
 
     multiple: float
@@ -102,9 +127,11 @@ def overtraining(parameters: float, tokens: float, fit: LossFit = BESIROGLU) -> 
 
 
 @dataclass(frozen=True)
-class Served:
-    """Model that is cheapest to train and serve at one loss. flops: of both, weighed. usual: the same of the model that
-    is cheapest to train."""
+class CheapestServed:
+    """The model of a given loss that is cheapest to train and to serve. flops: of training and weighted serving.
+
+    usual_*: the same values of the model that is cheapest to train.
+    """
 
     parameters: float
     tokens: float
@@ -115,15 +142,17 @@ class Served:
 
     @property
     def saved(self) -> float:
-        """Share of the usual model's FLOPs (or cost)."""
+        """The saved share of the usual model's FLOPs (or cost)."""
         return 1 - self.flops / self.usual_flops
 
 
-def cheapest_to_serve(loss: float, served_tokens: float, weight: float = 1.0, fit: LossFit = BESIROGLU) -> Served:
-    """Least 6 N D + weight x 2 N D_served at a given loss (Sardana et al. 2024, eq. 3 and 5).
+def cheapest_to_serve(
+    loss: float, served_tokens: float, weight: float = 1.0, fit: LossFit = BESIROGLU
+) -> CheapestServed:
+    """Minimize 6 N D + weight x 2 N D_served at a given loss (Sardana et al. 2024, eq. 3 and 5).
 
-    weight: what a served FLOP costs, in training FLOPs: 1 counts FLOPs; for money, the price of an hour over the
-    utilisation, of serving over that of training (generation has an MFU of a few percent).
+    weight: the cost of a served FLOP in training FLOPs: 1 counts FLOPs; to count money, the ratio (serving to training)
+    of the price of an hour divided by the MFU (generation has an MFU of a few percent).
     """
 
     def total(parameters: float) -> float:
@@ -132,11 +161,11 @@ def cheapest_to_serve(loss: float, served_tokens: float, weight: float = 1.0, fi
 
     usual = fit.cheapest(loss)
     parameters = _least(total, fit.smallest(loss), usual[0])
-    return Served(parameters, fit.tokens_for(parameters, loss), total(parameters), *usual, total(usual[0]))
+    return CheapestServed(parameters, fit.tokens_for(parameters, loss), total(parameters), *usual, total(usual[0]))
 
 
 def _least(cost, low: float, high: float) -> float:
-    """Golden-section search by ratio; `cost` has one minimum between them."""
+    """Return the x between `low` and `high` at which `cost` has its only minimum: golden-section search by ratio."""
     golden = (math.sqrt(5) - 1) / 2
     a, b = math.log(low), math.log(high)
     for _ in range(80):
@@ -149,20 +178,184 @@ def _least(cost, low: float, high: float) -> float:
 
 
 def compute_budget(arch: Arch, seq_len: int, tokens: int) -> float:
-    """FLOPs as Bi et al. 2024 count them (section 3.2): blocks with full attention, without embedding and head. They
-    fitted dense models; of experts, those that a token is sent to count."""
+    """Return training FLOPs as Bi et al. 2024 count them (section 3.2): blocks with full attention, without embedding
+    and head. They fitted dense models; here the experts to which a token is sent count."""
     blocks = active_block_matrices(arch)
     attention = forward_attention_flops_per_token(arch, seq_len, causal=False)
     return TRAIN_TO_FORWARD * (2.0 * blocks + attention) * tokens
 
 
 def suggested_batch_tokens(arch: Arch, seq_len: int, tokens: int) -> float:
-    """0.2920 C^0.3271 tokens per step (Bi et al. 2024, eq. 1; fitted from 1e17 to 2e19 FLOPs, tried at 1e20)."""
+    """Return 0.2920 C^0.3271 tokens per step (Bi et al. 2024, eq. 1; fitted from 1e17 to 2e19 FLOPs, tried at 1e20)."""
     return 0.2920 * compute_budget(arch, seq_len, tokens) ** 0.3271
 
 
 def suggested_learning_rate(arch: Arch, seq_len: int, tokens: int) -> float:
-    """0.3118 C^-0.1250 (Bi et al. 2024, eq. 1), two digits."""
+    """Return 0.3118 C^-0.1250 (Bi et al. 2024, eq. 1), rounded to two digits."""
     lr = 0.3118 * compute_budget(arch, seq_len, tokens) ** -0.1250
     digits = 1 - math.floor(math.log10(lr))
     return round(lr, digits)
+
+
+def shape_of(parameters: float, *, vocab_size: int = 128_256, seq_len: int = 8192) -> Arch:
+    """Return the usual shape of a dense model of about so many parameters (within 5% from 100M on).
+
+    Its width is about WIDTH_PER_LAYER x its layers. Raises ConfigError for fewer than 1M or more than 100T parameters.
+    """
+    if not _LEAST <= parameters <= _MOST:
+        raise ConfigError(
+            "E-SHAPE-SIZE",
+            f"a model of {parameters:g} parameters",
+            rule="a shape is derived for 1M to 100T parameters",
+            fix="write a number with a unit, like 70b, or give the shape itself",
+            parameters=parameters,
+        )
+    tied = parameters < _UNTIED_PARAMETERS
+    best: tuple[float, Arch] | None = None
+    # 12 L D^2 parameters with L = D / 128 bound the width from both sides, embedding and head included.
+    guess = (parameters * WIDTH_PER_LAYER / 12) ** (1 / 3)
+    step = _width_step(guess)
+    for width in range(max(step, round(guess / 3 / step) * step), round(1.5 * guess) + step, step):
+        block = _shape(width, 1, vocab_size, seq_len, tied)
+        ends = width + vocab_size * width * (1 if tied else 2)
+        layers = (parameters - ends) / _block_parameters(block)
+        if round(layers) < 1:
+            continue
+        # Both count: the distance from the usual proportion, and the error of the size by rounding the layers.
+        misfit = abs(math.log(layers * WIDTH_PER_LAYER / width)) + 10 * abs(math.log(layers / round(layers)))
+        if best is None or misfit < best[0]:
+            best = misfit, _shape(width, round(layers), vocab_size, seq_len, tied)
+    return best[1] if best else _shape(step, 1, vocab_size, seq_len, tied)
+
+
+def _width_step(width: float) -> int:
+    """Return the step of widths whose heads tensor parallelism can divide: by 8 in large models, else by 4 or 2."""
+    return 1024 if width >= 4096 else 512 if width >= 2048 else 128 if width >= 512 else 64
+
+
+def _block_parameters(arch: Arch) -> int:
+    return block_attention_parameters(arch) + block_mlp_parameters(arch) + block_norm_parameters(arch)
+
+
+def _shape(width: int, layers: int, vocab_size: int, seq_len: int, tied: bool) -> Arch:
+    head_dim = _HEAD_DIM if width % _HEAD_DIM == 0 and width >= 2048 else _SMALL_HEAD_DIM
+    heads = width // head_dim
+    grouped = width >= _GROUPED_WIDTH and heads % _KEY_VALUE_HEADS == 0
+    # The feed-forward gets the parameters that grouped keys and values save: 7/2 of the width instead of 8/3.
+    ffn = round((3.5 if grouped else 8 / 3) * width / 256) * 256 or 256
+    return Arch(
+        vocab_size=vocab_size,
+        d_model=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=_KEY_VALUE_HEADS if grouped else heads,
+        head_dim=head_dim,
+        d_ffn=ffn,
+        max_seq_len=seq_len,
+        tied_embeddings=tied,
+    )
+
+
+@dataclass(frozen=True)
+class PublishedHyperparameters:
+    """The learning rate and batch of a published training run.
+
+    parameters: the active ones of a model with experts. learning_rate: the peak. batch_tokens: the last batch of a
+    ramp, 0 if it was not published.
+    """
+
+    parameters: float
+    learning_rate: float
+    batch_tokens: float
+    name: str
+    source: str
+    experts: bool = False
+
+
+_GPT3 = "Brown et al. 2020, table 2.1"
+_LLAMA = "Touvron et al. 2023 (LLaMA), table 2"
+_DEEPSEEK = "Bi et al. 2024 (DeepSeek LLM), table 2"
+_LLAMA3 = "Llama team 2024, table 3 and section 3.4.1"
+PUBLISHED_HYPERPARAMETERS = (
+    PublishedHyperparameters(125e6, 6e-4, 0.5e6, "GPT-3 125M", _GPT3),
+    PublishedHyperparameters(350e6, 3e-4, 0.5e6, "GPT-3 350M", _GPT3),
+    PublishedHyperparameters(760e6, 2.5e-4, 0.5e6, "GPT-3 760M", _GPT3),
+    PublishedHyperparameters(1.3e9, 2e-4, 1e6, "GPT-3 1.3B", _GPT3),
+    PublishedHyperparameters(2.7e9, 1.6e-4, 1e6, "GPT-3 2.7B", _GPT3),
+    PublishedHyperparameters(6.7e9, 1.2e-4, 2e6, "GPT-3 6.7B", _GPT3),
+    PublishedHyperparameters(13e9, 1e-4, 2e6, "GPT-3 13B", _GPT3),
+    PublishedHyperparameters(175e9, 0.6e-4, 3.2e6, "GPT-3 175B", _GPT3),
+    PublishedHyperparameters(6.7e9, 3e-4, 4e6, "LLaMA 7B", _LLAMA),
+    PublishedHyperparameters(13e9, 3e-4, 4e6, "LLaMA 13B", _LLAMA),
+    PublishedHyperparameters(32.5e9, 1.5e-4, 4e6, "LLaMA 33B", _LLAMA),
+    PublishedHyperparameters(65.2e9, 1.5e-4, 4e6, "LLaMA 65B", _LLAMA),
+    PublishedHyperparameters(7e9, 4.2e-4, 9.4e6, "DeepSeek LLM 7B", _DEEPSEEK),
+    PublishedHyperparameters(67e9, 3.2e-4, 18.9e6, "DeepSeek LLM 67B", _DEEPSEEK),
+    PublishedHyperparameters(8.03e9, 3e-4, 0, "Llama 3 8B", _LLAMA3),
+    PublishedHyperparameters(70.6e9, 1.5e-4, 0, "Llama 3 70B", _LLAMA3),
+    PublishedHyperparameters(405e9, 8e-5, 16e6, "Llama 3 405B", _LLAMA3),
+    PublishedHyperparameters(37e9, 2.2e-4, 62.9e6, "DeepSeek-V3", "DeepSeek-AI 2024, V3, section 4.2", experts=True),
+)
+
+
+def nearest_runs(parameters: float, experts: bool = False) -> tuple[PublishedHyperparameters, ...]:
+    """Return all published runs, those of the same kind (dense, or with experts) first, each kind by the ratio of
+    sizes. Of two runs of equal size, the run with the larger batch is first, because it is from later years."""
+
+    def distance(run: PublishedHyperparameters) -> tuple[bool, float, float]:
+        return run.experts != experts, abs(math.log(run.parameters / parameters)), -run.batch_tokens
+
+    return tuple(sorted(PUBLISHED_HYPERPARAMETERS, key=distance))
+
+
+def kaplan_learning_rate(parameters: float) -> float:
+    """Return 0.003239 - 0.0001395 ln N (Kaplan et al. 2020, eq. D.1), N without embeddings; 0 beyond its range, which
+    ends above 10B."""
+    return max(0.003239 - 0.0001395 * math.log(parameters), 0.0)
+
+
+def kaplan_critical_batch(loss: float) -> float:
+    """Return 2e8 / L^(1/0.21) tokens at a loss of L nats per token (Kaplan et al. 2020, eq. 1.4)."""
+    return _KAPLAN_BATCH_TOKENS / loss ** (1 / _KAPLAN_EXPONENT)
+
+
+def simple_noise_scale(gradient_variance: float, gradient_norm_squared: float) -> float:
+    """Return tr(S) / |G|^2 (McCandlish et al. 2018, eq. 2.9), in samples if the variance is that of one sample."""
+    return gradient_variance / gradient_norm_squared
+
+
+def noise_scale_of_batches(small: float, small_norm_squared: float, big: float, big_norm_squared: float) -> float:
+    """Return the noise scale from squared gradient norms of small and big batches (McCandlish et al. 2018, app. A.1).
+
+    Each norm is a mean over batches of one size B; |G|^2 and tr(S) follow from E|G_B|^2 = |G|^2 + tr(S)/B. The result
+    is infinite if the noise exceeds |G|.
+    """
+    norm = (big * big_norm_squared - small * small_norm_squared) / (big - small)
+    variance = (small_norm_squared - big_norm_squared) / (1 / small - 1 / big)
+    return simple_noise_scale(variance, norm) if norm > 0 else math.inf
+
+
+def token_factor(batch: float, critical_batch: float) -> float:
+    """Return the tokens to reach a loss, relative to very small batches: 1 + B/B_crit (McCandlish et al. 2018,
+    eq. 2.11)."""
+    return 1 + batch / critical_batch
+
+
+def step_factor(batch: float, critical_batch: float) -> float:
+    """Return the steps to reach a loss, relative to very large batches: 1 + B_crit/B."""
+    return 1 + critical_batch / batch
+
+
+def warmup_steps(steps: int) -> int:
+    """Return 5% of the steps, at most the 2,000 of LLaMA (Touvron et al. 2023)."""
+    return min(max(steps // 20, 1), 2000)
+
+
+def batch_ramp(batch_tokens: float, tokens: float) -> tuple[tuple[float, float], ...]:
+    """Return (tokens per step, tokens after which the next batch begins): a quarter, a half, all of the batch.
+
+    A quarter for 5% and a half until 20% of the tokens are between published ramps: PaLM 1M, 2M from 7%, 4M from 24%
+    (Chowdhery et al. 2022, section 5); Llama 3 405B 4M, 8M almost at once, 16M from 18% (Llama team 2024, section
+    3.4.1); GPT-3 from 32k over its first 1 to 4% (Brown et al. 2020, appendix B).
+    """
+    return (batch_tokens / 4, 0.05 * tokens), (batch_tokens / 2, 0.20 * tokens), (batch_tokens, tokens)

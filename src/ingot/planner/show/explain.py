@@ -1,28 +1,41 @@
-"""Why a plan's numbers are what they are: one topic at a time, each as a formula with its numbers filled in."""
+"""The formulas of a plan with their numbers filled in, by topic; and a run's pipeline as a timeline."""
 
 import textwrap
 from collections.abc import Callable, Iterator
 
-from ingot.errors import UsageError
+from ingot.errors import ConfigError, UsageError
 from ingot.planner.predict.time.bubble import bubble_overhead, bubble_share
 from ingot.planner.predict.time.step_time import simulated
-from ingot.planner.run.hyperparameters import Proposal, inference_aware, propose_hyperparameters, size_in_laws
-from ingot.planner.run.plan import Planned
-from ingot.planner.run.ramp import ramp_warning
+from ingot.planner.run.hyperparameters import (
+    ProposedValue,
+    inference_aware,
+    propose_hyperparameters,
+    ramp_warning,
+    size_in_laws,
+)
+from ingot.planner.run.plan import PlannedRun
+from ingot.schema.cluster import Cluster
 from ingot.schema.nearest import divisors
+from ingot.schema.run import RunConfig
 from ingot.theory.layout import positions, resolve_parallel
-from ingot.theory.schedule import PUBLISHED, build_table, schedule_problems, simulate
+from ingot.theory.schedule import NAMES, PUBLISHED, build_table, schedule_problems, simulate, timeline_text
 from ingot.units import format_bytes, format_count, format_seconds
 
 _WIDTH = 118
 
 
-def explain(topic: str, planned: Planned) -> list[str]:
-    """topic: one of TOPICS, or "all". Raises UsageError for others."""
+def explain(topic: str, planned: PlannedRun) -> list[str]:
+    """Return the lines about a topic: one of TOPICS, or "all". Raises UsageError for others."""
     if topic == "all":
         return [line for name in TOPICS for line in ("", name, *explain(name, planned))][1:]
     if topic not in TOPICS:
-        raise UsageError(f"cannot explain {topic!r}", rule=f"topics are {', '.join(TOPICS)}, all")
+        raise UsageError(
+            "E-TOPIC-UNKNOWN",
+            f"cannot explain {topic!r}",
+            rule=f"topics are {', '.join(TOPICS)}, all",
+            fix="--explain all shows every topic",
+            topic=topic,
+        )
     lines = TOPICS[topic](planned)
     return [part for line in lines for part in ([line] if len(line) <= _WIDTH else _wrapped(line, 2))]
 
@@ -38,11 +51,11 @@ def _aligned(pairs: dict[str, str]) -> Iterator[str]:
         yield from _wrapped(f"{name:<{width}}  {text}", width + 2)
 
 
-def _formulas(planned: Planned, *prefixes: str) -> dict[str, str]:
+def _formulas(planned: PlannedRun, *prefixes: str) -> dict[str, str]:
     return {name: formula for name, formula in planned.plan.formulas.items() if name.startswith(prefixes)}
 
 
-def _memory(planned: Planned) -> Iterator[str]:
+def _memory(planned: PlannedRun) -> Iterator[str]:
     plan, parallel = planned.plan, planned.run.parallel
     pairs = {}
     for kind, size in plan.memory_bytes.items():
@@ -59,7 +72,7 @@ def _memory(planned: Planned) -> Iterator[str]:
         yield f"{moment}: {format_bytes(size)}"
 
 
-def _time(planned: Planned) -> Iterator[str]:
+def _time(planned: PlannedRun) -> Iterator[str]:
     plan = planned.plan
     if not plan.step_seconds:
         yield f"no {planned.run.train.precision} rate of {plan.cluster.name} is known: run `ingot doctor --bench`"
@@ -78,11 +91,11 @@ def _time(planned: Planned) -> Iterator[str]:
     pairs["step"] = f"{format_seconds(plan.step_seconds)}, the sum of the parts above"
     if plan.step_seconds_high:
         low, high = format_seconds(plan.step_seconds_low), format_seconds(plan.step_seconds_high)
-        pairs["band"] = f"{low} to {high}: where 80% of published runs lie around their prediction"
+        pairs["band"] = f"{low} to {high}: the range that contains 80% of published runs around their prediction"
     yield from _aligned(pairs)
 
 
-def _communication(planned: Planned) -> Iterator[str]:
+def _communication(planned: PlannedRun) -> Iterator[str]:
     plan, parallel = planned.plan, planned.run.parallel
     if parallel.world_size == 1:
         yield "one rank exchanges nothing"
@@ -102,7 +115,7 @@ def _communication(planned: Planned) -> Iterator[str]:
     yield from _aligned(_formulas(planned, "comms.", "communication."))
 
 
-def _bubble(planned: Planned) -> Iterator[str]:
+def _bubble(planned: PlannedRun) -> Iterator[str]:
     run, plan = planned.run, planned.plan
     parallel = resolve_parallel(run)
     if parallel.pp == 1:
@@ -128,12 +141,12 @@ def _bubble(planned: Planned) -> Iterator[str]:
     yield f"twice the micro-batches: {bubble_share(ranks, 2 * micro_batches, each):.1%} for 1F1B"
 
 
-def _learning_rate(planned: Planned) -> Iterator[str]:
+def _learning_rate(planned: PlannedRun) -> Iterator[str]:
     yield f"optim.lr = {planned.run.optim.lr:g}: {planned.reasons.get('optim.lr', 'from the run file')}"
     yield from _proposals(planned, "learning", "lr", "schedule", "warm", "decay")
 
 
-def _batch(planned: Planned) -> Iterator[str]:
+def _batch(planned: PlannedRun) -> Iterator[str]:
     run = planned.run
     tokens = run.tokens_per_step
     yield (
@@ -151,39 +164,39 @@ def _batch(planned: Planned) -> Iterator[str]:
         yield warning
 
 
-def _size(planned: Planned) -> Iterator[str]:
-    """Over-training is judged by what is served: once, ten and a hundred times the tokens of the training."""
+def _size(planned: PlannedRun) -> Iterator[str]:
+    """Yield the rules about the model's size, and the cheapest sizes to serve 1, 10 and 100 x its tokens."""
     run = planned.run
     tokens = run.train.steps * run.tokens_per_step
     yield from _proposals(planned, "optimal", "loss", "experts")
     for times in (1, 10, 100):
         _, proposal = inference_aware(size_in_laws(run.model), tokens, times * tokens)
-        yield f"cheapest to train and to serve {format_count(times * tokens)} tokens: {_told(proposal)}"
+        yield f"cheapest to train and to serve {format_count(times * tokens)} tokens: {_proposal_text(proposal)}"
 
 
-def _failures(planned: Planned) -> Iterator[str]:
+def _failures(planned: PlannedRun) -> Iterator[str]:
     whole = {name.removeprefix("outlook."): text for name, text in _formulas(planned, "outlook.").items()}
     if not whole:
         yield "no failures are counted: a CPU has no published rate, or the time of a step is not known"
         return
-    yield "M mean time to failure of the job, w stall of a checkpoint, t steps between two, R restart"
+    yield "M: mean time to failure of the job, w: stall of a checkpoint, t: time between checkpoints, R: restart"
     yield from _aligned(whole)
 
 
-def _proposals(planned: Planned, *words: str) -> Iterator[str]:
+def _proposals(planned: PlannedRun, *words: str) -> Iterator[str]:
     run, batch = planned.run, planned.run.tokens_per_step
     tokens = run.train.steps * batch
     for proposal in propose_hyperparameters(run.model, tokens, run.train.seq_len, batch_tokens=batch):
         if any(word in proposal.name.lower() for word in words):
-            yield f"{proposal.name}: {_told(proposal)}"
+            yield f"{proposal.name}: {_proposal_text(proposal)}"
 
 
-def _told(proposal: Proposal) -> str:
+def _proposal_text(proposal: ProposedValue) -> str:
     note = f"; {proposal.note}" if proposal.note else ""
     return f"{proposal.shown}: {proposal.formula} ({proposal.source}{note})"
 
 
-TOPICS: dict[str, Callable[[Planned], Iterator[str]]] = {
+TOPICS: dict[str, Callable[[PlannedRun], Iterator[str]]] = {
     "mem": _memory,
     "time": _time,
     "comms": _communication,
@@ -193,3 +206,52 @@ TOPICS: dict[str, Callable[[Planned], Iterator[str]]] = {
     "size": _size,
     "failures": _failures,
 }
+
+
+def timeline_lines(run: RunConfig, cluster: Cluster, schedule: str = "", width: int = 120) -> list[str]:
+    """Return a title, one line per pipeline rank, and the published bubble.
+
+    schedule: "" draws the run's own, with the planned times of its stages; any other is drawn with F = I = W.
+    width: columns. Raises ConfigError if there is no pipeline, or the schedule does not fit it.
+    """
+    parallel, own = run.parallel, not schedule or schedule == run.parallel.schedule
+    if parallel.pp == 1:
+        raise ConfigError(
+            "E-PIPELINE-NONE",
+            "the run has no pipeline (parallel.pp = 1)",
+            rule="a timeline shows at least two pipeline ranks",
+            fix="--set parallel.pp=2, or another number of ranks",
+            pp=parallel.pp,
+        )
+    name = schedule or parallel.schedule
+    if name not in NAMES:
+        raise ConfigError(
+            "E-SCHEDULE-UNKNOWN",
+            f"there is no schedule {name!r}",
+            rule=f"schedules are {', '.join(NAMES)}",
+            fix="--timeline 1f1b, or another of these",
+            schedule=name,
+        )
+    if problems := list(schedule_problems(name, parallel.pp, run.accumulation)):
+        raise ConfigError(
+            "E-SCHEDULE-FIT",
+            "; ".join(problems),
+            rule="a schedule fits its ranks and micro-batches",
+            fix="change parallel.pp or train.global_batch, or draw another schedule",
+            schedule=name,
+            pp=parallel.pp,
+            micro_batches=run.accumulation,
+        )
+    if own:
+        timeline, times = simulated(run, cluster, positions(run)), "planned times"
+    else:
+        table = build_table(name, parallel.pp, run.accumulation)
+        timeline, times = simulate(table, forward=1.0, backward_input=1.0, backward_weight=1.0), "F = I = W"
+    keeps = ", ".join(map(str, timeline.peak_in_flight))
+    head = (
+        f"{name}, {parallel.pp} ranks, {run.accumulation} micro-batches, {times}: idle {timeline.bubble_fraction:.1%}"
+    )
+    lines = [head, *timeline_text(timeline, width).split("\n"), f"micro-batches that ranks keep at once: {keeps}"]
+    if published := PUBLISHED.get(name):
+        lines.append(f"published: idle {published.formula} ({published.source})")
+    return lines

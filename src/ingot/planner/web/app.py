@@ -1,15 +1,16 @@
-"""The page's server: static files, and the planner behind /api. It keeps nothing, and reads no file for a request.
+"""The page's server: static files, and the planner under /api. It stores nothing, and reads no files for a request.
 
     GET /                     the page
     GET /api/options          models, devices, typical clusters
-    GET /api/plan?STATE       a plan; moved=KEY says which setting was moved last
+    GET /api/plan?STATE       a plan; moved=KEY names the setting that the user changed last
     GET /api/fixes?STATE      single changes with which it fits
-    GET /api/search?STATE     the best layouts; keep=tp,pp: of those with these settings
+    GET /api/search?STATE     the best layouts; keep=tp,pp: with these settings unchanged
     GET /api/timeline?STATE   the simulated pipeline; window=step|start|end
     GET /api/compare?a=&b=    two plans, each a STATE
     GET /api/run.toml?STATE   the run file
 
-Errors are JSON {found, rule, fix} with status 4xx. Work is done in threads, a few at a time; a search in a process.
+STATE means the pairs KEY=VALUE of a link. Errors are JSON {found, rule, fix} with status 4xx. A few threads compute
+plans; each search runs in its own process.
 """
 
 import sys
@@ -22,6 +23,7 @@ from urllib.parse import parse_qsl
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -29,28 +31,44 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingot.errors import IngotError, UsageError
 from ingot.planner.web import answers
+from ingot.planner.web.choices import fixes, options
 from ingot.planner.web.compare import comparison
-from ingot.planner.web.fixes import fixes
-from ingot.planner.web.options import options
 from ingot.planner.web.pictures import WINDOWS, picture
-from ingot.planner.web.protect import Headers
 from ingot.planner.web.searching import best_layouts, read_keep
-from ingot.planner.web.state import FIELDS, State, read_state
+from ingot.planner.web.state import FIELDS, PageSettings, read_settings
 from ingot.planner.web.views import view
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _THREADS = 2
 _MOST_WAITING = 16
-_MOST_SEARCHES = 4  # each has a core of its own
+_MOST_SEARCHES = 4  # each occupies one core
+# Headers of every response: nothing is loaded from other sites, embedded in other pages, or stored.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-store",
+}
 
 
 def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
-    """hosts: names under which browsers may ask for it ("*": any); others could be pages that aim at this machine."""
-    desk = _Desk()
+    """Return the server application.
+
+    hosts: the host names that requests may have ("*": any). Others are refused, because another web page could send
+    its visitors' browsers here under its own name.
+    """
+    desk = _WorkQueue()
     routes = [
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -62,13 +80,16 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
         Route("/api/compare", _json(desk, _compare)),
         Route("/api/run.toml", _run_file(desk)),
     ]
-    middleware = [Middleware(Headers), Middleware(TrustedHostMiddleware, allowed_hosts=[h.strip("[]") for h in hosts])]
+    middleware = [
+        Middleware(_SecurityHeaders),
+        Middleware(TrustedHostMiddleware, allowed_hosts=[h.strip("[]") for h in hosts]),
+    ]
     handlers = {IngotError: _refused, HTTPException: _no_such_thing, Exception: _broken}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
 
 
-class _Desk:
-    """Work for threads: a few at a time, and a queue that does not grow without end; and as few searches."""
+class _WorkQueue:
+    """A limit on concurrent work: threads with a bounded queue, and a number of searches."""
 
     def __init__(self):
         self._limiter: anyio.CapacityLimiter | None = None
@@ -85,14 +106,14 @@ class _Desk:
             self._searches -= 1
 
     async def do(self, work: Callable, *arguments):
-        if self._limiter is None:  # it belongs to the event loop, which runs by now
+        if self._limiter is None:  # made here, because a limiter needs the running event loop
             self._limiter = anyio.CapacityLimiter(_THREADS)
         if self._limiter.statistics().tasks_waiting >= _MOST_WAITING:
             raise HTTPException(503, "too many requests wait already")
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
 
 
-def _json(desk: _Desk, work: Callable[[Request], dict | list]) -> Callable[[Request], Awaitable[Response]]:
+def _json(desk: _WorkQueue, work: Callable[[Request], dict | list]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return JSONResponse(await desk.do(work, request))
 
@@ -103,47 +124,66 @@ async def _page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html")
 
 
-def _pairs(request: Request, *besides: str) -> list[tuple[str, str]]:
-    return [(key, text) for key, text in request.query_params.multi_items() if key not in besides]
+def _pairs(request: Request, *other: str) -> list[tuple[str, str]]:
+    """Return the pairs of the query, without the keys `other`, which are no settings."""
+    return [(key, text) for key, text in request.query_params.multi_items() if key not in other]
 
 
-def _settled(request: Request, *besides: str) -> State:
-    return answers.settled(read_state(_pairs(request, *besides)))
+def _settled(request: Request, *other: str) -> PageSettings:
+    return answers.settled(read_settings(_pairs(request, *other)))
 
 
 def _plan(request: Request) -> dict:
     moved = request.query_params.get("moved", "")
     if moved and moved not in FIELDS:
-        raise UsageError("moved is no setting", rule=f"settings are {', '.join(FIELDS)}")
-    asked = read_state(_pairs(request, "moved"))
+        raise UsageError(
+            "E-PAGE-SETTING",
+            f"moved={moved[:20]} is no setting",
+            rule=f"settings are {', '.join(FIELDS)}",
+            fix="use the name of a setting",
+            setting=moved[:20],
+        )
+    asked = read_settings(_pairs(request, "moved"))
     return view(answers.answer(answers.settled(asked, moved)), asked)
 
 
 def _fixes(request: Request) -> list[dict]:
-    asked = read_state(_pairs(request))
+    asked = read_settings(_pairs(request))
     return fixes(answers.answer(answers.settled(asked)), asked)
 
 
 def _timeline(request: Request) -> dict:
     window = request.query_params.get("window", WINDOWS[0])
     if window not in WINDOWS:
-        raise UsageError(f"there is no window {window[:20]!r}", rule=f"windows are {', '.join(WINDOWS)}")
-    state = _settled(request, "window")
-    return picture(answers.answer(state).run, answers.timeline_of(state), window, instead=bool(state.mfu))
+        raise UsageError(
+            "E-PAGE-WINDOW",
+            f"there is no window {window[:20]!r}",
+            rule=f"windows are {', '.join(WINDOWS)}",
+            fix=f"window={WINDOWS[0]}",
+            window=window[:20],
+        )
+    settings = _settled(request, "window")
+    return picture(answers.answer(settings).run, answers.timeline_of(settings), window, instead=bool(settings.mfu))
 
 
 def _compare(request: Request) -> dict:
-    if {key for key, _ in request.query_params.multi_items()} != {"a", "b"}:
-        raise UsageError("a comparison has two plans", rule="a=STATE&b=STATE")
+    keys = sorted({key for key, _ in request.query_params.multi_items()})
+    if keys != ["a", "b"]:
+        raise UsageError(
+            "E-PAGE-COMPARE",
+            f"the keys of this comparison are {', '.join(keys)[:60] or 'missing'}",
+            rule="a comparison has exactly two plans",
+            fix="a=STATE&b=STATE",
+        )
     a, b = (_state_of(request.query_params[name]) for name in ("a", "b"))
     return comparison(answers.answer(a), answers.answer(b))
 
 
-def _state_of(query: str) -> State:
-    return answers.settled(read_state(parse_qsl(query, keep_blank_values=True, max_num_fields=len(FIELDS))))
+def _state_of(query: str) -> PageSettings:
+    return answers.settled(read_settings(parse_qsl(query, keep_blank_values=True, max_num_fields=len(FIELDS))))
 
 
-def _run_file(desk: _Desk):
+def _run_file(desk: _WorkQueue):
     async def endpoint(request: Request) -> Response:
         text = await desk.do(lambda: answers.run_file(_settled(request)))
         return Response(
@@ -155,24 +195,24 @@ def _run_file(desk: _Desk):
     return endpoint
 
 
-def _search(desk: _Desk):
+def _search(desk: _WorkQueue):
     async def endpoint(request: Request) -> Response:
-        state, keep = read_state(_pairs(request, "keep")), read_keep(request.query_params.get("keep", ""))
-        answers.settled(state)  # what is wrong with it is said before a process is started
+        settings, keep = read_settings(_pairs(request, "keep")), read_keep(request.query_params.get("keep", ""))
+        answers.settled(settings)  # reports errors of the settings before a process is started
         with desk.searching():
-            found = await _while_open(request, state, keep)
-        return JSONResponse(found) if found is not None else Response(status_code=499)  # nobody reads it
+            found = await _while_open(request, settings, keep)
+        return JSONResponse(found) if found is not None else Response(status_code=499)  # the client has left
 
     return endpoint
 
 
-async def _while_open(request: Request, state: State, keep: tuple[str, ...]) -> dict | None:
-    """What a search finds, which ends with its request: a page that has moved on closes it."""
+async def _while_open(request: Request, settings: PageSettings, keep: tuple[str, ...]) -> dict | None:
+    """Return the result of a search, None if the client closed the request, which also ends the search."""
     outcome: list[dict | IngotError] = []
     async with anyio.create_task_group() as group:
         group.start_soon(_until_closed, request, group)
         try:
-            outcome.append(await best_layouts(state, keep))
+            outcome.append(await best_layouts(settings, keep))
         except IngotError as error:
             outcome.append(error)
         group.cancel_scope.cancel()
@@ -196,7 +236,26 @@ async def _no_such_thing(request: Request, error: HTTPException) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """The page gets no traceback; the terminal does."""
+    """Print the traceback to the terminal; the page gets only a sentence."""
     traceback.print_exception(error, file=sys.stderr)
     found = "the planner failed on these settings; the terminal of `ingot plan --web` shows where"
     return JSONResponse({"found": found, "rule": "", "fix": "report it with the link"}, status_code=500)
+
+
+class _SecurityHeaders:
+    """Middleware that adds _HEADERS to every response."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def protected(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, protected)

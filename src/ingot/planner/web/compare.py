@@ -1,17 +1,18 @@
-"""Two plans side by side: every figure of both, and by how much the second differs."""
+"""A comparison of two plans: every figure of both, and the relative change."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ingot.planner.web.answers import Answer, subject_of
-from ingot.planner.web.views import bubble, layout_words, verdict
+from ingot.planner.show.layout import layout_text
+from ingot.planner.web.answers import PagePlan, model_of
+from ingot.planner.web.views import bubble, verdict
 from ingot.schema.plan import Plan
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 
 @dataclass(frozen=True)
 class _Figure:
-    """better: whether less (-1) or more (1) of it is better; 0: neither."""
+    """A figure of a plan. better: -1 if smaller values are better, 1 if larger ones are, 0 if neither."""
 
     label: str
     text: str
@@ -19,8 +20,8 @@ class _Figure:
     better: int
 
 
-def comparison(a: Answer, b: Answer) -> dict:
-    """Rows of two texts, and of the change from a to b; settings that differ first."""
+def comparison(a: PagePlan, b: PagePlan) -> dict:
+    """Return rows of both texts and the change from a to b; settings that differ are first."""
     rows = [_row(label, x, y, "", 0) for label, x, y in _settings(a, b)]
     if a.plan and b.plan:
         rows += [_change(x, y) for x, y in zip(_figures(a, a.plan), _figures(b, b.plan), strict=True)]
@@ -28,32 +29,32 @@ def comparison(a: Answer, b: Answer) -> dict:
     return {"rows": rows, "problems": problems}
 
 
-def _settings(a: Answer, b: Answer) -> Iterator[tuple[str, str, str]]:
-    """Those that differ, in words."""
+def _settings(a: PagePlan, b: PagePlan) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, text of a, text of b) of settings that differ."""
     for label, say in _WORDS.items():
         if say(a) != say(b):
             yield label, say(a), say(b)
     for key in _FORMS:
-        before, after = getattr(a.state, key), getattr(b.state, key)
+        before, after = getattr(a.settings, key), getattr(b.settings, key)
         if before != after:
             yield key.replace("_", " "), str(before) or "-", str(after) or "-"
 
 
 _FORMS = ("micro_batch", "zero", "recompute", "schedule", "stages_per_rank", "context", "offload", "recipe")
-_WORDS: dict[str, Callable[[Answer], str]] = {
-    "model": lambda found: subject_of(found.state).name,
+_WORDS: dict[str, Callable[[PagePlan], str]] = {
+    "model": lambda found: model_of(found.settings).name,
     "cluster": lambda found: found.cluster.name,
-    "sequence": lambda found: f"{found.state.seq:,} tokens",
-    "batch": lambda found: f"{found.state.batch:,} sequences",
-    "tokens": lambda found: format_count(found.state.tokens),
-    "price": lambda found: f"${found.state.price or found.cluster.usd_per_hour:g} per hour",
-    "MFU that is given": lambda found: f"{found.state.mfu:g}" if found.state.mfu else "-",
-    "failures that are given": lambda found: f"{found.state.failures:g}" if found.state.failures else "-",
-    "layout": lambda found: layout_words(found.run),
+    "sequence": lambda found: f"{found.settings.seq:,} tokens",
+    "batch": lambda found: f"{found.settings.batch:,} sequences",
+    "tokens": lambda found: format_count(found.settings.tokens),
+    "price": lambda found: f"${found.settings.price or found.cluster.usd_per_hour:g} per hour",
+    "MFU that is given": lambda found: f"{found.settings.mfu:g}" if found.settings.mfu else "-",
+    "failures that are given": lambda found: f"{found.settings.failures:g}" if found.settings.failures else "-",
+    "layout": lambda found: layout_text(found.run),
 }
 
 
-def _figures(found: Answer, plan: Plan) -> list[_Figure]:
+def _figures(found: PagePlan, plan: Plan) -> list[_Figure]:
     speed = plan.tokens_per_step / plan.step_seconds if plan.step_seconds else 0.0
     seconds, usd = plan.total_seconds, plan.usd
     if plan.outlook:

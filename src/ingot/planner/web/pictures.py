@@ -6,18 +6,21 @@ from ingot.schema.run import RunConfig
 from ingot.theory.schedule import PUBLISHED, Timeline
 from ingot.units import format_seconds
 
-# More pieces of a row than this are too thin to be told apart: neighbours become one.
+# More pieces in a row than this are too thin to distinguish, so neighbors are merged.
 MOST_PIECES = 160
 _COLUMNS = 300
-# What is shown: all of a step, or as many actions of a rank from its beginning or end as can be told apart.
+# The shown part: all of a step, or so many actions from its start or end that each can be distinguished.
 WINDOWS = ("step", "start", "end")
 _READABLE_ACTIONS = 28
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """kind: F, B, I or W, or M for several in turn. upper: of every second stage of a rank. label: the micro-batch, ""
-    when merged. busy: of its time, without short waits that merging covers."""
+class _PictureSpan:
+    """A rectangle of the picture: one action, or several merged ones.
+
+    kind: F, B, I or W; M for merged actions of several kinds. upper: True for every second stage of a rank. label: the
+    micro-batch, "" if merged. busy: seconds without the short waits between merged actions.
+    """
 
     kind: str
     upper: bool
@@ -28,7 +31,8 @@ class _Piece:
 
 
 def picture(run: RunConfig, timeline: Timeline, window: str, *, instead: bool = False) -> dict:
-    """instead: whether the plan has the time of an MFU that was given, and not the one that is drawn."""
+    """Return the picture as JSON values. window: one of WINDOWS. instead: True if the plan's step time follows from a
+    given MFU, so that it differs from the drawn time."""
     first, last = _window(timeline, window)
     rows = [_row(timeline, rank, first, last) for rank in range(timeline.table.ranks)]
     merged = max(map(len, rows)) > MOST_PIECES
@@ -61,7 +65,8 @@ def picture(run: RunConfig, timeline: Timeline, window: str, *, instead: bool = 
 
 
 def _window(timeline: Timeline, window: str) -> tuple[float, float]:
-    """From when to when: the start ends when the last rank has begun and the first has done what can be read."""
+    """Return the start and end of the shown time. "start" ends when the last rank has begun, and the first rank has
+    finished as many actions as are readable."""
     whole = timeline.step_time
     if window == "step":
         return 0.0, whole
@@ -71,37 +76,37 @@ def _window(timeline: Timeline, window: str) -> tuple[float, float]:
     return max(min(starts[-min(number, len(starts))] for starts in timeline.starts[:1]), 0.0), whole
 
 
-def _row(timeline: Timeline, rank: int, first: float, last: float) -> list[_Piece]:
+def _row(timeline: Timeline, rank: int, first: float, last: float) -> list[_PictureSpan]:
     local = {stage: index for index, stage in enumerate(timeline.table.stages_of(rank))}
     found = []
     for action, start, end in zip(timeline.table.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
         if end > first and start < last:
             start, end = max(start, first), min(end, last)
             upper = local[action.stage] % 2 == 1
-            found.append(_Piece(action.kind, upper, str(action.micro_batch), start, end, end - start))
+            found.append(_PictureSpan(action.kind, upper, str(action.micro_batch), start, end, end - start))
     return found
 
 
-def _merged(row: list[_Piece], least: float) -> list[_Piece]:
-    """Runs of pieces that are each shorter than `least` as one: of their kind where it is the same, else of several,
-    "M". Idle time of half of `least` stays to be seen."""
-    found: list[_Piece] = []
-    run_ends = -1.0  # of the last in `found`, when it is a run of short pieces
+def _merged(row: list[_PictureSpan], least: float) -> list[_PictureSpan]:
+    """Merge consecutive pieces that are each shorter than `least`. The merged kind is their common kind, else "M".
+    Idle times of at least half of `least` remain visible."""
+    found: list[_PictureSpan] = []
+    run_ends = -1.0  # the end of the last piece in `found` if it is short or merged
     for piece in row:
         short = piece.end - piece.start < least
         if short and found and run_ends >= 0 and piece.start - run_ends < least / 2:
             before = found[-1]
             kind = before.kind if before.kind == piece.kind else "M"
             upper = before.upper and piece.upper and kind != "M"
-            found[-1] = _Piece(kind, upper, "", before.start, piece.end, before.busy + piece.busy)
+            found[-1] = _PictureSpan(kind, upper, "", before.start, piece.end, before.busy + piece.busy)
         else:
             found.append(piece)
         run_ends = piece.end if short else -1.0
     return found
 
 
-def _drawn(piece: _Piece, first: float, span: float) -> list:
-    """[kind, upper, label, x, width, busy]: x and width are shares of what is shown, busy one of the piece."""
+def _drawn(piece: _PictureSpan, first: float, span: float) -> list:
+    """Return [kind, upper, label, x, width, busy]: x and width are shares of the shown time, busy of the piece."""
     length = piece.end - piece.start
     x, width = (piece.start - first) / span, length / span
     return [piece.kind, int(piece.upper), piece.label, round(x, 5), round(width, 5), round(piece.busy / length, 3)]

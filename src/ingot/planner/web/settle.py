@@ -1,13 +1,12 @@
-"""A layout after one of its degrees was moved: what has to move along, so that every device has a part.
+"""The adaptation of a layout after the user has changed one setting, so that its degrees divide the devices.
 
-What the user moved stays as it was put. Where nothing that moves along makes it legal, the layout keeps its problem,
-and the page says so.
+The changed setting keeps its value. If no adaptation of the others makes the layout legal, the page shows the problem.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ingot.planner.web.state import State
+from ingot.planner.web.state import PageSettings
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.expert_rules import legal_ep
@@ -15,24 +14,24 @@ from ingot.schema.parallel import SPLIT_BACKWARD, TWO_STAGES, V_SHAPED, Parallel
 from ingot.theory.schedule import schedule_problems
 
 
-def settle(state: State, arch: Arch, cluster: Cluster, moved: str = "") -> State:
-    """`state` with what follows from its other degrees. Its sequence and batch are known."""
-    state = _axes(state, arch, cluster, moved)
-    state = _pipeline(state, arch, moved)
-    state = _data(state, arch, cluster, moved)
-    return _schedule(state, cluster, moved)
+def settle(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str = "") -> PageSettings:
+    """Return settings whose degrees fit together. moved: the setting that keeps its value. Sequence, batch: known."""
+    settings = _axes(settings, arch, cluster, moved)
+    settings = _pipeline(settings, arch, moved)
+    settings = _data(settings, arch, cluster, moved)
+    return _schedule(settings, cluster, moved)
 
 
-def data_ranks(state: State, cluster: Cluster) -> int:
-    """Ranks that read different samples; 0 when the other axes do not divide the devices."""
-    model_ranks = state.tp * state.pp * state.cp
+def data_ranks(settings: PageSettings, cluster: Cluster) -> int:
+    """Return the number of ranks that read different samples; 0 if the other axes do not divide the devices."""
+    model_ranks = settings.tp * settings.pp * settings.cp
     return 0 if cluster.devices % model_ranks else cluster.devices // model_ranks
 
 
-def accumulation(state: State, cluster: Cluster) -> int:
-    """Micro-batches per step of each data-parallel rank; 0 when they do not divide the batch."""
-    sequences = state.micro_batch * data_ranks(state, cluster)
-    return state.batch // sequences if sequences and state.batch % sequences == 0 else 0
+def accumulation(settings: PageSettings, cluster: Cluster) -> int:
+    """Return the micro-batches per step of each data-parallel rank; 0 if they do not divide the batch."""
+    sequences = settings.micro_batch * data_ranks(settings, cluster)
+    return settings.batch // sequences if sequences and settings.batch % sequences == 0 else 0
 
 
 def _at_most(value: int, legal: Iterable[int]) -> int:
@@ -40,58 +39,58 @@ def _at_most(value: int, legal: Iterable[int]) -> int:
 
 
 def _divisor(value: int, number: int) -> int:
-    """The largest divisor of `number` that is at most `value`."""
+    """Return the largest divisor of `number` that is at most `value`."""
     return next(n for n in range(min(value, number), 0, -1) if number % n == 0)
 
 
-def _axes(state: State, arch: Arch, cluster: Cluster, moved: str) -> State:
-    """Those whose product divides the devices, and the batch among what is left; the others make room first."""
+def _axes(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str) -> PageSettings:
+    """Reduce cp, pp and tp, in this order and except the moved one, until their product divides the devices."""
     for axis in ("cp", "pp", "tp"):
         if axis == moved:
             continue
-        degree = getattr(state, axis)
-        others = state.tp * state.pp * state.cp // degree
+        degree = getattr(settings, axis)
+        others = settings.tp * settings.pp * settings.cp // degree
         if cluster.devices % (others * degree):
             fits = cluster.devices % others == 0
-            state = replace(state, **{axis: _divisor(degree, cluster.devices // others) if fits else 1})
-    return replace(state, context="auto") if state.cp == 1 else state
+            settings = replace(settings, **{axis: _divisor(degree, cluster.devices // others) if fits else 1})
+    return replace(settings, context="auto") if settings.cp == 1 else settings
 
 
-def _pipeline(state: State, arch: Arch, moved: str) -> State:
-    if state.pp == 1:
-        return replace(state, schedule="1f1b", stages_per_rank=0)
-    if state.schedule not in TWO_STAGES or state.schedule in V_SHAPED:
-        state = replace(state, stages_per_rank=0)
+def _pipeline(settings: PageSettings, arch: Arch, moved: str) -> PageSettings:
+    if settings.pp == 1:
+        return replace(settings, schedule="1f1b", stages_per_rank=0)
+    if settings.schedule not in TWO_STAGES or settings.schedule in V_SHAPED:
+        settings = replace(settings, stages_per_rank=0)
     else:
-        most = max(arch.num_layers // state.pp, 2)
-        state = replace(state, stages_per_rank=min(max(state.stages_per_rank, 2), most))
-    if state.schedule in SPLIT_BACKWARD and state.zero == 3:
-        return replace(state, schedule="1f1b", stages_per_rank=0) if moved == "zero" else replace(state, zero=1)
-    return state
+        most = max(arch.num_layers // settings.pp, 2)
+        settings = replace(settings, stages_per_rank=min(max(settings.stages_per_rank, 2), most))
+    if settings.schedule in SPLIT_BACKWARD and settings.zero == 3:
+        return replace(settings, schedule="1f1b", stages_per_rank=0) if moved == "zero" else replace(settings, zero=1)
+    return settings
 
 
-def _data(state: State, arch: Arch, cluster: Cluster, moved: str) -> State:
-    """Copies of the model, experts and micro-batch divide what the other axes leave."""
-    data = data_ranks(state, cluster)
+def _data(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str) -> PageSettings:
+    """Reduce dp_replicate, ep and micro-batch until they divide the data-parallel ranks, the experts and the batch."""
+    data = data_ranks(settings, cluster)
     if not data:
-        return state
+        return settings
     if moved != "dp_replicate":
-        state = replace(state, dp_replicate=_divisor(state.dp_replicate, data))
+        settings = replace(settings, dp_replicate=_divisor(settings.dp_replicate, data))
     if not arch.is_moe:
-        state = replace(state, ep=1)
-    elif moved != "ep" and data % state.dp_replicate == 0:
-        inside = Parallel(dp_shard=data // state.dp_replicate, cp=state.cp, tp=state.tp)
-        state = replace(state, ep=_at_most(state.ep, legal_ep(arch.moe.num_experts, inside)))
-    if moved != "micro_batch" and state.batch % data == 0:
-        state = replace(state, micro_batch=_divisor(state.micro_batch, state.batch // data))
-    return state
+        settings = replace(settings, ep=1)
+    elif moved != "ep" and data % settings.dp_replicate == 0:
+        inside = Parallel(dp_shard=data // settings.dp_replicate, cp=settings.cp, tp=settings.tp)
+        settings = replace(settings, ep=_at_most(settings.ep, legal_ep(arch.moe.num_experts, inside)))
+    if moved != "micro_batch" and settings.batch % data == 0:
+        settings = replace(settings, micro_batch=_divisor(settings.micro_batch, settings.batch // data))
+    return settings
 
 
-def _schedule(state: State, cluster: Cluster, moved: str) -> State:
-    """1F1B takes any number of micro-batches; it stands in for a schedule that does not."""
-    count = accumulation(state, cluster)
-    if state.pp == 1 or not count or moved in ("schedule", "stages_per_rank"):
-        return state
-    if any(schedule_problems(state.schedule, state.pp, count, state.stages_per_rank)):
-        return replace(state, schedule="1f1b", stages_per_rank=0)
-    return state
+def _schedule(settings: PageSettings, cluster: Cluster, moved: str) -> PageSettings:
+    """Replace a schedule that does not fit the number of micro-batches by 1F1B, which fits any number."""
+    count = accumulation(settings, cluster)
+    if settings.pp == 1 or not count or moved in ("schedule", "stages_per_rank"):
+        return settings
+    if any(schedule_problems(settings.schedule, settings.pp, count, settings.stages_per_rank)):
+        return replace(settings, schedule="1f1b", stages_per_rank=0)
+    return settings

@@ -1,24 +1,24 @@
-"""What the page is set to. The words of its link are read strictly: a link may come from anyone."""
+"""The settings of the page and their form in a link. Links are parsed strictly, because they can come from anyone."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from ingot.errors import ConfigError, UsageError
+from ingot.errors import ConfigError, IngotError, UsageError
 from ingot.planner.request.amounts import parse_failures, parse_parameters, parse_share, parse_tokens
 from ingot.schema.parallel import Schedule
 from ingot.schema.software import Recipe
 from ingot.units import parse_count
 
-# No request may keep the server busy for long: the largest cluster, batch and numbers that are planned for.
+# The largest cluster and batch of a request, so that no request keeps the server busy for long.
 MAX_DEVICES = 131_072
 MAX_BATCH = 1_048_576
 _MAX_TEXT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class PageSettings:
     """A model on a cluster and its layout; dp_shard follows from the number of devices.
 
     params: parameters of a dense shape, instead of a preset `model`. seq, batch (in sequences), tokens: 0 leaves them
@@ -50,11 +50,13 @@ class State:
     failures: float = 0.0
 
 
-FIELDS = {field.name: field for field in fields(State)}
+FIELDS = {field.name: field for field in fields(PageSettings)}
 LAYOUT = (
     "tp", "pp", "cp", "ep", "dp_replicate", "micro_batch", "zero", "recompute", "schedule", "stages_per_rank",
     "context", "offload", "recipe",
 )  # fmt: skip
+# Settings that a search can keep as the user set them.
+KEEPABLE = ("tp", "pp", "cp", "ep", "dp_replicate", "micro_batch", "zero", "recompute", "schedule")
 _UPPER = {
     "zero": 3,
     "batch": MAX_BATCH,
@@ -82,24 +84,36 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_state(words: Iterable[tuple[str, str]]) -> State:
-    """From the pairs of a query. Raises UsageError or ConfigError, which names the key."""
+def read_settings(link_pairs: Iterable[tuple[str, str]]) -> PageSettings:
+    """Return the settings of the (key, text) pairs of a query. Raises UsageError or ConfigError, which name the key."""
     values: dict[str, Any] = {}
-    for key, text in words:
+    for key, text in link_pairs:
         if key not in FIELDS:
-            raise UsageError(f"there is no setting {key[:_MAX_TEXT]!r}", rule=f"settings are {', '.join(FIELDS)}")
+            raise UsageError(
+                "E-PAGE-SETTING",
+                f"there is no setting {key[:_MAX_TEXT]!r}",
+                rule=f"settings are {', '.join(FIELDS)}",
+                fix="remove it from the link",
+                setting=key[:_MAX_TEXT],
+            )
         if key in values:
-            raise UsageError(f"{key} is given twice", rule="each setting once")
+            raise UsageError(
+                "E-PAGE-REPEATED",
+                f"{key} is given twice",
+                rule="a link has each setting at most once",
+                fix=f"remove one {key} from the link",
+                setting=key,
+            )
         values[key] = _value(key, text.strip())
-    return State(**values)
+    return PageSettings(**values)
 
 
 def _value(key: str, text: str):
     if len(text) > _MAX_TEXT:
-        raise UsageError(f"{key} has {len(text)} characters", rule=f"at most {_MAX_TEXT}")
+        raise _bad_value(UsageError, key, f"has {len(text)} characters", f"at most {_MAX_TEXT} characters")
     default = FIELDS[key].default
     if key in WORDS and text not in WORDS[key]:
-        raise UsageError(f"{key} is {text!r}", rule=f"{key} is one of {', '.join(map(repr, WORDS[key]))}")
+        raise _bad_value(UsageError, key, f"is {text!r}", f"one of {', '.join(map(repr, WORDS[key]))}")
     if isinstance(default, str):
         return text
     if not text:
@@ -108,7 +122,7 @@ def _value(key: str, text: str):
     value = parse(text)
     least, most = 0 if default == 0 else 1, _UPPER.get(key, MAX_DEVICES)
     if not least <= value <= most:
-        raise ConfigError(f"{key} is {text}", rule=f"{key} is {least} to {most:,.15g}")
+        raise _bad_value(ConfigError, key, f"is {text}", f"{least} to {most:,.15g}")
     return value
 
 
@@ -119,17 +133,21 @@ def _number(key: str, text: str, kind: type[int] | type[float]):
         value = math.nan
     if not math.isfinite(value):
         what = "whole number" if kind is int else "number"
-        raise ConfigError(f"{key} is {text!r}", rule=f"{key} is a {what}", fix="write it with digits alone")
+        raise _bad_value(ConfigError, key, f"is {text!r}", f"a {what}, written with digits alone")
     return value
 
 
-def words(state: State) -> dict[str, str]:
-    """The pairs of the link: those that are not at their defaults, model and cluster always."""
-    always = ("params",) if state.params else ("model",)
+def _bad_value(kind: type[IngotError], key: str, found: str, rule: str) -> IngotError:
+    return kind("E-PAGE-VALUE", f"{key} {found}", rule=f"{key} is {rule}", fix=f"change {key}", setting=key)
+
+
+def link_pairs(settings: PageSettings) -> dict[str, str]:
+    """Return the pairs of the link: settings that differ from their defaults, and always model and cluster."""
+    always = ("params",) if settings.params else ("model",)
     kept = (*always, "cluster")
     return {
         key: f"{value:g}" if isinstance(value, float) else str(value)
         for key, field in FIELDS.items()
-        if (value := getattr(state, key)) != field.default or key in kept
-        if not (key == "model" and state.params)
+        if (value := getattr(settings, key)) != field.default or key in kept
+        if not (key == "model" and settings.params)
     }

@@ -1,13 +1,14 @@
-"""A plan as the page shows it: words for people, made here so that the page and the command line say the same."""
+"""A plan as the page shows it: texts and shares of bars, made here so that the page only draws them."""
 
 from dataclasses import asdict, replace
 from urllib.parse import urlencode
 
-from ingot.planner.show.notes import notes
-from ingot.planner.web import bars
-from ingot.planner.web.answers import Answer, about, subject_of
+from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
+from ingot.planner.run.advice import notes
+from ingot.planner.show.layout import layout_text
+from ingot.planner.web.answers import PagePlan, about, model_of
 from ingot.planner.web.choices import as_json, controls
-from ingot.planner.web.state import State, words
+from ingot.planner.web.state import PageSettings, link_pairs
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT
@@ -16,39 +17,54 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_bytes, format_count, format_flops, format_seconds, format_usd, parse_count
 
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# A plan that uses more than this share of memory is called tight, because fragmentation differs between runs.
+TIGHT = 0.9
+_LINES = {
+    "tp": "tensor parallel",
+    "sequence": "choices of experts",
+    "ulysses": "context, heads dealt out",
+    "ring": "context, ring",
+    "ep": "tokens to experts",
+    "shard": "shards of the model (ZeRO)",
+    "expert_shard": "shards of experts (ZeRO)",
+    "dp_replicate": "copies of the model",
+    "pp": "pipeline",
+}
+# The order of kinds in a bar: the state of the model, then the memory that depends on the batch.
+_KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits")
+_PHASES = ("initialisation", "first step", "steady state", "save")
 
 
-def view(found: Answer, asked: State) -> dict:
-    """Everything that the page shows of a plan. asked: as it was before other degrees moved along."""
-    state, run, plan = found.state, found.run, found.plan
-    open_ = replace(state, seq=asked.seq, batch=asked.batch, tokens=asked.tokens)
+def view(found: PagePlan, asked: PageSettings) -> dict:
+    """Return all data that the page shows of a plan. asked: the settings before others were adapted to them."""
+    settings, run, plan = found.settings, found.run, found.plan
+    open_ = replace(settings, seq=asked.seq, batch=asked.batch, tokens=asked.tokens)
     cluster = _cluster(found)
     shown = {
-        "state": asdict(state),
-        "link": urlencode(words(open_)),
-        "model": _model(state, run),
+        "state": asdict(settings),
+        "link": urlencode(link_pairs(open_)),
+        "model": _model(settings, run),
         "cluster": cluster,
-        "layout": layout_words(run),
+        "layout": layout_text(run),
         "tokens_per_step": f"{format_count(run.tokens_per_step)} tokens per step",
-        "filled": _filled(state, open_),
+        "filled": _filled(settings, open_),
         "hints": _hints(found, asked, cluster),
         "problems": [{"key": key.rpartition(".")[2], "message": message} for key, message in found.problems],
-        "choices": as_json(controls(state)),
+        "choices": as_json(controls(settings)),
         "trains": plan is not None and cluster["trains_here"] and plan.software == INGOT,
         "command": "ingot check run.toml\ningot train run.toml",
         "plan": None,
         "spoken": "not a legal layout: " + "; ".join(message for _, message in found.problems),
     }
     if plan:
-        head = [tile["brief"] for tile in tiles(state, run, plan)]
+        head = [tile["brief"] for tile in tiles(settings, run, plan)]
         shown["spoken"] = ", ".join([verdict(run, plan)["text"], *head])
         shown["plan"] = {
             "verdict": verdict(run, plan),
-            "tiles": tiles(state, run, plan),
-            "memory": bars.memory(run, plan),
-            "step": bars.step(plan),
-            "communication": bars.communication(plan),
+            "tiles": tiles(settings, run, plan),
+            "memory": memory_bars(run, plan),
+            "step": step_bars(plan),
+            "communication": communication_bars(plan),
             "notes": [f"{about}: {text}" for about, text in notes(run, plan.cluster)],
             "warnings": list(plan.warnings),
             "formulas": [{"name": name, "formula": formula} for name, formula in plan.formulas.items()],
@@ -57,44 +73,44 @@ def view(found: Answer, asked: State) -> dict:
     return shown
 
 
-def _filled(state: State, open_: State) -> dict[str, str]:
-    """What the fields show. Tokens that a rule chose are a round number."""
-    tokens = format_count(state.tokens) if not open_.tokens else _exact(state.tokens)
-    given = {key: f"{value:g}" if (value := getattr(state, key)) else "" for key in ("price", "mfu", "failures")}
-    given["params"] = format_count(state.params) if state.params else ""
-    return {"seq": str(state.seq), "batch": str(state.batch), "tokens": tokens, **given}
+def _filled(settings: PageSettings, open_: PageSettings) -> dict[str, str]:
+    """Return the texts of the input fields. Tokens that a rule chose are rounded."""
+    tokens = format_count(settings.tokens) if not open_.tokens else _exact(settings.tokens)
+    given = {key: f"{value:g}" if (value := getattr(settings, key)) else "" for key in ("price", "mfu", "failures")}
+    given["params"] = format_count(settings.params) if settings.params else ""
+    return {"seq": str(settings.seq), "batch": str(settings.batch), "tokens": tokens, **given}
 
 
 def _exact(tokens: int) -> str:
-    """1.5T for 1,500,000,000,000; digits where no short form is the same number."""
+    """Return 1.5T for 1,500,000,000,000; all digits if no short form is exact."""
     short = format_count(tokens)
     return short if parse_count(short) == tokens else str(tokens)
 
 
-def _about(state: State) -> str:
-    subject = subject_of(state)
-    if not state.params:
-        return about(state.model)
-    size = format_count(subject.parameters)
-    return f"{size} parameters, FLOPs by 6 for each and token; memory by the shape of {subject.shape}, which stands in"
+def _about(settings: PageSettings) -> str:
+    chosen = model_of(settings)
+    if not settings.params:
+        return about(settings.model)
+    size = format_count(chosen.parameters)
+    return f"{size} parameters, FLOPs by 6 for each and token; memory by the shape of {chosen.shape}"
 
 
-def _hints(found: Answer, asked: State, cluster: dict) -> dict[str, str]:
-    run, state = found.run, found.state
+def _hints(found: PagePlan, asked: PageSettings, cluster: dict) -> dict[str, str]:
+    run, settings = found.run, found.settings
     steps = f"{run.train.steps:,} steps of {format_count(run.tokens_per_step)} tokens"
-    along = moved(asked, state)
+    adapted = adapted_settings(asked, settings)
     ranks = f"dp_shard {run.parallel.dp_shard:,}: {run.parallel.data_ranks:,} ranks read data"
     return {
-        "model": _about(state),
-        "batch": steps if asked.batch and asked.tokens else f"{steps}; an empty field is for the rules",
+        "model": _about(settings),
+        "batch": steps if asked.batch and asked.tokens else f"{steps}; the rules fill empty fields",
         "cluster": cluster["facts"],
-        "layout": f"{ranks}. Moved along: {', '.join(along)}" if along else f"{ranks}.",
+        "layout": f"{ranks}. Moved along: {', '.join(adapted)}" if adapted else f"{ranks}.",
     }
 
 
-def moved(asked: State, state: State) -> list[str]:
-    """What moved along with what the user set."""
-    before, after = asdict(asked), asdict(state)
+def adapted_settings(asked: PageSettings, settings: PageSettings) -> list[str]:
+    """Return the settings that were adapted to the user's change, with old and new values."""
+    before, after = asdict(asked), asdict(settings)
     return [
         f"{key} {before[key]} → {after[key]}"
         for key in after
@@ -102,14 +118,7 @@ def moved(asked: State, state: State) -> list[str]:
     ]
 
 
-def layout_words(run: RunConfig) -> str:
-    parallel = run.parallel
-    used = [f"{axis} {getattr(parallel, axis):,}" for axis in _AXES if getattr(parallel, axis) > 1]
-    text = " x ".join(used) or "one rank"
-    return f"{text}, ep {parallel.ep}" if parallel.ep > 1 else text
-
-
-def _model(state: State, run: RunConfig) -> dict:
+def _model(settings: PageSettings, run: RunConfig) -> dict:
     arch = run.model
     total, active = count_parameters(arch), count_active_parameters(arch)
     heads = f"{arch.num_heads}/{arch.num_kv_heads} heads"
@@ -117,10 +126,10 @@ def _model(state: State, run: RunConfig) -> dict:
     count = f"{format_count(total)} parameters"
     if arch.is_moe:
         count += f", {format_count(active)} active"
-    return {"name": subject_of(state).name, "count": count, "shape": shape, "moe": arch.is_moe}
+    return {"name": model_of(settings).name, "count": count, "shape": shape, "moe": arch.is_moe}
 
 
-def _cluster(found: Answer) -> dict:
+def _cluster(found: PagePlan) -> dict:
     cluster = found.cluster
     device = find_device(cluster.device_name)
     peak, price = cluster.peak_flops.get("bf16", 0.0), found.run.cost.usd_per_hour
@@ -145,8 +154,8 @@ def _cluster(found: Answer) -> dict:
 
 
 def verdict(run: RunConfig, plan: Plan) -> dict:
-    """fits, and one sentence that says by how much."""
-    bar = bars.memory(run, plan)
+    """Return whether the plan fits, and a sentence with the memory used."""
+    bar = memory_bars(run, plan)
     if bar["fits"]:
         how = "fits, tightly" if bar["tight"] else "fits"
         text = f"{how}: {bar['used']} of {bar['capacity']} per device"
@@ -156,9 +165,9 @@ def verdict(run: RunConfig, plan: Plan) -> dict:
     return {"fits": False, "tight": False, "short": f"does not fit, {bar['of_capacity']}", "text": text}
 
 
-def tiles(state: State, run: RunConfig, plan: Plan) -> list[dict]:
-    """The figures of the head: label, value, and what has to be known to read it."""
-    found = [_step_tile(plan), _mfu_tile(state, plan), *_duration_tiles(plan)]
+def tiles(settings: PageSettings, run: RunConfig, plan: Plan) -> list[dict]:
+    """Return the tiles of the head: label, value, and a note that explains the value."""
+    found = [_step_tile(plan), _mfu_tile(settings, plan), *_duration_tiles(plan)]
     if run.parallel.pp > 1:
         each = resolve_parallel(run).stages_on_each_rank
         note = f"{run.parallel.schedule}, {run.accumulation:,} micro-batches, {each} stage{'s' * (each > 1)} per rank"
@@ -168,14 +177,14 @@ def tiles(state: State, run: RunConfig, plan: Plan) -> list[dict]:
 
 
 def bubble(plan: Plan) -> float:
-    """Share of a step that pipeline ranks wait."""
+    """Return the share of a step that pipeline ranks wait."""
     if plan.bubble or not plan.step_seconds:
         return plan.bubble
     return plan.time_seconds.get("pipeline bubble", 0.0) / plan.step_seconds
 
 
 def _tile(key: str, label: str, value: str, note: str, brief: str = "") -> dict:
-    """brief: for the line that stays in sight."""
+    """Return a tile. brief: its text in the line that stays visible."""
     return {"key": key, "label": label, "value": value, "note": note, "brief": brief or value}
 
 
@@ -199,12 +208,12 @@ def _band(plan: Plan) -> str:
     return f"; {low} to {high} in the 80% band of published runs"
 
 
-def _mfu_tile(state: State, plan: Plan) -> dict | None:
+def _mfu_tile(settings: PageSettings, plan: Plan) -> dict | None:
     if plan.mfu is None:
         return None
-    counted = "6 FLOPs per parameter and token" if state.params else "causal attention counted half"
+    counted = "6 FLOPs per parameter and token" if settings.params else "causal attention counted half"
     notes = [counted]
-    if state.mfu:
+    if settings.mfu:
         notes = ["as given", counted]
     elif plan.step_seconds_high:
         low, high = (plan.mfu * plan.step_seconds / s for s in (plan.step_seconds_high, plan.step_seconds_low))
@@ -215,7 +224,7 @@ def _mfu_tile(state: State, plan: Plan) -> dict | None:
 
 
 def _duration_tiles(plan: Plan) -> list[dict | None]:
-    """Days and dollars, failures included where they are known."""
+    """Return the tiles of days, dollars and goodput, with failures if their rate is known."""
     if not plan.step_seconds:
         return []
     steps = f"{plan.steps:,} steps"
@@ -238,3 +247,84 @@ def _duration_tiles(plan: Plan) -> list[dict | None]:
 
 def _days(days: float) -> str:
     return f"{days:.1f} days" if days >= 2 else format_seconds(days * 86400)
+
+
+def memory_bars(run: RunConfig, plan: Plan) -> dict:
+    """Return the memory of the fullest rank by kind, of every pipeline rank, and of each phase, on one scale."""
+    capacity = rank_memory_bytes(plan.cluster, run.parallel.world_size)
+    used = plan.total_memory_bytes
+    stages = plan.stage_memory_bytes
+    most = max([capacity, used, *(sum(stage.values()) for stage in stages), *plan.moments_bytes.values()])
+    scale = most * 1.02
+    parts = [_part(kind, size, scale, plan) for kind, size in _ordered(plan.memory_bytes)]
+    return {
+        "capacity": format_bytes(capacity),
+        "capacity_share": capacity / scale,
+        "tight_share": TIGHT * capacity / scale,
+        "used": format_bytes(used),
+        "of_capacity": f"{used / capacity:.0%}",
+        "fits": used <= capacity,
+        "tight": used > TIGHT * capacity,
+        "free": format_bytes(abs(capacity - used)),
+        "parts": parts,
+        "stages": [_stage(rank, stage, scale, capacity) for rank, stage in enumerate(stages)],
+        "moments": [
+            {"name": name, "text": format_bytes(size), "share": size / scale, "fits": size <= capacity}
+            for name in _PHASES
+            if (size := plan.moments_bytes.get(name, 0))
+        ],
+    }
+
+
+def _ordered(kinds: dict[str, int]) -> list[tuple[str, int]]:
+    rest = [kind for kind in kinds if kind not in _KINDS]
+    return [(kind, kinds[kind]) for kind in (*_KINDS, *rest) if kinds.get(kind)]
+
+
+def _part(kind: str, size: float, scale: float, plan: Plan) -> dict:
+    formula = plan.formulas.get(f"memory.{kind}", "")
+    return {"kind": kind, "share": size / scale, "text": format_bytes(size), "formula": formula}
+
+
+def _stage(rank: int, kinds: dict[str, int], scale: float, capacity: float) -> dict:
+    total = sum(kinds.values())
+    parts = [{"kind": k, "share": size / scale, "text": format_bytes(size)} for k, size in _ordered(kinds)]
+    return {"rank": rank, "text": format_bytes(total), "fits": total <= capacity, "parts": parts}
+
+
+def step_bars(plan: Plan) -> list[dict]:
+    """Return the parts of a step, longest first."""
+    parts = sorted(plan.time_seconds.items(), key=lambda item: -item[1])
+    whole = plan.step_seconds or 1.0
+    return [
+        {
+            "name": name,
+            "share": seconds / whole,
+            "percent": f"{seconds / whole:.1%}",
+            "text": format_seconds(seconds),
+            "formula": plan.formulas.get(f"time.{name}", ""),
+        }
+        for name, seconds in parts
+        if seconds > 1e-6 * whole
+    ]
+
+
+def communication_bars(plan: Plan) -> list[dict]:
+    """Return the traffic of one rank per step by communication line: bytes, time alone, and exposed time."""
+    lines = plan.communication
+    longest = max((line.seconds for line in lines.values()), default=0.0) or 1.0
+    return [
+        {
+            "line": name,
+            "name": _LINES.get(name, name),
+            "sent": format_bytes(line.sent_bytes),
+            "alone": format_seconds(line.seconds),
+            "exposed": format_seconds(line.exposed_seconds) if line.exposed_seconds else "hidden",
+            "exposed_share": min(line.exposed_seconds, line.seconds) / longest,
+            "hidden_share": max(line.seconds - line.exposed_seconds, 0.0) / longest,
+            "of_step": f"{line.exposed_seconds / plan.step_seconds:.1%}" if plan.step_seconds else "",
+            "where": "between nodes" if line.crosses else "inside a node",
+        }
+        for name, line in sorted(lines.items(), key=lambda item: -item[1].exposed_seconds)
+        if line.sent_bytes
+    ]

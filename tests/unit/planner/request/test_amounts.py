@@ -5,6 +5,7 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.errors import ConfigError, IngotError, UsageError
 from ingot.planner.request.amounts import (
@@ -75,15 +76,15 @@ def test_tokens_and_parameters_are_no_bytes():
     assert parse_tokens("1.5T") == parse_tokens("1.5T tokens") == 1_500_000_000_000
     assert parse_parameters("70b") == parse_parameters("70B") == 70_000_000_000
     for text in ("1.5TB", "1.5 TiB", "3gb"):
-        with pytest.raises(UsageError, match="these are bytes"):
+        with refused("E-COUNT-BYTES", option="--tokens"):
             parse_tokens(text)
-        with pytest.raises(UsageError, match="these are bytes"):
+        with refused("E-COUNT-BYTES", option="--params"):
             parse_parameters(text)
-    with pytest.raises(UsageError, match="--tokens 0"):
+    with refused("E-OPTION-RANGE", option="--tokens"):
         parse_tokens("0")
     with pytest.raises(ConfigError):
         parse_tokens("many")
-    with pytest.raises(UsageError, match="--params -5"):
+    with refused("E-PARAMS-FORMAT"):
         parse_parameters("-5")
 
 
@@ -91,14 +92,15 @@ def test_shares_and_prices():
     assert parse_share("--failures", "0", none=True) == 0  # "what if nothing failed" is a question
     assert parse_share("--mfu", "45%") == parse_share("--mfu", "0.45") == parse_share("--mfu", 0.45) == 0.45
     assert parse_share("--failures", "0.38%") == pytest.approx(0.0038)
-    with pytest.raises(UsageError, match=r"--mfu 45%, or --mfu 0\.45"):
+    with refused("E-OPTION-RANGE", option="--mfu") as caught:
         parse_share("--mfu", "45")
+    assert caught.value.fix == "--mfu 45%, or --mfu 0.45"
     for wrong in ("0", "-1", "nan", "inf", "x", "120%"):
-        with pytest.raises(UsageError, match="--mfu"):
+        with refused("E-OPTION-RANGE", option="--mfu"):
             parse_share("--mfu", wrong)
     assert parse_price("4") == parse_price("$4") == parse_price("4/h") == parse_price("4USD/gpu-hour") == 4
     for wrong in ("0", "-1", "nan", "4€", ""):
-        with pytest.raises(UsageError, match="--price"):
+        with refused("E-OPTION-RANGE", option="--price"):
             parse_price(wrong)
 
 
@@ -109,10 +111,15 @@ def test_a_batch_counts_sequences_and_with_a_unit_tokens():
     )
     assert parse_batch("4M", 2000)[0] == 2000  # divides as it is
     assert parse_batch("4M", 3000)[0] == 1333
-    with pytest.raises(UsageError, match="less than one sequence"):
+    with refused("E-BATCH-SHORT", seq_len=8192):
         parse_batch("2k", 8192)
-    for wrong in ("0", "-3", "x", "4MB"):
-        with pytest.raises(UsageError, match="--batch"):
+    for wrong, code in (
+        ("0", "E-OPTION-RANGE"),
+        ("-3", "E-BATCH-FORMAT"),
+        ("x", "E-BATCH-FORMAT"),
+        ("4MB", "E-BATCH-FORMAT"),
+    ):
+        with refused(code):
             parse_batch(wrong, 8192)
 
 
@@ -121,6 +128,5 @@ def test_failures_without_a_percent_sign_are_asked_about():
     assert parse_failures("--failures", 0.0038) == 0.0038
     assert parse_failures("--failures", "38%") == 0.38
     assert parse_failures("--failures", "0") == 0
-    with pytest.raises(UsageError, match=r"0\.38%, or --failures 38%") as refused:
+    with refused("E-FAILURES-PERCENT", option="--failures", share=0.38):
         parse_failures("--failures", "0.38")
-    assert "38%" in (refused.value.rule or "")

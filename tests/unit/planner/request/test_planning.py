@@ -6,12 +6,13 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from tests.expect import refused
 
 from ingot import plan
 from ingot.config import load
 from ingot.errors import ConfigError, UsageError
 from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
-from ingot.planner.request.answer import Planning
+from ingot.planner.request.answer import PlanResult
 from ingot.planner.request.clusters import load_cluster
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
@@ -32,12 +33,12 @@ SMALL: dict[str, Any] = {"tokens": "2B", "cluster": "8xh100"}
 
 
 @pytest.fixture(scope="module")
-def small() -> Planning:
+def small() -> PlanResult:
     return plan("smollm2-135m", **SMALL)
 
 
 @pytest.fixture(scope="module")
-def usual() -> Planning:
+def usual() -> PlanResult:
     return plan(params="70b", tokens="1.5T", cluster="128x8xh100", price=4, mfu=0.45, pinned=PINNED)
 
 
@@ -66,7 +67,7 @@ def test_without_an_mfu_it_predicts_its_own():
 
 
 def test_every_plan_is_one_that_the_trainer_takes_and_that_fits(small):
-    assert small.fits and len(small.plans) == 5 and small.found
+    assert small.fits and len(small.plans) == 5 and small.search_result
     for planned in small.plans:
         assert not list(layout_problems(planned.run))
         there = rank_memory_bytes(planned.plan.cluster, planned.run.parallel.world_size)
@@ -88,25 +89,30 @@ def test_pins_hold_and_say_so():
 
 
 @pytest.mark.parametrize(
-    ("pins", "found"),
+    ("pins", "code", "facts"),
     [
-        ({"tp": 3}, "tp 3 does not divide the 8 devices"),
-        ({"tp": 4, "pp": 4}, "tp 4 = 16 does not divide the 8 devices"),
-        ({"micro_batch": 3}, "micro_batch 3"),
-        ({"schedule": "zbv", "pp": 2}, "did you mean 'zb_v'?"),
-        ({"micro_batch": "abc"}, "micro_batch = 'abc'"),
-        ({"micro_batch": True}, "micro_batch = True"),
-        ({"tp": True}, "tp = True"),
-        ({"zero": 5}, "zero = 5 is not one of"),
-        ({"recompute": "some"}, "recompute = 'some' is not one of"),
-        ({"tq": 2}, "cannot pin 'tq'"),
-        ({"tp": 2}, "tp"),  # 9 heads
+        ({"tp": 3}, "E-PIN-DEVICES", {"product": 3, "devices": 8}),
+        ({"tp": 4, "pp": 4}, "E-PIN-DEVICES", {"product": 16, "devices": 8}),
+        ({"micro_batch": 3}, "E-PIN-BATCH", {"micro_batch": 3}),
+        ({"schedule": "zbv", "pp": 2}, "E-PIN-VALUE", {"pins": ["schedule=zbv", "pp=2"]}),
+        ({"micro_batch": "abc"}, "E-PIN-VALUE", {"pins": ["micro_batch=abc"]}),
+        ({"micro_batch": True}, "E-PIN-VALUE", {"pins": ["micro_batch=True"]}),
+        ({"tp": True}, "E-PIN-VALUE", {"pins": ["tp=True"]}),
+        ({"zero": 5}, "E-PIN-VALUE", {"pins": ["zero=5"]}),
+        ({"recompute": "some"}, "E-PIN-VALUE", {"pins": ["recompute=some"]}),
+        ({"tp": 2}, "E-PIN-LAYOUT", {}),  # 9 heads
     ],
 )
-def test_pins_that_allow_no_layout_say_why(pins, found):
-    with pytest.raises(ConfigError) as caught:
+def test_pins_that_allow_no_layout_are_refused(pins, code, facts):
+    with refused(code, **facts) as caught:
         plan("smollm2-135m", **SMALL, pinned=pins)
-    assert found in caught.value.found and caught.value.fix
+    assert caught.value.fix
+
+
+def test_an_unknown_pin_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        plan("smollm2-135m", **SMALL, pinned={"tq": 2})
+    assert "tq" in caught.value.found and caught.value.fix
 
 
 def test_budgets_are_spent_and_not_exceeded():
@@ -151,43 +157,44 @@ def test_a_budget_alone_chooses_the_compute_optimal_size():
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("asked", "code", "facts"),
     [
-        ({"tokens": "1B", "budget": "24h"}, "--tokens COUNT and --budget"),
-        ({}, "without tokens or a budget"),
-        ({"budget": "1e9flop"}, "the budget pays for"),
-        ({"budget": "1h", "steps": 10}, "--steps and --budget"),
-        ({"tokens": "1TB"}, "these are bytes"),
-        ({"tokens": "1B", "seq": -1}, "--seq -1"),
-        ({"tokens": "1B", "lr": float("nan")}, "--lr nan"),
-        ({"tokens": "1B", "run": "run.toml"}, "a run file, and values beside it"),
-        ({"tokens": "1B", "mfu": 45}, "--mfu 45"),
-        ({"tokens": "1B", "price": -1}, "--price -1"),
-        ({"tokens": "1B", "failures": "200%"}, "--failures 200%"),
-        ({"tokens": "1B", "batch": "1k"}, "less than one sequence"),
-        ({"tokens": "1B", "assumptions": ["link_bandwith=1GB/s"]}, "no 'link_bandwith'"),
-        ({"tokens": "1B", "assumptions": ["memory_bytes=80Gb"]}, "these are bits"),
-        ({"tokens": "1B", "assumptions": ["memory_bytes"]}, "--assume memory_bytes"),
-        ({"tokens": "1B", "software": ["kernel=eager"]}, "no 'kernel'"),
+        ({"tokens": "1B", "budget": "24h"}, "E-BUDGET-TOKENS", {"tokens": "1B"}),
+        ({}, "E-PLAN-AMOUNT", {}),
+        ({"budget": "1e9flop"}, "E-BUDGET-SMALL", {}),
+        ({"budget": "1h", "steps": 10}, "E-BUDGET-STEPS", {"steps": 10}),
+        ({"tokens": "1TB"}, "E-COUNT-BYTES", {"option": "--tokens"}),
+        ({"tokens": "1B", "seq": -1}, "E-OPTION-RANGE", {"option": "--seq", "value": -1}),
+        ({"tokens": "1B", "lr": float("nan")}, "E-OPTION-RANGE", {"option": "--lr"}),
+        ({"tokens": "1B", "run": "run.toml"}, "E-PLAN-FILE", {"path": "run.toml"}),
+        ({"tokens": "1B", "mfu": 45}, "E-OPTION-RANGE", {"option": "--mfu"}),
+        ({"tokens": "1B", "price": -1}, "E-OPTION-RANGE", {"option": "--price"}),
+        ({"tokens": "1B", "failures": "200%"}, "E-OPTION-RANGE", {"option": "--failures"}),
+        ({"tokens": "1B", "batch": "1k"}, "E-BATCH-SHORT", {"tokens": 1000}),
+        ({"tokens": "1B", "assumptions": ["link_bandwith=1GB/s"]}, "E-ASSUME-UNKNOWN", {"given": "link_bandwith"}),
+        ({"tokens": "1B", "assumptions": ["memory_bytes=80Gb"]}, "E-SIZE-BITS", {"key": "memory_bytes"}),
+        ({"tokens": "1B", "assumptions": ["memory_bytes"]}, "E-OPTION-PAIR", {"setting": "memory_bytes"}),
+        ({"tokens": "1B", "software": ["kernel=eager"]}, "E-SOFTWARE-UNKNOWN", {"given": "kernel"}),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_the_way_out(asked: dict[str, Any], found):
-    with pytest.raises(UsageError) as caught:
+def test_impossible_requests_are_refused_with_a_rule_and_a_fix(asked: dict[str, Any], code, facts):
+    with refused(code, **facts) as caught:
         plan("smollm2-135m", cluster="8xh100", **asked)
-    assert found in caught.value.found and (caught.value.rule or caught.value.fix)
+    assert isinstance(caught.value, UsageError) and caught.value.rule and caught.value.fix
 
 
 def test_a_budget_for_no_model_says_which_size_it_would_be():
-    with pytest.raises(UsageError, match=r"the compute-optimal size for the budget: [0-9.]+k parameters"):
+    with refused("E-BUDGET-SIZE") as caught:
         plan(budget="1s", cluster="h100")
+    assert 1000 < caught.value.facts["parameters"] < 10**6
 
 
 def test_money_needs_a_price_and_time_a_rate():
     unpriced = replace(load_cluster("8xh100"), usd_per_hour=0.0)
-    with pytest.raises(UsageError, match="no price"):
+    with refused("E-BUDGET-PRICE", cluster="8xh100"):
         plan("smollm2-135m", budget="$100", cluster=unpriced)
     unknown = Cluster(name="box", device="cuda", memory_bytes=80 << 30)
-    with pytest.raises(UsageError, match="rate is not known"):
+    with refused("E-BUDGET-RATE", cluster="box"):
         plan("smollm2-135m", budget="1h", cluster=unknown)
 
 
@@ -211,7 +218,7 @@ def test_a_plan_becomes_a_run_file_once(small, tmp_path):
     small.write(tmp_path / "run.toml")
     assert load(RunConfig, tmp_path / "run.toml") == small.best.run
     assert (tmp_path / "plan.json").exists() and "the fastest of" in (tmp_path / "run.toml").read_text()
-    with pytest.raises(UsageError, match="exists"):
+    with refused("E-FILE-EXISTS", path=str(tmp_path / "run.toml")):
         small.write(tmp_path / "run.toml")
 
 
@@ -237,21 +244,21 @@ def test_a_run_file_is_planned_with_its_own_checkpoints(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
-    [({"cluster": "v5p-16"}, "has TPUs"), ({"cluster": "8xh100", "recipe": "rowwise"}, "other software")],
+    ("asked", "code"),
+    [({"cluster": "v5p-16"}, "E-PLAN-DEVICE"), ({"cluster": "8xh100", "recipe": "rowwise"}, "E-PLAN-SOFTWARE")],
 )
-def test_plans_for_looking_at_are_not_written(tmp_path, asked: dict[str, Any], found):
-    planning = plan("smollm2-135m", tokens="1B", **asked)
-    assert found in planning.why_not_executed and planning.facts()["why_not_executed"]
-    assert "\nlook      " in str(planning)
-    with pytest.raises(ConfigError, match=found):
-        planning.write(tmp_path / "run.toml")
+def test_plans_that_the_trainer_cannot_execute_are_not_written(tmp_path, asked: dict[str, Any], code):
+    result = plan("smollm2-135m", tokens="1B", **asked)
+    assert result.why_not_executed == result.facts()["why_not_executed"] != ""
+    assert "\nlook      " in str(result)
+    with refused(code):
+        result.write(tmp_path / "run.toml")
     assert not (tmp_path / "run.toml").exists()
 
 
 def test_text_keeps_its_width_and_has_what_decides(usual, small):
-    for planning in (usual, small):
-        assert all(len(line) <= 120 for line in str(planning).splitlines())
+    for result in (usual, small):
+        assert all(len(line) <= 120 for line in str(result).splitlines())
     text = str(small)
     for word in ("layouts", "memory", "links", "MFU", "days", "failures", "goodput", "saving", "cost", "exposed"):
         assert word in text
@@ -294,7 +301,7 @@ def test_a_measured_machine_spends_time_by_its_own_rates():
         peak_flops={"bf16": 150e9}, op_seconds=4e-5, step_overhead_seconds=0.002, runtime_bytes=350 << 20,
         usd_per_hour=0.1, measured="2026-01-01",
     )  # fmt: skip
-    planning = plan("tiny", budget="10min", cluster=machine)
-    assert planning.found is None and planning.best.run.parallel.dp_shard == 2
-    assert 590 < planning.best.plan.total_seconds <= 600
+    result = plan("tiny", budget="10min", cluster=machine)
+    assert result.search_result is None and result.best.run.parallel.dp_shard == 2
+    assert 590 < result.best.plan.total_seconds <= 600
     assert plan("tiny", budget="$0.05", cluster=machine).best.plan.usd == pytest.approx(0.05, rel=0.02)

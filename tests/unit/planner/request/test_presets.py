@@ -4,15 +4,16 @@ import json
 import tomllib
 
 import pytest
+from tests.expect import refused
 
 from ingot.config import from_dict, load, to_toml
-from ingot.errors import ConfigError, DataMissing, UsageError
+from ingot.errors import ConfigError
 from ingot.hub.kinds import kind_of
 from ingot.machine.cluster_file import write_cluster
 from ingot.planner.request.clusters import find_cluster, load_cluster, with_published_rates
-from ingot.planner.request.planning import plan
-from ingot.planner.request.presets import ModelPreset, load_model, model_names
-from ingot.planner.request.project import make_project, plan_file, write_plan
+from ingot.planner.request.planning import make_project, plan
+from ingot.planner.request.presets import ModelPreset, choose_model, load_model, model_names, model_of_size
+from ingot.planner.run.plan import write_plan
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
@@ -35,7 +36,7 @@ def test_published_counts_of_models_with_experts_are_ours(name):
     assert min(abs(count / preset.active_parameters - 1) for count in counts) < 0.017
 
 
-def test_a_token_of_tiny_moe_meets_as_much_as_one_of_tiny():
+def test_tiny_moe_has_as_many_active_parameters_as_tiny():
     dense, sparse = load_model("tiny").arch, load_model("tiny-moe").arch
     assert count_active_parameters(sparse) == pytest.approx(count_parameters(dense), rel=0.01)
     assert count_parameters(sparse) > 2 * count_parameters(dense)
@@ -47,8 +48,9 @@ def test_the_quickstarts_models_can_be_exported():
 
 
 def test_unknown_presets_suggest_the_nearest():
-    with pytest.raises(UsageError, match="did you mean 'llama3-8b'"):
+    with refused("E-MODEL-UNKNOWN", given="llama-3-8b") as caught:
         load_model("llama-3-8b")
+    assert caught.value.facts["nearest"][0] == "llama3-8b"
 
 
 def test_a_model_file(tmp_path):
@@ -62,9 +64,9 @@ def test_a_model_file(tmp_path):
     with pytest.raises(ConfigError, match=r"did you mean .arch\.d_model."):
         load_model(str(path))
     path.write_text("[arch")
-    with pytest.raises(ConfigError, match="is TOML"):
+    with refused("E-MODEL-FORMAT", path=str(path)):
         load_model(str(path))
-    with pytest.raises(UsageError, match="cannot read"):
+    with refused("E-MODEL-READ"):
         load_model(str(tmp_path / "absent.toml"))
 
 
@@ -99,32 +101,58 @@ def test_a_project_folder_holds_a_run_file_that_loads(tmp_path):
     run = load(RunConfig, tmp_path / "mine/run.toml")
     assert run.name == "mine" and run.model == load_model("tiny").arch
     assert "# " in files[0].read_text() and (tmp_path / "mine/.gitignore").exists()
-    with pytest.raises(UsageError, match="exists"):
+    with refused("E-FILE-EXISTS"):
         make_project(tmp_path / "mine", "tiny")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
+    with refused("E-FOLDER-FILE"):
         make_project(tmp_path / "file", "tiny")
-    with pytest.raises(UsageError, match="no model preset"):
+    with refused("E-MODEL-UNKNOWN", given="nope"):
         make_project(tmp_path / "other", "nope")
     assert not (tmp_path / "other").exists()
 
 
 def test_a_plan_is_written_once_and_read_back(tmp_path):
-    planned = plan("smollm2-135m", tokens="2B", cluster="8xh100", beside=tmp_path).best
-    beside = write_plan(tmp_path / "run.toml", planned)
+    planned = plan("smollm2-135m", tokens="2B", cluster="8xh100", relative_to=tmp_path).best
+    plan_file = write_plan(tmp_path / "run.toml", planned)
     assert load(RunConfig, tmp_path / "run.toml") == planned.run
-    assert from_dict(Plan, json.loads(beside.read_text())) == planned.plan
+    assert from_dict(Plan, json.loads(plan_file.read_text())) == planned.plan
     text = (tmp_path / "run.toml").read_text()
     assert "DeepSeek" in text and tomllib.loads(text)["train"]["steps"] == planned.run.train.steps
-    with pytest.raises(UsageError, match="exists"):
+    with refused("E-FILE-EXISTS", path=str(tmp_path / "run.toml")):
         write_plan(tmp_path / "run.toml", planned)
     write_plan(tmp_path / "run.toml", planned, force=True)
-    again = plan_file(tmp_path / "run.toml", load_cluster("8xh100"), ("train.steps=5000",), usd_per_hour=1.0)
+    again = plan(run=tmp_path / "run.toml", cluster="8xh100", overrides=("train.steps=5000",), price=1.0).best
     assert again.plan.steps == 5000 and again.run.cost.usd_per_hour == 1.0
 
 
 def test_tokens_are_a_folder_or_a_count(tmp_path):
-    with pytest.raises(DataMissing, match="no such folder"):
+    with refused("E-TOKENS-MISSING", path=str(tmp_path / "absent")):
         plan("tiny", tokens=str(tmp_path / "absent"), cluster="8xh100")
-    with pytest.raises(DataMissing, match="not a count"):
+    with refused("E-TOKENS-MISSING", path="many"):
         plan("tiny", tokens="many", cluster="8xh100")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "shape"),
+    [(8e9, "llama3-8b"), (70e9, "llama3-70b"), (405e9, "llama3-405b"), (13e9, "usual proportions")],
+)
+def test_a_size_has_the_shape_of_a_preset_near_it_or_of_usual_proportions(parameters, shape):
+    chosen = model_of_size(round(parameters))
+    assert chosen.shape == shape and chosen.parameters == parameters
+    assert count_parameters(chosen.arch) == pytest.approx(parameters, rel=0.05)
+    assert not chosen.arch.is_moe
+
+
+def test_a_name_keeps_its_dots_and_a_file_loses_its_suffix(tmp_path):
+    assert choose_model("qwen3-0.6b").name == "qwen3-0.6b"
+    (tmp_path / "mine.toml").write_text(to_toml(load_model("tiny")))
+    assert choose_model(str(tmp_path / "mine.toml")).name == "mine"
+
+
+def test_a_model_is_chosen_in_one_way():
+    with refused("E-MODEL-CHOICE", given=2):
+        choose_model("tiny", parameters=10**9)
+    with refused("E-MODEL-CHOICE", given=0):
+        choose_model()
+    with refused("E-SHAPE-SIZE", parameters=5):
+        model_of_size(5)  # no model has so few

@@ -102,7 +102,7 @@ MUTATIONS = [
     ("vocab_size = 512", "vocab_size = 256", "512 or more"),
     ("dp_shard = 1", "dp_shard = 3", "nearest: 12 or 24"),
     ("tokens = \"tokens/train\"", "tokens = \"tokens/trian\"", "ingot data build"),
-    ("tokenizer = \"tokens/tokenizer.json\"", "tokenizer = \"tokenizer.json\"", "beside the token folders"),
+    ("tokenizer = \"tokens/tokenizer.json\"", "tokenizer = \"tokenizer.json\"", "contains the token folders"),
     ("warmup_steps = 0", "warmup_steps = 200", "longer than the 100 steps"),
     ("micro_batch = 4", "global_batch = 8", "run.toml"),  # a key twice: TOML itself refuses
     ("name = \"demo\"", "name = demo", "run.toml"),

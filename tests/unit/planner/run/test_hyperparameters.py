@@ -3,12 +3,19 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.errors import ConfigError
 from ingot.planner.predict.time.bubble import bubble_share
 from ingot.planner.request.presets import load_model, model_names
-from ingot.planner.run.hyperparameters import Proposal, inference_aware, propose_hyperparameters, serving_weight
-from ingot.planner.run.ramp import ramp_bubbles, ramp_warning
+from ingot.planner.run.hyperparameters import (
+    ProposedValue,
+    inference_aware,
+    propose_hyperparameters,
+    ramp_bubbles,
+    ramp_warning,
+    serving_weight,
+)
 from ingot.planner.run.scaling import suggested_batch_tokens, suggested_learning_rate
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Optim, RunConfig, Train
@@ -16,7 +23,7 @@ from ingot.schema.run import Data, Optim, RunConfig, Train
 LLAMA3_8B, LLAMA3_70B = load_model("llama3-8b").arch, load_model("llama3-70b").arch
 
 
-def named(proposals: tuple[Proposal, ...], name: str) -> list[Proposal]:
+def named(proposals: tuple[ProposedValue, ...], name: str) -> list[ProposedValue]:
     return [proposal for proposal in proposals if proposal.name == name]
 
 
@@ -69,7 +76,7 @@ def test_kaplan_is_silent_where_it_has_ended():
 
 
 def test_no_tokens_are_refused():
-    with pytest.raises(ConfigError, match="at least one token"):
+    with refused("E-TOKENS-NONE", tokens=0):
         propose_hyperparameters(LLAMA3_8B, 0, 8192)
 
 
@@ -87,7 +94,7 @@ def test_weight_of_serving():
     assert serving_weight(0.45, 0.1) == pytest.approx(4.5)
     assert serving_weight(0.5, 0.5, price_ratio=0.5) == 0.5
     for wrong in ((0.0, 0.1, 1.0), (0.45, 1.1, 1.0), (0.45, 0.1, 0.0)):
-        with pytest.raises(ConfigError, match="an MFU is a share"):
+        with refused("E-SERVING-VALUE"):
             serving_weight(*wrong)
 
 

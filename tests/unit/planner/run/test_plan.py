@@ -10,7 +10,7 @@ from ingot.planner.predict.time.band import error_band
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
-from ingot.planner.run.plan import GIVEN, make_plan
+from ingot.planner.run.plan import GIVEN_MFU, make_plan
 from ingot.planner.search.context import links_of
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
@@ -160,7 +160,7 @@ def test_a_given_mfu_takes_the_place_of_the_predicted_time():
     run, cluster = run_of(load_model("llama3-8b").arch, 8192, 64, 1, 8), load_cluster("8xh100")
     plan = make_plan(run, cluster, mfu=0.5)
     assert plan.mfu == pytest.approx(0.5) and plan.step_seconds_low == plan.step_seconds_high == 0
-    assert list(plan.time_seconds) == [GIVEN] and "50.0% MFU" in plan.formulas[f"time.{GIVEN}"]
+    assert list(plan.time_seconds) == [GIVEN_MFU] and "50.0% MFU" in plan.formulas[f"time.{GIVEN_MFU}"]
     bare = make_plan(run, cluster, mfu=0.5, parameters=8_000_000_000)
     assert bare.flops_per_token == 6 * 8e9
     assert bare.step_seconds == pytest.approx(6 * 8e9 * run.tokens_per_step / (8 * 989e12 * 0.5))

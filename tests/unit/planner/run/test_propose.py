@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.config import from_dict, to_dict
-from ingot.errors import ConfigError
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model, model_names
@@ -84,7 +84,7 @@ def test_the_micro_batch_is_the_largest_that_fits():
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="6 or 8"):
+    with refused("E-BATCH-RANKS", legal=[6, 8]):
         proposed(TINY, CPU, 10**6, wanted=Hints(global_batch=7))
 
 

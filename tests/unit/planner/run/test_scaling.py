@@ -2,21 +2,35 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.planner.run.scaling import (
     BESIROGLU,
     HOFFMANN,
+    PUBLISHED_HYPERPARAMETERS,
     LossFit,
+    batch_ramp,
     cheapest_to_serve,
     compute_optimal,
     compute_optimal_tokens,
+    kaplan_critical_batch,
+    kaplan_learning_rate,
+    nearest_runs,
+    noise_scale_of_batches,
     overtraining,
+    shape_of,
+    simple_noise_scale,
+    step_factor,
+    token_factor,
+    warmup_steps,
 )
+from ingot.schema.layout_rules import legal_tp
 from ingot.theory.flops import train_flops_6nd
+from ingot.theory.params import count_parameters
 
 # Hoffmann et al.'s fit with the third digit of its exponents, which Sardana et al. use.
 THREE_DIGITS = LossFit(1.69, 406.4, 410.7, 0.336, 0.283, "Sardana et al. 2024")
@@ -63,7 +77,7 @@ def test_a_model_that_is_too_small_never_reaches_the_loss():
 
 
 def test_a_loss_below_the_text_entropy_is_refused():
-    with pytest.raises(ConfigError, match=r"above 1\.8172"):
+    with refused("E-LOSS-RANGE", least=1.8172):
         BESIROGLU.cheapest(1.8)
 
 
@@ -114,3 +128,85 @@ def test_nothing_served_is_the_cheapest_to_train():
     found = cheapest_to_serve(loss, 0)
     assert found.parameters == pytest.approx(found.usual_parameters, rel=1e-3)
     assert found.saved == pytest.approx(0, abs=1e-6)
+
+
+def test_critical_batches_of_kaplan():
+    """Kaplan et al. 2020, figure 10: about 1-2M tokens at the largest models' loss of 2.5 to 3."""
+    assert kaplan_critical_batch(3.0) == pytest.approx(1.07e6, rel=0.01)
+    assert kaplan_critical_batch(2.5) == pytest.approx(2.55e6, rel=0.01)
+
+
+def test_kaplan_learning_rate_falls_and_ends():
+    """Appendix D.6: it would be 0 at about 1.2e10 parameters."""
+    assert kaplan_learning_rate(125e6) == pytest.approx(6.4e-4, rel=0.01)
+    assert kaplan_learning_rate(1e10) == pytest.approx(2.7e-5, rel=0.02)
+    assert kaplan_learning_rate(1.3e10) == 0.0
+
+
+@given(st.floats(1e-3, 1e3))
+def test_steps_and_tokens_trade_along_a_hyperbola(ratio):
+    """McCandlish et al. 2018, eq. 2.11: (S/S_min - 1)(E/E_min - 1) = 1, and both are twice the least at B_crit."""
+    assert (step_factor(ratio, 1) - 1) * (token_factor(ratio, 1) - 1) == pytest.approx(1)
+    assert step_factor(1, 1) == token_factor(1, 1) == 2
+
+
+def test_the_noise_scale_is_found_from_two_batch_sizes():
+    rng, size = np.random.default_rng(5), 64
+    mean, deviation = rng.normal(size=size), 3.0
+    true = simple_noise_scale(size * deviation**2, float(mean @ mean))
+    norms = {
+        batch: float(np.mean(np.sum((mean + deviation * rng.normal(size=(4000, size)) / batch**0.5) ** 2, axis=1)))
+        for batch in (2, 32)
+    }
+    assert noise_scale_of_batches(2, norms[2], 32, norms[32]) == pytest.approx(true, rel=0.1)
+    assert noise_scale_of_batches(2, 10.0, 32, 0.1) == float("inf")  # the small batch is all noise
+
+
+def test_nearest_runs_are_of_the_same_kind_and_size():
+    assert nearest_runs(8.03e9)[0].name == "Llama 3 8B"
+    assert nearest_runs(175e9)[0].name == "GPT-3 175B"
+    assert nearest_runs(20e9, experts=True)[0].name == "DeepSeek-V3"
+    assert not any(run.experts for run in nearest_runs(37e9)[: len(PUBLISHED_HYPERPARAMETERS) - 1])
+    assert len(nearest_runs(1e9)) == len(PUBLISHED_HYPERPARAMETERS)
+
+
+@given(st.floats(1e4, 1e8), st.floats(1e9, 1e14))
+def test_a_ramp_ends_with_the_whole_batch_and_all_tokens(batch, tokens):
+    ramp = batch_ramp(batch, tokens)
+    assert ramp[-1] == (batch, tokens)
+    assert [size for size, _ in ramp] == sorted(size for size, _ in ramp)
+    assert [until for _, until in ramp] == sorted(until for _, until in ramp)
+
+
+def test_palm_went_from_one_to_four_million():
+    assert [size for size, _ in batch_ramp(4e6, 780e9)] == [1e6, 2e6, 4e6]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (100, 5), (40_000, 2000), (10**6, 2000)])
+def test_warmup(steps, warmup):
+    assert warmup_steps(steps) == warmup
+
+
+@pytest.mark.parametrize("parameters", [125e6, 350e6, 1e9, 3e9, 7e9, 13e9, 32e9, 70e9, 128e9, 405e9, 1e12])
+def test_a_shape_has_about_as_many_parameters(parameters):
+    arch = shape_of(parameters)
+    assert count_parameters(arch) == pytest.approx(parameters, rel=0.05)
+    assert not list(arch.problems())
+    assert arch.d_model == arch.num_heads * arch.head_dim
+
+
+@pytest.mark.parametrize("parameters", [7e9, 13e9, 70e9, 405e9])
+def test_large_shapes_can_be_cut_over_a_node(parameters):
+    assert 8 in legal_tp(shape_of(parameters))
+
+
+def test_seven_billion_is_near_the_models_of_that_name():
+    arch = shape_of(8e9)
+    assert (arch.d_model, arch.num_kv_heads, arch.d_ffn) == (4096, 8, 14336)
+    assert 30 <= arch.num_layers <= 34
+
+
+@pytest.mark.parametrize("parameters", [0, -1, 1000, 1e20, float("nan"), float("inf")])
+def test_numbers_that_no_model_has(parameters):
+    with refused("E-SHAPE-SIZE"):
+        shape_of(parameters)

@@ -4,11 +4,11 @@ import pytest
 
 from ingot.planner.web import answers
 from ingot.planner.web.pictures import MOST_PIECES, WINDOWS, picture
-from ingot.planner.web.state import State
+from ingot.planner.web.state import PageSettings
 
 
 def drawn(window="step", **setting):
-    state = answers.settled(State(model="llama3-8b", cluster="8xh100", zero=1, **setting))
+    state = answers.settled(PageSettings(model="llama3-8b", cluster="8xh100", zero=1, **setting))
     timeline = answers.timeline_of(state)
     return picture(answers.answer(state).run, timeline, window), timeline
 

@@ -1,17 +1,17 @@
 """What moves along with a degree, and what controls offer: always what the trainer's own rules allow."""
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.planner.web import answers
 from ingot.planner.web.choices import controls, steps_away
-from ingot.planner.web.state import WORDS, State
+from ingot.planner.web.state import WORDS, PageSettings
 from ingot.theory.layout import layout_problems
 
 
 def settled(moved="", **setting):
-    return answers.settled(State(**setting), moved)
+    return answers.settled(PageSettings(**setting), moved)
 
 
 def problems(state):
@@ -102,8 +102,8 @@ def test_the_present_value_is_always_among_the_choices():
 
 def test_a_link_reads_no_files():
     for model in ("../../x.toml", "/etc/passwd", "run.toml"):
-        with pytest.raises(Exception, match="no model preset"):
-            answers.settled(State(model=model))
+        with refused("E-MODEL-UNKNOWN", given=model):
+            answers.settled(PageSettings(model=model))
 
 
 def test_the_largest_pipeline_is_refused_before_it_is_simulated():

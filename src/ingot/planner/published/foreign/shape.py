@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ingot.planner.published.foreign.row import Row
-from ingot.planner.run.shapes import shape_of
+from ingot.planner.run.scaling import shape_of
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.theory.flops import mean_keys
 

@@ -4,12 +4,25 @@ import math
 from dataclasses import replace
 
 import pytest
+from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.planner.request.presets import load_model
-from ingot.planner.run.reading import DRIVES, data_reading, drives, text_bytes_per_second, token_bytes
+from ingot.planner.run.storage import (
+    DRIVES,
+    SAVED_STATE_AND_WEIGHTS_BYTES,
+    SAVED_STATE_BYTES,
+    blocking_stall,
+    copy_stall,
+    data_reading,
+    drives,
+    kept_bytes,
+    text_bytes_per_second,
+    token_bytes,
+)
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
+from ingot.theory.memory import checkpoint_bytes
+from ingot.theory.params import count_parameters
 
 RUN = RunConfig(
     name="run",
@@ -63,11 +76,43 @@ def test_single_windows_at_random_need_many_disks():
     assert drives(17e6, "hdd") == 1
 
 
-def test_text_that_is_tokenised_while_it_is_read():
+def test_text_that_is_tokenized_while_it_is_read():
     assert text_bytes_per_second(183_000) == pytest.approx(0.73e6, rel=0.01)
 
 
 @pytest.mark.parametrize(("step", "storage"), [(0, 0), (-1, 0), (math.nan, 0), (1, -5)])
 def test_impossible_times_are_refused(step, storage):
-    with pytest.raises(ConfigError, match="a step takes time"):
+    with refused("E-STORAGE-VALUE", storage_bytes_per_second=storage):
         data_reading(RUN, step, storage)
+
+
+def test_ingot_saves_masters_and_moments():
+    arch = load_model("llama3-8b").arch
+    assert checkpoint_bytes(arch, "bf16").value == SAVED_STATE_BYTES * count_parameters(arch)
+
+
+@pytest.mark.parametrize(("parameters", "size"), [(176e9, 2.3e12), (340e9, 12.9 * 340e9), (15e9, 13.08 * 15e9)])
+def test_measured_checkpoints_are_between_the_two_kinds(parameters, size):
+    assert SAVED_STATE_BYTES * parameters < size < SAVED_STATE_AND_WEIGHTS_BYTES * parameters
+
+
+def test_bloom_wrote_in_forty_seconds():
+    """2.3 TB from 48 nodes, 1.2 GB/s each."""
+    assert blocking_stall(2.3e12, 48, 1.2e9).value == pytest.approx(40, rel=0.01)
+
+
+def test_the_storage_can_be_the_limit():
+    assert blocking_stall(2e12, 1000, 1e9, storage_write=1e11).value == pytest.approx(20)
+    assert "the storage's" in blocking_stall(2e12, 1000, 1e9, storage_write=1e11).formula
+    assert blocking_stall(2e12, 10, 1e9, storage_write=1e11).value == pytest.approx(200)
+
+
+def test_a_copy_to_the_host_is_made_by_all_devices_at_once():
+    assert copy_stall(1e12, 100, 25e9).value == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("keep", "count"), [(0, 384), (3, 3), (1000, 384)])
+def test_retention(keep, count):
+    sixteen_days = 16 * 86_400
+    assert kept_bytes(1.0, 3600, sixteen_days, keep) == count
+    assert kept_bytes(1.0, 3600, 0, keep) == 0

@@ -1,63 +1,68 @@
-"""A planning as text: ranked layouts as a table, then the best plan in full. `ingot plan` prints these lines."""
+"""Ranked plans as text for `ingot plan`, and as HTML for notebooks: a table of layouts, then the best plan in full."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from html import escape
 
 from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
-from ingot.planner.run.plan import GIVEN, Planned
+from ingot.planner.run.advice import notes
+from ingot.planner.run.plan import GIVEN_MFU, PlannedRun, RankedPlans
 from ingot.planner.search.candidates import EQUAL
-from ingot.planner.show.notes import notes
+from ingot.planner.show.layout import layout_text
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import resolve_parallel
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
-if TYPE_CHECKING:
-    from ingot.planner.request.answer import Planning
-
 WIDTH = 118
 _BAR_WIDTH = 32
 _DAY_SECONDS = 86400
-_MOST_STAGES = 8  # pipeline ranks whose memory is told one by one
+_MOST_STAGES = 8  # with more pipeline ranks, only the first, the last and the fullest are shown
 _LABEL = 10  # columns of the names of lines
+# Kinds of memory, in the order of the HTML bar; colors that the color-blind can distinguish (Okabe & Ito 2008).
+_COLORS = {
+    "weights": "#0072B2", "gradients": "#56B4E9", "optimizer": "#009E73", "gathered": "#F0E442",
+    "activations": "#E69F00", "logits": "#D55E00", "fragmentation": "#CC79A7", "runtime": "#999999",
+}  # fmt: skip
+_OTHER_COLOR = "#666666"
+_CELL = "padding:2px 8px;text-align:right;white-space:nowrap"
 
 
-def as_text(planning: "Planning") -> Iterator[str]:
-    best = planning.best
-    yield from _model(planning)
-    yield from _ranking(planning)
+def plans_text(ranked: RankedPlans) -> Iterator[str]:
+    """Yield the lines of the text form."""
+    best = ranked.best
+    yield from _model(ranked)
+    yield from _ranking(ranked)
     yield from plan_lines(best)
-    yield from _wrapped("texts", planning.texts)
-    yield from _wrapped("fix", planning.fix)
-    yield from _wrapped("idle", planning.found.idle if planning.found else "")
-    yield from _wrapped("look", planning.why_not_executed)
+    yield from _wrapped("texts", ranked.texts)
+    yield from _wrapped("fix", ranked.fix)
+    yield from _wrapped("idle", ranked.search_result.idle if ranked.search_result else "")
+    yield from _wrapped("look", ranked.why_not_executed)
 
 
-def _model(planning: "Planning") -> Iterator[str]:
-    plan, arch, question = planning.best.plan, planning.best.run.model, planning.question
+def _model(ranked: RankedPlans) -> Iterator[str]:
+    plan, arch = ranked.best.plan, ranked.best.run.model
     shape = f"{arch.num_layers} layers, width {arch.d_model}, {arch.num_heads}/{arch.num_kv_heads} heads"
     yield f"model     {format_count(plan.parameters)} parameters: {shape}, vocabulary {arch.vocab_size:,}"
-    if question and question.subject.parameters:
-        bare = question.subject.parameters
-        yield f"          the shape of {question.subject.shape} stands in; FLOPs are counted as 6 x {bare:,} x tokens"
+    if ranked.parameters:
+        yield f"          in the shape of {ranked.shape}; FLOPs are counted as 6 x {ranked.parameters:,} x tokens"
     yield f"compute   {plan.formulas['total_flops']}"
 
 
-def _ranking(planning: "Planning") -> Iterator[str]:
-    found = planning.found
+def _ranking(ranked: RankedPlans) -> Iterator[str]:
+    found = ranked.search_result
     if not found or not found.best:
         return
-    cluster = planning.best.plan.cluster
+    cluster = ranked.best.plan.cluster
     count = f"{found.considered:,} considered, {found.fitting:,} seen to fit, {found.seconds:.1f} s"
     order = (
         "in the order predicted, all at the MFU given"
-        if GIVEN in planning.best.plan.time_seconds
+        if GIVEN_MFU in ranked.best.plan.time_seconds
         else f"fastest first, the simplest of those within {EQUAL:.0%}"
     )
     yield f"layouts   for {cluster.devices:,} devices, {order} ({count})"
-    yield from table(ranking_rows(planning), RANKING, right=range(len(RANKING)))
+    yield from table(ranking_rows(ranked), RANKING, right=range(len(RANKING)))
 
 
 RANKING = (
@@ -66,19 +71,17 @@ RANKING = (
 )  # fmt: skip
 
 
-def ranking_rows(planning: "Planning") -> list[tuple[str, ...]]:
-    """The cells of RANKING for each plan; "-" where an axis is not used or a figure not known."""
-    alike = len({planned.run.train.steps for planned in planning.plans}) == 1
-    return [
-        _row(number, planned, "-" if alike else _tokens(planned)) for number, planned in enumerate(planning.plans, 1)
-    ]
+def ranking_rows(ranked: RankedPlans) -> list[tuple[str, ...]]:
+    """Return the cells of RANKING for each plan; "-" if an axis is not used or a figure is not known."""
+    alike = len({planned.run.train.steps for planned in ranked.plans}) == 1
+    return [_row(number, planned, "-" if alike else _tokens(planned)) for number, planned in enumerate(ranked.plans, 1)]
 
 
-def _tokens(planned: Planned) -> str:
+def _tokens(planned: PlannedRun) -> str:
     return format_count(planned.plan.steps * planned.plan.tokens_per_step)
 
 
-def _row(number: int, planned: Planned, tokens: str) -> tuple[str, ...]:
+def _row(number: int, planned: PlannedRun, tokens: str) -> tuple[str, ...]:
     run, plan, parallel = planned.run, planned.plan, resolve_parallel(planned.run)
     known = plan.step_seconds > 0
     exposed = sum(line.exposed_seconds for line in plan.communication.values())
@@ -96,7 +99,7 @@ def _row(number: int, planned: Planned, tokens: str) -> tuple[str, ...]:
         format_bytes(plan.total_memory_bytes),
         f"{plan.bubble:.1%}" if parallel.pp > 1 else "-",
         f"{exposed / plan.step_seconds:.1%}"
-        if known and plan.communication and GIVEN not in plan.time_seconds
+        if known and plan.communication and GIVEN_MFU not in plan.time_seconds
         else "-",
         format_seconds(plan.step_seconds) if known else "-",
         f"{plan.mfu:.1%}" if plan.mfu else "-",
@@ -125,14 +128,15 @@ def format_days(days: float) -> str:
     return f"{days:.1f} d" if 1 <= days < 1000 else format_seconds(days * _DAY_SECONDS)
 
 
-def plan_lines(planned: Planned) -> Iterator[str]:
-    """One plan in full, without its model."""
+def plan_lines(planned: PlannedRun) -> Iterator[str]:
+    """Yield the lines of one plan in full, without its model."""
     run, plan = planned.run, planned.plan
     for name, text in notes(run, plan.cluster):
         yield from _wrapped(name, text)
+    layout = f" ({layout_text(run)})" if run.parallel.world_size > 1 else ""
     yield from _wrapped(
         "layout",
-        f"{run.parallel.world_size:,} ranks{_degrees(run.parallel)} on {plan.cluster.name},"
+        f"{run.parallel.world_size:,} ranks{layout} on {plan.cluster.name},"
         f" {plan.software.recipe or run.train.precision};"
         f" batch {run.train.global_batch:,} = {run.train.micro_batch} x {run.accumulation:,} accumulated"
         f" x {run.parallel.data_ranks:,} ranks",
@@ -147,15 +151,6 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     yield from _time(plan)
     yield from _communication(plan)
     yield from _disk_and_money(plan, run)
-
-
-def _degrees(parallel: Parallel) -> str:
-    """ " (pp 4 x dp_shard 8 x tp 4, ep 8)" where more than one axis is used, or experts are divided."""
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    used = [f"{name} {getattr(parallel, name)}" for name in names if getattr(parallel, name) > 1]
-    shown = [" x ".join(used)] if len(used) > 1 else []
-    shown += [f"ep {parallel.ep}"] if parallel.ep > 1 else []
-    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _memory(plan: Plan, run: RunConfig) -> Iterator[str]:
@@ -173,16 +168,18 @@ def _memory(plan: Plan, run: RunConfig) -> Iterator[str]:
         yield from _wrapped("stages", _stages([sum(stage.values()) for stage in plan.stage_memory_bytes]))
     if len(set(plan.moments_bytes.values())) > 1:
         moments = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in plan.moments_bytes.items())
-        yield from _wrapped("moments", moments)
+        yield from _wrapped("phases", moments)
 
 
 def _stages(totals: list[int]) -> str:
-    """Of all pipeline ranks, or of many those at the ends and the fullest."""
+    """Return the memory of all pipeline ranks; of many ranks only the first, the last and the fullest."""
     last, fullest = len(totals) - 1, totals.index(max(totals))
     if len(totals) <= _MOST_STAGES:
         return f"pipeline ranks 0 to {last}: {', '.join(map(format_bytes, totals))}"
-    told = sorted({0, 1, fullest, last - 1, last})
-    return ", ".join(f"{'the fullest, ' * (rank == fullest)}rank {rank}: {format_bytes(totals[rank])}" for rank in told)
+    shown = sorted({0, 1, fullest, last - 1, last})
+    return ", ".join(
+        f"{'the fullest, ' * (rank == fullest)}rank {rank}: {format_bytes(totals[rank])}" for rank in shown
+    )
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -195,7 +192,7 @@ def _time(plan: Plan) -> Iterator[str]:
         band = f" ({format_seconds(plan.step_seconds_low)} to {format_seconds(plan.step_seconds_high)})"
     yield f"time      {format_seconds(plan.step_seconds)} per step{band}, {speed} tokens/s"
     parts = sorted(plan.time_seconds.items(), key=lambda part: -part[1])
-    if plan.cluster.device != "cpu" and GIVEN not in plan.time_seconds:
+    if plan.cluster.device != "cpu" and GIVEN_MFU not in plan.time_seconds:
         rows = [(f"  {part}", format_seconds(s), f"{s / plan.step_seconds:.1%}") for part, s in parts if s > 0]
         yield from table(rows, right=(1, 2))
     if plan.mfu:
@@ -214,7 +211,7 @@ def _mfu(plan: Plan) -> str:
         if "by their number alone" in plan.formulas["flops_per_token"]
         else "causal attention counted half"
     )
-    given = ", as given" if GIVEN in plan.time_seconds else ""
+    given = ", as given" if GIVEN_MFU in plan.time_seconds else ""
     done = f"; HFU {plan.hfu:.1%} (what is recomputed counts)" if plan.hfu and not given else ""
     peak = " of the 16-bit peak" if plan.software.recipe else ""
     return f"{plan.mfu:.1%}{peak}{band}{given} ({how}){done}"
@@ -222,7 +219,7 @@ def _mfu(plan: Plan) -> str:
 
 def _communication(plan: Plan) -> Iterator[str]:
     lines = {line: c for line, c in plan.communication.items() if c.sent_bytes}
-    if not lines or GIVEN in plan.time_seconds:
+    if not lines or GIVEN_MFU in plan.time_seconds:
         return
     yield "links     what one rank sends in a step, and what of it a step waits for"
     rows = [
@@ -249,7 +246,7 @@ def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
     if plan.step_seconds_high:
         low, high = (outlook.days * s / plan.step_seconds for s in (plan.step_seconds_low, plan.step_seconds_high))
         band = f" ({format_days(low)} to {format_days(high)})"
-    yield f"days      {steps} of steps, {clock} by the clock{band}: goodput {outlook.goodput:.1%}"
+    yield f"days      {steps} of steps, {clock} wall-clock{band}: goodput {outlook.goodput:.1%}"
     rate = f"{outlook.failures_per_node_day:.2%} per node-day"
     yield (
         f"failures  {outlook.failures:,.1f} to expect ({rate}), {format_seconds(outlook.restart_seconds)} to restart;"
@@ -266,24 +263,24 @@ def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
 
 
 def _wrapped(name: str, text: str) -> Iterator[str]:
-    """`text` beside `name`, on as many lines as it takes; nothing of an empty one."""
+    """Yield `text` after the label `name`, wrapped to WIDTH; no line for an empty text."""
     for number, line in enumerate(textwrap.wrap(text, WIDTH - _LABEL, break_long_words=False)):
         yield f"{name if not number else '':<{_LABEL}}{line}"
 
 
 def wrapped(line: str) -> list[str]:
-    """`line` on as many lines as it takes, those after the first as far in as it is, and three columns more."""
+    """Return `line` wrapped to WIDTH; further lines have its indentation, or three columns if it has none."""
     rest = " " * (len(line) - len(line.lstrip()) or 3)
     return textwrap.wrap(line, WIDTH, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
 
 def columns_in_use(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The numbers of those columns that have more than "-" in them."""
+    """Return the indices of columns in which not every cell is "-"."""
     return [i for i in range(len(rows[0])) if any(row[i] != "-" for row in rows)] if rows else []
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Aligned columns, those in `right` (0-based) on the right, as numbers are. A column of "-" alone is left out."""
+    """Yield lines of aligned columns. right: indices of right-aligned columns. Columns of only "-" are omitted."""
     used = columns_in_use(rows)
     cells = [[row[i] for i in used] for row in ([header, *rows] if header else rows)]
     aligned = [i in right for i in used]
@@ -291,3 +288,60 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, right: S
     for row in cells:
         columns = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, aligned, strict=True))
         yield "  ".join(columns).rstrip()
+
+
+def plans_html(ranked: RankedPlans) -> str:
+    """Return self-contained HTML with every text escaped. It sets no text color, so it suits light and dark pages."""
+    best = ranked.best
+    head = f"{format_count(best.plan.parameters)} parameters on {best.plan.cluster.name}"
+    rows = ranking_rows(ranked)
+    used = columns_in_use(rows)
+    names = [*(RANKING[i] for i in used), "memory of the device"]
+    titles = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in names)
+    body = "".join(_html_row([row[i] for i in used], planned) for row, planned in zip(rows, ranked.plans, strict=True))
+    details = escape("\n".join(plan_lines(best)))
+    texts = (ranked.fix, ranked.texts, ranked.why_not_executed)
+    remarks = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
+    return (
+        f'<div><p><b>{escape(best.run.name)}</b>: {escape(head)}</p><div style="overflow-x:auto">'
+        f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody>'
+        f"</table></div><p>{_legend(ranked)}</p>{remarks}"
+        f"<details><summary>the best in full</summary><pre>{details}</pre></details></div>"
+    )
+
+
+def _html_row(cells: list[str], planned: PlannedRun) -> str:
+    shown = "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in cells)
+    return f'<tr>{shown}<td style="padding:2px 8px">{_bar(planned)}</td></tr>'
+
+
+def _bar(planned: PlannedRun) -> str:
+    plan = planned.plan
+    there = rank_memory_bytes(plan.cluster, planned.run.parallel.world_size)
+    scale = 100 / max(there, plan.total_memory_bytes)
+    parts = "".join(
+        f'<span title="{escape(kind)} {format_bytes(size)}" style="display:inline-block;height:12px;'
+        f'width:{size * scale:.2f}%;background:{_COLORS.get(kind, _OTHER_COLOR)}"></span>'
+        for kind, size in _ordered(plan.memory_bytes)
+        if size
+    )
+    label = f"{format_bytes(plan.total_memory_bytes)} of {format_bytes(there)}"
+    border = "#D55E00" if plan.total_memory_bytes > there else "currentColor"
+    return (
+        f'<span role="img" aria-label="{label}" title="{label}" style="display:inline-block;width:220px;height:12px;'
+        f'line-height:0;font-size:0;border:1px solid {border};white-space:nowrap">{parts}</span>'
+    )
+
+
+def _legend(ranked: RankedPlans) -> str:
+    kinds = [kind for kind, size in _ordered(ranked.best.plan.memory_bytes) if size]
+    return " ".join(
+        f'<span style="white-space:nowrap"><span style="display:inline-block;width:10px;height:10px;'
+        f'background:{_COLORS.get(kind, _OTHER_COLOR)}"></span> {escape(kind)}</span>'
+        for kind in kinds
+    )
+
+
+def _ordered(memory: dict[str, int]) -> list[tuple[str, int]]:
+    order = [*_COLORS, *(kind for kind in memory if kind not in _COLORS)]
+    return sorted(memory.items(), key=lambda item: order.index(item[0]))

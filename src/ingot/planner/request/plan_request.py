@@ -1,0 +1,170 @@
+"""The request for a plan: a model, a cluster and tokens; and the run that follows from them before it has a layout."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ingot.errors import ConfigError, DataMissing
+from ingot.hub.config_file import require_fit
+from ingot.planner.request.amounts import parse_tokens
+from ingot.planner.request.presets import ModelChoice
+from ingot.planner.run.outlook import Assumptions
+from ingot.planner.run.plan import make_plan
+from ingot.planner.run.propose import NO_HINTS, Hints, ProposedRun, propose
+from ingot.schema.cluster import Cluster
+from ingot.schema.nearest import shareable_batch
+from ingot.schema.plan import Plan
+from ingot.schema.run import Data, RunConfig
+from ingot.schema.software import INGOT, Software
+from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest, training_tokens
+from ingot.units import format_count
+
+NOWHERE = Data(tokens="data/tokens/train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A request for ranked plans.
+
+    tokens: in the training set. wanted: the batch, sequence length, steps and learning rate that the user asked for.
+    batch_why: the reason of that batch. pinned: settings that the search must keep. mfu: replaces the predicted MFU.
+    top: the number of plans. relative_to: the folder of the run file, to which its paths are relative.
+    """
+
+    model: ModelChoice
+    cluster: Cluster
+    tokens: int
+    data: Data = NOWHERE
+    manifest: TokenManifest | None = None
+    wanted: Hints = NO_HINTS
+    batch_why: str = ""
+    name: str = ""
+    precision: str = "bf16"
+    software: Software = INGOT
+    pinned: Mapping[str, object] = field(default_factory=dict)
+    mfu: float = 0.0
+    usd_per_hour: float = 0.0
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    top: int = 5
+    relative_to: Path = Path()
+
+
+def base_run(request: PlanRequest) -> tuple[RunConfig, dict[str, str]]:
+    """Return the run without a layout, and the reason of each chosen value. On a CPU the run has its layout: the ranks
+    of the machine share the batch, because its rates were measured with them.
+
+    Raises ConfigError if data and model do not fit together.
+    """
+    model, cluster = request.model, request.cluster
+    proposal = _proposal(request, request.wanted)
+    run, reasons = proposal.run, dict(proposal.reasons)
+    if _repeats(request, run):
+        steps = max(request.tokens // run.tokens_per_step, 1)
+        run = _proposal(request, replace(request.wanted, steps=steps)).run
+        reasons["train.steps"] = f"{format_count(request.tokens)} tokens, as asked for"
+    if cluster.device != "cpu":
+        for key in [key for key in reasons if key.startswith("parallel.") or key == "train.micro_batch"]:
+            del reasons[key]
+        if not request.wanted.global_batch and model.hints.global_batch not in (0, run.train.global_batch):
+            reasons["train.global_batch"] += f", made a number that {cluster.devices:,} devices can share"
+    if request.batch_why:
+        reasons["train.global_batch"] = request.batch_why
+    if model.init:
+        if request.manifest:
+            check_vocabulary(request.manifest, run.model.vocab_size)
+        require_fit(model.init, run.model)
+        run = replace(run, init=relative(model.init, request.relative_to))
+        reasons["init"] = "the first weights, and the shape in [model]"
+    return run, reasons
+
+
+def _proposal(request: PlanRequest, wanted: Hints) -> ProposedRun:
+    model, cluster = request.model, request.cluster
+    return propose(
+        model.arch,
+        cluster if cluster.device == "cpu" else _undivided(cluster, bool(wanted.global_batch)),
+        request.data,
+        name=request.name or model.name,
+        tokens=request.tokens,
+        # A model with given weights keeps its vocabulary; base_run refuses tokens with other ids.
+        vocab_size=request.manifest.vocab_size if request.manifest and not model.init else 0,
+        preset=_shared_hints(model.hints, cluster),
+        wanted=wanted,
+        precision=request.precision,
+        usd_per_hour=request.usd_per_hour,
+    )
+
+
+def _shared_hints(hints: Hints, cluster: Cluster) -> Hints:
+    """Return hints with a batch that the devices can share in many ways, because the layout is not known yet."""
+    if cluster.device == "cpu" or not hints.global_batch:
+        return hints
+    return replace(hints, global_batch=shareable_batch(hints.global_batch, cluster.devices))
+
+
+def _repeats(request: PlanRequest, run: RunConfig) -> bool:
+    """Return True if the rules would repeat tokens that the user gave as a count, and not as a folder of data."""
+    chosen = request.wanted.steps or request.model.hints.steps
+    return not request.manifest and not chosen and run.train.steps * run.tokens_per_step > request.tokens
+
+
+def plan_of(request: PlanRequest, run: RunConfig) -> Plan:
+    return make_plan(
+        run,
+        request.cluster,
+        software=request.software,
+        assumptions=request.assumptions,
+        mfu=request.mfu,
+        parameters=request.model.parameters,
+        tokens=request.tokens,
+        manifest=request.manifest,
+    )
+
+
+def _undivided(cluster: Cluster, batch_given: bool) -> Cluster:
+    """Return a cluster for a run without a layout: one node with the odd factor of the number of devices.
+
+    The proposed batch is then a multiple of this factor; with a given batch the cluster has one device.
+    """
+    odd = cluster.devices
+    while odd % 2 == 0:
+        odd //= 2
+    return replace(cluster, nodes=1, devices_per_node=1 if batch_given else odd, domain_devices=0)
+
+
+def read_data(tokens: str, relative_to: Path) -> tuple[Data, TokenManifest | None, int]:
+    """Return the [data] section, the manifest (None for a count) and the number of tokens.
+
+    tokens: a count ("1.5T"), or DATA of `data build --out DATA`, DATA/tokens or DATA/tokens/train. relative_to: the
+    folder of the run file. Raises DataError, UsageError.
+    """
+    folder = Path(tokens)
+    if not folder.is_dir():
+        return NOWHERE, None, _count(tokens)
+    train = training_tokens(folder)
+    manifest = read_token_manifest(train)
+    heldout, tokenizer = train.parent / "heldout", train.parent / "tokenizer.json"
+    data = Data(
+        tokens=relative(train, relative_to),
+        heldout=relative(heldout, relative_to) if heldout.is_dir() else "",
+        tokenizer=relative(tokenizer, relative_to) if tokenizer.is_file() else "",
+    )
+    return data, manifest, max(manifest.tokens, 1)
+
+
+def _count(tokens: str) -> int:
+    try:
+        return parse_tokens(tokens)
+    except ConfigError:
+        raise DataMissing(
+            "E-TOKENS-MISSING",
+            f"--tokens {tokens}: no such folder, and not a count",
+            rule="--tokens is the folder of `ingot data build --out`, or a count like 1.5T",
+            fix="ingot data build FILES... --out DIR makes the folder",
+            path=tokens,
+        ) from None
+
+
+def relative(path: Path, relative_to: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), relative_to.resolve())).as_posix()
