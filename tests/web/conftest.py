@@ -19,7 +19,7 @@ _QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-backgrou
 
 
 def _chromium() -> str:
-    """Its path, or a skip with the reason; INGOT_REQUIRE_CHROMIUM turns the skip into a failure."""
+    """Return the path of Chromium, or skip with the reason; INGOT_REQUIRE_CHROMIUM turns the skip into a failure."""
     pytest.importorskip("playwright", reason="needs playwright: pip install 'ingot[test]'")
     pytest.importorskip("uvicorn", reason="needs the part web: pip install 'ingot[web]'")
     path = os.environ.get("INGOT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -32,7 +32,7 @@ def _chromium() -> str:
 
 @pytest.fixture(scope="session")
 def address():
-    """Of a server on this machine, in a thread, for the whole session."""
+    """The address of a server on this machine, in a thread, for the whole session."""
     _chromium()
     import uvicorn
 

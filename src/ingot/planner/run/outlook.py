@@ -224,8 +224,8 @@ def _stalls(job: _NodesInUse, cluster: Cluster, given: Assumptions, checkpoint_b
         checkpoint_bytes, job.nodes, given.write_bytes_per_second, given.storage_write_bytes_per_second
     )
     meeting, listing = given.meeting_seconds, given.manifest_seconds_per_rank * job.devices
-    besides = f"meeting {format_seconds(meeting)}, manifest of {job.devices:,} ranks {format_seconds(listing)}"
-    write = Term(size.value + meeting + listing, f"{size.formula}; {besides}")
+    extra = f"meeting {format_seconds(meeting)}, manifest of {job.devices:,} ranks {format_seconds(listing)}"
+    write = Term(size.value + meeting + listing, f"{size.formula}; {extra}")
     if not given.asynchronous:
         return write, write
     copy = copy_stall(checkpoint_bytes, job.devices, cluster.host_bandwidth or _HOST_BANDWIDTH)

@@ -300,7 +300,7 @@ PUBLISHED_HYPERPARAMETERS = (
 
 def nearest_runs(parameters: float, experts: bool = False) -> tuple[PublishedHyperparameters, ...]:
     """Return all published runs, those of the same kind (dense, or with experts) first, each kind by the ratio of
-    sizes. Of two runs of equal size, the run with the larger batch is first, because it is from later years."""
+    sizes. Of two equally near runs, the run with the larger batch is first, because it is from later years."""
 
     def distance(run: PublishedHyperparameters) -> tuple[bool, float, float]:
         return run.experts != experts, abs(math.log(run.parameters / parameters)), -run.batch_tokens

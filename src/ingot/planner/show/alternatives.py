@@ -72,7 +72,7 @@ class DecisionContext:
             return "runner-up: none was searched, because this is pinned"
         mine = settings_of(self.run, names)
         others = [c for c in self.search_result.best if settings_of(c.run, names) != mine]
-        steps = [step for step in self._neighbours if settings_of(step.candidate.run, names) != mine]
+        steps = [step for step in self._one_change_away if settings_of(step.candidate.run, names) != mine]
         others = others or [step.candidate for step in steps if step.fits]
         if others:
             return self.compared(min(others, key=self._distance))
@@ -88,7 +88,7 @@ class DecisionContext:
         return seen or Evaluator(self.run, self.cluster, self.planned.plan.software).candidate(self.run)
 
     @cached_property
-    def _neighbours(self) -> tuple[Change, ...]:
+    def _one_change_away(self) -> tuple[Change, ...]:
         return neighbours(self.mine, self.cluster)
 
     def _distance(self, candidate: Candidate) -> float:

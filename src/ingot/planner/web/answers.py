@@ -1,6 +1,7 @@
 """The page's access to the planner: settings of the page become a run, a cluster and a plan.
 
-The most recent plans are cached, so that a comparison needs no new predictions.
+The most recent plans are cached, so that a comparison needs no new predictions. Settings are called settled if they are
+complete and their degrees were adapted to each other (settle.py).
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What is assumed, changed by name: with units, and never by a key that nothing has."""
+"""Assumptions changed by name: values with units, and no unknown names."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Proposals: each has a formula and a source, and published runs lie where the rules say."""
+"""Proposals: each has a formula and a source, and published runs agree with the rules."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A run by the clock: what is assumed is used, sums hold, and published jobs come out about right."""
+"""A run in wall-clock time: what is assumed is used, sums hold, and published jobs come out about right."""
 
 import math
 from dataclasses import replace
@@ -104,17 +104,17 @@ def test_a_cadence_in_steps_is_kept_and_judged():
     assert rare.checkpoint_every_seconds == 4000 * STEP and "Daly's interval is" in formulas["outlook.checkpoint_every"]
     daly = seen()[0]
     assert rare.goodput < daly.goodput - 0.02
-    (said,) = advice(checkpoint_every_steps=4000)
+    (warning,) = advice(checkpoint_every_steps=4000)
     steps = round(daly.checkpoint_every_seconds / STEP)
-    assert f"checkpoint.every_steps = {steps} gives {daly.goodput:.1%}" in said
+    assert f"checkpoint.every_steps = {steps} gives {daly.goodput:.1%}" in warning
     assert not advice(checkpoint_every_steps=steps)
     assert seen(checkpoint_every_steps=10**9)[0].checkpoint_every_seconds == RUN.train.steps * STEP  # at the end
     assert not advice(checkpoint_every_steps=10**9, failures_per_node_day=0.0)
 
 
-def test_storage_that_is_too_slow_is_said():
-    (said,) = advice(storage_read_bytes_per_second=1e6)
-    assert "steps wait for storage" in said
+def test_storage_that_is_too_slow_is_reported():
+    (warning,) = advice(storage_read_bytes_per_second=1e6)
+    assert "steps wait for storage" in warning
     assert not advice(storage_read_bytes_per_second=1e9)
 
 

@@ -65,7 +65,7 @@ def test_total_time_money_and_passes():
     assert gpus.usd == pytest.approx(2 * 2.8 * gpus.total_seconds / 3600)
 
 
-def test_utilisation_is_consistent_with_time():
+def test_mfu_is_consistent_with_time():
     run = run_of(load_model("llama3-8b").arch, 8192, 16, 1, 8)
     plan = make_plan(run, load_cluster("8xh100"))
     flops = train_flops_per_token(run.model, 8192) * run.tokens_per_step
@@ -136,13 +136,13 @@ def test_warnings(run, cluster, tokens, word):
 
 
 @pytest.mark.parametrize(
-    ("device", "recipe", "told"),
+    ("device", "recipe", "warned"),
     [("h100", "nvfp4", True), ("a100", "rowwise", True), ("h100", "rowwise", False), ("b200", "nvfp4", False)],
 )
-def test_products_that_a_device_does_not_have_are_told(device, recipe, told):
+def test_products_that_a_device_does_not_have_are_reported(device, recipe, warned):
     run = run_of(load_model("llama3-8b").arch, 8192, 8, 1, 8)
     found = make_plan(run, load_cluster(f"8x{device}"), software=replace(INGOT, recipe=recipe)).warnings
-    assert any("has no products in" in warning for warning in found) is told
+    assert any("has no products in" in warning for warning in found) is warned
 
 
 def test_collectives_hide_behind_work_inside_a_node_and_not_over_a_slow_network():
@@ -166,7 +166,7 @@ def test_a_given_mfu_takes_the_place_of_the_predicted_time():
     assert bare.step_seconds == pytest.approx(6 * 8e9 * run.tokens_per_step / (8 * 989e12 * 0.5))
 
 
-def test_hardware_utilisation_counts_what_is_recomputed():
+def test_hfu_counts_recomputed_operations():
     run, cluster = run_of(load_model("llama3-8b").arch, 8192, 64, 1, 8), load_cluster("8xh100")
     again = make_plan(replace(run, parallel=replace(run.parallel, recompute="full")), cluster)
     assert again.mfu and again.hfu and 1.25 < again.hfu / again.mfu < 1.36

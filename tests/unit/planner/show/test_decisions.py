@@ -61,7 +61,7 @@ def test_runners_up_are_layouts_that_were_evaluated_and_decide_otherwise():
     context = context_of("smollm2-135m")
     layouts = {
         full_layout_text(c.run): c
-        for c in (*context.search_result.best, *(change.candidate for change in context._neighbours))
+        for c in (*context.search_result.best, *(change.candidate for change in context._one_change_away))
     }
     for names in (("pp",), ("micro_batch",), ("zero", "dp_replicate")):
         text = context.runner_up(*names)

@@ -1,4 +1,4 @@
-"""What `explain` says: formulas whose numbers are the plan's."""
+"""The topics of `explain`: formulas with the numbers of the plan; and timelines."""
 
 import re
 

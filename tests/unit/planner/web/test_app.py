@@ -63,7 +63,7 @@ def test_an_illegal_layout_says_why_and_has_no_plan(client):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "sentence"),
     [
         ("/api/plan?nonsense=1", "there is no setting"),
         ("/api/plan?model=gpt-17", "no model preset"),
@@ -79,12 +79,12 @@ def test_an_illegal_layout_says_why_and_has_no_plan(client):
         ("/api/run.toml?recipe=mxfp8", "recipe mxfp8"),
     ],
 )
-def test_what_is_refused_is_json_with_a_way_out(client, path, said):
+def test_errors_are_json_with_a_fix(client, path, sentence):
     answer = client.get(path)
     assert answer.status_code == 400
     error = answer.json()
     assert set(error) == {"found", "rule", "fix"}
-    assert said in error["found"]
+    assert sentence in error["found"]
     assert error["rule"] or error["fix"]
 
 

@@ -1,4 +1,4 @@
-"""What moves along with a degree, and what controls offer: always what the trainer's own rules allow."""
+"""Settings adapted to a change, and the values of controls: always legal by the layout rules."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,6 @@
-// Questions to the planner. Each kind has one line: a new question drops the answer of the one before.
+// Requests to the planner. A new request of one kind discards the answer to the previous request of this kind.
 
-/** What the server refused: found, rule and fix. */
+/** An error of the server: found, rule and fix. */
 export class Refused extends Error {
   constructor({ found, rule, fix }) {
     super(found);
@@ -11,7 +11,7 @@ export class Refused extends Error {
 export class Line {
   #controller = null;
 
-  /** The JSON at `path`, or undefined when a newer question was asked. Throws Refused. */
+  /** Return the JSON at `path`, undefined if a newer request was sent. Throws Refused. */
   async ask(path) {
     this.drop();
     const controller = (this.#controller = new AbortController());

@@ -1,4 +1,4 @@
-// Memory, the parts of a step, and communication: bars of shares that the server worked out.
+// Memory, the parts of a step, and communication: bars of shares that the server computed.
 
 import { el, find, show } from "./dom.js";
 

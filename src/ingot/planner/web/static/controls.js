@@ -1,4 +1,4 @@
-// The form on the left. It offers what the server says is legal, and says why the rest is not.
+// The form on the left: the legal values, and the reasons why others are not, both from the server.
 
 import { el, show } from "./dom.js";
 
@@ -27,7 +27,7 @@ export class Controls {
   #options;
   #change;
 
-  /** change(words, moved): called with what the user set. best(): when the best layout is asked for. */
+  /** change(words, moved): called with the user's settings. best(): called to search the best layout. */
   constructor(form, options, { change, best }) {
     this.#options = options;
     this.#change = change;
@@ -90,7 +90,7 @@ export class Controls {
     return el("details", { id: "keep" }, el("summary", { text: "Keep some settings as they are" }), boxes);
   }
 
-  /** The settings that a search leaves alone: "tp,pp". */
+  /** The settings that a search keeps: "tp,pp". */
   get kept() {
     return [...document.querySelectorAll("#keep input:checked")].map((input) => input.value).join(",");
   }
@@ -163,7 +163,7 @@ export class Controls {
     this.#change({ cluster: `${part("groups")}x${part("each")}x${this.#selects.device.select.value}` }, "cluster");
   }
 
-  /** Shows the settings of a plan, what else is legal, and what moved along. */
+  /** Show the settings of a plan, other legal values, and the settings that were adapted. */
   update(view) {
     const { state, choices, cluster } = view;
     this.#selects.model.select.value = state.params ? "" : state.model;
@@ -209,7 +209,7 @@ export class Controls {
     why.textContent = control.idle || refused.map((choice) => `${choice.label}: ${choice.why}`).join("\n");
   }
 
-  /** Marks the setting that the server refused. problem: {key, text}, or {} for none. */
+  /** Mark the setting that the server refused. problem: {key, text}, or {} for none. */
   blame({ key, text }) {
     for (const [id, { input, why }] of Object.entries(this.#fields)) {
       const wrong = id === key || (key === "cluster" && (id === "groups" || id === "each"));

@@ -1,4 +1,4 @@
-// Elements without markup in strings: text is always text.
+// DOM elements, made without HTML strings, so that no text is parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,7 +7,7 @@ export function el(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
 
-/** The same in SVG. */
+/** Make an SVG element, with the arguments of el(). */
 export function svg(tag, properties = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), properties, children);
 }
@@ -26,7 +26,7 @@ function fill(element, properties, children) {
 
 export const find = (id) => document.getElementById(id);
 
-/** Gives `parent` these children instead of its own. */
+/** Replace the children of `parent`. */
 export function show(parent, ...children) {
   parent.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 }

@@ -1,4 +1,4 @@
-// The page: settings in, plan out. All numbers come from /api; here they are only asked for and shown.
+// The page: sends settings to /api and shows the plan. All numbers come from the server.
 
 import { Line } from "./api.js";
 import { showCommunication, showMemory, showStep } from "./bars.js";
@@ -27,7 +27,7 @@ async function start() {
   return refresh();
 }
 
-/** A control was moved. Several moves within a moment are one question; an answer on its way is of older settings, and
+/** Handle a changed control. Several changes in short succession are one request; a pending answer is for older settings, and
  *  would put the control back. */
 function change(words, moved) {
   lines.plan.drop();
@@ -38,7 +38,7 @@ function change(words, moved) {
   waiting = setTimeout(refresh, DEBOUNCE_MS);
 }
 
-/** Another plan altogether: a found layout, a fix, a pinned plan. */
+/** Show another plan: a found layout, a fix, or a pinned plan. */
 function apply(words) {
   settings = new Settings(words, settings.pinned);
   wanted = {};
@@ -52,7 +52,7 @@ async function refresh(byButton = false) {
   asking(true);
   try {
     const view = await lines.plan.ask(`/api/plan?${asked.query}${moved ? `&moved=${moved}` : ""}`);
-    if (!view) return; // a newer question is on its way
+    if (!view) return; // a newer request was sent
     wanted = {};
     lastMoved = "";
     settings = new Settings(Object.fromEntries(new URLSearchParams(view.link)), settings.pinned);
@@ -71,7 +71,7 @@ async function refresh(byButton = false) {
   }
 }
 
-/** What is shown is of older settings, and dimmed, until the answer is there. */
+/** Dim the shown plan, which belongs to older settings, until the answer arrives. */
 function asking(yes) {
   document.body.classList.toggle("asking", yes);
   if (yes) find("plan").setAttribute("aria-busy", "true");
@@ -158,7 +158,7 @@ async function copy() {
   setTimeout(() => (button.textContent = "Copy link"), 1500);
 }
 
-/** Of what stands beside the plan: when it fails, the plan itself says what is wrong. */
+/** Handle errors of the panels next to the plan silently, because the plan itself shows the problem. */
 async function quietly(promise) {
   try {
     return await promise;
@@ -167,7 +167,7 @@ async function quietly(promise) {
   }
 }
 
-/** For screen readers, when the settings rest. */
+/** Announce the plan to screen readers when the settings no longer change. */
 function say(text) {
   clearTimeout(speaking);
   speaking = setTimeout(() => (find("live").textContent = text), SPEAK_MS);

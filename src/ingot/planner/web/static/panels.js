@@ -1,4 +1,4 @@
-// The head of the plan, what is wrong with it, found layouts, the comparison, and notes.
+// The head of the plan, its problems, found layouts, the comparison, and notes.
 
 import { el, find, show } from "./dom.js";
 
@@ -14,7 +14,7 @@ export function showHead(view) {
   show(find("strip"), el("b", {}, el("a", { class: kind, href: "#plan", text: words })), plan ? plan.tiles.filter((t) => t.key !== "goodput").map((t) => el("span", { class: `brief-${t.key}`, text: t.brief })) : null);
 }
 
-/** What stops the plan, and buttons that change it. apply(words): takes the settings of a button. */
+/** Show the problems of the plan, and buttons that fix them. apply(words): called with the settings of a button. */
 export function showTrouble(view, fixes, apply) {
   const box = find("trouble");
   const { plan } = view;
@@ -28,7 +28,7 @@ export function showTrouble(view, fixes, apply) {
   return show(box, el("div", { class: "notice bad-edge" }, el("strong", { text: plan ? "Does not fit" : "Not possible" }), said.map((text) => el("p", { text })), ways));
 }
 
-/** A link or field that the server refused. */
+/** Show that the server refused a link or a field. */
 export function showRefusal(error) {
   const { found, rule, fix } = error;
   const line = (name, text) => (text ? el("p", {}, el("small", { text: `${name}  ` }), text) : null);

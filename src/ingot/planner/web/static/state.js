@@ -1,9 +1,9 @@
-// The settings of the page and its link. Values are words; what they mean is the server's business.
+// The settings of the page and its link. Values are texts, which only the server interprets.
 
 const PINNED = "a";
 
 export class Settings {
-  /** words: setting -> text, those that are not left open. pinned: the link of plan A, "" without one. */
+  /** words: setting -> text, for settings that are not left to the rules. pinned: the link of plan A, or "". */
   constructor(words = {}, pinned = "") {
     this.words = words;
     this.pinned = pinned;
@@ -20,14 +20,14 @@ export class Settings {
     return new URLSearchParams(this.words).toString();
   }
 
-  /** With other words; an empty one leaves its setting open. */
+  /** Return the settings with changed texts; an empty text leaves its setting to the rules. */
   with(changes) {
     const words = { ...this.words, ...changes };
     for (const key of Object.keys(words)) if (words[key] === "") delete words[key];
     return new Settings(words, this.pinned);
   }
 
-  /** The address of the page as it is now, for the address bar and for others. */
+  /** Return the address of the page with the present settings. */
   get address() {
     const query = new URLSearchParams(this.words);
     if (this.pinned) query.set(PINNED, this.pinned);

@@ -1,4 +1,4 @@
-// The simulated schedule as SVG: one row for each pipeline rank. Positions are shares that the server worked out.
+// The simulated schedule as SVG: one row for each pipeline rank. Positions are shares that the server computed.
 
 import { el, find, show, svg } from "./dom.js";
 
@@ -15,7 +15,7 @@ export class Timeline {
   #buttons;
   window = "step";
 
-  /** ask(): fetches the picture of `window` anew. */
+  /** ask(): fetch the picture of `window` again. */
   constructor(ask) {
     this.#buttons = WINDOWS.map(([value, text]) =>
       el("button", {
