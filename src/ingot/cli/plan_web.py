@@ -85,7 +85,7 @@ def _link(args: argparse.Namespace) -> str:
 
     from ingot.errors import UsageError
     from ingot.planner.web.answers import settled
-    from ingot.planner.web.state import FIELDS, link_pairs, read_settings
+    from ingot.planner.web.settings import FIELDS, link_pairs, read_settings
 
     given = {
         key: value for key, value in vars(args).items() if key not in _OURS and value and value != _DEFAULTS.get(key)

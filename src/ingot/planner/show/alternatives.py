@@ -82,14 +82,14 @@ class DecisionContext:
         return ""
 
     @cached_property
-    def mine(self) -> Candidate:
+    def own_layout(self) -> Candidate:
         """The plan's own layout, as the search evaluates it."""
         seen = next((c for c in self.search_result.best if same_layout(c.run, self.run)), None)
         return seen or Evaluator(self.run, self.cluster, self.planned.plan.software).candidate(self.run)
 
     @cached_property
     def _one_change_away(self) -> tuple[Change, ...]:
-        return neighbours(self.mine, self.cluster)
+        return neighbours(self.own_layout, self.cluster)
 
     def _distance(self, candidate: Candidate) -> float:
         """Return the step time of a layout, increased for each setting in which it differs from the plan's."""
@@ -108,7 +108,7 @@ class DecisionContext:
 
         It is "better" than the layout of a run file, or of a plan with pins, if it is faster; else a "runner-up".
         """
-        base = self.mine.step_seconds
+        base = self.own_layout.step_seconds
         which = "better" if candidate.step_seconds < (1 - _EQUAL) * base else "runner-up"
         more = f" ({candidate.step_seconds / base - 1:+.1%})" if base and candidate.step_seconds else ""
         time = f", {format_seconds(candidate.step_seconds)} per step{more}" if candidate.step_seconds else ""
@@ -136,7 +136,7 @@ def dense_vs_moe(context: DecisionContext) -> Decision | None:
     Returns None if no time is known, or no layout of the twin fits.
     """
     arch, plan = context.run.model, context.planned.plan
-    mine = context.mine
+    mine = context.own_layout
     if not mine.step_seconds:
         return None
     other = dense_twin(arch) if arch.is_moe else sparse_twin(arch)

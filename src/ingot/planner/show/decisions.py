@@ -214,7 +214,7 @@ def _score(context: DecisionContext) -> Decision:
         chosen=f"{format_seconds(plan.step_seconds)} per step{mfu}, {days:.1f} days"
         + (f", {format_usd(usd)}" if usd else ""),
         reason=f"{full_layout_text(context.run)}: {context.search_result.considered:,} layouts compared,"
-        f" {context.search_result.fitting:,} seen to fit",
+        f" {context.search_result.fitting:,} found to fit",
         formula=plan.formulas.get("mfu", ""),
         runner_up=context.compared(second) if second else "",
     )

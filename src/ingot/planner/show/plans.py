@@ -55,7 +55,7 @@ def _ranking(ranked: RankedPlans) -> Iterator[str]:
     if not found or not found.best:
         return
     cluster = ranked.best.plan.cluster
-    count = f"{found.considered:,} considered, {found.fitting:,} seen to fit, {found.seconds:.1f} s"
+    count = f"{found.considered:,} considered, {found.fitting:,} found to fit, {found.seconds:.1f} s"
     order = (
         "in the order predicted, all at the MFU given"
         if GIVEN_MFU in ranked.best.plan.time_seconds

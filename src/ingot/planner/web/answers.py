@@ -20,8 +20,8 @@ from ingot.planner.run.outlook import Assumptions
 from ingot.planner.run.plan import PlannedRun, require_executable
 from ingot.planner.run.propose import Hints
 from ingot.planner.run.scaling import compute_optimal_tokens
+from ingot.planner.web.settings import LAYOUT, MAX_BATCH, MAX_DEVICES, PageSettings
 from ingot.planner.web.settle import data_ranks, settle
-from ingot.planner.web.state import LAYOUT, MAX_BATCH, MAX_DEVICES, PageSettings
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Plan

@@ -39,7 +39,7 @@ from ingot.planner.web.choices import fixes, options
 from ingot.planner.web.compare import comparison
 from ingot.planner.web.pictures import WINDOWS, picture
 from ingot.planner.web.searching import best_layouts, read_keep
-from ingot.planner.web.state import FIELDS, PageSettings, read_settings
+from ingot.planner.web.settings import FIELDS, PageSettings, read_settings
 from ingot.planner.web.views import view
 
 STATIC = Path(__file__).parent / "static"

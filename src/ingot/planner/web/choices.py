@@ -12,8 +12,8 @@ from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model, model_names
 from ingot.planner.web.answers import PagePlan, cluster_of, model_of, problems_of, run_of, software_of
+from ingot.planner.web.settings import KEEPABLE, WORDS, PageSettings, link_pairs
 from ingot.planner.web.settle import data_ranks, settle
-from ingot.planner.web.state import KEEPABLE, WORDS, PageSettings, link_pairs
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.nearest import divisors

@@ -14,7 +14,7 @@ from ingot.errors import ConfigError, IngotError, UsageError
 from ingot.planner.search.search import Candidate, Found, search
 from ingot.planner.show.layout import layout_text, settings_text
 from ingot.planner.web.answers import cluster_of, run_of, settled, software_of
-from ingot.planner.web.state import KEEPABLE, LAYOUT, PageSettings, link_pairs, read_settings
+from ingot.planner.web.settings import KEEPABLE, LAYOUT, PageSettings, link_pairs, read_settings
 from ingot.theory.layout import resolve_parallel
 from ingot.units import format_bytes, format_seconds
 

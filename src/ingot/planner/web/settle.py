@@ -6,7 +6,7 @@ The changed setting keeps its value. If no adaptation of the others makes the la
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ingot.planner.web.state import PageSettings
+from ingot.planner.web.settings import PageSettings
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.expert_rules import legal_ep
@@ -16,7 +16,7 @@ from ingot.theory.schedule import schedule_problems
 
 def settle(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str = "") -> PageSettings:
     """Return settings whose degrees fit together. moved: the setting that keeps its value. Sequence, batch: known."""
-    settings = _axes(settings, arch, cluster, moved)
+    settings = _axes(settings, cluster, moved)
     settings = _pipeline(settings, arch, moved)
     settings = _data(settings, arch, cluster, moved)
     return _schedule(settings, cluster, moved)
@@ -43,7 +43,7 @@ def _divisor(value: int, number: int) -> int:
     return next(n for n in range(min(value, number), 0, -1) if number % n == 0)
 
 
-def _axes(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str) -> PageSettings:
+def _axes(settings: PageSettings, cluster: Cluster, moved: str) -> PageSettings:
     """Reduce cp, pp and tp, in this order and except the moved one, until their product divides the devices."""
     for axis in ("cp", "pp", "tp"):
         if axis == moved:

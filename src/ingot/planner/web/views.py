@@ -8,7 +8,7 @@ from ingot.planner.run.advice import notes
 from ingot.planner.show.layout import layout_text
 from ingot.planner.web.answers import PagePlan, about, model_of
 from ingot.planner.web.choices import as_json, controls
-from ingot.planner.web.state import PageSettings, link_pairs
+from ingot.planner.web.settings import PageSettings, link_pairs
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT

@@ -67,7 +67,7 @@ def test_runners_up_are_layouts_that_were_evaluated_and_decide_otherwise():
         text = context.runner_up(*names)
         found = next(candidate for layout, candidate in layouts.items() if text.startswith(f"runner-up: {layout},"))
         assert settings_of(found.run, names) != settings_of(context.run, names)
-        assert found.step_seconds > 0.99 * context.mine.step_seconds
+        assert found.step_seconds > 0.99 * context.own_layout.step_seconds
     pinned = DecisionContext(planned=context.planned, search_result=context.search_result, pinned={"pp": 1})
     assert "pinned" in pinned.runner_up("pp")
 

@@ -4,7 +4,7 @@ import pytest
 
 from ingot.planner.web import answers
 from ingot.planner.web.pictures import MOST_PIECES, WINDOWS, picture
-from ingot.planner.web.state import PageSettings
+from ingot.planner.web.settings import PageSettings
 
 
 def drawn(window="step", **setting):

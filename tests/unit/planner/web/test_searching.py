@@ -7,7 +7,7 @@ import pytest
 from tests.expect import refused
 
 from ingot.planner.web import answers, searching
-from ingot.planner.web.state import PageSettings, read_settings
+from ingot.planner.web.settings import PageSettings, read_settings
 
 
 @pytest.fixture

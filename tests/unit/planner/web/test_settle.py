@@ -6,7 +6,7 @@ from tests.expect import refused
 
 from ingot.planner.web import answers
 from ingot.planner.web.choices import controls, steps_away
-from ingot.planner.web.state import WORDS, PageSettings
+from ingot.planner.web.settings import WORDS, PageSettings
 from ingot.theory.layout import layout_problems
 
 

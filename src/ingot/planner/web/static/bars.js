@@ -36,7 +36,7 @@ function moments(list, limit) {
   if (!list.length) return null;
   const row = (m) =>
     el("tr", {}, el("th", { scope: "row", text: m.name }), el("td", {}, track(m.share, m.fits ? "k-moment" : "over", limit())), el("td", { class: "r", text: m.text }));
-  return el("div", {}, el("h3", { text: "Peaks by moment" }), el("table", { class: "tracks" }, el("tbody", {}, list.map(row))));
+  return el("div", {}, el("h3", { text: "Peak memory by phase" }), el("table", { class: "tracks" }, el("tbody", {}, list.map(row))));
 }
 
 function stages(list, limit) {
@@ -77,8 +77,8 @@ export function showCommunication(lines) {
           el("span", { class: "part k-hidden", share: line.hidden_share }))),
       el("td", { class: "r", text: line.sent }), el("td", { class: "r", text: line.alone }), el("td", { class: "r" }, line.exposed),
     );
-  const names = ["axis", "sent", "alone", "waited for"];
+  const names = ["axis", "sent", "alone", "exposed"];
   const head = el("tr", {}, names.map((text, i) => el("th", { scope: "col", class: i ? "r" : null, text })));
-  const legend = el("p", { class: "legend" }, el("i", { class: "k-exposed" }), "waited for", el("i", { class: "k-hidden" }), "hidden behind computation");
+  const legend = el("p", { class: "legend" }, el("i", { class: "k-exposed" }), "exposed", el("i", { class: "k-hidden" }), "hidden by computation");
   return show(box, el("div", { class: "scroll", tabindex: "0" }, el("table", {}, el("thead", {}, head), el("tbody", {}, lines.map(row)))), legend);
 }

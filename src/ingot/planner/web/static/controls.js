@@ -12,11 +12,11 @@ const SLIDERS = [
   ["stages_per_rank", "Stages on each rank", "virtual"],
 ];
 const SELECTS = [
-  ["zero", "ZeRO divides"],
+  ["zero", "ZeRO stage"],
   ["recompute", "Recompute"],
   ["schedule", "Schedule"],
   ["context", "Form of context parallelism"],
-  ["offload", "Optimizer state lives"],
+  ["offload", "Optimizer state"],
   ["recipe", "Matrix products"],
 ];
 
@@ -97,7 +97,7 @@ export class Controls {
 
   #given() {
     return el(
-      "details", { id: "given" }, el("summary", { text: "Instead of what is predicted or listed" }),
+      "details", { id: "given" }, el("summary", { text: "Your own figures instead of predictions and list prices" }),
       el(
         "div", { class: "row" },
         this.#field("price", "Price", "US$ per device and hour"),

@@ -27,7 +27,7 @@ async function start() {
   return refresh();
 }
 
-/** Handle a changed control. Several changes in short succession are one request; a pending answer is for older settings, and
+/** Handle a changed control. Several quick changes are one request; a pending answer is for older settings, and
  *  would put the control back. */
 function change(words, moved) {
   lines.plan.drop();

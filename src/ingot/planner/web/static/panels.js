@@ -75,6 +75,6 @@ export function showNotes(view) {
     "details", {}, el("summary", { text: "Every formula with its numbers" }),
     el("dl", { class: "formulas" }, plan.formulas.flatMap((f) => [el("dt", { text: f.name }), el("dd", { text: f.formula })])),
   );
-  const same = el("div", { class: "command" }, el("p", { class: "hint", text: "The run file that this page hands out trains as it is, once its data is there:" }), el("pre", {}, el("code", { text: view.command })));
+  const same = el("div", { class: "command" }, el("p", { class: "hint", text: "The run file of this page is ready to train once its data exists:" }), el("pre", {}, el("code", { text: view.command })));
   show(find("notes"), list(plan.warnings), list(plan.notes), same, formulas);
 }

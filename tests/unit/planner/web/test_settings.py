@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.expect import refused
 
-from ingot.planner.web.state import FIELDS, MAX_DEVICES, WORDS, PageSettings, link_pairs, read_settings
+from ingot.planner.web.settings import FIELDS, MAX_DEVICES, WORDS, PageSettings, link_pairs, read_settings
 
 
 def test_words_as_people_write_them():

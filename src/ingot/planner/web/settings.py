@@ -84,10 +84,10 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_settings(link_pairs: Iterable[tuple[str, str]]) -> PageSettings:
+def read_settings(pairs: Iterable[tuple[str, str]]) -> PageSettings:
     """Return the settings of the (key, text) pairs of a query. Raises UsageError or ConfigError, which name the key."""
     values: dict[str, Any] = {}
-    for key, text in link_pairs:
+    for key, text in pairs:
         if key not in FIELDS:
             raise UsageError(
                 "E-PAGE-SETTING",
