@@ -14,8 +14,8 @@ from typing import Protocol
 
 from ingot import config as configuration
 from ingot.config import to_toml
-from ingot.data.build.funnel import funnel_table
 from ingot.data.build.prepare import Prepared, prepare
+from ingot.data.build.stages import funnel_table
 from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
 from ingot.errors import Preempted, RunFailed, require

@@ -12,7 +12,7 @@ from typing import Any
 
 from ingot import __version__
 from ingot.config import to_dict
-from ingot.data.build.funnel import SWITCHED_OFF
+from ingot.data.build.stages import SWITCHED_OFF
 from ingot.data.lineage.card import KEPT_CHARACTERS, CardFacts, SampleText, gather_card
 from ingot.errors import UsageError
 from ingot.report.facts import Facts

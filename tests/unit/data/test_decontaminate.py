@@ -44,7 +44,7 @@ def stage(tmp_path, *items, **settings):
 def test_a_copied_question_is_named(tmp_path):
     one = stage(tmp_path, {"question": prose(1)}, {"question": QUESTION, "answer": "72"})
     drop = one(document(prose(2) + "\n" + QUESTION + "\n" + prose(3)))
-    assert drop and (drop.stage, drop.rule) == ("decontaminate", "contaminated.ngram")
+    assert drop and (drop.stage, drop.rule) == ("contaminated", "contaminated.ngram")
     assert drop.value == "gsm_test#2: 19 of 19 n-grams"
     assert one(document(prose(2))) is None
     assert "13-grams of gsm_test (2 items" in one.ran and "1 texts too short" in one.ran

@@ -12,7 +12,7 @@ def print_warnings(warnings: Sequence[str], terminal: Terminal) -> None:
 
 
 def print_funnel(funnel: Sequence[FunnelStage], terminal: Terminal) -> None:
-    from ingot.data.build.funnel import funnel_table
+    from ingot.data.build.stages import funnel_table
 
     terminal.say(f"{funnel[0].documents_in:,} records")
     header, rows = funnel_table(funnel)

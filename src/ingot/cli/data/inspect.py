@@ -22,8 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
-    from ingot.data.build.funnel import funnel_table
     from ingot.data.build.recipe import value_of
+    from ingot.data.build.stages import funnel_table
     from ingot.data.lineage.inspect import inspect
     from ingot.data.lineage.purge.listed import REMOVED
 

@@ -1,11 +1,11 @@
-"""A corpus folder: kept documents by source, dropped ones with their reasons, and `corpus.json` over all of it.
+"""Read and write a corpus folder: kept documents by source, dropped documents with their reasons, and `corpus.json`.
 
-    corpus.json            CorpusManifest; written last, so a folder without it is not a corpus
-    seconds.json           CPU seconds by stage; apart, so that equal builds have an equal corpus.json
+    corpus.json            CorpusManifest; written last, so a folder without corpus.json is no corpus
+    seconds.json           CPU seconds by stage; in a file of its own, so that equal builds have an equal corpus.json
     SOURCE-NNNNN.jsonl.gz  kept documents (id, url, source, file, record_id, language, text; before, after: hashes of
                            the text as it was extracted and as it is kept)
-    dropped-NNNNN.jsonl.gz dropped ones (id, url, source, file, stage, rule, value, the first 300 characters of text)
-    lineage-NNNNN.parquet  the fate of every record of an input, without its text (lineage.py)
+    dropped-NNNNN.jsonl.gz dropped documents (id, url, source, file, stage, rule, value, the first 300 characters)
+    lineage-NNNNN.parquet  every record of an input, kept or dropped, without its text (lineage/table.py)
 
 The same documents give the same bytes on every machine that has the same zlib.
 """
@@ -39,34 +39,51 @@ def jsonl_writer(path: Path):
 
 
 def json_line(row: dict) -> bytes:
-    """`row` as a line of UTF-8 JSON. Lone surrogates (broken URLs) become \\uXXXX, which reads back as they were."""
+    """Return `row` as a line of UTF-8 JSON. Lone surrogates (broken URLs) become \\uXXXX and read back unchanged."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_jsonl(path: Path) -> Iterator[dict]:
-    """The rows of a gzip JSONL file. Raises DataError naming the line when it is damaged."""
+    """Yield the rows of a gzip JSONL file. Raises DataError with the line if the file is damaged."""
     number = 0
     try:
         with gzip.open(path, "rb") as file:
             for number, line in enumerate(file, 1):  # noqa: B007
                 yield json.loads(line)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing", rule="every part named in corpus.json exists", fix=_REBUILD) from None
+        raise _missing(path) from None
     except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path}: damaged after line {number} ({error})", fix=_REBUILD) from None
+        raise DataError(
+            "E-CORPUS-FILE-DAMAGED",
+            f"{path}: damaged after line {number} ({error})",
+            rule="every line of a corpus file is one JSON object",
+            fix=_REBUILD,
+            path=str(path),
+            line=number,
+        ) from None
+
+
+def _missing(path: Path) -> DataError:
+    return DataError(
+        "E-CORPUS-FILE-MISSING",
+        f"{path} is missing",
+        rule=f"every file named in {MANIFEST} exists",
+        fix=_REBUILD,
+        path=str(path),
+    )
 
 
 def write_manifest(folder: Path, manifest: CorpusManifest) -> None:
-    """Write corpus.json, and what the stages cost beside it."""
+    """Write corpus.json, and the CPU seconds of the stages into seconds.json."""
     values = to_dict(manifest)
     write_json(folder / SECONDS, {stage["name"]: stage.pop("seconds") for stage in values["funnel"]})
     write_json(folder / MANIFEST, values)
 
 
 def load_corpus(folder: Path) -> CorpusManifest:
-    """The manifest of a corpus folder, with the seconds of its funnel if they are there.
+    """Return the manifest of a corpus folder, with the CPU seconds of its funnel if they are there.
 
-    Raises DataError when there is none or it does not fit.
+    Raises DataMissing if there is no corpus, DataError if its manifest cannot be read.
     """
     path = folder / MANIFEST
     try:
@@ -78,23 +95,41 @@ def load_corpus(folder: Path) -> CorpusManifest:
     except (FileNotFoundError, NotADirectoryError):
         if not folder.is_dir() or not any(folder.iterdir()):
             raise DataMissing(
+                "E-CORPUS-MISSING",
                 f"there is no corpus at {folder}",
-                rule=f"a finished one holds {MANIFEST}",
-                fix="check the path; ingot data build FILES... --out DIR makes one",
+                rule=f"a finished corpus holds {MANIFEST}",
+                fix="check the path; ingot data build FILES... --out DIR makes a corpus",
+                path=str(folder),
             ) from None
         raise DataError(
-            f"{folder} holds no {MANIFEST}", rule="a finished corpus has one; it is written last", fix=_REBUILD
+            "E-CORPUS-UNFINISHED",
+            f"{folder} holds no {MANIFEST}",
+            rule=f"a finished corpus holds {MANIFEST}, which is written last",
+            fix=_REBUILD,
+            path=str(folder),
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} cannot be read ({error})", fix=_REBUILD) from None
+        raise DataError(
+            "E-CORPUS-MANIFEST",
+            f"{path} cannot be read ({error})",
+            rule="a corpus is not edited after the build",
+            fix=_REBUILD,
+            path=str(path),
+        ) from None
     try:
         return from_dict(CorpusManifest, values, where=lambda key: f"{path} ({key})")
     except ConfigError as error:
-        raise DataError(error.found, rule="a corpus is not edited after it was built", fix=_REBUILD) from None
+        raise DataError(
+            "E-CORPUS-MANIFEST",
+            error.found,
+            rule="a corpus is not edited after the build",
+            fix=_REBUILD,
+            path=str(path),
+        ) from None
 
 
 def verify_corpus(folder: Path, manifest: CorpusManifest | None = None) -> CorpusManifest:
-    """Check the hash of every kept and dropped part. Raises one DataError naming all that differ."""
+    """Check the hash of every file of a corpus. Raises one DataError that names all files that differ."""
     manifest = manifest or load_corpus(folder)
     damage: list[DataError] = []
     for part in (*manifest.parts, *manifest.dropped, *manifest.lineage):
@@ -108,24 +143,28 @@ def verify_corpus(folder: Path, manifest: CorpusManifest | None = None) -> Corpu
 
 def _check(path: Path, sha256: str) -> None:
     if not path.exists():
-        raise DataError(f"{path} is missing", rule=f"every part named in {MANIFEST} exists", fix=_REBUILD)
+        raise _missing(path)
     found = sha256_file(path)
     if found != sha256:
         raise DataError(
+            "E-CORPUS-HASH",
             f"{path} has SHA-256 {found[:12]}.., {MANIFEST} says {sha256[:12]}..",
-            rule="a corpus is not edited after it was built",
+            rule="a corpus is not edited after the build",
             fix=_REBUILD,
+            path=str(path),
+            found=found,
+            expected=sha256,
         )
 
 
 def read_part(path: Path, sha256: str) -> Iterator[dict]:
-    """The rows of a part whose hash is checked first. Raises DataError when it is damaged."""
+    """Yield the rows of a corpus file after checking its hash. Raises DataError if the file is damaged."""
     _check(path, sha256)
     yield from read_jsonl(path)
 
 
 def read_documents(corpus: Path, *, verify: bool = True) -> Iterator[tuple[str, dict]]:
-    """(source, document) of every kept document in order; `verify` checks each part's hash before it is read.
+    """Yield (source, document) for every kept document, in order; `verify` checks each file's hash first.
 
     A document has id, url, source, file, record_id, language and text, all str.
     """
@@ -137,13 +176,13 @@ def read_documents(corpus: Path, *, verify: bool = True) -> Iterator[tuple[str, 
 
 
 def read_dropped(corpus: Path) -> Iterator[dict]:
-    """Every dropped document in order: id, url, source, file, stage, rule, value, text (an excerpt)."""
+    """Yield every dropped document, in order: id, url, source, file, stage, rule, value, text (an excerpt)."""
     for part in load_corpus(corpus).dropped:
         yield from read_jsonl(corpus / part.name)
 
 
 def cut_files(corpus: Path) -> tuple[str, ...]:
-    """A warning for every input that breaks off or could not be read: its funnel counts one record."""
+    """Return a warning for every input that is truncated or could not be read; the funnel counts one record for it."""
     manifest = load_corpus(corpus)
     cut, bad = "read.truncated_file", "read.bad_input"
     if not any(rule in stage.dropped for stage in manifest.funnel for rule in (cut, bad)):

@@ -1,334 +1,394 @@
-"""What can only be decided once every input is curated: which documents came before, by URL, text, or nearly.
+"""Find the documents of all inputs that repeat earlier ones: by URL, by text, or nearly.
 
-A chain of tasks over files; each but the first and the last is done per input, per band, or per slice of pairs, and
+A chain of tasks over files. Each but the first two and the last is done per input, per band, or per slice of pairs, and
 none holds more than a bounded part of the corpus in memory (dedup/). The order of the inputs decides which of two
-documents stays, never who worked when.
+documents stays, never which worker was first.
 
-    same_urls     all inputs    pages whose canonical URL came before -> fates
-    same_texts    all inputs    texts that came before, among what is left -> fates
-    band_keys     per input     signatures of what is left, and its key in every band
-    candidates    per band      pairs of documents that share a key, and whose signatures agree enough
-    merged        all           the candidates of all bands, each once
-    verified      per slice     pairs whose texts are as similar as the recipe asks
-    united        all           clusters of verified pairs -> fates
+    find_same_urls    all inputs    pages whose canonical URL came before -> decisions
+    find_same_texts   all inputs    texts that came before, among the documents left -> decisions
+    make_band_keys    per input     signatures of the documents left, and their key in every band
+    find_candidates   per band      pairs of documents that share a key, and whose signatures agree enough
+    merge_bands       all bands     the candidates of all bands, each once
+    verify_candidates per slice     pairs whose texts are as similar as the recipe asks
+    unite_similar     all slices    clusters of verified pairs -> decisions
 """
 
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 
-from ingot.config import from_dict, to_dict
+from ingot.config import from_dict
 from ingot.data.build.corpus import load_corpus, read_part
-from ingot.data.build.fates import FATE, SAME_TEXT, SAME_URL, SIMILAR, Fates, Inputs, beating
-from ingot.data.build.stages import URL
+from ingot.data.build.duplicate_decisions import (
+    DECISION_DTYPE,
+    SAME_TEXT,
+    SAME_URL,
+    SIMILAR,
+    DroppedRows,
+    DuplicateDecisions,
+    ProcessedInputs,
+    TextsByNumber,
+)
+from ingot.data.build.process_input import InputResult
+from ingot.data.build.stages import DUPLICATES, NEAR_DUPLICATES, URL
 from ingot.data.dedup.arrays import ArrayWriter
 from ingot.data.dedup.bands import SignatureFolders, band_candidates, join_folders, merge_candidates, write_bands
 from ingot.data.dedup.clusters import clusters
 from ingot.data.dedup.equal import firsts
 from ingot.data.dedup.index import INDEX, Index, add_to_index
 from ingot.data.dedup.minhash import DedupRules, shingle_set
-from ingot.data.dedup.verify import slices, verify_pairs
-from ingot.data.tasks.task import Context, Store, Task
+from ingot.data.dedup.verify import Verification, slices, verify_pairs
+from ingot.data.tasks.run import RunTasks
+from ingot.data.tasks.store import Store
+from ingot.data.tasks.task import PLACE, Attempt, Task, TaskGroup, TaskRef, task_function
 from ingot.storage import sha256_file
 
-_FATES_AT_ONCE = 1 << 22  # about 0.4 GiB
+_DECISIONS_AT_ONCE = 1 << 22  # about 0.4 GiB
 _SIGNATURES_AT_ONCE = 1 << 18  # of 128 permutations: 128 MiB, twice
 _PAIRS_PER_SLICE = 1 << 20
-_OPEN_FILES = 64
 
 
-def same_urls(context: Context) -> int:
-    """Task. inputs: every curated file, in order. Of pages with one canonical URL the first stays, whatever later
-    stages make of it."""
-    inputs = Inputs(context.folders)
-    with beating(context):
-        found = firsts([folder / "urls.npy" for folder in context.folders], context.out / "found.npy")
-        return _save(context, (_new(inputs, fates) for fates in _fates(inputs, found, SAME_URL, inputs.reached_url)))
+@dataclass(frozen=True, kw_only=True)
+class FindSameUrls:
+    inputs: TaskGroup[InputResult]
 
 
-def _new(inputs: Inputs, fates: np.ndarray) -> np.ndarray:
-    """Without what the worker had seen earlier in the same file, which is dropped already."""
-    new = [inputs.index(part)["stage"][rows["row"]] != URL for part, rows in _by_part(fates)]
-    return fates[np.concatenate([*new, np.empty(0, bool)])]
+@task_function("find_same_urls")
+def find_same_urls(specification: FindSameUrls, attempt: Attempt) -> DuplicateDecisions:
+    """Of pages with one canonical URL keep the first, even if a later stage drops that one."""
+    inputs = ProcessedInputs(specification.inputs)
+    with attempt.beating():
+        paths = [one.folder / "urls.npy" for one in specification.inputs]
+        found = firsts(paths, attempt.out / "found.npy")
+        decided = _decisions(inputs, found, SAME_URL, inputs.reached_url)
+        return _save(attempt, (_without_dropped(inputs, rows) for rows in decided))
 
 
-def same_texts(context: Context) -> int:
-    """Task. inputs: every curated file, in order, and same_urls. Of equal texts the first stays."""
-    *folders, earlier = context.folders
-    inputs = Inputs(folders, Fates(earlier))
-    paths = [context.out / f"texts-{part}.npy" for part in range(len(folders))]
-    with beating(context):
-        for part, (folder, path) in enumerate(zip(folders, paths, strict=True)):
-            np.save(path, np.load(folder / "texts.npy", mmap_mode="r")[inputs.left(part)])
-        found = firsts(paths, context.out / "found.npy")
-        count = _save(context, _fates(inputs, found, SAME_TEXT, inputs.rows_left))
+def _without_dropped(inputs: ProcessedInputs, rows: np.ndarray) -> np.ndarray:
+    """Return the decisions without the documents that the worker of their input has dropped already."""
+    new = [~inputs.index(number)["same_url"][mine["row"]] for number, mine in _by(rows, "input")]
+    return rows[np.concatenate([*new, np.empty(0, bool)])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindSameTexts:
+    inputs: TaskGroup[InputResult]
+    same_urls: TaskRef[DuplicateDecisions]
+
+
+@task_function("find_same_texts")
+def find_same_texts(specification: FindSameTexts, attempt: Attempt) -> DuplicateDecisions:
+    """Of equal texts keep the first."""
+    inputs = ProcessedInputs(specification.inputs, DroppedRows([specification.same_urls]))
+    paths = [attempt.out / f"texts-{number}.npy" for number in range(len(specification.inputs))]
+    with attempt.beating():
+        for number, path in enumerate(paths):
+            np.save(path, np.load(inputs.folder(number) / "texts.npy", mmap_mode="r")[inputs.left(number)])
+        found = firsts(paths, attempt.out / "found.npy")
+        decided = _save(attempt, _decisions(inputs, found, SAME_TEXT, inputs.rows_left))
     for path in paths:
         path.unlink()
-    return count
+    return decided
 
 
-def _fates(
-    inputs: Inputs, found: np.ndarray, kind: int, rows_of_part: Callable[[int], np.ndarray]
+def _decisions(
+    inputs: ProcessedInputs, found: np.ndarray, kind: int, rows_of: Callable[[int], np.ndarray]
 ) -> Iterator[np.ndarray]:
-    """What `firsts` found among rows_of_part(part) as FATE rows, some at a time."""
-    for first in range(0, len(found), _FATES_AT_ONCE):
-        some = np.array(found[first : first + _FATES_AT_ONCE])
-        fates = np.zeros(len(some), FATE)
-        fates["part"], fates["kind"], fates["similarity"] = some["part"], kind, 1.0
-        for part, own in _by_part(some):
-            fates["row"][_span(some["part"], part)] = rows_of_part(part)[own["row"]]
+    """Yield the rows of `firsts` (dedup/equal.py) as DECISION_DTYPE rows, some at a time.
+
+    rows_of(number): the rows of an input whose hashes were compared.
+    """
+    for first in range(0, len(found), _DECISIONS_AT_ONCE):
+        some = np.array(found[first : first + _DECISIONS_AT_ONCE])
+        decided = np.zeros(len(some), DECISION_DTYPE)
+        decided["input"], decided["kind"], decided["similarity"] = some["part"], kind, 1.0
+        for number, own in _by(some, "part"):
+            decided["row"][_span(some["part"], number)] = rows_of(number)[own["row"]]
         order = np.argsort(some["first_part"], kind="stable")
         firsts_of = some["first_part"][order]
-        for part in np.unique(firsts_of).tolist():
-            mine = order[_span(firsts_of, part)]
-            fates["like"][mine] = inputs.index(part)["id"][rows_of_part(part)[some["first_row"][mine]]]
-        yield fates
+        for number in np.unique(firsts_of).tolist():
+            mine = order[_span(firsts_of, number)]
+            decided["like"][mine] = inputs.index(number)["id"][rows_of(number)[some["first_row"][mine]]]
+        yield decided
 
 
 def _span(ascending: np.ndarray, value: int) -> slice:
     return slice(int(np.searchsorted(ascending, value)), int(np.searchsorted(ascending, value, side="right")))
 
 
-def _by_part(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    for part in np.unique(rows["part"]).tolist():
-        yield part, rows[_span(rows["part"], part)]
+def _by(rows: np.ndarray, column: str) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (value, rows with it) for every value of an ascending column."""
+    for value in np.unique(rows[column]).tolist():
+        yield value, rows[_span(rows[column], value)]
 
 
-def _save(context: Context, fates: Iterable[np.ndarray]) -> int:
-    """The fates of this task, ascending by part and row."""
-    with ArrayWriter(context.out / "fates.npy", FATE) as writer:
-        for some in fates:
+def _save(attempt: Attempt, decided: Iterable[np.ndarray]) -> DuplicateDecisions:
+    """Write the decisions of a task, ascending by input and row."""
+    with ArrayWriter(attempt.out / "decisions.npy", DECISION_DTYPE) as writer:
+        for some in decided:
             writer.append(some)
-    (context.out / "found.npy").unlink(missing_ok=True)
-    return writer.rows
+    (attempt.out / "found.npy").unlink(missing_ok=True)
+    return DuplicateDecisions(writer.rows)
 
 
-def band_keys(context: Context) -> int:
-    """Task. arguments: part (its number), rules. inputs: the curated file, and the fates so far."""
-    curated, *earlier = context.folders
-    part = context.task.arguments["part"]
-    inputs = Inputs({part: curated}, Fates(*earlier))
-    left = inputs.left(part)
-    signatures, rules, pieces = np.load(curated / "signatures.npy", mmap_mode="r"), _rules(context), []
+@dataclass(frozen=True, kw_only=True)
+class MakeBandKeys:
+    """Settings of `make_band_keys`: input number `number`, the decisions so far, and the rules."""
+
+    number: int
+    input: TaskRef[InputResult]
+    dropped: tuple[TaskRef[DuplicateDecisions], ...]
+    rules: DedupRules
+
+
+@dataclass(frozen=True)
+class BandKeys:
+    """The result for one input: how many documents are left. rows.npy in the folder has their rows."""
+
+    documents: int
+
+
+@task_function("make_band_keys")
+def make_band_keys(specification: MakeBandKeys, attempt: Attempt) -> BandKeys:
+    """Write the signatures of the documents left, and their key in every band."""
+    number, rules = specification.number, specification.rules
+    inputs = ProcessedInputs({number: specification.input}, DroppedRows(specification.dropped))
+    left, pieces = inputs.left(number), []
+    signatures = np.load(inputs.folder(number) / "signatures.npy", mmap_mode="r")
     for first in range(0, max(len(left), 1), _SIGNATURES_AT_ONCE):
-        context.at(-1)
-        pieces.append(context.out / f"piece-{len(pieces)}")
+        attempt.at(-1)
+        pieces.append(attempt.out / f"piece-{len(pieces)}")
         pieces[-1].mkdir()
         write_bands(signatures[left[first : first + _SIGNATURES_AT_ONCE]], rules, pieces[-1])
-    join_folders(pieces, rules, context.out)
+    join_folders(pieces, rules, attempt.out)
     for piece in pieces:
         shutil.rmtree(piece)
-    np.save(context.out / "rows.npy", inputs.passed(part)[left])
-    return len(left)
+    np.save(attempt.out / "rows.npy", inputs.passed(number)[left])
+    return BandKeys(len(left))
 
 
-def candidates(context: Context) -> int:
-    """Task. arguments: band, rules, index. inputs: band_keys of every input. places: index."""
-    index = _index(context)
-    folders = [*(index.folders if index else ()), *context.folders]
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """Settings of all tasks that compare documents.
+
+    index_sha256: hash of the index of the documents that earlier builds kept, "" without one. index: its folder.
+    Documents of the index are numbered first, then the documents left of every input.
+    """
+
+    rules: DedupRules
+    index_sha256: str
+    index: Annotated[Path | None, PLACE]
+
+    def opened(self) -> Index | None:
+        return Index(self.index, self.rules) if self.index else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindCandidates(_Comparison):
+    band: int
+    keys: TaskGroup[BandKeys]
+
+
+@dataclass(frozen=True)
+class CandidatePairs:
+    """The result: how many pairs pairs.npy in the folder has."""
+
+    pairs: int
+
+
+@task_function("find_candidates")
+def find_candidates(specification: FindCandidates, attempt: Attempt) -> CandidatePairs:
+    """Write the pairs of documents that share the key of one band, and whose signatures agree enough."""
+    index = specification.opened()
+    folders = [*(index.folders if index else ()), *specification.keys.folders]
     fixed = index.documents if index else 0
-    band = context.task.arguments["band"]
-    with beating(context):
-        return band_candidates(band, folders, _rules(context), context.out / "pairs.npy", fixed=fixed)
+    with attempt.beating():
+        path = attempt.out / "pairs.npy"
+        return CandidatePairs(band_candidates(specification.band, folders, specification.rules, path, fixed=fixed))
 
 
-def merged(context: Context) -> int:
-    """Task. inputs: the candidates of every band. Returns how many pairs there are."""
-    with beating(context):
-        return merge_candidates([folder / "pairs.npy" for folder in context.folders], context.out / "pairs.npy")
+@dataclass(frozen=True, kw_only=True)
+class MergeBands:
+    bands: tuple[TaskRef[CandidatePairs], ...]
 
 
-def verified(context: Context) -> dict:
-    """Task. arguments: slice (start, stop), rules, index. inputs: merged, then band_keys of all, then curated files."""
-    pairs, *both = context.folders
-    index, rules = _index(context), _rules(context)
-    texts = _Texts(both[: len(both) // 2], both[len(both) // 2 :], rules, index.documents if index else 0)
+@task_function("merge_bands")
+def merge_bands(specification: MergeBands, attempt: Attempt) -> CandidatePairs:
+    """Write the candidates of all bands, each once."""
+    with attempt.beating():
+        paths = [one.folder / "pairs.npy" for one in specification.bands]
+        return CandidatePairs(merge_candidates(paths, attempt.out / "pairs.npy"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyCandidates(_Comparison):
+    """Settings of `verify_candidates`: the candidates [start, stop)."""
+
+    start: int
+    stop: int
+    candidates: TaskRef[CandidatePairs]
+    keys: TaskGroup[BandKeys]
+    inputs: TaskGroup[InputResult]
+
+
+@task_function("verify_candidates")
+def verify_candidates(specification: VerifyCandidates, attempt: Attempt) -> Verification:
+    """Write the pairs whose texts are as similar as the rules ask."""
+    index, rules = specification.opened(), specification.rules
+    fixed = index.documents if index else 0
+    rows = [folder / "rows.npy" for folder in specification.keys.folders]
+    starts = fixed + SignatureFolders(specification.keys.folders, rules).starts
+    texts = TextsByNumber(ProcessedInputs(specification.inputs), rows, starts)
 
     def set_of(number: int) -> np.ndarray:
-        context.at(number)
-        return index.set_of(number) if index and number < index.documents else shingle_set(texts[number], rules)
+        attempt.at(number)
+        return index.set_of(number) if index and number < fixed else shingle_set(texts[number], rules)
 
-    start, stop = context.task.arguments["slice"]
-    done = verify_pairs(pairs / "pairs.npy", set_of, rules, context.out / "verified.npy", start=start, stop=stop)
-    return vars(done)
-
-
-class _Texts:
-    """Texts of what is left in all inputs, by number; behind the `fixed` documents of an index."""
-
-    def __init__(self, keys: Sequence[Path], curated: Sequence[Path], rules: DedupRules, fixed: int):
-        self._starts = fixed + SignatureFolders(keys, rules).starts
-        self._keys, self._curated = keys, curated
-        self._open = lru_cache(_OPEN_FILES)(self._files)
-
-    def _files(self, part: int):
-        index = np.load(self._curated[part] / "index.npy", mmap_mode="r")
-        return (
-            np.load(self._keys[part] / "rows.npy", mmap_mode="r"),
-            index,
-            (self._curated[part] / "rows.jsonl").open("rb"),
-        )
-
-    def __getitem__(self, number: int) -> str:
-        part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        rows, index, file = self._open(part)
-        entry = index[rows[number - int(self._starts[part])]]
-        file.seek(int(entry["start"]))
-        return json.loads(file.read(int(entry["bytes"])))["text"]
+    pairs, out = specification.candidates.folder / "pairs.npy", attempt.out / "verified.npy"
+    return verify_pairs(pairs, set_of, rules, out, start=specification.start, stop=specification.stop)
 
 
-def united(context: Context) -> int:
-    """Task. arguments: inputs (how many folders), rules, index. inputs: curated files, their band_keys, verified
-    slices. Of documents that are alike, directly or through others, the first stays."""
-    count, folders = context.task.arguments["inputs"], list(context.folders)
-    inputs, keys, slices = Inputs(folders[:count]), folders[count : 2 * count], folders[2 * count :]
-    index = _index(context)
+@dataclass(frozen=True, kw_only=True)
+class UniteSimilar(_Comparison):
+    inputs: TaskGroup[InputResult]
+    keys: TaskGroup[BandKeys]
+    verified: tuple[TaskRef[Verification], ...]
+
+
+@task_function("unite_similar")
+def unite_similar(specification: UniteSimilar, attempt: Attempt) -> DuplicateDecisions:
+    """Of documents that are similar, directly or through others, keep the first."""
+    index = specification.opened()
     fixed = index.documents if index else 0
-    with beating(context):
-        starts = fixed + SignatureFolders(keys, _rules(context)).starts
-        found = clusters(int(starts[-1]), [folder / "verified.npy" for folder in slices]).duplicates(fixed)
-        return _save(context, _similar(inputs, keys, found, starts, index))
+    with attempt.beating():
+        starts = fixed + SignatureFolders(specification.keys.folders, specification.rules).starts
+        paths = [one.folder / "verified.npy" for one in specification.verified]
+        found = clusters(int(starts[-1]), paths).duplicates(fixed)
+        inputs = ProcessedInputs(specification.inputs)
+        return _save(attempt, _similar(inputs, specification.keys, found, starts, index))
 
 
 def _similar(
-    inputs: Inputs, keys: Sequence[Path], found: np.ndarray, starts: np.ndarray, index: Index | None
+    inputs: ProcessedInputs, keys: TaskGroup[BandKeys], found: np.ndarray, starts: np.ndarray, index: Index | None
 ) -> Iterator[np.ndarray]:
-    """`found` (clusters.DUPLICATE) as FATE rows, some at a time. starts: the first document of each input."""
-    for first in range(0, len(found), _FATES_AT_ONCE):
-        some = found[first : first + _FATES_AT_ONCE]
-        fates = np.zeros(len(some), FATE)
-        fates["part"] = np.searchsorted(starts, some["document"], side="right") - 1
-        fates["kind"], fates["similarity"] = SIMILAR, some["jaccard"]
-        for part in np.unique(fates["part"]).tolist():
-            mine = _span(fates["part"], part)
-            rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
-            fates["row"][mine] = rows[some["document"][mine] - starts[part]]
+    """Yield `found` (clusters.DUPLICATE) as DECISION_DTYPE rows, some at a time.
+
+    starts: number of the first document of each input.
+    """
+
+    def rows_left(number: int) -> np.ndarray:
+        return np.load(keys[number].folder / "rows.npy", mmap_mode="r")
+
+    for first in range(0, len(found), _DECISIONS_AT_ONCE):
+        some = found[first : first + _DECISIONS_AT_ONCE]
+        decided = np.zeros(len(some), DECISION_DTYPE)
+        decided["input"] = np.searchsorted(starts, some["document"], side="right") - 1
+        decided["kind"], decided["similarity"] = SIMILAR, some["jaccard"]
+        for number in np.unique(decided["input"]).tolist():
+            mine = _span(decided["input"], number)
+            decided["row"][mine] = rows_left(number)[some["document"][mine] - starts[number]]
         order = np.argsort(some["like"], kind="stable")
         likes = some["like"][order]
-        old = int(np.searchsorted(likes, starts[0]))  # of the index
-        for part in np.unique(np.searchsorted(starts, likes[old:], side="right") - 1).tolist():
-            mine = slice(*np.searchsorted(likes, [starts[part], starts[part + 1]]).tolist())
-            rows = np.load(keys[part] / "rows.npy", mmap_mode="r")
-            fates["like"][order[mine]] = inputs.index(part)["id"][rows[likes[mine] - starts[part]]]
+        old = int(np.searchsorted(likes, starts[0]))  # documents of the index
+        for number in np.unique(np.searchsorted(starts, likes[old:], side="right") - 1).tolist():
+            mine = slice(*np.searchsorted(likes, [starts[number], starts[number + 1]]).tolist())
+            decided["like"][order[mine]] = inputs.index(number)["id"][rows_left(number)[likes[mine] - starts[number]]]
         for place in order[:old].tolist():
             assert index is not None
-            fates["like"][place] = np.void(bytes.fromhex(index.id_of(int(some["like"][place]))))
-        yield fates
+            decided["like"][place] = np.void(bytes.fromhex(index.id_of(int(some["like"][place]))))
+        yield decided
 
 
-def _rules(context: Context) -> DedupRules:
-    return from_dict(DedupRules, context.task.arguments["rules"])
+def find_duplicates(
+    processed: Sequence[Task[InputResult]], rules: DedupRules, against: Path | None, store: Store, run: RunTasks
+) -> tuple[list[Task[DuplicateDecisions]], dict[str, float]]:
+    """Run the tasks that find duplicates. Return the tasks with the decisions, and stage -> CPU seconds.
 
-
-def _index(context: Context) -> Index | None:
-    """The kept documents of earlier builds, if the recipe compares with them."""
-    place = context.task.places.get("index")
-    return Index(Path(place), _rules(context)) if place else None
-
-
-def decide(
-    curated: Sequence[Task],
-    rules: DedupRules,
-    against: Path | None,
-    store: Store,
-    run: Callable[[Sequence[Task], str], list[Any]],
-) -> tuple[list[Task], dict[str, float]]:
-    """Run all of it. curated: finished tasks of every input, in order. run(tasks, doing): their results.
-    against: the index of what earlier builds kept (dedup/index.py).
-
-    Returns the tasks whose folders have the fates, and CPU seconds by stage of the funnel.
+    processed: finished tasks of every input, in order. run(tasks, doing): returns their results. against: the index of
+    the documents that earlier builds kept (dedup/index.py), or None.
     """
-    everything = store.group(task.key for task in curated)
+    inputs = store.group(processed)
     seconds: dict[str, float] = defaultdict(float)
-
-    def do(stage: str, tasks: Sequence[Task]) -> list[Any]:
-        results = run(tasks, "comparing" if stage != "url" else "URLs")
-        seconds[stage] += sum(json.loads((store.folder(task.key) / "seconds.json").read_text()) for task in tasks)
-        return results
-
-    urls = Task(function=f"{__name__}:same_urls", arguments={}, inputs=(everything,), label="URLs")
-    do("url", [urls])
-    if not rules.enabled:
-        return [urls], seconds
-    deciding = [urls]
-    if rules.exact:
-        texts = Task(function=f"{__name__}:same_texts", arguments={}, inputs=(everything, urls.key), label="texts")
-        do("duplicates", [texts])
-        deciding.append(texts)
-    gone = tuple(task.key for task in deciding)
-    deciding.append(_near(curated, everything, gone, rules, against, store, partial(do, "near_duplicates")))
-    return deciding, seconds
+    urls = find_same_urls.task(FindSameUrls(inputs=inputs), "URLs")
+    run([urls], "URLs")
+    seconds[URL.name] += store.seconds([urls])
+    decisions = [urls]
+    if rules.enabled and rules.exact:
+        texts = find_same_texts.task(FindSameTexts(inputs=inputs, same_urls=urls.ref), "texts")
+        run([texts], "comparing")
+        seconds[DUPLICATES.name] += store.seconds([texts])
+        decisions.append(texts)
+    if rules.enabled:
+        tasks = _find_similar(processed, decisions, rules, against, store, run)
+        seconds[NEAR_DUPLICATES.name] += store.seconds(tasks)
+        decisions.append(tasks[-1])
+    return decisions, seconds
 
 
-def _near(
-    curated: Sequence[Task],
-    everything: str,
-    gone: tuple[str, ...],
+def _find_similar(
+    processed: Sequence[Task[InputResult]],
+    decisions: Sequence[Task[DuplicateDecisions]],
     rules: DedupRules,
     against: Path | None,
     store: Store,
-    do: Callable[[Sequence[Task]], list[Any]],
-) -> Task:
-    """Run the tasks that look for near-duplicates among what is not `gone`; returns the one with their fates."""
-    common = {"rules": to_dict(rules), "index": sha256_file(against / INDEX) if against else ""}
-    places = {"index": str(against.absolute())} if against else {}
-    keys = [
-        Task(
-            function=f"{__name__}:band_keys",
-            arguments={"part": part, "rules": to_dict(rules)},
-            inputs=(task.key, *gone),
-            label=task.label,
-        )
-        for part, task in enumerate(curated)
+    run: RunTasks,
+) -> list[Task]:
+    """Run the tasks that find near-duplicates among the documents left. Return all of them, the decisions last."""
+    dropped = tuple(task.ref for task in decisions)
+    inputs = store.group(processed)
+    index_sha256, index = (sha256_file(against / INDEX), against.absolute()) if against else ("", None)
+    band_keys = [
+        make_band_keys.task(MakeBandKeys(number=number, input=task.ref, dropped=dropped, rules=rules), task.label)
+        for number, task in enumerate(processed)
     ]
-    left = sum(do(keys))
-    signed = store.group(task.key for task in keys)
+    left = sum(result.documents for result in run(band_keys, "comparing"))
+    keys = store.group(band_keys)
     bands = [
-        Task(
-            function=f"{__name__}:candidates",
-            arguments={"band": band} | common,
-            inputs=(signed,),
-            places=places,
-            label=f"band {band} of {left:,} documents",
+        find_candidates.task(
+            FindCandidates(band=band, keys=keys, rules=rules, index_sha256=index_sha256, index=index),
+            f"band {band} of {left:,} documents",
         )
         for band in range(rules.bands + 1)
     ]
-    do(bands)
-    pairs = Task(function=f"{__name__}:merged", arguments={}, inputs=tuple(task.key for task in bands), label="pairs")
-    do([pairs])
+    run(bands, "comparing")
+    pairs = merge_bands.task(MergeBands(bands=tuple(task.ref for task in bands)), "pairs")
+    run([pairs], "comparing")
     checks = [
-        Task(
-            function=f"{__name__}:verified",
-            arguments={"slice": [start, stop]} | common,
-            inputs=(pairs.key, signed, everything),
-            places=places,
-            label=f"pairs {start:,} to {stop:,}",
+        verify_candidates.task(
+            VerifyCandidates(
+                start=start,
+                stop=stop,
+                candidates=pairs.ref,
+                keys=keys,
+                inputs=inputs,
+                rules=rules,
+                index_sha256=index_sha256,
+                index=index,
+            ),
+            f"pairs {start:,} to {stop:,}",
         )
-        for start, stop in slices(store.folder(pairs.key) / "pairs.npy", _PAIRS_PER_SLICE)
+        for start, stop in slices(store.folder(pairs) / "pairs.npy", _PAIRS_PER_SLICE)
     ]
-    do(checks)
-    last = Task(
-        function=f"{__name__}:united",
-        arguments={"inputs": len(curated)} | common,
-        inputs=(everything, signed, *(task.key for task in checks)),
-        places=places,
-        label="clusters",
+    run(checks, "comparing")
+    verified = tuple(task.ref for task in checks)
+    last = unite_similar.task(
+        UniteSimilar(inputs=inputs, keys=keys, verified=verified, rules=rules, index_sha256=index_sha256, index=index),
+        "clusters",
     )
-    do([last])
-    return last
+    run([last], "comparing")
+    return [*band_keys, *bands, pairs, *checks, last]
 
 
 def index_corpus(corpus: Path, index: Path, progress: Callable[[int, int], None]) -> int:
-    """Add the documents of a corpus to `index`, for builds `against` it; returns how many.
+    """Add the documents of a corpus to `index`, for builds with --against; return how many.
 
-    progress(parts done, documents). Raises DataError for a corpus that is damaged, was built without near-duplicates,
-    or by other rules than the index.
+    progress(files done, documents) is called after each file. Raises DataError for a corpus that is damaged, was built
+    without near-duplicates, or by other rules than the index.
     """
     manifest = load_corpus(corpus)
     rules = from_dict(DedupRules, manifest.recipe.get("dedup", {}))

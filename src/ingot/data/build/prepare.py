@@ -1,7 +1,7 @@
-"""Crawl files -> corpus -> tokenizer -> token shards, in one folder.
+"""Build a corpus, a tokenizer and token shards from crawl files, in one folder.
 
 OUT/corpus                   kept and dropped documents, funnel
-OUT/tokens/tokenizer.json    trained on the corpus, or the one that was given
+OUT/tokens/tokenizer.json    trained on the corpus, or the given tokenizer
 OUT/tokens/{train,heldout}   token folders
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.build.corpus import cut_files, load_corpus, read_documents, read_part, verify_corpus
-from ingot.data.build.corpus_build import Progress, build_corpus
+from ingot.data.build.corpus_build import build_corpus
 from ingot.data.build.recipe import DataRecipe
 from ingot.data.build.shards import SHARD_BYTES, SPLITS, build_shards
 from ingot.data.lineage.damage import raise_all
 from ingot.data.lineage.purge.journal import is_unfinished
 from ingot.data.lineage.verify import verify_tokens
 from ingot.data.sources.input import Input
-from ingot.data.tasks.run import Runner
+from ingot.data.tasks.run import ReportProgress, Runner
 from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
@@ -27,18 +27,18 @@ from ingot.storage import exclusive, sha256_file
 from ingot.tokenizer.encoder import Encoder, load_encoder
 from ingot.tokenizer.train import train_bpe
 
-_SAMPLE_DOCUMENTS = 32  # on which the fast encoder has to equal the slow one
-_TRAINING_BYTES = 1 << 30  # of text, about, that a tokenizer is trained on: merges do not change any more behind it
-_READ_TIMES = 16  # as many bytes are read for it
-_TRAINED = ".tokenizer-{}.json"  # of which corpus, of what size
+_SAMPLE_DOCUMENTS = 32  # documents on which the fast encoder has to equal the slow encoder
+_TRAINING_BYTES = 1 << 30  # of text, about, that a tokenizer is trained on: more does not change the merges
+_READ_TIMES = 16  # times as many bytes are read to choose the text from
+_TRAINED = ".tokenizer-{}.json"  # named after the corpus and the vocabulary size
 _CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What lies in OUT. engine: "tiktoken" or "tokenizers"; notice: why not the faster one, or "".
+    """The content of OUT. engine: "tiktoken" or "tokenizers"; notice: why the faster engine is not used, or "".
 
-    fresh: False when everything was there already and nothing was done. warnings: crawl files that are cut.
+    fresh: False if everything was there already and nothing was done. warnings: crawl files that are truncated.
     """
 
     corpus: CorpusManifest
@@ -63,17 +63,17 @@ def prepare(
     seed: int = 1234,
     shard_bytes: int = SHARD_BYTES,
     against: Path | None = None,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Prepared:
     """Make `out` ready for training. tokenizer: a tokenizer.json; a BPE of `vocab_size` is trained if None.
 
-    eot: the token that ends a document, for a tokenizer whose token for it has an unusual name. runner: who does the
-    tasks (execute/), this process if None; the result is the same for all. shard_bytes: see build_shards.
+    eot: the token that ends a document, for a tokenizer in which this token has an unusual name. runner: does the tasks
+    (tasks/run.py), by default in this process; the result is the same for all runners. shard_bytes: see build_shards.
     against: see build_corpus.
 
-    The same call again does nothing, after an interruption it goes on. Raises what build_corpus, train_bpe,
-    load_encoder and build_shards raise; ConfigError when `out` holds tokens that something else made, RunBusyError when
-    another process is at it.
+    The same call again does nothing; after an interruption it continues. Raises the errors of build_corpus, train_bpe,
+    load_encoder and build_shards; ConfigError when `out` holds tokens with other settings, RunBusyError when another
+    process works on `out`.
     """
     recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
     corpus, tokens = out / "corpus", out / "tokens"
@@ -107,7 +107,7 @@ def prepare(
             )
             interrupted = False
         finally:
-            if finished or not interrupted:  # else the next call needs it
+            if finished or not interrupted:  # else the next call needs the tokenizer
                 for trained in out.glob(_TRAINED.format("*")):
                     trained.unlink()
     return Prepared(
@@ -123,30 +123,35 @@ def prepare(
 
 
 def _require_whole(out: Path) -> None:
+    """Raise DataError if a purge of `out` was interrupted."""
     if is_unfinished(out):
         raise DataError(
-            f"a purge of {out} was interrupted: some of its files are old, some new",
-            rule="they change as one, and are read when they have",
-            fix="give the command of the purge again; any other purge of the folder finishes that one first, too",
+            "E-PURGE-UNFINISHED",
+            f"a purge of {out} was interrupted: some of its files are old, some are new",
+            rule="all files of a purge are replaced before the folder is read",
+            fix="give the command of the purge again; any other purge of the folder finishes that purge first, too",
+            path=str(out),
         )
 
 
 def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
-    """What cannot be used is told now, not after hours of building the corpus."""
+    """Refuse a tokenizer that cannot be used now, not after hours of building the corpus."""
     if tokenizer is not None:
         load_encoder(tokenizer, eot=eot)
     elif eot:
         raise ConfigError(
+            "E-TOKENIZER-EOT",
             f"--eot {eot!r} without --tokenizer",
             rule="a tokenizer that is trained here has an end-of-text token of its own",
             fix="add --tokenizer FILE, or leave --eot out",
+            eot=eot,
         )
 
 
 def _encoder(
     corpus: Path, tokens: Path, tokenizer: Path | None, eot: str, vocab_size: int, finished: bool
 ) -> tuple[Encoder, Path]:
-    """The encoder, and its file. One that is trained now stays in `out` until the tokens are finished."""
+    """Return the encoder and its file. A tokenizer that is trained now stays in `out` until the tokens are finished."""
     path = tokenizer
     if path is None and finished and read_token_manifest(tokens / SPLITS[0]).vocab_size == vocab_size:
         path = tokens / "tokenizer.json"
@@ -159,8 +164,11 @@ def _encoder(
 
 
 def _training_texts(corpus: Path) -> Iterator[str]:
-    """All texts of the corpus, or of a large one a share that any process finds again: of every source each so many-th
-    part, so that it need not be read as a whole, and of these the documents whose id is low enough."""
+    """Yield all texts of a corpus; of a large corpus a share that is the same in every process.
+
+    The share has every n-th file of each source, so that the corpus is not read as a whole, and of these files the
+    documents whose id is low enough.
+    """
     by_source: dict[str, list[CorpusPart]] = {}
     for part in load_corpus(corpus).parts:
         by_source.setdefault(part.source, []).append(part)
@@ -174,22 +182,22 @@ def _training_texts(corpus: Path) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A folder whose hashes are all right. kind: "corpus" or "tokens"; checked: how much that was, for people."""
+class CheckedFolder:
+    """A folder whose hashes are right. kind: "corpus" or "tokens"; checked: a text with the amount of data."""
 
     folder: str
     kind: str
     checked: str
 
 
-def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
-    """Check the corpus and the token folders at or below `folder`, and that the tokens were made with what lies beside.
+def verify(folder: Path, progress: ReportProgress | None = None) -> list[CheckedFolder]:
+    """Check the corpus and the token folders at or below `folder`, and that the tokens were made from this corpus.
 
-    Raises one DataError that lists all damage, or says that a purge has to be finished first.
+    Raises one DataError that lists all damage, or reports that a purge has to be finished first.
     """
-    for root in (folder, *folder.absolute().parents[:2]):  # what is given may be its corpus, or its tokens/train
+    for root in (folder, *folder.absolute().parents[:2]):  # `folder` may be OUT/corpus or OUT/tokens/train
         _require_whole(root)
-    found: list[Checked] = []
+    found: list[CheckedFolder] = []
     damage: list[DataError] = []
     for corpus in (folder, folder / "corpus"):
         if (corpus / CORPUS_MANIFEST).exists():
@@ -201,14 +209,16 @@ def verify(folder: Path, progress: Progress | None = None) -> list[Checked]:
     raise_all(damage)
     if not found:
         raise DataMissing(
+            "E-DATA-FOLDER",
             f"{folder} holds neither a corpus nor tokens",
             rule=f"a corpus has {CORPUS_MANIFEST}, a token folder {MANIFEST}; both are written last",
             fix="give the folder that `ingot data build --out` wrote",
+            path=str(folder),
         )
     return found
 
 
-def _collect(found: list[Checked], damage: list[DataError], check: Callable[[], Checked | None]) -> None:
+def _collect(found: list[CheckedFolder], damage: list[DataError], check: Callable[[], CheckedFolder | None]) -> None:
     try:
         checked = check()
     except DataError as error:
@@ -217,21 +227,21 @@ def _collect(found: list[Checked], damage: list[DataError], check: Callable[[], 
         found += [checked] if checked else []
 
 
-def _checked_corpus(corpus: Path) -> Checked:
+def _checked_corpus(corpus: Path) -> CheckedFolder:
     manifest = verify_corpus(corpus)
     documents = sum(part.documents for part in manifest.parts)
     files = len(manifest.parts) + len(manifest.dropped)
-    return Checked(str(corpus), "corpus", f"{files:,} files, {documents:,} kept documents")
+    return CheckedFolder(str(corpus), "corpus", f"{files:,} files, {documents:,} kept documents")
 
 
-def _checked_tokens(tokens: Path, progress: Progress | None) -> Checked:
+def _checked_tokens(tokens: Path, progress: ReportProgress | None) -> CheckedFolder:
     verified = verify_tokens(tokens, progress)
     text = f"{verified.blocks:,} blocks in {verified.shards:,} shards, {verified.tokens:,} tokens"
-    return Checked(str(tokens), "tokens", text)
+    return CheckedFolder(str(tokens), "tokens", text)
 
 
 def _verify_origin(tokens: Path) -> None:
-    """Hold the tokenizer and the corpus beside a token folder, where they are, against the hashes in its manifest."""
+    """Compare tokenizer and corpus next to a token folder, if they are there, with the hashes in its manifest."""
     manifest = read_token_manifest(tokens)
     damage: list[DataError] = []
     for path, sha256 in (
@@ -241,9 +251,13 @@ def _verify_origin(tokens: Path) -> None:
         if path.exists() and (found := sha256_file(path)) != sha256:
             damage.append(
                 DataError(
+                    "E-TOKENS-ORIGIN",
                     f"{path} has SHA-256 {found[:12]}.., the tokens in {tokens} were made with {sha256[:12]}..",
-                    rule="tokens lie beside the tokenizer and the corpus that they were made with",
+                    rule="tokens are in one folder with the tokenizer and the corpus that they were made with",
                     fix="restore that file, or build into another folder",
+                    path=str(path),
+                    found=found,
+                    expected=sha256,
                 )
             )
     raise_all(damage)

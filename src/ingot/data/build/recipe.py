@@ -1,4 +1,4 @@
-"""The data recipe: every threshold of the pipeline, in the order in which its stages run.
+"""The data recipe: every threshold of a data build, in the order in which its stages run.
 
 A preset gives the quality rules: `web` (the default), `fineweb`, `gopher`, `c4`, `none` (filters/quality.py). A TOML
 file or `--set` changes single values: `--set quality.gopher.symbol_ratio=0.15`. The name of a rule in the funnel is,
@@ -40,11 +40,11 @@ OF_ONE_SOURCE = ("preset", "extract", "blocklist", "language", "quality", "junk"
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
-    """Each section has `enabled`; a stage that is switched off stays in the funnel and says so.
+    """The rules of every stage. Each section has `enabled`; a stage that is switched off stays in the funnel.
 
-    preset: where the values of [quality] come from that the file does not give. remote: how inputs are fetched; it
-    decides nothing about what is kept. source: name -> values that differ for documents of that source, in sections of
-    `OF_ONE_SOURCE`: rules for prose are not rules for code.
+    preset: gives the values of [quality] that the file leaves out. remote: how inputs are fetched; these rules decide
+    nothing about the documents. source: name -> values that differ for documents of that source, in the sections of
+    `OF_ONE_SOURCE`: code needs other rules than prose.
     """
 
     preset: str = DEFAULT_PRESET
@@ -71,34 +71,39 @@ class DataRecipe:
 
 
 def load_recipe(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> DataRecipe:
-    """The recipe of TOML `path` (the preset alone if None) with `section.key=value` overrides. Raises ConfigError.
+    """Return the recipe of the TOML file `path` (the preset alone if None) with `section.key=value` overrides.
 
-    preset: instead of the one that the file names.
+    preset: replaces the preset that the file names. Raises ConfigError.
     """
     if path is not None and not path.is_file():
         raise ConfigError(
-            f"no data recipe at {path}",
+            "E-RECIPE-MISSING",
+            f"there is no data recipe at {path}",
             rule="a recipe is a TOML file with the sections of the preset 'web'",
             fix="give its path, or leave --recipe out and change single values with --set",
+            path=str(path),
         )
     overrides = [f'preset="{preset}"', *overrides] if preset else overrides
     values, where = config.read(path, overrides)
     recipe = config.from_dict(DataRecipe, _with_preset(values), where=where)
     for name in recipe.source:
-        recipe_of(recipe, name)  # what is wrong in it is told now
+        recipe_of(recipe, name)  # raises now if the rules of a source are wrong
     return recipe
 
 
 def recipe_of(recipe: DataRecipe, source: str) -> DataRecipe:
-    """The recipe as it is for documents of `source`. Raises ConfigError."""
+    """Return the recipe for documents of `source`. Raises ConfigError."""
     changes = recipe.source.get(source)
     if not changes:
         return recipe
     if foreign := [name for name in changes if name not in OF_ONE_SOURCE]:
         raise ConfigError(
+            "E-RECIPE-SOURCE-KEY",
             f"source.{source}.{foreign[0]} cannot differ by source",
-            rule=f"only these can: {', '.join(OF_ONE_SOURCE)}",
+            rule=f"only these can differ: {', '.join(OF_ONE_SOURCE)}",
             fix=f"give it for all sources: [{foreign[0]}]",
+            source=source,
+            key=foreign[0],
         )
     values = config.to_dict(recipe)
     if "preset" in changes:
@@ -111,12 +116,12 @@ def recipe_of(recipe: DataRecipe, source: str) -> DataRecipe:
 def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
     chosen, given = values.get("preset", DEFAULT_PRESET), values.get("quality", {})
     if chosen not in PRESETS or not isinstance(given, dict):
-        return values  # and from_dict says what is wrong
+        return values  # from_dict reports the wrong value
     return values | {"quality": _merged(config.to_dict(PRESETS[chosen]), given)}
 
 
 def _merged(base: dict, changes: dict) -> dict:
-    """`base` with what `changes` gives, section by section. A key that `base` lacks stays, to be reported."""
+    """Return `base` with the values of `changes`, section by section. Unknown keys are kept, to be reported later."""
     both = base | changes
     for name, value in base.items():
         if isinstance(value, dict) and isinstance(changes.get(name), dict):
@@ -125,7 +130,7 @@ def _merged(base: dict, changes: dict) -> dict:
 
 
 def fingerprint(recipe: DataRecipe) -> dict[str, Any]:
-    """All that decides what the recipe does: its values, and the contents of the files that they name."""
+    """Return everything that decides the effect of a recipe: its values, and the hashes of the files that they name."""
     values = config.to_dict(recipe)
     del values["remote"]
     files = {name: _files(recipe_of(recipe, name)) for name in ("", *recipe.source)}
@@ -145,7 +150,7 @@ def _files(recipe: DataRecipe) -> dict[str, Any]:
 
 
 def setting_of(rule: str) -> str:
-    """The dotted recipe key that decides `rule` ("gopher.symbol_ratio" -> "quality.gopher.symbol_ratio"), or ""."""
+    """Return the dotted recipe key that decides `rule` ("gopher.word_count" -> "quality.gopher.word_count"), or ""."""
     for prefix in ("quality.", ""):
         kind: typing.Any = DataRecipe
         for name in (prefix + _KEYS.get(rule, rule)).split("."):
@@ -158,17 +163,17 @@ def setting_of(rule: str) -> str:
 
 
 def value_of(setting: str, recipe: dict[str, Any] | None = None) -> str:
-    """The value of a recipe key, as TOML ("quality.gopher.word_count" -> "[50, 100000]"), or "" for a section.
+    """Return the value of a recipe key as TOML ("quality.gopher.word_count" -> "[50, 100000]"), or "" for a section.
 
-    recipe: the values of a recipe (`corpus.json` keeps them); the preset `web` if None.
+    recipe: the values of a recipe, as `corpus.json` keeps them; the preset `web` if None.
     """
     value: typing.Any = recipe or config.to_dict(DataRecipe())
     for name in setting.split("."):
         value = value[name]
-    return "" if isinstance(value, dict) else json.dumps(value)  # of numbers, strings and lists also TOML
+    return "" if isinstance(value, dict) else json.dumps(value)  # for numbers, strings and lists JSON is also TOML
 
 
-# Rules that are not called like the field that decides them.
+# Rules that do not have the name of the field that decides them.
 _KEYS = {
     "language.other": "language.keep",
     "language.unsure": "language.threshold",

@@ -35,7 +35,7 @@ class Decontaminate:
     Raises DataMissing if there is no index, ConfigError if it was built with other settings.
     """
 
-    name = "decontaminate"
+    name = "contaminated"
 
     def __init__(self, rules: DecontaminationRules, index: Path):
         self.rules = rules

@@ -9,7 +9,6 @@ none     no quality rules
 
 from dataclasses import dataclass, field, replace
 
-from ingot.data.build.stage import Stage
 from ingot.data.filters.c4 import C4, C4Rules
 from ingot.data.filters.fineweb import FineWeb, FineWebRules
 from ingot.data.filters.gopher import Gopher, GopherRules, RepetitionRules
@@ -48,7 +47,7 @@ PRESETS: dict[str, QualityRules] = {
 }
 
 
-def quality_stages(rules: QualityRules) -> dict[str, Stage | None]:
+def quality_stages(rules: QualityRules) -> dict[str, Gopher | C4 | FineWeb | None]:
     """The stages by name, in the order in which they run; None for one that is switched off."""
     gopher = rules.gopher.enabled or rules.gopher_repetition.enabled
     return {

@@ -1,12 +1,12 @@
-"""A made-up job that tells whether a runner works where you are, before a real build of days depends on it.
+"""A made-up job that shows whether a runner works on this machine or cluster, before a build of days depends on it.
 
     python -m ingot.data.tasks.drill FOLDER --workers 2
     python -m ingot.data.tasks.drill /shared/FOLDER --ray auto
     python -m ingot.data.tasks.drill /shared/FOLDER --slurm --set partition=cpu
 
-Three phases that depend on each other, like a build's: many small tasks, some that gather from all of them, one that
-gathers from those. It is done in this process and on the runner, and the SHA-256 of all that was written must agree;
-kill what you like meanwhile and give the command again. `misbehave` is what bad input does to a worker.
+The job has three phases that depend on each other, like a build's: many small tasks, some that gather from all of them,
+one that gathers from those. The command does the job in this process and on the runner, and compares the SHA-256 of all
+files. Processes may be killed meanwhile: the same command continues. `misbehave` stands for bad input.
 """
 
 import argparse
@@ -19,34 +19,63 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ingot.data.tasks.run import Inline, Runner, Watch, describe, run_all
-from ingot.data.tasks.task import Context, Store, Task
+from ingot.data.tasks.store import Store
+from ingot.data.tasks.task import PLACE, Attempt, Task, TaskRef, task_function
 from ingot.errors import DataError, IngotError
 from ingot.storage import sha256_bytes, sha256_file
 
 _DROPPED = "read.killed_worker"
 
 
-def first_phase(
-    tasks: int, records: int, *, faults: Mapping[int, str] | None = None, places: Mapping[str, Any] | None = None
-) -> list[Task]:
-    """`tasks` tasks of `records` records each. faults: record -> kind, in the first task only (see `misbehave`); -1 is
-    before the first record.
+@dataclass(frozen=True, kw_only=True)
+class MakeLines:
+    """Settings of `make_lines`: `records` records that depend on `seed`.
 
-    places: "seconds" that each record takes; "log", a file that gets a line per attempt.
+    faults: record -> kind (see `misbehave`); -1 is before the first record. wait: seconds per record.
+    log: a file that gets a line per attempt.
     """
+
+    seed: int
+    records: int
+    faults: dict[str, str]
+    wait: Annotated[float, PLACE] = 0.0
+    log: Annotated[Path | None, PLACE] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherLines:
+    """Settings of `gather_lines`: the lines of `inputs` whose value modulo `parts` is `part`; wait, log: as above."""
+
+    part: int
+    parts: int
+    inputs: tuple[TaskRef[dict[str, int]] | TaskRef[int], ...]
+    wait: Annotated[float, PLACE] = 0.0
+    log: Annotated[Path | None, PLACE] = None
+
+
+def first_phase(
+    tasks: int,
+    records: int,
+    *,
+    faults: Mapping[int, str] | None = None,
+    wait: float = 0.0,
+    log: Path | None = None,
+) -> list[Task[dict[str, int]]]:
+    """Return `tasks` tasks of `records` records each. faults: of the first task only; else as of MakeLines."""
     return [
-        Task(
-            function="ingot.data.tasks.drill:make",
-            arguments={
-                "seed": seed,
-                "records": records,
-                "faults": {str(record): kind for record, kind in (faults or {}).items()} if seed == 0 else {},
-            },
-            places=dict(places or {}),
+        make_lines.task(
+            MakeLines(
+                seed=seed,
+                records=records,
+                faults={str(record): kind for record, kind in (faults or {}).items()} if seed == 0 else {},
+                wait=wait,
+                log=log,
+            ),
             label=f"made-{seed}",
         )
         for seed in range(tasks)
@@ -60,87 +89,81 @@ def run_job(
     tasks: int = 16,
     records: int = 50,
     faults: Mapping[int, str] | None = None,
-    places: Mapping[str, Any] | None = None,
+    wait: float = 0.0,
+    log: Path | None = None,
     watch: Watch | None = None,
 ) -> str:
-    """Do all three phases. Returns one SHA-256 of everything written."""
-    made = first_phase(tasks, records, faults=faults, places=places)
+    """Do all three phases. Return one SHA-256 of all files that the tasks wrote."""
+    made = first_phase(tasks, records, faults=faults, wait=wait, log=log)
     run_all(made, store, runner, watch)
+    inputs = tuple(task.ref for task in made)
     parts = [
-        Task(
-            function="ingot.data.tasks.drill:gather",
-            arguments={"part": part, "parts": 4},
-            inputs=tuple(task.key for task in made),
-            places=dict(places or {}),
-            label=f"part-{part}",
-        )
+        gather_lines.task(GatherLines(part=part, parts=4, inputs=inputs, wait=wait, log=log), f"part-{part}")
         for part in range(4)
     ]
     run_all(parts, store, runner, watch)
-    whole = Task(
-        function="ingot.data.tasks.drill:gather",
-        arguments={"part": 0, "parts": 1},
-        inputs=tuple(task.key for task in parts),
-        places=dict(places or {}),
-        label="whole",
-    )
+    inputs = tuple(task.ref for task in parts)
+    whole = gather_lines.task(GatherLines(part=0, parts=1, inputs=inputs, wait=wait, log=log), "whole")
     run_all([whole], store, runner, watch)
     return digest(store, [*made, *parts, whole])
 
 
 def digest(store: Store, tasks: Sequence[Task]) -> str:
-    """SHA-256 of the finished folders of `tasks`: names, results and files, but not how long they took."""
+    """Return the SHA-256 of the finished folders of `tasks`: names, results and files, but no times."""
     found = []
     for task in tasks:
-        folder = store.folder(task.key)
+        folder = store.folder(task)
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "seconds.json")
         found += [f"{task.key}/{path.relative_to(folder)} {sha256_file(path)}" for path in files]
     return sha256_bytes("\n".join(found).encode())
 
 
-def make(context: Context) -> dict[str, int]:
-    """Lines that depend on the seed alone; about a third is dropped by a rule."""
-    arguments = context.task.arguments
+@task_function("drill_make_lines")
+def make_lines(specification: MakeLines, attempt: Attempt) -> dict[str, int]:
+    """Write lines that depend on the seed alone; a rule drops about a third. Return rule -> records."""
     counts: Counter[str] = Counter()
-    _log(context)
-    misbehave(arguments["faults"].get("-1", ""))
-    with (context.out / "lines.jsonl").open("w", encoding="utf-8") as file:
-        for record in range(arguments["records"]):
-            context.at(record, lambda: counts)
-            if record in context.skip:
+    _log(specification.log, attempt)
+    misbehave(specification.faults.get("-1", ""))
+    with (attempt.out / "lines.jsonl").open("w", encoding="utf-8") as file:
+        for record in range(specification.records):
+            attempt.at(record, lambda: counts)
+            if record in attempt.skip:
                 counts[_DROPPED] += 1
                 continue
-            misbehave(arguments["faults"].get(str(record), ""))
-            time.sleep(context.task.places.get("seconds", 0))
-            value = random.Random(f"{arguments['seed']} {record}").getrandbits(64)
+            misbehave(specification.faults.get(str(record), ""))
+            time.sleep(specification.wait)
+            value = random.Random(f"{specification.seed} {record}").getrandbits(64)
             if value % 3 == 0:
                 counts["drill.third"] += 1
                 continue
             counts["kept"] += 1
-            file.write(json.dumps({"seed": arguments["seed"], "record": record, "value": value}) + "\n")
-    context.at(-1)
+            file.write(json.dumps({"seed": specification.seed, "record": record, "value": value}) + "\n")
+    attempt.at(-1)
     return dict(counts)
 
 
-def gather(context: Context) -> int:
-    """The lines of all inputs whose value belongs to this part, sorted; returns how many."""
-    part, parts = context.task.arguments["part"], context.task.arguments["parts"]
+@task_function("drill_gather_lines")
+def gather_lines(specification: GatherLines, attempt: Attempt) -> int:
+    """Write the lines of all inputs that belong to this part, sorted by value. Return how many."""
     lines: list[tuple[int, str]] = []
-    _log(context)
-    for folder in context.folders:
-        context.at(-1)
-        time.sleep(context.task.places.get("seconds", 0))
-        for line in (folder / "lines.jsonl").read_text(encoding="utf-8").splitlines():
+    _log(specification.log, attempt)
+    for one in specification.inputs:
+        attempt.at(-1)
+        time.sleep(specification.wait)
+        for line in (one.folder / "lines.jsonl").read_text(encoding="utf-8").splitlines():
             value = json.loads(line)["value"]
-            if value % parts == part:
+            if value % specification.parts == specification.part:
                 lines.append((value, line))
-    (context.out / "lines.jsonl").write_text("".join(f"{line}\n" for _, line in sorted(lines)), encoding="utf-8")
+    (attempt.out / "lines.jsonl").write_text("".join(f"{line}\n" for _, line in sorted(lines)), encoding="utf-8")
     return len(lines)
 
 
 def misbehave(kind: str) -> None:
-    """What a record can do to its process. abort, segfault, kill, exit: it dies. loop, sleep: it hangs. memory: it
-    takes all there is. refuse: DataError; bug: ValueError; anything else: nothing."""
+    """Do to this process what a bad record can do.
+
+    abort, segfault, kill, exit: the process dies. loop, sleep: it hangs. memory: it takes all memory. refuse: raises
+    DataError. bug: raises ValueError. Any other word does nothing.
+    """
     match kind:
         case "abort":
             os.abort()
@@ -160,28 +183,28 @@ def misbehave(kind: str) -> None:
             while True:
                 hoard.append(bytearray(1 << 24))
         case "refuse":
-            raise DataError("this file is no crawl file", rule="a rule", fix="a fix")
+            raise DataError("E-DRILL-REFUSED", "this file is no crawl file", rule="a rule", fix="a fix", kind=kind)
         case "bug":
             raise ValueError("a bug")
 
 
-def _log(context: Context) -> None:
-    if "log" in context.task.places:
-        with Path(context.task.places["log"]).open("a", encoding="utf-8") as file:
-            file.write(f"{context.task.key}\n")
+def _log(path: Path | None, attempt: Attempt) -> None:
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(attempt.out.name.partition(".")[0] + "\n")  # the key of the task
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ingot.data.tasks.drill", description="Try a runner on a made-up job."
     )
-    parser.add_argument("folder", type=Path, help="where to work; seen by every machine at the same path")
+    parser.add_argument("folder", type=Path, help="the folder to work in, at the same path on every machine")
     parser.add_argument("--workers", type=int, default=2, help="processes of this machine (default 2)")
-    parser.add_argument("--ray", metavar="ADDRESS", help="on the Ray cluster there; 'auto' finds a running one")
-    parser.add_argument("--slurm", action="store_true", help="as Slurm job arrays")
+    parser.add_argument("--ray", metavar="ADDRESS", help="use the Ray cluster at ADDRESS; 'auto' finds a running one")
+    parser.add_argument("--slurm", action="store_true", help="use Slurm job arrays")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="an option of Slurm(...)")
     parser.add_argument("--tasks", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=0.02, help="that a record takes; a task has 50")
+    parser.add_argument("--seconds", type=float, default=0.02, help="seconds per record; a task has 50 records")
     chosen = parser.parse_args(argv)
     try:
         expected = run_job(Store(chosen.folder / "inline"), Inline(), tasks=chosen.tasks)
@@ -189,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
             Store(chosen.folder / "runner"),
             _runner(chosen),
             tasks=chosen.tasks,
-            places={"seconds": chosen.seconds},
+            wait=chosen.seconds,
             watch=lambda status: print(describe(status, "tasks"), file=sys.stderr, flush=True),
         )
     except IngotError as error:
@@ -218,4 +241,6 @@ def _runner(chosen: argparse.Namespace) -> Runner:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from ingot.data.tasks import drill  # registers the task functions under this name, not under __main__
+
+    sys.exit(drill.main(sys.argv[1:]))

@@ -1,12 +1,12 @@
-"""The process that worker processes are forked from, its owner's side of it, and what workers do.
+"""The fork server: a process that worker processes are forked from. Its owner's side, its own side, and the workers'.
 
-It has imported what tasks need and has no threads, so that a worker starts in milliseconds, also in place of one that
-died; the process that wants workers may have threads (torch, duckdb), and forking it would copy their locks. Unlike the
-fork server of `multiprocessing` it never imports the caller's script again, says how each worker ended, kills one
-without meeting another that got its number, and all of them die with the process that wanted them, however that ends.
+The fork server has imported the modules of the tasks and has no threads, so a worker starts in milliseconds, also as
+the replacement of one that died. The owner may have threads (torch, duckdb), and forking the owner would copy their
+locks. Unlike the fork server of `multiprocessing`, this one never imports the caller's script again, reports how each
+worker ended, never kills another process that got a worker's number, and dies with all workers when the owner ends.
 
-Messages are JSON. On the control socket come {"fork": n, "import": [...]} with the worker's end of its pipe, and
-{"kill": n}; back goes {"ended": n, "status": ...} (as Popen.returncode). Linux only.
+Messages are JSON. The owner sends {"fork": n, "import": [...]} with the worker's end of its pipe, and {"kill": n} over
+the control socket; the fork server answers {"ended": n, "status": ...} (as Popen.returncode). Linux only.
 """
 
 import contextlib
@@ -27,47 +27,49 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
-from ingot.data.tasks.failures import to_json
-from ingot.data.tasks.task import Store, Task, run_task
+from ingot.data.tasks.store import Store, run_task
+from ingot.data.tasks.task import Task, error_to_json
 from ingot.errors import ConfigError
 
 OUT_OF_MEMORY = 77  # exit code of a worker whose task got a MemoryError
-ANSWER_SECONDS = 10.0  # that one side waits for the other in the middle of a message
+ANSWER_SECONDS = 10.0  # to wait for the other side in the middle of a message
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 class ForkServer:
-    """The owner's side: starts the process that forks workers, speaks with it, and ends it."""
+    """The owner's side: starts the fork server, sends messages to it, and ends it. memory_bytes: limit per worker."""
 
     def __init__(self, memory_bytes: int):
         if sys.platform != "linux":
             raise ConfigError(
-                f"worker processes are not made for {sys.platform}",
-                rule="their end with the driver, and their limits, are the Linux kernel's doing",
-                fix="--workers 1, which works in one process",
+                "E-WORKERS-PLATFORM",
+                f"worker processes are not supported on {sys.platform}",
+                rule="their limits, and their end with the driver, need the Linux kernel",
+                fix="use --runner inline, which works in one process",
+                platform=sys.platform,
             )
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _never_blocks(self.control)
-        # Its sys.path is ours, however that was set; the script that runs here is not imported there.
+        # The fork server gets this process's sys.path, however that was set, and does not import the running script.
         start = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
             f"from ingot.data.tasks.forks import serve\nserve({theirs.fileno()}, {os.getpid()}, {memory_bytes})"
         )
-        # Processes are the parallelism: threads of libraries would only share their cores.
+        # One process per core: threads of libraries would only compete for the cores.
         threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
         self.process = subprocess.Popen(
             [sys.executable, "-c", start],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends them; and all can be killed as one group
+            start_new_session=True,  # Ctrl-C reaches the owner only, which ends the workers; killed as one group
             env={**dict.fromkeys(threads, "1"), "TOKENIZERS_PARALLELISM": "false", **os.environ},
         )
         theirs.close()
         self.gone, self._owner, self._forked = False, os.getpid(), 0
 
     def fork(self, modules: list[str]) -> tuple[int, Connection]:
-        """(number, pipe) of a new worker. It may be dead at once, like any worker."""
+        """Return (number, pipe) of a new worker, which may die at any time. modules: to import before the fork."""
         self._forked += 1
         ours, theirs = socket.socketpair()
         _never_blocks(ours)
@@ -79,7 +81,7 @@ class ForkServer:
         self._send({"kill": number})
 
     def ended(self) -> dict[int, int]:
-        """number -> exit code of the workers that ended since the last call."""
+        """Return number -> exit code of the workers that ended since the last call."""
         codes = {}
         try:
             while not self.gone and wait([self.control], timeout=0):
@@ -93,11 +95,11 @@ class ForkServer:
         return codes
 
     def stop(self) -> None:
-        """End it and all workers; none is left as a zombie."""
+        """End the fork server and all workers; none is left as a zombie."""
         if os.getpid() != self._owner or self.control.fileno() < 0:
             return  # a fork of the owner, at its exit; or stopped already
         with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_WR)  # it then kills and reaps its workers
+            self.control.shutdown(socket.SHUT_WR)  # the fork server then kills and reaps its workers
             self.control.settimeout(5)
             while self.control.recv(1 << 16):
                 pass
@@ -111,23 +113,23 @@ class ForkServer:
             self.give_up()
 
     def give_up(self) -> None:
-        """Kill it with all workers at once, or notice that it is gone."""
+        """Kill the fork server with all workers at once, or notice that it is gone."""
         if self.gone:
             return
         self.gone = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # before it is waited for: the number is still its own
+            os.killpg(self.process.pid, signal.SIGKILL)  # before the wait: until then no other process gets its number
         self.process.wait()
 
 
 def _never_blocks(ours: socket.socket) -> None:
-    """A process that is stopped, in the middle of a message or before it reads ours, must not stop this one."""
+    """Set time limits on a socket: a process that is stopped in the middle of a message must not stop this one."""
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(ANSWER_SECONDS), 0))
 
 
 def serve(control_fd: int, parent: int, memory_bytes: int) -> None:
-    """Fork workers on request until the other end of the control socket is closed; then none is left."""
+    """Fork workers on request until the other end of the control socket is closed; then end all workers."""
     _die_with(parent)
     control = socket.socket(fileno=control_fd)
     woken, wake = os.pipe()
@@ -147,14 +149,14 @@ def serve(control_fd: int, parent: int, memory_bytes: int) -> None:
             message = json.loads(data)
             if "fork" in message:
                 for name in message["import"]:
-                    with contextlib.suppress(Exception):  # the task that needs it says what is wrong
+                    with contextlib.suppress(Exception):  # the task that needs the module reports the error
                         importlib.import_module(name)
                 pid = _fork(fds[0], memory_bytes, not_its=(control.fileno(), woken, wake))
                 os.close(fds[0])
                 children[pid] = message["fork"]
             else:
                 for pid in [pid for pid, number in children.items() if number == message["kill"]]:
-                    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+                    os.kill(pid, signal.SIGKILL)  # not reaped yet: no other process has its number
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     for pid in children:
@@ -170,7 +172,7 @@ def _report_ended(children: dict[int, int], control: socket.socket) -> None:
 
 
 def _fork(pipe: int, memory_bytes: int, not_its: tuple[int, ...]) -> int:
-    gc.freeze()  # or each worker's first collection copies every page
+    gc.freeze()  # else the first garbage collection of each worker copies every page
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -187,18 +189,18 @@ def _fork(pipe: int, memory_bytes: int, not_its: tuple[int, ...]) -> int:
 
 
 def _limit(memory_bytes: int) -> None:
-    # Of the address space only what is private and writable counts: maps of big files do not, nor what libraries
-    # reserve and never use (to RLIMIT_AS, duckdb alone is a gigabyte).
+    # Only private writable memory counts: not maps of big files, nor address space that libraries reserve and never
+    # use (duckdb alone reserves a gigabyte, which RLIMIT_AS would count).
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most == resource.RLIM_INFINITY or most > memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500")  # short of memory, the kernel takes a worker, not the build
+        Path("/proc/self/oom_score_adj").write_text("500")  # out of memory, the kernel kills a worker, not the build
 
 
 def _work(pipe: Connection, memory_bytes: int) -> NoReturn:
-    """Say hello, then do tasks until the pipe is closed."""
+    """Send this process's number, then do tasks until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _send(pipe, {"pid": os.getpid()})
         while True:
@@ -210,8 +212,8 @@ def _work(pipe: Connection, memory_bytes: int) -> NoReturn:
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
             except Exception as error:
-                answer = {"failed": to_json(error, task)}
-            # What a task leaves behind must not become the next one's lack of memory.
+                answer = {"failed": error_to_json(error, task)}
+            # Memory that one task does not free must not be missing for the next: a full worker retires.
             _send(pipe, answer | {"retire": (full := _data_bytes() > memory_bytes // 2)})
             if full:
                 break
@@ -223,12 +225,12 @@ def _send(pipe: Connection, message: dict) -> None:
 
 
 def _data_bytes() -> int:
-    """Private writable memory of this process: what RLIMIT_DATA limits."""
+    """Return the private writable memory of this process, which RLIMIT_DATA limits."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent is gone, also if it hangs in compiled code."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went in between
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)

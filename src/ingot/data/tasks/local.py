@@ -1,9 +1,9 @@
-"""Tasks on worker processes of this machine, any of which may die or hang at any time.
+"""A runner: tasks on worker processes of this machine, any of which may die or hang at any time.
 
-Workers live long (tasks may be small) and get tasks one by one. What a task made counts when it is in the store, so a
-worker that died after that instant did its task, and one that died before it did nothing. A worker that dies, or is
-silent too long, is replaced; its task is tried again, by a new process, and leaves out a record at which attempt after
-attempt ended. Tries are bounded by what they teach: see `_Job.hopeless`.
+Workers live long (tasks may be small) and get tasks one by one. A result counts when it is in the store: a worker that
+died after that instant did its task, and one that died before did nothing. A worker that dies, or reports nothing for
+too long, is replaced; a new process tries its task again and leaves out a record at which attempt after attempt ended.
+The number of tries is limited: see `_RunningTask.hopeless`.
 """
 
 import json
@@ -16,31 +16,31 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from ingot.data.tasks.failures import from_json
 from ingot.data.tasks.forks import OUT_OF_MEMORY, ForkServer
 from ingot.data.tasks.run import Look
-from ingot.data.tasks.task import Store, Task, forget_attempt, note_death, too_many
+from ingot.data.tasks.store import Store, forget_attempt, note_death, too_many
+from ingot.data.tasks.task import Task, error_from_json
 from ingot.errors import DataError
 from ingot.units import format_bytes
 
-MEMORY_BYTES = 3 << 29  # 1.5 GiB; libraries take 0.1 of it (pyarrow and duckdb another 0.1)
+MEMORY_BYTES = 3 << 29  # 1.5 GiB; libraries take 0.1 GiB of it (pyarrow and duckdb another 0.1 GiB)
 RECORD_SECONDS = 60.0
 STALL_SECONDS = 300.0
 _LOOK_SECONDS = 0.5
-_DYING_SECONDS = 10.0  # between SIGKILL and the news of it
-_POISONED_RECORDS = 16  # of one task; more are no accident
-_DEATHS = 12  # of one task, at records that no second attempt died at
-_OTHERS_DOING = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_DYING_SECONDS = 10.0  # between SIGKILL and the report of the end
+_POISONED_RECORDS = 16  # of one task; with more, the task itself is at fault
+_DEATHS = 12  # of one task, at records where no second attempt died
+_EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 class Local:
-    """A runner: up to `workers` processes of this machine. They wait for the next call until `close`, or until this
-    process ends, however it ends; so it can be used in a `with` block or not.
+    """A runner: up to `workers` processes of this machine.
 
-    memory_bytes: what a worker may have (RLIMIT_DATA: private writable memory); a task that needs more gets a
-    MemoryError, which counts as a death at its record. record_seconds: CPU time at one record, after which it hangs.
-    stall_seconds: wall time without a word from a task (`Context.at`), also while it is at no record.
-    preload: modules imported once, before workers are forked, besides those of the tasks.
+    The processes wait for the next call until `close`, or until this process ends, however it ends; a `with` block is
+    optional. memory_bytes: memory limit per worker (RLIMIT_DATA: private writable memory); a task that needs more gets
+    a MemoryError, which counts as a death at its record. record_seconds: CPU time at one record after which the worker
+    counts as hanging. stall_seconds: wall time without a report of the task (`Attempt.at`) after which the worker is
+    killed. preload: modules imported once, before workers are forked, in addition to those of the tasks.
     """
 
     def __init__(
@@ -73,10 +73,13 @@ class Local:
         self._server, self._crew = None, []
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
-        """Return when all are done. Raises the first error that a task raised (others in flight are stopped, to be done
-        by a later call); DataError when attempts at a task die and teach nothing new."""
-        modules = sorted({task.function.partition(":")[0] for task in tasks} | set(self.preload))
-        waiting = deque(_Job(task) for task in tasks)
+        """Return when all tasks are done.
+
+        Raises the first error that a task raised (the others that run are stopped, to be done by a later call);
+        DataError when attempt after attempt at a task dies and the number of tries is used up.
+        """
+        modules = sorted({task.function.module for task in tasks} | set(self.preload))
+        waiting = deque(_RunningTask(task) for task in tasks)
         look_at = 0.0
         try:
             while waiting or any(worker.job for worker in self._crew):
@@ -98,17 +101,19 @@ class Local:
     def _running(self) -> list[Task]:
         return [worker.job.task for worker in self._crew if worker.job]
 
-    def _hand_out(self, waiting: "deque[_Job]", store: Store, modules: list[str]) -> None:
+    def _hand_out(self, waiting: "deque[_RunningTask]", store: Store, modules: list[str]) -> None:
         while waiting and len(self._running()) < self.workers and not (self._server and self._server.gone):
             worker = self._free_worker(modules, fresh=bool(waiting[0].deaths))
             if worker.give(waiting[0], store) or not worker.used:
-                waiting.popleft()  # a new worker that is dead already is buried like any other, so this comes to an end
-            else:  # it was killed while it had nothing to do
+                waiting.popleft()  # a new worker that is dead already is handled like any other, so the loop ends
+            else:  # the worker was killed while it was idle
                 self._dismiss(worker)
 
     def _free_worker(self, modules: list[str], fresh: bool) -> "_Worker":
-        """One that waits, or a new one; when `fresh`, one that did nothing yet: what earlier tasks left in a process
-        must not decide whether a record is at fault."""
+        """Return an idle worker, or a new one.
+
+        fresh: only a worker that has done no task, so that the remains of earlier tasks cannot be blamed on a record.
+        """
         for worker in [worker for worker in self._crew if not worker.job]:
             if not (fresh and worker.used):
                 return worker
@@ -122,20 +127,20 @@ class Local:
         return worker
 
     def _dismiss(self, worker: "_Worker") -> None:
-        worker.pipe.close()  # it ends when it reads that
+        worker.pipe.close()  # the worker ends when it reads that
         self._crew.remove(worker)
 
-    def _collect(self, waiting: "deque[_Job]", store: Store) -> list[Task]:
-        """Wait for news. Returns the tasks that ended; those whose workers died wait again."""
+    def _collect(self, waiting: "deque[_RunningTask]", store: Store) -> list[Task]:
+        """Wait for answers. Return the tasks that ended; tasks whose workers died are put back into `waiting`."""
         assert self._server is not None
         wait([self._server.control, *(w.pipe for w in self._crew if not w.hung_up)], timeout=_LOOK_SECONDS)
         codes = self._server.ended()
         ended: list[Task] = []
         for worker in list(self._crew):
-            answer = worker.listen()  # after `ended`: what a worker said before it died is in its pipe by then
+            answer = worker.listen()  # after `ended`: the last answer of a dead worker is in its pipe by then
             if answer and worker.job:
                 if "failed" in answer:
-                    raise from_json(answer["failed"])
+                    raise error_from_json(answer["failed"])
                 ended.append(worker.job.task)
                 worker.job, worker.used = None, True
                 if answer["retire"]:
@@ -147,7 +152,10 @@ class Local:
             self.close()
         return ended
 
-    def _bury(self, worker: "_Worker", code: int | None, waiting: "deque[_Job]", ended: list[Task], store: Store):
+    def _bury(
+        self, worker: "_Worker", code: int | None, waiting: "deque[_RunningTask]", ended: list[Task], store: Store
+    ):
+        """Handle the end of a worker process: its task is done, or waits again, or is given up."""
         job, worker.job = worker.job, None
         if code is None:
             worker.wait_gone()
@@ -161,15 +169,21 @@ class Local:
         job.deaths.append((note_death(job.task, store, kind), kind))
         if job.hopeless():
             raise DataError(
-                f"the worker on {job.task.label or job.task.function} {why} at {_place(job.deaths[-1][0])}, "
+                "E-WORKER-LOST",
+                f"the worker on {job.task.title} {why} at {_place(job.deaths[-1][0])}, "
                 f"after {len(job.deaths)} deaths on this file",
-                rule="a lost worker is replaced, and a record that kills it again and again is left out; "
-                "this went on without end",
-                fix="give it more memory or fewer --workers, or leave this file out; the same command continues",
+                rule="a lost worker is replaced, and a record that ends it again and again is left out, "
+                "but the number of tries is limited",
+                fix="give more memory with --memory or use fewer --workers, or leave this file out; "
+                "the same command continues",
+                task=job.task.title,
+                record=job.deaths[-1][0],
+                deaths=len(job.deaths),
             )
         waiting.appendleft(job)
 
     def _end_the_silent(self, store: Store, now: float) -> None:
+        """Kill the workers that hang or report nothing."""
         for worker in self._crew:
             if worker.job is None or self._server is None:
                 continue
@@ -179,38 +193,38 @@ class Local:
                     worker.killed_at = now
                     self._server.kill(worker.number)
             elif now - worker.killed_at > _DYING_SECONDS:
-                self._server.give_up()  # it does not answer; its end ends the workers too
+                self._server.give_up()  # the fork server does not answer; its end ends the workers too
 
 
-class _Job:
-    """A task, and how its attempts died in this call: (record, kind)."""
+class _RunningTask:
+    """A task, and how its attempts died in this call: pairs (record, kind)."""
 
     def __init__(self, task: Task):
         self.task, self.deaths = task, list[tuple[int, str]]()
 
     def hopeless(self) -> bool:
-        """Whether one more attempt would teach nothing: too many died at no record, or at ever new ones."""
+        """Return True if one more attempt is useless: too many died at no record, or each time at another record."""
         at = {place: [kind for record, kind in self.deaths if record == place] for place, _ in self.deaths}
         poisoned = [place for place, kinds in at.items() if place >= 0 and too_many(kinds)]
         elsewhere = sum(len(kinds) for place, kinds in at.items() if place not in poisoned)
-        again = any(len(at[place]) > 2 * _DEATHS for place in poisoned)  # its function does not leave it out
+        again = any(len(at[place]) > 2 * _DEATHS for place in poisoned)  # the function ignores `skip`
         return too_many(at.get(-1, [])) or len(poisoned) > _POISONED_RECORDS or elsewhere > _DEATHS or again
 
 
 class _Worker:
-    """This side of one worker process."""
+    """This process's side of one worker process."""
 
     def __init__(self, number: int, pipe: Connection):
         self.number, self.pipe = number, pipe
-        self.pid = 0  # until it says so
-        self.job: _Job | None = None
+        self.pid = 0  # until the worker reports it
+        self.job: _RunningTask | None = None
         self.used = self.hung_up = False
-        self.verdict: tuple[str, str] | None = None  # why we killed it
+        self.verdict: tuple[str, str] | None = None  # (kind of death, words) when this process killed the worker
         self.killed_at = self._heard = self._cpu = 0.0
         self._sign: tuple[int, int] = (0, 0)
 
-    def give(self, job: _Job, store: Store) -> bool:
-        """It has the job now. Returns whether it can know."""
+    def give(self, job: _RunningTask, store: Store) -> bool:
+        """Send a task to the worker. Return False if the worker cannot receive it."""
         self.job, self._heard, self._cpu, self._sign = job, time.monotonic(), 0.0, (0, -1)
         message = {"task": job.task.to_json(), "store": str(store.root.absolute())}
         try:
@@ -220,7 +234,7 @@ class _Worker:
         return True
 
     def listen(self) -> dict | None:
-        """What it says about its task, if it has ended."""
+        """Return the worker's answer about its task, or None while the task runs."""
         try:
             while not self.hung_up and self.pipe.poll():
                 message = json.loads(self.pipe.recv_bytes())
@@ -232,14 +246,17 @@ class _Worker:
         return None
 
     def wait_gone(self) -> None:
-        """After SIGKILL: wait for its end to be seen here. Its pipe is closed then."""
+        """Wait after SIGKILL until the worker's pipe is closed, which shows its end."""
         deadline = time.monotonic() + _DYING_SECONDS
         while not self.hung_up and time.monotonic() < deadline:
             wait([self.pipe], timeout=0.1)
             self.listen()
 
     def silent(self, store: Store, now: float, record_seconds: float, stall_seconds: float) -> tuple[str, str] | None:
-        """Why it is to be killed. CPU time, not wall time, decides about a record: a busy machine is no fault of it."""
+        """Return (kind of death, words) if the worker has to be killed, else None.
+
+        CPU time, not wall time, counts at a record: a busy machine is no fault of the record.
+        """
         assert self.job is not None
         progress = store.progress(self.job.task)
         if (sign := (progress.beats, progress.record)) != self._sign:
@@ -247,12 +264,12 @@ class _Worker:
         elif progress.record >= 0 and _cpu_seconds(self.pid) - self._cpu > record_seconds:
             return "hung", f"worked for {record_seconds:.0f} s of CPU time"
         elif now - self._heard > stall_seconds:
-            return "stalled", f"said nothing for {stall_seconds:.0f} s"
+            return "stalled", f"reported nothing for {stall_seconds:.0f} s"
         return None
 
 
 def _cause(code: int | None, memory_bytes: int) -> tuple[str, str]:
-    """(kind of death, words for it) of an exit code as Popen gives it; None when nobody knows."""
+    """Return (kind of death, words) for an exit code of Popen; None is an unknown exit code."""
     if code is None:
         return "killed", "was lost with the process that starts workers"
     if code == OUT_OF_MEMORY:
@@ -260,7 +277,7 @@ def _cause(code: int | None, memory_bytes: int) -> tuple[str, str]:
     if code >= 0:
         return "crashed", f"ended with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    return "killed" if -code in _OTHERS_DOING else "crashed", f"was killed by {signal.Signals(-code).name}{hint}"
+    return "killed" if -code in _EXTERNAL_SIGNALS else "crashed", f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 def _place(record: int) -> str:
@@ -268,7 +285,7 @@ def _place(record: int) -> str:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system time of a process so far."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

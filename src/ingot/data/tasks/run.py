@@ -1,4 +1,4 @@
-"""Tasks to a runner, and what people see meanwhile."""
+"""The driver: gives tasks to a runner, and reports the progress of a build."""
 
 import contextlib
 import fcntl
@@ -10,20 +10,22 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ingot.data.tasks.task import Store, Task, run_task
+from ingot.data.tasks.store import Store, run_task
+from ingot.data.tasks.task import R, Task, decode
 from ingot.errors import RunBusyError
 from ingot.units import format_seconds
 
 _LOOK_SECONDS = 0.5
-_LOOK_SHARE = 0.05  # of the time at most goes into reading how far tasks are
+_LOOK_SHARE = 0.05  # at most this share of the time is spent on reading the progress of tasks
 
 
 @dataclass(frozen=True)
-class Status:
-    """done, total: tasks, those found finished included. records: of the tasks that run or ended in this call.
+class PhaseStatus:
+    """The progress of one call of `run_all`.
 
-    counts: sums of what the tasks that run or ended in this call said ("kept", drop rules). seconds: since the call
-    began. seconds_left: if what is left is like what was done; None until a task has ended.
+    done, total: numbers of tasks, including those that were finished before. records, counts: sums over the tasks that
+    run or ended in this call; counts is name -> number ("kept", drop rules). seconds: since the call began.
+    seconds_left: an estimate by the tasks done so far; None until a task has ended.
     """
 
     done: int
@@ -34,23 +36,30 @@ class Status:
     seconds_left: float | None = None
 
 
-Watch = Callable[[Status], None]
+ReportProgress = Callable[[float, str], None]  # (fraction done, text)
+Watch = Callable[[PhaseStatus], None]
 Look = Callable[[Collection[Task], Collection[Task]], None]  # (ended since the last call, running now)
 
 
 class Runner(Protocol):
-    """Does tasks, in any order and any number at once, by calling `run_task` somewhere."""
+    """An object that does tasks, in any order and any number at once, by calling `run_task` in some process."""
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         """Return when every task is finished in `store`. watch(ended, running) is called about twice a second.
 
-        Raises what a task raised (others may go on to their end first); DataError when a task cannot be done.
+        Raises the error that a task raised (the others may end first); DataError when a task cannot be done.
         """
         ...
 
 
+class RunTasks(Protocol):
+    """A function that does tasks and returns their results, in their order. doing: a word for the progress line."""
+
+    def __call__(self, tasks: Sequence[Task[R]], doing: str, /) -> list[R]: ...
+
+
 class Inline:
-    """One task after the other, in this process."""
+    """A runner: one task after the other, in this process."""
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         for task in tasks:
@@ -58,10 +67,10 @@ class Inline:
             watch([task], [])
 
 
-def run_all(tasks: Sequence[Task], store: Store, runner: Runner, watch: Watch | None = None) -> list[Any]:
-    """The results of `tasks`, in their order. Finished ones are not done again.
+def run_all(tasks: Sequence[Task[R]], store: Store, runner: Runner, watch: Watch | None = None) -> list[R]:
+    """Do `tasks` and return their results, in their order. Finished tasks are not done again.
 
-    watch(status) is called about twice a second, and at the end. Raises what the runner raises; RunBusyError when
+    watch(status) is called about twice a second, and at the end. Raises the errors of the runner; RunBusyError when
     another process drives tasks of this store.
     """
     with _only_driver(store):
@@ -69,21 +78,21 @@ def run_all(tasks: Sequence[Task], store: Store, runner: Runner, watch: Watch | 
         missing = {task.key: task for task in tasks if task.key not in done}
         tally = _Tally(store, len(tasks), len(tasks) - len(missing), watch)
         if missing:
-            tally.look((), ())  # people see at once what begins
+            tally.look((), ())  # show the beginning at once
             runner.run(list(missing.values()), store, tally.look)
         tally.finish()
         return [tally.results[t.key] if t.key in tally.results else store.result(t) for t in tasks]
 
 
-def describe(status: Status, unit: str = "files") -> str:
-    """'12,340 records, 410/s, 3 of 8 files, 2 min left; kept 31%; most dropped by language.other 22%'."""
+def describe(status: PhaseStatus, unit: str = "files") -> str:
+    """Return '12,340 records, 410/s, 3 of 8 files, 2 min left; kept 31%; most dropped by url.duplicate 22%'."""
     parts = []
     if status.records:
         rate = status.records / max(status.seconds, 1e-9)
         parts += [f"{status.records:,} records", f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s"]
     parts.append(f"{status.done:,} of {status.total:,} {unit}")
     if status.seconds_left is not None and status.done < status.total:
-        left = status.seconds_left  # no more exact than it is known
+        left = status.seconds_left  # rounded: it is an estimate
         parts.append(f"{format_seconds(round(left, -1) if left >= 60 else max(round(left), 1))} left")
     text, whole = ", ".join(parts), sum(status.counts.values())
     if whole:
@@ -95,7 +104,7 @@ def describe(status: Status, unit: str = "files") -> str:
 
 
 class _Tally:
-    """Sums of what tasks say, read seldom: the ended ones once, those that run when there is time for it."""
+    """Sums over the progress of tasks: read once for a task that ended, and now and then for those that run."""
 
     def __init__(self, store: Store, total: int, done: int, watch: Watch | None):
         self.results: dict[str, Any] = {}  # key -> result, of the tasks that ended in this call
@@ -108,7 +117,7 @@ class _Tally:
         for task in ended:
             if task.key not in self.results:
                 facts = self._store.facts(task)
-                self.results[task.key] = facts["result"]
+                self.results[task.key] = decode(task.function.result, facts["result"])
                 self._records += facts["records"]
                 self._counts.update(facts["counts"])
         if self._watch is None or (now := time.monotonic()) < self._due:
@@ -120,26 +129,26 @@ class _Tally:
         if self._watch is not None:
             self._watch(self._status(()))
 
-    def _status(self, running: Collection[Task]) -> Status:
+    def _status(self, running: Collection[Task]) -> PhaseStatus:
         under_way = [self._store.progress(task) for task in running]
-        seen = sum(progress.seen for progress in under_way)
+        seen = sum(progress.records for progress in under_way)
         counts = Counter(self._counts)
         for progress in under_way:
             counts.update(progress.counts)
         ended, seconds = len(self.results), time.monotonic() - self._started
         left = self._total - self._found - ended
         seconds_left = None
-        if ended and self._records:  # a task has as many records as those that ended had, on average
+        if ended and self._records:  # a task is assumed to have the mean records of those that ended
             seconds_left = max(self._records / ended * left - seen, 0) * seconds / (self._records + seen)
         elif ended:
             seconds_left = seconds / ended * left
         records = self._records + seen
-        return Status(self._found + ended, self._total, records, dict(counts), seconds, seconds_left)
+        return PhaseStatus(self._found + ended, self._total, records, dict(counts), seconds, seconds_left)
 
 
 @contextlib.contextmanager
 def _only_driver(store: Store) -> Iterator[None]:
-    """Two drivers of one store would only do everything twice. The kernel lets go when this process dies."""
+    """Lock the store: two drivers would do everything twice. The kernel unlocks it when this process dies."""
     store.root.mkdir(parents=True, exist_ok=True)
     # A file opened for writing: some network file systems lock nothing else.
     file = os.open(store.root / "driver", os.O_RDWR | os.O_CREAT, 0o666)
@@ -149,13 +158,16 @@ def _only_driver(store: Store) -> Iterator[None]:
         except BlockingIOError:
             who = os.read(file, 200).decode(errors="replace").strip()
             raise RunBusyError(
+                "E-STORE-BUSY",
                 f"another process works on {store.root}{f' ({who})' if who else ''}",
                 rule="one build per folder",
-                fix="wait for it or end it, or use another --out",
+                fix="wait for that process or end it, or use another --out",
+                path=str(store.root),
+                owner=who,
             ) from None
         except OSError:
-            pass  # no locks here: two drivers would still give the right result
-        with contextlib.suppress(OSError):  # it only helps to find it
+            pass  # a file system without locks: two drivers still give the right result
+        with contextlib.suppress(OSError):  # the text only helps to find this process
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield

@@ -1,9 +1,8 @@
-"""Tasks as Slurm job arrays: an element does a block of tasks on its node (worker.py), this process waits.
+"""A runner: tasks as Slurm job arrays. An array element does a block of tasks on its node (worker.py).
 
-What is done is what lies in the store; Slurm is only asked (squeue) which elements still wait or run. Tasks of
-elements that are gone without having done them are submitted again. Jobs are known by their name, which is the phase's:
-when this process dies they go on, and the same command finds them and waits for them instead of submitting twice. No
-accounting database (sacct) is needed.
+The store alone decides which tasks are done; squeue reports which elements still wait or run. Tasks of elements that
+ended without doing them are submitted again. A job has the name of its phase: when this process dies the jobs continue,
+and the same command finds and waits for them instead of submitting twice. No accounting database (sacct) is needed.
 """
 
 import os
@@ -16,21 +15,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ingot.data.tasks.local import MEMORY_BYTES
-from ingot.data.tasks.phases import Phase, first_error, read_phase, write_phase
 from ingot.data.tasks.run import Look
-from ingot.data.tasks.task import Store, Task
+from ingot.data.tasks.store import Store
+from ingot.data.tasks.task import Task
+from ingot.data.tasks.worker import TaskPhase, first_error, read_phase, write_phase
 from ingot.errors import DataError, IngotError, ResourceError
 from ingot.storage import write_atomic
 
 _NAME = "ingot-"
-_ELEMENTS = 1000  # of one array; a common limit (MaxArraySize) is 1001
-_SUBMISSIONS = 4  # of one task; that Slurm requeues an element does not count
-_DEAF_SECONDS = 1800.0  # that Slurm may leave us without an answer
+_ELEMENTS = 1000  # per array; a common limit (MaxArraySize) is 1001
+_SUBMISSIONS = 4  # per task; requeues by Slurm do not count
+_DEAF_SECONDS = 1800.0  # longest time without an answer of Slurm
 
 
 @dataclass(frozen=True)
 class _Element:
-    """An element of an array that waits or runs, or is held and will do neither."""
+    """An element of an array that waits, runs, or is held (held elements never run)."""
 
     job: str  # "123"
     index: int
@@ -41,11 +41,11 @@ class _Element:
 class Slurm:
     """A runner: job arrays of one node per element.
 
-    partition, time, mem: as sbatch takes them, left out when empty. cpus: per element, each with a worker process.
+    partition, time, mem: options of sbatch, left out when empty. cpus: CPUs per element, each with a worker process.
     max_parallel: elements that run at once. lines: more '#SBATCH' options, such as '--account=x'. block: tasks per
-    element (default: a task per CPU, more if there would be over 1,000 elements). memory_bytes: of a worker process, as
-    of `Local`; `mem` has to be cpus times that. poll_seconds: between looks.
-    settle_seconds: what a network file system may take to show what another machine wrote.
+    element (default: a task per CPU, more if there would be over 1,000 elements). memory_bytes: memory limit per worker
+    process; `mem` has to be cpus times that. poll_seconds: time between two calls of squeue.
+    settle_seconds: longest time until a network file system shows a file that another machine wrote.
     """
 
     def __init__(
@@ -68,16 +68,19 @@ class Slurm:
         self.poll_seconds, self.settle_seconds = poll_seconds, settle_seconds
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
-        """Return when all are done. Raises the first error that an element wrote down (the others are cancelled);
-        DataError when submission after submission finishes nothing; ResourceError when Slurm refuses or is silent."""
+        """Return when all tasks are done.
+
+        Raises the first error that an element recorded (the others are canceled); DataError when submission after
+        submission finishes nothing; ResourceError when Slurm refuses the jobs or does not answer.
+        """
         missing = {task.key: task for task in tasks}
-        unclaimed_since = dict.fromkeys(missing, float("-inf"))  # key -> when no element had it
-        phases: dict[str, Phase] = {}
+        unclaimed_since = dict.fromkeys(missing, float("-inf"))  # key -> since when no element has the task
+        phases: dict[str, TaskPhase] = {}
         elements: list[_Element] = []
         submitted, heard = Counter[str](), time.monotonic()
         try:
             while True:
-                # Asked before looking for what is done: an element that is gone has done what it did.
+                # Elements first, finished tasks second: an element that ended has written its results by then.
                 alive = self._alive(store, phases)
                 done = store.finished_keys(missing)
                 ended = [missing.pop(key) for key in sorted(done)]
@@ -90,7 +93,13 @@ class Slurm:
                     return
                 now = time.monotonic()
                 if now - heard > _DEAF_SECONDS:
-                    raise ResourceError(f"squeue fails for {_DEAF_SECONDS / 60:.0f} minutes", fix="ask Slurm's admin")
+                    raise ResourceError(
+                        "E-SLURM-SILENT",
+                        f"squeue fails for {_DEAF_SECONDS / 60:.0f} minutes",
+                        rule="Slurm answers within that time",
+                        fix="ask the administrator of the cluster; the same command continues",
+                        command="squeue",
+                    )
                 unclaimed_since = {key: unclaimed_since.get(key, now) for key in missing if key not in claimed}
                 lost = [key for key, since in unclaimed_since.items() if now - since >= self.settle_seconds]
                 if lost and alive is not None:
@@ -104,12 +113,12 @@ class Slurm:
                     time.sleep(min(self.poll_seconds, 1.0))
                     continue
                 time.sleep(self.poll_seconds)
-        finally:  # after an error, or of what was submitted twice
+        finally:  # after an error, or for elements that were submitted twice
             alive = self._alive(store, phases)
             self._cancel(elements if alive is None else alive)
 
-    def _alive(self, store: Store, phases: dict[str, Phase]) -> list[_Element] | None:
-        """Elements of this store's phases, also those of an earlier driver. None when Slurm does not answer."""
+    def _alive(self, store: Store, phases: dict[str, TaskPhase]) -> list[_Element] | None:
+        """Return the elements of this store's phases, also of an earlier driver; None when Slurm does not answer."""
         try:
             # One line per element, "123_4 ingot-NAME Reason".
             text = _slurm("squeue", "--me", "--array", "--noheader", "--format=%i %j %r")
@@ -127,11 +136,11 @@ class Slurm:
                 try:
                     phases[phase] = read_phase(store, phase)
                 except IngotError:
-                    continue  # of another store
+                    continue  # a phase of another store
             found.append(_Element(job, int(index), phase, "held" in reason.lower()))
         return found
 
-    def _submit(self, tasks: Sequence[Task], store: Store) -> Phase:
+    def _submit(self, tasks: Sequence[Task], store: Store) -> TaskPhase:
         block = self.block or max(self.cpus, -(-len(tasks) // _ELEMENTS))
         phase = write_phase(tasks, store, block)
         (store.root / "logs").mkdir(exist_ok=True)
@@ -140,13 +149,13 @@ class Slurm:
         _slurm("sbatch", "--parsable", str(script))
         return phase
 
-    def _script(self, store: Store, phase: Phase) -> str:
+    def _script(self, store: Store, phase: TaskPhase) -> str:
         root = store.root.absolute()
         options = {
             "job-name": _NAME + phase.name,
             "array": f"0-{phase.blocks - 1}%{self.max_parallel}",
             "output": f"{root}/logs/%A_%a.log",
-            "open-mode": "append",  # a requeued element would cut its log
+            "open-mode": "append",  # a requeued element would truncate its log
             "nodes": "1",
             "ntasks": "1",
             **{name: value for name, value in self.options.items() if value},
@@ -169,33 +178,47 @@ class Slurm:
             try:
                 _slurm("scancel", *names[start : start + 200])
             except ResourceError:
-                return  # they find nothing to do, or end with their time
+                return  # the elements find nothing to do, or end with their time limit
 
 
 def _slurm(*command: str) -> str:
-    # Inside a job, its own settings (SLURM_MEM_PER_CPU, SBATCH_...) would rule over what is asked for here.
+    # Inside a job, the job's settings (SLURM_MEM_PER_CPU, SBATCH_...) would override the options given here.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_")) or k == "SLURM_CONF"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=kept)
     except FileNotFoundError:
         raise ResourceError(
-            f"no {command[0]} on this machine", rule="the driver runs where jobs can be submitted", fix="load Slurm"
+            "E-SLURM-MISSING",
+            f"there is no {command[0]} on this machine",
+            rule="the driver runs where jobs can be submitted",
+            fix="load Slurm, or give the command on a login node",
+            command=command[0],
         ) from None
     except subprocess.TimeoutExpired:
-        raise ResourceError(f"{command[0]} does not answer", fix="try again when Slurm is up") from None
+        raise ResourceError(
+            "E-SLURM-SILENT",
+            f"{command[0]} does not answer",
+            rule="Slurm answers within two minutes",
+            fix="try again when Slurm is up",
+            command=command[0],
+        ) from None
     if done.returncode:
         raise ResourceError(
+            "E-SLURM-FAILED",
             f"{command[0]} failed: {done.stderr.strip() or done.stdout.strip()}",
-            rule="Slurm takes the options as they are given",
-            fix="look at the options of the runner, and at the limits of the partition",
+            rule="the options of the runner go to Slurm unchanged",
+            fix="check the options of the runner against the limits of the partition",
+            command=command[0],
         )
     return done.stdout
 
 
 def _gave_up(store: Store, tasks: Sequence[Task]) -> DataError:
     return DataError(
-        f"{tasks[0].label or tasks[0].function} and {len(tasks) - 1:,} other tasks are not done after "
-        f"{_SUBMISSIONS} job arrays",
-        rule="what an array leaves undone is submitted again, but not for ever",
-        fix=f"read the logs in {store.root}/logs; the same command goes on",
+        "E-SLURM-GAVE-UP",
+        f"{tasks[0].title} and {len(tasks) - 1:,} other tasks are not done after {_SUBMISSIONS} job arrays",
+        rule=f"tasks that an array leaves undone are submitted again, at most {_SUBMISSIONS} times",
+        fix=f"read the logs in {store.root}/logs; the same command continues",
+        task=tasks[0].title,
+        tasks=len(tasks),
     )

@@ -1,424 +1,366 @@
-"""A unit of work with a name that says all that decides its result, and the store where finished ones lie.
+"""A task: a registered function, its specification, and the key that names the result.
 
-    STORE/done/KE/KEY/    what a finished task wrote, and done.json with its result; appears whole, by one rename
-    STORE/attempts/KEY.*  what unfinished ones write; an attempt that was killed leaves its folder, the next removes it
-    STORE/progress/KEY    where the attempt that runs (or died) is: a record number and counts; locked while it runs
-    STORE/deaths/KEY      how earlier attempts died, and at which records
-    STORE/groups/NAME     keys, one a line: what many tasks read that each read a lot
+    @dataclass(frozen=True, kw_only=True)
+    class CountWords:
+        smallest: int                      # a setting: part of the key
+        pages: TaskRef[Pages]              # the result of another task: its key is part of the key
+        cache: Annotated[Path, PLACE]      # where something is on this machine: not part of the key
 
-A task is done when its folder is in done/, whoever put it there. Resuming, retrying and doing things exactly once all
-come from that one rename, so they hold on every runner; two attempts at one task are harmless, the second finds the
-folder and throws its own away.
+    @task_function("count_words")
+    def count_words(specification: CountWords, attempt: Attempt) -> int: ...
+
+    task = count_words.task(CountWords(smallest=3, pages=pages.ref, cache=folder), label="page 7")
+
+A specification and a result are JSON values, dataclasses and paths, nested in tuples, lists and dictionaries. The
+function gets the specification with its references resolved: `specification.pages.folder`, `.result`. Any process of
+any machine does the task: it imports the recorded module of `ingot`, which registers the function under its name.
 """
 
 import contextlib
-import errno
-import fcntl
+import dataclasses
 import functools
 import importlib
 import json
-import mmap
-import os
-import re
-import shutil
 import struct
+import threading
 import time
-import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, overload
 
-from ingot import __version__
-from ingot.errors import ResourceError
-from ingot.storage import canonical_json, fsync_dir, sha256_bytes, write_atomic
+from ingot import __version__, errors
+from ingot.storage import canonical_json, sha256_bytes
 
-# How many attempts may end at one record before the next leaves it out, by the way they end. A crash (signal of a
-# fault, exit, no memory) is nearly always the record's own doing; so is a loop, which costs more to see. Whoever sends
-# SIGKILL, the kernel short of memory or an operator, may mean the machine and not the record.
-DEATHS_PER_RECORD = 3
-_PER_RECORD = {"crashed": DEATHS_PER_RECORD, "hung": 2, "stalled": 3, "killed": 6}
-_PROOF = 6  # of guilt: a common multiple, so that kinds add up in whole numbers
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NUMPY_FULL = re.compile(r"Not enough free space|\d+ requested and \d+ written")  # it drops the number
+S = TypeVar("S")
+R = TypeVar("R")
+
+PLACE = "place"  # Annotated[Path, PLACE]: a field that says where something is, never what it is
+BOARD = struct.Struct("<qqqq")  # the head of a progress file: watched, beats, record, records
+COUNTS_BYTES = 8192  # after the head: the counts as JSON
 _COUNTS_SECONDS = 0.5
-_COUNTS_BYTES = 8192
-_GROUP = "group-"
-_STATE = struct.Struct("<qqqq")  # watched, beats, record, seen
+_BEAT_SECONDS = 5.0
+_TRACEBACK_CHARACTERS = 20_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """`function` ("ingot.data.build.curate:curate", called with a Context) on `arguments` and other tasks' folders.
+def done_folder(root: Path, key: str) -> Path:
+    """Return the folder of a finished task in the store at `root`."""
+    return root / "done" / key[:2] / key
 
-    arguments: JSON values, all that decides the result besides the inputs and ingot's version. inputs: keys of finished
-    tasks, or names of groups of them (Store.group). places: JSON values that say where things are, never what they
-    are: not part of the key.
-    """
 
-    function: str
-    arguments: dict[str, Any]
-    inputs: tuple[str, ...] = ()
-    places: dict[str, Any] = field(default_factory=dict)
-    label: str = ""  # for people: the crawl file
-
-    @functools.cached_property
-    def key(self) -> str:
-        return sha256_bytes(canonical_json([self.function, self.arguments, self.inputs, __version__]).encode())[:32]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Task":
-        return cls(**{**values, "inputs": tuple(values["inputs"])})
+def done_facts(root: Path, key: str) -> dict[str, Any]:
+    """Return done.json of a finished task: its label, function, result, `records` and `counts`."""
+    return json.loads((done_folder(root, key) / "done.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
-class Progress:
-    """record: number of the one being worked on, -1 before the first and after the last. counts: name -> number
-    ("kept", drop rules). seen: records so far. beats: grows whenever the attempt says something."""
+class TaskRef(Generic[R]):
+    """A reference to the result of another task, which has to be finished before this one begins.
 
-    record: int
-    counts: dict[str, int]
-    seen: int = 0
-    beats: int = 0
-    watched: bool = False  # by a process that outlives it and notes how it dies
+    The driver makes it of a key alone (`Task.ref`). `folder` and `result` work inside a task's function.
+    """
 
+    key: str
+    root: Path | None = field(default=None, compare=False, repr=False)
+    kind: Any = field(default=None, compare=False, repr=False)
 
-class Store:
-    """The folder of finished tasks. Its path must mean the same on every machine that works on it."""
+    @property
+    def folder(self) -> Path:
+        """The folder that the other task wrote."""
+        assert self.root is not None, "a reference is resolved inside a task's function only"
+        return done_folder(self.root, self.key)
 
-    def __init__(self, root: Path):
-        self.root = root
-
-    def folder(self, key: str) -> Path:
-        return self.root / "done" / key[:2] / key
-
-    def group(self, keys: Iterable[str]) -> str:
-        """One name for many inputs, which says what they are. A thousand tasks that each read a hundred thousand
-        others would else be gigabytes of names, to hash, to send and to keep."""
-        text = "".join(f"{key}\n" for key in keys)
-        name = _GROUP + sha256_bytes(text.encode())[:32]
-        if not (path := self.root / "groups" / name).exists():
-            write_atomic(path, text)
-        return name
-
-    def folders(self, inputs: Iterable[str]) -> tuple[Path, ...]:
-        """The folders of `inputs` (Task.inputs), those of a group in its order."""
-        found: list[Path] = []
-        for name in inputs:
-            one = not name.startswith(_GROUP)
-            keys = [name] if one else (self.root / "groups" / name).read_text(encoding="utf-8").splitlines()
-            found += map(self.folder, keys)
-        return tuple(found)
-
-    def finished(self, task: Task) -> bool:
-        return (self.folder(task.key) / "done.json").exists()
-
-    def finished_keys(self, keys: Iterable[str]) -> set[str]:
-        """Those of `keys` that are done. It lists folders (256 at most) instead of asking for each key, which on a
-        network file system costs less and sees sooner what another machine did."""
-        wanted: dict[str, set[str]] = defaultdict(set)
-        for key in keys:
-            wanted[key[:2]].add(key)
-        found: set[str] = set()
-        for prefix, some in wanted.items():
-            with contextlib.suppress(FileNotFoundError):
-                found |= some.intersection(path.name for path in (self.root / "done" / prefix).iterdir())
-        return found
-
-    def result(self, task: Task) -> Any:
-        """What the task's function returned."""
-        return self.facts(task)["result"]
-
-    def facts(self, task: Task) -> dict[str, Any]:
-        """A finished task's label, function and result, and the `records` and `counts` that it said last."""
-        return json.loads((self.folder(task.key) / "done.json").read_text(encoding="utf-8"))
-
-    def forget(self, task: Task) -> None:
-        """Have a finished task done again."""
-        attempts = self.root / "attempts"
-        attempts.mkdir(exist_ok=True)
-        self.folder(task.key).rename(old := attempts / f"removed.{uuid.uuid4().hex}")
-        shutil.rmtree(old, ignore_errors=True)
-
-    def progress(self, task: Task) -> Progress:
-        """How far the attempt at `task` is that runs now, or that died."""
-        try:
-            data = (self.root / "progress" / task.key).read_bytes()
-            watched, beats, record, seen = _STATE.unpack_from(data)
-        except (OSError, struct.error):  # none runs, or it is just beginning
-            return Progress(-1, {})
-        try:
-            counts = json.loads(data[_STATE.size :].rstrip(b"\0") or b"{}")
-        except ValueError:  # it is just writing them
-            counts = {}
-        return Progress(record, counts, seen, beats, bool(watched))
+    @property
+    def result(self) -> R:
+        """The value that the other task's function returned."""
+        assert self.root is not None, "a reference is resolved inside a task's function only"
+        return decode(self.kind, done_facts(self.root, self.key)["result"])
 
 
-class Context:
-    """What a task's function gets: its task, the folders it reads, the folder it writes, and how to say where it is.
+@dataclass(frozen=True)
+class TaskGroup(Sequence[TaskRef[R]]):
+    """References to the results of many tasks, in order, under one name (Store.group).
 
-    skip: numbers of the records that it must leave out, because attempt after attempt died on them.
+    A thousand specifications that each list a hundred thousand keys would be gigabytes to hash, to send and to keep.
+    """
+
+    name: str
+    root: Path | None = field(default=None, compare=False, repr=False)
+    kind: Any = field(default=None, compare=False, repr=False)
+
+    @functools.cached_property
+    def _keys(self) -> list[str]:
+        assert self.root is not None, "a group is resolved inside a task's function only"
+        return (self.root / "groups" / self.name).read_text(encoding="utf-8").splitlines()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> TaskRef[R]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TaskRef[R]]: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [TaskRef[R](key, self.root, self.kind) for key in self._keys[index]]
+        return TaskRef[R](self._keys[index], self.root, self.kind)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that the tasks wrote, in the order of the group."""
+        return [one.folder for one in self]
+
+
+class Attempt:
+    """One attempt at a task: the folder that it writes, the records that it leaves out, and its progress.
+
+    out: the folder to write into; it becomes the task's folder when the function returns.
+    skip: numbers of the records to leave out, because attempt after attempt died at them.
+    board: the progress file, mapped into memory: its content outlives this process.
+    watched: another process watches this one and records how it ends. beat: called about twice a second.
     """
 
     def __init__(
         self,
-        task: Task,
         out: Path,
-        folders: tuple[Path, ...],
         skip: frozenset[int],
-        board: mmap.mmap | bytearray,
+        board: Any,
         *,
         watched: bool = False,
         beat: Callable[[], None] | None = None,
     ):
-        self.task, self.out, self.folders, self.skip = task, out, folders, skip
+        self.out, self.skip = out, skip
         self.records = 0
-        self.held = -1  # open on the folder `out`, to know it again
+        self.held = -1  # an open file descriptor of the folder `out`, to recognize the folder
         self._board, self._watched, self._beat = board, watched, beat
         self._beats, self._due = 0, 0.0
         self._counts: Callable[[], dict[str, int]] | None = None
         self.at(-1)
 
     def at(self, record: int, counts: Callable[[], dict[str, int]] | None = None) -> None:
-        """Say that `record` is next. It costs next to nothing, so every record says it; counts() is asked seldom.
+        """Report that `record` is next; -1 if the next work belongs to no record.
 
-        -1 when what comes next belongs to no record: say so after the last one, and now and then in a long task without
-        records, which is otherwise taken for dead. What is said here is what is left when the process is killed in the
-        next instant.
+        The call costs next to nothing, so it is made for every record; counts() is called seldom. Call at(-1) after the
+        last record, and now and then in a long task without records: a task that reports nothing is taken for dead.
+        The report is still there when the process is killed in the next instant.
         """
         self._beats += 1
         if record >= 0:
             self.records = record + 1
         if counts is not None:
             self._counts = counts
-        _STATE.pack_into(self._board, 0, self._watched, self._beats, record, self.records)
+        BOARD.pack_into(self._board, 0, self._watched, self._beats, record, self.records)
         if (now := time.monotonic()) >= self._due:
             self._due = now + _COUNTS_SECONDS
-            self._board[_STATE.size :] = _fitting(self.counts()).ljust(_COUNTS_BYTES, b"\0")
+            self._board[BOARD.size :] = _fitting(self.counts()).ljust(COUNTS_BYTES, b"\0")
             if self._beat is not None:
                 self._beat()
 
     def counts(self) -> dict[str, int]:
+        """Return the counts that the function reported last: name -> number."""
         return dict(self._counts()) if self._counts is not None else {}
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Report every few seconds that a task without records is alive, until the block ends."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(_BEAT_SECONDS):
+                self.at(-1)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 def _fitting(counts: dict[str, int]) -> bytes:
-    """The counts as JSON; of very many only the largest."""
-    while len(text := canonical_json(counts).encode()) > _COUNTS_BYTES:
+    """Return the counts as JSON; of very many only the largest."""
+    while len(text := canonical_json(counts).encode()) > COUNTS_BYTES:
         counts = dict(sorted(counts.items(), key=lambda item: -item[1])[: len(counts) // 2])
     return text
 
 
-def run_task(task: Task, store: Store, *, watched: bool = False, beat: Callable[[], None] | None = None) -> None:
-    """Do `task` in this process, unless it is done. What every runner calls in the end.
+@dataclass(frozen=True)
+class TaskFunction(Generic[S, R]):
+    """A function that tasks may name: called with a specification and an attempt, it returns the result.
 
-    watched: another process notes it when this one dies. beat() is called about twice a second while records are said.
-    Raises what the function raises; ResourceError when the disk is full (nothing half-written stays).
+    module: the module that registers the function. specification, result: the types of the argument and the result.
     """
-    if store.finished(task):
-        return
-    with _full_disk_is_named(task, store), _attempt(task, store, watched, beat) as context:
-        started = time.process_time()
-        result = _function(task.function)(context)
-        facts = {
-            "task": task.label,
-            "function": task.function,
-            "result": result,
-            "records": context.records,
-            "counts": context.counts(),
-        }
-        _publish(context, store.folder(task.key), facts, time.process_time() - started)
+
+    name: str
+    module: str
+    function: Callable[[S, Attempt], R]
+    specification: type[S]
+    result: Any
+
+    def __call__(self, specification: S, attempt: Attempt) -> R:
+        return self.function(specification, attempt)
+
+    def task(self, specification: S, label: str = "") -> "Task[R]":
+        """Return the task that calls this function with `specification`. label: for people, like the crawl file."""
+        return Task(function=self, specification=specification, label=label)
 
 
-@contextlib.contextmanager
-def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Context]:
-    for name in ("done", "attempts", "progress", "deaths"):
-        (store.root / name).mkdir(parents=True, exist_ok=True)
-    out = store.root / "attempts" / f"{task.key}.{uuid.uuid4().hex[:8]}"
-    folders = store.folders(task.inputs)
-    board_path = store.root / "progress" / task.key
-    with _board(board_path) as file:
-        if file is None:  # an attempt elsewhere lives: leave its traces alone
-            skip, board = _skip(_deaths(task, store)), bytearray(_STATE.size + _COUNTS_BYTES)
-        else:
-            skip = _learn_from_deaths(task, store)
-            _remove_attempts(task, store)
-            # No hole: writing to the map must not meet a full disk.
-            empty = _STATE.pack(watched, 0, -1, 0).ljust(_STATE.size + _COUNTS_BYTES, b"\0")
-            if os.pwrite(file, empty, 0) < len(empty):  # the last page of the disk
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            board = mmap.mmap(file, _STATE.size + _COUNTS_BYTES)
-        try:
-            out.mkdir()
-            context = Context(task, out, folders, skip, board, watched=watched, beat=beat)
-            context.held = os.open(out, os.O_RDONLY)
-            try:
-                yield context
-            finally:
-                os.close(context.held)
-        except BaseException as error:
-            shutil.rmtree(out, ignore_errors=True)  # also frees what it took
-            if file is not None and not isinstance(error, MemoryError):  # that is a death, and the board tells where
-                board_path.unlink(missing_ok=True)
-            raise
-        if file is not None:
-            board_path.unlink(missing_ok=True)
-            (store.root / "deaths" / task.key).unlink(missing_ok=True)
+_FUNCTIONS: dict[str, TaskFunction] = {}
 
 
-@contextlib.contextmanager
-def _board(path: Path) -> Iterator[int | None]:
-    """The progress file, locked until the block ends or this process dies; None if a living attempt has it.
+def task_function(name: str) -> Callable[[Callable[[S, Attempt], R]], TaskFunction[S, R]]:
+    """Register the decorated function under `name`, which is stable: it is part of the keys of its tasks."""
 
-    The lock matters when one machine takes another for dead: to cut a file that a process has mapped would kill it.
-    """
-    file, ours = _open_locked(path)
-    try:
-        yield file if ours else None
-    finally:
-        os.close(file)
+    def register(function: Callable[[S, Attempt], R]) -> TaskFunction[S, R]:
+        hints = typing.get_type_hints(function)
+        result, (specification, _) = hints.pop("return"), hints.values()
+        other = _FUNCTIONS.get(name)
+        if other is not None and other.module not in (function.__module__, "__main__"):
+            raise ValueError(f"the task function {name!r} is already registered by {other.module}")
+        made = TaskFunction[S, R](name, function.__module__, function, specification, result)
+        _FUNCTIONS[name] = made
+        return made
 
-
-def _open_locked(path: Path) -> tuple[int, bool]:
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return file, False
-        except OSError:
-            pass  # a file system without locks: two attempts at once are then rare, and nothing tells them apart
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino == os.fstat(file).st_ino:
-                return file, True
-        os.close(file)  # its owner has just removed it
+    return register
 
 
-@contextlib.contextmanager
-def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not _is_full(error):
-            raise
-        raise ResourceError(
-            f"the disk of {store.root} is full, or a quota or limit of it is met ({error}): "
-            f"{task.label or task.function} could not be finished",
-            rule="what was finished is kept, nothing half-written stays",
-            fix="free some space and give the same command again: it goes on",
-        ) from None
-
-
-def _is_full(error: Exception) -> bool:
-    number = error.errno if isinstance(error, OSError) else None
-    by_numpy = isinstance(error, OSError) and number is None and _NUMPY_FULL.search(str(error))
-    return number in _FULL or bool(by_numpy) or os.strerror(errno.ENOSPC) in str(error)  # duckdb has its own errors
-
-
-def note_death(task: Task, store: Store, kind: str) -> int:
-    """Write down that the attempt at `task` ended as "crashed", "hung", "stalled" or "killed". Returns its record.
-
-    Only when its process is surely gone. The next attempt leaves out the records at which too many ended.
-    """
-    record = store.progress(task).record
-    with _full_disk_is_named(task, store):
-        _add_death(task, store, kind, record)
-    forget_attempt(task, store)
-    return record
-
-
-def _add_death(task: Task, store: Store, kind: str, record: int) -> None:
-    if record >= 0:
-        (store.root / "deaths").mkdir(parents=True, exist_ok=True)
-        with (store.root / "deaths" / task.key).open("a", encoding="utf-8") as file:
-            file.write(f"{kind} {record}\n")
-
-
-def forget_attempt(task: Task, store: Store) -> None:
-    """Remove what an attempt left that was stopped on purpose."""
-    (store.root / "progress" / task.key).unlink(missing_ok=True)
-    _remove_attempts(task, store)
-
-
-def too_many(kinds: Iterable[str]) -> bool:
-    """Whether deaths of these kinds, at one place, are enough to blame the place."""
-    return sum(_PROOF // _PER_RECORD.get(kind, DEATHS_PER_RECORD) for kind in kinds) >= _PROOF
-
-
-def _learn_from_deaths(task: Task, store: Store) -> frozenset[int]:
-    """Note where the last attempt died, if it did and nobody watched. Returns the records at which too many died."""
-    last = store.progress(task)
-    # Whoever watched it would have noted it: both were killed, perhaps with the whole machine.
-    _add_death(task, store, "killed" if last.watched else "crashed", last.record)
-    return _skip(_deaths(task, store))
-
-
-def _deaths(task: Task, store: Store) -> dict[int, list[str]]:
-    """record -> kinds of deaths there."""
-    found: dict[int, list[str]] = defaultdict(list)
-    with contextlib.suppress(FileNotFoundError):
-        for line in (store.root / "deaths" / task.key).read_text(encoding="utf-8").splitlines():
-            kind, _, record = line.partition(" ")
-            if record.isdecimal():  # a line may be torn
-                found[int(record)].append(kind)
+def registered(name: str, module: str) -> TaskFunction:
+    """Return the task function `name` that `module` registers. Raises ValueError if there is none, or not of ingot."""
+    if not module.startswith("ingot."):
+        raise ValueError(f"{module!r} is not a module of ingot")  # a store is data: data must not choose the code
+    importlib.import_module(module)
+    found = _FUNCTIONS.get(name)
+    if found is None or found.module != module:
+        raise ValueError(f"{module} registers no task function {name!r}")
     return found
 
 
-def _skip(deaths: dict[int, list[str]]) -> frozenset[int]:
-    return frozenset(record for record, kinds in deaths.items() if too_many(kinds))
+@dataclass(frozen=True, kw_only=True)
+class Task(Generic[R]):
+    """A call of `function` with `specification`. Equal tasks have equal keys on every machine."""
+
+    function: TaskFunction[Any, R]
+    specification: Any
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """The label, or without one the name of the function."""
+        return self.label or self.function.name
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The name of the result: a hash of everything that decides it, which is no path."""
+        values = [self.function.name, self._values(places=False), __version__]
+        return sha256_bytes(canonical_json(values).encode())[:32]
+
+    @property
+    def ref(self) -> TaskRef[R]:
+        """A reference to this task's result, for the specifications of other tasks."""
+        return TaskRef(self.key)
+
+    def resolved(self, root: Path) -> Any:
+        """Return the specification with its references resolved in the store at `root`."""
+        return decode(self.function.specification, encode(self.specification), root)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the task as JSON values; `from_json` reads them in any process."""
+        return {
+            "function": self.function.name,
+            "module": self.function.module,
+            "specification": self._values(places=False),
+            "places": self._values(places=True),
+            "label": self.label,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Task[Any]":
+        """Return the task of `to_json`; imports the module that registers its function."""
+        function = registered(values["function"], values["module"])
+        specification = decode(function.specification, values["specification"] | values["places"])
+        return cls(function=function, specification=specification, label=values["label"])
+
+    def _values(self, *, places: bool) -> dict[str, Any]:
+        """Return the fields that are places, or those that are not, as JSON values."""
+        hints = _hints(type(self.specification))
+        names = [name for name, hint in hints.items() if (PLACE in getattr(hint, "__metadata__", ())) == places]
+        return {name: encode(getattr(self.specification, name)) for name in names}
 
 
-def _remove_attempts(task: Task, store: Store) -> None:
-    # Renamed first: should its process live after all, it finds its folder gone, and cannot publish half of it.
-    for old in (store.root / "attempts").glob(f"{task.key}.*"):
-        with contextlib.suppress(OSError):
-            old.rename(old.with_name(f"removed.{uuid.uuid4().hex}"))
-    for old in (store.root / "attempts").glob("removed.*"):
-        shutil.rmtree(old, ignore_errors=True)
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return field -> type of a dataclass."""
+    found = typing.get_type_hints(kind, include_extras=True)
+    return {one.name: found[one.name] for one in dataclasses.fields(kind)}
 
 
-def _function(name: str) -> Callable[[Context], Any]:
-    module, _, attribute = name.partition(":")
-    if not module.startswith("ingot."):
-        raise ValueError(f"{name!r} is not a function of ingot")  # a store is data: it must not choose what code runs
-    return getattr(importlib.import_module(module), attribute)
+def encode(value: Any) -> Any:
+    """Return a specification or a result as JSON values."""
+    if isinstance(value, TaskRef):
+        return value.key
+    if isinstance(value, TaskGroup):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: encode(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): encode(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(one) for one in value]
+    return value
 
 
-def _publish(context: Context, done: Path, facts: dict, seconds: float) -> None:
-    """Make the attempt's folder the folder `done`, whole and on disk. The first attempt wins, a later one is thrown
-    away. FileNotFoundError when somebody took this process for dead and removed its folder: what the task wrote since
-    may have made another one in its place."""
-    out = context.out
-    if not os.path.samestat(out.stat(), os.fstat(context.held)):
-        raise FileNotFoundError(errno.ENOENT, "the folder of this attempt was removed", str(out))
-    for path in out.rglob("*"):
-        if path.is_dir():
-            fsync_dir(path)
-        elif path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _write(out / "seconds.json", seconds)  # apart: equal tasks have an equal done.json
-    _write(out / "done.json", facts)
-    fsync_dir(out)
-    if not done.parent.exists():
-        done.parent.mkdir(exist_ok=True)
-        fsync_dir(done.parent.parent)
-    try:
-        out.rename(done)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        shutil.rmtree(out)
-    fsync_dir(done.parent)
+def decode(hint: Any, value: Any, root: Path | None = None) -> Any:
+    """Return the value of type `hint` that `encode` made `value` of; references are resolved in the store at `root`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if value is None:
+        return None
+    if origin is Annotated:
+        return decode(arguments[0], value, root)
+    if origin in (Union, types.UnionType):
+        return decode(next(one for one in arguments if one is not types.NoneType), value, root)
+    if origin in (TaskRef, TaskGroup):
+        return origin(value, root, arguments[0])
+    if origin is tuple:
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(decode(kind, one, root) for kind, one in zip(kinds, value, strict=True))
+    if origin is list:
+        return [decode(arguments[0], one, root) for one in value]
+    if origin is dict:
+        return {key: decode(arguments[1], one, root) for key, one in value.items()}
+    if hint is Path:
+        return Path(value)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints = _hints(hint)
+        return hint(**{name: decode(hints[name], one, root) for name, one in value.items()})
+    return value
 
 
-def _write(path: Path, value: Any) -> None:
-    # Not atomic on its own (the folder's rename is), and it makes no folder.
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+def error_to_json(error: Exception, task: Task | None = None) -> dict[str, Any]:
+    """Return an error of a task as JSON, to be raised again by the process that waits; of an IngotError all of it.
+
+    Errors are not pickled: a store is data, and data must not choose the code that runs.
+    """
+    if isinstance(error, errors.IngotError):
+        # A class that is private to one module goes as its nearest base class in ingot.errors.
+        known = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        kept = {"kind": known.__name__, "code": error.code, "found": error.found, "rule": error.rule}
+        kept |= {"fix": error.fix, "facts": error.facts}
+    else:
+        text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+        kept = {"kind": "", "found": f"{type(error).__name__}: {error}"[:_TRACEBACK_CHARACTERS], "traceback": text}
+    return kept | {"task": task.title if task else ""}
+
+
+def error_from_json(record: dict[str, Any]) -> Exception:
+    """Return the IngotError that was raised; a RuntimeError with the traceback for any other error."""
+    kind = getattr(errors, str(record.get("kind")), None)
+    if isinstance(kind, type) and issubclass(kind, errors.IngotError):
+        return kind(record["code"], record["found"], rule=record["rule"], fix=record["fix"], **record["facts"])
+    where = f" in {record['task']}" if record.get("task") else ""
+    return RuntimeError(f"{record['found']}{where}\nin a worker:\n{record.get('traceback', '')}")

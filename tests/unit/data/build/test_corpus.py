@@ -2,11 +2,11 @@ import gzip
 import json
 
 import pytest
+from tests.expect import refused
 
 from ingot.data.build.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.sources.input import Input
-from ingot.errors import DataError
 
 
 @pytest.fixture
@@ -52,16 +52,16 @@ def test_a_flipped_byte_is_found(corpus, which):
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    with pytest.raises(DataError, match=part.name):
+    with refused("E-CORPUS-HASH", path=str(part)):
         verify_corpus(corpus)
 
 
 def test_readers_verify_first(corpus):
     part = corpus / load_corpus(corpus).parts[0].name
     part.write_bytes(part.read_bytes()[:-20])
-    with pytest.raises(DataError, match="SHA-256"):
+    with refused("E-CORPUS-HASH", path=str(part)):
         next(read_documents(corpus))
-    with pytest.raises(DataError, match="damaged after line"):
+    with refused("E-CORPUS-FILE-DAMAGED", path=str(part)):
         list(read_documents(corpus, verify=False))
 
 
@@ -69,17 +69,18 @@ def test_a_missing_part_is_named(corpus):
     part = corpus / load_corpus(corpus).parts[0].name
     part.unlink()
     for verify in (True, False):
-        with pytest.raises(DataError, match=rf"{part.name} is missing"):
+        with refused("E-CORPUS-FILE-MISSING", path=str(part)):
             list(read_documents(corpus, verify=verify))
 
 
-def test_what_is_no_corpus(corpus, tmp_path):
-    with pytest.raises(DataError, match="there is no corpus at"):
+def test_a_folder_that_is_no_corpus(corpus, tmp_path):
+    with refused("E-CORPUS-MISSING", path=str(tmp_path / "absent")):
         load_corpus(tmp_path / "absent")
     for text in ("{", "[]", '{"funnel": 3}'):
         (corpus / "corpus.json").write_text(text)
-        with pytest.raises(DataError, match="cannot be read"):
+        with refused("E-CORPUS-MANIFEST", path=str(corpus / "corpus.json")):
             load_corpus(corpus)
     (corpus / "corpus.json").write_text('{"funnel": [], "inputs": {}, "pats": []}')
-    with pytest.raises(DataError, match="did you mean 'parts'"):
+    with refused("E-CORPUS-MANIFEST") as error:
         load_corpus(corpus)
+    assert "'parts'" in error.value.found

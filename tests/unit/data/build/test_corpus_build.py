@@ -9,18 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.expect import refused
 
+from ingot.data.build import corpus_build as build
+from ingot.data.build import duplicates
+from ingot.data.build import process_input as process_module
 from ingot.data.build.corpus import cut_files, load_corpus, read_documents, read_dropped, verify_corpus
-from ingot.data.build.corpus_build import build_corpus, curate, duplicates
-from ingot.data.build.corpus_build import corpus_build as build
+from ingot.data.build.corpus_build import build_corpus
 from ingot.data.build.recipe import DataRecipe, load_recipe
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingles
 from ingot.data.filters.language import LanguageRules
 from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
 from ingot.data.tasks.run import Inline
-from ingot.data.tasks.task import Store
-from ingot.errors import ConfigError, DataError, ResourceError, RunBusyError
+from ingot.data.tasks.store import Store
+from ingot.errors import ResourceError, RunBusyError
 from ingot.schema.document import document_id
 
 
@@ -28,7 +31,7 @@ def inputs_of(crawl):
     return [Input(location=str(path)) for path in crawl]
 
 
-def fates(out):
+def outcomes(out):
     kept = {row["url"]: "kept" for _, row in read_documents(out)}
     return kept | {row["url"]: row["rule"] for row in read_dropped(out)}
 
@@ -37,10 +40,10 @@ def tree(folder):
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "seconds.json"}
 
 
-def test_every_page_meets_its_fate(crawl, tmp_path):
+def test_every_page_is_kept_or_dropped_by_its_rule(crawl, tmp_path):
     out = tmp_path / "corpus"
     manifest = build_corpus(inputs_of(crawl), out)
-    assert fates(out) == {
+    assert outcomes(out) == {
         "http://a.example/1": "kept",
         "http://a.example/2": "kept",
         "http://a.example/missing": "read.http_status",
@@ -95,7 +98,7 @@ def test_another_recipe_replaces_the_corpus(crawl, tmp_path):
     out = tmp_path / "corpus"
     build_corpus(inputs_of(crawl), out)
     build_corpus(inputs_of(crawl), out, load_recipe(None, ["quality.c4.curly_bracket=false"]))
-    assert fates(out)["http://b.example/code"] == "kept"
+    assert outcomes(out)["http://b.example/code"] == "kept"
     assert not list(tmp_path.glob(".*"))
 
 
@@ -105,16 +108,16 @@ def test_switched_off_stages_stay_in_the_funnel(crawl, tmp_path):
     off = [stage.name for stage in manifest.funnel if stage.ran == "switched off"]
     always_off = {"purged", "classifier", "contaminated", "substrings", "blocklist"}
     assert set(off) - always_off == {"language", "toxicity", "pii", "duplicates", "near_duplicates"}
-    found = fates(tmp_path / "corpus")
+    found = outcomes(tmp_path / "corpus")
     assert found["http://b.example/mirror"] == found["http://b.example/spam"] == "kept"
 
 
 def test_interrupted_builds_continue(crawl, tmp_path, monkeypatch):
-    out, curated = tmp_path / "corpus", []
+    out, processed = tmp_path / "corpus", []
     real = build.run_all
 
     def stop_after_first(tasks, *rest):
-        if tasks[0].function.endswith(":curate"):
+        if tasks[0].function is process_module.process_input:
             real(tasks[:1], *rest)
             raise KeyboardInterrupt
         return real(tasks, *rest)
@@ -125,13 +128,13 @@ def test_interrupted_builds_continue(crawl, tmp_path, monkeypatch):
     assert not out.exists()
 
     def count(tasks, store, *rest):
-        if tasks[0].function.endswith(":curate"):
-            curated.append(sum(not store.finished(task) for task in tasks))
+        if tasks[0].function is process_module.process_input:
+            processed.append(sum(not store.finished(task) for task in tasks))
         return real(tasks, store, *rest)
 
     monkeypatch.setattr(build, "run_all", count)
     build_corpus(inputs_of(crawl), out)
-    assert curated == [1]  # the other file was there
+    assert processed == [1]  # the other file was there
     monkeypatch.setattr(build, "run_all", real)
     build_corpus(inputs_of(crawl), tmp_path / "fresh")
     assert tree(out) == tree(tmp_path / "fresh")
@@ -161,10 +164,9 @@ def test_everything_filtered_out_says_by_what(crawl, tmp_path):
     out = tmp_path / "corpus"
     recipe = replace(DataRecipe(), language=LanguageRules(keep=("fr",)))
     for _ in range(2):  # also when it is there already
-        with pytest.raises(DataError) as error:
+        with refused("E-CORPUS-EMPTY", records=13) as error:
             build_corpus(inputs_of(crawl), out, recipe)
-        assert "none of 13 records is left" in error.value.found
-        assert "language.other 9" in error.value.found
+        assert error.value.facts["dropped_by"][0] == "language.other"
         assert "--dropped-by language.other" in error.value.fix
     assert len(list(read_dropped(out))) == 13
 
@@ -174,18 +176,18 @@ def test_garbage_is_named_and_other_files_are_kept(crawl, tmp_path):
     garbage.write_bytes(b"this is no crawl file at all\n" * 50)
     with Local(2) as runner:
         build_corpus([*inputs_of(crawl), Input(location=str(garbage))], tmp_path / "corpus", runner=runner)
-    found = fates(tmp_path / "corpus")
-    assert sum(fate == "kept" for fate in found.values()) == 4
+    found = outcomes(tmp_path / "corpus")
+    assert sum(outcome == "kept" for outcome in found.values()) == 4
     assert found[""] == "read.bad_input"
     (warning,) = cut_files(tmp_path / "corpus")
     assert warning.startswith("left out: ") and "garbage.warc.gz" in warning
-    with pytest.raises(DataError, match=r"garbage\.warc\.gz"):
+    with refused("E-INPUT-UNREADABLE", inputs=1):
         build_corpus([Input(location=str(garbage))], tmp_path / "alone")
 
 
-def test_rules_for_a_source_that_is_not_there_are_told(crawl, tmp_path):
+def test_rules_for_a_source_without_inputs_are_refused(crawl, tmp_path):
     recipe = load_recipe(None, ["source.wbe.preset=none"])
-    with pytest.raises(ConfigError, match="'wbe'") as error:
+    with refused("E-RECIPE-SOURCE", source="wbe", sources=["web"]) as error:
         build_corpus(inputs_of(crawl), tmp_path / "corpus", recipe)
     assert "'web'" in error.value.fix
 
@@ -193,28 +195,28 @@ def test_rules_for_a_source_that_is_not_there_are_told(crawl, tmp_path):
 def test_stop_words_are_asked_of_english_pages_only(crawl, tmp_path):
     recipe = load_recipe(None, ['language.keep=["en", "de"]', "quality.gopher_repetition.enabled=false"])
     build_corpus(inputs_of(crawl), tmp_path / "corpus", recipe)
-    assert fates(tmp_path / "corpus")["http://a.example/german"] != "gopher.stop_words"
+    assert outcomes(tmp_path / "corpus")["http://a.example/german"] != "gopher.stop_words"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "facts"),
     [
-        (lambda inputs: [], "no crawl files"),
-        (lambda inputs: [*inputs, Input(location="absent.warc")], "no crawl file at"),
-        (lambda inputs: [*inputs, inputs[0]], "2 inputs are called"),
-        (lambda inputs: [replace(inputs[0], source="../x")], "cannot name a source"),
-        (lambda inputs: [replace(inputs[0], source="dropped")], "cannot name a source"),
+        (lambda inputs: [], "E-INPUT-NONE", {}),
+        (lambda inputs: [*inputs, Input(location="absent.warc")], "E-INPUT-MISSING", {"path": "absent.warc"}),
+        (lambda inputs: [*inputs, inputs[0]], "E-INPUT-NAME", {"count": 2}),
+        (lambda inputs: [replace(inputs[0], source="../x")], "E-SOURCE-NAME", {"source": "../x"}),
+        (lambda inputs: [replace(inputs[0], source="dropped")], "E-SOURCE-NAME", {"source": "dropped"}),
     ],
 )
-def test_bad_inputs(crawl, tmp_path, change, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_inputs(crawl, tmp_path, change, code, facts):
+    with refused(code, **facts):
         build_corpus(change(inputs_of(crawl)), tmp_path / "corpus")
 
 
 def test_a_folder_of_the_users_is_not_touched(crawl, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="is not a corpus"):
+    with refused("E-CORPUS-FOLDER", path=str(tmp_path / "mine")):
         build_corpus(inputs_of(crawl), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
@@ -233,7 +235,7 @@ def test_two_builds_at_once(crawl, tmp_path):
     build_corpus(inputs_of(crawl), out)
 
 
-def test_planted_records_meet_their_fate(test_data, tmp_path):
+def test_planted_records_are_kept_or_dropped_by_their_rules(test_data, tmp_path):
     """Every kind of truth_warc.jsonl, on the four shared crawl files."""
     out = tmp_path / "corpus"
     crawl = sorted((test_data / "warc").glob("shared-0000?.warc.gz"))
@@ -310,13 +312,13 @@ def test_an_input_that_changes_while_it_is_read_is_refused_and_then_read_again(c
     out, real = tmp_path / "corpus", build.run_all
 
     def changed(tasks, *rest):
-        if tasks[0].function.endswith(":curate"):
+        if tasks[0].function is process_module.process_input:
             shutil.copy(crawl[1], crawl[0])
         return real(tasks, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(build, "run_all", changed)
-        with pytest.raises(DataError, match="has changed since the build began"):
+        with refused("E-INPUT-CHANGED", path=str(crawl[0])):
             build_corpus(inputs_of(crawl), out)
     build_corpus(inputs_of(crawl), out)
     build_corpus(inputs_of(crawl), tmp_path / "fresh")
@@ -357,33 +359,35 @@ def test_a_server_is_asked_again_when_a_build_goes_on(tmp_path, monkeypatch):
 
 def test_the_result_does_not_depend_on_what_waits_in_memory(crawl, tmp_path, monkeypatch):
     build_corpus(inputs_of(crawl), tmp_path / "one")
-    monkeypatch.setattr(curate, "_ROWS_IN_MEMORY", 2)
+    monkeypatch.setattr(process_module, "_ROWS_IN_MEMORY", 2)
     build_corpus(inputs_of(crawl), tmp_path / "two")
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
-    monkeypatch.setattr(curate, "_URLS_IN_MEMORY", 1)  # duplicates within a file are found with those of other files
+    monkeypatch.setattr(
+        process_module, "_URLS_IN_MEMORY", 1
+    )  # duplicates within a file are found with those of other files
     build_corpus(inputs_of(crawl), tmp_path / "three")
-    assert fates(tmp_path / "one") == fates(tmp_path / "three")
+    assert outcomes(tmp_path / "one") == outcomes(tmp_path / "three")
     kept = [list(read_documents(tmp_path / name)) for name in ("one", "three")]
     assert kept[0] == kept[1]
 
 
-def test_fates_are_the_same_however_many_are_held_at_once(crawl, tmp_path, monkeypatch):
+def test_decisions_are_the_same_however_many_are_in_memory_at_once(crawl, tmp_path, monkeypatch):
     recipe = load_recipe(None, ["substrings.enabled=true"])
     build_corpus(inputs_of(crawl), tmp_path / "one", recipe)
-    monkeypatch.setattr(duplicates, "_FATES_AT_ONCE", 1)
+    monkeypatch.setattr(duplicates, "_DECISIONS_AT_ONCE", 1)
     monkeypatch.setattr(duplicates, "_SIGNATURES_AT_ONCE", 2)
     build_corpus(inputs_of(crawl), tmp_path / "two", recipe)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
 def test_a_build_that_goes_on_with_other_libraries_begins_again(crawl, tmp_path, monkeypatch):
-    curated, real = [], build.run_all
+    processed, real = [], build.run_all
 
     def stop(tasks, store, *rest):
-        if tasks[0].function.endswith(":same_urls"):
+        if tasks[0].function is duplicates.find_same_urls:
             raise KeyboardInterrupt
-        if tasks[0].function.endswith(":curate"):
-            curated.append(sum(not store.finished(task) for task in tasks))
+        if tasks[0].function is process_module.process_input:
+            processed.append(sum(not store.finished(task) for task in tasks))
         return real(tasks, store, *rest)
 
     monkeypatch.setattr(build, "run_all", stop)
@@ -391,4 +395,4 @@ def test_a_build_that_goes_on_with_other_libraries_begins_again(crawl, tmp_path,
         monkeypatch.setattr(build, "_libraries", lambda version=version: {"resiliparse": version})
         with pytest.raises(KeyboardInterrupt):
             build_corpus(inputs_of(crawl), tmp_path / "corpus")
-    assert curated == [2, 0, 2]
+    assert processed == [2, 0, 2]

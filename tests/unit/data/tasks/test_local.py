@@ -10,13 +10,14 @@ import time
 from multiprocessing.connection import Connection
 
 import pytest
+from tests.expect import refused
 
 from ingot.data.tasks import forks, local
 from ingot.data.tasks.drill import first_phase, run_job
-from ingot.data.tasks.local import Local, _Job
-from ingot.data.tasks.run import Inline, Status, run_all
-from ingot.data.tasks.task import Store, Task
-from ingot.errors import ConfigError, DataError
+from ingot.data.tasks.local import Local, _RunningTask
+from ingot.data.tasks.run import Inline, PhaseStatus, run_all
+from ingot.data.tasks.store import Store
+from ingot.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def undisturbed(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_number_of_workers_does_not_decide_the_bytes(tmp_path, undisturbed, workers):
-    statuses: list[Status] = []
+    statuses: list[PhaseStatus] = []
     with Local(workers) as runner:
         assert run_job(Store(tmp_path), runner, tasks=8, records=30, watch=statuses.append) == undisturbed
     ends = [status for status in statuses if status.done == status.total]
@@ -48,7 +49,7 @@ def test_the_number_of_workers_does_not_decide_the_bytes(tmp_path, undisturbed, 
 )
 def test_a_record_that_ends_its_process_is_left_out_and_all_else_is_kept(tmp_path, kind, attempts, options):
     store, log = Store(tmp_path / "s"), tmp_path / "log"
-    tasks = first_phase(3, 20, faults={7: kind}, places={"log": str(log)})
+    tasks = first_phase(3, 20, faults={7: kind}, log=log)
     with Local(2, **options) as runner:
         results = run_all(tasks, store, runner)
     whole = run_all(first_phase(3, 20, faults={7: "nothing"}), Store(tmp_path / "whole"), Inline())
@@ -69,14 +70,14 @@ def test_several_bad_records_of_one_file(tmp_path):
 
 def test_a_task_that_dies_at_no_record_is_named(tmp_path):
     tasks = first_phase(2, 5, faults={-1: "abort"})
-    with Local(1) as runner, pytest.raises(DataError, match=r"made-0 was killed by SIGABRT at no record .* 3 deaths"):
+    with Local(1) as runner, refused("E-WORKER-LOST", task="made-0", record=-1, deaths=3):
         run_all(tasks, Store(tmp_path), runner)
     assert not list((tmp_path / "attempts").iterdir())
 
 
 def test_deaths_without_end_are_ended():
     def job(deaths):
-        made = _Job(Task(function="", arguments={}))
+        made = _RunningTask(first_phase(1, 1)[0])
         made.deaths = deaths
         return made.hopeless()
 
@@ -92,8 +93,9 @@ def test_deaths_without_end_are_ended():
 
 def test_errors_come_back_as_they_were(tmp_path):
     with Local(2) as runner:
-        with pytest.raises(DataError, match="no crawl file") as error:
+        with refused("E-DRILL-REFUSED", kind="refuse") as error:
             run_all(first_phase(4, 20, faults=dict.fromkeys([7], "refuse")), Store(tmp_path), runner)
+        assert isinstance(error.value, DataError)
         assert (error.value.rule, error.value.fix) == ("a rule", "a fix")
         with pytest.raises(RuntimeError, match=r"(?s)ValueError: a bug in made-0.*drill.py.*in misbehave"):
             run_all(first_phase(4, 20, faults=dict.fromkeys([7], "bug")), Store(tmp_path), runner)
@@ -107,7 +109,7 @@ def test_workers_stay_for_the_next_call_and_end_with_close(tmp_path, children, u
     with Local(2) as runner:
         seen = []
         for number in range(2):
-            run_all(first_phase(8, 5 + number, places={"seconds": 0.01}), Store(tmp_path), runner)
+            run_all(first_phase(8, 5 + number, wait=0.01), Store(tmp_path), runner)
             (server,) = [pid for pid in children(os.getpid()) if pid not in before]
             seen.append(children(server))
         assert seen[0] == seen[1]
@@ -145,7 +147,7 @@ def test_it_runs_without_importing_the_callers_script_again(tmp_path):
     script.write_text(
         "import sys\nfrom pathlib import Path\nprint('script')\n"
         "from ingot.data.tasks.drill import first_phase\nfrom ingot.data.tasks.local import Local\n"
-        "from ingot.data.tasks.run import run_all\nfrom ingot.data.tasks.task import Store\n"
+        "from ingot.data.tasks.run import run_all\nfrom ingot.data.tasks.store import Store\n"
         "run_all(first_phase(2, 5), Store(Path(sys.argv[1])), Local(2))\n"
     )
     done = subprocess.run(
@@ -159,9 +161,9 @@ import sys
 from pathlib import Path
 from ingot.data.tasks.drill import run_job
 from ingot.data.tasks.local import Local
-from ingot.data.tasks.task import Store
-places = {"seconds": float(sys.argv[2]), "log": sys.argv[3]}
-print(run_job(Store(Path(sys.argv[1])), Local(2, stall_seconds=1.0), tasks=8, records=30, places=places))
+from ingot.data.tasks.store import Store
+runner, wait, log = Local(2, stall_seconds=1.0), float(sys.argv[2]), Path(sys.argv[3])
+print(run_job(Store(Path(sys.argv[1])), runner, tasks=8, records=30, wait=wait, log=log))
 """
 
 
@@ -236,5 +238,5 @@ def test_half_a_message_of_a_stopped_process_stops_nothing(monkeypatch):
 
 def test_other_systems_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="not made for darwin"):
+    with refused("E-WORKERS-PLATFORM", platform="darwin"):
         run_all(first_phase(1, 1), Store(tmp_path), Local(2))

@@ -1,246 +1,118 @@
-import errno
 import json
-import subprocess
-import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ingot.data.tasks import task as module
-from ingot.data.tasks.drill import digest, first_phase
-from ingot.data.tasks.task import Context, Store, Task, note_death, run_task, too_many
-from ingot.errors import DataError, ResourceError
-from ingot.storage import write_json
+from ingot.data.tasks.drill import GatherLines, MakeLines, first_phase, gather_lines, make_lines
+from ingot.data.tasks.store import Store, run_task
+from ingot.data.tasks.task import (
+    PLACE,
+    Attempt,
+    Task,
+    TaskGroup,
+    TaskRef,
+    decode,
+    encode,
+    error_from_json,
+    error_to_json,
+    registered,
+    task_function,
+)
+from ingot.errors import DataError
 
 
-def one(faults=None, **places) -> Task:
-    return first_phase(1, 20, faults=faults, places=places)[0]
-
-
-def die_inside(store, task, record):
-    """What a process leaves that was killed at `record`."""
-    for name in ("attempts", "progress", "deaths"):
-        (store.root / name).mkdir(parents=True, exist_ok=True)
-    (store.root / "attempts" / f"{task.key}.dead").mkdir(exist_ok=True)
-    board = bytearray(module._STATE.size + module._COUNTS_BYTES)
-    Context(task, store.root, (), frozenset(), board).at(record)
-    (store.root / "progress" / task.key).write_bytes(board)
+def gather(*inputs: TaskRef) -> Task[int]:
+    return gather_lines.task(GatherLines(part=0, parts=1, inputs=inputs))
 
 
 def test_places_are_not_part_of_the_key():
-    assert one(log="/here").key == one(log="/there").key != one(faults={1: "x"}).key
+    (here,), (there,), (other,) = (first_phase(1, 20, log=Path("/here")), first_phase(1, 20, log=Path("/there")),
+                                   first_phase(1, 21))  # fmt: skip
+    assert here.key == there.key != other.key
+
+
+def test_the_key_names_the_inputs_in_their_order():
+    first, second = (task.ref for task in first_phase(2, 20))
+    assert len({gather(first, second).key, gather(second, first).key, gather(first).key}) == 3
 
 
 def test_a_task_survives_json():
-    task = Task(function="ingot.x:y", arguments={"a": [1, None]}, inputs=("k",), places={"p": 1}, label="l")
-    again = Task.from_json(task.to_json())
+    task = make_lines.task(
+        MakeLines(seed=1, records=2, faults={"1": "exit"}, wait=0.5, log=Path("/log")), label="label"
+    )
+    again = Task.from_json(json.loads(json.dumps(task.to_json())))
     assert again == task
     assert again.key == task.key
+    assert task.to_json()["module"] == "ingot.data.tasks.drill"
+
+
+@dataclass(frozen=True)
+class Inner:
+    numbers: tuple[int, ...]
+    pair: tuple[str, float] | None
+    where: Path
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    many: list[Inner]
+    by_name: dict[str, Inner]
+    anything: dict[str, Any]
+    absent: Inner | None
+    place: Annotated[Path, PLACE]
+
+
+def test_nested_values_survive_json():
+    inner = Inner((1, 2), ("a", 0.5), Path("/x"))
+    value = Outer(inner, [inner], {"a": inner}, {"b": [1]}, None, Path("/y"))
+    assert decode(Outer, json.loads(json.dumps(encode(value)))) == value
+
+
+def test_references_lead_to_folders_and_results(tmp_path):
+    store, tasks = Store(tmp_path), first_phase(2, 20)
+    for task in tasks:
+        run_task(task, store)
+    first = gather(*(task.ref for task in tasks)).resolved(tmp_path).inputs[0]
+    assert first.folder == store.folder(tasks[0])
+    assert first.result == store.result(tasks[0])
+    group = decode(TaskGroup[dict[str, int]], store.group(tasks).name, tmp_path)
+    assert [one.result for one in group] == [store.result(task) for task in tasks]
+    assert group.folders == [store.folder(task) for task in tasks]
+    assert [one.key for one in group[1:]] == [tasks[1].key]
 
 
 def test_a_group_is_its_members_in_their_order(tmp_path):
-    store = Store(tmp_path)
-    keys = [f"{n:032x}" for n in range(20_000)]
-    name = store.group(keys)
-    assert store.group(keys) == name != store.group(keys[::-1])
-    assert store.folders(["a" * 32, name]) == tuple(map(store.folder, ["a" * 32, *keys]))
-    task = Task(function="ingot.x:y", arguments={}, inputs=(name,))
-    assert len(json.dumps(task.to_json())) < 1000
-    assert task.key != Task(function="ingot.x:y", arguments={}, inputs=(store.group(keys[::-1]),)).key
+    store, tasks = Store(tmp_path), first_phase(2000, 1)
+    group = store.group(tasks)
+    assert store.group(tasks) == group != store.group(tasks[::-1])
+    assert len(encode(group)) < 100
 
 
-def test_done_once(tmp_path):
-    store, task, log = Store(tmp_path / "s"), one(log=str(tmp_path / "log")), tmp_path / "log"
-    run_task(task, store)
-    run_task(task, store)
-    assert log.read_text().count("\n") == 1
-    assert store.finished(task)
-    assert store.facts(task)["records"] == 20
-    assert store.facts(task)["counts"] == store.result(task) == {"drill.third": 6, "kept": 14}
-    assert store.finished_keys([task.key, "0" * 32]) == {task.key}
-    for name in ("attempts", "progress", "deaths"):
-        assert not list((store.root / name).iterdir())
+def test_names_are_unique_and_only_functions_of_ingot_run():
+    with pytest.raises(ValueError, match="already registered"):
+
+        @task_function("drill_make_lines")
+        def other(specification: MakeLines, attempt: Attempt) -> int: ...
+
+    with pytest.raises(ValueError, match="not a module of ingot"):
+        registered("abort", "os")
+    with pytest.raises(ValueError, match="registers no task function"):
+        registered("abort", "ingot.data.tasks.drill")
 
 
-def test_an_error_leaves_nothing(tmp_path):
-    store, task = Store(tmp_path), one({3: "refuse"})
-    with pytest.raises(DataError):
-        run_task(task, store)
-    assert not store.finished(task)
-    for name in ("attempts", "progress", "deaths"):
-        assert not list((store.root / name).iterdir())
+class _Private(DataError):
+    pass
 
 
-def test_two_attempts_at_once_are_harmless(tmp_path):
-    """A machine that was taken for dead goes on: neither loses its folder nor its board, the first to end counts."""
-    store, task = Store(tmp_path), one()
-    with module._attempt(task, store, True, None) as first:
-        first.at(7)
-        with module._attempt(task, store, True, None) as second:
-            second.at(3)
-            assert first.out != second.out
-            assert first.out.is_dir()
-            assert store.progress(task).record == 7
-            (second.out / "x").write_text("same")
-            module._publish(second, store.folder(task.key), {"result": 1}, 0.0)
-        assert store.progress(task).record == 7
-        (first.out / "x").write_text("same")
-        module._publish(first, store.folder(task.key), {"result": 1}, 0.0)
-    assert store.result(task) == 1
-    assert not list((tmp_path / "attempts").iterdir())
-
-
-def test_a_record_at_which_three_attempts_died_is_left_out(tmp_path):
-    store, task = Store(tmp_path), one()
-    for record in (4, 4, 9, 4):
-        die_inside(store, task, record)
-        with module._attempt(task, store, False, None) as context:  # nobody watched: it notes the death itself
-            skip = context.skip
-            (tmp_path / "copy").write_text((tmp_path / "deaths" / task.key).read_text())
-        (tmp_path / "deaths" / task.key).write_text((tmp_path / "copy").read_text())
-    assert skip == {4}
-    die_inside(store, task, -1)  # no record's fault
-    run_task(task, store)
-    assert store.result(task)["read.killed_worker"] == 1
-    assert not list((tmp_path / "deaths").iterdir())
-    assert not list((tmp_path / "attempts").iterdir())
-
-
-@pytest.mark.parametrize(("kind", "needed"), [("hung", 2), ("crashed", 3), ("stalled", 3), ("killed", 6)])
-def test_how_many_deaths_are_enough(tmp_path, kind, needed):
-    store, task = Store(tmp_path), one()
-    for number in range(needed):
-        with module._attempt(task, store, False, None) as context:
-            assert not context.skip
-            saved = tmp_path / "deaths" / task.key
-            lines = saved.read_text() if saved.exists() else ""
-        saved.write_text(lines)
-        die_inside(store, task, 5)
-        assert note_death(task, store, kind) == 5
-        assert too_many([kind] * (number + 1)) == (number + 1 == needed)
-    with module._attempt(task, store, False, None) as context:
-        assert context.skip == {5}
-
-
-def test_what_a_killed_driver_watched_is_not_blamed_as_a_crash(tmp_path):
-    store, task = Store(tmp_path), one()
-    with module._attempt(task, store, True, None) as context:
-        context.at(5)
-        left = (tmp_path / "progress" / task.key).read_bytes()
-    (tmp_path / "progress" / task.key).write_bytes(left)  # as if both had been killed there
-    with module._attempt(task, store, True, None):
-        assert (tmp_path / "deaths" / task.key).read_text() == "killed 5\n"
-
-
-def test_an_attempt_that_is_removed_cannot_publish(tmp_path):
-    """Whoever takes its process for dead moves its folder away before deleting it: nothing torn is ever done."""
-    store, task = Store(tmp_path), one()
-    with pytest.raises(FileNotFoundError), module._attempt(task, store, True, None) as context:
-        (context.out / "x").write_text("whole")
-        module._remove_attempts(task, store)
-        write_json(context.out / "y.json", "makes its folder")
-        module._publish(context, store.folder(task.key), {"result": 1}, 0.0)
-    assert not store.finished(task)
-
-
-def test_torn_files_are_no_obstacle(tmp_path):
-    store, task = Store(tmp_path), one()
-    die_inside(store, task, 5)
-    (tmp_path / "deaths" / task.key).write_text("crashed 5\nhung\n\0\0 x\ncrashed")
-    (tmp_path / "progress" / task.key).write_bytes(b"\1\2\3")
-    assert store.progress(task).record == -1
-    run_task(task, store)
-    assert store.result(task) == {"drill.third": 6, "kept": 14}
-
-
-@given(st.dictionaries(st.text(max_size=60), st.integers(0, 10**12), max_size=300))
-def test_counts_fit_their_place(counts):
-    board = bytearray(module._STATE.size + module._COUNTS_BYTES)
-    context = Context(one(), None, (), frozenset(), board)
-    context._due = 0.0
-    context.at(3, lambda: counts)
-    assert len(board) == module._STATE.size + module._COUNTS_BYTES
-    kept = module.json.loads(board[module._STATE.size :].rstrip(b"\0"))
-    assert kept.items() <= counts.items()
-    assert all(counts[name] <= min(kept.values()) for name in counts.keys() - kept.keys())  # the largest stay
-
-
-def test_only_functions_of_ingot_run(tmp_path):
-    with pytest.raises(ValueError, match="not a function of ingot"):
-        run_task(Task(function="os:abort", arguments={}), Store(tmp_path))
-
-
-_LIMITED = """
-import resource, sys
-from pathlib import Path
-from ingot.data.tasks.drill import first_phase
-from ingot.data.tasks.local import Local
-from ingot.data.tasks.run import Inline, run_all
-from ingot.data.tasks.task import Store
-from ingot.errors import ResourceError
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
-try:
-    run_all(first_phase(2, 1500), Store(Path(sys.argv[1])), Local(2) if sys.argv[3] == "local" else Inline())
-except ResourceError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("runner", ["inline", "local"])
-def test_a_full_disk_stops_cleanly_and_the_same_command_goes_on(tmp_path, runner):
-    """A limit on file sizes stands for the disk: the same path, another errno."""
-    store, tasks = Store(tmp_path / "s"), first_phase(2, 1500)
-
-    def build(limit):
-        command = [sys.executable, "-c", _LIMITED, str(store.root), str(limit), runner]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
-    told = build(20_000)
-    assert "the disk of" in told.stdout, told.stderr
-    assert "it goes on" in told.stdout
-    assert not list((store.root / "attempts").iterdir())
-    assert not list((store.root / "progress").iterdir())
-    assert build(1 << 30).stdout == ""
-    other = Store(tmp_path / "other")
-    for task in tasks:
-        run_task(task, other)
-    assert digest(store, tasks) == digest(other, tasks)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        OSError("Not enough free space to write 80000000 bytes after offset 128"),
-        OSError("1048576 requested and 4096 written"),
-        RuntimeError("IO Error: Could not write file: No space left on device"),
-    ],
-)
-def test_no_space_is_a_resource_error(tmp_path, monkeypatch, error):
-    def full(*_):
-        raise error
-
-    monkeypatch.setattr(module.os, "pwrite", full)
-    with pytest.raises(ResourceError, match="is full, or a quota"):
-        run_task(one(), Store(tmp_path))
-    assert not list((tmp_path / "attempts").iterdir())
-
-
-def test_a_disk_that_is_full_within_a_write_is_noticed(tmp_path, monkeypatch):
-    real = module.os.pwrite
-    monkeypatch.setattr(module.os, "pwrite", lambda file, data, place: real(file, data[:4096], place))
-    with pytest.raises(ResourceError, match="is full, or a quota"):
-        run_task(one(), Store(tmp_path))
-    monkeypatch.undo()
-    run_task(one(), Store(tmp_path))
-
-
-def test_other_errors_stay_what_they_are(tmp_path, monkeypatch):
-    def broken(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(module.os, "pwrite", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        run_task(one(), Store(tmp_path))
+def test_errors_survive_json():
+    error = error_from_json(
+        json.loads(json.dumps(error_to_json(_Private("E-X-Y", "found", rule="r", fix="f", number=3))))
+    )
+    assert type(error) is DataError
+    assert (error.code, error.found, error.rule, error.fix, error.facts) == ("E-X-Y", "found", "r", "f", {"number": 3})
+    other = error_from_json(error_to_json(ValueError("a bug"), first_phase(1, 1)[0]))
+    assert isinstance(other, RuntimeError)
+    assert "ValueError: a bug in made-0" in str(other)

@@ -1,11 +1,11 @@
-"""One part of a corpus as tokens, its documents in the order in which shards will hold them.
+"""Tokenize one file of a corpus, and sort its documents into the order in which shards hold them.
 
-A document's place among those of its source, and whether it is held out, are hashes of its id. So every part can be
-tokenised and sorted by itself, and a shard is a range of hashes: what each part gives to it lies together.
+Two hashes of a document's id decide its place among the documents of its source, and whether it is held out. So every
+file is tokenized and sorted alone, and a shard is a range of hashes: its documents are contiguous in every file.
 
-The folder of a tokenised part:
-    tokens.bin       token ids of its documents, each followed by the end of text, in the order of `order`
-    documents.jsonl  where each one comes from, in the same order
+The folder of a tokenized file:
+    tokens.bin       token ids of the documents, each followed by the end of text, in the order of `order`
+    documents.jsonl  the origin of each document, in the same order
     index.bin        one INDEX_DTYPE row per document, in the same order
     histogram.npy    HISTOGRAM_DTYPE: tokens of training and held-out documents by the leading bits of `order`
 """
@@ -14,20 +14,22 @@ import functools
 import hashlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 from ingot.data.build.corpus import json_line, read_part
 from ingot.data.dedup.arrays import starts
-from ingot.data.tasks.task import Context
+from ingot.data.tasks.task import PLACE, Attempt, task_function
 from ingot.rng import derive
 from ingot.tokenizer.encoder import Encoder, reopen, well_formed
 
 BUCKET_BITS = 16
 BUCKETS = 1 << BUCKET_BITS
-# order: hash that decides the place in the source; place: hash that decides the split; row: number in the part;
-# start: first token in tokens.bin; line, line_bytes: in documents.jsonl
+# order: hash that decides the place in the source; place: hash that decides the split; start: first token in
+# tokens.bin; line, line_bytes: position and length in documents.jsonl; text_bytes: of the document
 INDEX_DTYPE = [
     ("order", "<u8"),
     ("place", "<u8"),
@@ -39,47 +41,88 @@ INDEX_DTYPE = [
     ("id", "V16"),
 ]
 HISTOGRAM_DTYPE = [("bucket", "<u2"), ("tokens", "<u8", (2,))]  # ascending; buckets without documents are left out
-ORIGIN = ("id", "url", "source", "file", "record_id", "before", "after")  # what documents.jsonl keeps of a row
-_BATCH_CHARACTERS = 1 << 20  # of text in memory, its lines as _LINE_CHARACTERS each: there may be many empty ones
+ORIGIN = ("id", "url", "source", "file", "record_id", "before", "after")  # the fields of a row in documents.jsonl
+_BATCH_CHARACTERS = 1 << 20  # of text in memory; a document counts _LINE_CHARACTERS more, as many may be empty
 _LINE_CHARACTERS = 200
-_GATHER_DOCUMENTS = 1024  # whose tokens are copied at once
-_reopened = functools.lru_cache(maxsize=1)(reopen)  # a worker tokenises part after part
+_GATHER_DOCUMENTS = 1024  # documents whose tokens are copied at once
+_reopened = functools.lru_cache(maxsize=1)(reopen)  # a worker tokenizes file after file
 
 
 def heldout(places: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are held out by their hash alone: those in the lowest `fraction`."""
+    """Return True for the documents that are held out by their hash alone: the lowest `fraction`."""
     return places < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
-def tokenise(context: Context) -> dict:
-    """Task. arguments: part (name, sha256), tokenizer (sha256), eot, notice, dtype, seed, heldout_fraction.
+@dataclass(frozen=True, kw_only=True)
+class Tokenize:
+    """Settings of `tokenize`.
 
-    places: part, tokenizer (paths). Returns documents, lowest and highest ([place, id] of the documents with the
-    lowest and highest place: a source that is too small to have both splits by chance gives one of them).
-    Raises DataError for a part that is damaged.
+    name, sha256: of the corpus file. tokenizer_sha256, eot, notice: the encoder (tokenizer/encoder.py: reopen).
+    path, tokenizer: where both files are.
     """
-    arguments, places = context.task.arguments, context.task.places
-    encoder = _reopened(Path(places["tokenizer"]), arguments["tokenizer"], arguments["eot"], arguments["notice"])
-    dtype = np.dtype(arguments["dtype"]).newbyteorder("<")
-    fresh = context.out / "fresh"
+
+    name: str
+    sha256: str
+    tokenizer_sha256: str
+    eot: str
+    notice: str
+    dtype: str
+    seed: int
+    heldout_fraction: float
+    path: Annotated[Path, PLACE]
+    tokenizer: Annotated[Path, PLACE]
+
+
+@dataclass(frozen=True, order=True)
+class PlacedDocument:
+    """A document's hash `place`, which decides its split, and its id."""
+
+    place: int
+    id: str
+
+
+@dataclass(frozen=True)
+class TokenizedPart:
+    """The result for one corpus file: how many documents, and those with the lowest and the highest place.
+
+    A source that is too small to get both splits by chance gives one of these to the other split.
+    """
+
+    documents: int
+    lowest: PlacedDocument | None
+    highest: PlacedDocument | None
+
+
+@task_function("tokenize")
+def tokenize(specification: Tokenize, attempt: Attempt) -> TokenizedPart:
+    """Write the folder of a tokenized file. Raises DataError for a corpus file that is damaged."""
+    encoder = _reopened(
+        specification.tokenizer, specification.tokenizer_sha256, specification.eot, specification.notice
+    )
+    dtype = np.dtype(specification.dtype).newbyteorder("<")
+    fresh = attempt.out / "fresh"
     fresh.mkdir()
-    _encode(context, encoder, dtype, fresh)
+    _encode(specification, attempt, encoder, dtype, fresh)
     index = mapped(fresh / "index.bin", INDEX_DTYPE)
     order = np.argsort(index["order"], kind="stable")
-    with PartWriter(context.out) as writer:
-        for rows, tokens, lines in TokenisedPart(fresh, dtype).taken(order):
+    with TokenizedWriter(attempt.out) as writer:
+        for rows, tokens, lines in TokenizedFolder(fresh, dtype).taken(order):
             writer.append(rows, tokens, lines)
-    np.save(context.out / "histogram.npy", _histogram(index, order, arguments["heldout_fraction"]))
-    ends = [index[index["place"].argmin()], index[index["place"].argmax()]] if len(index) else []
-    named = [[int(row["place"]), bytes(row["id"]).hex()] for row in ends]
+    np.save(attempt.out / "histogram.npy", _histogram(index, order, specification.heldout_fraction))
     shutil.rmtree(fresh)
-    return {"documents": len(index), "lowest": named[:1], "highest": named[1:]}
+    if not len(index):
+        return TokenizedPart(0, None, None)
+    lowest, highest = _placed(index[index["place"].argmin()]), _placed(index[index["place"].argmax()])
+    return TokenizedPart(len(index), lowest, highest)
 
 
-def _encode(context: Context, encoder: Encoder, dtype: np.dtype, out: Path) -> None:
-    """All documents as they come, in the layout of a tokenised part."""
-    part = context.task.arguments["part"]
-    key = f"shuffle {derive(context.task.arguments['seed'], 'shuffle')}"
+def _placed(row: np.void) -> PlacedDocument:
+    return PlacedDocument(int(row["place"]), bytes(row["id"]).hex())
+
+
+def _encode(specification: Tokenize, attempt: Attempt, encoder: Encoder, dtype: np.dtype, out: Path) -> None:
+    """Write all documents in the order of the corpus file, in the layout of a tokenized file."""
+    key = f"shuffle {derive(specification.seed, 'shuffle')}"
     eot = np.array([encoder.eot_id], dtype)
     batch: list[dict] = []
 
@@ -95,10 +138,10 @@ def _encode(context: Context, encoder: Encoder, dtype: np.dtype, out: Path) -> N
         writer.append(index, np.concatenate(tokens), np.frombuffer(b"".join(lines), np.uint8))
         batch.clear()
 
-    with PartWriter(out) as writer:
+    with TokenizedWriter(out) as writer:
         characters = 0
-        for number, row in enumerate(read_part(Path(context.task.places["part"]), part["sha256"])):
-            context.at(number)
+        for number, row in enumerate(read_part(specification.path, specification.sha256)):
+            attempt.at(number)
             batch.append(row)
             characters += len(row["text"]) + _LINE_CHARACTERS
             if characters >= _BATCH_CHARACTERS:
@@ -106,17 +149,18 @@ def _encode(context: Context, encoder: Encoder, dtype: np.dtype, out: Path) -> N
                 characters = 0
         if batch:
             flush()
-    context.at(-1)
+    attempt.at(-1)
 
 
 def _hashes(ids: np.ndarray, purpose: str) -> np.ndarray:
-    """A uint64 per document id, uniform and independent for every purpose."""
+    """Return a uint64 per document id, uniform and independent for every purpose."""
     key = purpose.encode()
     digests = b"".join(hashlib.blake2b(bytes(one), digest_size=8, key=key).digest() for one in ids)
     return np.frombuffer(digests, "<u8")
 
 
 def _histogram(index: np.ndarray, order: np.ndarray, fraction: float) -> np.ndarray:
+    """Return HISTOGRAM_DTYPE rows: tokens per bucket of the documents in `index`, which `order` sorts."""
     buckets = (index["order"][order] >> np.uint64(64 - BUCKET_BITS)).astype(np.uint16)
     out, tokens = heldout(index["place"], fraction)[order], index["tokens"][order].astype(np.uint64)
     firsts = np.flatnonzero(starts(buckets))
@@ -129,18 +173,18 @@ def _histogram(index: np.ndarray, order: np.ndarray, fraction: float) -> np.ndar
 
 
 def mapped(path: Path, dtype) -> np.ndarray:
-    """A file of rows, mapped; a file without any cannot be."""
+    """Return the rows of a file, mapped into memory; an empty file gives an empty array."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
-class PartWriter:
-    """Writes tokens.bin, documents.jsonl and index.bin into a folder, documents back to back."""
+class TokenizedWriter:
+    """A writer of tokens.bin, documents.jsonl and index.bin into a folder, documents back to back."""
 
     def __init__(self, folder: Path):
         self.documents = self._tokens = self._bytes = 0
         self._files = [(folder / name).open("wb") for name in ("index.bin", "tokens.bin", "documents.jsonl")]
 
-    def __enter__(self) -> "PartWriter":
+    def __enter__(self) -> "TokenizedWriter":
         return self
 
     def __exit__(self, *exc) -> None:
@@ -148,7 +192,7 @@ class PartWriter:
             file.close()
 
     def append(self, index: np.ndarray, tokens: np.ndarray, lines: np.ndarray) -> None:
-        """index: INDEX_DTYPE [n], its `start` and `line` are set here; tokens, lines: of these documents."""
+        """Add documents. index: INDEX_DTYPE [n], whose `start` and `line` are set here; tokens, lines: back to back."""
         index["start"] = self._tokens + np.cumsum(index["tokens"], dtype=np.uint64) - index["tokens"]
         index["line"] = self._bytes + np.cumsum(index["line_bytes"], dtype=np.uint64) - index["line_bytes"]
         self.documents, self._tokens, self._bytes = (
@@ -158,15 +202,15 @@ class PartWriter:
             file.write(values.tobytes())
 
 
-class TokenisedPart:
-    """A folder of a part, mapped for reading. Three files are open while it is used."""
+class TokenizedFolder:
+    """The folder of a tokenized file, mapped for reading. Three files are open while the object is used."""
 
     def __init__(self, folder: Path, dtype: np.dtype):
         self.index = mapped(folder / "index.bin", INDEX_DTYPE)
         self.tokens, self.lines = mapped(folder / "tokens.bin", dtype), mapped(folder / "documents.jsonl", np.uint8)
 
     def taken(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Index, tokens and lines of the documents `rows`, in that order, some at a time."""
+        """Yield index, tokens and lines of the documents `rows`, in that order, some at a time."""
         for at in range(0, len(rows), _GATHER_DOCUMENTS):
             index = self.index[rows[at : at + _GATHER_DOCUMENTS]]
             tokens = _pieces(self.tokens, index["start"], index["tokens"])
@@ -174,6 +218,7 @@ class TokenisedPart:
 
 
 def _pieces(stream: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return slices of `stream`, one after the other."""
     return np.concatenate(
         [stream[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
     )
