@@ -137,9 +137,7 @@ def test_a_truncated_file_is_named_with_its_offset(crawl, tmp_path):
     for _ in range(2):  # a finished folder repeats the warning
         prepared = prepare(inputs_of(crawl), tmp_path / "data", vocab_size=300)
         assert len(prepared.warnings) == 1
-        assert re.fullmatch(
-            r"crawl-1.warc.gz is cut at offset \d+; its whole records were kept", prepared.warnings[0]
-        )
+        assert re.fullmatch(r"crawl-1.warc.gz is cut at offset \d+; its whole records were kept", prepared.warnings[0])
 
 
 @pytest.mark.parametrize(
