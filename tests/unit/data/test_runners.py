@@ -1,6 +1,7 @@
 """The same build by every runner: the same bytes. And what only a whole build shows of rules by source and indexes."""
 
 import pytest
+from tests.expect import refused
 
 from ingot.data.build.corpus import read_documents, read_dropped
 from ingot.data.build.corpus_build import build_corpus
@@ -69,10 +70,16 @@ def test_rules_may_differ_by_source(crawl, tmp_path):
     assert "; of code: switched off" in next(stage.ran for stage in manifest.funnel if stage.name == "c4")
 
 
-@pytest.mark.parametrize("setting", ["source.code.dedup.jaccard=0.9", "source.code.quality.gophr=1", "preset=webb"])
-def test_what_cannot_be_a_recipe_is_told(setting):
-    with pytest.raises(ConfigError, match=r"source\.code|webb"):
+def test_a_section_that_cannot_differ_by_source_is_refused():
+    with refused("E-RECIPE-SOURCE-KEY", source="code", key="dedup"):
+        load_recipe(None, ["source.code.dedup.jaccard=0.9"])
+
+
+@pytest.mark.parametrize("setting", ["source.code.quality.gophr=1", "preset=webb"])
+def test_unknown_keys_and_presets_are_refused(setting):
+    with pytest.raises(ConfigError) as error:
         load_recipe(None, [setting])
+    assert setting.partition("=")[0] in error.value.found
 
 
 def test_a_later_build_drops_what_an_earlier_one_kept(crawl, tmp_path):

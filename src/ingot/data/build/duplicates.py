@@ -60,7 +60,7 @@ class FindSameUrls:
 
 @task_function("find_same_urls")
 def find_same_urls(specification: FindSameUrls, attempt: Attempt) -> DuplicateDecisions:
-    """Of pages with one canonical URL keep the first, even if a later stage drops that one."""
+    """Drop every page whose canonical URL came before, also if a later stage drops the earlier page."""
     inputs = ProcessedInputs(specification.inputs)
     with attempt.beating():
         paths = [one.folder / "urls.npy" for one in specification.inputs]
@@ -83,7 +83,7 @@ class FindSameTexts:
 
 @task_function("find_same_texts")
 def find_same_texts(specification: FindSameTexts, attempt: Attempt) -> DuplicateDecisions:
-    """Of equal texts keep the first."""
+    """Drop every document whose text came before."""
     inputs = ProcessedInputs(specification.inputs, DroppedRows([specification.same_urls]))
     paths = [attempt.out / f"texts-{number}.npy" for number in range(len(specification.inputs))]
     with attempt.beating():
@@ -262,7 +262,7 @@ class UniteSimilar(_Comparison):
 
 @task_function("unite_similar")
 def unite_similar(specification: UniteSimilar, attempt: Attempt) -> DuplicateDecisions:
-    """Of documents that are similar, directly or through others, keep the first."""
+    """Drop all but the first document of every cluster; documents are connected directly or through others."""
     index = specification.opened()
     fixed = index.documents if index else 0
     with attempt.beating():

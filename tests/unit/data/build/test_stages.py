@@ -18,7 +18,7 @@ from ingot.data.lineage.find import asking
 from ingot.data.lineage.purge.listed import secret
 from ingot.data.sources.url import canonical_url
 
-SPAM = "buy cheap pills now click here discount offer order today bargain coupon".split()
+SPAM = ["buy", "cheap", "pills", "now", "click", "here", "discount", "offer", "order", "today", "bargain", "coupon"]
 KEPT = english(1)
 OTHER = english(2)
 HALVES = "\n".join(KEPT.split("\n")[:4] + OTHER.split("\n")[:4])
@@ -51,7 +51,7 @@ PLANTED = {
     "pii": (english(18, extra=" jane@corp-site.org"), 200, "pii.density"),
     "contaminated": (english(19), 200, "contaminated.ngram"),
     "duplicates": (KEPT, 200, "duplicates.same_text"),
-    "near_duplicates": (KEPT + "\nThe copy of this page is on another host, it was said.", 200,
+    "near_duplicates": (KEPT + "\nThe copy of this page is on another host, as one reads.", 200,
                         "near_duplicates.similar"),
     "substrings": (HALVES, 200, "substrings.too_short"),
 }  # fmt: skip

@@ -129,7 +129,7 @@ def test_idle_workers_and_the_fork_server_may_be_killed(tmp_path, undisturbed, c
 
 
 def test_a_stopped_fork_server_stops_nothing(tmp_path, children, monkeypatch):
-    """It cannot end a silent worker then; it is given up with all of them."""
+    """A stopped fork server cannot end a silent worker: it is killed with all workers."""
     before = children(os.getpid())
     timer = threading.Timer(
         0.3, lambda: [os.kill(pid, signal.SIGSTOP) for pid in children(os.getpid()) if pid not in before]
@@ -236,7 +236,7 @@ def test_half_a_message_of_a_stopped_process_stops_nothing(monkeypatch):
     theirs.close()
 
 
-def test_other_systems_are_told(tmp_path, monkeypatch):
+def test_other_systems_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with refused("E-WORKERS-PLATFORM", platform="darwin"):
         run_all(first_phase(1, 1), Store(tmp_path), Local(2))

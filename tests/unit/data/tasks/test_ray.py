@@ -54,7 +54,7 @@ def test_no_more_tasks_at_once_than_asked_for(tmp_path, cluster):
 
 
 def test_a_node_is_lost(tmp_path, cluster):
-    """Its tasks go to the one that is left."""
+    """The tasks of a lost node go to the other node."""
     node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
     cluster.wait_for_nodes()
     store, tasks = Store(tmp_path / "s"), first_phase(9, 50, wait=0.01)

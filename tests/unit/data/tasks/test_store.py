@@ -20,7 +20,7 @@ def one(faults=None, **places) -> Task:
 
 
 def die_inside(store, task, record):
-    """What a process leaves that was killed at `record`."""
+    """Make the files that a process leaves when it is killed at `record`."""
     for name in ("attempts", "progress", "deaths"):
         (store.root / name).mkdir(parents=True, exist_ok=True)
     (store.root / "attempts" / f"{task.key}.dead").mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ def test_an_error_leaves_nothing(tmp_path):
 
 
 def test_two_attempts_at_once_are_harmless(tmp_path):
-    """A machine that was taken for dead goes on: neither loses its folder nor its board, the first to end counts."""
+    """A machine that was taken for dead continues: neither attempt loses its folder or board, the first to end counts."""
     store, task = Store(tmp_path), one()
     with module._attempt(task, store, True, None) as first:
         first.at(7)
@@ -74,8 +74,8 @@ def test_a_record_at_which_three_attempts_died_is_left_out(tmp_path):
     store, task = Store(tmp_path), one()
     for record in (4, 4, 9, 4):
         die_inside(store, task, record)
-        with module._attempt(task, store, False, None) as context:  # nobody watched: it notes the death itself
-            skip = context.skip
+        with module._attempt(task, store, False, None) as attempt:  # no process watched: the attempt records the death
+            skip = attempt.skip
             (tmp_path / "copy").write_text((tmp_path / "deaths" / task.key).read_text())
         (tmp_path / "deaths" / task.key).write_text((tmp_path / "copy").read_text())
     assert skip == {4}
@@ -90,22 +90,22 @@ def test_a_record_at_which_three_attempts_died_is_left_out(tmp_path):
 def test_how_many_deaths_are_enough(tmp_path, kind, needed):
     store, task = Store(tmp_path), one()
     for number in range(needed):
-        with module._attempt(task, store, False, None) as context:
-            assert not context.skip
+        with module._attempt(task, store, False, None) as attempt:
+            assert not attempt.skip
             saved = tmp_path / "deaths" / task.key
             lines = saved.read_text() if saved.exists() else ""
         saved.write_text(lines)
         die_inside(store, task, 5)
         assert note_death(task, store, kind) == 5
         assert too_many([kind] * (number + 1)) == (number + 1 == needed)
-    with module._attempt(task, store, False, None) as context:
-        assert context.skip == {5}
+    with module._attempt(task, store, False, None) as attempt:
+        assert attempt.skip == {5}
 
 
 def test_what_a_killed_driver_watched_is_not_blamed_as_a_crash(tmp_path):
     store, task = Store(tmp_path), one()
-    with module._attempt(task, store, True, None) as context:
-        context.at(5)
+    with module._attempt(task, store, True, None) as attempt:
+        attempt.at(5)
         left = (tmp_path / "progress" / task.key).read_bytes()
     (tmp_path / "progress" / task.key).write_bytes(left)  # as if both had been killed there
     with module._attempt(task, store, True, None):
@@ -113,13 +113,13 @@ def test_what_a_killed_driver_watched_is_not_blamed_as_a_crash(tmp_path):
 
 
 def test_an_attempt_that_is_removed_cannot_publish(tmp_path):
-    """Whoever takes its process for dead moves its folder away before deleting it: nothing torn is ever done."""
+    """A process that takes another for dead moves its folder away before deleting it: no torn folder is published."""
     store, task = Store(tmp_path), one()
-    with pytest.raises(FileNotFoundError), module._attempt(task, store, True, None) as context:
-        (context.out / "x").write_text("whole")
+    with pytest.raises(FileNotFoundError), module._attempt(task, store, True, None) as attempt:
+        (attempt.out / "x").write_text("whole")
         module._remove_attempts(task, store)
-        write_json(context.out / "y.json", "makes its folder")
-        module._publish(context, store.folder(task), {"result": 1}, 0.0)
+        write_json(attempt.out / "y.json", "makes its folder")
+        module._publish(attempt, store.folder(task), {"result": 1}, 0.0)
     assert not store.finished(task)
 
 
@@ -136,9 +136,9 @@ def test_torn_files_are_no_obstacle(tmp_path):
 @given(st.dictionaries(st.text(max_size=60), st.integers(0, 10**12), max_size=300))
 def test_counts_fit_their_place(counts):
     board = bytearray(BOARD.size + COUNTS_BYTES)
-    context = Attempt(Path(), frozenset(), board)
-    context._due = 0.0
-    context.at(3, lambda: counts)
+    attempt = Attempt(Path(), frozenset(), board)
+    attempt._due = 0.0
+    attempt.at(3, lambda: counts)
     assert len(board) == BOARD.size + COUNTS_BYTES
     kept = module.json.loads(board[BOARD.size :].rstrip(b"\0"))
     assert kept.items() <= counts.items()
