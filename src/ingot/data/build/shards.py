@@ -136,21 +136,12 @@ def build_shards(
 
 def _dtype(dtype: str, vocab_size: int) -> str:
     needed = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    if dtype not in ("auto", "uint16", "uint32"):
+    if dtype not in ("auto", "uint16", "uint32") or (dtype == "uint16" and needed == "uint32"):
         raise ConfigError(
             "E-TOKENS-DTYPE",
-            f"dtype = {dtype!r}",
-            rule="tokens are stored as 'uint16' or 'uint32'",
+            f"dtype = {dtype!r} with a vocabulary of {vocab_size:,} tokens",
+            rule="tokens are stored as 'uint16' (ids up to 65,535) or 'uint32'",
             fix="use dtype 'auto'",
-            dtype=dtype,
-            vocab_size=vocab_size,
-        )
-    if dtype == "uint16" and needed == "uint32":
-        raise ConfigError(
-            "E-TOKENS-DTYPE",
-            f"dtype = 'uint16' with a vocabulary of {vocab_size:,} tokens",
-            rule="uint16 holds ids up to 65,535",
-            fix="use dtype 'uint32' or 'auto', or a smaller vocabulary",
             dtype=dtype,
             vocab_size=vocab_size,
         )
@@ -158,14 +149,11 @@ def _dtype(dtype: str, vocab_size: int) -> str:
 
 
 def _check(options: _Options) -> None:
+    """Raise ConfigError if an option is out of its range."""
     for name, fine, rule in (
         ("heldout_fraction", 0 < options.heldout_fraction < 1, "a share of the documents, between 0 and 1"),
         ("block_bytes", options.block_bytes >= 4096 and not options.block_bytes % 4096, "a multiple of 4096"),
-        (
-            "shard_bytes",
-            options.shard_bytes >= options.block_bytes,
-            f"at least one block ({options.block_bytes} bytes)",
-        ),
+        ("shard_bytes", options.shard_bytes >= options.block_bytes, "at least block_bytes"),
     ):
         if not fine:
             value = getattr(options, name)
@@ -233,9 +221,7 @@ def _build(
     run_all(
         [task for split in SPLITS for task in splits[split]], store, runner, watch(0.99 - _TOKENIZE_SHARE, "shards")
     )
-    train, heldout = (
-        _assemble(splits[split], split, store, store.root.parent / split, origin, options) for split in SPLITS
-    )
+    train, heldout = (_assemble(splits[split], split, store, origin, options) for split in SPLITS)
     return train, heldout
 
 
@@ -395,9 +381,10 @@ def _lineage(attempt: Attempt, part: TokenizedFolder, order: np.ndarray) -> Iter
 
 
 def _assemble(
-    tasks: Sequence[Task[Shard | None]], split: str, store: Store, folder: Path, origin: dict, options: _Options
+    tasks: Sequence[Task[Shard | None]], split: str, store: Store, origin: dict, options: _Options
 ) -> TokenManifest:
-    """Write the token folder of one split from finished shards; its manifest comes last."""
+    """Write the token folder of one split next to the store, from finished shards; its manifest comes last."""
+    folder = store.root.parent / split
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     shards = []

@@ -140,6 +140,17 @@ def test_interrupted_builds_continue(crawl, tmp_path, monkeypatch):
     assert tree(out) == tree(tmp_path / "fresh")
 
 
+def test_an_unfinished_build_of_another_version_starts_again_with_a_notice(crawl, tmp_path, capsys):
+    store = tmp_path / ".corpus.work" / "store"
+    (store / "done" / "ab" / "abc").mkdir(parents=True)
+    (store / "done" / "ab" / "abc" / "done.json").write_text('{"function": "ingot.data.curate:curate", "result": 1}')
+    build_corpus(inputs_of(crawl), tmp_path / "corpus")
+    assert "another version of ingot" in capsys.readouterr().err
+    build_corpus(inputs_of(crawl), tmp_path / "fresh")
+    assert tree(tmp_path / "corpus") == tree(tmp_path / "fresh")
+    assert capsys.readouterr().err == ""
+
+
 def _build(crawl, out):
     build_corpus(inputs_of(crawl), out)
 

@@ -60,7 +60,7 @@ def test_one_driver_per_store(tmp_path):
     ("status", "text"),
     [
         (
-            PhaseStatus(3, 8, 12_340, {"kept": 31, "language.other": 22, "url.duplicate": 47 - 30, "x": 30}, 30.1, 130.0),
+            PhaseStatus(3, 8, 12_340, {"kept": 31, "language.other": 22, "url.duplicate": 17, "x": 30}, 30.1, 130.0),
             "12,340 records, 410/s, 3 of 8 files, 2 min 10 s left; kept 31%; most dropped by x 30%",
         ),
         (PhaseStatus(0, 8), "0 of 8 files"),

@@ -52,7 +52,7 @@ def test_an_error_leaves_nothing(tmp_path):
 
 
 def test_two_attempts_at_once_are_harmless(tmp_path):
-    """A machine that was taken for dead continues: neither attempt loses its folder or board, the first to end counts."""
+    """A machine that was taken for dead continues: neither attempt loses its folder or board."""
     store, task = Store(tmp_path), one()
     with module._attempt(task, store, True, None) as first:
         first.at(7)
