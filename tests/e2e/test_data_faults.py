@@ -98,7 +98,7 @@ def test_ten_kills_leave_no_trace(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-PHASES = ["hashing", "reading", "URLs", "comparing", "passages", "writing", "tokenizer", "encoding", "shards"]
+PHASES = ["hashing", "reading", "URLs", "comparing", "repeated spans", "writing", "tokenizer", "encoding", "shards"]
 
 # Arguments: where the file system is to be, the folder of the undisturbed build, crawl files.
 ON_A_SMALL_DISK = """

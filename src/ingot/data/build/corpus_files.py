@@ -125,13 +125,13 @@ def find_repeated_spans(
         )
         for number, task in enumerate(processed)
     ]
-    run(windows, "passages")
+    run(windows, "repeated spans")
     group = store.group(windows)
     marked = [
-        mark_repeated.task(MarkRepeated(partition=number, windows=group), f"passages, partition {number}")
+        mark_repeated.task(MarkRepeated(partition=number, windows=group), f"repeated spans, partition {number}")
         for number in range(partitions)
     ]
-    run(marked, "passages")
+    run(marked, "repeated spans")
     return RepeatedSpansTasks(windows, store.group(marked), store.seconds([*windows, *marked]))
 
 

@@ -24,7 +24,7 @@ class Cluster:
     """Slurm in this process. An element is done, lost or held when squeue is asked, as `fate(index)` says."""
 
     def __init__(self, store: Store, fate=lambda index: "do"):
-        self.store, self.fate, self.scripts, self.cancelled = store, fate, [], []
+        self.store, self.fate, self.scripts, self.canceled = store, fate, [], []
         self.waiting: dict[str, TaskPhase] = {}  # "1_0" -> phase
         self.held: set[str] = set()
 
@@ -60,7 +60,7 @@ class Cluster:
                 write_error(self.store, phase, index, error)
 
     def scancel(self, *names: str) -> str:
-        self.cancelled += names
+        self.canceled += names
         for name in names:
             self.waiting.pop(name, None)
         return ""
@@ -115,17 +115,17 @@ def test_what_never_ends_well_is_given_up(cluster):
 def test_held_elements_are_replaced(cluster):
     made = cluster(lambda index: "held" if len(made.scripts) == 1 else "do")
     run_all(first_phase(2, 10), made.store, Slurm(block=2, **FAST))
-    assert "1_0" in made.cancelled
+    assert "1_0" in made.canceled
     assert len(made.scripts) == 2
 
 
-def test_an_error_comes_back_as_it_was_and_the_others_are_cancelled(cluster):
+def test_an_error_comes_back_as_it_was_and_the_others_are_canceled(cluster):
     made = cluster(lambda index: "do" if index == 0 else "wait")
     made.fate = lambda index: "do" if index == 0 else "held"
     with refused("E-DRILL-REFUSED", kind="refuse") as error:
         run_all(first_phase(4, 10, faults={3: "refuse"}), made.store, Slurm(**FAST))
     assert error.value.rule == "a rule"
-    assert {"1_1", "1_2", "1_3"} <= set(made.cancelled)
+    assert {"1_1", "1_2", "1_3"} <= set(made.canceled)
 
 
 def test_jobs_of_a_driver_that_died_are_waited_for(cluster):
