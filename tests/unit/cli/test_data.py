@@ -125,7 +125,7 @@ def test_verify_tells_damage(built, capsys):
     assert "kept documents" in capsys.readouterr().out
     next(Path(built, "corpus").glob("web-*")).write_bytes(b"x")
     assert main(["data", "verify", built]) == 20
-    assert "E-DATA" in capsys.readouterr().err
+    assert "E-CORPUS-HASH" in capsys.readouterr().err
 
 
 def test_errors_have_their_exit_codes(crawl_files, tmp_path, capsys):

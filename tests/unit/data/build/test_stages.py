@@ -42,7 +42,7 @@ PLANTED = {
     "purged": (english(11), 200, "purged.url"),
     "url": (english(12), 200, "url.duplicate"),
     "language": ("Der Hund und die Katze gehen heute nicht in den Wald, weil es regnet. " * 9, 200, "language.other"),
-    "gopher": ("The end of it and that is all to be said.", 200, "gopher.word_count"),
+    "gopher": ("The end of it and that is all to be read.", 200, "gopher.word_count"),
     "c4": (english(13) + "\nfunction run() { return to the start of it; }", 200, "c4.curly_bracket"),
     "fineweb": (lines_without_ends(english(14)), 200, "fineweb.terminal_punctuation"),
     "junk": (english(15).replace("e ", "â€™ "), 200, "junk.mojibake"),
