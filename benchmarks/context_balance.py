@@ -21,8 +21,8 @@ from record import record
 from ingot.schema.parallel import Parallel
 from ingot.theory.context import imbalance
 from ingot.trainer.mesh.mesh import build_mesh
-from ingot.trainer.model.attention import Sight, attend_locally
-from ingot.trainer.parallel.context import Context
+from ingot.trainer.model.attention import AttentionMaskSpec, attend_locally
+from ingot.trainer.parallel.context import ContextParallelism
 
 HEADS, HEAD_DIM = 4, 64
 
@@ -69,8 +69,8 @@ def attend(rank: int, args: argparse.Namespace, store: Path, pipe) -> None:
     found = {}
     mesh = build_mesh(ring(args.ranks, "zigzag"), "cpu")
     for layout in ("contiguous", "striped", "zigzag"):
-        context = Context(replace(mesh, parallel=ring(args.ranks, layout)), attend_locally)
-        sight = Sight(context.positions(args.tokens, q.device))
+        context = ContextParallelism(replace(mesh, parallel=ring(args.ranks, layout)), attend_locally)
+        sight = AttentionMaskSpec(context.positions(args.tokens, q.device))
         rounds = []
         for _ in range(args.rounds + 1):
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]

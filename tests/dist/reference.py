@@ -69,14 +69,14 @@ def compare(fork_ranks, transformers_twin, arch, layouts) -> None:
 def _computed(rank, world, run, tensors) -> Found:
     parts = build_parts(run, CPU, Path())
     with torch.no_grad():
-        for piece in [*parts.model.pieces, *(parts.balance.pieces if parts.balance else ())]:
+        for piece in [*parts.model.shards, *(parts.balance.shards if parts.balance else ())]:
             place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
             piece.value.copy_(tensors[piece.name][place])
     parts.model.publish()
     batch = batch_of(run, parts.mesh, 1)
     parts.program.train(batch)
     parts.model.reduce()
-    gradients = keep((piece, piece.grad) for piece in parts.model.pieces)
+    gradients = keep((piece, piece.grad) for piece in parts.model.shards)
     choices = []
     for stage in parts.model.stages.values():
         for module in stage.modules():

@@ -109,7 +109,7 @@ def same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 def state_of(parts: Parts) -> Iterator[tuple[Any, Tensor]]:
     """Master weights and moments, as blocks of tensors with names of their own."""
     moments = parts.optimizer.moments()
-    for piece in parts.model.pieces:
+    for piece in parts.model.shards:
         yield piece, piece.value
         for kind in ("exp_avg", "exp_avg_sq"):
             if piece.name in moments:

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ingot.trainer.mesh.mesh import build_mesh
-from ingot.trainer.parallel.pipeline import Pipeline
-from ingot.trainer.parallel.split_backward import linear
 from ingot.schema.parallel import TWO_STAGES, Parallel
 from ingot.theory.schedule import build_table, simulate
+from ingot.trainer.mesh.mesh import build_mesh
+from ingot.trainer.parallel.pipeline import PipelineExecutor
+from ingot.trainer.parallel.split_backward import SplitBackward
 
 RANKS, MICRO_BATCHES, WIDTH = 4, 8, 4
 SLOT_SECONDS = 0.03  # forward of a rank's stages, and each half of their backward
@@ -46,16 +46,16 @@ class _WeightSleeps(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, split: SplitBackward):
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.split = seconds, split
         self.start = nn.Parameter(torch.ones(WIDTH))
         self.weight = nn.Parameter(torch.eye(WIDTH))
 
     def forward(self, x, targets=None, document_ids=None):
         if not x.is_floating_point():
             x = x[..., None] * self.start
-        y = linear(_InputSleeps.apply(x, self.seconds), _WeightSleeps.apply(self.weight, self.seconds))
+        y = self.split.linear(_InputSleeps.apply(x, self.seconds), _WeightSleeps.apply(self.weight, self.seconds))
         return y if targets is None else y.sum()
 
 
@@ -82,9 +82,17 @@ def step_seconds(rank, world):
     for name in SCHEDULES:
         table = table_of(name)
         own = table.stages_of(rank)
-        stages = {number: SleepingStage(SLOT_SECONDS / len(own)) for number in own}
-        program = Pipeline(
-            stages, table, mesh, OneDataRank(), d_model=WIDTH, dtype=torch.float32, device=torch.device("cpu")
+        split = SplitBackward()
+        stages = {number: SleepingStage(SLOT_SECONDS / len(own), split) for number in own}
+        program = PipelineExecutor(
+            stages,
+            table,
+            mesh,
+            OneDataRank(),
+            d_model=WIDTH,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            split=split,
         )
         found[name] = float("inf")
         for _ in range(STEPS):

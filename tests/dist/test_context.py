@@ -12,16 +12,6 @@ import torch._dynamo  # ranks would import it one by one when their attention is
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ingot.trainer.mesh.mesh import build_mesh
-from ingot.trainer.model.attention import Sight, attend_locally
-from ingot.trainer.model.generate import generate
-from ingot.trainer.model.init import initialize
-from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.parallel import ring
-from ingot.trainer.parallel.apply import compile_blocks
-from ingot.trainer.parallel.context import Context
-from ingot.trainer.parallel.flash import attend_part
-from ingot.trainer.parallel.recompute import recompute
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
@@ -29,6 +19,16 @@ from ingot.theory.context import ring_bytes, ulysses_bytes
 from ingot.trainer.evaluate import Heldout, evaluate
 from ingot.trainer.forward import run_logits, run_nats
 from ingot.trainer.heldout import SourceText
+from ingot.trainer.mesh.mesh import build_mesh
+from ingot.trainer.model.attention import AttentionMaskSpec, attend_locally
+from ingot.trainer.model.generate import generate
+from ingot.trainer.model.init import initialize
+from ingot.trainer.model.transformer import Transformer
+from ingot.trainer.parallel import ring
+from ingot.trainer.parallel.apply import compile_blocks
+from ingot.trainer.parallel.context import ContextParallelism
+from ingot.trainer.parallel.flash import attend_part
+from ingot.trainer.parallel.recompute import recompute
 from ingot.trainer.parts import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, train
@@ -44,9 +44,9 @@ def documents_of(rows, tokens, seed=7):
     return starts.cumsum(-1).int()
 
 
-def sight_of(what, positions):
+def mask_spec_of(what, positions):
     documents = documents_of(BATCH, TOKENS) if "documents" in what else None
-    return Sight(positions, documents, 11 if "window" in what else 0)
+    return AttentionMaskSpec(positions, documents, 11 if "window" in what else 0)
 
 
 def example(kv_heads, dtype=torch.float64):
@@ -56,16 +56,16 @@ def example(kv_heads, dtype=torch.float64):
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
 
 
-def run(attend, tensors, sight):
+def run(attend, tensors, mask_spec):
     """Results, and gradients of queries, keys and values."""
     q, k, v, grad = tensors
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, sight)
+    out = attend(*leaves, mask_spec)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def in_one_process(tensors, what):
-    return run(attend_locally, tensors, sight_of(what, torch.arange(TOKENS)))
+    return run(attend_locally, tensors, mask_spec_of(what, torch.arange(TOKENS)))
 
 
 def own_part(context, x_BNTH):
@@ -74,7 +74,7 @@ def own_part(context, x_BNTH):
 
 def in_parts(context, tensors, what):
     """This rank's part of the same."""
-    return run(context.attend, [own_part(context, x) for x in tensors], sight_of(what, context.positions(TOKENS, CPU)))
+    return run(context.attend, [own_part(context, x) for x in tensors], mask_spec_of(what, context.positions(TOKENS, CPU)))
 
 
 def grids(world):
@@ -88,7 +88,7 @@ def grids(world):
 def test_every_form_equals_one_process(fork_ranks, world, kv_heads):
     def check(rank, ranks):
         for parallel in grids(world):
-            context = Context(build_mesh(parallel, "cpu"), attend_locally)
+            context = ContextParallelism(build_mesh(parallel, "cpu"), attend_locally)
             for heads, what in product(kv_heads, SIGHTS):
                 tensors = example(heads)
                 found, expected = in_parts(context, tensors, what), in_one_process(tensors, what)
@@ -106,7 +106,7 @@ def test_bf16_is_as_near_to_float64_as_one_process(fork_ranks, what):
         exact, alone = in_one_process([x.double() for x in tensors], what), in_one_process(tensors, what)
         worst = []
         for parallel in grids(ranks):
-            context = Context(build_mesh(parallel, "cpu"), attend_locally)
+            context = ContextParallelism(build_mesh(parallel, "cpu"), attend_locally)
             for ours, theirs, whole in zip(in_parts(context, tensors, what), alone, exact, strict=True):
                 assert ours.dtype == torch.bfloat16
                 worst.append(((ours - own_part(context, whole)).norm() / (theirs - whole).norm()).item())
@@ -129,7 +129,7 @@ def test_what_is_sent_is_what_the_formulas_say(fork_ranks, ulysses, layout, what
     train = Train(steps=1, seq_len=TOKENS, global_batch=BATCH, micro_batch=BATCH, precision="bf16")
 
     def count(rank, ranks):
-        context, sent, dealt = Context(build_mesh(parallel, "cpu"), attend_locally), [], []
+        context, sent, dealt = ContextParallelism(build_mesh(parallel, "cpu"), attend_locally), [], []
         send, deal = dist.isend, dist.all_to_all_single
 
         def counted_deal(found, parts, group):
@@ -145,7 +145,7 @@ def test_what_is_sent_is_what_the_formulas_say(fork_ranks, ulysses, layout, what
         )  # fmt: skip
         q, k, v, grad = (own_part(context, x) for x in example(2, torch.bfloat16))
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = context.attend(*leaves, sight_of(what, context.positions(TOKENS, CPU)))
+        out = context.attend(*leaves, mask_spec_of(what, context.positions(TOKENS, CPU)))
         forward = [len(sent), sum(sent), len(dealt), sum(dealt)]
         out.backward(grad)
         return forward, [
@@ -196,12 +196,12 @@ def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
 
     def check(rank, ranks):
         mesh = build_mesh(Parallel(cp=ranks, context="usp", ulysses=ulysses), "cpu")
-        context = Context(mesh, attend_locally)
+        context = ContextParallelism(mesh, attend_locally)
         model = model_of(context.attend)
         if how == "compiled":
             compile_blocks(model, whole_readout=False)
         else:
-            recompute(model.blocks, how, 1, rings=True)
+            recompute(model.blocks, how, 1, context.kept)
         for ours, theirs in zip(loss_and_gradients(model, ids, context), expected, strict=True):
             assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
 
@@ -222,11 +222,11 @@ def test_a_ring_keeps_its_result_and_goes_round_once(fork_ranks, monkeypatch, ho
     ids = torch.randint(0, ARCH.vocab_size, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
 
     def check(rank, ranks):
-        context = Context(build_mesh(Parallel(cp=ranks, context="ring", ulysses=1), "cpu"), attend_locally)
+        context = ContextParallelism(build_mesh(Parallel(cp=ranks, context="ring", ulysses=1), "cpu"), attend_locally)
         model = Transformer(replace(ARCH, sliding_window=0), context.attend)
         initialize(model, ARCH, 5)
         if how == "selective":
-            recompute(model.blocks, how, 1, rings=True)
+            recompute(model.blocks, how, 1, context.kept)
         own = context.own(ids)
         loss = model(own, own, None, positions_T=context.positions(TOKENS, CPU))
         forward = len(made)
@@ -305,7 +305,7 @@ def test_scores_and_logits_of_experts_with_a_capacity_are_those_of_one_process(f
 def test_steps_of_the_trainer_are_those_of_one_process(fork_ranks, layout):
     def steps(rank, ranks):
         result = train(run_of(arch=ARCH, seq_len=16, global_batch=4, **(layout if ranks > 1 else {})), (1, 2, 3))
-        return result.losses, result.norms, keep((piece, piece.value) for piece in result.parts.model.pieces)
+        return result.losses, result.norms, keep((piece, piece.value) for piece in result.parts.model.shards)
 
     ((losses, norms, kept),) = fork_ranks(steps, 1)
     results = fork_ranks(
@@ -322,7 +322,7 @@ def test_steps_of_the_trainer_are_those_of_one_process(fork_ranks, layout):
 def test_whole_puts_tokens_back_in_order(fork_ranks):
     def check(rank, ranks):
         for parallel in grids(ranks):
-            context = Context(build_mesh(parallel, "cpu"), attend_locally)
+            context = ContextParallelism(build_mesh(parallel, "cpu"), attend_locally)
             x = torch.arange(BATCH * TOKENS * 3).view(BATCH, TOKENS, 3)
             assert context.own(x).shape == (BATCH, TOKENS // ranks, 3)
             assert torch.equal(context.whole(context.own(x)), x)

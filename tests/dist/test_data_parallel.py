@@ -48,7 +48,7 @@ def trained(rank, ranks, precision, sequences, micro_batch, forms, repeated=Fals
         parallel=Parallel(**forms),
     )
     parts = build_parts(run, torch.device("cpu"), Path(), policy)
-    policy.pieces, facts = parts.model.pieces, []
+    policy.shards, facts = parts.model.shards, []
     for step in range(1, STEPS + 1):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, ARCH.vocab_size, (1 if repeated else sequences, TOKENS + 1), generator=generator)
@@ -57,7 +57,7 @@ def trained(rank, ranks, precision, sequences, micro_batch, forms, repeated=Fals
         batch = SimpleNamespace(step=step, inputs=mine[..., :-1], targets=mine[..., 1:], document_ids=None)
         facts.append(train_step(parts, batch, run.optim.lr))
     losses, norms = [f.loss.item() for f in facts], [f.grad_norm.item() for f in facts]
-    return losses, norms, policy.gradients, {p.name: p.value.numpy().copy() for p in parts.model.pieces}
+    return losses, norms, policy.gradients, {p.name: p.value.numpy().copy() for p in parts.model.shards}
 
 
 def worst(ours, theirs):

@@ -40,7 +40,7 @@ def first_step(rank, world, run, crowded=()):
 
     def reduce_and_look():
         reduce()
-        gradients.extend((piece, piece.grad) for piece in parts.model.pieces if piece.grad is not None)
+        gradients.extend((piece, piece.grad) for piece in parts.model.shards if piece.grad is not None)
         gradients[:] = keep(gradients)
 
     parts.model.reduce = reduce_and_look
@@ -170,7 +170,7 @@ def issued(rank, world, run):
 
     def reduce_and_look():
         reduce()
-        gradients.extend(keep((piece, piece.grad) for piece in parts.model.pieces))
+        gradients.extend(keep((piece, piece.grad) for piece in parts.model.shards))
 
     parts.model.reduce = reduce_and_look
     with Tracker() as tracker:

@@ -54,7 +54,7 @@ def three_losses(rank, world, run):
 def first_state(rank, world, run):
     parts = build_parts(run, CPU, Path())
     assert parts.balance is not None
-    return keep((piece, piece.value) for piece in (*parts.model.pieces, *parts.balance.pieces))
+    return keep((piece, piece.value) for piece in (*parts.model.shards, *parts.balance.shards))
 
 
 def test_the_first_loss_is_that_of_transformers_and_training_goes_on(fork_ranks, mixtral):

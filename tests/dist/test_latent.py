@@ -41,14 +41,14 @@ def computed(rank, world, run, weights):
     """The loss of this rank's part of the batch (None where the last stage is elsewhere), and the gradients it has."""
     parts = build_parts(run, CPU, Path())
     with torch.no_grad():
-        for piece in parts.model.pieces:
+        for piece in parts.model.shards:
             place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
             piece.value.copy_(weights[piece.name][place])
     parts.model.publish()
     loss = float(parts.program.train(batch_of(run, parts.mesh, 1)))
     parts.model.reduce()
     has_loss = parts.mesh.index("pp") == parts.program.table.rank_of_stage[-1]
-    return loss if has_loss else None, keep((piece, piece.grad) for piece in parts.model.pieces)
+    return loss if has_loss else None, keep((piece, piece.grad) for piece in parts.model.shards)
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import torch
 
-from ingot.trainer.optim.adamw import Optimizer
-from ingot.trainer.optim.clip import clip_factor, gradient_norm
-from ingot.trainer.optim.offload import OffloadedOptimizer, build_optimizer
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Optim
+from ingot.trainer.optim.adamw import AdamW
+from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.offload import OffloadedOptimizer, build_optimizer
 
 OPTIM = Optim(lr=0.01, weight_decay=0.1)
 ROWS = {"embed": (13, 64), "norm": (64,), "shared": (6, 5)}  # `shared` is on every rank, the others are cut by rows
 
 
-def clip_grad_norm(pieces, max_norm, *, scale=None):
+def clip_grad_norm(shards, max_norm, *, scale=None):
     """What a step does with norm and factor, here in place so that it can be looked at."""
-    norm = gradient_norm(pieces, scale=scale)
+    norm = gradient_norm(shards, scale=scale)
     factor = clip_factor(norm, max_norm, scale=scale)
-    for piece in pieces:
+    for shard in shards:
         if factor is not None:
-            piece.grad.mul_(factor)
+            shard.grad.mul_(factor)
     return norm
 
 
@@ -43,7 +43,7 @@ def own(name, whole, rank, world):
 
 def train(rank, world, offload, folder="", steps=5, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    pieces = [
+    shards = [
         Block(
             name,
             own(name, torch.randn(shape, generator=generator, dtype=dtype), rank, world).clone(),
@@ -52,19 +52,19 @@ def train(rank, world, offload, folder="", steps=5, dtype=torch.float64):
         )
         for name, shape in ROWS.items()
     ]
-    optimizer, norms = build_optimizer(pieces, OPTIM, Parallel(offload=offload, offload_folder=folder), Path()), []
+    optimizer, norms = build_optimizer(shards, OPTIM, Parallel(offload=offload, offload_folder=folder), Path()), []
     for step in range(1, steps + 1):
-        for piece in pieces:
-            whole = torch.randn(ROWS[piece.name], generator=generator, dtype=dtype)
-            piece.grad = own(piece.name, whole, rank, world).clone()
+        for shard in shards:
+            whole = torch.randn(ROWS[shard.name], generator=generator, dtype=dtype)
+            shard.grad = own(shard.name, whole, rank, world).clone()
         if step % 2:
-            norms.append(clip_grad_norm(pieces, 1.0))
+            norms.append(clip_grad_norm(shards, 1.0))
             optimizer.step(0.01 * step)
         else:
-            norms.append(gradient_norm(pieces, world))
+            norms.append(gradient_norm(shards, world))
             optimizer.step(0.01 * step, scale=clip_factor(norms[-1], 1.0))
     optimizer.close()
-    return {p.name: p.value.numpy() for p in pieces}, torch.stack(norms).numpy()
+    return {p.name: p.value.numpy() for p in shards}, torch.stack(norms).numpy()
 
 
 def test_every_form_on_four_ranks_equals_one_process(fork_ranks, tmp_path):
@@ -115,7 +115,7 @@ def test_a_rank_killed_in_a_step_leaves_no_file(tmp_path):
     assert in_step.is_set() and process.exitcode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
     mine, same = blocks(), blocks()
-    after, reference = OffloadedOptimizer(mine, OPTIM, folder=tmp_path), Optimizer(same, OPTIM)
+    after, reference = OffloadedOptimizer(mine, OPTIM, folder=tmp_path), AdamW(same, OPTIM)
     assert all(not t.any() for t in after.moments()["w"].values())
     after.step(0.01)
     reference.step(0.01)

@@ -10,17 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ingot.trainer.mesh.mesh import build_mesh
-from ingot.errors import ConfigError
-from ingot.trainer.model.init import initialize
-from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.parallel.pipeline import Pipeline
-from ingot.trainer.parallel.recompute import recompute
-from ingot.trainer.parallel.split_backward import split_linears
-from ingot.trainer.parallel.stages import cut_stage
+from tests.expect import refused
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import TWO_STAGES, Parallel
 from ingot.theory.schedule import Channel, build_table, peak_in_flight, schedule_problems
+from ingot.trainer.mesh.mesh import build_mesh
+from ingot.trainer.model.init import initialize
+from ingot.trainer.model.transformer import Transformer
+from ingot.trainer.parallel.pipeline import PipelineExecutor, cut_stage
+from ingot.trainer.parallel.recompute import recompute
+from ingot.trainer.parallel.split_backward import SplitBackward, split_linears
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 ARCH = Arch(
@@ -123,23 +122,32 @@ class Calls:
         self.made.append(("after", stage, last))
 
 
-def program(kind, name, pp, micro_batches, stage_layers=(), recomputed="none", pressure=None, **degrees):
+def program(kind, name, pp, micro_batches, stage_layers=(), recomputed="none", router_loss=None, **degrees):
     """This rank's part of the pipeline, its stages in `.stages`. Collective."""
     per_rank = 2 if name in TWO_STAGES and pp > 1 else 1
     table = build_table(name, pp, micro_batches, per_rank)
     mesh = build_mesh(Parallel(pp=pp, schedule=name, **degrees), "cpu")
     layers = stage_layers or [ARCH.num_layers // table.stages] * table.stages
-    stages = {}
+    stages, splits = {}, any(action.kind == "I" for row in table.rows for action in row)
+    split = SplitBackward() if splits else None
     for number in table.stages_of(mesh.index("pp")):
         stages[number] = make(kind)
         if table.stages > 1:
             cut_stage(stages[number], number, layers)
-        if any(action.kind == "I" for row in table.rows for action in row):
-            split_linears(stages[number])
+        if split is not None:
+            split_linears(stages[number], split)
         if recomputed != "none":
             recompute(stages[number].blocks, recomputed, 1)
-    return Pipeline(
-        stages, table, mesh, Calls(), d_model=ARCH.d_model, dtype=torch.float64, device=CPU, pressure=pressure
+    return PipelineExecutor(
+        stages,
+        table,
+        mesh,
+        Calls(),
+        d_model=ARCH.d_model,
+        dtype=torch.float64,
+        device=CPU,
+        router_loss=router_loss,
+        split=split,
     )
 
 
@@ -370,33 +378,33 @@ def test_sent_tensors_and_activations_are_let_go(fork_ranks, name):
 
 
 class Router(Toy):
-    """Writes down what it is told, and by which positions it knows its tokens."""
+    """A stage that records its router_loss arguments."""
 
-    told: list
+    recorded: list
 
-    def forward(self, x, targets=None, document_ids=None, *, positions_T=None, pressure=None, per_token=False):
-        if pressure is not None:
-            keys, weight = pressure
-            self.__dict__.setdefault("told", []).append((keys.tolist(), weight.item()))
+    def forward(self, x, targets=None, document_ids=None, *, positions_T=None, router_loss=None, per_token=False):
+        if router_loss is not None:
+            keys, weight = router_loss
+            self.__dict__.setdefault("recorded", []).append((keys.tolist(), weight.item()))
         return super().forward(x, targets, None, per_token=per_token)
 
 
 @pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"cp": 2, "ulysses": 2}, {"dp_shard": 2}], ids=str)
 @pytest.mark.parametrize("name, pp", [("1f1b", 1), ("zb_v", 2)])
-def test_routers_are_told_which_sequences_they_see_and_what_a_nat_counts(fork_ranks, name, pp, degrees):
+def test_routers_get_the_keys_of_their_sequences_and_the_weight_of_a_nat(fork_ranks, name, pp, degrees):
     micro_batches, step = 4, 3
 
-    def told(rank, ranks):
-        pipeline = program(Router, name, pp, micro_batches, pressure=lambda *both: both, **degrees)
+    def recorded(rank, ranks):
+        pipeline = program(Router, name, pp, micro_batches, router_loss=lambda *both: both, **degrees)
         batch = batch_of(micro_batches, documents=False)
         batch.step = step
         pipeline.train(batch, torch.tensor(8.0))
-        pipeline.forward_only(batch.inputs[0], None, None, per_token=False)  # routers are told nothing
-        return pipeline.data_rank, [getattr(stage, "told") for stage in pipeline.stages.values()]  # noqa: B009
+        pipeline.forward_only(batch.inputs[0], None, None, per_token=False)  # without a router_loss
+        return pipeline.data_rank, [getattr(stage, "recorded") for stage in pipeline.stages.values()]  # noqa: B009
 
     data_ranks, cp = (1, 2) if "cp" in degrees else (2, 1)
     own = micro_batches * BATCH
-    for data_rank, stages in fork_ranks(told, 2 * pp):
+    for data_rank, stages in fork_ranks(recorded, 2 * pp):
         first = (step * data_ranks + data_rank) * own
         weight = 8 / (own * TOKENS / cp)
         expected = [([first + i * BATCH, first + i * BATCH + 1], weight) for i in range(micro_batches)]
@@ -404,9 +412,9 @@ def test_routers_are_told_which_sequences_they_see_and_what_a_nat_counts(fork_ra
 
 
 def test_a_batch_of_another_size_is_refused(fork_ranks):
-    def refused(rank, ranks):
+    def train_with_three(rank, ranks):
         pipeline = program(Toy, "1f1b", 1, 2)
-        with pytest.raises(ConfigError, match="3 micro-batches for a schedule of 2"):
+        with refused("E-MICRO-BATCHES", found=3, expected=2):
             pipeline.train(batch_of(3))
 
-    fork_ranks(refused, 1)
+    fork_ranks(train_with_three, 1)

@@ -58,7 +58,7 @@ def held_bytes(rank, world, run, folder):
         if run.parallel.offload != "none":
             tracker.label((t for state in parts.optimizer.moments().values() for t in state.values()), HOST)
         if offloads:
-            tracker.label((piece.value for piece in parts.model.pieces), HOST)
+            tracker.label((piece.value for piece in parts.model.shards), HOST)
 
         def look(stage, last):
             after_backward(stage, last)

@@ -7,10 +7,9 @@ import torch
 
 from ingot.schema.parallel import Parallel
 from ingot.theory.context import ring_positions
-from ingot.trainer.model.attention import Sight, attend_locally
+from ingot.trainer.model.attention import AttentionMaskSpec, attend_locally
 from ingot.trainer.parallel.flash import attend_part, attend_part_backward
-from ingot.trainer.parallel.ring import merge
-from ingot.trainer.parallel.tiles import masked_tiles, plain_tiles
+from ingot.trainer.parallel.ring import masked_tiles, merge, plain_tiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -37,16 +36,16 @@ def in_a_ring(parallel, sight, q, k, v, grad, masked):
             tiles += [(tile, positions[source][tile.keys]) for tile in (some if masked else plain)]
         seen = [sight.mask(here[t.queries], keys) if t.masked else None for t, keys in tiles]
         for (tile, keys), mask in zip(tiles, seen, strict=True):
-            made = attend_part(rows[:, :, tile.queries], k[:, :, keys], v[:, :, keys], causal=tile.causal, seen=mask)
+            made = attend_part(rows[:, :, tile.queries], k[:, :, keys], v[:, :, keys], causal=tile.causal, mask=mask)
             merge(total[:, :, tile.queries], lse[:, :, tile.queries], *made)
         out[:, :, here] = total
         whole = total.to(q.dtype)
         for (tile, keys), mask in zip(tiles, seen, strict=True):
             asked = here[tile.queries]
-            queries, result, normalisers = (x[:, :, tile.queries] for x in (rows, whole, lse))
+            queries, result, normalizers = (x[:, :, tile.queries] for x in (rows, whole, lse))
             own_grad, own_k, own_v = grad[:, :, asked], k[:, :, keys], v[:, :, keys]
             more = attend_part_backward(
-                own_grad, queries, result, normalisers, own_k, own_v, causal=tile.causal, seen=mask
+                own_grad, queries, result, normalizers, own_k, own_v, causal=tile.causal, mask=mask
             )
             for total_grad, added, at in zip((dq, dk, dv), more, (asked, keys, keys), strict=True):
                 total_grad[:, :, at] += added
@@ -61,7 +60,7 @@ def test_kernels_of_a_ring_equal_attention_in_one_piece(layout: Any, dtype, allo
     shapes = [(BATCH, heads, TOKENS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, grad = (torch.randn(s, device="cuda", dtype=dtype, generator=generator) for s in shapes)
     documents = (torch.rand(BATCH, TOKENS, device="cuda", generator=generator) < 0.05).cumsum(-1)
-    sight = Sight(
+    sight = AttentionMaskSpec(
         torch.arange(TOKENS, device="cuda"), documents if what == "documents" else None, 50 if what == "window" else 0
     )
     leaves = q, k, v = [x.clone().requires_grad_() for x in (q, k, v)]

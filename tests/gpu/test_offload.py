@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ingot.schema.run import Optim
-from ingot.trainer.optim.adamw import Optimizer
+from ingot.trainer.optim.adamw import AdamW
 from ingot.trainer.optim.clip import clip_factor, gradient_norm
 from ingot.trainer.optim.offload import OffloadedOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 OPTIM = Optim(weight_decay=0.1)
-BUFFER_BYTES = 2**20  # cuts of 32768 elements: 32 in a piece
+BUFFER_BYTES = 2**20  # ranges of 32768 elements: 32 in a shard
 
 
 @dataclass
@@ -33,7 +33,7 @@ def test_the_same_bits_as_on_the_host(tmp_path, kept, on_disk):
     there, here = Block("w", start.cuda()), Block("w", start.clone())
     folder = tmp_path if on_disk else None
     optimizer = OffloadedOptimizer([there], OPTIM, folder=folder, buffer_bytes=BUFFER_BYTES)
-    reference = Optimizer([here], OPTIM)
+    reference = AdamW([here], OPTIM)
     for step in range(1, 6):
         gradient = torch.randn(start.shape, generator=generator).to(kept)
         there.grad, here.grad = gradient.cuda(), gradient.clone()
@@ -53,4 +53,4 @@ def test_device_memory_beyond_the_pieces_is_one_cut():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer.step(0.01)
-    assert torch.cuda.max_memory_allocated() - before <= 4 * optimizer.cut_elements * 4
+    assert torch.cuda.max_memory_allocated() - before <= 4 * optimizer.range_elements * 4

@@ -49,6 +49,7 @@ EXPERT_MODELS = {
 }  # fmt: skip
 OTHER_MODELS = {
     "window": replace(_TIED, sliding_window=5),
+    "softcap": replace(_TIED, logit_softcap=0.05),  # near the size of the logits, so that the cap bends them
     "window, one kv head": replace(_TIED, sliding_window=3, num_kv_heads=1),
 } | EXPERT_MODELS
 
@@ -244,6 +245,18 @@ def _fours() -> Iterator[tuple[Form, ...]]:
         yield data, _pick("tensor", i), schedule, *extras[i % 4]
 
 
+_SOFTCAP = Form("softcap", model="softcap")
+
+
+def _softcaps() -> Iterator[tuple[Form, ...]]:
+    """The cap on logits in one process, and with the forms that change how the loss is computed or reduced."""
+    yield (_SOFTCAP,)
+    for name in ("zero-2", "zero-3", "canonical", "tp+sp", "tp", "1f1b", "zb_v", "accumulation", "documents"):
+        yield _SOFTCAP, *_by_name(name)
+    yield _SOFTCAP, CONTEXT[0]
+    yield _SOFTCAP, *_by_name("tp+sp", "1f1b")
+
+
 # -- long sequences and experts --
 
 
@@ -369,7 +382,7 @@ def all_cases() -> tuple[tuple[Case, ...], tuple[Refusal, ...]]:
         case = compose(*group, kind=kind, number=number)
         if not case.problems():
             cases.append(case)
-    for number, group in enumerate([*_long(), *_mixed()]):
+    for number, group in enumerate([*_softcaps(), *_long(), *_mixed()]):
         case = compose(*group, number=number)
         case = replace(case, kind=KINDS[min(max(_axes(case.parallel), 1), 4) - 1])
         if problems := case.problems():
@@ -388,6 +401,7 @@ ALSO_CORE = (
     "fallback x ep over cp", "experts x ring", "experts x gpipe", "experts x ddp", "idle x zero-1",
     "experts x ep over tp", "capacity x ep, zero-3", "fallback x zero-3 x cp x ep x tp x documents",
     "capacity x pp x ddp x cp x ep x tp",
+    "softcap", "softcap x tp+sp", "softcap x canonical", "softcap x tp+sp x 1f1b", "softcap x ring",
 )  # fmt: skip
 
 

@@ -10,16 +10,15 @@ from unittest.mock import patch
 
 from ingot.trainer import parts
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.model.loss import Readout
+from ingot.trainer.model.loss import Readout, nats_and_slope
 from ingot.trainer.parallel import apply, fsdp, tensor, zero
-from ingot.trainer.parallel.canonical import Tree
+from ingot.trainer.parallel.canonical import ReductionTree
 from ingot.trainer.parallel.channels import Channels
-from ingot.trainer.parallel.piece import Piece
-from ingot.trainer.parallel.pipeline import Pipeline
+from ingot.trainer.parallel.pipeline import PipelineExecutor, TiedEnds
 from ingot.trainer.parallel.split_backward import WeightGradients
-from ingot.trainer.parallel.stages import TiedEnds
 from ingot.trainer.parallel.tensor import Region
 from ingot.trainer.parallel.zero import Zero
+from ingot.trainer.shard import ParameterShard
 
 from .planting import fault, replaced
 
@@ -67,8 +66,8 @@ def mean_left_out(stack: ExitStack) -> None:
     def make(reduce):
         def total(self):
             reduce(self)
-            for piece in self.pieces:
-                piece.grad.mul_(self.mesh.data_ranks)
+            for shard in self.shards:
+                shard.grad.mul_(self.mesh.data_ranks)
 
         return total
 
@@ -103,6 +102,12 @@ def accumulated_twice(stack: ExitStack) -> None:
         return keep
 
     replaced(stack, Zero, "_scatter", make)
+
+
+@fault("the copies of the model sum their gradients after each micro-batch, not after the last", "hsdp-2", "error")
+def copies_sum_too_early(stack: ExitStack) -> None:
+    """The states of a bucket refuse the gradients of the next micro-batch."""
+    replaced(stack, Zero, "_complete", lambda complete: lambda self, bucket, last: complete(self, bucket, True))
 
 
 @fault("updated parameters are not gathered", "zero-1", "loss norm parameters")
@@ -149,7 +154,7 @@ def sums_in_turn(stack: ExitStack) -> None:
 
         return one_part
 
-    replaced(stack, Tree, "__init__", make)
+    replaced(stack, ReductionTree, "__init__", make)
 
 
 # -- the optimizer --
@@ -162,7 +167,7 @@ def copies_in_the_norm(stack: ExitStack) -> None:
 
 @fault("weight decay acts on norm weights", "zero-1", "parameters loss norm")
 def norms_decay(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(Piece, "decays", True))
+    stack.enter_context(patch.object(ParameterShard, "decays", True))
 
 
 # -- tensor parallelism --
@@ -170,7 +175,7 @@ def norms_decay(stack: ExitStack) -> None:
 
 @fault("gradients of norms are not summed over tp", "tp+sp", "gradient norm parameters loss replicas")
 def partial_sum_left_out(stack: ExitStack) -> None:
-    replaced(stack, apply, "sum_partial_gradients", lambda original: lambda pieces, mesh: None)
+    replaced(stack, apply, "sum_partial_gradients", lambda original: lambda shards, mesh: None)
 
 
 @fault("entering and leaving a region are swapped", "tp", "gradient norm parameters loss replicas")
@@ -192,6 +197,19 @@ def own_largest_logit(stack: ExitStack) -> None:
         return lambda x, group, op="sum": x if op == "max" else original(x, group, op)
 
     replaced(stack, tensor, "all_sum", make)
+
+
+@fault("the loss over a vocabulary that is split has no softcap", "softcap x tp+sp", "gradient norm parameters loss")
+def cap_dropped_under_tensor_parallelism(stack: ExitStack) -> None:
+    def make(use):
+        def without_cap(self, measure, whole):
+            if measure is not nats_and_slope:
+                self.softcap = 0.0
+            use(self, measure, whole)
+
+        return without_cap
+
+    replaced(stack, Readout, "use", make)
 
 
 @fault("queries meet the next key/value head", "tp+sp over 4, tied", "gradient norm parameters loss")
@@ -273,4 +291,4 @@ def half_a_gradient_sent(stack: ExitStack) -> None:
 
         return half
 
-    replaced(stack, Pipeline, "_pass_on", make)
+    replaced(stack, PipelineExecutor, "_pass_on", make)

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import torch
 
-from ingot.trainer.model import moe, routing, transformer
-from ingot.trainer.parallel import balance, expert, ring, tensor, ulysses
+from ingot.trainer.model import experts, routing, transformer
+from ingot.trainer.parallel import balance, context, expert, ring, tensor
 from ingot.trainer.parallel.expert import ExpertDispatch
-from ingot.trainer.parallel.pipeline import Pipeline
+from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parallel.ring import Ring
 from ingot.trainer.parallel.zero import Zero
 
@@ -22,14 +22,14 @@ _LATER = "gradient norm parameters loss"
 
 @fault("documents are ignored on one step of the ring", "ring x documents", _LATER)
 def mask_ignored_on_one_step(stack: ExitStack) -> None:
-    def make(seen):
-        def but_not_of_the_next(self, tile, source):
-            looks = seen(self, tile, source)
-            return torch.ones_like(looks) if looks is not None and source != self.ring.index else looks
+    def make(original):
+        def all_true_for_other_ranks(self, tile, source):
+            mask = original(self, tile, source)
+            return torch.ones_like(mask) if mask is not None and source != self.ring.index else mask
 
-        return but_not_of_the_next
+        return all_true_for_other_ranks
 
-    replaced(stack, ring._View, "seen", make)
+    replaced(stack, ring._RingCall, "mask", make)
 
 
 @fault("a ring knows of no window", "ring x window", _LATER)
@@ -38,7 +38,7 @@ def window_ignored(stack: ExitStack) -> None:
         stack,
         Ring,
         "attend",
-        lambda attend: lambda self, q, k, v, sight: attend(self, q, k, v, replace(sight, window=0)),
+        lambda attend: lambda self, q, k, v, mask_spec: attend(self, q, k, v, replace(mask_spec, window=0)),
     )
 
 
@@ -55,9 +55,9 @@ def merged_wrongly(stack: ExitStack) -> None:
 @fault("the backward of a step takes that step's normaliser, not the final one", "ring over 4", _LATER)
 def own_normaliser(stack: ExitStack) -> None:
     def make(backward):
-        def of_this_step(grad, q, out, lse, k, v, *, causal, seen):
+        def of_this_step(grad, q, out, lse, k, v, *, causal, mask):
             return backward(
-                grad, q, *ring.attend_part(q, k, v, causal=causal, seen=seen), k, v, causal=causal, seen=seen
+                grad, q, *ring.attend_part(q, k, v, causal=causal, mask=mask), k, v, causal=causal, mask=mask
             )
 
         return of_this_step
@@ -89,7 +89,7 @@ def positions_restart(stack: ExitStack) -> None:
 
 @fault("heads come back from the wrong ranks", "ulysses", _LATER)
 def heads_mixed_up(stack: ExitStack) -> None:
-    replaced(stack, ulysses, "_all_to_all", lambda swap: lambda parts, group: swap(parts, group).roll(1, 0))
+    replaced(stack, context, "_all_to_all", lambda swap: lambda parts, group: swap(parts, group).roll(1, 0))
 
 
 @fault("gradients are summed over cp ranks, not averaged", "striped ring", "gradient norm parameters")
@@ -97,8 +97,8 @@ def cp_left_out_of_the_mean(stack: ExitStack) -> None:
     def make(reduce):
         def total(self):
             reduce(self)
-            for piece in self.pieces:
-                piece.grad.mul_(self.mesh.size("cp"))
+            for shard in self.shards:
+                shard.grad.mul_(self.mesh.size("cp"))
 
         return total
 
@@ -110,7 +110,9 @@ def cp_left_out_of_the_mean(stack: ExitStack) -> None:
 
 @fault("experts' results are added without their weights", "idle x ep", "routing balance " + _LATER)
 def combined_without_weights(stack: ExitStack) -> None:
-    replaced(stack, moe, "combine", lambda combine: lambda made, weights, rows: combine(made, 1 + 0 * weights, rows))
+    replaced(
+        stack, experts, "combine", lambda combine: lambda made, weights, rows: combine(made, 1 + 0 * weights, rows)
+    )
 
 
 @fault("gradients of experts are averaged over ep as well", "experts x ep", "routing " + _LATER)
@@ -118,8 +120,8 @@ def divided_by_ep(stack: ExitStack) -> None:
     def make(reduce):
         def smaller(self):
             reduce(self)
-            for piece in (piece for piece in self.pieces if ".experts." in piece.name):
-                piece.grad.div_(self.mesh.size("ep"))
+            for shard in (shard for shard in self.shards if ".experts." in shard.name):
+                shard.grad.div_(self.mesh.size("ep"))
 
         return smaller
 
@@ -179,14 +181,16 @@ def counted_on_one_rank(stack: ExitStack) -> None:
 
 @fault("the balance loss counts twice", "experts x gpipe", "routing " + _LATER)
 def balance_loss_doubled(stack: ExitStack) -> None:
-    def make(pressure):
+    def make(original):
         def twice(self, step, micro_batch):
-            told = pressure(self, step, micro_batch)
-            return {"pressure": replace(told["pressure"], weight=2 * told["pressure"].weight)} if told else told
+            more = original(self, step, micro_batch)
+            return (
+                {"router_loss": replace(more["router_loss"], weight=2 * more["router_loss"].weight)} if more else more
+            )
 
         return twice
 
-    replaced(stack, Pipeline, "_pressure", make)
+    replaced(stack, PipelineExecutor, "_router_loss", make)
 
 
 @fault("every rank draws the same noise for its own first sequence", "experts x ddp", "routing " + _LATER)

@@ -60,7 +60,7 @@ def play(folder: Path, case: Case, fault: str = "") -> Played:
 
 def _train(case: Case, folder: Path) -> Played:
     parts = build_parts(case.config(), torch.device("cpu"), folder)
-    pieces, gradients, reduce = parts.model.pieces, [], parts.model.reduce
+    pieces, gradients, reduce = parts.model.shards, [], parts.model.reduce
 
     def reduce_and_look() -> None:
         reduce()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ingot.schema.arch import Arch
 from ingot.trainer.model.init import initialize
-from ingot.trainer.model.moe import Pressure, Router
+from ingot.trainer.model.routing import Router, RouterLoss
 from ingot.trainer.model.transformer import Transformer
 
 from .cases import MICRO_BATCH, OPTIM, SEED, STEPS, Case
@@ -63,7 +63,7 @@ def _train(arch: Arch, samples: int, tokens: int, masked: bool) -> Reference:
     losses, norms, gradients, routing = [], [], {}, []
     for step, lr in enumerate(LEARNING_RATES, start=1):
         inputs, targets, documents = _draw(samples, tokens, arch.vocab_size, masked, step)
-        loss = model(inputs, targets, documents, pressure=_pressure(arch, inputs, step)) / inputs.numel()
+        loss = model(inputs, targets, documents, router_loss=_router_loss(arch, inputs, step)) / inputs.numel()
         adamw.zero_grad()
         loss.backward()
         if step == 1:
@@ -81,11 +81,13 @@ def _train(arch: Arch, samples: int, tokens: int, masked: bool) -> Reference:
     return Reference(losses, norms, gradients, parameters, routing, buffers)
 
 
-def _pressure(arch: Arch, inputs: Tensor, step: int, first: int = 0, whole: Tensor | None = None) -> Pressure | None:
+def _router_loss(
+    arch: Arch, inputs: Tensor, step: int, first: int = 0, whole: Tensor | None = None
+) -> RouterLoss | None:
     """first: where `inputs` begin in the batch `whole`."""
     batch = inputs if whole is None else whole
     keys = step * len(batch) + first + torch.arange(len(inputs))
-    return Pressure(keys, torch.tensor(1 / batch.numel(), dtype=torch.float64)) if arch.is_moe else None
+    return RouterLoss(keys, torch.tensor(1 / batch.numel(), dtype=torch.float64)) if arch.is_moe else None
 
 
 @torch.no_grad()
@@ -116,11 +118,11 @@ def canonical_gradients(case: Case) -> dict[str, np.ndarray]:
         for start in range(part * samples, (part + 1) * samples, MICRO_BATCH):
             rows = slice(start, start + MICRO_BATCH)
             model.zero_grad()
-            pressure = _pressure(case.arch, inputs[rows], 1, start, inputs)
-            if pressure is not None:  # divided below
-                pressure = replace(pressure, weight=torch.ones((), dtype=torch.float64))
+            router_loss = _router_loss(case.arch, inputs[rows], 1, start, inputs)
+            if router_loss is not None:  # divided below
+                router_loss = replace(router_loss, weight=torch.ones((), dtype=torch.float64))
             model(
-                inputs[rows], targets[rows], documents[rows] if documents is not None else None, pressure=pressure
+                inputs[rows], targets[rows], documents[rows] if documents is not None else None, router_loss=router_loss
             ).backward()
             for name, parameter in model.named_parameters():
                 total[name] = total[name] + _gradient(parameter) if name in total else _gradient(parameter).clone()

@@ -33,6 +33,7 @@ _GROUPED_ATTENTION_MOE = {
     "moe.shared_experts": 0,
     "moe.bias_rate": 0.0,
 }
+_ONLY_OF_ALL = {"logit_softcap": 0.0}  # classes with a cap on logits differ elsewhere (norms after blocks, GELU, ...)
 _ONLY = {
     "llama": {},
     "mistral": {},
@@ -71,7 +72,7 @@ def kind_of(arch: Arch) -> str:
 
 def class_problems(arch: Arch, kind: str) -> Iterator[str]:
     """Where the class of `kind` computes something else than `arch` says."""
-    for key, only in _ONLY[kind].items():
+    for key, only in (_ONLY_OF_ALL | _ONLY[kind]).items():
         value = attrgetter(key)(arch)
         if value != only and (arch.is_moe or not key.startswith("moe.")):
             yield f"model.{key} = {value!r}, {CLASSES[kind]} computes {only!r}"

@@ -170,6 +170,8 @@ class Arch:
     """A decoder-only transformer of the Llama kind: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
 
     sliding_window: a token looks at that many tokens, itself among them; 0: at all before it.
+    logit_softcap: final logits are logit_softcap * tanh(logits / logit_softcap), between -logit_softcap and
+      +logit_softcap (Gemma Team 2024, Gemma 2, section 2); 0: no cap.
     moe: experts in place of the feed-forward, in which d_ffn is that of the blocks before the first one with experts.
     mla: latent attention in place of grouped-query attention.
 
@@ -190,9 +192,13 @@ class Arch:
     qk_norm: bool = False
     tied_embeddings: bool = True
     sliding_window: int = 0
+    logit_softcap: float = 0.0
     moe: Moe = field(default_factory=Moe)
     mla: Mla = field(default_factory=Mla)
 
+    # Fields that the first run files did not have. At their defaults they mean what there was before them, so they are
+    # no part of a run's identity (schema/run.py, LATER_SETTINGS).
+    later_fields: ClassVar[tuple[str, ...]] = ("sliding_window", "logit_softcap", "moe", "mla")
     # Matrices of one feed-forward: gate, up and down. The planner's shapes of other systems may have two (GELU).
     ffn_matrices: ClassVar[int] = 3
     # How often a token goes through the head; the planner's shapes of other systems may predict several tokens.
@@ -229,6 +235,8 @@ class Arch:
             yield "head_dim", f"is {self.head_dim}; RoPE rotates pairs, so it must be even"
         if self.sliding_window < 0:
             yield "sliding_window", f"is {self.sliding_window}, must be at least 0"
+        if not 0 <= self.logit_softcap < math.inf:
+            yield "logit_softcap", f"is {self.logit_softcap}, must be a finite number of at least 0; 0 is no cap"
         if self.is_moe:
             yield from self._moe_problems()
         if self.is_mla:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ingot.config import to_dict
-from ingot.schema.arch import Arch, Mla, Moe
+from ingot.schema.arch import Arch
 from ingot.schema.layout_rules import layout_rules
 from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
@@ -259,11 +259,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _later_model_settings() -> dict[str, Any]:
+    """Return the fields of Arch that the first run files did not have, with their defaults."""
+    model = to_dict(Arch(vocab_size=1, d_model=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, d_ffn=1))
+    return {name: model[name] for name in Arch.later_fields}
+
+
 # Settings that were not there from the beginning, and more may come: at their defaults they are no part of a run's
 # identity, so that it does not change with them. Their defaults have to stay, and mean what there was before them.
 LATER_SETTINGS = {
     "init": "",
-    "model.sliding_window": 0,
-    **_flat(to_dict(Moe()), "model.moe."),
-    **_flat(to_dict(Mla()), "model.mla."),
+    **_flat(_later_model_settings(), "model."),
 }

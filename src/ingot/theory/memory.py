@@ -166,6 +166,8 @@ def logits(position: Position, device: str = "cpu") -> Term:
     wide, vocabulary = max(e, 4), position.arch.vocab_size // position.parallel.tp
     chunk, head = min(chunk_tokens(vocabulary, device), tokens), vocabulary * width
     each = (2 * wide if wide != e else wide) + e * (1 if position.parallel.tp == 1 else 2)
+    if position.arch.logit_softcap and wide == e and position.parallel.tp == 1:
+        each += wide  # the capped logits, elsewhere the wide copy that there is anyway
     rest = tokens % chunk or chunk
     before = chunk if tokens > chunk else 0
     alive = max(chunk * each + (chunk * e if before and tokens >= 2 * chunk else 0), rest * each + before * e)

@@ -30,7 +30,10 @@ _PASSES_FORWARD, _PASSES_BACKWARD = 2, 3
 # block are one operation; what ranks exchange is left out.
 _BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 136, 50, 17
 _LATENT_OPERATIONS, _ROUTING_OPERATIONS, _CHOICE_OPERATIONS, _SHARED_OPERATIONS = 62, 61, 8, 20
-_CAPACITY_OPERATIONS = 27
+_CAPACITY_OPERATIONS, _SOFTCAP_OPERATIONS = 27, 8
+# Float32 numbers that the softcap reads and writes for each logit: operation by operation on a CPU; fused by the
+# compiler elsewhere, where the capped logits are written once and read once more.
+_SOFTCAP_PASSES = {"cpu": 17}
 _MICRO_BATCH_OPERATIONS, _UNIT_OPERATIONS, _STEP_OPERATIONS = 49, 40, 60
 FORWARD_SHARE = 0.4  # of a block's operations, also counted
 
@@ -183,10 +186,14 @@ def ends_work(position: Position, stage: Stage, device: str) -> Work:
     moved = passes * (
         tokens * vocabulary * (5 * e + 9 * wide) + vocabulary * arch.d_model * (2 * e + 2 * wide) * chunks
     )
+    operations = _CHUNK_OPERATIONS
+    if arch.logit_softcap:
+        operations += _SOFTCAP_OPERATIONS
+        moved += tokens * vocabulary * wide * _SOFTCAP_PASSES.get(device, 2)
     return total + Work(
         matmul_flops=6.0 * passes * tokens * vocabulary * arch.d_model,
         moved_bytes=passes * moved + (_PASSES_FORWARD + _PASSES_BACKWARD) * tokens * outside,
-        operations=_CHUNK_OPERATIONS * chunks * passes,
+        operations=operations * chunks * passes,
     )
 
 

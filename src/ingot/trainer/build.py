@@ -31,7 +31,7 @@ from ingot.trainer.loader.history import earlier_weights
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.mesh.start import Place
+from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import Parts, build_parts
 from ingot.trainer.resilience.policy import DefaultPolicy
 from ingot.trainer.telemetry.cost import CostMeter
@@ -48,7 +48,7 @@ class Training(Parts):
     """
 
     folder: RunFolder
-    place: Place
+    place: RankInfo
     loader: Loader
     ledger: Ledger
     segments: list[LedgerSegment]
@@ -66,7 +66,7 @@ class Training(Parts):
 
 
 def build(
-    config: RunConfig, folder: RunFolder, place: Place, *, until_step: int | None = None, say: Callable[[str], None]
+    config: RunConfig, folder: RunFolder, place: RankInfo, *, until_step: int | None = None, say: Callable[[str], None]
 ) -> Training:
     """Build the model, load the newest good checkpoint of `folder` into it, and open the data where it stopped.
 
@@ -226,12 +226,12 @@ def open_heldout(
     )
 
 
-def devices_in_use(place: Place) -> int:
+def devices_in_use(place: RankInfo) -> int:
     """What a price per hour is multiplied with: GPUs, or one machine."""
     return place.world_size if place.device.type == "cuda" else max(place.world_size // place.local_world_size, 1)
 
 
-def total_peak(config: RunConfig, place: Place) -> float | None:
+def total_peak(config: RunConfig, place: RankInfo) -> float | None:
     """Published peak of all GPUs of the run for its precision, FLOP/s. None on a CPU or for an unknown GPU."""
     if place.device.type != "cuda":
         return None

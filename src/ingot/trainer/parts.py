@@ -12,19 +12,20 @@ from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export.first_weights import first_weights
 from ingot.trainer.mesh.mesh import Mesh, build_mesh
 from ingot.trainer.model.attention import attend_locally
+from ingot.trainer.model.experts import LocalDispatch
 from ingot.trainer.model.init import initial_value
-from ingot.trainer.model.moe import LocalDispatch, Pressure
+from ingot.trainer.model.routing import RouterLoss
 from ingot.trainer.model.transformer import SHARDING, Transformer
-from ingot.trainer.optim.adamw import Optimizer
+from ingot.trainer.optim.adamw import AdamW
 from ingot.trainer.optim.loss_scale import STATE as LOSS_SCALE
 from ingot.trainer.optim.loss_scale import LossScale
 from ingot.trainer.optim.offload import build_optimizer
-from ingot.trainer.parallel.apply import COMPUTE, InitialValue, Parallelized, parallelize
+from ingot.trainer.parallel.apply import COMPUTE, InitialValue, ShardedModel, parallelize
 from ingot.trainer.parallel.balance import Balance
-from ingot.trainer.parallel.context import Context
+from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.flash import require_kernels
-from ingot.trainer.parallel.pipeline import Pipeline
+from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.resilience.policy import Policy, Unwatched
 
 
@@ -39,9 +40,9 @@ class Parts:
 
     config: RunConfig
     mesh: Mesh
-    model: Parallelized
-    program: Pipeline
-    optimizer: Optimizer
+    model: ShardedModel
+    program: PipelineExecutor
+    optimizer: AdamW
     loss_scale: LossScale | None
     state: TrainingState
     policy: Policy
@@ -71,7 +72,7 @@ def build_parts(
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
     first_value = _first_value(config, base, continues) if first_values else None
     model = _build_model(config, mesh, table, device, first_value)
-    program = Pipeline(
+    program = PipelineExecutor(
         model.stages,
         table,
         mesh,
@@ -80,20 +81,21 @@ def build_parts(
         dtype=model.hidden,
         device=device,
         sequence_ranks=settings.tp if settings.sequence else 1,
-        pressure=Pressure if arch.is_moe else None,
+        router_loss=RouterLoss if arch.is_moe else None,
+        split=model.split,
     )
-    optimizer = build_optimizer(model.pieces, config.optim, settings, base)
+    optimizer = build_optimizer(model.shards, config.optim, settings, base)
     loss_scale = LossScale(device) if config.train.precision == "fp16" else None
     balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
     if balance and first_value and config.init and not continues:
-        for buffer in balance.pieces:
+        for buffer in balance.shards:
             buffer.value.copy_(first_value(buffer.name, buffer.shape, buffer.offsets, buffer.sizes))
     state = TrainingState(
-        model.pieces,
+        model.shards,
         optimizer,
         extras=loss_scale.state() if loss_scale else {},
         optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
-        buffers=balance.pieces if balance else (),
+        buffers=balance.shards if balance else (),
     )
     return Parts(
         config=config,
@@ -121,12 +123,12 @@ def _first_value(config: RunConfig, base: Path, continues: bool) -> InitialValue
 
 def _build_model(
     config: RunConfig, mesh: Mesh, table: Table, device: torch.device, first_value: InitialValue | None
-) -> Parallelized:
+) -> ShardedModel:
     """The seams of the model, attention and dispatch, get what the mesh asks for."""
     arch = config.model
     if mesh.parallel.ring > 1:
         require_kernels(device, COMPUTE[config.train.precision], arch.head_dim)
-    context = Context(mesh, attend_locally)
+    context = ContextParallelism(mesh, attend_locally)
     dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # the views of experts are not there
 
     def make() -> Transformer:
@@ -142,4 +144,5 @@ def _build_model(
         rank_of_stage=table.rank_of_stage,
         micro_batches=config.accumulation,
         initial_value=first_value,
+        kept=context.kept,
     )

@@ -6,11 +6,11 @@ from ingot.trainer.optim.clip import clip_factor, gradient_norm
 from ingot.trainer.resilience.policy import Facts
 
 if TYPE_CHECKING:
-    from ingot.trainer.parallel.pipeline import Batch
+    from ingot.trainer.parallel.pipeline import MicroBatches
     from ingot.trainer.parts import Parts
 
 
-def train_step(run: "Parts", batch: "Batch", lr: float) -> Facts:
+def train_step(run: "Parts", batch: "MicroBatches", lr: float) -> Facts:
     """Forward and backward of every micro-batch, reduce, clip, update, balance experts.
 
     Each rank that reads tokens divides its loss by its own number of them, and gradients are averaged over these ranks
@@ -19,7 +19,7 @@ def train_step(run: "Parts", batch: "Batch", lr: float) -> Facts:
     scale = run.loss_scale.scale if run.loss_scale else None
     loss = run.program.train(batch, scale)
     run.model.reduce()
-    grad_norm = gradient_norm(run.model.pieces, scale=scale)
+    grad_norm = gradient_norm(run.model.shards, scale=scale)
     veto = run.policy.veto(loss, grad_norm)
     run.optimizer.step(lr, scale=clip_factor(grad_norm, run.config.optim.clip_norm, scale=scale), found_inf=veto)
     if run.loss_scale and veto is not None:

@@ -93,11 +93,11 @@ def train_rank(rank, ranks, folder, config, spoil):
 
     from ingot.trainer.build import build
     from ingot.trainer.loop import train
-    from ingot.trainer.mesh.start import Place
+    from ingot.trainer.mesh.start import RankInfo
 
     if spoil:
         spoil(rank)
-    place = Place(
+    place = RankInfo(
         rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, attempt=0, device=torch.device("cpu")
     )
     run = build(config, folder, place, say=lambda text: None)

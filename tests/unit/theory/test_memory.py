@@ -45,7 +45,7 @@ def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str 
     """Distinct storages that autograd keeps between forward and backward, parameters excluded."""
     import torch
 
-    from ingot.trainer.model.routing import Pressure
+    from ingot.trainer.model.routing import RouterLoss
     from ingot.trainer.model.transformer import Transformer
     from ingot.trainer.parallel.recompute import recompute as make_recompute
 
@@ -63,7 +63,7 @@ def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str 
         return tensor
 
     tokens = torch.randint(0, arch.vocab_size, (sequences, seq_len))
-    told = {"pressure": Pressure(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
+    told = {"router_loss": RouterLoss(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(tokens, tokens, **told)
     return sum(sizes.values())

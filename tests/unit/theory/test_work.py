@@ -24,7 +24,7 @@ def started_operations(arch: Arch, sequences: int, seq_len: int) -> int:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from ingot.trainer.model.routing import Pressure
+    from ingot.trainer.model.routing import RouterLoss
     from ingot.trainer.model.transformer import Transformer
 
     class Count(TorchDispatchMode):
@@ -37,7 +37,7 @@ def started_operations(arch: Arch, sequences: int, seq_len: int) -> int:
     torch.set_num_threads(1)
     model = Transformer(arch).bfloat16()
     tokens = torch.randint(0, arch.vocab_size, (sequences, seq_len))
-    told = {"pressure": Pressure(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
+    told = {"router_loss": RouterLoss(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
     with Count() as count:
         model(tokens, tokens, **told).backward()
     return count.operations

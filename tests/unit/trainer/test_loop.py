@@ -19,7 +19,7 @@ from ingot.trainer.checkpoint.loading import list_checkpoints
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loop import train
-from ingot.trainer.mesh.start import Place
+from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.policy import DefaultPolicy, Verdict
 from ingot.trainer.step import train_step
 from ingot.trainer.telemetry.waits import KINDS
@@ -28,7 +28,7 @@ from ingot.trainer.telemetry.waits import KINDS
 def run_rank(rank, ranks, folder, until_step=None, make_policy=None):
     """What worker.py does, without the environment. Returns (ending, lines)."""
     config = load(RunConfig, folder.config)
-    place = Place(
+    place = RankInfo(
         rank=rank,
         world_size=ranks,
         local_rank=rank,

@@ -14,12 +14,12 @@ from ingot.schema.arch import Moe
 from ingot.schema.run import RunConfig
 from ingot.trainer.build import build
 from ingot.trainer.loop import train
-from ingot.trainer.mesh.start import Place
+from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.trained import load_trained
 
 
 def run_rank(rank, ranks, folder):
-    place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=torch.device("cpu"))
+    place = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=torch.device("cpu"))
     run = build(load(RunConfig, folder.config), folder, place, say=lambda text: None)
     train(run)
     run.loader.close()

@@ -20,8 +20,7 @@ from ingot.rehearse.calibrate.calibrate import shapes
 from ingot.schema.run import RunConfig
 from ingot.theory.devices import peak_flops
 from ingot.trainer.loader.loader import Batch
-from ingot.trainer.mesh.collectives import any_rank
-from ingot.trainer.mesh.exchange import all_sum, gather, scatter_sum
+from ingot.trainer.mesh.collectives import all_sum, any_rank, gather, scatter_sum
 from ingot.trainer.mesh.start import start, stop
 from ingot.trainer.parts import build_parts
 from ingot.trainer.step import train_step

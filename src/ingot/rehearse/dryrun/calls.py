@@ -7,14 +7,19 @@ tensors and belong to torch.distributed._functional_collectives.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ingot.rehearse.dryrun.rendezvous import BARRIER, RECV, SEND, Call
+from ingot.trainer.torch_private import (
+    attention_kernels,
+    group_of_name,
+    grouped_product_kernel,
+    is_process_group,
+    operator_packet,
+    tree_leaves,
+)
 
 # name in the dispatcher -> (our name, which side holds the whole tensor)
 _IN_PLACE = {
@@ -59,7 +64,7 @@ def is_collective(func) -> bool:
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], result, label: str) -> Call | None:
     """Return the call that `func` makes; None for a wait. Raises NotImplementedError for an unknown collective."""
-    name = func._overloadpacket.__name__
+    name = operator_packet(func).__name__
     if name in _WAITS:
         return None
     known = _IN_PLACE if func.namespace == "c10d" else _FUNCTIONAL
@@ -92,18 +97,18 @@ def _own_part(args: tuple, rows: Tensor, rank: int) -> int:
 
 def collective_tensors(func, args: tuple) -> Iterator[Tensor]:
     """Yield the buffers that `func` reads or writes in place for gathering and scattering."""
-    if func.namespace == "c10d" and func._overloadpacket.__name__ in ("_allgather_base_", "_reduce_scatter_base_"):
+    if func.namespace == "c10d" and operator_packet(func).__name__ in ("_allgather_base_", "_reduce_scatter_base_"):
         yield from (arg for arg in args if isinstance(arg, Tensor))
 
 
 def _group(args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup:
     for arg in (*args, *kwargs.values()):
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+        if is_process_group(arg):
             return dist.ProcessGroup.unbox(arg)
         if isinstance(arg, dist.ProcessGroup):
             return arg
     names = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
-    return _resolve_process_group(names[-1])  # type: ignore[arg-type]  # the reduction comes before the group
+    return group_of_name(names[-1])  # the reduction comes before the group
 
 
 def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
@@ -114,7 +119,7 @@ def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
 
     if func.namespace != "c10d":
         return tensors(args[0]), tensors(result)
-    if func._overloadpacket.__name__ in _OUTPUT_FIRST:
+    if operator_packet(func).__name__ in _OUTPUT_FIRST:
         return tensors(args[1]), tensors(args[0])
     return tensors(args[0]), tensors(args[0])
 
@@ -162,13 +167,13 @@ def _grouped(a: Tensor, b: Tensor, *_, **__) -> int:
     return 2 * a.shape.numel() * b.shape[-1]
 
 
-_aten = torch.ops.aten
+_kernels = attention_kernels()
 _FORMULAS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten._scaled_dot_product_flash_attention: _attention,
-    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
-    _aten._scaled_dot_product_efficient_attention: _efficient,
-    _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
-    _aten._grouped_mm: _grouped,
+    _kernels.flash_on_cpu: _attention,
+    _kernels.flash_on_cpu_backward: _attention_backward,
+    _kernels.flash: _attention,
+    _kernels.flash_backward: _attention_backward,
+    _kernels.efficient: _efficient,
+    _kernels.efficient_backward: _efficient_backward,
+    grouped_product_kernel(): _grouped,
 }

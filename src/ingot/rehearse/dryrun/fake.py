@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+
+from ingot.trainer.torch_private import (
+    FakeTensor,
+    UncompiledFakeMode,
+    functional_collectives,
+    new_fake_tensor,
+    storage_key,
+    tree_leaves,
+    without_dispatch,
+)
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -22,14 +30,14 @@ _Shape = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # sizes, strides,
 Known = dict[Any, tuple[Any, list[_Shape], bool] | None]
 
 _UNSEEN: Any = object()
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WAIT = functional_collectives().wait_tensor.default
 
 
 class _NotRemembered(Exception):
     pass
 
 
-class FakeProgram(FakeTensorMode):
+class FakeProgram(UncompiledFakeMode):
     """A mode of fake tensors with a cache. Enter it first: modes entered inside see the operations of the program.
 
     known: the cache; several programs may share it.
@@ -39,10 +47,6 @@ class FakeProgram(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._known: Known = {} if known is None else known
         self._attributes = dict(FakeTensor(self, torch.empty(0, device=_META), _CPU).__dict__)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and hiding from the compiler takes longer than a remembered operation
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
         kwargs = kwargs or {}
@@ -73,7 +77,7 @@ class FakeProgram(FakeTensorMode):
             known = None
         if known is None:
             return func(*args, **kwargs)
-        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateImportUsage]
+        with without_dispatch():
             return self._again(known, args)
 
     def _again(self, known: tuple[Any, list[_Shape], bool], args: Any) -> Any:
@@ -89,11 +93,7 @@ class FakeProgram(FakeTensorMode):
         else:
             meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(viewed.untyped_storage(), offset, size, stride)
-        # The same as FakeTensor(self, meta, cpu), without checking each argument and attribute again.
-        made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(self._attributes)
-        return made
+        return new_fake_tensor(meta, self._attributes)
 
 
 def _stays_real(args, kwargs) -> bool:
@@ -134,9 +134,11 @@ def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
     results = list(result) if several else [result]
     if not results or not all(isinstance(tensor, FakeTensor) and tensor.fake_device == _CPU for tensor in results):
         return None
-    owners = {arg.untyped_storage()._cdata: place for place, arg in enumerate(args) if isinstance(arg, FakeTensor)}
-    sources = {owners.get(tensor.untyped_storage()._cdata, "new") for tensor in results}
-    inside = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)}
+    owners = {
+        storage_key(arg.untyped_storage()): place for place, arg in enumerate(args) if isinstance(arg, FakeTensor)
+    }
+    sources = {owners.get(storage_key(tensor.untyped_storage()), "new") for tensor in results}
+    inside = {storage_key(leaf.untyped_storage()) for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)}
     if len(sources) > 1 or (sources == {"new"} and not all(_is_fresh(tensor, inside) for tensor in results)):
         return None
     shapes = [(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype) for tensor in results]
@@ -147,4 +149,4 @@ def _is_fresh(tensor: Tensor, others: set[int]) -> bool:
     """Check that `tensor` fills its storage alone, and that no other tensor has that storage."""
     storage = tensor.untyped_storage()
     whole = tensor.storage_offset() == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
-    return whole and storage._cdata not in others
+    return whole and storage_key(storage) not in others

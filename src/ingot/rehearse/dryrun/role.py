@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.config import from_dict
 from ingot.errors import IngotError
@@ -40,11 +39,12 @@ from ingot.trainer import parts
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.mesh import build_mesh
 from ingot.trainer.model import attention
-from ingot.trainer.parallel.tiles import Tile, masked_tiles, plain_tiles
+from ingot.trainer.parallel.ring import AttentionTile, masked_tiles, plain_tiles
 from ingot.trainer.parallel.zero import Zero
 from ingot.trainer.parts import Parts
 from ingot.trainer.resilience.policy import DefaultPolicy
 from ingot.trainer.step import train_step
+from ingot.trainer.torch_private import fake_store
 
 BUILD, FIRST, STEADY, SAVE = "initialisation", "first step", "steady step", "save"
 _CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def trace_rank(
     train = dataclasses.replace(config.train, compile="off", device="cpu")
     parallel = dataclasses.replace(config.parallel, async_tp=False)
     config = dataclasses.replace(config, train=train, parallel=parallel)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=config.parallel.world_size)
     try:
         fakes = FakeProgram(known)
         tracker = Tracker(fakes)
@@ -139,12 +139,12 @@ def _follow(run: Parts, tracker: Tracker) -> None:
                 _name_places(module, name, tracker)
     settings, state = run.config.parallel, _state_kind(run.config)
     if settings.offload_parameters:
-        tracker.label((piece.value for piece in run.model.pieces), HOST)
+        tracker.label((piece.value for piece in run.model.shards), HOST)
     gradients = HOST if settings.offload_parameters else "gradients"
 
     def update(step: Callable) -> Callable:
         def step_and_label(*args, **kwargs):
-            tracker.label((piece.grad for piece in run.model.pieces), gradients)
+            tracker.label((piece.grad for piece in run.model.shards), gradients)
             with tracker.within(state, "update"):
                 step(*args, **kwargs)
             tracker.place, tracker.kind = "publish", "communication"
@@ -285,7 +285,7 @@ def attended_pairs(config: RunConfig, parallel: Parallel, ring_index: int) -> At
         return _whole(tokens, window, config.train.micro_batch if config.data.mask_documents else 1, masked)
     part, total = tokens // parallel.ring, 0.0
     for source in range(parallel.ring):
-        tiles: Iterable[Tile] = plain_tiles(parallel, ring_index, source, part)
+        tiles: Iterable[AttentionTile] = plain_tiles(parallel, ring_index, source, part)
         if masked:
             batch = config.train.micro_batch
             tiles = masked_tiles(parallel, ring_index, source, part, window=window, batch=batch)
@@ -293,7 +293,7 @@ def attended_pairs(config: RunConfig, parallel: Parallel, ring_index: int) -> At
     return AttendedPairs(total)
 
 
-def _area(tile: Tile) -> float:
+def _area(tile: AttentionTile) -> float:
     queries, keys = (part.stop - part.start for part in (tile.queries, tile.keys))
     return queries * keys / (2 if tile.causal else 1)
 

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d
 
 from ingot.rehearse.dryrun.expert_load import AssumedLoad
 from ingot.schema.run import RunConfig
@@ -18,6 +16,7 @@ from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.model import experts
 from ingot.trainer.optim import offload
 from ingot.trainer.parallel import expert as dispatch
+from ingot.trainer.torch_private import FakeTensor, attention_kernels, count_group_name
 
 
 @contextmanager
@@ -37,7 +36,7 @@ def own_groups_only(original: Callable, rank: int) -> Callable:
     def new_group(ranks: list[int], *args, **kwargs):
         if rank in ranks:
             return original(ranks, *args, **kwargs)
-        distributed_c10d._process_group_name(ranks, use_hashed_name=False)  # pyright: ignore[reportPrivateImportUsage]
+        count_group_name(ranks)
         return dist.GroupMember.NON_GROUP_MEMBER
 
     return new_group
@@ -54,21 +53,25 @@ def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> I
     part = min(moe.capacity_factor, 1.0) if moe.capacity_factor else 1.0
     usual, exchange = experts.grouped_product, dispatch.start_all_to_all
 
-    def chosen(counts_E: Tensor, balanced: int) -> list[int]:
-        return load.sent(load.kept(round(balanced / part)))
+    def numbers(counts: Tensor, balanced: int, kind: str) -> list[int]:
+        match kind:
+            case "assigned":
+                return load.sent(load.kept(round(balanced / part)))
+            case "arriving":
+                return load.coming(balanced, mesh.size("ep"))
+            case _:
+                return load.own_parts(balanced)
 
     def product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-        with replaced(experts, "on_host", lambda counts, balanced: load.own_parts(balanced)):
-            return usual(rows_RI, weight_EOI, _faked(counts_E))
+        return usual(rows_RI, weight_EOI, _faked(counts_E))
 
     def exchanged(rows: Tensor, *sizes) -> Tensor:
         return exchange(_faked(rows), *sizes)
 
     with (
-        replaced(experts, "on_host", chosen),
+        replaced(experts, "on_host", numbers),
         replaced(experts, "grouped_product", product),
         replaced(dispatch, "start_all_to_all", exchanged),
-        replaced(dispatch, "on_host", lambda counts, balanced: load.coming(balanced, mesh.size("ep"))),
     ):
         yield
 
@@ -117,6 +120,6 @@ def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
 def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
     """Call flash attention where possible; with a mask or in float32, the memory-efficient kernel."""
     if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+        return attention_kernels().flash(q, k, v, 0.0, is_causal)[0]
     bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal)[0]
+    return attention_kernels().efficient(q, k, v, bias, True, 0.0, is_causal)[0]

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ingot.rehearse.dryrun.calls import call_of, collective_tensors, flop_formula, is_collective
 from ingot.rehearse.dryrun.fake import FakeProgram
 from ingot.rehearse.dryrun.rendezvous import IRECV, ISEND, RECV, SEND, SENT, WAIT, Call
+from ingot.trainer.torch_private import FakeTensor, TraceMode, operator_packet, storage_key, tree_leaves
 
 ROUNDING_BYTES = 512
 # Kinds of memory, by the purpose of a tensor. `label` may set the kind after the tensor was made.
@@ -58,7 +56,7 @@ class _Held(weakref.ref):
     __slots__ = ("key", "number")
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TraceMode):
     """A context that records operations; inside, name the phases (`begin`), kinds and places (`within`).
 
     events: the issued operations in order. flops: by operation. calls: the collectives of this rank in order, for
@@ -155,10 +153,6 @@ class Tracker(TorchDispatchMode):
                 top, by_kind, at = total, dict(held), place
         return TrackedPeak(top, {kind: size for kind, size in by_kind.items() if size}, at, total)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and hiding from the compiler costs as much as tracking
-
     # -- interception of operations
     # ----------------------------------------------------------------------------------------------
 
@@ -189,7 +183,7 @@ class Tracker(TorchDispatchMode):
         result = self._call(func, args, kwargs or {})
         if is_collective(func):
             self._communicated(func, args, kwargs or {}, result)
-        elif (formula := flop_formula(packet := func._overloadpacket)) is not None:
+        elif (formula := flop_formula(packet := operator_packet(func))) is not None:
             self.operations += 1
             self.flops[packet.__name__] += self._count(formula, args, kwargs or {}, result)
             self.events.append(Event("compute", packet.__name__, self.place))
@@ -216,7 +210,7 @@ class Tracker(TorchDispatchMode):
     def _communicated(self, func, args, kwargs, result) -> None:
         call = call_of(func, args, kwargs, result, self.place)
         if call is None:
-            self.events.append(Event("wait", func._overloadpacket.__name__, self.place))
+            self.events.append(Event("wait", operator_packet(func).__name__, self.place))
             return
         if call.op in (SEND, RECV):
             way = call.op, call.group, call.channel, call.peer
@@ -237,7 +231,7 @@ class Tracker(TorchDispatchMode):
         """Return the number of the tensor's storage and follow it from now on; None on the meta device, without
         memory."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if (held := self._live.get(key)) is not None:
             return held.number
         if type(tensor) is not FakeTensor and tensor.is_meta:
@@ -280,7 +274,7 @@ class Tracker(TorchDispatchMode):
     def _resizing(self, original: Callable) -> Callable:
         def resize_(storage, size):
             result = original(storage, size)
-            if (held := self._live.get(storage._cdata)) is not None:
+            if (held := self._live.get(storage_key(storage))) is not None:
                 if self._kinds[held.number] not in LASTING:
                     self._kinds[held.number] = "communication"
                 self._resized(held.number, size)

@@ -18,10 +18,10 @@ from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.optim.adamw import Optimizer
+from ingot.trainer.optim.adamw import AdamW
 from ingot.trainer.optim.clip import clip_factor, gradient_norm
 from ingot.trainer.optim.schedule import learning_rate
-from ingot.trainer.parallel.piece import Piece
+from ingot.trainer.shard import ParameterShard
 
 HEAD_DIM = 32
 
@@ -105,10 +105,10 @@ class Proxy:
         self.model.to(device)
         self._parameters = dict(self.model.named_parameters())
         self._pieces = [
-            Piece(name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), p.data, owner=True)
+            ParameterShard(name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), p.data, owner=True)
             for name, p in self._parameters.items()
         ]
-        self._optimizer = Optimizer(self._pieces, config.optim)
+        self._optimizer = AdamW(self._pieces, config.optim)
 
     @torch.no_grad()
     def nats(self, batches: Sequence[Tensor]) -> list[Tensor]:

@@ -1,40 +1,118 @@
-"""Small exchanges between ranks on the host, named by what they are for.
+"""Collectives between ranks, by what they do: small exchanges of host values, and exchanges of tensors on the device.
 
-They run on the CPU side of the default group and end with an error after that group's timeout. Means are taken in rank
-order and in float64, so a result does not depend on how values were batched into messages.
+`any_rank`, `gather_from` and `mean_over_ranks` run on the CPU side of the default group and fail after its timeout.
+Means are computed in rank order and in float64, so a result does not depend on how values were batched into messages.
+`gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these operators and overlap them.
+`start_all_to_all` is such an operator too, but does not wait for its result. `start_gather`, `start_scatter_sum` and
+`start_all_sum` work on existing buffers and return at once.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from ingot.trainer.torch_private import functional_collectives
+
+_operators = functional_collectives()
+# These names are new in torch 2.12, where the old names warn.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# -- values on the host --
 
 
 def any_rank(flag: bool) -> bool:
-    """True on every rank if `flag` is true on at least one. Collective."""
+    """Return True on every rank if `flag` is true on at least one rank. Collective."""
     vote = torch.tensor([int(flag)])
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     return bool(vote.item())
 
 
 def gather_from(ranks: Sequence[int], array: np.ndarray) -> np.ndarray:
-    """`array` (floats; same shape and dtype on every rank) of these ranks, in this order: [len(ranks), ...].
+    """Return `array` of these ranks, in this order: [len(ranks), ...].
 
-    Collective, also for other ranks, whose values do not count. Each rank adds its part to zeros, which changes no
-    value (-0.0 becomes 0.0), so what travels grows with `ranks` and not with the job.
+    array: floats, with the same shape and dtype on every rank. Collective over all ranks; the values of ranks that are
+    not in `ranks` do not count. Each rank adds its part to zeros, which changes no value (-0.0 becomes 0.0), so the
+    traffic grows with `ranks` and not with the job.
     """
     parts = np.zeros((len(ranks), *array.shape), array.dtype)
     for slot, rank in enumerate(ranks):
         if rank == dist.get_rank():
             parts[slot] = array
-    dist.all_reduce(torch.from_numpy(parts))  # fills `parts`, whose memory it shares
+    dist.all_reduce(torch.from_numpy(parts))  # fills `parts`, which shares its memory
     return parts
 
 
 def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> np.ndarray:
-    """Elementwise mean of the float values of `ranks` (None: all), in float64 and in that order.
+    """Return the elementwise mean of the float values of `ranks` (None: all ranks), in float64 and in this order.
 
-    The same bits on every rank. Collective, also for ranks whose own values do not count.
+    Every rank gets the same bits. Collective over all ranks; the values of ranks that are not in `ranks` do not count.
     """
     return gather_from(range(dist.get_world_size()) if ranks is None else ranks, values.astype(np.float64)).mean(axis=0)
+
+
+# -- tensors on the device --
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks side by side along `dim`, in rank order."""
+    ranks = group.size()
+    parts = _operators.wait_tensor(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    if math.prod(x.shape[:dim]) == 1:  # side by side already
+        return parts.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat(parts.chunk(ranks, dim=0), dim=dim)
+
+
+def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part, along `dim`, of the sum of `x` over ranks."""
+    ranks = group.size()
+    shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+    if math.prod(x.shape[:dim]) == 1:  # rank by rank already
+        parts = x.contiguous().view(x.shape[dim:])
+    else:
+        parts = torch.cat(x.chunk(ranks, dim=dim), dim=0)
+    return _operators.wait_tensor(_operators.reduce_scatter_tensor(parts, "sum", ranks, group.group_name)).view(shape)
+
+
+def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """Return the sum of `x` over ranks (or its "max" or "min"), on all ranks."""
+    return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), op, group.group_name))
+
+
+def start_all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Start an exchange of rows: the first sent[0] rows go to rank 0, the next sent[1] rows to rank 1, and so on.
+
+    Returns the rows that arrive, received[r] from rank r, in rank order. Call `finish` before reading them; `rows` may
+    be freed at once.
+    """
+    return _operators.all_to_all_single(rows.contiguous(), list(received), list(sent), group.group_name)
+
+
+def finish(x: Tensor) -> Tensor:
+    """Wait until the tensor of a started collective has arrived, and return it."""
+    return _operators.wait_tensor(x)
+
+
+def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `whole` with `own` of all ranks, in rank order: one equal part of its first dim for each rank."""
+    return _started(_gather_into(whole.view(-1), own.view(-1), group=group, async_op=True))
+
+
+def start_scatter_sum(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `own` with this rank's part of the sum of `whole` over ranks."""
+    return _started(_scatter_into(own.view(-1), whole.view(-1), group=group, async_op=True))
+
+
+def start_all_sum(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to sum `x` over ranks, in place."""
+    return _started(dist.all_reduce(x, group=group, async_op=True))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None is for ranks outside of the group
+    return work

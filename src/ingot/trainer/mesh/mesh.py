@@ -1,12 +1,12 @@
-"""The device mesh: axis names, their order, what a rank has to know about its place in it, and its process groups.
+"""The device mesh: its axes and their order, a rank's coordinates, and the process groups.
 
-Beside the axes there are views of them, which the forms of parallelism ask for by name:
+Besides the axes there are views, sets of ranks that one form of parallelism uses by name:
 
-    shard          dp_shard x cp: who divides the state of one copy of the model (in canonical sums dp_shard alone)
-    sequence       cp x tp: who has parts of the same sequences
-    ring, ulysses  the two sides of the grid that cp is
-    ep             neighbours among dp_shard x cp x tp: who divides the experts
-    expert_shard   across them: who holds the same experts, and divides their state
+    shard          dp_shard x cp: the ranks that divide the state of one copy of the model (canonical sums: dp_shard)
+    sequence       cp x tp: the ranks that have parts of the same sequences
+    ring, ulysses  the two sides of the grid of cp ranks
+    ep             neighbors among dp_shard x cp x tp: the ranks that divide the experts
+    expert_shard   across ep: the ranks that hold the same experts and divide their state
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,16 +21,17 @@ from ingot.errors import ConfigError
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Launch
 
-# Outermost first. Neighbouring ranks share a node: what talks most stands last.
+# Outermost first. Neighboring ranks share a node, so the axis with the most traffic comes last.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_IN_BLOCKS = ("ring", "ulysses", "ep")  # views whose ranks exchange something in the middle of a block
+_IN_BLOCKS = ("ring", "ulysses", "ep")  # views whose ranks exchange tensors in the middle of a block
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes are there, also those of size 1. timeout: of every group of the run.
+    """The mesh of a run. It has all axes, also axes of size 1.
 
-    views: global ranks of this rank's line on each view, and their group.
+    timeout: of every process group of the run. views: for each view, the global ranks of this rank's line and their
+    group.
     """
 
     parallel: Parallel
@@ -42,21 +43,21 @@ class Mesh:
         return len(self.views[axis][0]) if axis in self.views else getattr(self.parallel, axis)
 
     def index(self, axis: str) -> int:
-        """This rank's coordinate on `axis`, which may be a view."""
+        """Return this rank's coordinate on an axis or view."""
         if axis in self.views:
             return self.views[axis][0].index(dist.get_rank())
         return self.devices.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one on `axis` alone, in order of their coordinate."""
+        """Return the group of the ranks whose other coordinates equal this rank's, in the order of the axis or view."""
         return self.views[axis][1] if axis in self.views else self.devices.get_group(axis)
 
     def ranks(self, axis: str) -> list[int]:
-        """The global ranks of `group(axis)`."""
+        """Return the global ranks of `group(axis)`."""
         return list(self.views[axis][0]) if axis in self.views else dist.get_process_group_ranks(self.group(axis))
 
     def plane(self, axis: str) -> DeviceMesh:
-        """dp_replicate x `axis`, a view, or that alone where there is one copy of the model: what FSDP2 asks for."""
+        """Return the DeviceMesh for FSDP2: dp_replicate x a view, or the view alone if the model has one copy."""
         copies, size = self.size("dp_replicate"), self.size(axis)
         if copies == 1:
             return DeviceMesh.from_group(self.group(axis), self.devices.device_type, mesh_dim_names=(axis,))
@@ -69,7 +70,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the batch this rank reads: 0..data_ranks-1."""
+        """The number of the part of the batch that this rank reads: 0..data_ranks-1."""
         return self.index("dp_replicate") * self.parallel.dp_shard + self.index("dp_shard")
 
     @property
@@ -78,33 +79,37 @@ class Mesh:
 
     @property
     def layout(self) -> dict[str, int]:
-        """The axes that divide something, by size; dp_shard always."""
+        """The sizes of the axes larger than 1, and of dp_shard."""
         return {axis: self.size(axis) for axis in AXES if self.size(axis) > 1 or axis == "dp_shard"}
 
     def one_per_token_rank(self, stage_rank: int) -> list[int]:
-        """Global ranks, by data rank and cp, that hold pipeline position `stage_rank` and are first on tp."""
+        """Return the global ranks at pipeline position `stage_rank` that are first on tp, by data rank and cp."""
         return self.devices.mesh[stage_rank, :, :, :, 0].flatten().tolist()
 
     def one_per_data_rank(self, stage_rank: int) -> list[int]:
-        """Global ranks, by data rank, that hold pipeline position `stage_rank` and are first on tp and cp."""
+        """Return the global ranks at pipeline position `stage_rank` that are first on tp and cp, by data rank."""
         return self.devices.mesh[stage_rank, :, :, 0, 0].flatten().tolist()
 
 
 def build_mesh(
     parallel: Parallel, device_type: str, timeout_seconds: float = Launch.timeout_seconds, *, experts: bool = False
 ) -> Mesh:
-    """Collective. Raises ConfigError when the product of the degrees is not the number of processes.
+    """Build the mesh and its process groups. Collective.
 
-    parallel: resolved. experts: the model has some, so the views that they need are there.
-    timeout_seconds: of the group of each axis. An axis of all ranks is the world group, which has its own.
+    parallel: with every "auto" resolved. experts: make the views for experts as well. timeout_seconds: of the group of
+    each axis and view; a group of all ranks is the world group, which keeps its timeout. Raises ConfigError if the
+    product of the degrees is not the number of processes.
     """
     if parallel.world_size != dist.get_world_size():
         degrees = " x ".join(f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1)
         raise ConfigError(
-            f"parallel {degrees or 'dp_shard=1'} makes {parallel.world_size} processes, "
+            "E-WORLD-SIZE",
+            f"parallel {degrees or 'dp_shard=1'} needs {parallel.world_size} processes, "
             f"but the job has {dist.get_world_size()}",
-            rule="the degrees of the mesh multiply to the number of processes",
-            fix=f"start {parallel.world_size} processes, or change a degree",
+            rule="the product of the parallel degrees is the number of processes",
+            fix=f"start {parallel.world_size} processes, or change a degree in [parallel]",
+            needed=parallel.world_size,
+            processes=dist.get_world_size(),
         )
     timeout = timedelta(seconds=timeout_seconds)
     ranks = torch.arange(parallel.world_size).view([getattr(parallel, axis) for axis in AXES])
@@ -116,9 +121,11 @@ def build_mesh(
 def _views(
     parallel: Parallel, ranks: torch.Tensor, axes: list[dist.ProcessGroup], timeout: timedelta, experts: bool
 ) -> dict[str, tuple[list[int], dist.ProcessGroup]]:
-    """Collective. A view that has the lines of an axis, or of a view before it, shares its group. What blocks exchange
-    while they compute has groups apart: a communicator does one thing after the other, and messages of a ring would
-    wait there for gathers of later units."""
+    """Make the groups of the views. Collective.
+
+    A view with the same lines as an axis or an earlier view shares its group. Exchanges inside a block get separate
+    groups: one communicator works in order, so messages of a ring would wait for gathers of later units.
+    """
     pp, copies, dp_shard, cp, tp = ranks.shape
     over_cp = ranks.movedim(3, -1).reshape(-1, parallel.ring, cp // parallel.ring)
     lines = {
@@ -158,14 +165,14 @@ def _axis_group(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.Proce
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout: timedelta, description: str) -> dist.ProcessGroup | None:
-    """The one of these groups of global ranks, which share no rank, that this rank is in. Collective over the world.
+    """Make these disjoint groups of global ranks and return this rank's group. Collective over the world.
 
-    The timeout is given when a group is made: Gloo's receives do not follow a later change. A rank that is in none
-    gets None, or a group of its own. description: in logs of NCCL and its flight recorder.
+    A rank in no group gets None, or a group of its own. The timeout is set when the group is made, because Gloo's
+    receives ignore a later change. description: shown in NCCL's logs and flight recorder.
     """
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        # One split of the communicator makes all groups. Ranks without one come along as groups of one, because names
-        # of groups are counted on each rank.
+        # One split of the communicator makes all groups. Ranks without a group join as groups of one rank, because
+        # every rank counts the names of groups.
         alone = set(range(dist.get_world_size())).difference(*groups)
         parts = [sorted(group) for group in groups] + [[rank] for rank in sorted(alone)]
         return dist.split_group(split_ranks=parts, timeout=timeout, group_desc=description)

@@ -1,6 +1,6 @@
-"""How a process becomes a rank: environment, device, threads, process group.
+"""The start of a rank: environment, device, threads, process group.
 
-Importable without torch, because the launcher needs `worker_environment` and nothing else.
+This module is importable without torch: the launcher needs `worker_environment` only.
 """
 
 import os
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where this process stands in the job.
+class RankInfo:
+    """The rank of this process in the job, and its device.
 
-    attempt: 0 for the first start, then one more for every restart, by our supervisor or by torchrun.
+    attempt: 0 for the first start, plus one for every restart by ingot's supervisor or by torchrun.
     """
 
     rank: int
@@ -34,12 +34,12 @@ class Place:
 
 
 def worker_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
-    """Environment variables for `ranks` worker processes on one machine; the user's own settings go before these.
+    """Return environment variables for `ranks` worker processes on one machine. The user's own settings override them.
 
-    MALLOC_*: glibc keeps freed memory instead of returning it to the kernel after each step. Measured: a quarter to
-    half more training speed on CPU, because pages need not be zeroed and mapped again.
+    MALLOC_*: glibc keeps freed memory instead of returning it to the kernel after each step. Measured on a CPU: 25% to
+    50% more training speed, because pages need not be zeroed and mapped again.
     OMP_NUM_THREADS: an equal share of the cores; more threads than cores halve the speed.
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE: a restarted job must not read the addresses of its dead predecessor.
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE: a restarted job must not read the addresses of the previous attempt.
     """
     return {
         "MALLOC_MMAP_MAX_": "0",
@@ -51,13 +51,16 @@ def worker_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
 
 
 def threads_per_rank(ranks: int, cores: int | None = None) -> int:
-    """An equal share of the usable cores, at least one."""
+    """Return an equal share of the usable cores, at least one."""
     usable = cores or len(os.sched_getaffinity(0))
     return max(usable // ranks, 1)
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> "torch.device":
-    """cuda:local_rank if wanted or, for "auto", if there is one. Raises ConfigError when it is not there."""
+    """Return the CPU or cuda:local_rank. "auto" takes a GPU if the machine has one.
+
+    Raises ConfigError if the machine has no GPU for this rank.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -65,19 +68,22 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> "t
         return torch.device("cpu")
     if local_rank >= count:
         raise ConfigError(
-            f"rank {local_rank} of this machine wants a GPU of its own, but {count} can be used here",
-            rule="one process per GPU",
-            fix="lower parallel.dp_shard, or set train.device = 'cpu'",
+            "E-GPU-MISSING",
+            f"rank {local_rank} of this machine needs a GPU of its own, but {count} GPUs can be used here",
+            rule="every process has its own GPU",
+            fix="start fewer processes on this machine (lower parallel.dp_shard), or set train.device = 'cpu'",
+            local_rank=local_rank,
+            gpus=count,
         )
     return torch.device("cuda", local_rank)
 
 
-def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf32: bool = False) -> Place:
-    """Join the job that torchrun describes in the environment; without torchrun, be a job of one process.
+def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf32: bool = False) -> RankInfo:
+    """Join the job that torchrun describes in the environment; without torchrun, start a job of one process.
 
-    timeout_seconds: a collective of the world group that waits longer fails; other groups are given theirs when they
-    are made (`build_mesh`). Gloo on CPU, NCCL on GPUs. Sets the number of threads, on which the bits of a CPU run
-    depend, and on a GPU whether products of float32 matrices may use TF32.
+    The backend is Gloo on CPUs and NCCL on GPUs. timeout_seconds: of collectives in the world group (`build_mesh` sets
+    the timeout of other groups). Sets the number of threads, which affects the bits of a CPU run, and whether products
+    of float32 matrices on a GPU use TF32. Raises ConfigError for a missing GPU or an incomplete environment.
     """
     import torch
     import torch.distributed as dist
@@ -86,7 +92,7 @@ def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf3
         return int(os.environ.get(name, default))
 
     local_rank, local_world_size = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
-    place = Place(
+    rank_info = RankInfo(
         rank=number("RANK", 0),
         world_size=number("WORLD_SIZE", 1),
         local_rank=local_rank,
@@ -96,60 +102,63 @@ def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf3
     )
     torch.set_num_threads(number("OMP_NUM_THREADS", threads_per_rank(local_world_size)))
     timeout = timedelta(seconds=timeout_seconds)
-    on_gpu = place.device.type == "cuda"
+    on_gpu = rank_info.device.type == "cuda"
     use_tf32(tf32 and on_gpu)
     if on_gpu:
-        torch.cuda.set_device(place.device)
+        torch.cuda.set_device(rank_info.device)
     dist.init_process_group(
-        # Gloo beside NCCL carries what lives on the host: stop requests, losses, the ledger.
+        # Gloo carries values on the host: stop requests, losses, the ledger.
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_store(place, timeout),
-        rank=place.rank,
-        world_size=place.world_size,
+        store=_store(rank_info, timeout),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=timeout,
-        device_id=place.device if on_gpu else None,
+        device_id=rank_info.device if on_gpu else None,
     )
-    return place
+    return rank_info
 
 
 def use_tf32(allowed: bool) -> None:
-    """Whether products of float32 matrices may round their inputs to the 10 bits of mantissa of TF32.
+    """Allow or forbid that products of float32 matrices round their inputs to TF32 (10 bits of mantissa).
 
-    Through the one setting that the newer `fp32_precision` and the compiler both follow; after setting `fp32_precision`
-    itself, the compiler fails where it asks for this one (torch 2.9 and later). It goes for CPUs with such units as
-    well, so a run on a CPU says no.
+    This setting is the one that both `fp32_precision` and the compiler follow: after setting `fp32_precision` itself,
+    the compiler fails when it reads this setting (torch 2.9 and later). The setting also acts on CPUs that have such
+    units, so a run on a CPU forbids it.
     """
     import torch
 
     torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
-def _store(place: Place, timeout: timedelta):
-    """The meeting point of all ranks, with a name space per attempt: dead ranks' addresses stay out of sight."""
+def _store(rank_info: RankInfo, timeout: timedelta):
+    """Return the store in which ranks find each other, with a prefix per attempt so that no rank reads the addresses of
+    the previous attempt."""
     import torch.distributed as dist
 
     if "MASTER_ADDR" not in os.environ:
-        if place.world_size > 1:
+        if rank_info.world_size > 1:
             raise ConfigError(
-                f"WORLD_SIZE={place.world_size}, but MASTER_ADDR is not set",
-                rule="several processes need a place to meet",
-                fix="start them with torchrun",
+                "E-MASTER-ADDRESS",
+                f"WORLD_SIZE={rank_info.world_size}, but MASTER_ADDR is not set",
+                rule="several processes need the address of the first one (MASTER_ADDR, MASTER_PORT)",
+                fix="start the processes with torchrun or `ingot train`, which set the address",
+                world_size=rank_info.world_size,
             )
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        place.world_size,
-        is_master=place.is_first and not hosted_by_torchrun,
+        rank_info.world_size,
+        is_master=rank_info.is_first and not hosted_by_torchrun,
         timeout=timeout,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"attempt-{place.attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return dist.PrefixStore(f"attempt-{rank_info.attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def stop() -> None:
-    """Leave the job. Safe to call when it was never joined."""
+    """Leave the job. Safe to call if this process never joined a job."""
     import torch.distributed as dist
 
     if dist.is_initialized():

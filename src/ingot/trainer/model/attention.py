@@ -1,6 +1,7 @@
-"""Grouped-query attention (Ainslie et al. 2023) with rotary positions and, if asked for, RMSNorm on queries and keys.
+"""Attention: grouped-query (Ainslie et al. 2023) and multi-head latent (DeepSeek-AI 2024, V2), with rotary positions.
 
-Shape letters: B batch, T tokens, S tokens looked at, D d_model, N query heads, G key/value heads, H head_dim.
+Shape letters: B batch, T query tokens, S key tokens, D d_model, N query heads, G key/value heads, H head_dim.
+Latent attention: H = P nope_dim + R rope_dim, U v_dim, C kv_rank.
 """
 
 from collections.abc import Callable
@@ -14,19 +15,20 @@ from torch.utils.checkpoint import checkpoint
 from ingot.schema.arch import Arch
 from ingot.trainer.model.layers import RMSNorm, rotate
 
-# Of the largest mask that is kept: 128 MiB in bf16, once per forward. With more than that, attention goes through the
-# queries in chunks whose masks are this large at most.
+# Elements of the largest mask that is kept for all layers of a forward: 128 MiB in bf16. With a larger mask, attention
+# takes the queries in chunks whose masks have at most this size.
 MASK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
-    """What a token may look at: itself, and tokens before it, of its own document, within the window.
+class AttentionMaskSpec:
+    """The rule for which keys a query may attend to: earlier tokens and itself, in its document, within the window.
 
-    positions_T: of the tokens that ask, ascending; keys of a whole sequence are at 0..S-1.
-    document_ids_BS: by position in the whole sequence, or None: one document. window: 0 for no limit.
-    bias: 0 where `mask` of all queries and keys is True, else -inf, in the dtype of queries; made once for all layers
-      (`prepared`), None where attention has no use for it.
+    positions_T: positions of the queries, ascending. Keys of a whole sequence have the positions 0..S-1.
+    document_ids_BS: the document of every position of the whole sequence; None for one document.
+    window: the number of tokens a query attends to, itself included; 0 for no limit.
+    bias: an additive mask of all queries and keys, 0 where attention is allowed and -inf elsewhere. `with_bias` makes
+      it once for all layers; None where attention needs no mask.
     """
 
     positions_T: Tensor
@@ -35,95 +37,99 @@ class Sight:
     bias: Tensor | None = None
 
     def mask(self, queries_T: Tensor, keys_S: Tensor) -> Tensor:
-        """Bool [B or 1, 1, T, S] for positions of queries and keys, True looks."""
+        """Return bool [B or 1, 1, T, S] for these positions of queries and keys; True allows attention."""
         return _mask(queries_T, keys_S, self.document_ids_BS, self.window)
 
     def needs_mask(self, keys: int) -> bool:
-        """Whether the triangle of as many queries as keys would show something else."""
+        """Return False if a causal triangle over `keys` keys follows this rule already."""
         return len(self.positions_T) != keys or self.document_ids_BS is not None or 0 < self.window < keys
 
     def mask_elements(self, keys: int) -> int:
         return (1 if self.document_ids_BS is None else len(self.document_ids_BS)) * len(self.positions_T) * keys
 
-    def prepared(self, keys: int, dtype: torch.dtype) -> "Sight":
-        """With `bias` for keys at 0..keys-1, where attention in one piece needs it."""
+    def with_bias(self, keys: int, dtype: torch.dtype) -> "AttentionMaskSpec":
+        """Return a copy with `bias` for keys at 0..keys-1, or self if no mask is needed or the mask is too large."""
         if not self.needs_mask(keys) or self.mask_elements(keys) > MASK_ELEMENTS:
             return self
-        seen = self.mask(self.positions_T, torch.arange(keys, device=self.positions_T.device))
-        return replace(self, bias=_bias(seen, dtype))
+        allowed = self.mask(self.positions_T, torch.arange(keys, device=self.positions_T.device))
+        return replace(self, bias=_bias(allowed, dtype))
 
 
 def _mask(queries_T: Tensor, keys_S: Tensor, document_ids_BS: Tensor | None, window: int) -> Tensor:
     distance_TS = queries_T[:, None] - keys_S[None, :]
-    seen = distance_TS >= 0
+    allowed = distance_TS >= 0
     if window:
-        seen &= distance_TS < window
+        allowed &= distance_TS < window
     if document_ids_BS is None:
-        return seen[None, None]
-    own, theirs = document_ids_BS[:, queries_T], document_ids_BS[:, keys_S]
-    return (seen & (own[:, :, None] == theirs[:, None, :]))[:, None]
+        return allowed[None, None]
+    of_queries, of_keys = document_ids_BS[:, queries_T], document_ids_BS[:, keys_S]
+    return (allowed & (of_queries[:, :, None] == of_keys[:, None, :]))[:, None]
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
+def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
 
 
-# (q_BNTH, k_BGSH, v_BGSH, sight) -> BNTH; keys and values of the same tokens as the queries, or of all before as well.
-Attend = Callable[[Tensor, Tensor, Tensor, Sight], Tensor]
+# (q_BNTH, k_BGSH, v_BGSH, mask_spec) -> BNTH. Keys and values belong to the same tokens as the queries, or to these and
+# all earlier tokens.
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
 
 
-def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, sight: Sight) -> Tensor:
-    """Scaled dot-product attention of whole sequences on this device: flash kernels where PyTorch has them.
+def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
+    """Compute scaled dot-product attention of whole sequences on this device, with flash kernels where PyTorch can.
 
-    Keys of all positions 0..S-1 are here; queries are the last T of them.
+    The keys have the positions 0..S-1; the queries are the last T of them. Returns [B, N, T, H].
     """
     keys = k_BGSH.shape[2]
-    if not sight.needs_mask(keys):
+    if not mask_spec.needs_mask(keys):
         return _attend(q_BNTH, k_BGSH, v_BGSH, None)
-    if sight.bias is None:
-        sight = sight.prepared(keys, q_BNTH.dtype)
-    if sight.bias is None:
-        return _attend_in_chunks(q_BNTH, k_BGSH, v_BGSH, sight)
-    return _attend(q_BNTH, k_BGSH, v_BGSH, sight.bias.to(q_BNTH.dtype))
+    if mask_spec.bias is None:
+        mask_spec = mask_spec.with_bias(keys, q_BNTH.dtype)
+    if mask_spec.bias is None:
+        return _attend_in_chunks(q_BNTH, k_BGSH, v_BGSH, mask_spec)
+    return _attend(q_BNTH, k_BGSH, v_BGSH, mask_spec.bias.to(q_BNTH.dtype))
 
 
 def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, bias: Tensor | None) -> Tensor:
-    """bias: None for the triangle of as many queries as keys."""
+    """bias: None for the causal triangle of as many queries as keys."""
     if not q_BNTH.is_cuda or (bias is None and q_BNTH.dtype in (torch.bfloat16, torch.float16)):
         return F.scaled_dot_product_attention(
             q_BNTH, k_BGSH, v_BGSH, attn_mask=bias, is_causal=bias is None, enable_gqa=True
         )
-    # On CUDA the kernel that takes a mask, or float32, without storing T x S scores knows no groups: give it one key
-    # per query head.
+    # On CUDA, the kernel that takes a mask or float32 without storing T x S scores does not support grouped heads:
+    # repeat the keys and values, one for each query head.
     group = q_BNTH.shape[1] // k_BGSH.shape[1]
     k_BNSH, v_BNSH = k_BGSH.repeat_interleave(group, dim=1), v_BGSH.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, attn_mask=bias, is_causal=bias is None)
 
 
-def _attend_in_chunks(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, sight: Sight) -> Tensor:
-    """Chunks of queries, each with the keys that it reaches. Their masks would together be too large to keep for the
-    backward, which makes them, and the chunk's attention, again."""
+def _attend_in_chunks(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
+    """Attend in chunks of queries, each to the keys in its reach.
+
+    The masks of all chunks would take too much memory until the backward, so the backward recomputes every chunk.
+    """
     tokens, keys = q_BNTH.shape[2], k_BGSH.shape[2]
-    rows, parts = max(MASK_ELEMENTS * tokens // sight.mask_elements(keys), 1), []
+    rows, chunks = max(MASK_ELEMENTS * tokens // mask_spec.mask_elements(keys), 1), []
     for start in range(0, tokens, rows):
         end = min(start + rows, tokens)
-        first, last = max(keys - tokens + start - sight.window + 1, 0) if sight.window else 0, keys - tokens + end
-        reached_S = torch.arange(first, last, device=q_BNTH.device)
-        parts.append(
+        first = max(keys - tokens + start - mask_spec.window + 1, 0) if mask_spec.window else 0
+        last = keys - tokens + end
+        in_reach_S = torch.arange(first, last, device=q_BNTH.device)
+        chunks.append(
             checkpoint(
                 _attend_chunk,
                 q_BNTH[:, :, start:end],
                 k_BGSH[:, :, first:last],
                 v_BGSH[:, :, first:last],
-                sight.positions_T[start:end],
-                reached_S,
-                sight.document_ids_BS,
-                sight.window,
+                mask_spec.positions_T[start:end],
+                in_reach_S,
+                mask_spec.document_ids_BS,
+                mask_spec.window,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
         )
-    return torch.cat(parts, dim=2)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return torch.cat(chunks, dim=2)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def _attend_chunk(
@@ -135,11 +141,13 @@ def _attend_chunk(
     document_ids_BS: Tensor | None,
     window: int,
 ) -> Tensor:
-    seen = _mask(queries_T, keys_S, document_ids_BS, window)
-    return _attend(q_BNTH, k_BGSH, v_BGSH, _bias(seen, q_BNTH.dtype))
+    allowed = _mask(queries_T, keys_S, document_ids_BS, window)
+    return _attend(q_BNTH, k_BGSH, v_BGSH, _bias(allowed, q_BNTH.dtype))
 
 
 class Attention(nn.Module):
+    """Grouped-query attention, with RMSNorm on queries and keys if `arch.qk_norm`."""
+
     def __init__(self, arch: Arch, attend: Attend):
         super().__init__()
         self.head_dim = arch.head_dim
@@ -151,10 +159,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], sight: Sight, cache=None) -> Tensor:
-        """cache: this layer's keys and values so far (model/generate.py), or None. Returns [B, T, D]."""
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_spec: AttentionMaskSpec, cache=None) -> Tensor:
+        """Return [B, T, D]. rotary: cos and sin [T, H/2]. cache: the layer's LayerCache (model/generate.py) or None."""
         batch, tokens, _ = x_BTD.shape
-        # As many heads as the matrices have columns for: a tensor-parallel rank holds some of them.
+        # The number of heads follows from the matrices: a tensor-parallel rank has a part of the heads.
         q_BTNH = self.q(x_BTD).view(batch, tokens, -1, self.head_dim)
         k_BTGH = self.k(x_BTD).view(batch, tokens, -1, self.head_dim)
         v_BTGH = self.v(x_BTD).view(batch, tokens, -1, self.head_dim)
@@ -164,5 +172,68 @@ class Attention(nn.Module):
         k_BGSH, v_BGSH = rotate(k_BTGH.transpose(1, 2), *rotary), v_BTGH.transpose(1, 2)
         if cache is not None:
             k_BGSH, v_BGSH = cache.append(k_BGSH, v_BGSH)
-        out_BNTH = self.attend(q_BNTH, k_BGSH, v_BGSH, sight)
+        out_BNTH = self.attend(q_BNTH, k_BGSH, v_BGSH, mask_spec)
         return self.o(out_BNTH.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-AI 2024, V2, section 2.1, eq. 9-19; the same in V3).
+
+    Keys and values of all heads are computed from one narrow latent per token; queries from another latent, or from the
+    token. Each latent passes an RMSNorm first (V2, section 3.1.2). Only R of the H numbers of a query or key depend on
+    the position; this part of the keys is computed from the token and shared by all heads. (If it came from `kv_up`, a
+    server could not fold `kv_up` into the queries and cache the latents alone.) Scores are divided by sqrt(H), as in
+    Attention (V2, eq. 18).
+
+    The order of a head's rows: in `q_up` (or `q`) P without positions, then R with positions; in `kv_up` P of the key,
+    then U of the value. `kv_down` has the rows of the latent, then the R rows of the shared key.
+    """
+
+    def __init__(self, arch: Arch, attend: Attend):
+        super().__init__()
+        self.mla, self.head_dim, self.attend = arch.mla, arch.head_dim, attend
+        mla, queries = arch.mla, arch.num_heads * arch.head_dim
+        self.q = None if mla.q_rank else nn.Linear(arch.d_model, queries, bias=False)
+        self.q_down = nn.Linear(arch.d_model, mla.q_rank, bias=False) if mla.q_rank else None
+        self.q_latent_norm = RMSNorm(mla.q_rank, arch.norm_eps) if mla.q_rank else None
+        self.q_up = nn.Linear(mla.q_rank, queries, bias=False) if mla.q_rank else None
+        self.kv_down = nn.Linear(arch.d_model, mla.kv_rank + mla.rope_dim, bias=False)
+        self.kv_latent_norm = RMSNorm(mla.kv_rank, arch.norm_eps)
+        self.kv_up = nn.Linear(mla.kv_rank, arch.num_heads * (mla.nope_dim + mla.v_dim), bias=False)
+        self.o = nn.Linear(arch.num_heads * mla.v_dim, arch.d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_spec: AttentionMaskSpec, cache=None) -> Tensor:
+        """Return [B, T, D]. rotary: cos and sin [T, R/2]. cache: the layer's LayerCache (model/generate.py) or None.
+
+        The cache holds N keys and values of width H per token, as for any attention, not the C + R numbers that latent
+        attention needs: only a server gains from the smaller cache.
+        """
+        q_BNTH = self._queries(x_BTD, rotary)
+        k_BNSH, v_BNSU = self._keys_and_values(x_BTD, rotary)
+        # Kernels, and the exchanges of context parallelism, need values as wide as keys: pad with zeros, and cut the
+        # added columns off the result.
+        v_BNSH = F.pad(v_BNSU, (0, self.head_dim - self.mla.v_dim))
+        if cache is not None:
+            k_BNSH, v_BNSH = cache.append(k_BNSH, v_BNSH)
+        out_BNTU = self.attend(q_BNTH, k_BNSH, v_BNSH, mask_spec)[..., : self.mla.v_dim]
+        return self.o(out_BNTU.transpose(1, 2).flatten(2))
+
+    def _queries(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        if self.q is not None:
+            queries = self.q(x_BTD)
+        else:
+            assert self.q_down is not None and self.q_latent_norm is not None and self.q_up is not None
+            queries = self.q_up(self.q_latent_norm(self.q_down(x_BTD)))
+        # The number of heads follows from the matrix: a tensor-parallel rank has a part of the heads.
+        q_BNTH = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q_BNTP, q_BNTR = q_BNTH.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)
+        return torch.cat((q_BNTP, rotate(q_BNTR, *rotary)), dim=-1)
+
+    def _keys_and_values(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys [B, N, T, H] and values [B, N, T, U]."""
+        mla = self.mla
+        latent_BTC, k_BTR = self.kv_down(x_BTD).split((mla.kv_rank, mla.rope_dim), dim=-1)
+        up = self.kv_up(self.kv_latent_norm(latent_BTC)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim)).transpose(1, 2)
+        k_BNTP, v_BNTU = up.split((mla.nope_dim, mla.v_dim), dim=-1)
+        k_BNTR = rotate(k_BTR[:, None], *rotary).expand(-1, k_BNTP.shape[1], -1, -1)
+        return torch.cat((k_BNTP, k_BNTR), dim=-1), v_BNTU

@@ -1,35 +1,47 @@
-"""What experts do with their rows, and how tokens become rows and sums of rows.
+"""A mixture of experts in place of the feed-forward (Shazeer et al. 2017; Fedus et al. 2021; DeepSeek-AI 2024).
 
-A token that goes to K experts is K rows, sorted by expert. Sums over a token's rows are taken in the order of its
-choices, forward and backward, by gathers alone: no sum depends on how threads meet, and none is as large as [M x K, D].
+model/routing.py chooses the experts of each token. Here tokens become rows sorted by expert, experts compute on the
+rows, and each token gets the weighted sum of its rows. A token that goes to K experts has K rows. Sums over a token's
+rows are computed in the order of its choices, forward and backward, by gathers alone: no sum depends on the order of
+threads, and no temporary is as large as [M x K, D].
 
-Shape letters: M tokens, D d_model, E experts, K experts of a token, F d_expert, R rows (at most M x K).
+Shape letters: B batch, T tokens, M = B x T, D d_model, E experts, K experts of a token, F d_expert, R rows (at most
+M x K).
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ingot.schema.arch import Moe
-from ingot.trainer.model.routing import Routing, counted
+from ingot.schema.arch import Arch, Moe
+from ingot.trainer.model.layers import SwiGLU
+from ingot.trainer.model.routing import Router, RouterLoss, Routing, SequenceGather, expert_loads
+
+RowCounts = Literal["assigned", "arriving", "own"]
 
 
-def on_host(counts: Tensor, balanced: int) -> list[int]:
-    """The host waits for numbers of rows, int64 [n], without which it cannot size what comes next.
+def on_host(counts: Tensor, balanced: int, kind: RowCounts) -> list[int]:
+    """Wait for numbers of rows, int64 [n], which the host needs to size the next tensors.
 
-    balanced: their sum if all experts had the same load; a trace, which has no numbers, takes its share of it.
+    The only place where experts make the host wait; a trace, whose tensors have no values, replaces this function.
+    kind: "assigned", the rows here of every expert; "arriving", the rows that arrive here by sender and expert; "own",
+    the rows of the experts of this rank. balanced: the sum of the numbers if all experts had the same load.
     """
     return counts.tolist()
 
 
 @dataclass(frozen=True)
-class Rows:
-    """assignments_R: of each row, token x K + choice. rows_MK: of each assignment; anything where it has no row, which
-    is where kept_MK (bool) is False. None: all have one."""
+class ExpertRows:
+    """The rows of the assignments that one kind of expert computes.
+
+    assignments_R: the assignment of each row, token x K + choice. rows_MK: the row of each assignment. kept_MK: bool,
+    False where an assignment has no row (rows_MK is arbitrary there); None if every assignment has a row.
+    """
 
     assignments_R: Tensor
     rows_MK: Tensor
@@ -40,39 +52,39 @@ class Rows:
         return self.assignments_R // self.rows_MK.shape[1]
 
 
-def deal(routing: Routing, moe: Moe) -> tuple[Rows, list[int], Rows | None]:
-    """Rows of the experts, one expert after the other and in the order of tokens; how many each has; and with a
-    capacity, rows of the assignments that no expert keeps."""
+def assign_rows(routing: Routing, moe: Moe) -> tuple[ExpertRows, list[int], ExpertRows | None]:
+    """Return the experts' rows sorted by expert and then by token, the number of rows of each expert, and with a
+    capacity the rows of the assignments that no expert keeps."""
     experts_MK, kept_MK = routing.experts_MK, routing.kept_MK
     assigned = experts_MK.flatten()
     if kept_MK is not None:
-        assigned = torch.where(kept_MK.flatten(), assigned, moe.num_experts)  # behind all experts
+        assigned = torch.where(kept_MK.flatten(), assigned, moe.num_experts)  # after all experts
     order = assigned.argsort(stable=True)
     place_MK = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     place_MK = place_MK.view_as(experts_MK)
-    # A balanced expert is full where the capacity is below its share.
+    # With equal loads, an expert is full if the capacity is below its share.
     balanced = len(order) if kept_MK is None else int(len(order) * min(moe.capacity_factor, 1))
-    loads_E = counted(assigned[None], moe.num_experts + 1)[0, : moe.num_experts]
-    counts = on_host(loads_E, balanced)
+    loads_E = expert_loads(assigned[None], moe.num_experts + 1)[0, : moe.num_experts]
+    counts = on_host(loads_E, balanced, "assigned")
     if kept_MK is None:
-        return Rows(order, place_MK, None), counts, None
+        return ExpertRows(order, place_MK, None), counts, None
     rows = sum(counts)
-    sent = Rows(order[:rows], place_MK.clamp(max=max(rows - 1, 0)), kept_MK)
-    left = Rows(order[rows:], (place_MK - rows).clamp(min=0), ~kept_MK)
-    return sent, counts, left
+    sent = ExpertRows(order[:rows], place_MK.clamp(max=max(rows - 1, 0)), kept_MK)
+    dropped = ExpertRows(order[rows:], (place_MK - rows).clamp(min=0), ~kept_MK)
+    return sent, counts, dropped
 
 
-def spread(x_MD: Tensor, rows: Rows) -> Tensor:
-    """Each row's token: [R, D]."""
-    return _Spread.apply(x_MD, rows.tokens_R, rows.rows_MK, rows.kept_MK)  # type: ignore[return-value]
+def token_rows(x_MD: Tensor, rows: ExpertRows) -> Tensor:
+    """Return the token of each row: [R, D]."""
+    return _TokenRows.apply(x_MD, rows.tokens_R, rows.rows_MK, rows.kept_MK)  # type: ignore[return-value]
 
 
-def combine(made_RD: Tensor, weights_MK: Tensor, rows: Rows) -> Tensor:
-    """Of each token, the sum of weight x row over its rows, taken in float32 at least: [M, D] in the rows' dtype."""
+def combine(made_RD: Tensor, weights_MK: Tensor, rows: ExpertRows) -> Tensor:
+    """Return each token's sum of weight x row, [M, D] in the dtype of the rows, summed in float32 or wider."""
     return _Combine.apply(made_RD, weights_MK, rows.assignments_R, rows.rows_MK, rows.kept_MK)  # type: ignore
 
 
-def _summed(values_RD: Tensor, rows_MK: Tensor, factors_MK: Tensor | None) -> Tensor:
+def _sum_rows(values_RD: Tensor, rows_MK: Tensor, factors_MK: Tensor | None) -> Tensor:
     wide = torch.promote_types(values_RD.dtype, torch.float32)
     total_MD = values_RD.new_zeros(len(rows_MK), values_RD.shape[1], dtype=wide)
     for choice in range(rows_MK.shape[1] if len(values_RD) else 0):
@@ -84,7 +96,7 @@ def _summed(values_RD: Tensor, rows_MK: Tensor, factors_MK: Tensor | None) -> Te
     return total_MD.type_as(values_RD)
 
 
-class _Spread(torch.autograd.Function):
+class _TokenRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MD: Tensor, tokens_R: Tensor, rows_MK: Tensor, kept_MK: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows_MK, kept_MK)
@@ -93,20 +105,20 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _summed(grads[0], *ctx.saved_tensors), None, None, None
+        return _sum_rows(grads[0], *ctx.saved_tensors), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, made_RD: Tensor, weights_MK: Tensor, assignments_R: Tensor, rows_MK: Tensor, kept_MK) -> Tensor:
         ctx.save_for_backward(made_RD, weights_MK, assignments_R, rows_MK, kept_MK)
-        return _summed(made_RD, rows_MK, weights_MK if kept_MK is None else weights_MK * kept_MK)
+        return _sum_rows(made_RD, rows_MK, weights_MK if kept_MK is None else weights_MK * kept_MK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         (grad_MD,), (made_RD, weights_MK, assignments_R, rows_MK, kept_MK) = grads, ctx.saved_tensors
-        # In place, which multiplies in the weights' wider dtype and rounds once.
+        # In place: multiplies in the wider dtype of the weights and rounds once.
         grad_made = grad_MD.index_select(0, assignments_R // rows_MK.shape[1])
         grad_made.mul_(weights_MK.flatten().index_select(0, assignments_R)[:, None])
         grad_weights, wide_MD = torch.zeros_like(weights_MK), grad_MD.to(weights_MK.dtype)
@@ -117,7 +129,7 @@ class _Combine(torch.autograd.Function):
         return grad_made, grad_weights, None, None, None
 
 
-class Stack(nn.Module):
+class StackedLinear(nn.Module):
     """One matrix for each expert, stacked: weight [E x out, in]."""
 
     def __init__(self, experts: int, outputs: int, inputs: int):
@@ -126,36 +138,40 @@ class Stack(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts * outputs, inputs))
 
     def forward(self, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-        """rows come expert by expert, counts_E of them for each. Returns [R, out]."""
+        """Return [R, out]. rows_RI: sorted by expert, counts_E rows of each expert."""
         return grouped_product(rows_RI, self.weight.view(-1, self.outputs, self.weight.shape[1]), counts_E)
 
 
 def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Each expert's rows times its matrix [out, in].T: one kernel where it is made for them, else one product each.
+    """Multiply each expert's rows by its matrix [out, in].T, in one grouped kernel if it supports them, else one by
+    one.
 
-    counts_E: on the host, so that nothing here waits for the device.
+    counts_E: on the host, so nothing here waits for the device.
     """
-    counts = on_host(counts_E, len(rows_RI))
+    counts = on_host(counts_E, len(rows_RI), "own")
     if _kernel_takes(rows_RI, weight_EOI):
         idle = [expert for expert, count in enumerate(counts) if count == 0]
         if idle and weight_EOI.requires_grad:
-            weight_EOI.register_hook(partial(_without, idle))
-        # A plain copy to a GPU would wait until all that was started before it is done.
+            weight_EOI.register_hook(partial(_clear_idle, idle))
+        # A blocking copy to a GPU would wait until all earlier work is done.
         offsets = counts_E.cumsum(0).to(device=rows_RI.device, dtype=torch.int32, non_blocking=True)
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=offsets)
     return torch.cat([part @ weight.T for part, weight in zip(rows_RI.split(counts), weight_EOI.unbind(), strict=True)])
 
 
-def _without(idle: list[int], gradient_EOI: Tensor) -> Tensor:
-    """Experts without rows have no gradient, but on Blackwell the kernel leaves theirs as memory was before
-    (pytorch/pytorch#172439). In place: the kernel has just made it, for us alone."""
+def _clear_idle(idle: list[int], gradient_EOI: Tensor) -> Tensor:
+    """Zero the gradients of experts without rows: on Blackwell the kernel leaves them uninitialized
+    (pytorch/pytorch#172439). In place: the kernel has just made this tensor and nothing else refers to it."""
     for expert in idle:
         gradient_EOI[expert].zero_()
     return gradient_EOI
 
 
 def _kernel_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:
-    """It knows no float64, and rows of 16 bytes. float32 on a GPU would be a loop inside of it, which waits as well."""
+    """Return whether the grouped kernel is fast here: bfloat16, or float32 on a CPU; rows of a multiple of 16 bytes.
+
+    The kernel has no float64. For float32 on a GPU it is a loop inside, which waits for the device.
+    """
     fast = rows_RI.dtype == torch.bfloat16 or (rows_RI.dtype == torch.float32 and not rows_RI.is_cuda)
     size = rows_RI.element_size()
     sizes = (*weight_EOI.shape[1:], rows_RI.storage_offset(), weight_EOI.storage_offset())
@@ -163,14 +179,110 @@ def _kernel_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:
 
 
 class Experts(nn.Module):
-    """SwiGLU for each expert."""
+    """A SwiGLU feed-forward for each expert."""
 
     def __init__(self, experts: int, d_model: int, d_expert: int):
         super().__init__()
-        self.gate = Stack(experts, d_expert, d_model)
-        self.up = Stack(experts, d_expert, d_model)
-        self.down = Stack(experts, d_model, d_expert)
+        self.gate = StackedLinear(experts, d_expert, d_model)
+        self.up = StackedLinear(experts, d_expert, d_model)
+        self.down = StackedLinear(experts, d_model, d_expert)
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         hidden = F.silu(self.gate(rows_RD, counts_E)) * self.up(rows_RD, counts_E)
         return self.down(hidden, counts_E)
+
+
+class Arriving(Protocol):
+    """Rows on their way to this rank's experts."""
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        """Wait for the rows [R', D], sorted by expert, and the number of rows of each expert [E'], on the host."""
+        ...
+
+
+class Returning(Protocol):
+    """Results on their way back from the experts."""
+
+    def arrive(self) -> Tensor:
+        """Wait for the experts' results of the rows that were sent, [R, D] in the order of sending."""
+        ...
+
+
+class Dispatch(SequenceGather, Protocol):
+    """The way of tokens to experts and back. Expert parallelism has its own (parallel/expert.py)."""
+
+    def own_tokens(self, per_token_T: Tensor) -> Tensor:
+        """Return the values of the tokens that experts see here, from values of the tokens that attention sees here."""
+        ...
+
+    def send(self, rows_RD: Tensor, counts: list[int]) -> Arriving:
+        """Start sending rows sorted by expert, counts[e] of them to expert e."""
+        ...
+
+    def send_back(self, made_RD: Tensor, sent: Arriving) -> Returning:
+        """Start sending back the experts' results of the rows that arrived."""
+        ...
+
+
+@dataclass(frozen=True)
+class _ArrivingHere:
+    rows_RD: Tensor
+    counts_E: Tensor
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        return self.rows_RD, self.counts_E
+
+
+@dataclass(frozen=True)
+class _ReturningHere:
+    rows_RD: Tensor
+
+    def arrive(self) -> Tensor:
+        return self.rows_RD
+
+
+class LocalDispatch:
+    """The dispatch of a process that has all experts and whole sequences."""
+
+    def own_tokens(self, per_token_T: Tensor) -> Tensor:
+        return per_token_T
+
+    def whole_sequences(self, per_token_BTK: Tensor) -> Tensor:
+        return per_token_BTK
+
+    def send(self, rows_RD: Tensor, counts: list[int]) -> Arriving:
+        return _ArrivingHere(rows_RD, torch.tensor(counts))
+
+    def send_back(self, made_RD: Tensor, sent: Arriving) -> Returning:
+        return _ReturningHere(made_RD)
+
+    def on_host(self, counts: Tensor, balanced: int, kind: RowCounts) -> list[int]:
+        """Return `on_host(...)`, for a dispatch between ranks."""
+        return on_host(counts, balanced, kind)
+
+
+class MoeLayer(nn.Module):
+    """The sum over a token's experts of weight x expert(x), plus shared(x) if there are shared experts."""
+
+    def __init__(self, arch: Arch, layer: int, dispatch: Dispatch):
+        super().__init__()
+        moe = arch.moe
+        self.moe, self.dispatch = moe, dispatch
+        self.router = Router(arch, layer, dispatch)
+        self.experts = Experts(moe.num_experts, arch.d_model, moe.d_expert)
+        self.shared = SwiGLU(arch.d_model, moe.shared_experts * moe.d_expert) if moe.shared_experts else None
+        self.fallback = SwiGLU(arch.d_model, moe.d_expert) if moe.has_fallback else None
+
+    def forward(self, x_BTD: Tensor, positions_T: Tensor, router_loss: RouterLoss | None = None) -> Tensor:
+        """Return [B, T, D]. positions_T: the positions of all tokens that attention sees here."""
+        routing = self.router(x_BTD, self.dispatch.own_tokens(positions_T), router_loss)
+        rows, counts, dropped = assign_rows(routing, self.moe)
+        x_MD = x_BTD.flatten(0, 1)
+        sent = self.dispatch.send(token_rows(x_MD, rows), counts)
+        shared = self.shared(x_BTD) if self.shared is not None else None  # while the rows are on their way
+        back = self.dispatch.send_back(self.experts(*sent.arrive()), sent)
+        y_MD = combine(back.arrive(), routing.weights_MK, rows)
+        if self.fallback is not None and dropped is not None:
+            y_MD = y_MD + combine(self.fallback(token_rows(x_MD, dropped)), routing.weights_MK, dropped)
+        y_BTD = y_MD.view_as(x_BTD)
+        return y_BTD if shared is None else y_BTD + shared

@@ -1,10 +1,9 @@
-"""Sampling, with a cache of keys and values where one process has the model: a new token costs one token's work.
+"""Sampling of text. In one process a cache of keys and values makes a new token cost the work of one token.
 
 Shape letters: B batch, T new tokens, S tokens in the cache after them, G key/value heads, H head_dim, V vocab_size.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ingot.errors import UsageError
 from ingot.schema.arch import Arch
+from ingot.trainer.torch_private import compiler_is_loaded
 
 
 class LayerCache:
@@ -36,7 +36,7 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache per layer; `tokens` is how many tokens have passed through all of them."""
+    """One LayerCache per layer. tokens: the number of tokens that have passed through all layers."""
 
     def __init__(self, arch: Arch, capacity: int):
         self.layers = [LayerCache(capacity) for _ in range(arch.num_layers)]
@@ -47,10 +47,10 @@ class KVCache:
 
 
 def choose_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """temperature 0 takes the most likely token; otherwise a draw from softmax(logits / temperature).
+    """Return the most likely token at temperature 0, else a draw from softmax(logits / temperature).
 
-    top_k: only the k most likely ones take part; 0 means all. Drawn on the CPU in float32, so that the same logits and
-    seed give the same token on every rank and device.
+    top_k: draw from the k most likely tokens only; 0 means all. The draw is on the CPU in float32, so that the same
+    logits and seed give the same token on every rank and device.
     """
     logits_V = logits_V.float().cpu()
     if temperature == 0:
@@ -62,12 +62,12 @@ def choose_token(logits_V: Tensor, temperature: float, top_k: int, generator: to
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-# All token ids so far -> logits [V] of the next one.
+# All token ids so far -> logits [V] of the next token.
 NextLogits = Callable[[Sequence[int]], Tensor]
 
 
 def cached(model: torch.nn.Module, arch: Arch, capacity: int) -> NextLogits:
-    """Of a model that this process can run by itself, for one text of at most `capacity` tokens."""
+    """Return the next-token function of a whole model in this process, for one text of at most `capacity` tokens."""
     device = next(model.parameters()).device
     cache = KVCache(arch, capacity)
 
@@ -90,23 +90,39 @@ def generate(
     seed: int = 0,
     stop_id: int | None = None,
 ) -> list[int]:
-    """Up to `max_tokens` token ids that follow `prompt`. Stops after `stop_id`, which is then the last one.
+    """Return up to `max_tokens` token ids that continue `prompt`, ending with `stop_id` if the model generates it.
 
-    Every rank of a parallel model must call it with the same arguments and without stop_id, so that all make the same
-    number of forwards. Raises UsageError for an empty prompt, a negative temperature, or more tokens than the model's
-    positions.
+    Every rank of a parallel model must call this function with the same arguments and without stop_id, so that all
+    ranks run the same number of forwards. Raises UsageError for an empty prompt, a sampling setting out of its range,
+    or more tokens than the model has positions.
     """
     if not prompt:
-        raise UsageError("the prompt has no tokens", rule="the model continues at least one token")
+        raise UsageError(
+            "E-PROMPT-EMPTY",
+            "the prompt has no tokens",
+            rule="the model continues a prompt of at least one token",
+            fix="pass a prompt that is not empty",
+        )
     if temperature < 0 or top_k < 0 or max_tokens < 1:
         raise UsageError(
+            "E-SAMPLING-RANGE",
             f"temperature={temperature}, top_k={top_k}, max_tokens={max_tokens}",
-            rule="temperature and top_k are 0 or more, max_tokens is at least 1",
+            rule="temperature and top_k are 0 or more; max_tokens is at least 1",
+            fix="choose values in these ranges; temperature 0 takes the most likely token, top_k 0 uses all tokens",
+            temperature=temperature,
+            top_k=top_k,
+            max_tokens=max_tokens,
         )
     if len(prompt) + max_tokens > arch.max_seq_len:
+        room = max(arch.max_seq_len - len(prompt), 0)
         raise UsageError(
-            f"{len(prompt)} prompt tokens and {max_tokens} new ones exceed the model's {arch.max_seq_len} positions",
-            fix=f"ask for at most {max(arch.max_seq_len - len(prompt), 0)} new tokens, or shorten the prompt",
+            "E-CONTEXT-EXCEEDED",
+            f"{len(prompt)} prompt tokens + {max_tokens} new tokens exceed the model's {arch.max_seq_len} positions",
+            rule="prompt and new tokens fit into model.max_seq_len positions",
+            fix=f"generate at most {room} new tokens, or shorten the prompt",
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+            max_seq_len=arch.max_seq_len,
         )
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -118,9 +134,9 @@ def generate(
 
 
 def _without_compilation():
-    """Compiled blocks run as written: the cache has another length at every token, and each would be compiled anew.
+    """Return a context in which compiled blocks run eagerly: the cache has a new length at every token, and each length
+    would be compiled again.
 
-    Where nothing was compiled the compiler is not even there, and importing it takes half a second.
+    A process that compiled nothing has not imported the compiler, and the import takes half a second.
     """
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if compiler_is_loaded() else contextlib.nullcontext()

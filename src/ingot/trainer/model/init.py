@@ -1,12 +1,13 @@
 """The first weights: a pure function of (seed, parameter name, position), the same bits on every layout and device.
 
-A matrix is drawn on the CPU in groups of rows, each group from its own random stream, so a rank draws no more than the
-groups it owns a part of. (Random operations on a sharded tensor draw the same rows on every rank on CPU, and other
+A matrix is drawn on the CPU in groups of rows. Each group has its own random stream, so a rank draws only the groups
+that overlap its rows. (Random operations on a sharded tensor would draw the same rows on every CPU rank, and other
 numbers for every layout.)
 
-Scheme: matrices from N(0, 0.02^2); the matrices that write into the residual stream (attention.o, and the down of every
-feed-forward and expert) have their deviation divided by sqrt(2 * num_layers), so that its variance does not grow with
-depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights are 1, biases of routers 0, loads of experts 1: equal.
+Scheme: matrices come from N(0, 0.02^2). The matrices that write into the residual stream (attention.o, and `down` of
+every feed-forward and expert) have a deviation divided by sqrt(2 * num_layers), so that the variance of the stream does
+not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights begin at 1, router biases at 0, and expert
+loads at 1 (the mean load).
 """
 
 import math
@@ -21,7 +22,7 @@ from ingot.schema.arch import Arch
 DEVIATION = 0.02
 RESIDUAL_WRITERS = ("attention.o.weight", ".down.weight")
 ROUTER_BIAS = "router.bias"
-# Elements of a group of rows: a whole matrix of a small model, 256 rows of width 4,096.
+# Elements of one group of rows: a whole matrix of a small model, or 256 rows of width 4,096.
 GROUP_ELEMENTS = 1 << 20
 
 
@@ -33,7 +34,10 @@ def initial_value(
     offsets: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """float32 on the CPU: parameter or buffer `name` of whole `shape`, or its block of `sizes` from `offsets` on."""
+    """Return the first value of a parameter or buffer, or of one block of it: float32 on the CPU.
+
+    shape: of the whole tensor. offsets, sizes: the block; by default the whole tensor.
+    """
     offsets, sizes = offsets or (0,) * len(shape), shape if sizes is None else sizes
     if len(shape) == 1:
         return torch.full(tuple(sizes), 0.0 if name.endswith(ROUTER_BIAS) else 1.0)
@@ -52,6 +56,6 @@ def initial_value(
 
 @torch.no_grad()
 def initialize(model: nn.Module, arch: Arch, seed: int) -> None:
-    """Fill every parameter and buffer of an undivided, materialised `model` in place."""
+    """Fill every parameter and buffer of `model` in place. The model is whole and has memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor.copy_(initial_value(name, tensor.shape, arch, seed))

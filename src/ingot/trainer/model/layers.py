@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim (Zhang & Sennrich 2019, eq. 4).
+    """The layer x / rms(x) * weight over the last dim (Zhang & Sennrich 2019, eq. 4).
 
-    The mean of squares is taken in float32 for bf16 input and in the input's own dtype for float32 and float64.
+    The mean of squares is computed in float32 for bf16 input, and in the input's dtype for float32 and float64.
     """
 
     def __init__(self, dim: int, eps: float):
@@ -24,11 +24,11 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [T, H/2], of the angles position * theta^(-2i/H), i = 0..H/2-1.
+    """Return cos and sin, float32 [T, H/2] each, of the angles position * theta^(-2i/H), i = 0..H/2-1.
 
     Su et al. 2021 (RoFormer, section 3.2.2). The angles are float32 as in the Llama of `transformers`, so that an
-    exported model sees the same ones. They are recomputed in every forward: a few small operations, and no buffer to
-    own, to materialise and to keep in step with the precision.
+    exported model uses the same angles. The tables are recomputed in every forward: this takes a few small operations
+    and needs no buffer.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions_T.device).float() / head_dim
     angles = torch.outer(positions_T.float(), 1.0 / (theta**exponents))
@@ -36,18 +36,18 @@ def rotary_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Ten
 
 
 def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + H/2) of every head by their angles: the rotate-half convention, computed in >= float32.
+    """Rotate the pairs (i, i + H/2) of every head by their angles (the rotate-half convention), in float32 or float64.
 
-    bf16 angles lose the difference between neighbouring positions in long sequences, hence the wider dtype.
+    In bf16, neighboring positions of a long sequence would have equal angles.
     """
     wide = x_BNTH if x_BNTH.dtype == torch.float64 else x_BNTH.float()
     first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.type_as(x_BNTH)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.type_as(x_BNTH)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), no biases (Shazeer 2020, eq. 6)."""
+    """The feed-forward down(silu(gate(x)) * up(x)), without biases (Shazeer 2020, eq. 6)."""
 
     def __init__(self, d_model: int, d_ffn: int):
         super().__init__()

@@ -1,13 +1,13 @@
-"""Which experts a token goes to, and what balances them.
+"""The router: which experts a token goes to, and the losses that balance experts.
 
-It is decided for each token by itself, and where experts have a capacity, for each sequence: so it does not depend on
-how a batch is dealt to micro-batches and ranks. Logits and scores are float32 at least (Fedus et al. 2021, sec. 2.4).
+The choice depends on one token alone, and with a capacity on one sequence. So it does not depend on how a batch is
+divided into micro-batches and ranks. Logits and scores are float32 or wider (Fedus et al. 2021, sec. 2.4).
 
-A capacity acts in training only. Whether an earlier token's second choice has room depends on the first choices of
-later tokens, and on how long the text is: a score of held-out text would know what comes, and generated text has not
-been written yet.
+A capacity acts in training only. Room for an early token's second choice depends on the first choices of later tokens
+and on the length of the text. A score of held-out text would use tokens that come later, and generated text has no
+later tokens yet.
 
-Shape letters: B batch, T tokens, M = B x T, D d_model, E experts, G groups of them, K experts of a token.
+Shape letters: B batch, T tokens, M = B x T, D d_model, E experts, G groups of experts, K experts of a token.
 """
 
 from dataclasses import dataclass
@@ -19,51 +19,58 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ingot.schema.arch import Arch, Moe
+from ingot.trainer.torch_private import WideBuffers
 
 
 @dataclass(frozen=True)
-class Pressure:
-    """What a training step tells routers; without it experts take all tokens, and routers draw no noise and learn
-    nothing about balance.
+class RouterLoss:
+    """The inputs of a router in a training step. Without them experts have no capacity, and routers no noise or loss.
 
-    keys_B: int64, of each sequence of the micro-batch, different for every sequence of the run: noise follows from it.
-    weight: what a nat of one token counts in what is minimised; a scalar tensor.
+    keys_B: int64, one for each sequence of the micro-batch, different for every sequence of the run; the noise is a
+      function of the key.
+    weight: the factor of one token's nats in the minimized loss; a scalar tensor.
     """
 
     keys_B: Tensor
     weight: Tensor
 
 
-class Sequences(Protocol):
+class SequenceGather(Protocol):
+    """The exchange between ranks that hold parts of the same sequences."""
+
     def whole_sequences(self, per_token_BTK: Tensor) -> Tensor:
-        """A value of this rank's tokens, of all tokens of the sequences by position; all ranks that share them take
-        part."""
+        """Gather a value of this rank's tokens to whole sequences, by position. Collective over the ranks that share
+        sequences."""
         ...
 
 
 @dataclass(frozen=True)
 class Routing:
-    """experts_MK: int64, best first. weights_MK: float32 at least; differentiable. kept_MK: False where an expert had
-    no room for the token; None where all have."""
+    """The router's decision for every token.
+
+    experts_MK: int64, best first. weights_MK: float32 or wider; differentiable. kept_MK: False where an expert had no
+    room for the token; None if no capacity acts.
+    """
 
     experts_MK: Tensor
     weights_MK: Tensor
     kept_MK: Tensor | None
 
 
-class Router(nn.Module):
-    """bias_E, load_E: buffers, float32 (float64 in a float64 model): what loss-free balancing adds to scores, and each
-    expert's share of the assignments of the step before x E; present where their use is asked for.
+class Router(WideBuffers):
+    """The router of one layer. (A bias rounded to bfloat16 would choose other experts, hence the wide buffers.)
 
-    seen: sums over the backwards of a step so far, float64 [E + 3]: loads, assignments dropped, entropy of the scores
-    (nats) summed over tokens, tokens. parallel/balance.py reads and clears it.
+    bias_E: added to scores by loss-free balancing. load_E: each expert's share of the assignments of the step before,
+    times E. Both are buffers, float32 (float64 in a float64 model); None if `arch.moe` does not use them.
+    seen: sums over the backwards of this step so far, float64 [E + 3]: loads, dropped assignments, entropy of the
+    scores (nats) summed over tokens, tokens. parallel/balance.py reads and clears them.
     """
 
     bias: Tensor | None
     load: Tensor | None
     seen: Tensor | None
 
-    def __init__(self, arch: Arch, layer: int, sequences: Sequences):
+    def __init__(self, arch: Arch, layer: int, sequences: SequenceGather):
         super().__init__()
         self.moe, self.layer, self.sequences = arch.moe, layer, sequences
         self.weight = nn.Parameter(torch.empty(arch.moe.num_experts, arch.d_model))
@@ -71,25 +78,15 @@ class Router(nn.Module):
         self.register_buffer("load", torch.ones(arch.moe.num_experts) if arch.moe.global_loss else None)
         self.seen = None
 
-    def _apply(self, fn, recurse: bool = True):
-        """What `to`, `half`, `to_empty`, ... do to parameters and buffers. Here a narrow dtype is for the weight alone:
-        rounded to bfloat16, a bias would choose other experts."""
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, value in self.named_buffers():
-            if (wide := torch.promote_types(value.dtype, torch.float32)) != value.dtype:
-                setattr(self, name, before[name].to(value.device, wide))
-        return self
-
-    def forward(self, x_BTD: Tensor, positions_T: Tensor, pressure: Pressure | None) -> Routing:
-        """positions_T: of these tokens."""
+    def forward(self, x_BTD: Tensor, positions_T: Tensor, router_loss: RouterLoss | None) -> Routing:
+        """Choose experts for every token of x_BTD. positions_T: the positions of these tokens."""
         moe = self.moe
-        limited = pressure is not None and moe.capacity_factor > 0
+        limited = router_loss is not None and moe.capacity_factor > 0
         logits_BTE = _logits(x_BTD, self.weight)
-        if pressure is not None and moe.noise:
-            noise_BTE = normal_noise(pressure.keys_B, positions_T, self.layer, moe.num_experts)
+        if router_loss is not None and moe.noise:
+            noise_BTE = normal_noise(router_loss.keys_B, positions_T, self.layer, moe.num_experts)
             logits_BTE = logits_BTE + moe.noise * noise_BTE.to(logits_BTE.dtype)
-        # Quotients of scores are taken from their logarithms: sigmoids of a token may all be 0 in float32.
+        # Quotients of scores are computed from their logarithms: all sigmoids of a token may be 0 in float32.
         log_scores_BTE = logits_BTE if moe.scores == "softmax" else F.logsigmoid(logits_BTE)
         probabilities_BTE = log_scores_BTE.softmax(-1)
         scores_BTE = probabilities_BTE if moe.scores == "softmax" else log_scores_BTE.exp()
@@ -99,26 +96,28 @@ class Router(nn.Module):
         else:
             weights_BTK = scores_BTE.gather(-1, choices_BTK) * moe.scale
         whole_BTK = choices_BTK
-        if limited or (moe.sequence_loss and pressure is not None):
+        if limited or (moe.sequence_loss and router_loss is not None):
             whole_BTK = self.sequences.whole_sequences(choices_BTK)
         kept_BTK = within_capacity(whole_BTK, moe)[:, positions_T] if limited else None
-        if pressure is not None:
+        if router_loss is not None:
             loss = self._balance_loss(logits_BTE, probabilities_BTE, whole_BTK)
             seen = self._count(choices_BTK, kept_BTK, probabilities_BTE.detach())
-            weights_BTK = _pressed(weights_BTK, loss, pressure.weight, seen, self)
+            weights_BTK = _attach_loss(weights_BTK, loss, router_loss.weight, seen, self)
         kept_MK = None if kept_BTK is None else kept_BTK.flatten(0, 1)
         return Routing(choices_BTK.flatten(0, 1), weights_BTK.flatten(0, 1), kept_MK)
 
     def _balance_loss(self, logits_BTE: Tensor, probabilities_BTE: Tensor, whole_BTK: Tensor) -> Tensor:
-        """Sum over the tokens here, so that all ranks and micro-batches together have the mean x tokens.
+        """Return the sum of the balance losses over the tokens here. Over all ranks and micro-batches these sums add up
+        to the mean loss times the number of tokens.
 
-        A sequence's loads are of those who were chosen, with the bias where there is one: it is they who have the work,
-        and where the bias has evened it out, nothing pushes scores any more. DeepSeek-AI 2024, V3, eq. 18 counts whom
-        the scores alone would choose, which also pushes against what the bias is there to allow.
+        A sequence's loads count the chosen experts, including the effect of the bias: these experts do the work, and
+        once the bias has evened the loads out, the loss no longer moves the scores. DeepSeek-AI 2024, V3, eq. 18 counts
+        the experts that the scores alone would choose, which also works against the differences that the bias allows.
         """
         moe, loss = self.moe, logits_BTE.new_zeros(())
         if moe.sequence_loss:
-            loads_BE = counted(whole_BTK, moe.num_experts).to(loss.dtype) * (moe.num_experts / whole_BTK[0].numel())
+            loads_BE = expert_loads(whole_BTK, moe.num_experts).to(loss.dtype)
+            loads_BE = loads_BE * (moe.num_experts / whole_BTK[0].numel())
             loss = loss + moe.sequence_loss * (probabilities_BTE * loads_BE[:, None]).sum()
         if self.load is not None:
             loss = loss + moe.global_loss * (probabilities_BTE * self.load.to(loss.dtype)).sum()
@@ -127,7 +126,8 @@ class Router(nn.Module):
         return loss
 
     def _count(self, choices_BTK: Tensor, kept_BTK: Tensor | None, probabilities_BTE: Tensor) -> Tensor:
-        loads_E = counted(choices_BTK, self.moe.num_experts).sum(0).double()
+        """Return the row that one backward adds to `seen`."""
+        loads_E = expert_loads(choices_BTK, self.moe.num_experts).sum(0).double()
         dropped = loads_E.new_zeros(()) if kept_BTK is None else (~kept_BTK).sum().double()
         entropy = torch.special.entr(probabilities_BTE).sum(dtype=torch.float64)
         tokens = loads_E.new_full((), choices_BTK.shape[0] * choices_BTK.shape[1])
@@ -139,7 +139,7 @@ def _logits(x_BTD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """x @ weight.T in float32 at least, without keeping a wide copy of x for the backward."""
+    """The product x @ weight.T in float32 or wider, without a wide copy of x kept for the backward."""
 
     @staticmethod
     def forward(ctx, x_BTD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -154,13 +154,15 @@ class _Logits(torch.autograd.Function):
         return (grad_BTE @ _wide(weight_ED)).type_as(x_BTD), grad_weight.type_as(weight_ED)
 
 
-def _pressed(weights_BTK: Tensor, loss: Tensor, weight: Tensor, seen: Tensor, router: Router) -> Tensor:
-    return _Press.apply(weights_BTK, loss, weight, seen, router)  # type: ignore[return-value]
+def _attach_loss(weights_BTK: Tensor, loss: Tensor, weight: Tensor, seen: Tensor, router: Router) -> Tensor:
+    return _AttachLoss.apply(weights_BTK, loss, weight, seen, router)  # type: ignore[return-value]
 
 
-class _Press(torch.autograd.Function):
-    """Leaves the weights as they are; in the backward, which runs once for every micro-batch also where the forward is
-    repeated, the balance loss gets its gradient and what was counted is added up."""
+class _AttachLoss(torch.autograd.Function):
+    """The identity on the weights. Its backward gives the balance loss its gradient and adds up the router's counts.
+
+    The backward runs once per micro-batch, also if recompute repeats the forward.
+    """
 
     @staticmethod
     def forward(ctx, weights_BTK: Tensor, loss: Tensor, weight: Tensor, seen: Tensor, router: Router):
@@ -180,10 +182,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def choose(scores_BTE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
-    """The experts of each token, best first: int64 [B, T, K]. Who wins among equals depends on the token's scores
-    alone.
+    """Choose the experts of each token, best first: int64 [B, T, K].
 
-    Groups: a group is as good as the sum of its top_k / top_groups best (DeepSeek-AI 2024, V3, section 2.1.2).
+    The order of equal scores depends on the token's scores alone. The score of a group is the sum of its
+    top_k / top_groups best scores (DeepSeek-AI 2024, V3, section 2.1.2).
     """
     ranked = scores_BTE if bias_E is None else scores_BTE + bias_E.to(scores_BTE.dtype)
     if moe.groups > 1:
@@ -195,19 +197,21 @@ def choose(scores_BTE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
     return ranked.topk(moe.top_k, dim=-1).indices
 
 
-def counted(choices_BTK: Tensor, experts: int) -> Tensor:
-    """How many assignments each expert has in each sequence: int64 [B, E]."""
+def expert_loads(choices_BTK: Tensor, experts: int) -> Tensor:
+    """Return the number of assignments of each expert in each sequence: int64 [B, E]."""
     flat = choices_BTK.flatten(1)
     return flat.new_zeros(len(flat), experts).scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def within_capacity(choices_BTK: Tensor, moe: Moe) -> Tensor:
-    """Which assignments of whole sequences are kept: bool [B, T, K]. First choices go before second ones, then earlier
-    tokens before later ones (Lepikhin et al. 2020, algorithm 1)."""
+    """Return which assignments of whole sequences experts keep: bool [B, T, K].
+
+    First choices go before second choices, then early tokens before late tokens (Lepikhin et al. 2020, algorithm 1).
+    """
     batch, tokens, top_k = choices_BTK.shape
     by_priority = choices_BTK.transpose(1, 2).reshape(batch, -1)  # [B, K x T]
     order = by_priority.argsort(dim=-1, stable=True)
-    counts_BE = counted(choices_BTK, moe.num_experts)
+    counts_BE = expert_loads(choices_BTK, moe.num_experts)
     starts_BE = counts_BE.cumsum(-1) - counts_BE
     place = torch.arange(order.shape[1], device=order.device) - starts_BE.gather(1, by_priority.gather(1, order))
     kept = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, place < moe.capacity(tokens))
@@ -215,23 +219,26 @@ def within_capacity(choices_BTK: Tensor, moe: Moe) -> Tensor:
 
 
 def normal_noise(keys_B: Tensor, positions_T: Tensor, layer: int, experts: int) -> Tensor:
-    """Standard normal float64 [B, T, E], a pure function of (key, position, layer, expert): the same on every layout,
-    and when a block is computed again. Counters are mixed by SplitMix64 (Steele et al. 2014)."""
+    """Return standard normal noise, float64 [B, T, E], a pure function of (key, position, layer, expert).
+
+    So the noise is the same on every layout and in a recomputed block. SplitMix64 mixes the counters (Steele et al.
+    2014).
+    """
     columns = torch.arange(experts, device=keys_B.device) + layer * experts
     mixed = _mix(_mix(_mix(keys_B)[:, None] + positions_T[None, :])[:, :, None] + columns)
-    # The middles of 2^52 equal parts of (0, 1): with one bit more the last of them rounds to 1, whose normal is inf.
-    uniform = _shifted(mixed, 12).double() * 2.0**-52 + 2.0**-53
+    # The middles of 2^52 equal parts of (0, 1). With 2^53 parts the last middle would round to 1, whose normal is inf.
+    uniform = _shift_right(mixed, 12).double() * 2.0**-52 + 2.0**-53
     return torch.special.ndtri(uniform)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """int64, which wraps around as unsigned numbers do."""
+    """One round of SplitMix64 on int64, whose overflow wraps around like that of unsigned numbers."""
     x = x - 0x61C8864680B583EB
-    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ _shifted(x, 31)
+    x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of unsigned numbers: `>>` repeats the sign, so it is masked away."""
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift unsigned numbers: int64 `>>` repeats the sign bit, so mask the repeated bits."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

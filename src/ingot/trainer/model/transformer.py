@@ -1,8 +1,8 @@
-"""A decoder-only transformer of the Llama kind. It knows no rank and no parallelism.
+"""A decoder-only transformer of the Llama kind. The model knows no rank and no parallelism.
 
-Parameter names are `embed.weight`, `blocks.{i}.attention.q.weight`, `blocks.{i}.mlp.gate.weight` (where a block has
-experts `blocks.{i}.moe.experts.gate.weight`, model/moe.py), ... `norm.weight` and `head.weight` (absent when tied).
-Blocks are keyed by layer number, so a name stays the same when a pipeline stage holds only some of them.
+Parameter names are `embed.weight`, `blocks.{i}.attention.q.weight`, `blocks.{i}.mlp.gate.weight` (in a block with
+experts `blocks.{i}.moe.experts.gate.weight`, model/experts.py), ... `norm.weight` and `head.weight` (absent if tied).
+Blocks are keyed by layer number, so names stay the same in a pipeline stage that holds some of the blocks.
 
 Shape letters: B batch, T tokens, D d_model, V vocab_size.
 """
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ingot.schema.arch import Arch
-from ingot.trainer.model.attention import Attend, Attention, Sight, attend_locally
-from ingot.trainer.model.latent import LatentAttention
+from ingot.trainer.model.attention import Attend, Attention, AttentionMaskSpec, LatentAttention, attend_locally
+from ingot.trainer.model.experts import Dispatch, LocalDispatch, MoeLayer
 from ingot.trainer.model.layers import RMSNorm, SwiGLU, rotary_tables
 from ingot.trainer.model.loss import Readout
-from ingot.trainer.model.moe import Dispatch, LocalDispatch, Moe, Pressure
+from ingot.trainer.model.routing import RouterLoss
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Xiong et al. 2020). Experts may take the mlp's place."""
+class TransformerBlock(nn.Module):
+    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)) (Xiong et al. 2020). `moe` may replace `mlp`."""
 
     def __init__(self, arch: Arch, layer: int, attend: Attend, dispatch: Dispatch):
         super().__init__()
@@ -27,22 +27,27 @@ class Block(nn.Module):
         self.attention = (LatentAttention if arch.is_mla else Attention)(arch, attend)
         self.mlp_norm = RMSNorm(arch.d_model, arch.norm_eps)
         self.mlp = None if arch.has_experts(layer) else SwiGLU(arch.d_model, arch.d_ffn)
-        self.moe = Moe(arch, layer, dispatch) if arch.has_experts(layer) else None
+        self.moe = MoeLayer(arch, layer, dispatch) if arch.has_experts(layer) else None
 
     def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], sight: Sight, cache=None, pressure: Pressure | None = None
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask_spec: AttentionMaskSpec,
+        cache=None,
+        router_loss: RouterLoss | None = None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, sight, cache)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask_spec, cache)
         if self.moe is not None:
-            return x_BTD + self.moe(self.mlp_norm(x_BTD), sight.positions_T, pressure)
+            return x_BTD + self.moe(self.mlp_norm(x_BTD), mask_spec.positions_T, router_loss)
         assert self.mlp is not None
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-# What tensor parallelism may do with each parameter, by the end of its name: the output dim of `column` and the input
-# dim of `row` matrices is cut, `vocab` matrices are cut by token id; `kv` are column matrices whose heads may be fewer
-# than the ranks; `stream` weights act on the residual stream, `heads` weights for every head alike. Stacked `expert`
-# matrices are not cut by it: its ranks send their own tokens to them.
+# The role of each parameter under tensor parallelism, by the end of its name. `column` matrices are split along the
+# output dim, `row` matrices along the input dim, `vocab` matrices by token id. `kv` matrices are column matrices that
+# may have fewer heads than there are ranks. `stream` weights act on the residual stream and `heads` weights on every
+# head alike. Stacked `expert` matrices are not split by tensor parallelism: its ranks send their own tokens to experts.
 SHARDING = {
     "embed.weight": "vocab",
     "head.weight": "vocab",
@@ -78,11 +83,11 @@ SHARDING = {
 
 
 class Transformer(nn.Module):
-    """attend: how queries meet keys and values, dispatch: how tokens come to experts. Context and expert parallelism
-    pass others.
+    """The model. Context and expert parallelism pass their own `attend` and `dispatch`.
 
-    A pipeline stage is a Transformer that lost its other blocks, `embed` if it is not the first, and `norm` and `head`
-    if it is not the last (a last one with tied embeddings keeps `embed` as its head).
+    attend: attention of queries to keys and values. dispatch: the way of tokens to experts.
+    A pipeline stage is a Transformer without the other stages' blocks, without `embed` unless it is the first stage,
+    and without `norm` and `head` unless it is the last (a last stage with tied embeddings keeps `embed` as its head).
     """
 
     embed: nn.Embedding | None
@@ -94,12 +99,14 @@ class Transformer(nn.Module):
         self.arch = arch
         self.embed = nn.Embedding(arch.vocab_size, arch.d_model)
         dispatch = dispatch or LocalDispatch()
-        self.blocks = nn.ModuleDict({str(i): Block(arch, i, attend, dispatch) for i in range(arch.num_layers)})
+        self.blocks = nn.ModuleDict(
+            {str(i): TransformerBlock(arch, i, attend, dispatch) for i in range(arch.num_layers)}
+        )
         self.norm = RMSNorm(arch.d_model, arch.norm_eps)
         self.head = None if arch.tied_embeddings else nn.Linear(arch.d_model, arch.vocab_size, bias=False)
-        self.readout = Readout()
-        # Other forms of attention make masks of their own, of the parts that they work on.
-        self.masks_here = attend is attend_locally
+        self.readout = Readout(arch)
+        # Other forms of attention make the masks of the parts that they work on.
+        self.makes_mask = attend is attend_locally
 
     def forward(
         self,
@@ -110,30 +117,30 @@ class Transformer(nn.Module):
         *,
         positions_T: Tensor | None = None,
         per_token: bool = False,
-        pressure: Pressure | None = None,
+        router_loss: RouterLoss | None = None,
     ) -> Tensor:
-        """Without targets: logits [B, T, V] in the compute dtype. With targets: the sum of nats over all B x T tokens.
+        """Return the sum of nats over all B x T tokens, or logits [B, T, V] in the compute dtype without targets.
 
-        The sum is float32 (float64 in a float64 model); divide by the number of tokens for the loss. per_token: nats
-        of every target instead, [B * T], without gradients.
-        x: token ids [B, T]; on a stage that is not the first, hidden states [B, T, D] (with sequence parallelism a
-        part of T, and positions_T says which positions attention sees). A stage that is not the last returns them.
-        document_ids_BT: attention does not cross document borders (positions keep counting through them); of the whole
-        sequence, also where x is a part of it. positions_T: of the tokens that attention sees, ascending; 0..T-1 unless
-        given. cache: a KVCache (model/generate.py) with the earlier tokens. pressure: in training, what limits and
-        balances experts (model/routing.py).
+        The sum is float32 (float64 in a float64 model); the loss is the sum divided by the number of tokens. A stage
+        that is not the last returns hidden states [B, T, D].
+        x: token ids [B, T]; on a stage that is not the first, hidden states [B, T, D] (with sequence parallelism a part
+        of T). document_ids_BT: of the whole sequence, also if x is a part of it; attention stays inside documents, and
+        positions count on across them. positions_T: the positions of the tokens that attention sees, ascending; by
+        default 0..T-1. cache: a KVCache (model/generate.py) with the earlier tokens. per_token: return nats of every
+        target, [B * T], without gradients. router_loss: in training, what routers need (model/routing.py).
         """
         positions = torch.arange(x.shape[1], device=x.device) if positions_T is None else positions_T
         if cache is not None:
             positions = positions + cache.tokens
-        sight = Sight(positions, document_ids_BT, self.arch.sliding_window)
+        mask_spec = AttentionMaskSpec(positions, document_ids_BT, self.arch.sliding_window)
         rotated = self.arch.mla.rope_dim if self.arch.is_mla else self.arch.head_dim
         rotary = rotary_tables(positions, rotated, self.arch.rope_theta)
         x_BTD = x if x.is_floating_point() or self.embed is None else self.embed(x)
-        if self.masks_here:
-            sight = sight.prepared(len(positions) + (0 if cache is None else cache.tokens), x_BTD.dtype)
+        if self.makes_mask:
+            mask_spec = mask_spec.with_bias(len(positions) + (0 if cache is None else cache.tokens), x_BTD.dtype)
         for index, block in self.blocks.items():
-            x_BTD = block(x_BTD, rotary, sight, None if cache is None else cache.layers[int(index)], pressure)
+            layer_cache = None if cache is None else cache.layers[int(index)]
+            x_BTD = block(x_BTD, rotary, mask_spec, layer_cache, router_loss)
         if self.norm is None:
             return x_BTD
         x_BTD = self.norm(x_BTD)

@@ -1,4 +1,4 @@
-"""Clipping by the global gradient norm (Pascanu et al. 2013), without waiting for the device."""
+"""Gradient clipping by the global norm (Pascanu et al. 2013), without waiting for the device."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingot.trainer.optim.adamw import Piece
+from ingot.trainer.shard import ParameterShard
 
 
 @torch.no_grad()
-def gradient_norm(pieces: Sequence[Piece], world: int | None = None, *, scale: Tensor | None = None) -> Tensor:
-    """Euclidean norm of the whole model's gradient, a scalar on the device, the same on all ranks. Collective.
+def gradient_norm(shards: Sequence[ParameterShard], world: int | None = None, *, scale: Tensor | None = None) -> Tensor:
+    """Return the Euclidean norm of the whole model's gradient, a scalar on the device, equal on all ranks. Collective.
 
-    Each element counts once: on the rank that owns its piece. The squares are summed over the default group in one
-    all-reduce, left out when `world`, its size, is 1; None looks it up. Squares are float32, for float64 masters
-    float64. A layout has one order of summation, and so always the same bits. scale: the loss scale that the gradients
-    carry; the norm is that without it. A non-finite gradient shows in the norm.
+    Each element counts once, on the rank that owns its shard. Squares are float32 (float64 for float64 masters); one
+    all-reduce sums them over the default group. A layout has one order of summation, so its bits are always the same.
+    world: the size of the default group; None looks it up; 1 skips the all-reduce. scale: the loss scale in the
+    gradients; the norm is divided by it. A non-finite gradient makes the norm non-finite.
     """
-    dtype, device = _norm_place(pieces)
-    owned = [p.grad for p in pieces if p.owner and p.grad is not None]
+    dtype, device = _dtype_and_device(shards)
+    owned = [p.grad for p in shards if p.owner and p.grad is not None]
     square = torch.zeros((), dtype=dtype, device=device)
     if owned:
         square = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in owned]).square().sum()
@@ -32,20 +32,23 @@ def gradient_norm(pieces: Sequence[Piece], world: int | None = None, *, scale: T
 
 
 def clip_factor(norm: Tensor, max_norm: float, *, scale: Tensor | None = None) -> Tensor | None:
-    """What to multiply gradients with: min(1, max_norm / norm), or 1 if max_norm is 0, over the loss scale they carry.
+    """Return the factor for the gradients, min(1, max_norm / norm) / scale; max_norm = 0 does not clip.
 
-    None leaves them as they are. Low-precision gradients are best multiplied in the optimizer's step (`scale` there),
-    after conversion: in bfloat16 the factor itself may be rounded to 8 bits, and the product is.
+    None stands for the factor 1. Pass the factor to the optimizer's step (`scale` there), which multiplies after the
+    conversion to the dtype of the masters: in bfloat16 the factor and the product would be rounded to 8 bits.
     """
     if max_norm <= 0:
         return None if scale is None else scale.reciprocal()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # A loss scale is a power of two: the factor of both has the same bits as one after the other.
+    # A loss scale is a power of two, so dividing the factor by it gives the same bits as dividing the gradients.
     return factor if scale is None else factor / scale
 
 
-def _norm_place(pieces: Sequence[Piece]) -> tuple[torch.dtype, torch.device]:
-    """Masters have one dtype on all ranks, also on those that own nothing; gradients tell the device."""
-    assert pieces, "every rank holds pieces, if only empty ones"
-    dtype = torch.promote_types(pieces[0].value.dtype, torch.float32)
-    return dtype, next((p.grad.device for p in pieces if p.grad is not None), pieces[0].value.device)
+def _dtype_and_device(shards: Sequence[ParameterShard]) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype of the squares and the device of the gradients.
+
+    Masters have one dtype on all ranks, also on ranks that own no element.
+    """
+    assert shards, "every rank holds shards, possibly empty"
+    dtype = torch.promote_types(shards[0].value.dtype, torch.float32)
+    return dtype, next((p.grad.device for p in shards if p.grad is not None), shards[0].value.device)

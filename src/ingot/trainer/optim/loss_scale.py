@@ -9,10 +9,11 @@ STATE = ("loss_scale", "loss_scale_good_steps")
 
 
 class LossScale:
-    """The loss is multiplied by `scale` before its backward, the gradients divided by it before their use (clip.py).
+    """The factor of the loss before its backward; gradients are divided by it before their use (clip.py).
 
-    scale: a float32 scalar on the device, always a power of two, so that scaling only moves exponents.
-    good_steps: finite steps since it last changed, an int64 scalar. Both keep their identity.
+    scale: a float32 scalar on the device, always a power of two, so that scaling changes exponents only.
+    good_steps: the number of finite steps since `scale` last changed, an int64 scalar. Both tensors stay the same
+    objects.
     """
 
     def __init__(self, device: torch.device | str, *, growth_interval: int = GROWTH_INTERVAL):
@@ -22,8 +23,10 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """After each step: half the scale if it overflowed (found_inf, a scalar, is 1), twice after
-        `growth_interval` finite steps in a row. found_inf has to be the same on all ranks, as the gradient norm is."""
+        """Halve the scale after a step that overflowed; double it after `growth_interval` finite steps in a row.
+
+        found_inf: a scalar, 1 if the step overflowed; it must be the same on all ranks, as the gradient norm is.
+        """
         overflow = found_inf.to(torch.bool).reshape(())
         good = torch.where(overflow, 0, self.good_steps + 1)
         grows = good >= self.growth_interval
@@ -31,5 +34,6 @@ class LossScale:
         self.good_steps.copy_(torch.where(grows, 0, good))
 
     def state(self) -> dict[str, Tensor]:
-        """The live tensors, for a checkpoint: replicated, to be read and written between steps."""
+        """Return the live tensors for a checkpoint, which may be read and written between steps. All ranks have the
+        same values."""
         return dict(zip(STATE, (self.scale, self.good_steps), strict=True))

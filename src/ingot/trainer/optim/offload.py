@@ -1,13 +1,17 @@
-"""AdamW whose moments are not on the device: in host memory (ZeRO-Offload, Ren et al. 2021) or in a file
-(ZeRO-Infinity, Rajbhandari et al. 2021). The update runs on the host.
+"""AdamW with its moments in host memory (ZeRO-Offload, Ren et al. 2021) or in a file (ZeRO-Infinity, Rajbhandari et al.
+2021). The update runs on the host.
 
-The master copies are the pieces' values and stay where the layout put them. What is not in host memory passes through
-two staging slots, cut by cut: while one cut is updated, the other slot is written behind and read ahead. A cut is a run
-of a piece's elements; AdamW is elementwise, so any cut is legal, and cuts at multiples of 64 bytes keep the bits.
+The master copies are the values of the shards and stay where the layout put them. Tensors outside of host memory pass
+through two staging slots, one range of a shard's elements at a time: while one slot is updated, the results of the
+other are written and its next range is read. AdamW is elementwise, so any range is correct, and ranges that start at
+multiples of 64 bytes keep the bits.
 """
 
+import mmap
+import os
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
@@ -21,50 +25,55 @@ from torch import Tensor
 from ingot.errors import ResourceError
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Optim
-from ingot.trainer.optim.adamw import Optimizer, Piece, State, gradient_of, update, zero_state
-from ingot.trainer.optim.moment_file import KINDS, MomentFile
+from ingot.trainer.optim.adamw import AdamW, State, gradient_of, update, zero_state
+from ingot.trainer.shard import ParameterShard
 
 BUFFER_BYTES = 256 * 2**20
 DEADLINE_SECONDS = 600.0
-CUT_ELEMENTS = 1024  # cuts are multiples of this: 4 KiB of float32
+KINDS = ("exp_avg", "exp_avg_sq")
+RANGE_ELEMENTS = 1024  # the length of a range is a multiple of this number: 4 KiB of float32
 
 
 def build_optimizer(
-    pieces: Iterable[Piece],
+    shards: Iterable[ParameterShard],
     optim: Optim,
     parallel: Parallel,
     base: Path,
-) -> Optimizer:
-    """base: where a relative `parallel.offload_folder` starts. It should be on a local disk; ranks may share it."""
+) -> AdamW:
+    """Build the optimizer that `parallel.offload` names.
+
+    base: the folder to which `parallel.offload_folder` is relative. It should be on a local disk; ranks may share it.
+    """
     if parallel.offload == "none":
-        return Optimizer(pieces, optim)
+        return AdamW(shards, optim)
     if parallel.offload == "cpu":
-        return OffloadedOptimizer(pieces, optim)
-    return OffloadedOptimizer(pieces, optim, folder=base / parallel.offload_folder)
+        return OffloadedOptimizer(shards, optim)
+    return OffloadedOptimizer(shards, optim, folder=base / parallel.offload_folder)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Elements start..stop of a piece's block, counted row by row."""
+class ElementRange:
+    """The elements start..stop of a shard, counted row by row."""
 
-    piece: Piece
+    shard: ParameterShard
     start: int
     stop: int
 
     def of(self, block: Tensor) -> Tensor:
+        """Return these elements of a tensor with the shape of the shard."""
         return block.view(-1)[self.start : self.stop]
 
     def gradient(self) -> Tensor:
-        return gradient_of(self.piece).reshape(-1)[self.start : self.stop]
+        return gradient_of(self.shard).reshape(-1)[self.start : self.stop]
 
     @property
     def is_last(self) -> bool:
-        return self.stop == self.piece.value.numel()
+        return self.stop == self.shard.value.numel()
 
 
 @dataclass
-class Slot:
-    """Staging memory of one cut: a buffer per kind and dtype, made when first needed, pinned where a GPU copies."""
+class StagingSlot:
+    """Staging memory for one range: a buffer per kind and dtype, made at its first use, pinned if a GPU copies."""
 
     elements: int
     buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
@@ -79,9 +88,12 @@ class Slot:
         return self.buffers[key][: like.numel()]
 
 
-class Movers:
-    """Threads that run what they are given, in order. Python waits at its exit for the threads of an executor, but not
-    for these: a disk that never answers must not keep a process from ending."""
+class TransferThreads:
+    """Threads that run tasks in order of submission.
+
+    Python waits at exit for the threads of an executor, but not for these daemon threads: a disk that never answers
+    must not keep a process from ending.
+    """
 
     def __init__(self, number: int):
         self._tasks: SimpleQueue[tuple[Future, Callable, tuple] | None] = SimpleQueue()
@@ -95,7 +107,7 @@ class Movers:
         return future
 
     def close(self, *, wait: bool) -> None:
-        """What has not begun is dropped. wait: for what has."""
+        """Drop the tasks that have not begun. wait: wait for the tasks that have."""
         while True:
             try:
                 self._tasks.get_nowait()
@@ -116,65 +128,65 @@ class Movers:
             del task, future, call, args  # they hold staging memory
 
 
-class OffloadedOptimizer(Optimizer):
-    """Same updates as `Optimizer` on a CPU, bit for bit, with the state in host memory, or in a file in `folder`.
+class OffloadedOptimizer(AdamW):
+    """AdamW with its state in host memory, or in a file in `folder`; its updates have the bits of `AdamW` on a CPU.
 
-    buffer_bytes: of both slots together, all that is staged; with `folder` the only host memory that state takes.
-    A step waits for the device: the host needs its gradients. Beyond the pieces it takes one cut of device memory.
-    `step` raises ResourceError if the file cannot be read or written, or not within `deadline_seconds`. Values and
-    state are then torn, `moments` does not give them out, and the process has to start again from a checkpoint.
+    buffer_bytes: of both staging slots together; with `folder` the only host memory of the state.
+    A step waits for the device, whose gradients the host needs, and takes device memory for one range of elements.
+    `step` raises ResourceError if the file cannot be read or written within `deadline_seconds`. Values and state then
+    belong to different steps: `moments` raises, and the process has to start again from a checkpoint.
     """
 
     def __init__(
         self,
-        pieces: Iterable[Piece],
+        shards: Iterable[ParameterShard],
         optim: Optim,
         *,
         folder: Path | None = None,
         buffer_bytes: int = BUFFER_BYTES,
         deadline_seconds: float = DEADLINE_SECONDS,
     ):
-        pieces = [p for p in pieces if p.value.numel()]
+        shards = [p for p in shards if p.value.numel()]
         self.deadline_seconds = deadline_seconds
-        self.file = MomentFile(folder, {p.name: p.value for p in pieces}) if folder else None
-        self.movers = Movers(2) if folder else None
+        self.file = MomentFile(folder, {p.name: p.value for p in shards}) if folder else None
+        self.threads = TransferThreads(2) if folder else None
         self.torn = False
-        super().__init__(pieces, optim)
-        # A slot holds a cut's value, gradient and two moments.
-        itemsize = max((p.value.itemsize for p in pieces), default=4)
-        self.cut_elements = max(buffer_bytes // (2 * 4 * itemsize) // CUT_ELEMENTS, 1) * CUT_ELEMENTS
+        super().__init__(shards, optim)
+        # A slot holds the value, gradient and two moments of a range.
+        itemsize = max((p.value.itemsize for p in shards), default=4)
+        self.range_elements = max(buffer_bytes // (2 * 4 * itemsize) // RANGE_ELEMENTS, 1) * RANGE_ELEMENTS
         self.stream: torch.cuda.Stream | None = None
-        self.slots = (Slot(self.cut_elements), Slot(self.cut_elements))
+        self.slots = (StagingSlot(self.range_elements), StagingSlot(self.range_elements))
 
     def _zero_states(self) -> dict[str, State]:
-        """Moments in the file are mapped into memory: a checkpoint reads and writes them as any tensor."""
+        """Map moments in a file into memory, so that a checkpoint reads and writes them like any tensor."""
         states = {}
-        for piece in self.pieces:
+        for shard in self.shards:
             if self.file is not None:
-                blocks = [self.file.tensor(piece.name, kind) for kind in KINDS]
+                blocks = [self.file.tensor(shard.name, kind) for kind in KINDS]
             else:
-                blocks = [torch.zeros(piece.value.shape, dtype=piece.value.dtype) for _ in KINDS]
-            states[piece.name] = zero_state(*blocks)
+                blocks = [torch.zeros(shard.value.shape, dtype=shard.value.dtype) for _ in KINDS]
+            states[shard.name] = zero_state(*blocks)
         return states
 
     @torch.no_grad()
     def step(self, lr: float, *, scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         if found_inf is not None and bool(found_inf):
-            for piece in self.pieces:
-                piece.grad = None
+            for shard in self.shards:
+                shard.grad = None
             return
         self.torn = True
         if self.file is not None:
             self.file.release_pages()
         stream = self._side_stream()
-        cuts = list(self._cuts())
-        for slot, cut in zip(self.slots, cuts, strict=False):
-            self._turn(slot, None, cut, scale, stream)
-        for i, cut in enumerate(cuts):
+        ranges = list(self._ranges())
+        for slot, part in zip(self.slots, ranges, strict=False):
+            self._exchange_slot(slot, None, part, scale, stream)
+        for i, part in enumerate(ranges):
             slot = self.slots[i % 2]
             self._wait(slot)
-            self._update(slot, cut, lr, scale)
-            self._turn(slot, cut, cuts[i + 2] if i + 2 < len(cuts) else None, scale, stream)
+            self._update(slot, part, lr, scale)
+            self._exchange_slot(slot, part, ranges[i + 2] if i + 2 < len(ranges) else None, scale, stream)
         for slot in self.slots:
             self._wait(slot)
         if stream is not None:
@@ -184,100 +196,200 @@ class OffloadedOptimizer(Optimizer):
     def moments(self) -> dict[str, State]:
         if self.torn:
             raise ResourceError(
-                "the optimizer's last update was cut short",
-                rule="values and moments of different steps are never saved",
-                fix="go on from the newest checkpoint",
+                "E-OFFLOAD-INCOMPLETE",
+                "the optimizer's last update was interrupted, so values and moments belong to different steps",
+                rule="only values and moments of the same step are saved",
+                fix="run `ingot train` again: the run continues from its newest checkpoint",
             )
         return super().moments()
 
     def close(self) -> None:
-        """The file has no name: its space is free once it is closed, or its process is dead."""
-        if self.movers is not None and self.file is not None:
-            self.movers.close(wait=not self.torn)
+        """Close the file. It has no name, so its space is free once it is closed or the process ends."""
+        if self.threads is not None and self.file is not None:
+            self.threads.close(wait=not self.torn)
             self.states = {}
             self.file.close()
 
-    def _cuts(self) -> Iterator[Cut]:
-        for piece in self.pieces:
-            elements = piece.value.numel()
-            for start in range(0, elements, self.cut_elements):
-                yield Cut(piece, start, min(start + self.cut_elements, elements))
+    def _ranges(self) -> Iterator[ElementRange]:
+        for shard in self.shards:
+            elements = shard.value.numel()
+            for start in range(0, elements, self.range_elements):
+                yield ElementRange(shard, start, min(start + self.range_elements, elements))
 
     def _side_stream(self) -> torch.cuda.Stream | None:
-        """Where copies run, after what is under way on the device; None if everything is in host memory."""
-        tensors = (t for p in self.pieces for t in (p.value, p.grad) if t is not None and t.is_cuda)
+        """Return the stream for copies, which waits for the device's current work; None if all is in host memory."""
+        tensors = (t for p in self.shards for t in (p.value, p.grad) if t is not None and t.is_cuda)
         first = next(tensors, None)
         if first is None:
             return None
-        if self.stream is None:  # always the same one: the allocator keeps memory by stream
+        if self.stream is None:  # one stream for all steps: the allocator caches memory by stream
             self.stream = torch.cuda.Stream(first.device)
         self.stream.wait_stream(torch.cuda.current_stream(first.device))
         return self.stream
 
-    def _turn(
-        self, slot: Slot, done: Cut | None, coming: Cut | None, scale: Tensor | None, stream: torch.cuda.Stream | None
+    def _exchange_slot(
+        self,
+        slot: StagingSlot,
+        done: ElementRange | None,
+        coming: ElementRange | None,
+        scale: Tensor | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """Start to bring what the slot holds of `done` back to its place, and then `coming` into the slot."""
+        """Start to copy the results of range `done` from the slot to their place, and then range `coming` into it."""
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            if done is not None and not on_host(done.piece.value):
-                value = done.of(done.piece.value)
+            if done is not None and not in_host_memory(done.shard.value):
+                value = done.of(done.shard.value)
                 value.copy_(slot.take("value", value), non_blocking=True)
             if coming is not None:
-                value, gradient = coming.of(coming.piece.value), coming.gradient()
-                if not on_host(value):
+                value, gradient = coming.of(coming.shard.value), coming.gradient()
+                if not in_host_memory(value):
                     slot.take("value", value).copy_(value, non_blocking=True)
-                if not on_host(gradient):
+                if not in_host_memory(gradient):
                     slot.take("grad", value).copy_(scaled(gradient, value.dtype, scale), non_blocking=True)
             if stream is not None:
                 slot.copied = torch.cuda.Event()
                 slot.copied.record(stream)
-        if self.movers is not None:
-            slot.transfer = self.movers.submit(self._exchange, slot, done, coming)
+        if self.threads is not None:
+            slot.transfer = self.threads.submit(self._exchange_file, slot, done, coming)
 
-    def _exchange(self, slot: Slot, done: Cut | None, coming: Cut | None) -> None:
+    def _exchange_file(self, slot: StagingSlot, done: ElementRange | None, coming: ElementRange | None) -> None:
         assert self.file is not None
-        for cut, transfer in ((done, self.file.write), (coming, self.file.read)):
-            if cut is not None:
+        for part, transfer in ((done, self.file.write), (coming, self.file.read)):
+            if part is not None:
                 for kind in KINDS:
-                    transfer(cut.piece.name, kind, cut.start, slot.take(kind, cut.of(cut.piece.value)))
+                    transfer(part.shard.name, kind, part.start, slot.take(kind, part.of(part.shard.value)))
 
-    def _wait(self, slot: Slot) -> None:
+    def _wait(self, slot: StagingSlot) -> None:
         if slot.transfer is not None:
             try:
                 slot.transfer.result(self.deadline_seconds)
             except FutureTimeout:
                 raise ResourceError(
+                    "E-OFFLOAD-TIMEOUT",
                     f"{self.file} did not answer within {self.deadline_seconds:g} s",
-                    rule="optimizer state in files needs a disk that keeps up",
-                    fix="check the disk of parallel.offload_folder",
+                    rule="the disk of the optimizer state answers before the deadline of one transfer",
+                    fix="check the disk of parallel.offload_folder, or set parallel.offload_folder to another disk",
+                    folder="" if self.file is None else str(self.file.folder),
+                    seconds=self.deadline_seconds,
                 ) from None
             slot.transfer = None
         if slot.copied is not None:
             slot.copied.synchronize()
 
-    def _update(self, slot: Slot, cut: Cut, lr: float, scale: Tensor | None) -> None:
-        """The step count of a piece moves on with its last cut; the others work on a copy."""
-        piece, state = cut.piece, self.states[cut.piece.name]
-        value, gradient = cut.of(piece.value), cut.gradient()
+    def _update(self, slot: StagingSlot, part: ElementRange, lr: float, scale: Tensor | None) -> None:
+        """Update one range. The step count of a shard advances with its last range; other ranges use a copy."""
+        shard, state = part.shard, self.states[part.shard.name]
+        value, gradient = part.of(shard.value), part.gradient()
         dtype = value.dtype
-        gradient = scaled(gradient, dtype, scale) if on_host(gradient) else slot.take("grad", value)
-        blocks = [cut.of(state[k]) if self.file is None else slot.take(k, value) for k in KINDS]
-        if not on_host(value):
+        gradient = scaled(gradient, dtype, scale) if in_host_memory(gradient) else slot.take("grad", value)
+        blocks = [part.of(state[k]) if self.file is None else slot.take(k, value) for k in KINDS]
+        if not in_host_memory(value):
             value = slot.take("value", value)
         counted = {
             **dict(zip(KINDS, blocks, strict=True)),
-            "step": state["step"] if cut.is_last else state["step"].clone(),
+            "step": state["step"] if part.is_last else state["step"].clone(),
         }
-        update([value], [gradient], [counted], lr, self.optim, decays=piece.decays)
-        if cut.is_last:
-            piece.grad = None
+        update([value], [gradient], [counted], lr, self.optim, decays=shard.decays)
+        if part.is_last:
+            shard.grad = None
 
 
-def on_host(tensor: Tensor) -> bool:
-    """Host memory is worked on in place; everything else is staged."""
+def in_host_memory(tensor: Tensor) -> bool:
+    """Return whether `tensor` is updated in place; tensors elsewhere are staged."""
     return tensor.device.type == "cpu"
 
 
 def scaled(gradient: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Return the gradient in `dtype`, times `scale`."""
     gradient = gradient.to(dtype)
     return gradient if scale is None else gradient * scale.to(gradient.device)
+
+
+class MomentFile:
+    """The moments of one rank in one raw file, zeros at first.
+
+    The file has a block with the shape of each of `values`, per kind of moment, at a multiple of the page size. It has
+    no name in its folder, so a killed process leaves no file that could be mistaken for a saved state. The constructor
+    reserves the whole size and raises ResourceError if the disk has no room.
+    """
+
+    def __init__(self, folder: Path, values: Mapping[str, Tensor]):
+        self.folder, self.values = folder, values
+        self.positions: dict[tuple[str, str], int] = {}
+        size = 0
+        for name, value in values.items():
+            for kind in KINDS:
+                self.positions[name, kind] = size
+                size += -(-value.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.size_bytes = max(size, mmap.PAGESIZE)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (closed by close)
+            os.posix_fallocate(self.file.fileno(), 0, self.size_bytes)
+        except OSError as error:
+            raise ResourceError(
+                "E-OFFLOAD-SPACE",
+                f"{folder} has no room for {self.size_bytes / 2**30:.2f} GiB of optimizer state: {error.strerror}",
+                rule="offload to files reserves 8 bytes per parameter of the rank (16 in float64) at the start",
+                fix="free space on this disk, set another parallel.offload_folder, or use more ranks",
+                folder=str(folder),
+                size_bytes=self.size_bytes,
+            ) from error
+        self.map = mmap.mmap(self.file.fileno(), self.size_bytes)
+
+    def __str__(self) -> str:
+        return f"the file of moments in {self.folder}"
+
+    def tensor(self, name: str, kind: str) -> Tensor:
+        """Return a block as a mapped tensor. Its pages are the system's file cache, not memory of this process."""
+        value = self.values[name]
+        position = self.positions[name, kind]
+        return torch.frombuffer(self.map, dtype=value.dtype, count=value.numel(), offset=position).view(value.shape)
+
+    def read(self, name: str, kind: str, start: int, into: Tensor) -> None:
+        """Fill `into`, contiguous and in host memory, with the elements of a block from `start` on."""
+        view, position = self._bytes(into), self._position(name, kind, start)
+        try:
+            while view:
+                count = os.preadv(self.file.fileno(), [view], position)
+                if not count:
+                    raise OSError(0, "the file ends early")
+                view, position = view[count:], position + count
+        except OSError as error:
+            raise self._failed("read", error) from error
+
+    def write(self, name: str, kind: str, start: int, elements: Tensor) -> None:
+        """Write `elements`, contiguous and in host memory, to a block from `start` on."""
+        view, position = self._bytes(elements), self._position(name, kind, start)
+        try:
+            while view:
+                count = os.pwrite(self.file.fileno(), view, position)
+                view, position = view[count:], position + count
+        except OSError as error:
+            raise self._failed("written", error) from error
+
+    def release_pages(self) -> None:
+        """Free the memory of pages that were read through `tensor`. The file keeps all that was written."""
+        self.map.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file. Its space is free when the last mapped tensor is gone as well."""
+        self.file.close()
+        del self.map
+
+    def _position(self, name: str, kind: str, start: int) -> int:
+        return self.positions[name, kind] + start * self.values[name].itemsize
+
+    def _bytes(self, tensor: Tensor) -> memoryview:
+        return tensor.numpy().data.cast("B")
+
+    def _failed(self, action: str, error: OSError) -> ResourceError:
+        return ResourceError(
+            "E-OFFLOAD-FILE",
+            f"{self} could not be {action}: {error.strerror}",
+            rule="the disk of the optimizer state works and has room",
+            fix="free space or set another parallel.offload_folder, then run `ingot train` again: the run continues "
+            "from its newest checkpoint",
+            folder=str(self.folder),
+            action=action,
+        )

@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of the step. It never looks at time, so a resumed run follows the same curve."""
+"""The learning rate, a pure function of the step: a resumed run follows the same curve."""
 
 import math
 
@@ -6,7 +6,9 @@ from ingot.schema.run import Schedule
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
-    """Of optimizer step 1..steps. Reaches `peak` at the end of warm-up and peak * final_fraction at the last step.
+    """Return the learning rate of optimizer step 1..steps.
+
+    It reaches `peak` at the end of warm-up and peak * final_fraction at the last step.
 
     cosine: half a cosine after warm-up (Loshchilov & Hutter 2017, eq. 5, one cycle).
     wsd: constant after warm-up, then linear over the last `decay_steps` (Hu et al. 2024, MiniCPM, section 4).

@@ -1,8 +1,8 @@
-"""Once per step: what routers saw becomes the load of the whole batch, and the load becomes biases for the next step.
+"""Balance of experts, once per step: routers' counts become the loads of the whole batch, and loads become biases.
 
 Every rank routes other tokens (data, context and, under sequence parallelism, tensor ranks), and pipeline ranks hold
-other layers, so one sum over the world of a table of all layers tells every rank everything. The numbers of assignments
-are whole numbers in float64: their sum is exact, and what follows from it is the same bits on every layout.
+other layers, so one sum over the world of a table of all layers gives every rank all counts. Numbers of assignments are
+whole numbers in float64: their sum is exact, so loads and biases have the same bits on every layout.
 
 Shape letters: L layers with experts, R those of this rank, E experts.
 """
@@ -15,32 +15,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ingot.schema.arch import Moe
-from ingot.trainer.mesh.exchange import all_sum
+from ingot.trainer.mesh.collectives import all_sum
 from ingot.trainer.mesh.mesh import AXES, Mesh
-from ingot.trainer.parallel.piece import Piece
+from ingot.trainer.shard import ParameterShard
 
-BESIDES = 3  # columns of a router's `seen` after the loads: assignments dropped, entropy, tokens
+AFTER_LOADS = 3  # columns of a router's `seen` after the loads: dropped assignments, entropy, tokens
 
 
-def steered(bias_RE: Tensor, counts_RE: Tensor, rate: float) -> Tensor:
-    """Biases after a step in which experts had counts_RE assignments: b_e + rate x sign(mean - c_e).
+def updated_biases(bias_RE: Tensor, counts_RE: Tensor, rate: float) -> Tensor:
+    """Return the biases after a step in which experts had counts_RE assignments: b_e + rate x sign(mean - c_e).
 
-    Wang et al. 2024, algorithm 1. In whole numbers, so that an expert at the mean stays where it is on every device.
+    Wang et al. 2024, algorithm 1. The comparison is in whole numbers, so the bias of an expert at the mean does not
+    change on any device.
     """
     below_RE = counts_RE.sum(-1, keepdim=True) - counts_RE * counts_RE.shape[-1]
     return bias_RE + rate * below_RE.sign().to(bias_RE.dtype)
 
 
 def loads_of(counts_RE: Tensor) -> Tensor:
-    """Each expert's share of the assignments x E: 1 is the mean."""
+    """Return each expert's share of the assignments, times E: 1 is the mean."""
     return counts_RE * counts_RE.shape[-1] / counts_RE.sum(-1, keepdim=True)
 
 
 class Balance:
-    """The buffers of this rank's routers (modules with `layer`, `seen`, `bias` and `load`) are rows of its tensors.
+    """The biases and loads of this rank's routers. The routers' buffers `bias` and `load` are rows of these tensors.
 
-    layers: the numbers of all layers with experts, ascending. bias_RE begins at 0, load_RE at 1; in float32 (float64
-    where the model is), whatever dtype computes. None where the model has no use for them.
+    layers: the numbers of all layers with experts, ascending. bias_RE begins at 0 and load_RE at 1, in float32 (float64
+    in a float64 model), whatever dtype computes; None if the model does not use them.
     """
 
     def __init__(
@@ -67,38 +68,39 @@ class Balance:
             router.load = None if self.load_RE is None else self.load_RE[row]
 
     @property
-    def pieces(self) -> list[Piece]:
-        """What a checkpoint keeps, whole, under the names that the model has for it."""
+    def shards(self) -> list[ParameterShard]:
+        """The buffers as whole blocks for a checkpoint, under their names in the model."""
         tensors = (("bias", self.bias_RE), ("load", self.load_RE))
         return [
-            self._piece(f"blocks.{router.layer}.moe.router.{kind}", tensor[row])
+            self._shard(f"blocks.{router.layer}.moe.router.{kind}", tensor[row])
             for row, router in enumerate(self.routers)
             for kind, tensor in tensors
             if tensor is not None
         ]
 
-    def _piece(self, name: str, value_E: Tensor) -> Piece:
-        return Piece(name, tuple(value_E.shape), (0,), tuple(value_E.shape), value_E, self._owner)
+    def _shard(self, name: str, value_E: Tensor) -> ParameterShard:
+        return ParameterShard(name, tuple(value_E.shape), (0,), tuple(value_E.shape), value_E, self._owner)
 
     @torch.no_grad()
     def step(self, number: int, veto: Tensor | None) -> Tensor:
-        """After the last backward of a step. Returns float64 [L, E + 3] of the whole batch: each layer's numbers of
-        assignments by expert, then dropped ones, entropy of the scores (nats) summed over tokens, and tokens.
+        """Update biases and loads, and return the counts of the whole batch. Call after the last backward of a step.
 
-        number: of the step, from 1. veto: a bool scalar, true where the step's update was skipped: then nothing changes
-        here either. Collective over the world, also for ranks without experts. Does not wait for the device.
+        Returns float64 [L, E + 3]: for each layer the assignments by expert, the dropped assignments, the entropy of
+        the scores (nats) summed over tokens, and the tokens. number: of the step, from 1. veto: a bool scalar, true if
+        the step's update was skipped; then nothing changes here either. Collective over the world, also for ranks
+        without experts. Does not wait for the device.
         """
         table = torch.zeros(
-            len(self.layers), self.moe.num_experts + BESIDES, dtype=torch.float64, device=self._rows_R.device
+            len(self.layers), self.moe.num_experts + AFTER_LOADS, dtype=torch.float64, device=self._rows_R.device
         )
         if self.routers:
             table.index_copy_(0, self._rows_R, torch.stack([_take(router) for router in self.routers]))
         if dist.get_world_size() > 1:
             assert dist.group.WORLD is not None
             table = all_sum(table, dist.group.WORLD)
-        counts_RE = table[:, :-BESIDES].index_select(0, self._rows_R)
+        counts_RE = table[:, :-AFTER_LOADS].index_select(0, self._rows_R)
         if self.bias_RE is not None and (not self.moe.bias_steps or number <= self.moe.bias_steps):
-            _replace(self.bias_RE, steered(self.bias_RE, counts_RE, self.moe.bias_rate), veto)
+            _replace(self.bias_RE, updated_biases(self.bias_RE, counts_RE, self.moe.bias_rate), veto)
         if self.load_RE is not None:
             _replace(self.load_RE, loads_of(counts_RE), veto)
         return table
@@ -110,13 +112,13 @@ def _routers(stages: Iterable[nn.Module]) -> list[Any]:
 
 
 def _take(router: Any) -> Tensor:
-    """What it saw since the last time."""
+    """Return and clear the counts of a router."""
     seen, router.seen = router.seen, None
-    assert seen is not None, f"the router of layer {router.layer} saw no backward: its stage was run without pressure"
+    assert seen is not None, f"the router of layer {router.layer} had no backward with a RouterLoss"
     return seen
 
 
 def _replace(old: Tensor, new: Tensor, veto: Tensor | None) -> None:
     new = new.to(old.dtype)
-    # Where masters are on the host, so is the veto.
+    # The veto is on the host if masters are.
     old.copy_(new if veto is None else torch.where(veto.to(old.device, non_blocking=True), old, new))

@@ -1,11 +1,11 @@
-"""`reduce = "canonical"`: the same gradient bits on 1, 2, 4.. copies of the model.
+"""`reduce = "canonical"`: the same gradient bits on 1, 2, 4, ... copies of the model.
 
-Floating-point sums depend on their order. Here the order is fixed: the batch is cut into `virtual_ranks` equal parts,
-a power of two; the micro-batches of a part are added in turn, and the parts are added in one binary tree, neighbours
-first. A rank that reads several parts adds their subtree by itself; ranks then exchange sums with the rank 1, 2, 4..
-away and add (a + b and b + a are the same bits). What it costs: a buffer per level of the own subtree, and log2(copies)
-exchanges of whole gradients, where a ring sends 2 (n-1)/n of them. On a CPU, products of few rows depend on the number
-of threads as well: the launcher gives a rank as many as it has beside the most copies (launch/job.py).
+Floating-point sums depend on their order. Here the order is fixed. The batch is divided into `virtual_ranks` equal
+parts, a power of two; the micro-batches of a part are added one after the other, and the parts are added in a binary
+tree, neighbors first. A rank that reads several parts adds their subtree alone; ranks then exchange sums with the rank
+at distance 1, 2, 4, ... and add (a + b and b + a have the same bits). The cost: one buffer for each level of the own
+subtree, and log2(copies) exchanges of whole gradients, where a ring sends 2 (n-1)/n of them. On a CPU, products of few
+rows depend on the number of threads as well, so the launcher gives a rank the threads that it has with the most copies.
 """
 
 import torch
@@ -15,18 +15,21 @@ from torch import Tensor, nn
 from ingot.trainer.mesh.mesh import Mesh
 
 
-class Tree:
-    """Sums of this rank's parts, per stage: (level, buffers), of different levels, largest first."""
+class ReductionTree:
+    """The sums of this rank's parts. sums: for each stage (level, buffers), of different levels, the highest first.
+
+    parts: the number of parts that this rank reads. micro_batches: of each part.
+    """
 
     def __init__(self, mesh: Mesh, micro_batches: int):
         self.mesh = mesh
         self.parts = mesh.parallel.virtual_ranks // mesh.size("dp_replicate")
-        self.micro_batches = micro_batches // self.parts  # of each part
+        self.micro_batches = micro_batches // self.parts
         self.done: dict[nn.Module, int] = {}
         self.sums: dict[nn.Module, list[tuple[int, list[Tensor]]]] = {}
 
     def after_micro_batch(self, stage: nn.Module, buffers: list[Tensor]) -> None:
-        """`buffers` hold the sum of the present part so far; at its end it moves into the tree."""
+        """Count a micro-batch. At the end of a part, move the sum in `buffers` into the tree."""
         self.done[stage] = self.done.get(stage, 0) + 1
         if self.parts == 1 or self.done[stage] % self.micro_batches:
             return
@@ -38,22 +41,22 @@ class Tree:
         sums.append((level, total))
 
     def between_parts(self, stage: nn.Module) -> bool:
-        """Whether the next micro-batch begins a part, and with it an empty buffer."""
+        """Return whether the next micro-batch begins a part, and so an empty buffer."""
         return self.parts > 1 and self.done[stage] % self.micro_batches == 0
 
     @torch.no_grad()
     def reduce(self, buffers: dict[nn.Module, list[Tensor]]) -> None:
-        """Replace `buffers` by the sum over all parts of all ranks."""
+        """Replace `buffers` by the sum over all parts of all copies."""
         for stage, whole in buffers.items():
             if self.parts > 1:
                 ((_, total),) = self.sums.pop(stage)
                 for buffer, value in zip(whole, total, strict=True):
                     buffer.copy_(value)
             for buffer in whole:
-                self._exchange(buffer)
+                self._sum_over_copies(buffer)
         self.done.clear()
 
-    def _exchange(self, buffer: Tensor) -> None:
+    def _sum_over_copies(self, buffer: Tensor) -> None:
         ranks, index, distance = self.mesh.ranks("dp_replicate"), self.mesh.index("dp_replicate"), 1
         other = torch.empty_like(buffer)
         while distance < len(ranks):

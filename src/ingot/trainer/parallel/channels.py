@@ -1,8 +1,8 @@
-"""What pipeline ranks send each other. NCCL knows no tags: what counts is the order on each channel (theory/schedule).
+"""Messages between pipeline ranks. NCCL has no tags, so messages follow the order on their channel (theory/schedule).
 
-Every channel has a process group of its own, of its two ranks. On a communicator that is shared, NCCL works off sends
-and receives one after the other as they were posted, so that two directions of traffic can wait for each other for
-ever (PyTorch warns of it: with a bound device all messages of a group share one communicator).
+Every channel has a process group of its two ranks. On a shared communicator, NCCL executes sends and receives in the
+order in which they were posted, so two directions of traffic could wait for each other forever (PyTorch warns about
+this: with a bound device all messages of a group share one communicator).
 """
 
 import time
@@ -20,11 +20,10 @@ Parcel = tuple[Channel, Message]
 
 
 class Channels:
-    """This rank's ends of all channels of `table`. Collective over the world.
+    """This rank's ends of all channels of `table`. The constructor is collective over the world.
 
-    waited_seconds: how long the host has waited in `receive` so far; on GPUs it hardly does.
-
-    dtype: of all messages. Receives are posted in the sender's order; sent tensors are kept until they have arrived.
+    dtype: of all messages. Receives are posted in the order of the sender. Sent tensors stay in memory until they have
+    arrived. waited_seconds: the time that the host has waited in `receive` so far; close to 0 on GPUs.
     """
 
     def __init__(self, table: Table, mesh: Mesh, dtype: torch.dtype, device: torch.device):
@@ -39,17 +38,17 @@ class Channels:
         self._leaving: dict[int, list[tuple[int, dist.Work, Tensor]]] = {}
 
     def start(self) -> None:
-        """Before the first message of a step."""
+        """Begin a step. Call before its first message."""
         self._posted = dict.fromkeys(self.order, 0)
 
     def send(self, parcel: Parcel, tensor: Tensor) -> None:
-        """Returns at once. `tensor` must not change until it has arrived."""
+        """Send `tensor` without waiting. It must not change until it has arrived."""
         channel, _ = parcel
         tensor = tensor.contiguous()
         self._leaving.setdefault(channel.receiver, []).append((self._used[parcel], self._send(channel, tensor), tensor))
 
     def expect(self, parcel: Parcel, shape: tuple[int, ...]) -> None:
-        """Post the receives of this message and of all before it on its channel, unless that was done."""
+        """Post the receive of this message and of all earlier messages on its channel that have none yet."""
         channel, message = parcel
         order = self.order[channel]
         for upcoming in order[self._posted[channel] : order.index(message) + 1]:
@@ -58,7 +57,7 @@ class Channels:
             self._posted[channel] += 1
 
     def receive(self, parcel: Parcel) -> Tensor:
-        """An expected message. On GPUs only the device waits for it."""
+        """Return an expected message. On GPUs only the device waits for it."""
         work, buffer = self._coming.pop(parcel)
         began = time.monotonic()
         work.wait()
@@ -67,8 +66,10 @@ class Channels:
         return buffer
 
     def _release(self, peer: int, position: int) -> None:
-        """`peer` has got to this position of its row, so it holds all that it needed until then. Asking the sends
-        themselves does not do: with Gloo they never say that they are done, only a wait ends them."""
+        """Free the tensors that `peer` received before this position of its row, which it has reached.
+
+        The sends cannot be polled: with Gloo a send is complete only after a wait.
+        """
         kept = []
         for used, work, tensor in self._leaving.get(peer, ()):
             if used <= position:
@@ -78,18 +79,18 @@ class Channels:
         self._leaving[peer] = kept
 
     def finish(self) -> None:
-        """After the last message of a step: nothing is on its way any more."""
+        """Wait for all sends. Call after the last message of a step."""
         for leaving in self._leaving.values():
             for _, work, _ in leaving:
                 work.wait()
         self._leaving.clear()
 
     def pass_on(self, channel: Channel, tensor: Tensor) -> None:
-        """Send outside of the table's order, and wait until it has arrived."""
+        """Send `tensor` outside of the table's order, and wait until it has arrived."""
         self._send(channel, tensor.contiguous()).wait()
 
     def take(self, channel: Channel, shape: tuple[int, ...]) -> Tensor:
-        """Receive what `pass_on` sends."""
+        """Receive a tensor that the other end sends with `pass_on`."""
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._receive(channel, buffer).wait()
         return buffer
@@ -106,7 +107,7 @@ class Channels:
 
 
 def _positions(table: Table) -> tuple[dict[Parcel, int], dict[Parcel, int]]:
-    """For every message, where it is made in its sender's row and where it is used in its receiver's."""
+    """Return for every message the position of its creation in the sender's row and of its use in the receiver's."""
     made, used = {}, {}
     for row in table.rows:
         for position, action in enumerate(row):
@@ -118,13 +119,13 @@ def _positions(table: Table) -> tuple[dict[Parcel, int], dict[Parcel, int]]:
 
 
 def open_groups(channels: Iterable[Channel], mesh: Mesh, device: torch.device) -> dict[Channel, dist.ProcessGroup]:
-    """A group for each channel that this rank is an end of. Collective over the world: all ranks make the groups of
-    all pipelines in the same order.
+    """Make a group for each channel that this rank is an end of. Collective over the world: all ranks make the groups
+    of all pipelines in the same order.
 
-    Each pair exchanges one element here. NCCL connects two ranks when they first meet and lets the host wait for it;
-    in the middle of a schedule the other one may be waiting for something else.
+    Each pair exchanges one element here: NCCL connects two ranks at their first message, for which the host waits, and
+    in the middle of a schedule the other rank may be waiting for another message.
     """
-    lines = mesh.devices.mesh.flatten(1).T.tolist()  # of every pipeline its global ranks
+    lines = mesh.devices.mesh.flatten(1).T.tolist()  # the global ranks of every pipeline
     me, groups = mesh.index("pp"), {}
     for together in _disjoint(channels):
         pairs = [[line[c.sender], line[c.receiver]] for c in together for line in lines]
@@ -141,7 +142,7 @@ def open_groups(channels: Iterable[Channel], mesh: Mesh, device: torch.device) -
 
 
 def _disjoint(channels: Iterable[Channel]) -> Iterator[list[Channel]]:
-    """The channels in few parts in which no rank occurs twice."""
+    """Divide the channels into few groups of channels without a common rank."""
     left = sorted(channels)
     while left:
         part, seen = [], set()

@@ -1,10 +1,18 @@
 """Context parallelism: the ranks of the cp axis share the tokens of each sequence.
 
-Only attention looks at other tokens. There the ranks are a grid: `ulysses` neighbours deal out heads among themselves
-(parallel/ulysses.py), and rings across them pass keys and values on (parallel/ring.py); either side of the grid may
-have size 1 (Fang & Zhao 2024). Which tokens a rank has is said in theory/context.py.
+Only attention combines tokens. For attention the cp ranks are a grid: `ulysses` neighbors exchange heads, and rings
+across them pass keys and values on (parallel/ring.py); either side of the grid may have size 1 (Fang & Zhao 2024).
+theory/context.py defines the tokens of each rank.
+
+Ulysses (Jacobs et al. 2023): during attention a rank has some heads of all tokens instead of all heads of some tokens.
+One all-to-all exchanges queries, keys and values, another one the results; the backward does the same with gradients.
+With fewer key/value heads than ranks, heads are repeated until they divide evenly, so several ranks get the same head.
+
+Shape letters: B batch, T tokens (of all ranks together, where t is the number of one rank), N query heads, G key/value
+heads, H head_dim, R ranks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,53 +20,52 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ingot.theory.context import rank_positions
-from ingot.trainer.mesh.exchange import gather
+from ingot.trainer.mesh.collectives import gather
 from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.parallel.recompute import KeptResults
 from ingot.trainer.parallel.ring import Ring
-from ingot.trainer.parallel.ulysses import attend_by_heads
 
 
 class TokenShare:
-    """Which tokens of whole sequences are this rank's, and how whole ones are put together. Alone: all of them."""
+    """The tokens of whole sequences that this rank has: all of them without context parallelism."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.ranks = mesh, mesh.size("cp")
         self._known: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Of this rank's tokens of sequences of `tokens`, ascending: int64 [tokens / cp]."""
-        return self._places(tokens, device)[0]
+        """Return the positions of this rank's tokens in sequences of `tokens`, ascending: int64 [tokens / cp]."""
+        return self._positions_and_order(tokens, device)[0]
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """This rank's tokens of whole sequences."""
+        """Return this rank's tokens of whole sequences."""
         return x_BT if self.ranks == 1 else x_BT.index_select(1, self.positions(x_BT.shape[1], x_BT.device))
 
     def whole(self, x_BT: Tensor) -> Tensor:
-        """Whole sequences, in order, from all ranks' tokens; [B, T / cp, ..] becomes [B, T, ..]. Collective over cp.
-
-        Gradients do not pass.
-        """
+        """Return whole sequences [B, T, ..] from all ranks' tokens [B, T / cp, ..]. Collective, no gradients."""
         if self.ranks == 1:
             return x_BT
         return self.in_order(gather(x_BT, 1, self.mesh.group("cp")))
 
     def in_order(self, by_rank_BT: Tensor) -> Tensor:
-        """Whole sequences, by position, of which the tokens of all ranks lie side by side."""
-        return by_rank_BT.index_select(1, self._places(by_rank_BT.shape[1], by_rank_BT.device)[1])
+        """Return sequences in the order of positions, from sequences in which the ranks' tokens are side by side."""
+        return by_rank_BT.index_select(1, self._positions_and_order(by_rank_BT.shape[1], by_rank_BT.device)[1])
 
-    def _places(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions of this rank's tokens, and where each position lies when the tokens of all ranks lie side by side.
+    def _positions_and_order(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of this rank's tokens, and the index of each position among all ranks' tokens side by
+        side.
 
-        The last ones are kept: a step asks for them again for every micro-batch.
+        The last result is cached, because a step needs it again for every micro-batch.
         """
         key = tokens, torch.device(device)
         if key not in self._known:
             by_rank = [self._positions_of(index, tokens) for index in range(self.ranks)]
-            own, places = by_rank[self.mesh.index("cp")], torch.cat(by_rank).argsort()
-            self._known = {key: (own.to(device), places.to(device))}
+            own, order = by_rank[self.mesh.index("cp")], torch.cat(by_rank).argsort()
+            self._known = {key: (own.to(device), order.to(device))}
         return self._known[key]
 
     def _positions_of(self, index: int, tokens: int) -> Tensor:
@@ -66,10 +73,11 @@ class TokenShare:
         return torch.cat([torch.arange(part.start, part.stop, part.step) for part in parts])
 
 
-class Context(TokenShare):
-    """attend: what the model's attention is given. Everything else of a forward works on this rank's tokens alone.
+class ContextParallelism(TokenShare):
+    """The attention of a rank that has a part of each sequence. The rest of a forward uses this rank's tokens alone.
 
-    attend_locally: attention of whole sequences, (q_BNTH, k_BGTH, v_BGTH, sight) -> BNTH (model/attention.py).
+    attend: the function for the model's attention (model/attention.py). kept: the results of the ring that selective
+    recompute keeps. attend_locally: attention of whole sequences, (q_BNTH, k_BGTH, v_BGTH, mask_spec) -> BNTH.
     """
 
     attend: Callable[..., Tensor]
@@ -77,22 +85,75 @@ class Context(TokenShare):
     def __init__(self, mesh: Mesh, attend_locally: Callable[..., Tensor]):
         super().__init__(mesh)
         self._attend_locally, self._ulysses = attend_locally, mesh.size("ulysses")
-        self._sights: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of whole sequences, by that of this rank's
-        self._ring = Ring(mesh.parallel, mesh.index("ring"), mesh.ranks("ring"), mesh.group("ring"))
-        # A compiler sees no messages between ranks, and would move what lies between two of them: blocks are compiled
-        # up to here and from here on.
+        # This rank's mask spec -> the spec of whole sequences.
+        self._whole_specs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.kept = KeptResults()
+        self._ring = Ring(mesh.parallel, mesh.index("ring"), mesh.ranks("ring"), mesh.group("ring"), self.kept)
+        # A compiler does not see messages between ranks and would move work across them, so blocks are compiled up to
+        # attention and from there on.
         self.attend = attend_locally if self.ranks == 1 else torch.compiler.disable(self._attend)  # type: ignore
 
-    def _attend(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, sight: Any) -> Tensor:
-        """Of this rank's tokens, at sight.positions_T, to all tokens of their sequences."""
-        attend = self._whole_sequences if len(self._ring.ranks) == 1 else self._ring.attend
+    def _attend(self, q_BNtH: Tensor, k_BGtH: Tensor, v_BGtH: Tensor, mask_spec: Any) -> Tensor:
+        """Attend from this rank's tokens, at mask_spec.positions_T, to all tokens of their sequences: [B, N, t, H]."""
+        attend = self._attend_whole if len(self._ring.ranks) == 1 else self._ring.attend
         if self._ulysses == 1:
-            return attend(q_BNTH, k_BGTH, v_BGTH, sight)
-        return attend_by_heads(q_BNTH, k_BGTH, v_BGTH, partial(attend, sight=sight), self.mesh.group("ulysses"))
+            return attend(q_BNtH, k_BGtH, v_BGtH, mask_spec)
+        attend_here = partial(attend, mask_spec=mask_spec)
+        return attend_by_heads(q_BNtH, k_BGtH, v_BGtH, attend_here, self.mesh.group("ulysses"))
 
-    def _whole_sequences(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, sight: Any) -> Tensor:
-        if sight not in self._sights:  # one for all layers of a forward
+    def _attend_whole(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask_spec: Any) -> Tensor:
+        if mask_spec not in self._whole_specs:  # one for all layers of a forward
             tokens = q_BNTH.shape[2]
-            whole = replace(sight, positions_T=torch.arange(tokens, device=q_BNTH.device))
-            self._sights[sight] = whole.prepared(tokens, q_BNTH.dtype)
-        return self._attend_locally(q_BNTH, k_BGTH, v_BGTH, self._sights[sight])
+            whole = replace(mask_spec, positions_T=torch.arange(tokens, device=q_BNTH.device))
+            self._whole_specs[mask_spec] = whole.with_bias(tokens, q_BNTH.dtype)
+        return self._attend_locally(q_BNTH, k_BGTH, v_BGTH, self._whole_specs[mask_spec])
+
+
+def attend_by_heads(
+    q_BNtH: Tensor,
+    k_BGtH: Tensor,
+    v_BGtH: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Exchange tokens for heads, attend, and exchange back: [B, N, t, H].
+
+    attend: from N/R query heads of T tokens, and their keys and values, to results of the shape of the queries. The
+    ranks have consecutive parts of the T tokens. R divides N.
+    """
+    ranks, heads = group.size(), k_BGtH.shape[1]
+    copies = math.lcm(heads, ranks) // heads
+    if copies > 1:
+        k_BGtH, v_BGtH = k_BGtH.repeat_interleave(copies, dim=1), v_BGtH.repeat_interleave(copies, dim=1)
+    by_rank = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in (q_BNtH, k_BGtH, v_BGtH)]
+    sizes = [x.shape[2] for x in by_rank]
+    mixed = _swap(torch.cat(by_rank, dim=2), group)  # [R, B, heads, t, H], by rank of the tokens
+    q_BNTH, k_BGTH, v_BGTH = mixed.movedim(0, 2).flatten(2, 3).split(sizes, dim=1)
+    out_BNTH = attend(q_BNTH, k_BGTH, v_BGTH)
+    back = _swap(out_BNTH.unflatten(2, (ranks, -1)).movedim(2, 0), group)  # [R, B, N/R, t, H], by rank of the heads
+    return back.movedim(0, 1).flatten(1, 2)
+
+
+def _swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part r of the first dim to rank r, and return the parts from all ranks in rank order."""
+    return _Swap.apply(parts, group)  # type: ignore[return-value]
+
+
+class _Swap(torch.autograd.Function):
+    """An all-to-all. It is its own transpose: the gradient of a part goes back to the rank that sent the part."""
+
+    @staticmethod
+    def forward(ctx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _all_to_all(grads[0], ctx.group), None
+
+
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=group)
+    return found

@@ -1,14 +1,14 @@
 """Expert parallelism: experts are divided among the ranks of the ep view, and tokens travel to them and back (Lepikhin
 et al. 2021, section 3.2).
 
-A layer has two all-to-alls, rows there and results back, and the same two of gradients in the backward; a small one of
-counts goes before, because a rank has to know how much comes. Each is started at one place and waited for at another,
-so that what stands between them computes meanwhile:
+A layer has two all-to-alls, rows to the experts and results back, and in the backward the same two for gradients. A
+small all-to-all of counts goes first, because a rank has to know how many rows arrive. Each all-to-all starts at one
+place and is waited for at another, so that the work between the two places overlaps with it:
 
-    forward    send starts, arrive waits               send_back starts, its arrive waits
-    backward   (arrive) starts, (send) waits           the same: autograd runs them from the end
+    forward    `send` starts, `arrive` waits           `send_back` starts, its `arrive` waits
+    backward   (arrive) starts, (send) waits           the same: autograd runs them in reverse order
 
-Rows arrive by sender and, of each sender, by expert; experts want them by expert.
+Rows arrive sorted by sender and then by expert; experts need them sorted by expert.
 
 Shape letters: R rows sent from here, A rows that arrive here, D d_model, L experts of one rank.
 """
@@ -20,59 +20,71 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingot.trainer.mesh.exchange import finish, gather, start_all_to_all
+from ingot.trainer.mesh.collectives import finish, gather, start_all_to_all
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.context import TokenShare
 
 
 def dispatch_of(mesh: Mesh, local: Any) -> Any:
-    """What the model's experts are given on this rank: `local` where one rank has them all and whole sequences."""
+    """Return the dispatch of this rank: `local` if the rank has all experts and whole sequences."""
     return local if mesh.size("ep") == mesh.size("sequence") == 1 else ExpertDispatch(mesh, local)
 
 
-def on_host(counts: Tensor, balanced: int) -> list[int]:
-    """The host waits for numbers of rows, int64 [n], without which it cannot size what comes next.
-
-    balanced: their sum if all experts had the same load; a trace, which has no numbers, takes its share of it.
-    """
-    return counts.tolist()
-
-
 class ExpertDispatch:
-    """The protocol of model/moe.py for ranks that share sequences, experts or both. local: sends rows where a rank has
-    all experts."""
+    """The Dispatch (model/experts.py) of ranks that share sequences, experts or both.
+
+    local: the dispatch of a rank with all experts.
+    """
 
     def __init__(self, mesh: Mesh, local: Any):
         self.mesh, self.local, self.group = mesh, local, mesh.group("ep")
         self.share = TokenShare(mesh)
 
     def own_tokens(self, per_token_T: Tensor) -> Tensor:
-        """Under sequence parallelism the experts' part of a block has one of tp chunks."""
+        """Return this rank's chunk: under sequence parallelism, experts see one of tp chunks of attention's tokens."""
         return per_token_T.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
 
     def whole_sequences(self, per_token_BTK: Tensor) -> Tensor:
-        """[B, T / (cp x tp), K] of every rank become [B, T, K], by position. Gradients do not pass."""
+        """Gather [B, T / (cp x tp), K] of every rank to [B, T, K], by position. No gradients."""
         if self.mesh.size("sequence") == 1:
             return per_token_BTK
-        return self.share.in_order(gather(per_token_BTK, 1, self.mesh.group("sequence")))  # tp cuts a rank's in order
+        by_rank = gather(per_token_BTK, 1, self.mesh.group("sequence"))
+        return self.share.in_order(by_rank)  # tp divides a cp rank's tokens in their order
 
     def send(self, rows_RD: Tensor, counts: list[int]) -> Any:
         if self.mesh.size("ep") == 1:
             return self.local.send(rows_RD, counts)
-        route = _route(counts, self.group, rows_RD.device)
-        return _Arriving(Flight.of(rows_RD, route))
+        route = self._route(counts, rows_RD.device)
+        return _ArrivingRows(PendingAllToAll.start(rows_RD, route))
 
     def send_back(self, made_AD: Tensor, sent: Any) -> Any:
         if self.mesh.size("ep") == 1:
             return self.local.send_back(made_AD, sent)
-        route = sent.flight.route
-        return Flight.of(_Reorder.apply(made_AD, route.place_A, route.order_A), route.back)
+        route = sent.pending.route
+        return PendingAllToAll.start(_Reorder.apply(made_AD, route.place_A, route.order_A), route.back)
+
+    def _route(self, counts: list[int], device: torch.device) -> "Route":
+        """Exchange counts and wait for those of the other ranks. counts: this rank's rows for each expert."""
+        ranks = self.group.size()
+        each = len(counts) // ranks
+        own_counts = torch.tensor(counts, device=device)
+        arriving = finish(start_all_to_all(own_counts, [each] * ranks, [each] * ranks, self.group))
+        numbers = self.local.on_host(arriving, sum(counts), "arriving")
+        received = [sum(numbers[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+        of_own = torch.tensor([sum(numbers[expert::each]) for expert in range(each)])
+        experts = torch.arange(each, device=device).repeat(ranks).repeat_interleave(arriving, output_size=sum(received))
+        order_A = experts.argsort(stable=True)
+        sent = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+        return Route(self.group, sent, received, of_own, order_A, order_A.argsort())
 
 
 @dataclass(frozen=True)
 class Route:
-    """Who sends how many rows to whom. sent, received: by ep rank. counts_L: on the host, of what arrived, by expert.
-    order_A: brings what arrived from the order of senders to that of experts, place_A back."""
+    """The numbers and the order of rows in one all-to-all.
+
+    sent, received: rows by ep rank. counts_L: on the host, arrived rows by expert. order_A: the index that sorts
+    arrived rows by expert; place_A: its inverse.
+    """
 
     group: dist.ProcessGroup
     sent: list[int]
@@ -86,82 +98,72 @@ class Route:
         return Route(self.group, self.received, self.sent, self.counts_L, self.place_A, self.order_A)
 
 
-def _route(counts: list[int], group: dist.ProcessGroup, device: torch.device) -> Route:
-    """counts: of this rank's rows for each expert. Waits for the other ranks' ones."""
-    ranks = group.size()
-    each = len(counts) // ranks
-    given = torch.tensor(counts, device=device)
-    coming = finish(start_all_to_all(given, [each] * ranks, [each] * ranks, group))
-    numbers = on_host(coming, balanced=sum(counts))
-    received = [sum(numbers[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-    of_own = torch.tensor([sum(numbers[expert::each]) for expert in range(each)])
-    experts = torch.arange(each, device=device).repeat(ranks).repeat_interleave(coming, output_size=sum(received))
-    order_A = experts.argsort(stable=True)
-    sent = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-    return Route(group, sent, received, of_own, order_A, order_A.argsort())
+class PendingAllToAll:
+    """An all-to-all in flight. result: of the forward. gradient: in the backward, of the sent rows, in flight too.
 
-
-class Flight:
-    """An all-to-all on its way. pending: its result; gradient: in the backward, that of what was sent, on its way too.
-
-    The gradient of `pending` is not what comes back by another all-to-all, which has another number of rows, so that
-    travels here, past autograd, which gets a tensor without memory in its place.
+    The gradient of `result` has another number of rows than the gradient of the sent rows, so the latter travels in
+    this object, past autograd, which gets a tensor without memory in its place.
     """
 
     def __init__(self, route: Route):
         self.route, self.gradient = route, None
-        self.pending: Any = None
+        self.result: Any = None
 
     @classmethod
-    def of(cls, rows: Any, route: Route) -> "Flight":
-        flight = cls(route)
-        flight.pending = _Send.apply(rows, flight)
-        return flight
+    def start(cls, rows: Any, route: Route) -> "PendingAllToAll":
+        pending = cls(route)
+        pending.result = _Send.apply(rows, pending)
+        return pending
 
     def arrive(self) -> Tensor:
-        pending, self.pending = self.pending, None  # else it would keep the graph alive that holds it
-        return _Arrive.apply(pending, self)  # type: ignore[return-value]
+        result, self.result = self.result, None  # else it would keep alive the graph that holds this object
+        return _Arrive.apply(result, self)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
-class _Arriving:
-    flight: Flight
+class _ArrivingRows:
+    pending: PendingAllToAll
 
     def arrive(self) -> tuple[Tensor, Tensor]:
-        route = self.flight.route
-        return _Reorder.apply(self.flight.arrive(), route.order_A, route.place_A), route.counts_L  # type: ignore
+        route = self.pending.route
+        return _Reorder.apply(self.pending.arrive(), route.order_A, route.place_A), route.counts_L  # type: ignore
 
 
 class _Send(torch.autograd.Function):
-    """Starts. In the backward `_Arrive` has started its gradient, and this one waits: autograd runs what was recorded
-    later first, so that what the model did between the two has had its turn."""
+    """The start of an all-to-all. The backward waits for the gradient that the backward of `_Arrive` started.
+
+    Autograd runs later operations first, so the backward of the model's work between the two runs in the meantime.
+    """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, flight: Flight):
-        ctx.flight, route = flight, flight.route
+    def forward(ctx, rows: Tensor, pending: PendingAllToAll):
+        ctx.pending, route = pending, pending.route
         return start_all_to_all(rows, route.received, route.sent, route.group)
 
     @staticmethod
     def backward(ctx, *grads):
-        gradient, ctx.flight.gradient = ctx.flight.gradient, None
+        gradient, ctx.pending.gradient = ctx.pending.gradient, None
         return finish(gradient), None
 
 
 class _Arrive(torch.autograd.Function):
+    """The wait for an all-to-all. The backward starts the all-to-all of gradients."""
+
     @staticmethod
-    def forward(ctx, pending: Tensor, flight: Flight):
-        ctx.flight = flight
-        return finish(pending).view_as(pending)
+    def forward(ctx, result: Tensor, pending: PendingAllToAll):
+        ctx.pending = pending
+        return finish(result).view_as(result)
 
     @staticmethod
     def backward(ctx, *grads):
-        (gradient,), route = grads, ctx.flight.route
-        ctx.flight.gradient = start_all_to_all(gradient, route.sent, route.received, route.group)
+        (gradient,), route = grads, ctx.pending.route
+        ctx.pending.gradient = start_all_to_all(gradient, route.sent, route.received, route.group)
         return gradient.new_zeros(()).expand_as(gradient), None
 
 
 class _Reorder(torch.autograd.Function):
-    """rows[order]; the backward takes rows as well, where that of an index would add into zeros. back: its inverse."""
+    """The rows in another order, rows[order]. Its backward gathers by `back`, the inverse order, where the backward of
+    indexing would add into zeros."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, order: Tensor, back: Tensor):

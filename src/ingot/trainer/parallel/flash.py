@@ -1,7 +1,9 @@
-"""Attention of one block of queries with one block of keys, as a part of more: results come with the logarithm of their
-normalisers, by which parts are merged, and a backward takes those of the whole (Dao et al. 2022, appendix B).
+"""Attention of one block of queries to one block of keys, as a part of attention to more keys.
 
-PyTorch's flash kernels do both; the functions that models call do not hand the normalisers out.
+Results come with the logarithm of their normalizers, by which partial results are merged. The backward takes the
+normalizers of the whole (Dao et al. 2022, appendix B). PyTorch's flash kernels do both, but the functions that models
+call do not return the normalizers.
+
 Shape letters: B batch, T queries, S keys, N query heads, G key/value heads, H head_dim.
 """
 
@@ -10,55 +12,61 @@ from torch import Tensor
 
 from ingot.errors import ConfigError
 from ingot.schema.nearest import nearest
+from ingot.trainer.torch_private import attention_kernels
 
-_aten = torch.ops.aten
+_kernels = attention_kernels()
 _HALF = (torch.bfloat16, torch.float16)
 _CUDA_HEAD_DIMS = range(8, 257, 8)
 
 
 def require_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raises ConfigError where PyTorch has no kernel for `attend_part`: on a CPU it has one for all."""
-    ulysses = 'or parallel.context = "ulysses", which takes any attention'
+    """Check that PyTorch has kernels for `attend_part`. On a CPU it always has.
+
+    Raises ConfigError for float64, or for a head dim that the kernels do not support, on a GPU.
+    """
+    ulysses = 'or set parallel.context = "ulysses", which works with any attention'
     if device.type != "cuda":
         return
     if dtype == torch.float64:
         raise ConfigError(
-            "a ring of context parallelism computes in float64 on a GPU",
-            rule="steps of a ring are merged by log-sum-exps, and kernels that return them take at most 32 bits there",
+            "E-RING-PRECISION",
+            'context parallelism by a ring with train.precision = "fp64" on a GPU',
+            rule="a ring merges its steps by log-sum-exps; kernels that return them on a GPU take at most 32 bits",
             fix=f'use train.precision = "bf16", "fp16" or "fp32", {ulysses}',
+            precision="fp64",
         )
     if head_dim not in _CUDA_HEAD_DIMS:
         raise ConfigError(
-            f"a ring of context parallelism on a GPU has model.head_dim = {head_dim}",
-            rule=f"kernels of a ring take multiples of 8 up to {_CUDA_HEAD_DIMS[-1]} there",
-            fix=f"nearest: {nearest(head_dim, _CUDA_HEAD_DIMS)}, {ulysses}",
+            "E-RING-HEAD-DIM",
+            f"context parallelism by a ring with model.head_dim = {head_dim} on a GPU",
+            rule=f"the kernels of a ring take head dims that are multiples of 8, up to {_CUDA_HEAD_DIMS[-1]}",
+            fix=f"use the nearest head_dim, {nearest(head_dim, _CUDA_HEAD_DIMS)}, {ulysses}",
+            head_dim=head_dim,
         )
 
 
 def attend_part(
-    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, *, causal: bool, seen: Tensor | None
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, *, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Results [B, N, T, H] and log-sum-exp of the scores [B, N, T], -inf for a query that sees no key here.
+    """Return results [B, N, T, H] and the log-sum-exp of the scores [B, N, T], in float32 or wider.
 
-    causal: T = S, query i sees keys 0..i. seen: bool [B or 1, 1, T, S], or None. The latter is float32 at least.
+    The log-sum-exp is -inf for a query that attends to no key here. causal: T = S, and query i attends to the keys
+    0..i.
+    mask: bool [B or 1, 1, T, S], True allows attention; or None.
     """
-    bias = None if seen is None else _bias(seen, q_BNTH.dtype)
+    bias = None if mask is None else _bias(mask, q_BNTH.dtype)
     if not q_BNTH.is_cuda:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNTH, k_BGSH, v_BGSH, 0.0, causal, attn_mask=bias
-        )
+        out, lse = _kernels.flash_on_cpu(q_BNTH, k_BGSH, v_BGSH, 0.0, causal, attn_mask=bias)
     elif bias is None and q_BNTH.dtype in _HALF:
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q_BNTH, k_BGSH, v_BGSH, 0.0, causal)
+        out, lse, *_ = _kernels.flash(q_BNTH, k_BGSH, v_BGSH, 0.0, causal)
     else:
         k_BNSH, v_BNSH = _for_each_query_head(q_BNTH, k_BGSH), _for_each_query_head(q_BNTH, v_BGSH)
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q_BNTH, k_BNSH, v_BNSH, _laid_out(bias, q_BNTH), True, 0.0, causal
-        )
+        out, lse, *_ = _kernels.efficient(q_BNTH, k_BNSH, v_BNSH, _aligned(bias, q_BNTH), True, 0.0, causal)
         lse = lse[:, :, : q_BNTH.shape[2]]  # its rows are padded
-    if seen is None:
+    if mask is None:
         return out, lse
-    blind = ~seen.any(-1)  # kernels differ in what they return for a query without keys
-    return out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
+    without_keys = ~mask.any(-1)  # kernels return different values for such a query
+    return out.masked_fill(without_keys[..., None], 0), lse.masked_fill(without_keys, -torch.inf)
 
 
 def attend_part_backward(
@@ -70,46 +78,47 @@ def attend_part_backward(
     v_BGSH: Tensor,
     *,
     causal: bool,
-    seen: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys add to the gradients of queries, and the gradients of keys and values by these queries.
+    """Return this block's part of the gradients of queries, and the gradients of its keys and values from these
+    queries.
 
-    out, lse: of the queries' attention to all keys, wherever they are.
+    out, lse: of the attention of these queries to all keys, on all ranks.
     """
-    bias = None if seen is None else _bias(seen, q_BNTH.dtype)
+    bias = None if mask is None else _bias(mask, q_BNTH.dtype)
     if not q_BNTH.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return _kernels.flash_on_cpu_backward(
             grad_BNTH, q_BNTH, k_BGSH, v_BGSH, out_BNTH, lse_BNT, 0.0, causal, attn_mask=bias
         )
-    no_dropout = torch.zeros(2, dtype=torch.int64, device=q_BNTH.device)  # the state of a generator that is not used
+    no_dropout = torch.zeros(2, dtype=torch.int64, device=q_BNTH.device)  # the state of an unused generator
     if bias is None and q_BNTH.dtype in _HALF:
-        dense = lse_BNT.contiguous()  # of a part of a rank's queries it is not, and this kernel knows no strides of it
-        return _aten._scaled_dot_product_flash_attention_backward(
+        dense = lse_BNT.contiguous()  # a part of a rank's queries is not contiguous, and this kernel ignores strides
+        return _kernels.flash_backward(
             grad_BNTH, q_BNTH, k_BGSH, v_BGSH, out_BNTH, dense, None, None, q_BNTH.shape[2], k_BGSH.shape[2], 0.0,
             causal, no_dropout, no_dropout,
         )  # fmt: skip
     k_BNSH, v_BNSH = _for_each_query_head(q_BNTH, k_BGSH), _for_each_query_head(q_BNTH, v_BGSH)
     padded = torch.nn.functional.pad(lse_BNT, (0, -lse_BNT.shape[2] % 32), value=torch.inf)
-    dq, dk_BNSH, dv_BNSH, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad_BNTH, q_BNTH, k_BNSH, v_BNSH, _laid_out(bias, q_BNTH), out_BNTH, padded, no_dropout[0], no_dropout[1],
+    dq, dk_BNSH, dv_BNSH, _ = _kernels.efficient_backward(
+        grad_BNTH, q_BNTH, k_BNSH, v_BNSH, _aligned(bias, q_BNTH), out_BNTH, padded, no_dropout[0], no_dropout[1],
         0.0, [True, True, True, False], causal,
     )  # fmt: skip
     return dq, *(x.unflatten(1, (k_BGSH.shape[1], -1)).sum(2) for x in (dk_BNSH, dv_BNSH))
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _for_each_query_head(q_BNTH: Tensor, x_BGSH: Tensor) -> Tensor:
-    """This kernel knows no groups."""
+    """Repeat key/value heads, one for each query head: this kernel does not support grouped heads."""
     return x_BGSH.repeat_interleave(q_BNTH.shape[1] // x_BGSH.shape[1], dim=1)
 
 
-def _laid_out(bias: Tensor | None, q_BNTH: Tensor) -> Tensor | None:
-    """This kernel wants rows of a bias that begin at multiples of 16 bytes, and a bias for each head."""
+def _aligned(bias: Tensor | None, q_BNTH: Tensor) -> Tensor | None:
+    """Return the bias for each head, with rows that begin at multiples of 16 bytes, as this kernel needs."""
     if bias is None:
         return None
     keys = bias.shape[-1]
-    aligned = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
-    return aligned.expand(*q_BNTH.shape[:3], keys)
+    padded = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
+    return padded.expand(*q_BNTH.shape[:3], keys)

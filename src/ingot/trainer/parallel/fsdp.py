@@ -1,10 +1,11 @@
-"""ZeRO-3: parameters, gradients and optimizer state are split; PyTorch's FSDP2 (Zhao et al. 2023) gathers each unit
+"""ZeRO-3: parameters, gradients and optimizer state are divided. PyTorch's FSDP2 (Zhao et al. 2023) gathers each unit
 when it is needed, forward and backward, and scatters its gradients.
 
-With dp_replicate > 1 it is HSDP: split within a group of dp_shard x cp ranks, copied across groups. Experts are units
-of their own inside of blocks, split among the ranks that hold the same ones. A rank's shards are the float32 masters:
-between steps there is no other copy of the parameters. Copies meet once per step: until then FSDP2 keeps the sum of a
-step's shards of gradients on the device, in the dtype they are sent in.
+With dp_replicate > 1 this form is HSDP: state is divided within a group of dp_shard x cp ranks and copied across
+groups. Experts are units of their own inside blocks, divided among the ranks that hold the same experts. A rank's
+shards are the float32 masters: between steps there is no other copy of the parameters. The copies exchange gradients
+once per step; until then FSDP2 keeps the sum of a step's gradient shards on the device, in the dtype in which they are
+sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,22 +16,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.parallel.piece import Piece
-from ingot.trainer.parallel.tensor import Cut
-from ingot.trainer.parallel.units import Unit, cut_units, is_owner, own_rows
+from ingot.trainer.parallel.tensor import TensorCut
+from ingot.trainer.parallel.units import ShardingUnit, cut_units, is_owner, own_rows
+from ingot.trainer.shard import ParameterShard
+from ingot.trainer.torch_private import gather_before_backward
 
 
 def shard_stage(
     stage: nn.Module,
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[str, TensorCut],
     mesh: Mesh,
     compute: torch.dtype,
     grads: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Make `stage`, on the meta device, an FSDPModule in place.
+    """Turn `stage`, on the meta device, into an FSDPModule in place.
 
-    Inputs are not cast: tokens are integers, hidden states follow the weights, rotary tables have to stay float32.
+    compute, grads: the dtypes of gathered parameters and of sent gradients. Inputs are not cast: tokens are integers,
+    hidden states follow the weights, and rotary tables must stay float32.
     """
     settings = mesh.parallel
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload_parameters else OffloadPolicy()
@@ -51,67 +54,69 @@ def shard_stage(
     if settings.recompute != "none":
         for unit in units:
             for experts in unit.experts[:1]:
-                _begin_backward(unit.modules[-1], experts)
+                _gather_experts_before_recompute(unit.modules[-1], experts)
 
 
-def _begin_backward(module: nn.Module, experts: nn.Module) -> None:
-    """Gather `experts` when the backward of `module` begins, which is before its forward runs again. Else their hooks,
-    which stand inside of what is recomputed, would take that for a forward: gather, free, and gather once more; and a
-    selective recompute would find other operations there than the first time."""
+def _gather_experts_before_recompute(module: nn.Module, experts: nn.Module) -> None:
+    """Gather `experts` when the backward of `module` begins, before its forward runs again.
+
+    The hooks of `experts` run inside the recomputed part. They would treat the recompute as a forward (gather, free,
+    and gather once more), and a selective recompute would see other operations than in the first forward.
+    """
 
     def hook(module: nn.Module, args, output):
         assert isinstance(experts, FSDPModule)
-        return experts._get_fsdp_state()._register_pre_backward_hook(output)
+        return gather_before_backward(experts, output)
 
     module.register_forward_hook(hook)
 
 
-def _prefetch(stage: nn.Module, units: Sequence[Unit], depth: int) -> None:
-    """Every unit gathers its own experts, and `depth` units ahead of it, forward and backward."""
+def _prefetch(stage: nn.Module, units: Sequence[ShardingUnit], depth: int) -> None:
+    """Let every unit gather its own experts and the next `depth` units, forward and backward."""
     inner = [unit for unit in units if unit.modules != (stage,)]
     for i, unit in enumerate(inner):
         experts = [*unit.experts[:1]]
-        ahead, behind = inner[i + 1 : i + 1 + depth], inner[max(i - depth, 0) : i][::-1]
-        _gathers(unit.modules[0], forward=experts + _firsts(ahead), backward=experts + _firsts(behind))
+        later, earlier = inner[i + 1 : i + 1 + depth], inner[max(i - depth, 0) : i][::-1]
+        _set_prefetch(unit.modules[0], forward=experts + _firsts(later), backward=experts + _firsts(earlier))
     own = [experts for unit in units if unit.modules == (stage,) for experts in unit.experts[:1]]
     if inner or own:
-        _gathers(stage, forward=own + _firsts(inner[:depth]), backward=own + _firsts(inner[::-1][:depth]))
+        _set_prefetch(stage, forward=own + _firsts(inner[:depth]), backward=own + _firsts(inner[::-1][:depth]))
     for unit in units:
         for experts in unit.experts[:1]:
-            _gathers(experts, forward=[], backward=[])
+            _set_prefetch(experts, forward=[], backward=[])
 
 
-def _firsts(units: Sequence[Unit]) -> list[nn.Module]:
-    """What stands for all parameters of these units."""
+def _firsts(units: Sequence[ShardingUnit]) -> list[nn.Module]:
+    """Return the modules by which FSDP2 refers to all parameters of these units."""
     return [module for unit in units for module in (unit.modules[0], *unit.experts[:1])]
 
 
-def _gathers(module: nn.Module, *, forward: list[nn.Module], backward: list[nn.Module]) -> None:
+def _set_prefetch(module: nn.Module, *, forward: list[nn.Module], backward: list[nn.Module]) -> None:
     assert isinstance(module, FSDPModule)
     module.set_modules_to_forward_prefetch(forward)  # type: ignore[arg-type]
-    # FSDP2 takes an empty list for one unit ahead; to gather oneself again is to gather nothing.
+    # FSDP2 reads an empty list as "one unit ahead". A module that prefetches itself gathers nothing.
     module.set_modules_to_backward_prefetch(backward or [module])  # type: ignore[arg-type]
 
 
 class Fsdp:
-    """`stages`: FSDPModules whose shards have memory, but no values yet: set `pieces[..].value`."""
+    """Data parallelism over `stages`, FSDPModules whose shards have memory but no values: set `shards[..].value`."""
 
-    def __init__(self, stages: list[nn.Module], cuts: dict[str, Cut], mesh: Mesh):
+    def __init__(self, stages: list[nn.Module], cuts: dict[str, TensorCut], mesh: Mesh):
         self.stages = stages
         settings = mesh.parallel
         self.copied, self.on_host = settings.dp_replicate > 1, settings.offload_parameters
-        # FSDP2 takes the mean over those that share a parameter; what is wanted is that over token ranks.
+        # FSDP2 takes the mean over the ranks that share a parameter; the gradient is the mean over token ranks.
         sharers = {view: mesh.size(view) * settings.dp_replicate for view in {cut.view for cut in cuts.values()}}
         self.factors = {name: sharers[cut.view] / settings.token_ranks for name, cut in cuts.items()}
         self.parameters = [(name, p) for stage in stages for name, p in stage.named_parameters()]
-        self.pieces = [self._piece(name, parameter, cuts[name], mesh) for name, parameter in self.parameters]
+        self.shards = [self._shard(name, parameter, cuts[name], mesh) for name, parameter in self.parameters]
 
-    def _piece(self, name: str, parameter: nn.Parameter, cut: Cut, mesh: Mesh) -> Piece:
+    def _shard(self, name: str, parameter: nn.Parameter, cut: TensorCut, mesh: Mesh) -> ParameterShard:
         assert isinstance(parameter, DTensor)
         rows = own_rows(len(parameter), mesh.size(cut.view), mesh.index(cut.view))
         value = parameter.to_local().detach()
         assert len(value) == len(rows), (name, value.shape, rows)
-        return Piece(
+        return ParameterShard(
             name=name,
             shape=cut.shape,
             offsets=(cut.offsets[0] + rows.start, *cut.offsets[1:]),
@@ -121,26 +126,29 @@ class Fsdp:
         )
 
     def before_backward(self, stage: nn.Module, last: bool) -> None:
-        """Every micro-batch is reduced and added to the shards; its traffic hides behind the backward.
+        """Choose whether this backward sums gradients over the copies of the model.
 
-        Copies wait for the last one, unless gradients live on the host: there is then no room for their sum here.
+        FSDP2 reduces every micro-batch and adds it to the shards, while the backward computes. The copies exchange
+        their sums in the last backward of a step, or in each one if gradients are on the host: their sum on the device
+        would need memory there.
         """
         if self.copied:
             assert isinstance(stage, FSDPModule)
             stage.set_requires_all_reduce(last or self.on_host)
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
-        """FSDP2's own hooks have done it."""
+        """Do nothing: the hooks of FSDP2 have reduced the gradients."""
 
     @torch.no_grad()
     def reduce(self) -> None:
-        for piece, (name, parameter) in zip(self.pieces, self.parameters, strict=True):
+        """Set the gradient of every shard to the mean over token ranks."""
+        for shard, (name, parameter) in zip(self.shards, self.parameters, strict=True):
             gradient, factor = parameter.grad, self.factors[name]
-            piece.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
-            if piece.grad is not None and factor != 1:
-                piece.grad.mul_(factor)
+            shard.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
+            if shard.grad is not None and factor != 1:
+                shard.grad.mul_(factor)
 
     def publish(self) -> None:
-        """The shards are the masters: the next gather reads them."""
-        for piece, (_, parameter) in zip(self.pieces, self.parameters, strict=True):
-            piece.grad = parameter.grad = None
+        """Free the gradients. The shards are the masters, which the next gather reads."""
+        for shard, (_, parameter) in zip(self.shards, self.parameters, strict=True):
+            shard.grad = parameter.grad = None

@@ -1,44 +1,51 @@
-"""Plays a pipeline schedule: this rank's row of a table (theory/schedule), action by action.
+"""Pipeline parallelism: the stages of a model, and the execution of a schedule on one rank.
 
-    F  forward of a stage        needs hidden states of the stage before     sends its own to the stage after
-    B  backward                  needs their gradient from the stage after   sends that of its input to the one before
-    I  its half for the input    as B                                        as B
-    W  its half for the weights  nothing                                     nothing
+A rank executes its row of a table (theory/schedule), action by action:
 
-One process is a pipeline of one rank: F and B in turn, nothing sent. Where ranks share the tokens of sequences
-(parallel/context.py), each plays the table with its own tokens.
+    F  forward of a stage           needs hidden states of the stage before    sends its own to the stage after
+    B  backward                     needs their gradient from the stage after  sends that of its input to the one before
+    I  backward for the input       as B                                       as B
+    W  backward for the weights     nothing                                    nothing
+
+One process is a pipeline of one rank: F and B alternate, and nothing is sent. Ranks that share the tokens of sequences
+(parallel/context.py) each execute the table with their own tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ingot.errors import ConfigError
 from ingot.theory.context import token_multiple
 from ingot.theory.schedule import Action, Channel, Table
 from ingot.theory.schedule.table import needed_by, sent_by
-from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.mesh.mesh import Mesh, own_group
 from ingot.trainer.parallel.channels import Channels
 from ingot.trainer.parallel.context import TokenShare
-from ingot.trainer.parallel.split_backward import WeightGradients
+from ingot.trainer.parallel.split_backward import SplitBackward, WeightGradients
+from ingot.trainer.shard import ParameterShard
 
 
 class DataParallel(Protocol):
-    """Who exchanges gradients with the other data ranks. last: of this stage in this optimizer step."""
+    """The exchange of gradients with other data ranks. last: the last time for this stage in this optimizer step."""
 
     def before_backward(self, stage: nn.Module, last: bool) -> None:
-        """A backward of one micro-batch begins (B or I)."""
+        """Prepare for the backward of one micro-batch (B or I)."""
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
-        """All gradients of one micro-batch are there (B or W)."""
+        """Start the exchange that is due once all gradients of one micro-batch exist (after B or W)."""
 
 
-class Batch(Protocol):
-    """inputs, targets: int64 [A, B, T], A micro-batches. document_ids: int32 [A, B, T] or None."""
+class MicroBatches(Protocol):
+    """The tokens of one optimizer step of a data rank, in A micro-batches.
+
+    inputs, targets: int64 [A, B, T]. document_ids: int32 [A, B, T] or None.
+    """
 
     @property
     def step(self) -> int: ...
@@ -51,31 +58,34 @@ class Batch(Protocol):
 
 
 @dataclass
-class _Step:
-    """What is alive within one optimizer step, by (stage, micro-batch); each entry goes when it is used.
+class _StepState:
+    """The tensors of one optimizer step by (stage, micro-batch); each entry is removed at its use.
 
-    weight: what a nat counts in what is minimised, a scalar; None where no router asks.
+    weight: the factor of one token's nats in the minimized loss, a scalar; None for a model without experts. begun: the
+    input and output of each forward. left: deferred weight gradients. hidden, gradients: between two stages of a rank.
     """
 
-    batch: Batch
+    batch: MicroBatches
     scale: Tensor | None
     loss: Tensor
     weight: Tensor | None = None
-    begun: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # input and output
+    begun: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     left: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
-    hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # between two stages of this rank
+    hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
-class Pipeline:
-    """stages: this rank's, by stage number. dtype: of the hidden states between stages. sequence_ranks: in how many
-    parts they are cut along the sequence (tp, with sequence parallelism), beside the cp ranks' parts. pressure: makes
-    of (keys_B, weight) what routers are told in training (model/moe.py); None for a model without any. Making a
-    pipeline is collective over the world.
+class PipelineExecutor:
+    """The execution of a pipeline's table on one rank. The constructor is collective over the world.
 
-    A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [pressure=])`, x being this
-    rank's tokens [B, T / cp] on the first stage and hidden states after it; document ids are those of whole sequences.
-    It returns hidden states [B, T / (cp x sequence_ranks), D], the last one the sum of nats.
+    stages: this rank's stages, by stage number. dtype: of the hidden states between stages. sequence_ranks: the number
+    of parts into which tensor parallelism divides hidden states along the sequence, besides the cp ranks' parts.
+    router_loss: makes a RouterLoss (model/routing.py) of (keys_B, weight); None for a model without experts. split: the
+    model's SplitBackward, needed by a table with I and W.
+
+    A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [router_loss=])`. x: this
+    rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: of whole sequences. It
+    returns hidden states [B, T / (cp x sequence_ranks), D], the last stage the sum of nats.
     """
 
     def __init__(
@@ -89,52 +99,57 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         sequence_ranks: int = 1,
-        pressure: Callable[[Tensor, Tensor], Any] | None = None,
+        router_loss: Callable[[Tensor, Tensor], Any] | None = None,
+        split: SplitBackward | None = None,
     ):
         self.stages, self.table, self.data = stages, table, data
         self.d_model, self.dtype, self.device, self.sequence_ranks = d_model, dtype, device, sequence_ranks
-        self.share, self.pressure = TokenShare(mesh), pressure
+        self.share, self.router_loss = TokenShare(mesh), router_loss
         self.data_rank, self.data_ranks = mesh.data_rank, mesh.data_ranks
         self.rank = mesh.index("pp")
         self.row = table.rows[self.rank]
         assert table.copies == 1 and set(stages) == set(table.stages_of(self.rank))
         self.channels = Channels(table, mesh, dtype, device)
-        self.splits = any(action.kind == "I" for action in self.row)
-        # The last action of each stage that begins, and that ends, a backward.
+        self.split = split if any(action.kind == "I" for action in self.row) else None
+        assert split is not None or all(action.kind in "FB" for action in self.row)
+        # For each stage the last action that begins a backward, and the last that ends one.
         self._last_begin = {action.stage: action for action in self.row if action.kind in "BI"}
         self._last_end = {action.stage: action for action in self.row if action.kind in "BW"}
-        self._play = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        self._execute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
 
-    def train(self, batch: Batch, scale: Tensor | None = None) -> Tensor:
-        """Forward and backward of all micro-batches of one optimizer step of this data rank.
+    def train(self, batch: MicroBatches, scale: Tensor | None = None) -> Tensor:
+        """Run the forward and backward of all micro-batches of one optimizer step of this data rank.
 
-        A micro-batch counts nats of this rank's tokens / all of its tokens in the batch. scale: its backward is
-        multiplied by it (fp16). Returns the sum of the losses, not scaled, on the rank of the last stage, and zero on
-        the others; detached.
+        The loss of a micro-batch is the sum of its nats / the number of this rank's tokens in the step. scale: a factor
+        of the loss in the backward (fp16). Returns the sum of the unscaled losses, detached, on the rank of the last
+        stage, and zero on other ranks. Raises ConfigError if the table has another number of micro-batches.
         """
         micro_batches = len(batch.inputs)
         if micro_batches != self.table.micro_batches:
             raise ConfigError(
-                f"a batch of {micro_batches} micro-batches for a schedule of {self.table.micro_batches}",
-                rule="a schedule is made for one number of micro-batches",
-                fix="make the table with the run's accumulation",
+                "E-MICRO-BATCHES",
+                f"the batch has {micro_batches} micro-batches, the pipeline schedule {self.table.micro_batches}",
+                rule="a schedule is built for one number of micro-batches per step",
+                fix="build the schedule with the run's accumulation: global_batch / (micro_batch x data ranks)",
+                found=micro_batches,
+                expected=self.table.micro_batches,
             )
         shape = self._hidden_shape(batch.inputs[0])
-        # In float64 a sum of float32 losses is exact, so it does not depend on who adds which of them.
-        step = _Step(batch, scale, torch.zeros((), dtype=torch.float64, device=self.device))
-        if self.pressure is not None:
+        # In float64 a sum of float32 losses is exact, so it does not depend on the order of the additions.
+        step = _StepState(batch, scale, torch.zeros((), dtype=torch.float64, device=self.device))
+        if self.router_loss is not None:
             step.weight = torch.full_like(step.loss, 1 / self._own_tokens(batch)) * (1 if scale is None else scale)
         self.channels.start()
         for action, following in zip(self.row, (*self.row[1:], None), strict=True):
-            # What the next action needs is on its way while this one computes.
+            # The message that the next action needs travels while this action computes.
             for upcoming in (action, following):
                 if upcoming is not None and (parcel := needed_by(self.table, upcoming)):
                     self.channels.expect(parcel, shape)
-            self._play[action.kind](action, step)
+            self._execute[action.kind](action, step)
         self.channels.finish()
         return step.loss
 
-    def _forward(self, action: Action, step: _Step) -> None:
+    def _forward(self, action: Action, step: _StepState) -> None:
         key, stage, batch = (action.stage, action.micro_batch), self.stages[action.stage], step.batch
         if self.table.before(action.stage) is None:
             x = self.share.own(batch.inputs[action.micro_batch])
@@ -144,8 +159,8 @@ class Pipeline:
         is_last = self.table.after(action.stage) is None
         with self._splitting(key, step):
             targets = self.share.own(batch.targets[action.micro_batch]) if is_last else None
-            told = self._positions(batch.inputs.shape[-1]) | self._pressure(step, action.micro_batch)
-            y = stage(x, targets, documents, **told)
+            more = self._positions(batch.inputs.shape[-1]) | self._router_loss(step, action.micro_batch)
+            y = stage(x, targets, documents, **more)
         if is_last:
             y = y / self._own_tokens(batch)
             step.loss = step.loss + y.detach()
@@ -154,8 +169,8 @@ class Pipeline:
             self._pass_on(action, y.detach(), step.hidden, self.table.after(action.stage))
         step.begun[key] = (x, y)
 
-    def _backward(self, action: Action, step: _Step) -> None:
-        """B or I. The gradient of the input goes first: the rank before waits for it."""
+    def _backward(self, action: Action, step: _StepState) -> None:
+        """Execute B or I. The gradient of the input is sent first, because the rank before waits for it."""
         key, stage = (action.stage, action.micro_batch), self.stages[action.stage]
         gradient = None if self.table.after(action.stage) is None else self._take(action, step.gradients)
         x, y = step.begun.pop(key)
@@ -169,22 +184,22 @@ class Pipeline:
         if action.kind == "B":
             self._weights(action, step)
 
-    def _weights(self, action: Action, step: _Step) -> None:
-        """The end of a backward: W, or what comes after B."""
-        if self.splits:
+    def _weights(self, action: Action, step: _StepState) -> None:
+        """Execute W, or the end of B: the deferred gradients, then the exchange of gradients."""
+        if self.split is not None:
             step.left.pop((action.stage, action.micro_batch)).compute()
         self.data.after_backward(self.stages[action.stage], action is self._last_end[action.stage])
 
-    def _splitting(self, key: tuple[int, int], step: _Step):
-        return step.left.setdefault(key, WeightGradients()) if self.splits else nullcontext()
+    def _splitting(self, key: tuple[int, int], step: _StepState):
+        return nullcontext() if self.split is None else step.left.setdefault(key, WeightGradients(self.split))
 
     def _take(self, action: Action, local: dict[tuple[int, int], Tensor]) -> Tensor:
-        """What the neighbouring stage made for this action."""
+        """Return the tensor that the neighboring stage made for this action."""
         parcel = needed_by(self.table, action)
         return self.channels.receive(parcel) if parcel else local.pop((action.stage, action.micro_batch))
 
     def _pass_on(self, action: Action, made: Tensor, local: dict[tuple[int, int], Tensor], reader: int | None) -> None:
-        """Send it, or lay it down for stage `reader` of the same rank."""
+        """Send `made` to another rank, or store it in `local` for stage `reader` of this rank."""
         if parcel := sent_by(self.table, action):
             self.channels.send(parcel, made)
         else:
@@ -195,11 +210,11 @@ class Pipeline:
     def forward_only(
         self, inputs_BT: Tensor, targets_BT: Tensor | None, document_ids_BT: Tensor | None, *, per_token: bool
     ) -> Tensor | None:
-        """One micro-batch through all stages: the last one's result on its ranks, None on the others.
+        """Run one micro-batch through all stages. Returns the result on the ranks of the last stage, None on others.
 
-        per_token: nats of every target, [B x T]; else there are no targets, and the result is logits [B, T, V]. Both
-        are of whole sequences in order, on all cp ranks. All ranks of the pipeline have the arguments. T must divide by
-        `token_multiple`.
+        per_token: the result is nats of every target, [B x T]; else targets_BT is None and the result is logits
+        [B, T, V]. Both are of whole sequences in order, on all cp ranks. All ranks of the pipeline pass the same
+        arguments. T must be a multiple of `token_multiple`.
         """
         assert per_token == (targets_BT is not None)
         result = hidden = None
@@ -223,35 +238,80 @@ class Pipeline:
 
     @property
     def token_multiple(self) -> int:
-        """What the length of sequences must divide by."""
+        """The number of which the length of sequences must be a multiple."""
         return token_multiple(self.share.mesh.parallel)
 
     def _of_whole_sequences(self, y: Tensor, batch: int) -> Tensor:
-        """y: logits [B, t, V] or nats [B x t] of this rank's tokens."""
+        """Return y of whole sequences. y: logits [B, t, V] or nats [B x t] of this rank's tokens."""
         if self.share.ranks == 1:
             return y
         return self.share.whole(y) if y.dim() == 3 else self.share.whole(y.view(batch, -1)).flatten()
 
     def _positions(self, tokens: int) -> dict[str, Tensor]:
-        """A stage that gets a part of the tokens has to be told which ones attention sees."""
+        """Return the argument positions_T of a stage that gets a part of the tokens."""
         if self.sequence_ranks == self.share.ranks == 1:
             return {}
         return {"positions_T": self.share.positions(tokens, self.device)}
 
-    def _pressure(self, step: _Step, micro_batch: int) -> dict[str, Any]:
-        """Sequences are numbered through the run: data rank r reads the r-th equal part of each global batch."""
-        if self.pressure is None:
+    def _router_loss(self, step: _StepState, micro_batch: int) -> dict[str, Any]:
+        """Return the argument router_loss of a stage.
+
+        Keys number the sequences of the run: data rank r reads the r-th equal part of each global batch.
+        """
+        if self.router_loss is None:
             return {}
         micro_batches, rows, _ = step.batch.inputs.shape
         own = micro_batches * rows
         first = (step.batch.step * self.data_ranks + self.data_rank) * own + micro_batch * rows
         assert step.weight is not None
-        return {"pressure": self.pressure(torch.arange(first, first + rows, device=self.device), step.weight)}
+        return {"router_loss": self.router_loss(torch.arange(first, first + rows, device=self.device), step.weight)}
 
-    def _own_tokens(self, batch: Batch) -> int:
-        """Of this rank, in the whole step."""
+    def _own_tokens(self, batch: MicroBatches) -> int:
+        """Return the number of this rank's tokens in the whole step."""
         return batch.inputs.numel() // self.share.ranks
 
     def _hidden_shape(self, inputs_BT: Tensor) -> tuple[int, ...]:
         batch, tokens = inputs_BT.shape
         return (batch, tokens // (self.share.ranks * self.sequence_ranks), self.d_model)
+
+
+# -- stages --
+
+
+def cut_stage(model: Any, stage: int, stage_layers: Sequence[int]) -> nn.Module:
+    """Reduce `model`, a Transformer on the meta device, to `stage` in place, and return it.
+
+    Blocks keep their numbers, so names do not change. stage_layers: the number of blocks of each stage.
+    """
+    first = sum(stage_layers[:stage])
+    own = {str(i) for i in range(first, first + stage_layers[stage])}
+    blocks = model.get_submodule("blocks")
+    for key in [key for key, _ in blocks.named_children() if key not in own]:
+        del blocks[key]  # type: ignore[operator]
+    tied = getattr(model, "head", None) is None
+    if stage != len(stage_layers) - 1:
+        model.norm = model.head = None
+    if stage != 0 and not (tied and stage == len(stage_layers) - 1):
+        model.embed = None
+    return model
+
+
+class TiedEnds:
+    """One matrix on two ranks: the embedding of the first stage and the head of the last, whose gradients are summed.
+
+    Both ranks start from the same values and make the same updates; the first stage's copy is the owner.
+    """
+
+    def __init__(self, mesh: Mesh, rank_of_stage: Sequence[int], shards: list[ParameterShard]):
+        """Make the groups of all pairs. Collective over the world. shards: of this rank."""
+        ends = rank_of_stage[0], rank_of_stage[-1]
+        self.shard = next((shard for shard in shards if shard.name == "embed.weight"), None)
+        lines = mesh.devices.mesh.flatten(1).T.tolist()  # the global ranks of every pipeline
+        self.group = own_group([[line[end] for end in ends] for line in lines], mesh.timeout, "tied_ends")
+        if self.shard is not None and mesh.index("pp") != ends[0]:
+            self.shard.owner = False
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        if self.shard is not None and self.shard.grad is not None:
+            dist.all_reduce(self.shard.grad, group=self.group)

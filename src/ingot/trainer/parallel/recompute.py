@@ -1,18 +1,18 @@
-"""Recompute of activations in the backward (Chen et al. 2016): memory is bought with a second forward of a block.
+"""Recompute of activations in the backward (Chen et al. 2016): less memory for a second forward of a block.
 
-full       a block keeps its input alone. Its forward runs again in the backward, as far as the last tensor that the
-           backward needs: the last matrix product of the block, and a collective behind it, are not run twice.
-selective  a block also keeps what is dear to run again: the results of matrix products, of attention, of the
-           collectives that leave a region of tensor parallelism, and of all-to-alls. Norms, rotations and activations,
-           which are cheap and fill most of the memory, run again (the choice by cost is Korthikanti et al. 2022,
-           section 5; theirs is the other way round, attention before it was flash). Two things are as wide as the model
-           on every rank of tensor parallelism and so are not kept: gathered tokens, which are gathered again, and the
-           product of a matrix that is cut by rows, which runs again where the backward gets that far, though only its
-           sum over ranks is used. Of a ring the result is kept (`kept_whole`), not the results of its steps, which are
-           as large each; it does not go round again.
+full       A block keeps only its input. Its forward runs again in the backward, up to the last tensor that the backward
+           needs: the last matrix product of the block, and a collective after it, do not run again.
+selective  A block also keeps the results of expensive operations: matrix products, attention, the collectives that
+           leave a region of tensor parallelism, and all-to-alls. Norms, rotations and activations run again; they are
+           cheap and fill most of the memory. (Korthikanti et al. 2022, section 5, chose by cost in the same way, but
+           recomputed attention, which was not flash attention then.) Two kinds of results are as wide as the model on
+           every tensor-parallel rank and are not kept: gathered tokens, and products of matrices split by rows, which
+           run again if the backward gets that far, though only their sum over ranks is used. Of a ring, the result is
+           kept (KeptResults), not the results of its steps, each of which is as large; the ring does not run again.
 
-Compiled blocks follow the same policy, but leave out what leads to a kept result only. Experts are chosen again from
-the same numbers, so their rows have the same sizes, and all ranks exchange again what is not kept, in the same order.
+Compiled blocks follow the same policy, but skip operations that lead to kept results only. The router chooses the same
+experts from the same numbers, so rows have the same sizes, and all ranks repeat the exchanges that are not kept in the
+same order.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,112 +25,137 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
-# What "selective" keeps. `linear` and `matmul` have become mm, addmm and bmm where these are seen.
+from ingot.trainer.torch_private import (
+    attention_kernels,
+    functional_collectives,
+    grouped_product_kernel,
+    storage_key,
+)
+
+_aten, _kernels, _collectives = torch.ops.aten, attention_kernels(), functional_collectives()
+# The operators whose results "selective" keeps. Below autograd, `linear` and `matmul` are mm, addmm and bmm.
 KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
-    _aten._grouped_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    grouped_product_kernel().default,
+    _kernels.flash.default,
+    _kernels.efficient.default,
+    _kernels.cudnn.default,
+    _kernels.flash_on_cpu.default,
     _collectives.reduce_scatter_tensor.default,
     _collectives.all_reduce.default,
     _collectives.all_to_all_single.default,
 }
 
 
-def recompute(blocks: nn.ModuleDict, how: Literal["full", "selective"], every: int, *, rings: bool = False) -> None:
-    """From now on the blocks whose layer number divides by `every` are recomputed. Gradients keep their bits.
-
-    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. Only `forward` of a
-    block is replaced: its names and parameters stay, hooks run once and stay outside. To be called before blocks are
-    compiled and sharded. A block must not draw random numbers, whose state is not kept. rings: attention goes through
-    some; a selectively recomputed block is not for the compiler then.
-    """
-    for layer, block in blocks.items():
-        if int(layer) % every == 0:
-            _recompute(block, how, rings)
-
-
-def _recompute(block: nn.Module, how: Literal["full", "selective"], rings: bool) -> None:
-    once: Callable[..., Tensor] = block.forward
-    selective = {}
-    if how == "selective":
-        # A matrix with fewer columns than its layer has inputs is cut by rows (parallel/tensor.py).
-        linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
-        cut = [part for part in linears if part.weight.shape[1] < part.in_features]
-        policy = partial(_keep, cut)
-        contexts = _with_wholes if rings else create_selective_checkpoint_contexts
-        selective = {"context_fn": lambda: contexts(policy)}
-
-    # A function of our own, not functools.partial: a compiled block is compiled from the first frame that is not
-    # PyTorch's, and without one it would silently run uncompiled.
-    def forward(*args, **kwargs) -> Tensor:
-        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)  # type: ignore
-
-    block.forward = forward
-
-
-def _keep(cut_by_rows: list[nn.Linear], context, op, *args, **kwargs) -> CheckpointPolicy:
-    """PyTorch may ask again in the recompute: the answer must be the same, though weights may have moved since."""
-    if _open is not None and _open.making:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    if op not in KEPT or (op is _aten.mm.default and any(_lies_in(args[1], part.weight) for part in cut_by_rows)):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
-
-
-def _lies_in(matrix: Tensor, weight: Tensor) -> bool:
-    """Whether `matrix` is `weight`, or its transpose: the same memory. Tensors of a trace have storages as well."""
-    same = matrix.untyped_storage()._cdata == weight.untyped_storage()._cdata
-    return same and matrix.storage_offset() == weight.storage_offset()
-
-
 @dataclass
-class _Wholes:
-    """Results of one forward of a block that its recompute takes, in order. making: one of them, now."""
+class _BlockResults:
+    """The kept results of one forward of a block, in order.
+
+    again: the block is recomputed and takes results. making: a result is being computed.
+    """
 
     made: list[tuple[Tensor, ...]] = field(default_factory=list)
     again: bool = False
     making: bool = False
 
 
-# One for the process, not one per thread: on GPUs, autograd recomputes blocks in a thread of its own.
-_open: _Wholes | None = None
+class KeptResults:
+    """Results that a selectively recomputed block keeps as a whole, without the results of their operations.
+
+    One per model, shared by its blocks and by the functions that compute such results (a ring). All threads share the
+    block in progress: on GPUs, autograd recomputes blocks in a thread of its own.
+    """
+
+    def __init__(self):
+        self._block: _BlockResults | None = None
+
+    @property
+    def making(self) -> bool:
+        """True while a kept result is being computed: no operation inside is kept."""
+        return self._block is not None and self._block.making
+
+    def keep(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return make(), for the forward of an autograd.Function. In a recompute return the kept result instead."""
+        if self._block is None:
+            return make()
+        if self._block.again:
+            return self._block.made.pop(0)
+        self._block.making = True
+        try:
+            made = make()
+        finally:
+            self._block.making = False
+        self._block.made.append(tuple(x.detach() for x in made))  # detached: it must not keep the graph of its result
+        return made
+
+    def contexts(
+        self, policy: Callable[..., CheckpointPolicy]
+    ) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Return the contexts of a block's forward and of its recompute."""
+        first, again = create_selective_checkpoint_contexts(policy)
+        results = _BlockResults()
+        return self._opened(results, first, again=False), self._opened(results, again, again=True)
+
+    @contextmanager
+    def _opened(self, results: _BlockResults, operations: AbstractContextManager, *, again: bool) -> Iterator[None]:
+        assert self._block is None, "one block at a time"
+        self._block, results.again = results, again
+        try:
+            with operations:
+                yield
+        finally:
+            self._block = None
 
 
-def kept_whole(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What `make` returns, for an autograd.Function's forward. Where blocks are recomputed selectively it is kept, and
-    nothing that it is made from; it is not made again."""
-    if _open is None:
-        return make()
-    if _open.again:
-        return _open.made.pop(0)
-    _open.making = True
-    try:
-        made = make()
-    finally:
-        _open.making = False
-    _open.made.append(tuple(x.detach() for x in made))  # else the graph would be kept that gets to own what is returned
-    return made
+def recompute(
+    blocks: nn.ModuleDict, how: Literal["full", "selective"], every: int, kept: KeptResults | None = None
+) -> None:
+    """Recompute the blocks whose layer number `every` divides. Gradients keep their bits.
+
+    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: for attention by
+    rings; a selectively recomputed block is then not compiled as a whole. Replaces only `forward` of a block: names and
+    parameters stay, and hooks run once, outside. Call before blocks are compiled and sharded. A block must not draw
+    random numbers, whose state is not kept.
+    """
+    for layer, block in blocks.items():
+        if int(layer) % every == 0:
+            _recompute(block, how, kept)
 
 
-def _with_wholes(policy: Callable[..., CheckpointPolicy]) -> tuple[AbstractContextManager, AbstractContextManager]:
-    first, again = create_selective_checkpoint_contexts(policy)
-    wholes = _Wholes()
-    return _opened(wholes, first, again=False), _opened(wholes, again, again=True)
+def _recompute(block: nn.Module, how: Literal["full", "selective"], kept: KeptResults | None) -> None:
+    once: Callable[..., Tensor] = block.forward
+    selective = {}
+    if how == "selective":
+        # A matrix with fewer columns than its layer has inputs is split by rows (parallel/tensor.py).
+        linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
+        split = [part for part in linears if part.weight.shape[1] < part.in_features]
+        policy = partial(_keep, split, kept)
+        contexts = create_selective_checkpoint_contexts if kept is None else kept.contexts
+        selective = {"context_fn": lambda: contexts(policy)}
+
+    # A function of our own, not functools.partial: the compiler starts at the first frame that is not PyTorch's, and
+    # without such a frame the block would silently run uncompiled.
+    def forward(*args, **kwargs) -> Tensor:
+        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)  # type: ignore
+
+    block.forward = forward
 
 
-@contextmanager
-def _opened(wholes: _Wholes, operations: AbstractContextManager, *, again: bool) -> Iterator[None]:
-    global _open
-    assert _open is None, "one block at a time"
-    _open, wholes.again = wholes, again
-    try:
-        with operations:
-            yield
-    finally:
-        _open = None
+def _keep(split_by_rows: list[nn.Linear], kept: KeptResults | None, context, op, *args, **kwargs) -> CheckpointPolicy:
+    """Decide whether the result of `op` is kept.
+
+    PyTorch may ask again in the recompute and must get the same answer, though weights may have moved since.
+    """
+    if kept is not None and kept.making:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if op not in KEPT or (op is _aten.mm.default and any(_is_view_of(args[1], part.weight) for part in split_by_rows)):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _is_view_of(matrix: Tensor, weight: Tensor) -> bool:
+    """Return whether `matrix` is `weight` or its transpose, by their memory. Fake tensors have storages as well."""
+    same = storage_key(matrix.untyped_storage()) == storage_key(weight.untyped_storage())
+    return same and matrix.storage_offset() == weight.storage_offset()

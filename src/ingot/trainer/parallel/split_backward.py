@@ -1,17 +1,18 @@
 """Backward in two halves for zero-bubble pipelines (Qi et al. 2023, section 2): gradients of inputs first, which the
-rank before waits for; those of weights later, when there is time.
+rank before waits for; gradients of weights later, when the rank would idle.
 
-A matrix product inside an open `WeightGradients` puts its weight's gradient aside:
+Inside an open `WeightGradients` a matrix product defers the gradient of its weight:
 
-    left = WeightGradients()
+    split = SplitBackward()         # one per model
+    split_linears(model, split)
+    left = WeightGradients(split)   # one per stage and micro-batch
     with left:                      # F
         y = stage(x)
-    with left:                      # I: x.grad is ready. Open, because recomputed blocks build their graph once more
+    with left:                      # I: computes x.grad. Open, because recomputed blocks build their graph again
         y.backward(gradient)
-    left.compute()                  # W: the weights' gradients, through autograd and all its hooks
+    left.compute()                  # W: the gradients of the weights, through autograd and all its hooks
 
-Everything that is not such a product (norms, the embedding, experts, the loss with the head) has its whole backward in
-I.
+All other operations (norms, the embedding, experts, the loss with the head) have their whole backward in I.
 """
 
 from functools import partial
@@ -22,46 +23,65 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
-class WeightGradients:
-    """What one backward left for later: (input, gradient of the output, weight) of every product, last layer first.
+class SplitBackward:
+    """The products of one model that can defer the gradients of their weights.
 
-    Inputs and gradients stay alive until `compute`.
+    open: the WeightGradients that collects now, or None. It is shared by all threads: on GPUs, autograd recomputes
+    blocks in a thread of its own.
     """
 
     def __init__(self):
+        self.open: WeightGradients | None = None
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x [.., in] @ weight [out, in].T, and defer the weight's gradient to the open WeightGradients.
+
+        This is F.linear if none is open, or if x needs no gradient: then there is no first half.
+        """
+        if self.open is None or not (weight.requires_grad and x.requires_grad and torch.is_grad_enabled()):
+            return F.linear(x, weight)
+        return _DeferringLinear.apply(x, (weight,), self.open)  # type: ignore[return-value]
+
+
+class WeightGradients:
+    """The deferred gradients of one backward: (input, gradient of the output, weight) of each product, last layer
+    first.
+
+    A context in which the products of `split` defer. Inputs and gradients stay in memory until `compute`.
+    """
+
+    def __init__(self, split: SplitBackward):
+        self._split = split
         self._left: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __len__(self) -> int:
         return len(self._left)
 
     def __enter__(self) -> None:
-        global _open
-        assert _open is None, "one micro-batch of one stage at a time"
-        _open = self
+        assert self._split.open is None, "one micro-batch of one stage at a time"
+        self._split.open = self
 
     def __exit__(self, *_) -> None:
-        global _open
-        _open = None
+        self._split.open = None
+
+    def defer(self, x: Tensor, gradient: Tensor, weight: Tensor) -> None:
+        self._left.append((x, gradient, weight))
 
     def compute(self) -> None:
-        """Accumulate the gradients into the weights, one after the other, and let go of what they were made from."""
+        """Accumulate the gradients into the weights one by one, and free their inputs."""
         left, self._left = self._left[::-1], []
         while left:
             x, gradient, weight = left.pop()
             product = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-            # Not `weight.grad +=`: the weight may be a part of a leaf, and hooks have to see its gradient.
+            # Not `weight.grad +=`: the weight may be a part of a leaf, and hooks must see its gradient.
             torch.autograd.backward([weight], [product])
-
-
-# One for the process, not one per thread: on GPUs, autograd recomputes blocks in a thread of its own.
-_open: WeightGradients | None = None
 
 
 class _DeferringLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: tuple[Tensor], left: WeightGradients) -> Tensor:
-        # The weight comes in a tuple, out of autograd's sight. An input without gradient would make autograd run its
-        # accumulation hooks with nothing in I, once more than there are gradients.
+        # A tuple hides the weight from autograd. With the weight as an input without gradient, autograd would run its
+        # accumulation hooks in I, once more than there are gradients.
         ctx.save_for_backward(x)
         ctx.weight, ctx.left = weight[0], left
         return F.linear(x, weight[0])
@@ -71,25 +91,19 @@ class _DeferringLinear(torch.autograd.Function):
     def backward(ctx, *grads):
         (gradient,) = grads
         (x,) = ctx.saved_tensors
-        ctx.left._left.append((x, gradient, ctx.weight))
+        ctx.left.defer(x, gradient, ctx.weight)
         return gradient @ ctx.weight, None, None
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [.., in] @ weight [out, in].T. It is F.linear unless a `WeightGradients` is open, which then takes the weight's
-    gradient in the backward. Input that needs no gradient has no half to do first: F.linear as well."""
-    if _open is None or not (weight.requires_grad and x.requires_grad and torch.is_grad_enabled()):
-        return F.linear(x, weight)
-    return _DeferringLinear.apply(x, (weight,), _open)  # type: ignore[return-value]
+def split_linears(module: nn.Module, split: SplitBackward) -> None:
+    """Let every nn.Linear without bias in `module` compute by `split.linear`. Names, parameters and hooks stay.
 
-
-def split_linears(module: nn.Module) -> None:
-    """Let every nn.Linear without bias in `module` compute by `linear`. Names, parameters and hooks stay. To be called
-    before blocks are recomputed; a compiled block cannot defer."""
+    Call before blocks are recomputed. A compiled block cannot defer.
+    """
     for part in module.modules():
         if isinstance(part, nn.Linear) and part.bias is None:
-            part.forward = partial(_forward, part)
+            part.forward = partial(_forward, split, part)
 
 
-def _forward(part: nn.Linear, input: Tensor) -> Tensor:
-    return linear(input, part.weight)
+def _forward(split: SplitBackward, part: nn.Linear, input: Tensor) -> Tensor:
+    return split.linear(input, part.weight)

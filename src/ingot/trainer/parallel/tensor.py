@@ -1,14 +1,15 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2).
 
-Every pair of matrices is cut by columns, then by rows, so that a rank computes some heads, or some of the feed-forward,
-by itself. Around such a region stand two collectives, one entering and one leaving it:
+The first matrix of a pair is split by columns and the second by rows, so that a rank computes some heads, or a part of
+the feed-forward, alone. Such a region begins and ends with a collective:
 
     sequence = True    enter: gather tokens (backward: reduce-scatter)   leave: reduce-scatter (backward: gather)
     sequence = False   enter: nothing (backward: all-reduce)             leave: all-reduce (backward: nothing)
 
-With `sequence`, norms and residuals between regions hold T/tp tokens. The embedding, the head and the loss are cut by
-token id. All of it is done from outside: parameters get their local shape, modules get hooks; the rest of the model is
-as written. Shape letters: B batch, T tokens, D d_model, M tokens of a chunk, V this rank's part of the vocabulary.
+With `sequence`, norms and residuals between regions hold T/tp tokens. The embedding, the head and the loss are split by
+token id. The model's code does not change: parameters get their local shape and modules get hooks.
+
+Shape letters: B batch, T tokens, D d_model, M tokens of a chunk, V this rank's part of the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -21,19 +22,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.errors import ConfigError
-from ingot.trainer.mesh.exchange import all_sum, gather, scatter_sum, start_all_sum
+from ingot.trainer.mesh.collectives import all_sum, gather, scatter_sum, start_all_sum
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.parallel.piece import Piece
+from ingot.trainer.shard import ParameterShard
+from ingot.trainer.torch_private import overlap_products_with_collectives
 
-TOKENS = 1  # the dim of [B, T, D] that sequence parallelism cuts
+TOKENS = 1  # the dim of [B, T, D] that sequence parallelism splits
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the local tensor of a parameter lies in the whole one.
+class TensorCut:
+    """The position of a parameter's local tensor in the whole parameter, before data parallelism divides its rows.
 
-    partial: every rank holds all of it and sees a part of what it acts on, so its gradients are summed over tp.
-    view: of the mesh (dist/mesh.py): the ranks that hold the same local tensor and divide its state.
+    shape: of the whole parameter. partial: every tp rank holds the whole parameter and applies it to a part of the
+    activations, so its gradients are summed over tp. view: the view of the mesh (mesh/mesh.py) whose ranks hold the
+    same local tensor and divide its state.
     """
 
     shape: tuple[int, ...]
@@ -42,11 +45,12 @@ class Cut:
     view: str = "shard"
 
 
-def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, Cut]:
-    """Cut `stage`, a Transformer on the meta device, for this rank's place on the tp axis and, of experts, on the ep
-    view. A Cut per parameter name.
+def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, TensorCut]:
+    """Reduce `stage`, a Transformer on the meta device, to this tp rank's part of its matrices and this ep rank's
+    experts.
 
-    sharding: end of a parameter's name -> its role (model/transformer.py, SHARDING). Degrees were checked before.
+    Returns a TensorCut for each parameter name. sharding: end of a parameter's name -> its role (SHARDING in
+    model/transformer.py). The degrees of parallelism were checked before.
     """
     roles = {name: _role(name, sharding) for name, _ in stage.named_parameters()}
     cuts = _cut_experts(stage, [name for name, role in roles.items() if role == "expert"], mesh)
@@ -54,7 +58,7 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
     ranks, sequence = mesh.size("tp"), mesh.parallel.sequence
     if ranks == 1:
         shapes = {name: tuple(stage.get_parameter(name).shape) for name in dense}
-        return cuts | {name: Cut(shape, (0,) * len(shape)) for name, shape in shapes.items()}
+        return cuts | {name: TensorCut(shape, (0,) * len(shape)) for name, shape in shapes.items()}
     region = Region(mesh.group("tp"), sequence)
     entries = {}
     for name, role in dense.items():
@@ -87,8 +91,9 @@ def _role(name: str, sharding: Mapping[str, str]) -> str:
     return sharding[max((end for end in sharding if name.endswith(end)), key=len)]
 
 
-def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, Cut]:
-    """Experts are stacked along the rows, so those of one ep rank are a block of rows. tp cuts none of them."""
+def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, TensorCut]:
+    """Reduce experts to those of this ep rank, a block of rows: experts are stacked along the rows. tp splits no
+    expert."""
     cuts, ranks = {}, mesh.size("ep")
     for name in names:
         parameter, (module_name, _, leaf) = stage.get_parameter(name), name.rpartition(".")
@@ -102,13 +107,13 @@ def _local_shape(parameter: Tensor, dim: int | None, ranks: int) -> tuple[int, .
     return tuple(n // ranks if d == dim else n for d, n in enumerate(parameter.shape))
 
 
-def _cut(parameter: Tensor, dim: int | None, ranks: int, index: int, partial: bool) -> Cut:
+def _cut(parameter: Tensor, dim: int | None, ranks: int, index: int, partial: bool) -> TensorCut:
     offsets = tuple(n // ranks * index if d == dim else 0 for d, n in enumerate(parameter.shape))
-    return Cut(tuple(parameter.shape), offsets, partial)
+    return TensorCut(tuple(parameter.shape), offsets, partial)
 
 
 class Region:
-    """The two collectives around what a rank computes by itself. They are functional ones, which compilers can see."""
+    """The two collectives around a region that each rank computes alone. Compilers can see these operators."""
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool):
         self.group, self.sequence = group, sequence
@@ -164,7 +169,8 @@ class _SumBackward(torch.autograd.Function):
 
 
 def _own_head(heads: int, ranks: int, index: int):
-    """Fewer key/value heads than ranks: all ranks compute all of them, and each keeps the one of its queries."""
+    """Return a hook for fewer key/value heads than ranks: every rank computes all of them and keeps the head of its
+    queries."""
 
     def keep(module: nn.Module, args, output: Tensor) -> Tensor:
         return output.chunk(heads, dim=-1)[index * heads // ranks]
@@ -173,7 +179,7 @@ def _own_head(heads: int, ranks: int, index: int):
 
 
 def _look_up_own_ids(embed: Any, region: Region, first: int) -> None:
-    """Ids of other ranks give zeros; the sum over ranks is the embedding."""
+    """Look up the ids first..first+V-1 here and zeros for other ids; the sum over ranks is the embedding."""
 
     def forward(ids_BT: Tensor) -> Tensor:
         own = ids_BT - first
@@ -187,17 +193,18 @@ def _look_up_own_ids(embed: Any, region: Region, first: int) -> None:
 def _read_out_own_ids(stage: Any, region: Region, mesh: Mesh) -> None:
     rows = (stage.head or stage.embed).weight.shape[0]
     stage.norm.register_forward_hook(lambda _, args, output: region.enter(output))
-    stage.readout.piece = own_nats_and_slope(region.group, mesh.index("tp") * rows)
-    stage.readout.whole = lambda logits: gather(logits, logits.dim() - 1, region.group)
+    measure = own_nats_and_slope(region.group, mesh.index("tp") * rows)
+    stage.readout.use(measure, lambda logits: gather(logits, logits.dim() - 1, region.group))
 
 
 def own_nats_and_slope(group: dist.ProcessGroup, first: int):
-    """Cross entropy over a vocabulary that is cut by id: three numbers per token are exchanged, no logits.
+    """Return the cross entropy over a vocabulary that is split by id; ranks exchange three numbers per token, no
+    logits.
 
-    As `nats_and_slope` of model/loss.py, of the ids first..first+V-1; nats are the same on all ranks.
+    It is `nats_and_slope` of model/loss.py for the ids first..first+V-1 of this rank. All ranks get the same nats.
     """
 
-    def piece(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+    def measure(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
         shifted = wide - all_sum(wide.amax(-1), group, "max")[:, None]
         own = targets_M - first
@@ -210,13 +217,13 @@ def own_nats_and_slope(group: dist.ProcessGroup, first: int):
         slope.scatter_add_(-1, own, -inside.to(p.dtype)[:, None])
         return total.log() - target, slope.type_as(logits_MV)
 
-    return piece
+    return measure
 
 
 @torch.no_grad()
-def sum_partial_gradients(pieces: list[Piece], mesh: Mesh) -> None:
-    """Once per step: gradients of parameters that each tp rank used on its own tokens or heads, in one all-reduce."""
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+def sum_partial_gradients(shards: list[ParameterShard], mesh: Mesh) -> None:
+    """Sum the gradients of parameters that each tp rank applied to its own tokens or heads, in one all-reduce."""
+    gradients = [shard.grad for shard in shards if shard.grad is not None]
     if mesh.size("tp") == 1 or not gradients:
         return
     total = torch.cat([g.reshape(-1) for g in gradients])
@@ -226,16 +233,17 @@ def sum_partial_gradients(pieces: list[Piece], mesh: Mesh) -> None:
 
 
 def use_async_tensor_parallel(mesh: Mesh, device: torch.device) -> None:
-    """Let the compiler cut a gather or reduce-scatter and its matrix product into pieces that overlap (Wang et al.
-    2023), over symmetric memory. Not exercised: it needs several GPUs on one NVLink domain."""
+    """Let the compiler split a gather or reduce-scatter and its matrix product into parts that overlap (Wang et al.
+    2023), over symmetric memory. Not tested: the overlap needs several GPUs in one NVLink domain.
+
+    Raises ConfigError if the run is not on GPUs.
+    """
     if device.type != "cuda":
         raise ConfigError(
-            "parallel.async_tp is set, but the run is not on GPUs",
-            rule="overlapped tensor parallelism needs symmetric memory",
+            "E-ASYNC-TP-DEVICE",
+            f"parallel.async_tp = true, but the run is on {device.type}",
+            rule="overlapped tensor parallelism needs the symmetric memory of GPUs",
             fix="set parallel.async_tp = false",
+            device=device.type,
         )
-    import torch._inductor.config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    inductor._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.group("tp").group_name)
+    overlap_products_with_collectives(mesh.group("tp").group_name)

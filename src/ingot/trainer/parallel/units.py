@@ -1,7 +1,7 @@
-"""Units: parameters that are gathered and reduced together, and how their rows are dealt to the ranks that share them.
+"""Units: parameters that are gathered and reduced together, and the rows of a matrix that each rank owns.
 
-Both forms of data parallelism (zero.py, fsdp.py) cut a stage into the same units and deal rows the same way. The
-experts of a unit are shared by other ranks than the rest of it, so they travel by themselves.
+Both forms of data parallelism (zero.py, fsdp.py) divide a stage into the same units and rows. The experts of a unit are
+shared by other ranks than the rest of the unit, so they are exchanged separately.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.parallel.tensor import Cut
+from ingot.trainer.parallel.tensor import TensorCut
 
 
 @dataclass(frozen=True)
-class Unit:
-    """modules: what runs with these parameters, first one first. names: of its parameters that are no experts, within
-    the stage. experts, expert_names: the same of experts, which run inside of `modules`."""
+class ShardingUnit:
+    """Parameters of a stage that are gathered and reduced together.
+
+    modules: the modules with these parameters, in the order in which they run. names: the unit's parameters without
+    experts, as named in the stage. experts, expert_names: the same for the experts, which run inside `modules`.
+    """
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
@@ -24,10 +27,10 @@ class Unit:
     expert_names: tuple[str, ...] = ()
 
 
-def cut_units(stage: nn.Module, unit_layers: int, cuts: Mapping[str, Cut]) -> list[Unit]:
-    """In the order of the forward: what lies outside of blocks (embedding, last norm, head), then groups of blocks.
+def cut_units(stage: nn.Module, unit_layers: int, cuts: Mapping[str, TensorCut]) -> list[ShardingUnit]:
+    """Divide a stage into units, in the order of the forward: embedding, last norm and head; then groups of blocks.
 
-    unit_layers: blocks in a group; 0 makes the whole stage one unit.
+    unit_layers: the number of blocks in a group; 0 makes the whole stage one unit.
     """
     blocks = dict(stage.get_submodule("blocks").named_children())
     names = [name for name, _ in stage.named_parameters()]
@@ -43,22 +46,28 @@ def cut_units(stage: nn.Module, unit_layers: int, cuts: Mapping[str, Cut]) -> li
     return units
 
 
-def _unit(stage: nn.Module, modules: tuple[nn.Module, ...], names: list[str], cuts: Mapping[str, Cut]) -> Unit:
+def _unit(
+    stage: nn.Module, modules: tuple[nn.Module, ...], names: list[str], cuts: Mapping[str, TensorCut]
+) -> ShardingUnit:
     of_experts = tuple(name for name in names if cuts[name].view == "expert_shard")
     # blocks.3.moe.experts.gate.weight: a matrix of a stack of experts.
     experts = dict.fromkeys(name.rsplit(".", 2)[0] for name in of_experts)
     dense = tuple(name for name in names if name not in of_experts)
-    return Unit(modules, dense, tuple(stage.get_submodule(name) for name in experts), of_experts)
+    return ShardingUnit(modules, dense, tuple(stage.get_submodule(name) for name in experts), of_experts)
 
 
 def own_rows(rows: int, ranks: int, index: int) -> range:
-    """Rows of a matrix that rank `index` of `ranks` owns: equal parts, rounded up; the last ranks may have fewer."""
+    """Return the rows that rank `index` of `ranks` owns: equal parts, rounded up; the last ranks may have fewer."""
     part = -(-rows // ranks)
     return range(min(index * part, rows), min((index + 1) * part, rows))
 
 
-def is_owner(cut: Cut, parameter: Tensor, mesh: Mesh) -> bool:
-    """Of the ranks that hold the same block, the first. Ranks that divide its state hold none alike."""
+def is_owner(cut: TensorCut, parameter: Tensor, mesh: Mesh) -> bool:
+    """Return whether this rank is the first of the ranks that hold the same block.
+
+    cut: of the parameter. parameter: its local tensor before its rows are divided. Ranks that divide the rows hold
+    different blocks.
+    """
     if mesh.index("dp_replicate") > 0:
         return False
     if cut.view == "expert_shard":

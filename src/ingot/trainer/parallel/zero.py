@@ -5,68 +5,133 @@
     ZeRO-1      whole        whole         own rows               once per step, reduce-scatter
     ZeRO-2      whole        own rows      own rows               every micro-batch, reduce-scatter
 
-Whole parameters are in the compute dtype, master and moments in float32 (the master is the parameter itself where both
-dtypes are the same), gradients in the dtype of `parallel.grads`. The gradients of a unit lie in one buffer of shape
-[ranks, elements of one rank's rows], so one collective moves them; those of its experts, which other ranks share, lie
-in another one. A unit is reduced as soon as its backward is done, while earlier layers still compute; after the update
-it is gathered while the units before it already run forward.
+Whole parameters are in the compute dtype, master and moments in float32 (if both dtypes are the same, the master is the
+parameter itself), gradients in the dtype of `parallel.grads`. A bucket holds the gradients of a unit in one buffer of
+shape [ranks, elements of one rank's rows], so one collective moves them; the experts of a unit, which other ranks
+share, have a bucket of their own. A bucket is reduced as soon as its backward is done, while earlier layers still
+compute. After the update it is gathered while earlier units already run forward.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.trainer.mesh.exchange import start_all_sum, start_gather, start_scatter_sum
+from ingot.trainer.mesh.collectives import start_all_sum, start_gather, start_scatter_sum
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.parallel.canonical import Tree
-from ingot.trainer.parallel.piece import Piece
-from ingot.trainer.parallel.tensor import Cut
-from ingot.trainer.parallel.units import Unit, cut_units, is_owner, own_rows
+from ingot.trainer.parallel.canonical import ReductionTree
+from ingot.trainer.parallel.tensor import TensorCut
+from ingot.trainer.parallel.units import ShardingUnit, cut_units, is_owner, own_rows
+from ingot.trainer.shard import ParameterShard
+
+
+class Reduction(Enum):
+    """The exchange of a bucket's gradients between the ranks that share it."""
+
+    SUM_COPIES = "one rank has all rows: at the last micro-batch, the copies of the model sum their gradients"
+    SCATTER_LAST = "reduce-scatter at the last micro-batch (ZeRO-1), then the copies sum theirs"
+    SCATTER_EACH = "reduce-scatter after each micro-batch (ZeRO-2), and after the last one the copies sum theirs"
+    TREE = "at the end of the step, in the order of canonical sums"
+
+
+class BucketState(Enum):
+    """The gradients of a bucket within one optimizer step."""
+
+    EMPTY = "empty"  # no gradient of this step has arrived
+    FILLING = "filling"  # `whole` sums the gradients of micro-batches
+    SCATTERING = "scattering"  # a reduce-scatter of `whole` is in flight
+    SCATTERED = "scattered"  # `own` has the sum over the ranks of the own rows; more micro-batches may follow
+    SUMMING = "summing"  # an all-reduce over the copies of the model is in flight; no micro-batch may follow
+    REDUCED = "reduced"  # shards have their gradients
+
+
+TRANSITIONS = {
+    BucketState.EMPTY: {BucketState.FILLING, BucketState.REDUCED},
+    BucketState.FILLING: {BucketState.SCATTERING, BucketState.SUMMING, BucketState.REDUCED},
+    BucketState.SCATTERING: {BucketState.SCATTERED},
+    BucketState.SCATTERED: {BucketState.FILLING, BucketState.SUMMING, BucketState.REDUCED},
+    BucketState.SUMMING: {BucketState.REDUCED},
+    BucketState.REDUCED: {BucketState.EMPTY},
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A bucket's gradients were exchanged in the wrong order: a programming error, never the user's."""
 
 
 @dataclass
-class Slot:
-    """A parameter's place in the buffer of its unit: columns start..start+length of [ranks, elements]."""
+class BucketSlot:
+    """A parameter's place in the buffer of its bucket: columns start..start+length of [ranks, elements].
+
+    fresh: no gradient was added since the buffer was last used up, so the first gradient overwrites it.
+    """
 
     name: str
     parameter: nn.Parameter
     start: int
     length: int
-    piece: Piece
-    fresh: bool = True  # nothing was added since the last step
+    shard: ParameterShard
+    fresh: bool = True
 
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit, or its experts. unit: its number in the order of the forward. view: of the mesh: the ranks that share
-    it, of which there are `ranks`. whole: gradients of all rows [ranks, elements]; shard: of the own rows [elements].
+    """The parameters of one unit, or its experts.
+
+    unit: the number of the unit in the order of the forward. view: the view of the mesh whose ranks, `ranks` in number,
+    share these parameters. waiting: parameters whose gradient of this micro-batch has not arrived.
+    whole: gradients of all rows [ranks, elements]. own: gradients of the own rows [elements].
+    gathering: the gather of updated parameters in flight, and its result.
     """
 
     unit: int
     view: str
     ranks: int
-    slots: list[Slot] = field(default_factory=list)
+    reduction: Reduction
+    slots: list[BucketSlot] = field(default_factory=list)
     elements: int = 0
-    waiting: set[str] = field(default_factory=set)  # parameters whose gradient of this micro-batch has not come
+    waiting: set[str] = field(default_factory=set)
     whole: Tensor | None = None
-    shard: Tensor | None = None
+    own: Tensor | None = None
     gathering: tuple[dist.Work, Tensor] | None = None
+    state: BucketState = BucketState.EMPTY
+
+    def move(self, state: BucketState) -> None:
+        """Change the state. Raises IllegalTransition if `state` may not follow the present one."""
+        if state not in TRANSITIONS[self.state]:
+            allowed = " or ".join(sorted(s.value for s in TRANSITIONS[self.state]))
+            raise IllegalTransition(
+                f"unit {self.unit}, view {self.view} ({self.slots[0].name if self.slots else 'no parameters'}): "
+                f"{state.value} after {self.state.value}, but only {allowed} may follow"
+            )
+        self.state = state
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """A reduce-scatter in flight, of `whole` into `own`. last: of this optimizer step."""
+
+    work: dist.Work
+    bucket: Bucket
+    own: Tensor
+    whole: Tensor
+    last: bool
 
 
 class Zero:
-    """`stages`: modules with materialised parameters in the compute dtype, values not yet set.
+    """Data parallelism over `stages`, modules with parameters in the compute dtype whose values are not set yet.
 
-    Set `pieces[..].value` and call `publish` before the first forward.
+    Set `shards[..].value` and call `publish` before the first forward.
     """
 
     def __init__(
         self,
         stages: list[nn.Module],
-        cuts: dict[str, Cut],
+        cuts: dict[str, TensorCut],
         mesh: Mesh,
         *,
         zero: int,
@@ -75,27 +140,26 @@ class Zero:
         micro_batches: int,
     ):
         settings = mesh.parallel
-        self.mesh, self.keeps_whole, self.grads, self.master = mesh, zero < 2, grads, master
-        self.hold = settings.splits_backward  # weights' gradients of several micro-batches come in turn
+        self.mesh, self.zero, self.grads, self.master = mesh, zero, grads, master
+        self.hold = settings.splits_backward  # gradients of several micro-batches arrive interleaved
         self.prefetch = settings.prefetch
-        self.pieces: list[Piece] = []
-        self._seen: set[nn.Parameter] = set()  # tied ends of a V-shaped pipeline are one parameter on two stages
+        self.shards: list[ParameterShard] = []
+        self._known: set[nn.Parameter] = set()  # tied ends of a V-shaped pipeline are one parameter on two stages
         self.buckets: dict[nn.Module, list[Bucket]] = {}
         self.in_order: list[Bucket] = []
-        self._scattering: tuple[dist.Work, Bucket, Tensor, Tensor] | None = None
-        self._reducing: list[dist.Work] = []
+        self._scattering: _Scatter | None = None
+        self._summing: list[dist.Work] = []
         self._last = False
-        self._scatter_is_last = False
         self._to_gather: list[Bucket] = []
         self._units = 0
         for stage in stages:
             units = cut_units(stage, settings.unit_blocks, cuts)
             self.buckets[stage] = [bucket for unit in units for bucket in self._buckets(stage, unit, cuts)]
-        self.tree = Tree(mesh, micro_batches) if settings.reduce == "canonical" else None
+        self.tree = ReductionTree(mesh, micro_batches) if settings.reduce == "canonical" else None
 
     # -- layout --
 
-    def _buckets(self, stage: nn.Module, unit: Unit, cuts: dict[str, Cut]) -> list[Bucket]:
+    def _buckets(self, stage: nn.Module, unit: ShardingUnit, cuts: dict[str, TensorCut]) -> list[Bucket]:
         parts = [(unit.names, unit.modules), (unit.expert_names, unit.experts)]
         made = [self._bucket(stage, names, modules[0], cuts) for names, modules in parts if names]
         buckets = [bucket for bucket in made if bucket.slots]
@@ -103,30 +167,37 @@ class Zero:
         self.in_order += buckets
         return buckets
 
-    def _bucket(self, stage: nn.Module, names: Sequence[str], first: nn.Module, cuts: dict[str, Cut]) -> Bucket:
-        """first: the module that runs first with these parameters."""
+    def _bucket(self, stage: nn.Module, names: Sequence[str], first: nn.Module, cuts: dict[str, TensorCut]) -> Bucket:
+        """Make the bucket of these parameters. first: the module that uses them first."""
         view = cuts[names[0]].view
-        bucket = Bucket(self._units, view, self.mesh.size(view))
+        bucket = Bucket(self._units, view, self.mesh.size(view), self._reduction(self.mesh.size(view)))
         for name in names:
             parameter = stage.get_parameter(name)
-            if parameter in self._seen:
+            if parameter in self._known:
                 continue
-            self._seen.add(parameter)
+            self._known.add(parameter)
             length = -(-len(parameter) // bucket.ranks) * parameter[0].numel()
-            slot = Slot(name, parameter, bucket.elements, length, self._piece(name, parameter, cuts[name]))
+            slot = BucketSlot(name, parameter, bucket.elements, length, self._shard(name, parameter, cuts[name]))
             bucket.slots.append(slot)
-            self.pieces.append(slot.piece)
+            self.shards.append(slot.shard)
             bucket.elements += length
             parameter.register_post_accumulate_grad_hook(lambda p, b=bucket, s=slot: self._arrived(b, s))
         if bucket.slots:
             first.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
         return bucket
 
-    def _piece(self, name: str, parameter: nn.Parameter, cut: Cut) -> Piece:
+    def _reduction(self, ranks: int) -> Reduction:
+        if self.mesh.parallel.reduce == "canonical":
+            return Reduction.TREE
+        if ranks == 1:
+            return Reduction.SUM_COPIES
+        return Reduction.SCATTER_LAST if self.zero < 2 else Reduction.SCATTER_EACH
+
+    def _shard(self, name: str, parameter: nn.Parameter, cut: TensorCut) -> ParameterShard:
         rows = own_rows(len(parameter), self.mesh.size(cut.view), self.mesh.index(cut.view))
         own = parameter.detach()[rows.start : rows.stop]
         value = own if parameter.dtype == self.master else torch.empty_like(own, dtype=self.master)
-        return Piece(
+        return ParameterShard(
             name=name,
             shape=cut.shape,
             offsets=(cut.offsets[0] + rows.start, *cut.offsets[1:]),
@@ -144,7 +215,8 @@ class Zero:
                 bucket.waiting = {slot.name for slot in bucket.slots}
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
-        """What hooks did not send on its way goes now: all of it where they hold, else parameters without gradient."""
+        """Complete the buckets that hooks did not complete: all of them if `hold`, else those with parameters that got
+        no gradient."""
         for bucket in reversed(self.buckets[stage]):
             if self.hold or bucket.waiting:
                 bucket.waiting = set()
@@ -157,13 +229,15 @@ class Zero:
                 slot.fresh = slot.fresh or self.tree.between_parts(stage)
 
     @torch.no_grad()
-    def _arrived(self, bucket: Bucket, slot: Slot) -> None:
-        """A parameter's gradient of one micro-batch moves into its unit's buffer."""
+    def _arrived(self, bucket: Bucket, slot: BucketSlot) -> None:
+        """Move a parameter's gradient of one micro-batch into the buffer of its bucket."""
         gradient = slot.parameter.grad
         slot.parameter.grad = None
+        if bucket.state is BucketState.SCATTERING:
+            self._finish_scatter()  # frees its buffer before the bucket gets another one
+        if bucket.state is not BucketState.FILLING:
+            bucket.move(BucketState.FILLING)
         if bucket.whole is None:
-            if self._scattering is not None and self._scattering[1] is bucket:
-                self._finish_scatter()  # its buffer goes before another one comes
             bucket.whole = torch.zeros(bucket.ranks, bucket.elements, dtype=self.grads, device=slot.parameter.device)
         assert gradient is not None
         flat = gradient.reshape(-1)
@@ -181,76 +255,91 @@ class Zero:
                 self._complete(bucket, self._last)
 
     def _complete(self, bucket: Bucket, last: bool) -> None:
-        """All gradients of a unit are there: start what has to be exchanged now."""
-        if self.tree is not None:
-            return
-        if bucket.ranks == 1:
-            if last and bucket.whole is not None:
-                _clear_missing(bucket)
-                self._sum_copies(bucket.whole)
-        elif bucket.whole is not None and (last or not self.keeps_whole):
-            self._scatter(bucket, last)
-        elif last:
-            # ZeRO-2, backward in two halves: the last gradients came early and went with those before.
-            self._finish_scatter()
-            if bucket.shard is not None:
-                self._sum_copies(bucket.shard)
+        """Start the exchange that is due after all gradients of one micro-batch have arrived.
 
-    def _sum_copies(self, gradients: Tensor) -> None:
+        last: the micro-batch is the last one of the step.
+        """
+        match bucket.reduction:
+            case Reduction.TREE:
+                pass  # in `reduce`
+            case Reduction.SUM_COPIES:
+                if last:
+                    _clear_missing(bucket)
+                    if bucket.state is BucketState.FILLING:
+                        self._sum_copies(bucket, bucket.whole)
+            case Reduction.SCATTER_LAST | Reduction.SCATTER_EACH:
+                if bucket.state is BucketState.FILLING:
+                    if last or bucket.reduction is Reduction.SCATTER_EACH:
+                        self._scatter(bucket, last)
+                elif last:
+                    # Backward in two halves: the last gradients arrived early and left with those of a micro-batch
+                    # before.
+                    self._finish_scatter()
+                    if bucket.state is BucketState.SCATTERED:
+                        self._sum_copies(bucket, bucket.own)
+
+    def _sum_copies(self, bucket: Bucket, gradients: Tensor | None) -> None:
+        """Start to sum `gradients` over the copies of the model, if there are several."""
         if self.mesh.size("dp_replicate") > 1:
-            self._reducing.append(start_all_sum(gradients, self.mesh.group("dp_replicate")))
+            assert gradients is not None
+            bucket.move(BucketState.SUMMING)
+            self._summing.append(start_all_sum(gradients, self.mesh.group("dp_replicate")))
 
     def _scatter(self, bucket: Bucket, last: bool) -> None:
         self._finish_scatter()
-        # The buffer goes with the exchange: what comes before it ends belongs to the next micro-batch.
+        bucket.move(BucketState.SCATTERING)
+        # The exchange takes the buffer along: gradients that arrive before its end belong to the next micro-batch.
         whole, bucket.whole = bucket.whole, None
         assert whole is not None
         own = torch.empty(bucket.elements, dtype=self.grads, device=whole.device)
         work = start_scatter_sum(own, whole, self.mesh.group(bucket.view))
-        self._scattering = (work, bucket, own, whole)
-        self._scatter_is_last = last
+        self._scattering = _Scatter(work, bucket, own, whole, last)
         for slot in bucket.slots:
             slot.fresh = True
 
     def _finish_scatter(self) -> None:
-        """Wait for the reduce-scatter on its way, keep its result, and let the copies of the model sum theirs."""
+        """Wait for the reduce-scatter in flight and keep its result; after the last one let the copies sum theirs."""
         if self._scattering is None:
             return
-        work, bucket, own, _ = self._scattering
-        self._scattering = None
-        work.wait()
-        bucket.shard = own if bucket.shard is None else bucket.shard.add_(own)
-        if self._scatter_is_last:
-            self._sum_copies(bucket.shard)
+        scatter, self._scattering = self._scattering, None
+        bucket = scatter.bucket
+        scatter.work.wait()
+        bucket.move(BucketState.SCATTERED)
+        bucket.own = scatter.own if bucket.own is None else bucket.own.add_(scatter.own)
+        if scatter.last:
+            self._sum_copies(bucket, bucket.own)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Set the gradient of every piece: the mean over token ranks. Ends all exchanges of this step."""
+        """Finish all exchanges of this step, and set the gradient of every shard to the mean over token ranks."""
         self._finish_scatter()
-        for work in self._reducing:
+        for work in self._summing:
             work.wait()
-        self._reducing.clear()
+        self._summing.clear()
         if self.tree is not None:
             self.tree.reduce({s: [b.whole for b in bs if b.whole is not None] for s, bs in self.buckets.items()})
             for bucket in self.in_order:
                 self._sum_within_copy(bucket)
         for bucket in self.in_order:
-            shard = bucket.shard if bucket.ranks > 1 else None if bucket.whole is None else bucket.whole[0]
-            if shard is None:
+            bucket.move(BucketState.REDUCED)
+            own = bucket.own if bucket.ranks > 1 else None if bucket.whole is None else bucket.whole[0]
+            if own is None:
                 continue
-            shard.mul_(1 / self.mesh.parallel.token_ranks)
+            own.mul_(1 / self.mesh.parallel.token_ranks)
             for slot in bucket.slots:
-                own = slot.piece.value.numel()
-                slot.piece.grad = shard[slot.start : slot.start + own].view(slot.piece.sizes)
+                elements = slot.shard.value.numel()
+                slot.shard.grad = own[slot.start : slot.start + elements].view(slot.shard.sizes)
 
     def _sum_within_copy(self, bucket: Bucket) -> None:
-        """The tree has added what the copies of the model have; it does not reach the ranks of one copy, which have
-        other tokens: those of the cp axis, and those that share experts."""
+        """Sum over the ranks of one copy of the model that have other tokens: those of the cp axis, and those that
+        share experts. The tree sums over the copies only."""
         if bucket.whole is None:
             return
         if bucket.ranks > 1:
-            bucket.shard = torch.empty(bucket.elements, dtype=self.grads, device=bucket.whole.device)
-            start_scatter_sum(bucket.shard, bucket.whole, self.mesh.group(bucket.view)).wait()
+            bucket.move(BucketState.SCATTERING)
+            bucket.own = torch.empty(bucket.elements, dtype=self.grads, device=bucket.whole.device)
+            start_scatter_sum(bucket.own, bucket.whole, self.mesh.group(bucket.view)).wait()
+            bucket.move(BucketState.SCATTERED)
         elif bucket.view == "shard" and self.mesh.size("cp") > 1:
             start_all_sum(bucket.whole, self.mesh.group("cp")).wait()
 
@@ -258,18 +347,20 @@ class Zero:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Let the compute-dtype parameters follow the masters. Gathers of later units wait for the next forward."""
+        """Copy the masters to the parameters in the compute dtype. The gathers of later units wait for the forward."""
         for bucket in self.in_order:
-            bucket.shard = None
+            if bucket.state is not BucketState.EMPTY:  # before the first step it is
+                bucket.move(BucketState.EMPTY)
+            bucket.own = None
             for slot in bucket.slots:
-                slot.fresh, slot.piece.grad = True, None
-                if bucket.ranks == 1 and slot.parameter.dtype != slot.piece.value.dtype:
-                    slot.parameter.data.copy_(slot.piece.value)
+                slot.fresh, slot.shard.grad = True, None
+                if bucket.ranks == 1 and slot.parameter.dtype != slot.shard.value.dtype:
+                    slot.parameter.data.copy_(slot.shard.value)
         self._to_gather = [bucket for bucket in self.in_order if bucket.ranks > 1]
         self._gather_ahead(0)
 
     def _gather_ahead(self, unit: int) -> None:
-        """Start gathers up to `prefetch` units beyond this one."""
+        """Start the gathers of units up to `prefetch` units beyond this one."""
         while self._to_gather and self._to_gather[0].unit <= unit + self.prefetch:
             self._gather(self._to_gather.pop(0))
 
@@ -278,12 +369,13 @@ class Zero:
         first = bucket.slots[0].parameter
         own = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
         for slot in bucket.slots:
-            own[slot.start : slot.start + slot.piece.value.numel()] = slot.piece.value.reshape(-1)
+            own[slot.start : slot.start + slot.shard.value.numel()] = slot.shard.value.reshape(-1)
         whole = torch.empty(bucket.ranks, bucket.elements, dtype=first.dtype, device=first.device)
         bucket.gathering = (start_gather(whole, own, self.mesh.group(bucket.view)), whole)
 
     @torch.no_grad()
     def _before_forward(self, bucket: Bucket) -> None:
+        """Wait for the updated parameters of a bucket, before the module that uses them first."""
         self._gather_ahead(bucket.unit)
         if bucket.gathering is None:
             return
@@ -296,7 +388,11 @@ class Zero:
 
 
 def _clear_missing(bucket: Bucket) -> None:
-    """A parameter that got no gradient has the last step's in a buffer that stayed."""
+    """Zero the columns of parameters that got no gradient, which a buffer from the step before still holds."""
+    if bucket.whole is None:
+        return
+    if bucket.state is BucketState.EMPTY:
+        bucket.move(BucketState.FILLING)  # with zeros
     for slot in bucket.slots:
-        if slot.fresh and bucket.whole is not None:
+        if slot.fresh:
             bucket.whole[:, slot.start : slot.start + slot.length].zero_()

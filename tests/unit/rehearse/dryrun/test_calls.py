@@ -36,7 +36,7 @@ def test_grouped_products_count_rows_times_one_matrix_each():
 def _exchanges(rank, world):
     import torch.distributed as dist
 
-    from ingot.trainer.mesh.exchange import finish, start_all_to_all
+    from ingot.trainer.mesh.collectives import finish, start_all_to_all
 
     group = dist.group.WORLD
     assert group is not None

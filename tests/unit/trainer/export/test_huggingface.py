@@ -21,7 +21,7 @@ from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export import huggingface
 from ingot.trainer.export.huggingface import export_run
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.parallel.piece import Piece
+from ingot.trainer.shard import ParameterShard
 
 TEXTS = [
     "The mean of a list of numbers is their sum divided by how many there are.",
@@ -95,7 +95,10 @@ def make_run(root: Path, arch: Arch) -> Path:
         buffer.normal_()  # biases and loads as of a router that has learned
 
     def pieces(tensors):
-        return [Piece(n, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t.detach(), owner=True) for n, t in tensors]
+        return [
+            ParameterShard(n, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t.detach(), owner=True)
+            for n, t in tensors
+        ]
 
     state = TrainingState(pieces(model.named_parameters()), NoMoments(model), buffers=pieces(model.named_buffers()))
     facts = CheckpointFacts(

@@ -12,7 +12,7 @@ from ingot.schema.parallel import Parallel
 from ingot.theory.schedule import build_table
 from ingot.trainer.mesh.mesh import AXES, build_mesh, own_group
 from ingot.trainer.parallel.channels import Channels
-from ingot.trainer.parallel.stages import TiedEnds
+from ingot.trainer.parallel.pipeline import TiedEnds
 
 CPU = torch.device("cpu")
 

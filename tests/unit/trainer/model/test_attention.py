@@ -8,7 +8,7 @@ import torch
 
 from ingot.schema.arch import Arch
 from ingot.trainer.model import attention
-from ingot.trainer.model.attention import Sight, attend_locally
+from ingot.trainer.model.attention import AttentionMaskSpec, attend_locally
 from ingot.trainer.model.generate import KVCache
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
@@ -53,7 +53,7 @@ def test_equals_a_plain_softmax(monkeypatch, documents, window, queries, element
     q, k, v = example(20, queries)
     positions = torch.arange(20 - queries, 20)
     expected = by_softmax(q, k, v, positions, documents, window)
-    found = attend_locally(q, k, v, Sight(positions, documents, window))
+    found = attend_locally(q, k, v, AttentionMaskSpec(positions, documents, window))
     assert (found - expected).abs().max() < 1e-14
     grad = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(3))
     for ours, theirs in zip(*(torch.autograd.grad(y, (q, k, v), grad) for y in (found, expected)), strict=True):
@@ -71,7 +71,7 @@ def test_no_mask_is_larger_than_the_limit(monkeypatch):
     monkeypatch.setattr(attention, "_bias", watched)
     monkeypatch.setattr(attention, "MASK_ELEMENTS", 200)
     q, k, v = example(20)
-    attend_locally(q, k, v, Sight(torch.arange(20), DOCUMENTS)).sum().backward()
+    attend_locally(q, k, v, AttentionMaskSpec(torch.arange(20), DOCUMENTS)).sum().backward()
     assert max(made) <= 200 and len(made) == 2 * 4  # 5 rows of 2 x 20 at a time; again in the backward
 
 

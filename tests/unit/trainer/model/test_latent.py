@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from ingot.schema.arch import Arch, Mla
-from ingot.trainer.model.attention import Sight, attend_locally
+from ingot.trainer.model.attention import AttentionMaskSpec, LatentAttention, attend_locally
 from ingot.trainer.model.generate import KVCache
 from ingot.trainer.model.init import DEVIATION, initial_value, initialize
-from ingot.trainer.model.latent import LatentAttention
 from ingot.trainer.model.layers import rotary_tables
 from ingot.trainer.model.transformer import Transformer
 
@@ -101,7 +100,7 @@ def test_equals_its_equations_forward_and_backward(arch, documents, window):
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     results = []
     for compute in (
-        lambda: attention(x, rotary(arch, 9), Sight(torch.arange(9), documents, window)),
+        lambda: attention(x, rotary(arch, 9), AttentionMaskSpec(torch.arange(9), documents, window)),
         lambda: plain(attention, arch, x, looks),
     ):
         out = compute()
@@ -156,7 +155,7 @@ def test_equals_the_deepseek_of_transformers(arch):
     with torch.no_grad():
         causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
         expected, _ = theirs(x, tables, causal)
-        check_equal(attention(x, rotary(arch, 9), Sight(torch.arange(9))), expected)
+        check_equal(attention(x, rotary(arch, 9), AttentionMaskSpec(torch.arange(9))), expected)
 
 
 @FORMS

@@ -10,22 +10,29 @@ from torch.utils.checkpoint import checkpoint
 
 from ingot.schema.arch import Arch
 from ingot.schema.arch import Moe as Settings
-from ingot.trainer.model.experts import _kernel_takes, combine, deal, grouped_product, spread
+from ingot.trainer.model.experts import (
+    LocalDispatch,
+    MoeLayer,
+    _kernel_takes,
+    assign_rows,
+    combine,
+    grouped_product,
+    token_rows,
+)
 from ingot.trainer.model.generate import KVCache
 from ingot.trainer.model.init import initial_value, initialize
-from ingot.trainer.model.moe import LocalDispatch, Moe, Pressure
-from ingot.trainer.model.routing import Routing, choose, normal_noise, within_capacity
+from ingot.trainer.model.routing import RouterLoss, Routing, choose, normal_noise, within_capacity
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.parallel.balance import steered
+from ingot.trainer.parallel.balance import updated_biases
 
 BATCH, TOKENS, DIM = 2, 7, 8
 ARCH = Arch(vocab_size=61, d_model=DIM, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ffn=12, max_seq_len=40)
 EXPERTS = Settings(num_experts=6, top_k=2, d_expert=5)
 
 
-def layer(settings: Settings, seed: int = 0, dtype=torch.float64) -> Moe:
+def layer(settings: Settings, seed: int = 0, dtype=torch.float64) -> MoeLayer:
     """With weights large enough that everything matters, and buffers that are not at their first values."""
-    moe = Moe(replace(ARCH, moe=settings), 1, LocalDispatch()).to(dtype)
+    moe = MoeLayer(replace(ARCH, moe=settings), 1, LocalDispatch()).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in moe.parameters():
@@ -46,19 +53,19 @@ def swiglu(gate: Tensor, up: Tensor, down: Tensor, x_D: Tensor) -> Tensor:
     return down @ (torch.nn.functional.silu(gate @ x_D) * (up @ x_D))
 
 
-def expert(moe: Moe, index: int, x_D: Tensor) -> Tensor:
+def expert(moe: MoeLayer, index: int, x_D: Tensor) -> Tensor:
     width = moe.moe.d_expert
     rows, down_rows = slice(index * width, (index + 1) * width), slice(index * DIM, (index + 1) * DIM)
     stacks = moe.experts
     return swiglu(stacks.gate.weight[rows], stacks.up.weight[rows], stacks.down.weight[down_rows], x_D)
 
 
-def plain_scores(moe: Moe, x_D: Tensor) -> Tensor:
+def plain_scores(moe: MoeLayer, x_D: Tensor) -> Tensor:
     logits = moe.router.weight @ x_D
     return logits.softmax(0) if moe.moe.scores == "softmax" else logits.sigmoid()
 
 
-def plain_choice(moe: Moe, scores: list[float]) -> list[int]:
+def plain_choice(moe: MoeLayer, scores: list[float]) -> list[int]:
     settings = moe.moe
     bias = [0.0] * len(scores) if moe.router.bias is None else moe.router.bias.tolist()
     ranked = {e: score + bias[e] for e, score in enumerate(scores)}
@@ -71,7 +78,7 @@ def plain_choice(moe: Moe, scores: list[float]) -> list[int]:
     return sorted(ranked, key=lambda e: -ranked[e])[: settings.top_k]
 
 
-def plain(moe: Moe, x_BTD: Tensor) -> Tensor:
+def plain(moe: MoeLayer, x_BTD: Tensor) -> Tensor:
     """Token by token, expert by expert; who is kept is counted choice by choice."""
     settings, sequences = moe.moe, []
     for x_TD in x_BTD:
@@ -103,11 +110,11 @@ def plain(moe: Moe, x_BTD: Tensor) -> Tensor:
     return torch.stack(sequences)
 
 
-def run(moe: Moe, x_BTD: Tensor, pressure: Pressure | None = None, **more) -> Tensor:
-    return moe(x_BTD, torch.arange(x_BTD.shape[1]), pressure, **more)
+def run(moe: MoeLayer, x_BTD: Tensor, router_loss: RouterLoss | None = None, **more) -> Tensor:
+    return moe(x_BTD, torch.arange(x_BTD.shape[1]), router_loss, **more)
 
 
-def gradients(y: Tensor, moe: Moe, x: Tensor) -> list[Tensor]:
+def gradients(y: Tensor, moe: MoeLayer, x: Tensor) -> list[Tensor]:
     """Of a sum in which every number of y counts differently. All must be there: a weight that no token used has 0."""
     counts = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     return list(torch.autograd.grad((y * counts).sum(), [x, *moe.parameters()]))
@@ -144,7 +151,7 @@ VARIANTS = [
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_equals_the_loop_in_value_and_all_gradients(changes):
     moe, x = layer(replace(EXPERTS, **changes)), tokens()
-    ours, theirs = run(moe, x, pressure()), plain(moe, x)
+    ours, theirs = run(moe, x, router_loss()), plain(moe, x)
     assert close(ours, theirs)
     for mine, reference in zip(gradients(ours, moe, x), gradients(theirs, moe, x), strict=True):
         assert close(mine, reference)
@@ -156,12 +163,12 @@ def test_all_tokens_on_two_experts_and_the_others_empty(changes, dtype):
     settings = replace(EXPERTS, d_expert=4, bias_rate=0.1, **changes)
     moe, x = layer(settings, dtype=dtype), tokens(dtype)
     moe.router.bias.copy_(torch.tensor([9.0, -9, 8, -9, -9, -9]))
-    ours, theirs = run(moe, x, pressure()), plain(moe, x)
+    ours, theirs = run(moe, x, router_loss()), plain(moe, x)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert close(ours, theirs, tolerance)
     for mine, reference in zip(gradients(ours, moe, x), gradients(theirs, moe, x), strict=True):
         assert close(mine, reference, tolerance)
-    gate = gradients(run(moe, x, pressure()), moe, x)[2].view(6, -1)
+    gate = gradients(run(moe, x, router_loss()), moe, x)[2].view(6, -1)
     assert [bool(part.any()) for part in gate] == [True, False, True, False, False, False]
 
 
@@ -172,7 +179,7 @@ def test_bf16_sums_are_rounded_once(kept):
     keep_MK = torch.rand(40, 8, generator=generator) < kept
     experts_MK = torch.rand(40, 8, generator=generator).argsort(-1)
     routing = Routing(experts_MK, torch.rand(40, 8, generator=generator), None if kept == 1 else keep_MK)
-    rows, counts, _ = deal(routing, replace(EXPERTS, num_experts=8, top_k=8, capacity_factor=0.9))
+    rows, counts, _ = assign_rows(routing, replace(EXPERTS, num_experts=8, top_k=8, capacity_factor=0.9))
     x = torch.randn(40, DIM, generator=generator).bfloat16()
     made = torch.randn(sum(counts), DIM, generator=generator).bfloat16()
     x_grad, y_grad = (torch.randn(shape, generator=generator).bfloat16() for shape in (made.shape, x.shape))
@@ -180,7 +187,7 @@ def test_bf16_sums_are_rounded_once(kept):
     def results(kind, wide):
         inputs = (x, kind), (made, kind), (routing.weights_MK, wide)
         leaves = [t.to(dtype).requires_grad_() for t, dtype in inputs]
-        spread_RD, y_MD = spread(leaves[0], rows), combine(leaves[1], leaves[2], rows)
+        spread_RD, y_MD = token_rows(leaves[0], rows), combine(leaves[1], leaves[2], rows)
         return [y_MD, *torch.autograd.grad((spread_RD, y_MD), leaves, (x_grad.to(kind), y_grad.to(kind)))]
 
     ours, exact = results(torch.bfloat16, torch.float32), results(torch.float64, torch.float64)
@@ -199,7 +206,7 @@ def test_scores_that_are_all_zero_still_share_out_the_token():
             torch.full_like(moe.router.weight, -400.0).addcmul_(torch.arange(6.0)[:, None], -x[0, 0])
         )
         x[:] = x.abs() + 0.1
-    y = run(moe, x, pressure())
+    y = run(moe, x, router_loss())
     assert y.isfinite().all() and y.abs().amax(-1).min() > 0
     assert all(gradient.isfinite().all() for gradient in gradients(y, moe, x))
 
@@ -240,7 +247,7 @@ def test_a_capacity_acts_in_training_only(overflow):
     limited, x = layer(replace(EXPERTS, capacity_factor=0.5, overflow=overflow)), tokens()
     free = layer(EXPERTS)
     free.load_state_dict(limited.state_dict(), strict=overflow == "drop")
-    assert not close(run(limited, x, pressure()), run(free, x), 1e-3)
+    assert not close(run(limited, x, router_loss()), run(free, x), 1e-3)
     assert torch.equal(run(limited, x), run(free, x))
 
 
@@ -252,8 +259,8 @@ def test_a_score_does_not_know_what_comes_later():
     filled = torch.cat((x, x[:, -1:].expand(-1, 4)), dim=1)
     with torch.no_grad():
         assert close(model(filled)[:, :12], model(x))
-        told = pressure(dtype=torch.float64)
-        assert not close(model(filled, pressure=told)[:, :12], model(x, pressure=told), 1e-3)
+        inputs = router_loss(dtype=torch.float64)
+        assert not close(model(filled, router_loss=inputs)[:, :12], model(x, router_loss=inputs), 1e-3)
 
 
 def model_with(settings: Settings, seed: int = 3) -> Transformer:
@@ -280,8 +287,8 @@ def test_generation_with_a_cache_equals_an_uncached_forward(pieces, factor):
 # --- training: noise, balance, counting ---
 
 
-def pressure(batch: int = BATCH, weight: float = 0.25, dtype=torch.float64) -> Pressure:
-    return Pressure(torch.arange(100, 100 + batch), torch.tensor(weight, dtype=dtype))
+def router_loss(batch: int = BATCH, weight: float = 0.25, dtype=torch.float64) -> RouterLoss:
+    return RouterLoss(torch.arange(100, 100 + batch), torch.tensor(weight, dtype=dtype))
 
 
 def test_noise_is_standard_normal_and_finite_for_every_counter():
@@ -318,9 +325,9 @@ def test_noise_acts_in_training_only_and_moves_logits():
     noisy, x = layer(replace(EXPERTS, noise=2.0)), tokens()
     calm = layer(EXPERTS)
     assert close(run(noisy, x), run(calm, x), 1e-15)
-    assert not close(run(noisy, x, pressure()), run(calm, x, pressure()), 1e-2)
+    assert not close(run(noisy, x, router_loss()), run(calm, x, router_loss()), 1e-2)
     # Adding the noise to the logits by hand is the same.
-    positions, seen = torch.arange(TOKENS), pressure()
+    positions, seen = torch.arange(TOKENS), router_loss()
     logits = x @ noisy.router.weight.T + 2.0 * normal_noise(seen.keys_B, positions, 1, 6)
     routing = noisy.router(x, positions, seen)
     best = logits.topk(2, dim=-1)
@@ -345,7 +352,7 @@ def test_balance_losses_by_their_formulas(changes, scores):
     every = {"sequence_loss": 0.3, "global_loss": 0.2, "z_loss": 0.1}
     settings = replace(EXPERTS, scores=scores, **(every if "capacity_factor" in changes else {}) | changes)
     moe, x = layer(settings), tokens()
-    ours = gradients(run(moe, x, pressure(weight=0.25)), moe, x)
+    ours = gradients(run(moe, x, router_loss(weight=0.25)), moe, x)
     logits = x @ moe.router.weight.T
     kinds = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
     P_BTE = kinds / kinds.sum(-1, keepdim=True)
@@ -364,21 +371,21 @@ def test_balance_losses_by_their_formulas(changes, scores):
         loss = loss + 0.1 * logits.exp().sum(-1).log().square().sum()
     of_loss = torch.autograd.grad(0.25 * loss, [x, *moe.parameters()], allow_unused=True)
     silent = replace(settings, sequence_loss=0.0, global_loss=0.0, z_loss=0.0)
-    unpressed = layer(silent)
-    unpressed.load_state_dict({n: v for n, v in moe.state_dict().items() if n != "router.load"})
-    alone_of = gradients(run(unpressed, x, pressure()), unpressed, x)
+    without_loss = layer(silent)
+    without_loss.load_state_dict({n: v for n, v in moe.state_dict().items() if n != "router.load"})
+    alone_of = gradients(run(without_loss, x, router_loss()), without_loss, x)
     for mine, alone, more in zip(ours, alone_of, of_loss, strict=True):
         assert close(mine, alone if more is None else alone + more)
 
 
 def test_what_is_counted():
     moe, x = layer(replace(EXPERTS, capacity_factor=0.5, noise=0.3)), tokens()
-    y = run(moe, x, pressure())
+    y = run(moe, x, router_loss())
     assert moe.router.seen is None, "counted in the backward"
     y.sum().backward()
     first = moe.router.seen
     assert first is not None and first.dtype == torch.float64 and first.shape == (9,)
-    logits = x @ moe.router.weight.T + 0.3 * normal_noise(pressure().keys_B, torch.arange(TOKENS), 1, 6)
+    logits = x @ moe.router.weight.T + 0.3 * normal_noise(router_loss().keys_B, torch.arange(TOKENS), 1, 6)
     p, chosen = logits.softmax(-1), logits.topk(2).indices
     assert first[:6].tolist() == torch.bincount(chosen.flatten(), minlength=6).tolist()
     # ceil(0.5 x 2 x 7 / 6) = 2 tokens of each sequence.
@@ -386,16 +393,16 @@ def test_what_is_counted():
     assert first[6] == sum(over) > 0
     assert close(first[7], -(p * p.log()).sum())
     assert first[8] == BATCH * TOKENS
-    run(moe, x, pressure()).sum().backward()
+    run(moe, x, router_loss()).sum().backward()
     assert close(moe.router.seen, 2 * first)
 
 
 def test_a_recomputed_block_counts_and_presses_once():
     settings = replace(EXPERTS, noise=0.3, sequence_loss=0.3, z_loss=0.1, capacity_factor=0.7)
     moe, x = layer(settings), tokens()
-    plainly = gradients(run(moe, x, pressure()), moe, x)
+    plainly = gradients(run(moe, x, router_loss()), moe, x)
     seen, moe.router.seen = moe.router.seen, None
-    y = checkpoint(run, moe, x, pressure(), use_reentrant=False, preserve_rng_state=False)
+    y = checkpoint(run, moe, x, router_loss(), use_reentrant=False, preserve_rng_state=False)
     again = gradients(y, moe, x)
     assert torch.equal(moe.router.seen, seen)
     assert all(torch.equal(a, b) for a, b in zip(plainly, again, strict=True))
@@ -421,7 +428,7 @@ def test_a_bias_alone_balances_a_skewed_router():
 
     def loads() -> Tensor:
         x = common + 0.7 * torch.randn(16, 64, DIM, generator=generator, dtype=torch.float64)
-        run(moe, x, pressure(16)).sum().backward()
+        run(moe, x, router_loss(16)).sum().backward()
         seen, moe.router.seen = moe.router.seen, None
         return seen[:8]
 
@@ -430,11 +437,11 @@ def test_a_bias_alone_balances_a_skewed_router():
 
     assert variation(loads()) > 1
     for _ in range(150):
-        moe.router.bias.copy_(steered(moe.router.bias[None], loads()[None], settings.bias_rate)[0])
+        moe.router.bias.copy_(updated_biases(moe.router.bias[None], loads()[None], settings.bias_rate)[0])
     settled = torch.zeros(8, dtype=torch.float64)
     for _ in range(20):
         settled += (now := loads())
-        moe.router.bias.copy_(steered(moe.router.bias[None], now[None], settings.bias_rate / 10)[0])
+        moe.router.bias.copy_(updated_biases(moe.router.bias[None], now[None], settings.bias_rate / 10)[0])
     assert variation(settled) < 0.1
 
 
@@ -452,7 +459,7 @@ def test_a_bias_alone_balances_a_skewed_router():
 )
 def test_buffers_of_a_router_are_never_narrow(change, weight, buffers):
     """0.003 and 1.003 are no bfloat16 numbers, and few float16 ones are."""
-    router = Moe(replace(ARCH, moe=replace(EXPERTS, bias_rate=0.1, global_loss=0.1)), 1, LocalDispatch()).router
+    router = MoeLayer(replace(ARCH, moe=replace(EXPERTS, bias_rate=0.1, global_loss=0.1)), 1, LocalDispatch()).router
     router.bias.fill_(0.003)
     router.load.fill_(1.003)
     change(router)
@@ -464,7 +471,7 @@ def test_buffers_of_a_router_are_never_narrow(change, weight, buffers):
 
 def test_buffers_without_memory_get_it_with_their_width():
     with torch.device("meta"):
-        router = Moe(replace(ARCH, moe=replace(EXPERTS, bias_rate=0.1)), 1, LocalDispatch()).router
+        router = MoeLayer(replace(ARCH, moe=replace(EXPERTS, bias_rate=0.1)), 1, LocalDispatch()).router
     router.to(torch.bfloat16).to_empty(device="cpu")
     assert router.bias.dtype == torch.float32 and router.bias.device.type == "cpu"
     assert router.weight.dtype == torch.bfloat16

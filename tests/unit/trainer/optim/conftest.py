@@ -1,4 +1,4 @@
-"""Pieces of a small model: matrices and a norm weight, one piece empty, one not owned."""
+"""Shards of a small model: matrices and a norm weight, one shard empty, one not owned."""
 
 from dataclasses import dataclass
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from ingot.trainer.optim import adamw
-from ingot.trainer.optim.adamw import Optimizer
+from ingot.trainer.optim.adamw import AdamW
 
 
 def torch_adamw(blocks, optim):
-    """The same pieces as parameters of PyTorch's own class."""
+    """The same shards as parameters of PyTorch's own class."""
     parameters = {b.name: torch.nn.Parameter(b.value.clone()) for b in blocks}
     groups = [
         {"params": [parameters[b.name] for b in blocks if b.decays], "weight_decay": optim.weight_decay},
@@ -19,7 +19,7 @@ def torch_adamw(blocks, optim):
 def test_the_same_bits_as_torch(blocks, gradients, optim, dtype):
     mine = blocks(dtype)
     parameters, reference = torch_adamw(mine, optim)
-    optimizer = Optimizer(mine, optim)
+    optimizer = AdamW(mine, optim)
     for step in range(1, 6):
         gradients(mine, step)
         for block in mine:
@@ -41,7 +41,7 @@ def test_the_same_bits_as_torch(blocks, gradients, optim, dtype):
 def test_one_step_is_the_published_update(optim, blocks):
     (block,) = (b for b in blocks(torch.float64) if b.name == "up")
     block.value.fill_(2.0)
-    optimizer = Optimizer([block], optim)
+    optimizer = AdamW([block], optim)
     w, m, v = 2.0, 0.0, 0.0
     for step, g in enumerate((0.5, -0.2, 0.1), 1):
         block.grad = torch.full_like(block.value, g)
@@ -56,7 +56,7 @@ def test_matrices_decay_and_norms_do_not(blocks, optim):
     before = {b.name: b.value.clone() for b in mine}
     for block in mine:
         block.grad = torch.zeros_like(block.value)
-    Optimizer(mine, optim).step(0.1)
+    AdamW(mine, optim).step(0.1)
     for block in mine:
         kept = 1.0 if block.name == "norm" else 1 - 0.1 * optim.weight_decay
         assert torch.allclose(block.value, before[block.name] * kept), block.name
@@ -64,7 +64,7 @@ def test_matrices_decay_and_norms_do_not(blocks, optim):
 
 def test_a_vetoed_step_leaves_everything_but_gradients(blocks, gradients, optim):
     mine, same = blocks(), blocks()
-    optimizer, reference = Optimizer(mine, optim), Optimizer(same, optim)
+    optimizer, reference = AdamW(mine, optim), AdamW(same, optim)
     for step, veto in ((1, False), (2, True), (3, False)):
         gradients(mine, step)
         gradients(same, step)
@@ -85,8 +85,8 @@ def test_scale_is_a_factor_of_the_gradients(blocks, gradients, optim):
     gradients(same, 1)
     for block in same:
         block.grad.mul_(0.37)
-    Optimizer(mine, optim).step(0.01, scale=torch.tensor(0.37))
-    Optimizer(same, optim).step(0.01)
+    AdamW(mine, optim).step(0.01, scale=torch.tensor(0.37))
+    AdamW(same, optim).step(0.01)
     assert all(torch.equal(a.value, b.value) for a, b in zip(mine, same, strict=True))
 
 
@@ -97,14 +97,14 @@ def test_low_precision_gradients_are_converted_in_parts(blocks, gradients, optim
         b.grad = a.grad.float()
     monkeypatch.setattr(adamw, "CONVERT_BYTES", 4000)
     assert len(list(adamw._batches(mine))) > 2
-    Optimizer(mine, optim).step(0.01, scale=torch.tensor(0.37))
-    Optimizer(same, optim).step(0.01, scale=torch.tensor(0.37))
+    AdamW(mine, optim).step(0.01, scale=torch.tensor(0.37))
+    AdamW(same, optim).step(0.01, scale=torch.tensor(0.37))
     assert all(torch.equal(a.value, b.value) for a, b in zip(mine, same, strict=True))
 
 
 def test_moments_are_there_before_the_first_step_and_can_be_put(blocks, gradients, optim):
     mine, other = blocks(), blocks(seed=5)
-    optimizer, restored = Optimizer(mine, optim), Optimizer(other, optim)
+    optimizer, restored = AdamW(mine, optim), AdamW(other, optim)
     live = restored.moments()
     assert set(live) == {"embed", "up", "norm", "down"}
     assert all(not t.any() and t.is_contiguous() for s in live.values() for t in s.values())
@@ -129,4 +129,4 @@ def test_a_missing_gradient_is_not_passed_over(blocks, gradients, optim):
     gradients(mine, 1)
     mine[1].grad = None
     with pytest.raises(AssertionError, match="up has no gradient"):
-        Optimizer(mine, optim).step(0.01)
+        AdamW(mine, optim).step(0.01)

@@ -4,18 +4,18 @@ import torch
 from ingot.trainer.optim.clip import clip_factor, gradient_norm
 
 
-def clip_grad_norm(pieces, max_norm, *, scale=None):
+def clip_grad_norm(shards, max_norm, *, scale=None):
     """What a step does with norm and factor, here in place so that it can be looked at."""
-    norm = gradient_norm(pieces, scale=scale)
+    norm = gradient_norm(shards, scale=scale)
     factor = clip_factor(norm, max_norm, scale=scale)
-    for piece in pieces:
+    for shard in shards:
         if factor is not None:
-            piece.grad.mul_(factor)
+            shard.grad.mul_(factor)
     return norm
 
 
 @pytest.fixture
-def pieces(blocks):
+def shards(blocks):
     def make(*gradients, dtype=torch.float64):
         made = blocks(torch.float64 if dtype == torch.float64 else torch.float32)[: len(gradients)]
         for block, gradient in zip(made, gradients, strict=True):
@@ -26,42 +26,42 @@ def pieces(blocks):
     return make
 
 
-def test_scales_to_the_norm_and_reports_the_one_before(pieces):
-    made = pieces([3.0, 0.0], [4.0], [])
+def test_scales_to_the_norm_and_reports_the_one_before(shards):
+    made = shards([3.0, 0.0], [4.0], [])
     assert clip_grad_norm(made, 1.0).item() == pytest.approx(5.0)
     assert clip_grad_norm(made, 0.0).item() == pytest.approx(1.0, rel=1e-6)
 
 
-def test_small_gradients_stay_as_they_are(pieces):
-    made = pieces([0.3, 0.4])
+def test_small_gradients_stay_as_they_are(shards):
+    made = shards([0.3, 0.4])
     assert clip_grad_norm(made, 1.0).item() == pytest.approx(0.5)
     assert made[0].grad.tolist() == [0.3, 0.4]
 
 
-def test_zero_only_measures(pieces):
-    made = pieces([30.0, 40.0])
+def test_zero_only_measures(shards):
+    made = shards([30.0, 40.0])
     assert clip_grad_norm(made, 0.0).item() == pytest.approx(50.0)
     assert made[0].grad.tolist() == [30.0, 40.0]
     assert clip_factor(torch.tensor(50.0), 0.0) is None
 
 
-def test_a_broken_gradient_shows_in_the_norm(pieces):
-    assert not clip_grad_norm(pieces([1.0, float("nan")]), 1.0).isfinite()
-    assert not clip_grad_norm(pieces([float("inf")]), 1.0).isfinite()
+def test_a_broken_gradient_shows_in_the_norm(shards):
+    assert not clip_grad_norm(shards([1.0, float("nan")]), 1.0).isfinite()
+    assert not clip_grad_norm(shards([float("inf")]), 1.0).isfinite()
 
 
-def test_copies_are_clipped_but_not_counted(pieces):
-    made = pieces([3.0, 4.0], [100.0])
+def test_copies_are_clipped_but_not_counted(shards):
+    made = shards([3.0, 4.0], [100.0])
     made[1].owner = False
     assert clip_grad_norm(made, 1.0).item() == pytest.approx(5.0)
     assert made[1].grad.item() == pytest.approx(20.0, rel=1e-5)
 
 
-def test_the_loss_scale_is_taken_out_exactly(pieces):
+def test_the_loss_scale_is_taken_out_exactly(shards):
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(1000, generator=generator, dtype=torch.float32).tolist()
     for max_norm in (0.0, 1.0, 1e6):
-        made, scaled = pieces(plain, dtype=torch.float32), pieces(plain, dtype=torch.float32)
+        made, scaled = shards(plain, dtype=torch.float32), shards(plain, dtype=torch.float32)
         scaled[0].grad.mul_(2.0**16)
         norm = clip_grad_norm(made, max_norm)
         assert torch.equal(norm, clip_grad_norm(scaled, max_norm, scale=torch.tensor(2.0**16)))
@@ -69,15 +69,15 @@ def test_the_loss_scale_is_taken_out_exactly(pieces):
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
-def test_squares_have_at_least_float32(pieces, dtype, kept):
+def test_squares_have_at_least_float32(shards, dtype, kept):
     # A sum kept in bfloat16 would stop at 512, and the norm itself would be rounded to 8 bits.
-    made = pieces([1.5] * 4097, dtype=dtype)
+    made = shards([1.5] * 4097, dtype=dtype)
     norm = gradient_norm(made)
     assert norm.dtype == kept
     assert norm.item() == pytest.approx(1.5 * 4097**0.5, rel=1e-6)
 
 
-def test_float64_stays_float64(pieces):
-    made = pieces([1.0, 1e-9])
+def test_float64_stays_float64(shards):
+    made = shards([1.0, 1e-9])
     assert gradient_norm(made).dtype == torch.float64
     assert gradient_norm(made).item() == (1 + 1e-18) ** 0.5

@@ -9,7 +9,7 @@ from torch import nn
 from ingot.schema.arch import Moe
 from ingot.schema.parallel import Parallel
 from ingot.trainer.mesh.mesh import build_mesh
-from ingot.trainer.parallel.balance import Balance, loads_of, steered
+from ingot.trainer.parallel.balance import Balance, loads_of, updated_biases
 
 EXPERTS, RATE = 4, 0.25
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def seen_by(rank: int, layer: int) -> torch.Tensor:
 def test_a_bias_follows_the_sign_of_what_its_expert_lacks():
     """Wang et al. 2024, algorithm 1: b + u sign(mean - c). The mean here is 3."""
     bias = torch.tensor([[1.0, -1.0, 0.5, 0.0]])
-    after = steered(bias, torch.tensor([[2.0, 9.0, 3.0, -2.0]]).double(), 0.25)
+    after = updated_biases(bias, torch.tensor([[2.0, 9.0, 3.0, -2.0]]).double(), 0.25)
     assert after.tolist() == [[1.25, -1.25, 0.5, 0.25]] and after.dtype == torch.float32
 
 
@@ -90,7 +90,7 @@ def test_every_rank_knows_the_sum_of_all(fork_ranks, parallel, layers_of_stage, 
         table = balance.step(1, None)
         assert all(router.seen is None for router in routers(stages))
         held = {router.layer: (router.bias.numpy(), router.load.numpy()) for router in routers(stages)}
-        return table.numpy(), held, [(p.name, p.shape, p.sizes, p.owner) for p in balance.pieces]
+        return table.numpy(), held, [(p.name, p.shape, p.sizes, p.owner) for p in balance.shards]
 
     results = fork_ranks(on_rank, settings.world_size)
     whole = np.zeros((len(layers), EXPERTS + 3))
@@ -137,13 +137,13 @@ def test_a_vetoed_step_changes_nothing_but_clears_what_was_seen(alone):
 def test_buffers_stay_wide_and_begin_at_zero_and_one(alone, computes, kept):
     def on_rank(mesh):
         balance = Balance({0: (stage := stage_of(0, 1, dtype=computes))}, mesh, moe(), [0, 1], CPU)
-        assert [piece.value.dtype for piece in balance.pieces] == [kept] * 4
+        assert [piece.value.dtype for piece in balance.shards] == [kept] * 4
         for router in routers({0: stage}):
             assert router.bias.tolist() == [0.0] * EXPERTS and router.load.tolist() == [1.0] * EXPERTS
             router.seen = seen_by(0, router.layer)
         balance.step(1, None)
         # The pieces that a checkpoint fills are the buffers that routers read.
-        values = {piece.name: piece.value for piece in balance.pieces}
+        values = {piece.name: piece.value for piece in balance.shards}
         for router in routers({0: stage}):
             values[f"blocks.{router.layer}.moe.router.bias"].fill_(3.0)
             assert router.bias.tolist() == [3.0] * EXPERTS
@@ -173,7 +173,7 @@ def test_without_their_use_there_are_no_buffers(alone):
         balance = Balance({0: (stage := stage_of(0))}, mesh, moe(bias_rate=0.0, global_loss=0.0), [0], CPU)
         (router,) = routers({0: stage})
         router.seen = seen_by(0, 0)
-        assert balance.pieces == [] and router.bias is None and router.load is None
+        assert balance.shards == [] and router.bias is None and router.load is None
         return balance.step(1, None).tolist()
 
     assert alone(on_rank) == [seen_by(0, 0).tolist()]

@@ -7,9 +7,9 @@ import torch
 
 from ingot.schema.parallel import Parallel
 from ingot.theory.context import ring_positions, ring_steps, seen_pairs
-from ingot.trainer.model.attention import Sight
+from ingot.trainer.model.attention import AttentionMaskSpec
 from ingot.trainer.parallel.flash import attend_part, attend_part_backward
-from ingot.trainer.parallel.tiles import masked_tiles, plain_tiles
+from ingot.trainer.parallel.ring import masked_tiles, plain_tiles
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
@@ -34,7 +34,7 @@ def covered(parallel, own, source, tokens, tiles, window=0):
             assert shape[0] == shape[1]
             seen = seen.tril()
         if tile.masked:
-            seen = Sight(queries, window=window).mask(queries[tile.queries], keys[tile.keys])[0, 0]
+            seen = AttentionMaskSpec(queries, window=window).mask(queries[tile.queries], keys[tile.keys])[0, 0]
         times[tile.queries, tile.keys] += seen
     return times
 
@@ -115,9 +115,9 @@ def test_a_query_without_keys_adds_nothing():
     q, k, v, grad = (torch.randn(1, 2, 5, 8, dtype=torch.float64, generator=generator) for _ in range(4))
     seen = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     seen[..., 2, :] = False
-    out, lse = attend_part(q, k, v, causal=False, seen=seen)
+    out, lse = attend_part(q, k, v, causal=False, mask=seen)
     assert torch.equal(out[:, :, 2], torch.zeros(1, 2, 8).double()) and (lse[:, :, 2] == -torch.inf).all()
     assert lse[:, :, [0, 1, 3, 4]].isfinite().all()
     whole = torch.zeros_like(lse)  # of the attention to all keys, which is finite
-    dq, dk, dv = attend_part_backward(grad, q, out, whole, k, v, causal=False, seen=seen)
+    dq, dk, dv = attend_part_backward(grad, q, out, whole, k, v, causal=False, mask=seen)
     assert not dq[:, :, 2].any() and dk.isfinite().all() and dv.isfinite().all()

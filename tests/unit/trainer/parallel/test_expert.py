@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ingot.schema.parallel import Parallel
 from ingot.trainer.mesh.mesh import build_mesh
-from ingot.trainer.model.moe import LocalDispatch
-from ingot.trainer.parallel import expert
-from ingot.trainer.parallel.context import Context
+from ingot.trainer.model import experts
+from ingot.trainer.model.experts import LocalDispatch
+from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.expert import ExpertDispatch, dispatch_of
 
 EXPERTS, WIDTH = 6, 4
@@ -76,7 +76,9 @@ def test_sequences_are_put_together_by_position(fork_ranks, layout, degrees):
     def together(rank, ranks):
         mesh = build_mesh(parallel, "cpu", experts=True)
         dispatch = dispatch_of(mesh, LocalDispatch())
-        own_T = dispatch.own_tokens(Context(mesh, lambda *_: torch.empty(0)).positions(tokens, torch.device("cpu")))
+        own_T = dispatch.own_tokens(
+            ContextParallelism(mesh, lambda *_: torch.empty(0)).positions(tokens, torch.device("cpu"))
+        )
         per_token = torch.stack((own_T, own_T * 10), dim=-1)
         return own_T.tolist(), dispatch.whole_sequences(torch.stack((per_token, -per_token))).tolist()
 
@@ -102,7 +104,7 @@ def test_only_who_shares_something_needs_more_than_local_dispatch(fork_ranks, de
 
 def test_the_host_waits_once_for_both_directions(fork_ranks, monkeypatch):
     calls = []
-    monkeypatch.setattr(expert, "on_host", lambda counts, balanced: calls.append(balanced) or counts.tolist())
+    monkeypatch.setattr(experts, "on_host", lambda counts, balanced, kind: calls.append(balanced) or counts.tolist())
 
     def waits(rank, ranks):
         there_and_back(rank, ranks, "uneven")

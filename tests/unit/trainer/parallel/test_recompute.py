@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.schema.arch import Arch
-from ingot.trainer.mesh.exchange import gather, scatter_sum
-from ingot.trainer.model.attention import Sight
+from ingot.trainer.mesh.collectives import gather, scatter_sum
+from ingot.trainer.model.attention import AttentionMaskSpec
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.parallel.recompute import recompute
-from ingot.trainer.parallel.split_backward import WeightGradients, split_linears
+from ingot.trainer.parallel.split_backward import SplitBackward, WeightGradients, split_linears
 
 ARCH = Arch(vocab_size=64, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64, max_seq_len=64)
 BATCH, TOKENS = 2, 16
@@ -127,7 +127,7 @@ def kept_bytes(how, every=1):
     model = make_model(how, every)
     x = torch.randn(BATCH, TOKENS, ARCH.d_model, dtype=torch.float64, requires_grad=True)
     rotary = (torch.ones(TOKENS, ARCH.head_dim // 2), torch.zeros(TOKENS, ARCH.head_dim // 2))
-    sight = Sight(torch.arange(TOKENS))
+    sight = AttentionMaskSpec(torch.arange(TOKENS))
     with Ledger(given=(x, *model.parameters(), *rotary, sight.positions_T)) as ledger:
         out = x
         for block in model.blocks.values():
@@ -162,7 +162,7 @@ def test_full_saves_one_tensor_per_block_for_the_backward():
     x = torch.randn(BATCH, TOKENS, ARCH.d_model, dtype=torch.float64, requires_grad=True)
     rotary = (torch.ones(TOKENS, ARCH.head_dim // 2), torch.zeros(TOKENS, ARCH.head_dim // 2))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model.blocks["0"](x, rotary, Sight(torch.arange(x.shape[1])))
+        model.blocks["0"](x, rotary, AttentionMaskSpec(torch.arange(x.shape[1])))
     assert [size for size in saved if size] == [x.nbytes]
 
 
@@ -289,13 +289,13 @@ COUNTED = ("all_gather_into_tensor", "reduce_scatter_tensor", "mm", "tanh")
 def collectives(rank, ranks, how, split):
     """Gradients, operations, and the bytes that are alive between forward and backward."""
     torch.manual_seed(rank)
-    block = TwoCuts()
+    block, deferred = TwoCuts(), SplitBackward()
     if split:
-        split_linears(block)
+        split_linears(block, deferred)
     if how:
         recompute(nn.ModuleDict({"0": block}), how, 1)
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    left = WeightGradients()
+    left = WeightGradients(deferred)
     with Ledger(given=(x, *block.parameters())) as ledger:
         with left if split else nullcontext():
             out = block(x)

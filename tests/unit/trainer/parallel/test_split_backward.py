@@ -10,7 +10,7 @@ from ingot.schema.arch import Arch
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.parallel.recompute import recompute
-from ingot.trainer.parallel.split_backward import WeightGradients, linear, split_linears
+from ingot.trainer.parallel.split_backward import SplitBackward, WeightGradients, split_linears
 
 ARCH = Arch(
     vocab_size=19,
@@ -32,12 +32,13 @@ def pair(dtype):
     initialize(plain, ARCH, 1)
     plain.to(dtype)
     split = copy.deepcopy(plain)
-    split_linears(split)
+    split.deferred = SplitBackward()
+    split_linears(split, split.deferred)
     return plain, split
 
 
 def input_half(model, ids=IDS):
-    left = WeightGradients()
+    left = WeightGradients(model.deferred)
     with left:
         loss = model(ids[:, :-1], ids[:, 1:])
     with left:
@@ -58,7 +59,7 @@ def worst(ours, theirs):
 def test_without_a_queue_it_is_the_ordinary_product():
     x = torch.randn(2, 3, 4, requires_grad=True)
     weight = torch.randn(5, 4, requires_grad=True)
-    ours, theirs = linear(x, weight), F.linear(x, weight)
+    ours, theirs = SplitBackward().linear(x, weight), F.linear(x, weight)
     assert torch.equal(ours, theirs) and type(ours.grad_fn) is type(theirs.grad_fn)
 
 
@@ -120,9 +121,10 @@ def test_a_weight_may_be_made_from_a_leaf():
         return multiply(multiply(x, (whole * scale)[:4]), whole[2:6]).square().sum()
 
     expected = torch.autograd.grad(product(F.linear), (whole, scale, x))
-    left = WeightGradients()
+    split = SplitBackward()
+    left = WeightGradients(split)
     with left:
-        loss = product(linear)
+        loss = product(split.linear)
     loss.backward()
     assert whole.grad is None and scale.grad is None and len(left) == 2
     left.compute()
@@ -133,24 +135,26 @@ def test_a_weight_may_be_made_from_a_leaf():
 def test_what_has_no_first_half_is_done_at_once():
     data = torch.randn(3, 4)
     bare, biased = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
-    split_linears(nn.Sequential(bare, biased))
-    left = WeightGradients()
+    split = SplitBackward()
+    split_linears(nn.Sequential(bare, biased), split)
+    left = WeightGradients(split)
     with left:
         y = biased(bare(data))
     y.sum().backward()
     assert len(left) == 0
     assert bare.weight.grad is not None and biased.weight.grad is not None
     with left, torch.no_grad():
-        assert not linear(data.requires_grad_(), bare.weight).requires_grad
+        assert not split.linear(data.requires_grad_(), bare.weight).requires_grad
 
 
 def test_what_the_second_half_needs_is_let_go():
     weight = torch.randn(4, 4, requires_grad=True)
     x = torch.randn(3, 4, requires_grad=True)
-    left = WeightGradients()
+    split = SplitBackward()
+    left = WeightGradients(split)
     with left:
-        h = linear(x, weight)
-        y = linear(h, weight)
+        h = split.linear(x, weight)
+        y = split.linear(h, weight)
     y.sum().backward()
     gone = weakref.ref(h)
     del h, y

@@ -1,0 +1,245 @@
+"""Every private name of PyTorch that ingot uses, each in a wrapper: no other file of src touches one (a test checks).
+
+A name is private if it, or a module on its path, begins with an underscore. A wrapper states why ingot needs the name
+("Why"), the versions of PyTorch it was checked on ("Checked"), and what to use once the name is gone ("Then").
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]  # documented by the classes below
+
+# -- collectives and kernels ------------------------------------------------------------------------------------------
+
+
+def functional_collectives() -> Any:
+    """Return the namespace of collectives that return new tensors: all_reduce, all_gather_into_tensor, wait_tensor, ...
+
+    Why: the compiler can see and overlap these operators; those of torch.distributed it cannot.
+    Checked: 2.11, 2.13.
+    Then: torch.distributed's own functions, once the compiler traces them.
+    """
+    return torch.ops._c10d_functional
+
+
+class AttentionKernels(NamedTuple):
+    """Operators of attention, by kernel."""
+
+    flash_on_cpu: Any
+    flash_on_cpu_backward: Any
+    flash: Any
+    flash_backward: Any
+    efficient: Any
+    efficient_backward: Any
+    cudnn: Any
+
+
+def attention_kernels() -> AttentionKernels:
+    """Return the operators that scaled_dot_product_attention chooses from.
+
+    Why: they return the log-sum-exp of the scores, by which a ring merges partial results; and selective recompute and
+    the trace recognize attention by them.
+    Checked: 2.11, 2.13.
+    Then: torch.nn.attention.flex_attention with return_lse, where it is as fast on CPU and CUDA.
+    """
+    aten = torch.ops.aten
+    return AttentionKernels(
+        flash_on_cpu=aten._scaled_dot_product_flash_attention_for_cpu,
+        flash_on_cpu_backward=aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        flash=aten._scaled_dot_product_flash_attention,
+        flash_backward=aten._scaled_dot_product_flash_attention_backward,
+        efficient=aten._scaled_dot_product_efficient_attention,
+        efficient_backward=aten._scaled_dot_product_efficient_attention_backward,
+        cudnn=aten._scaled_dot_product_cudnn_attention,
+    )
+
+
+def grouped_product_kernel() -> Any:
+    """Return the operator of torch.nn.functional.grouped_mm.
+
+    Why: selective recompute and the trace see operators, not functions.
+    Checked: 2.11, 2.13.
+    Then: the operator that replaces it; a test of recompute counts the products that run.
+    """
+    return torch.ops.aten._grouped_mm
+
+
+def operator_packet(operator: Any) -> Any:
+    """Return the operator of a particular overload: aten.mm of aten.mm.default.
+
+    Why: a trace counts and names operators, whichever overload runs.
+    Checked: 2.11, 2.13.
+    Then: the part of str(operator) before the overload's name.
+    """
+    return operator._overloadpacket
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that is the same for all tensors with this storage while the storage exists.
+
+    Why: the storages of fake tensors have no data pointer.
+    Checked: 2.11, 2.13.
+    Then: data_ptr(), once fake storages have one.
+    """
+    return storage._cdata
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class WideBuffers(nn.Module):
+    """A module whose buffers stay at least float32 when `to`, `half`, `to_empty`, ... change its dtype.
+
+    Why: nn.Module has no other hook for these methods that reaches submodules.
+    Checked: 2.11, 2.13.
+    Then: plain attributes for the buffers, moved by the code that moves the model.
+    """
+
+    def _apply(self, fn, recurse: bool = True):
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, value in self.named_buffers():
+            if (wide := torch.promote_types(value.dtype, torch.float32)) != value.dtype:
+                setattr(self, name, before[name].to(value.device, wide))
+        return self
+
+
+def gather_before_backward(fsdp_module: Any, output: Any) -> Any:
+    """Return `output` such that `fsdp_module` gathers its parameters when the backward of `output` begins.
+
+    Why: FSDP2 registers this hook on the module's own output only. A module inside a recomputed block has to be
+    gathered before the block runs again.
+    Checked: 2.11, 2.13.
+    Then: fsdp_module.unshard() in a hook of the gradient of `output`.
+    """
+    return fsdp_module._get_fsdp_state()._register_pre_backward_hook(output)
+
+
+# -- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether this process has imported the compiler.
+
+    Why: a call of torch.compiler imports the compiler, which takes half a second in a process that compiles nothing.
+    Checked: 2.11, 2.13.
+    Then: call torch.compiler.set_stance always.
+    """
+    return "torch._dynamo" in sys.modules
+
+
+def overlap_products_with_collectives(group_name: str) -> None:
+    """Let the compiler split a gather or reduce-scatter and its matrix product into parts that overlap.
+
+    Why: there is no public switch for async tensor parallelism (Wang et al. 2023).
+    Checked: 2.11, 2.13 (that the names exist; the overlap needs several GPUs of one NVLink domain).
+    Then: a public option of torch.compile.
+    """
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]
+
+
+# -- traces without devices -------------------------------------------------------------------------------------------
+
+
+class TraceMode(TorchDispatchMode):
+    """A mode that sees every operation below autograd.
+
+    Why: there is no public class of dispatch modes. The override saves time: nothing is compiled in a trace, and hiding
+    from the compiler takes as long as the tracking of an operation.
+    Checked: 2.11, 2.13.
+    Then: the public class; without the override a trace is slower.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class UncompiledFakeMode(FakeTensorMode):
+    """A mode in which tensors have shapes and dtypes, but no memory.
+
+    Why: there is no public fake tensor. The override saves time, as in TraceMode.
+    Checked: 2.11, 2.13.
+    Then: the public class; without the override a trace is slower.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def new_fake_tensor(meta: Tensor, attributes: dict[str, Any]) -> FakeTensor:
+    """Return FakeTensor(mode, meta, cpu), without its checks. attributes: of a tensor that the constructor made.
+
+    Why: a trace makes millions of fake tensors, and the checks take most of their time.
+    Checked: 2.11, 2.13.
+    Then: the constructor.
+    """
+    cpu = torch.device("cpu")
+    made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=cpu)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # pyright: ignore[reportPrivateImportUsage]
+    vars(made).update(attributes)
+    return made
+
+
+def without_dispatch() -> Any:
+    """Return a context in which tensor subclasses and modes do not see operations.
+
+    Why: a remembered result of a trace needs no way through the dispatcher.
+    Checked: 2.11, 2.13.
+    Then: no context; a trace is slower.
+    """
+    return torch._C._DisableTorchDispatch()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def fake_store() -> Any:
+    """Return the store of a process group of the backend "fake", whose collectives return at once.
+
+    Why: one process traces a rank of a run of thousands.
+    Checked: 2.11, 2.13.
+    Then: the store that the documentation of the backend names.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def count_group_name(ranks: list[int]) -> None:
+    """Use up the name of a process group that this rank is no member of.
+
+    Why: torch.distributed numbers the names of groups on every rank; a trace skips the groups of other ranks.
+    Checked: 2.11, 2.13.
+    Then: new_group for every group; a trace of thousands of ranks is slower.
+    """
+    distributed_c10d._process_group_name(ranks, use_hashed_name=False)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def group_of_name(name: str) -> Any:
+    """Return the process group that an operator's argument names.
+
+    Why: functional collectives refer to groups by name.
+    Checked: 2.11, 2.13.
+    Then: a table of the groups that the trace saw created.
+    """
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def is_process_group(value: Any) -> bool:
+    """Return whether a script object of an operator's arguments is a process group.
+
+    Why: torch.ScriptObject has no public type.
+    Checked: 2.11, 2.13.
+    Then: try dist.ProcessGroup.unbox and catch its error.
+    """
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())

@@ -1,0 +1,59 @@
+"""The states of a bucket's gradients: which may follow which."""
+
+import pytest
+import torch
+
+from ingot.trainer.parallel.zero import TRANSITIONS, Bucket, BucketState, IllegalTransition, Reduction
+
+
+def bucket(state: BucketState) -> Bucket:
+    return Bucket(unit=3, view="shard", ranks=2, reduction=Reduction.SCATTER_EACH, state=state)
+
+
+@pytest.mark.parametrize("before", BucketState)
+@pytest.mark.parametrize("after", BucketState)
+def test_only_listed_transitions_are_legal(before, after):
+    found = bucket(before)
+    if after in TRANSITIONS[before]:
+        found.move(after)
+        assert found.state is after
+        return
+    with pytest.raises(IllegalTransition) as caught:
+        found.move(after)
+    assert found.state is before
+    for part in ("unit 3", "view shard", before.value, after.value):
+        assert part in str(caught.value)
+
+
+def test_every_state_is_reached_and_a_step_ends_where_it_began():
+    assert TRANSITIONS.keys() == set(BucketState) == set().union(*TRANSITIONS.values())
+    whole_step = [
+        "filling",
+        "scattering",
+        "scattered",
+        "filling",
+        "scattering",
+        "scattered",
+        "summing",
+        "reduced",
+        "empty",
+    ]
+    found = bucket(BucketState.EMPTY)
+    for name in step.split():
+        found.move(BucketState(name))
+
+
+def test_no_gradient_may_follow_the_sum_over_copies():
+    """A late micro-batch would be lost on the other copies of the model."""
+    for state in (BucketState.SUMMING, BucketState.REDUCED):
+        with pytest.raises(IllegalTransition):
+            bucket(state).move(BucketState.FILLING)
+
+
+def test_a_buffer_without_gradients_counts_as_zeros():
+    from ingot.trainer.parallel.zero import _clear_missing
+
+    found = bucket(BucketState.EMPTY)
+    found.whole = torch.ones(2, 3)
+    _clear_missing(found)
+    assert found.state is BucketState.FILLING
