@@ -63,7 +63,7 @@ def mix(model: nn.ParameterDict, y_sTD: Tensor, experts_sKT: Tensor, weights_sKT
 
 
 def loss_of(model: nn.ParameterDict, tokens_sT: Tensor, mixer) -> tuple[Tensor, Tensor]:
-    """What some sequences of the batch add to its loss; how much of their choices was dropped."""
+    """Return the part of the loss that comes from some sequences of the batch, and the share of dropped choices."""
     x_sTD = model["embed"][tokens_sT[:, :-1]]
     y_sTD = rms_norm(x_sTD, (D,))
     probs_sTE = (y_sTD @ model["router"]).softmax(-1)

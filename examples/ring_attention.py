@@ -1,6 +1,6 @@
 """Ring attention: a sequence too long for one rank is cut along its tokens, and keys and values travel in a ring.
 
-All of a transformer but attention works on each token by itself, so a rank needs only its own T/R tokens. For attention
+All of a transformer but attention works on each token separately, so a rank needs only its own T/R tokens. For attention
 it keeps its queries, and the keys and values of all other ranks come by, in R - 1 messages between neighbours that are
 under way while it computes (Liu et al. 2023, arXiv 2310.01889). Three ideas make this exact and fast:
 
@@ -39,9 +39,9 @@ def come_by(kv: Tensor):
         wait = send_on(kv) if hop < RANKS - 1 else None
         if hop == 0:  # my tokens are in ascending order
             yield *kv, everything, everything, torch.full((OWN, OWN), -torch.inf).triu(1)
-        elif hop <= rank:  # of a rank before me: the first half lies before all of mine, the second half after
+        elif hop <= rank:  # keys of an earlier rank: their first half comes before all of mine, their second half after
             yield *kv, everything, first, 0
-        else:  # of a rank behind me: all lies between my first half and my second
+        else:  # keys of a later rank: all of them come between my first half and my second
             yield *kv, second, everything, 0
         kv = wait() if wait else kv
 

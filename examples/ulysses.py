@@ -1,7 +1,7 @@
 """Ulysses: tokens are cut among ranks, and for attention, which needs all of them, an all-to-all cuts heads instead.
 
-All of a transformer but attention works on each token by itself, so a rank needs only its own T/R tokens. Attention
-works on each head by itself. So every rank sends to every other one: of its tokens, the queries, keys and values of
+All of a transformer but attention works on each token separately, so a rank needs only its own T/R tokens. Attention
+works on each head separately. So every rank sends to every other one: of its tokens, the queries, keys and values of
 that rank's heads. Then it has all tokens of N/R heads, attention is the usual one, and the outputs go back the same way
 (Jacobs et al. 2023, arXiv 2309.14509).
 
@@ -70,7 +70,7 @@ class Transformer(nn.Module):  # of one block
         self.down = nn.Linear(4 * D, D, bias=False)
 
     def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
-        """What the tokens at `positions` add to the mean loss."""
+        """Return the part of the mean loss that comes from the tokens at `positions`."""
         x = self.embed(tokens_BT[:, positions]) + self.place(positions)
         y = self.norm_1(x)
         q, k, v = (w(y).unflatten(-1, (-1, D // N)).transpose(1, 2) for w in (self.q, self.k, self.v))

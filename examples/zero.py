@@ -31,7 +31,7 @@ def build_model() -> nn.Sequential:  # what a layer computes does not matter to 
 
 
 def forward_backward(model: nn.Module, batch_2M: Tensor, parts: int = 1) -> Tensor:
-    """What one of `parts` equal parts of a batch adds to the mean loss; adds its gradients likewise."""
+    """Return the part of the mean loss that comes from one of `parts` equal parts of a batch; add its gradients."""
     loss = nn.functional.cross_entropy(model(batch_2M[0]), batch_2M[1]) / parts
     loss.backward()
     return loss.detach()

@@ -21,8 +21,8 @@ TOLERANCE = 1e-10
 
 @dataclass
 class Found:
-    """What one rank has. logits: of its first micro-batch, None where the last stage is elsewhere. choices: of the
-    same, (layer, positions of the tokens, experts [B, T, K]) of each router it has."""
+    """The results of one rank. logits: of its first micro-batch, None on ranks without the last stage. choices: of
+    the same micro-batch, (layer, positions of the tokens, experts [B, T, K]) of each router of the rank."""
 
     data_rank: int
     logits: np.ndarray | None
@@ -32,7 +32,7 @@ class Found:
 
 @dataclass
 class Expected:
-    """Of the whole batch. gradients: of the mean loss, by our names. choices: layer -> experts [B, T, K]."""
+    """The results for the whole batch. gradients: of the mean loss, by our names. choices: layer -> experts [B, T, K]."""
 
     logits: np.ndarray
     gradients: dict[str, np.ndarray]

@@ -49,7 +49,7 @@ def run_of(
 
 
 def batch_of(run: RunConfig, mesh: Mesh, step: int) -> SimpleNamespace:
-    """What this rank reads of the batch of `step`: samples r*n..(r+1)*n-1 of data rank r, in micro-batches."""
+    """Return this rank's part of the batch of `step`: samples r*n..(r+1)*n-1 of data rank r, in micro-batches."""
     train, generator = run.train, torch.Generator().manual_seed(step)
     ids = torch.randint(0, run.model.vocab_size, (train.global_batch, train.seq_len + 1), generator=generator)
     own = ids.chunk(mesh.data_ranks)[mesh.data_rank].unflatten(0, (-1, train.micro_batch))
@@ -78,7 +78,7 @@ def train(run: RunConfig, steps: Iterable[int], parts: Parts | None = None, base
 
 
 def mean_losses(ranks: Iterable[list[float] | None]) -> list[float]:
-    """Of each step, over the whole batch. Ranks that share a part of it have the same loss."""
+    """Return the mean loss of each step over the whole batch. Ranks that share a part of it have the same loss."""
     return np.mean([losses for losses in ranks if losses is not None], axis=0).tolist()
 
 

@@ -1,4 +1,4 @@
-"""In bf16 a layout strays from one process no further than one process strays from itself with another micro-batch."""
+"""Layouts in bf16 differ from one process no more than one process differs between two sizes of micro-batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pipeline bubbles by the clock: stages that sleep instead of computing, so that four ranks overlap on any machine."""
+"""Pipeline bubbles in wall-clock time: stages that sleep instead of computing, so that four ranks overlap on any machine."""
 
 import time
 from types import SimpleNamespace
@@ -69,13 +69,13 @@ def table_of(name):
 
 
 def planned_seconds(name):
-    """What the table takes if nothing but sleep takes time."""
+    """Return the time of a step of the table if only sleep takes time."""
     slot = SLOT_SECONDS / (2 if name in TWO_STAGES else 1)
     return simulate(table_of(name), forward=slot, backward_input=slot, backward_weight=slot).step_time
 
 
 def step_seconds(rank, world):
-    """By schedule: the fastest step, from the first rank's start to the last one's end."""
+    """Return for each schedule the fastest step, from the first rank's start to the last rank's end."""
     ones = torch.ones(MICRO_BATCHES, 1, 1, dtype=torch.int64)
     batch = SimpleNamespace(step=1, inputs=ones, targets=ones, document_ids=None)
     mesh, found = build_mesh(Parallel(pp=world), "cpu"), {}

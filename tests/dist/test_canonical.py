@@ -51,7 +51,7 @@ def undisturbed(rank, world, run):
 
 
 def same_run(fork_ranks, folder, settings, reduce):
-    """Whether changing the number of copies leaves losses, norms, weights and moments as they are, bit for bit."""
+    """Check that losses, norms, weights and moments have the same bits with another number of copies."""
     (expected,) = fork_ranks(undisturbed, 1, run_of(**settings, **reduce))
     same = {"losses": True, "norms": True, "state": True}
     for i, (copies, (losses, norms, state)) in enumerate(zip(COPIES, expected, strict=True)):

@@ -210,7 +210,7 @@ def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
 
 @pytest.mark.parametrize("how", ["none", "selective"])
 def test_a_ring_keeps_its_result_and_goes_round_once(fork_ranks, monkeypatch, how):
-    """Of what its steps make nothing is there when the forward is done: it would be as much as whole sequences need."""
+    """The results of a ring's steps are freed by the end of the forward: together they are as large as whole sequences."""
     made = []
 
     def noted(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""What the proof's matrix in float64 does not show of data parallelism: bits that repeat, and sums in low precision."""
+"""Properties of data parallelism that the proof in float64 does not show: repeatable bits, and low-precision sums."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -72,7 +72,7 @@ TIGHT = {
 
 @pytest.mark.parametrize("name", TIGHT)
 def test_the_largest_micro_batch_that_fits_is_called_fitting_and_the_next_one_not(name):
-    """Of a device of 80 GB, and with 5% more or less than a layout needs."""
+    """The memory of an 80 GB device, and 5% more and less than a layout needs."""
     arch, micro_batches, layout = TIGHT[name]
 
     def run(micro_batch: int) -> RunConfig:
@@ -109,6 +109,6 @@ def test_a_device_with_5_percent_more_is_enough_and_one_with_5_percent_less_is_n
 def test_a_run_begins_with_its_state_and_saves_with_little_more():
     cluster = Cluster(name="x", device="cuda", memory_bytes=80 * 10**9)
     for run in (CASES["ZeRO-1"], CASES["DDP"], CASES["ZeRO-3, full recompute"]):
-        peaks, said = role.trace_rank(run, 0, "cuda").peaks(), moments(run, cluster)
+        peaks, planned = role.trace_rank(run, 0, "cuda").peaks(), moments(run, cluster)
         for ours, theirs in (("initialisation", role.BUILD), ("first step", role.FIRST), ("save", role.SAVE)):
-            assert said[ours].value == pytest.approx(peaks[theirs].bytes, rel=0.03), (ours, run.parallel)
+            assert planned[ours].value == pytest.approx(peaks[theirs].bytes, rel=0.03), (ours, run.parallel)

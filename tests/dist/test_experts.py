@@ -1,6 +1,6 @@
-"""Experts on several ranks train as in one process, whoever gets how many tokens: float64, by the code that trains.
+"""Experts on several ranks train as in one process, with any distribution of tokens: float64, by the code that trains.
 
-tests/proof has them in every composition; here are loads that it does not make, and what a rank issues in which order.
+tests/proof has experts in every composition; here are other loads, and the order in which a rank issues operations.
 """
 
 from dataclasses import replace
@@ -142,15 +142,15 @@ def _marked(forward, name, note, x, *args):
 def _listen(order):
     order.clear()
 
-    def told(function, what):
-        def tell(*args):
+    def recording(function, what):
+        def recorded(*args):
             order.append(what)
             return function(*args)
 
-        return tell
+        return recorded
 
-    expert.start_all_to_all = told(expert.start_all_to_all, "start")
-    expert.finish = told(expert.finish, "finish")
+    expert.start_all_to_all = recording(expert.start_all_to_all, "start")
+    expert.finish = recording(expert.finish, "finish")
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "zero": 1}, {"dp_shard": 2, "ep": 2, "zero": 3}])

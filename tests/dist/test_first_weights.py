@@ -9,7 +9,7 @@ from ingot.trainer.parts import build_parts
 
 from .steps import CPU, join, keep, run_of, same_bits
 
-# Rows that ranks do not divide; an embedding of several groups of rows, each drawn by itself.
+# Rows that ranks do not divide; an embedding of several groups of rows, each drawn separately.
 ARCH = Arch(vocab_size=70_000, d_model=20, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, d_ffn=36)
 LAYOUTS = [
     {"precision": "fp64"},

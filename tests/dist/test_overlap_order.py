@@ -1,6 +1,6 @@
 """The order in which a rank issues collectives and computes: what could run at the same time on a GPU does not wait.
 
-Marks tell when the forward and the backward of a block compute; the tracker puts them in one list with collectives.
+Marks record when the forward and the backward of a block compute; the tracker lists them together with collectives.
 """
 
 from collections import Counter
@@ -74,7 +74,7 @@ def issued(rank, world, run):
 
 
 def counts_at_marks(order):
-    """By mark: collectives issued until then."""
+    """Return the numbers of collectives issued before each mark, and in all."""
     seen, found = Counter(), {}
     for name in order:
         if name in ("all_gather", "reduce_scatter"):

@@ -32,7 +32,7 @@ def test_layouts_equal_the_llama_of_transformers(fork_ranks, transformers_twin, 
 
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["mistral", "qwen3"])
 def test_a_window_is_that_of_transformers(fork_ranks, transformers_twin, qk_norm):
-    """Of 8 tokens, one looks at 3: a window that is off by one shows."""
+    """A window of 3 tokens in sequences of 8 shows an error of one token."""
     arch = replace(ARCH, qk_norm=qk_norm, sliding_window=3)
     compare(fork_ranks, transformers_twin, arch, {"one process": {}, "tp": {"tp": 2}} | CONTEXT_LAYOUTS)
 

@@ -78,7 +78,7 @@ def part(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def empty_state(rank: int, layout: Layout, model=MODEL) -> TrainingState:
-    """What `rank` holds of `model`, all zero."""
+    """Return the part of `model` that `rank` holds, all zero."""
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     pp, replica, shard, tp = (int(i) for i in np.unravel_index(rank, sizes))
     pieces = []

@@ -46,9 +46,9 @@ CASES = [
 
 
 def held_bytes(rank, world, run, folder):
-    """What lives at the end of the first of two backwards, besides what is in host memory or files for being offloaded.
+    """Return the memory in use at the end of the first of two backwards, without offloaded state.
 
-    Everything that this backward needed is gone; gradients wait for the second one.
+    The tensors of this backward are freed; gradients stay for the second one.
     """
     offloads = run.parallel.offload_parameters
     with Tracker() as tracker:

@@ -1,4 +1,4 @@
-"""What ranks really send and hold in a step, counted, against the formulas of theory/ and the planner's bill."""
+"""The traffic and memory of a real step, counted, against the formulas of theory/ and the planner's bill."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from ingot.trainer.parts import build_parts  # noqa: E402
 # Dims that 2 and 4 ranks divide, so that nothing is padded.
 ARCH = Arch(vocab_size=128, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64)
 SPARSE = replace(ARCH, moe=Moe(num_experts=8, top_k=2, d_expert=16, shared_experts=1, first_dense=1))
-# A capacity that nothing exceeds: routers tell each other their choices, and every row is sent.
+# A capacity that no expert exceeds: routers exchange their choices, and every row is sent.
 CAPPED = replace(ARCH, moe=Moe(num_experts=8, top_k=2, d_expert=16, capacity_factor=4.0, overflow="fallback"))
 LATENT = replace(ARCH, num_kv_heads=4, head_dim=12, mla=Mla(q_rank=16, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8))
 
@@ -53,7 +53,7 @@ def start(run: RunConfig) -> Callable[[], None]:
 
 
 def counted_steps(rank: int, world: int, runs: list[RunConfig]) -> list[dict[tuple[str, str], tuple[int, int]]]:
-    """Of each run: (operation, axis) -> how often and on how many bytes, in this rank's second step."""
+    """Return for each run (operation, axis) -> calls and bytes in this rank's second step."""
     found = []
     for run in runs:
         step = start(run)
@@ -65,7 +65,7 @@ def counted_steps(rank: int, world: int, runs: list[RunConfig]) -> list[dict[tup
 
 
 def peaks(rank: int, world: int, runs: list[RunConfig]) -> list[int]:
-    """Of each run: the most bytes that this rank's tensors take in its second step."""
+    """Return for each run the peak memory of this rank's tensors in its second step."""
     found = []
     for run in runs:
         with Tracker() as tracker:

@@ -1,6 +1,6 @@
-"""What is tried. Forms stand on axes; cases are one form, or forms of two, three or four axes.
+"""The cases of the proof: one form of parallelism, or forms of two, three or four axes.
 
-Which pairs are possible is not written here: the run file's own rules are asked (theory/layout.py).
+The rules of the run file (theory/layout.py) decide which combinations are possible.
 """
 
 from collections.abc import Iterator
@@ -156,7 +156,7 @@ class Case:
 
     @property
     def arch(self) -> Arch:
-        """As many layers as the stages need."""
+        """The model, with as many layers as the stages need."""
         arch = (MODELS | OTHER_MODELS)[self.model]
         layers = sum(self.parallel.stage_layers) or max(arch.num_layers, self.parallel.stages)
         return replace(arch, num_layers=layers)
@@ -209,7 +209,7 @@ def compose(*forms: Form, kind: str = "alone", number: int = 0) -> Case:
 
 
 def _pairs() -> Iterator[tuple[Form, Form]]:
-    """Of two axes; and canonical sums with every other form of data parallelism, whose settings do not touch."""
+    """Yield pairs of forms of two axes, and canonical sums with each form of data parallelism that has other settings."""
     for first, second in combinations(AXES.values(), 2):
         yield from product(first, second)
     *others, canonical = AXES["data"]
@@ -348,7 +348,7 @@ def _mixed() -> Iterator[tuple[Form, ...]]:
 
 
 def _axes(parallel: Parallel) -> int:
-    """How many axes of the mesh divide something, and other forms beside them."""
+    """Return the number of axes larger than 1, plus recompute and offload."""
     degrees = parallel.pp, parallel.data_ranks, parallel.cp, parallel.tp, parallel.ep
     return sum(degree > 1 for degree in degrees) + (parallel.recompute != "none") + (parallel.offload != "none")
 
@@ -407,7 +407,7 @@ ALSO_CORE = (
 
 @cache
 def core_cases() -> tuple[Case, ...]:
-    """Every form by itself and a spread of the rest, for each run of the tests."""
+    """Return every form alone and a sample of the other cases, for each run of the tests."""
     cases, _ = all_cases()
     alone = {form.name for axis in AXES.values() for form in axis}
     chosen = [case for case in cases if case.name in alone]
@@ -424,6 +424,6 @@ def case_named(name: str) -> Case:
 
 
 def settings_text(case: Case) -> str:
-    """What differs from the defaults: "dp_shard=2 zero=1"."""
+    """Return the settings that are not at their defaults: "dp_shard=2 zero=1"."""
     default = asdict(Parallel())
     return " ".join(f"{k}={v}" for k, v in asdict(case.parallel).items() if v != default[k])

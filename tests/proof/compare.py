@@ -1,4 +1,4 @@
-"""What the ranks of a case hold together, against one process. Every deviation is max|difference| / max|reference|."""
+"""The combined results of a case's ranks against those of one process. Every deviation is max|difference| / max|reference|."""
 
 import time
 from dataclasses import dataclass, field
@@ -106,7 +106,7 @@ def _compare_routing(outcome: Outcome, reference: Reference, played: list[Played
 
 def _canonical(ranks: Ranks, case: Case, fault: str, timeout: float) -> dict[str, np.ndarray]:
     """The gradients of the promised tree. tp, pp and cp add in an order of their own: there, all copies together have
-    to give the bits that one copy gives by itself."""
+    to give the bits of one copy alone."""
     if case.parallel.tp == case.parallel.pp == case.parallel.cp == 1:
         return canonical_gradients(case)
     alone = case.one_copy()

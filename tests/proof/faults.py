@@ -212,7 +212,7 @@ def cap_dropped_under_tensor_parallelism(stack: ExitStack) -> None:
     replaced(stack, Readout, "use", make)
 
 
-@fault("queries meet the next key/value head", "tp+sp over 4, tied", "gradient norm parameters loss")
+@fault("queries attend to the next key/value head", "tp+sp over 4, tied", "gradient norm parameters loss")
 def wrong_kv_head(stack: ExitStack) -> None:
     def make(original):
         return lambda heads, ranks, index: original(heads, ranks, (index + ranks // heads) % ranks)

@@ -1,4 +1,4 @@
-"""How an error is planted: a function of the real code is replaced on every rank for one case."""
+"""Planted errors: a function of the real code is replaced on every rank for one case."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +38,6 @@ def planted(name: str) -> Iterator[None]:
 
 
 def replaced(stack: ExitStack, owner, name: str, make: Callable[[Callable], Callable]) -> None:
-    """`make` gets the original function and gives what stands in its place."""
+    """Replace owner.name by make(original function)."""
     original = getattr(owner, name)
     stack.enter_context(patch.object(owner, name, wraps(original)(make(original))))

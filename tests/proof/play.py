@@ -19,7 +19,7 @@ from .reference import LEARNING_RATES, global_batch
 
 @dataclass
 class Batch:
-    """Of one data rank: [micro-batches, MICRO_BATCH, tokens]."""
+    """The batch of one data rank: [micro-batches, MICRO_BATCH, tokens]."""
 
     step: int
     inputs: Tensor
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass
 class Played:
-    """What a rank has to show. losses: of its part of the batch, None where the last stage is elsewhere. routing,
+    """The results of a rank. losses: of its part of the batch, None on ranks without the last stage. routing,
     buffers: as in reference.py, buffers of its own layers."""
 
     losses: list[float] | None

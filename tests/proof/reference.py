@@ -92,7 +92,7 @@ def _router_loss(
 
 @torch.no_grad()
 def _balance(model: Transformer) -> np.ndarray:
-    """What the routers counted in this step, one row for each, and what they learn from it."""
+    """Return the counts of the routers in this step, one row for each, and update biases and loads."""
     rows = []
     for router in (module for module in model.modules() if isinstance(module, Router)):
         assert router.seen is not None

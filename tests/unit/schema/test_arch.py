@@ -122,3 +122,9 @@ def test_sound_latent_attention_and_windows():
     assert problems(replace(LATENT, head_dim=11, mla=replace(MLA, nope_dim=7))) == {}
     assert problems(replace(ARCH, sliding_window=4)) == {}
     assert "at least 0" in problems(replace(ARCH, sliding_window=-1))["sliding_window"]
+
+
+@pytest.mark.parametrize("cap", [-1.0, float("inf"), float("nan")])
+def test_a_cap_on_logits_is_a_finite_number(cap):
+    assert problems(replace(ARCH, logit_softcap=30.0)) == {}
+    assert "finite number of at least 0" in problems(replace(ARCH, logit_softcap=cap))["logit_softcap"]

@@ -32,6 +32,8 @@ def test_a_dense_run_continues_its_earlier_checkpoints():
 
 def test_what_a_model_uses_is_part_of_the_experiment():
     assert with_model(sliding_window=32).training_settings()["model.sliding_window"] == 32
+    assert with_model(logit_softcap=30.0).training_settings()["model.logit_softcap"] == 30.0
+    assert "model.logit_softcap" not in RUN.training_settings()
     settings = with_model(moe=EXPERTS).training_settings()
     assert {key for key in settings if key.startswith("model.moe.")} == {"model.moe.num_experts", "model.moe.d_expert"}
     assert not any(key.startswith("model.mla.") for key in settings)

@@ -242,6 +242,14 @@ def test_logits_are_bounded_by_the_chunk_and_cut_by_tensor_parallelism():
     assert 0.5 < halved < 0.65  # and one more chunk in bf16, for sums over ranks
 
 
+@pytest.mark.parametrize("precision, extra", [("fp32", 4), ("bf16", 0)])
+def test_a_softcap_keeps_the_capped_logits_of_a_chunk(precision, extra):
+    """In bf16 the capped logits are the float32 copy that there is without a cap."""
+    plain, capped = (one(replace(TINY, logit_softcap=cap), precision) for cap in (0.0, 30.0))
+    chunk = memory.chunk_tokens(TINY.vocab_size, "cpu")
+    assert memory.logits(capped).value - memory.logits(plain).value == chunk * TINY.vocab_size * extra
+
+
 def test_every_formula_shows_its_numbers():
     rank = one(TINY, dp_shard=2, micro_batches=2)
     terms = (memory.weights, memory.optimizer, memory.gathered, memory.gradients_at_update, memory.gradients_kept)

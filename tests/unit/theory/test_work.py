@@ -61,6 +61,7 @@ def work_of(arch: Arch = ARCH, rank: int = 0, *, sequences: int = 4, accumulatio
         (replace(SPARSE, num_layers=4), 1),
         (CAPPED, 1),
         (replace(LATENT, num_layers=4), 1),
+        (replace(ARCH, logit_softcap=30.0), 1),
     ],
 )
 def test_operations_are_counted_within_a_tenth(arch, sequences):

@@ -2,7 +2,7 @@
 
 While a rank attends to the keys and values that it has, those of the next step are in flight. Partial results are
 merged by the logarithms of their normalizers, so the result is exact. In the backward keys and values travel around
-again, followed one rank behind by the sums of their gradients; the last step sends each sum to its rank. Sums and
+again, and one rank later the sums of their gradients; the last step sends each sum to its rank. Sums and
 merges are in float32 or wider. A ring ends early if no rank attends to any of the next keys (ring_steps in
 theory/context.py).
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def groups_of(mesh):
-    """By what they are for; those of size 1 have nobody to wait for."""
+    """Groups by purpose; a group of one rank waits for nobody."""
     groups = {name: mesh.group(name) for name in (*AXES, *mesh.views)}
     data = mesh.plane("shard")  # as FSDP2 gets it
     groups |= {f"fsdp {i}": data.get_group(i) for i in range(data.ndim)}

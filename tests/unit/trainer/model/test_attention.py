@@ -1,4 +1,4 @@
-"""What tokens see: documents and windows against a plain softmax, in one piece and in chunks, and with a cache."""
+"""Attention masks: documents and windows against a plain softmax, in one piece and in chunks, and with a cache."""
 
 import math
 from dataclasses import fields

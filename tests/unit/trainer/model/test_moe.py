@@ -31,7 +31,7 @@ EXPERTS = Settings(num_experts=6, top_k=2, d_expert=5)
 
 
 def layer(settings: Settings, seed: int = 0, dtype=torch.float64) -> MoeLayer:
-    """With weights large enough that everything matters, and buffers that are not at their first values."""
+    """Make a layer with weights large enough that everything matters, and buffers that are not at their first values."""
     moe = MoeLayer(replace(ARCH, moe=settings), 1, LocalDispatch()).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def run(moe: MoeLayer, x_BTD: Tensor, router_loss: RouterLoss | None = None, **m
 
 
 def gradients(y: Tensor, moe: MoeLayer, x: Tensor) -> list[Tensor]:
-    """Of a sum in which every number of y counts differently. All must be there: a weight that no token used has 0."""
+    """Return the gradients of a sum in which every number of y counts differently; 0 for a weight that no token used."""
     counts = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     return list(torch.autograd.grad((y * counts).sum(), [x, *moe.parameters()]))
 
@@ -253,7 +253,7 @@ def test_a_capacity_acts_in_training_only(overflow):
 
 def test_a_score_does_not_know_what_comes_later():
     """Ranks that share sequences fill texts up to a length that they can divide, and windows of held-out text end with
-    fill: neither may change what stands before it. In training it does, which is why a score is not taken so."""
+    fill: neither may change the results of earlier tokens. In training it does, so scores do not use a capacity."""
     model = model_with(replace(EXPERTS, capacity_factor=0.5))
     x = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
     filled = torch.cat((x, x[:, -1:].expand(-1, 4)), dim=1)
@@ -360,7 +360,7 @@ def test_balance_losses_by_their_formulas(changes, scores):
     if settings.sequence_loss:
         ranked = kinds if moe.router.bias is None else kinds + moe.router.bias
         chosen_BTE = torch.zeros_like(P_BTE).scatter_(-1, ranked.topk(2).indices, 1.0)
-        # Whom the scores alone would choose has another load: the case tells the two apart.
+        # The experts that the scores alone would choose have another load, so the case distinguishes the two.
         assert moe.router.bias is None or not torch.equal(ranked.topk(2).indices, kinds.topk(2).indices)
         f_BE = chosen_BTE.sum(1) / (2 * TOKENS)
         loss = loss + 0.3 * 6 * (f_BE * P_BTE.mean(1)).sum(-1).mean() * BATCH * TOKENS
@@ -564,7 +564,7 @@ def test_first_values_of_experts_routers_and_buffers():
         (moe.experts.down.weight, 0.02 / math.sqrt(2 * arch.num_layers)),
     ):
         assert abs(float(weight.detach().std()) / deviation - 1) < 0.05
-    # A rank's experts are drawn by themselves, with the bits that they have in the whole.
+    # A rank's experts are drawn separately, with the bits that they have in the whole.
     name = "blocks.1.moe.experts.down.weight"
     part = initial_value(name, (64 * 64, 32), arch, 1, (48 * 64, 0), (16 * 64, 32))
     assert torch.equal(part, moe.experts.down.weight[48 * 64 :])

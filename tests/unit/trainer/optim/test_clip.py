@@ -5,7 +5,7 @@ from ingot.trainer.optim.clip import clip_factor, gradient_norm
 
 
 def clip_grad_norm(shards, max_norm, *, scale=None):
-    """What a step does with norm and factor, here in place so that it can be looked at."""
+    """Clip as a training step does, but in place, so that a test can read the gradients."""
     norm = gradient_norm(shards, scale=scale)
     factor = clip_factor(norm, max_norm, scale=scale)
     for shard in shards:

@@ -17,7 +17,7 @@ FEW = 64 * 1024  # bytes of staging: ranges of 2048 float32 or 1024 float64 elem
 
 
 def clip_grad_norm(shards, max_norm, *, scale=None):
-    """What a step does with norm and factor, here in place so that it can be looked at."""
+    """Clip as a training step does, but in place, so that a test can read the gradients."""
     norm = gradient_norm(shards, scale=scale)
     factor = clip_factor(norm, max_norm, scale=scale)
     for shard in shards:
@@ -192,14 +192,14 @@ try:
     optimizer.step(0.1)
 except ResourceError:
     optimizer.close()
-    print("told", flush=True)
+    print("reported", flush=True)
 """
 
 
 def test_a_process_ends_with_a_read_that_never_returns(tmp_path):
     command = [sys.executable, "-c", STUCK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "told\n" and done.returncode == 0, done.stderr
+    assert done.stdout == "reported\n" and done.returncode == 0, done.stderr
 
 
 def test_files_have_no_name_and_their_space_comes_back(tmp_path, blocks, gradients, optim):

@@ -1,4 +1,4 @@
-"""What routers saw, summed over the world, and what follows from it: against sums made by hand."""
+"""Routers' counts summed over the world, and the biases and loads from them, against sums made by hand."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Router(nn.Module):
-    """As model/moe.py has it, as far as balancing goes."""
+    """The attributes of a router (model/routing.py) that balancing uses."""
 
     def __init__(self, layer: int, dtype=torch.float32):
         super().__init__()
@@ -59,7 +59,7 @@ def test_loads_are_shares_times_experts():
 
 
 def stages_on(rank: int, stages: int, ranks: int) -> list[int]:
-    """Of a V-shaped pipeline, or the one stage of another."""
+    """Return the stages of this rank: two of a V-shaped pipeline, else one."""
     return [rank] if stages == ranks else [rank, stages - 1 - rank]
 
 

@@ -24,7 +24,7 @@ def positions_of(parallel, place, tokens):
 
 
 def covered(parallel, own, source, tokens, tiles, window=0):
-    """How often each pair is looked at: int64 [tokens, tokens]."""
+    """Return how often the tiles have each pair: int64 [tokens, tokens]."""
     times = torch.zeros(tokens, tokens, dtype=torch.int64)
     queries, keys = positions_of(parallel, own, tokens), positions_of(parallel, source, tokens)
     for tile in tiles:

@@ -1,4 +1,4 @@
-"""Rows come to the ranks that have their experts and back, whoever sends how many, forward and backward."""
+"""Rows travel to the ranks of their experts and back, for any numbers of rows, forward and backward."""
 
 import numpy as np
 import pytest
@@ -29,8 +29,8 @@ def rows_of(rank: int, counts: list[int]) -> Tensor:
 
 
 def there_and_back(rank, ranks, load):
-    """What arrived, how much of it for each expert, what came back, and the gradient of the rows. An expert multiplies
-    by its number + 1."""
+    """Return the rows that arrived, their number for each expert, the results that came back, and the gradient of the
+    rows. An expert multiplies by its number + 1."""
     dispatch = dispatch_of(build_mesh(Parallel(dp_shard=ranks, ep=ranks), "cpu", experts=True), LocalDispatch())
     counts = LOADS[load](rank, ranks)
     rows = rows_of(rank, counts).requires_grad_()

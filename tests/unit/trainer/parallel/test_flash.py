@@ -1,5 +1,5 @@
-"""What the CUDA kernels of a ring are given, looked at without a GPU: tensors that say they are on one, and a kernel
-that reads memory as theirs do. tests/gpu has the numbers."""
+"""The arguments of a ring's CUDA kernels, checked without a GPU: tensors that claim to be on a GPU, and a kernel that
+reads memory like the real one. tests/gpu checks the numbers."""
 
 from types import SimpleNamespace
 

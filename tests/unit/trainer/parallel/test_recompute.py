@@ -319,7 +319,7 @@ def compare_collectives(rank, ranks, split):
 def test_selective_keeps_what_leaves_a_region_but_nothing_as_wide_as_the_model(fork_ranks, split):
     for (plain, _), (full, least), (selective, kept) in fork_ranks(compare_collectives, 2, split):
         assert plain == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4, "mm": 12, "tanh": 2}
-        # The last scatter of a block is not run again: the backward needs nothing behind it. Nor is the product before
+        # The last scatter of a block is not run again: the backward needs nothing after it. Nor is the product before
         # it, unless the backward is split.
         assert full == {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 5, "mm": 15 + split, "tanh": 4}
         assert selective == {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 4, "mm": 13 + split, "tanh": 4}

@@ -27,19 +27,9 @@ def test_only_listed_transitions_are_legal(before, after):
 
 def test_every_state_is_reached_and_a_step_ends_where_it_began():
     assert TRANSITIONS.keys() == set(BucketState) == set().union(*TRANSITIONS.values())
-    whole_step = [
-        "filling",
-        "scattering",
-        "scattered",
-        "filling",
-        "scattering",
-        "scattered",
-        "summing",
-        "reduced",
-        "empty",
-    ]
+    names = "filling scattering scattered filling scattering scattered summing reduced empty"
     found = bucket(BucketState.EMPTY)
-    for name in step.split():
+    for name in names.split():
         found.move(BucketState(name))
 
 
