@@ -1,8 +1,8 @@
 """Ring attention: a sequence too long for one rank is cut along its tokens, and keys and values travel in a ring.
 
-All of a transformer but attention works on each token separately, so a rank needs only its own T/R tokens. For attention
-it keeps its queries, and the keys and values of all other ranks come by, in R - 1 messages between neighbours that are
-under way while it computes (Liu et al. 2023, arXiv 2310.01889). Three ideas make this exact and fast:
+All of a transformer but attention works on each token separately, so a rank needs only its own T/R tokens. For
+attention a rank keeps its queries and receives the keys and values of all other ranks, in R - 1 messages between
+neighbors that travel while it computes (Liu et al. 2023, arXiv 2310.01889). Three ideas make this exact and fast:
 
   merge     a part of the keys gives an output and a log-sum-exp; the outputs' weights are exp(lse of it - lse of all)
   backward  lse of all and the output say what each part's gradients are. Those of keys and values travel with them

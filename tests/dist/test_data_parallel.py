@@ -25,11 +25,11 @@ class Catch:
 
     def __init__(self):
         self.gradients: dict[str, np.ndarray] = {}
-        self.pieces = []
+        self.shards = []
 
     def veto(self, loss, grad_norm):
         if not self.gradients:
-            self.gradients = {p.name: p.grad.double().numpy().copy() for p in self.pieces}
+            self.gradients = {p.name: p.grad.double().numpy().copy() for p in self.shards}
 
     def verdict(self, facts): ...
 

@@ -30,7 +30,7 @@ LAYOUTS = [
 
 
 def first_weights(rank, world, run):
-    return keep((piece, piece.value) for piece in build_parts(run, CPU, Path()).model.pieces)
+    return keep((piece, piece.value) for piece in build_parts(run, CPU, Path()).model.shards)
 
 
 def test_first_weights_are_those_of_one_process(fork_ranks):

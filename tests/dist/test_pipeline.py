@@ -366,7 +366,7 @@ def test_sent_tensors_and_activations_are_let_go(fork_ranks, name):
             alive.append(sum(token() is not None for stage in stages.values() for token in stage.held))
 
         channels.send = counted_send
-        pipeline._play["F"] = counted_forward
+        pipeline._execute["F"] = counted_forward
         pipeline.train(batch_of(micro_batches))
         assert not channels._leaving and not channels._coming
         assert not any(token() for stage in stages.values() for token in stage.held)

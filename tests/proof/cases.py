@@ -209,7 +209,7 @@ def compose(*forms: Form, kind: str = "alone", number: int = 0) -> Case:
 
 
 def _pairs() -> Iterator[tuple[Form, Form]]:
-    """Yield pairs of forms of two axes, and canonical sums with each form of data parallelism that has other settings."""
+    """Yield pairs of forms of two axes, and canonical sums with each form of data parallelism with other settings."""
     for first, second in combinations(AXES.values(), 2):
         yield from product(first, second)
     *others, canonical = AXES["data"]

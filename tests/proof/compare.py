@@ -1,4 +1,4 @@
-"""The combined results of a case's ranks against those of one process. Every deviation is max|difference| / max|reference|."""
+"""The combined results of a case's ranks against one process. Every deviation is max|difference| / max|reference|."""
 
 import time
 from dataclasses import dataclass, field

@@ -127,4 +127,5 @@ def test_sound_latent_attention_and_windows():
 @pytest.mark.parametrize("cap", [-1.0, float("inf"), float("nan")])
 def test_a_cap_on_logits_is_a_finite_number(cap):
     assert problems(replace(ARCH, logit_softcap=30.0)) == {}
-    assert "finite number of at least 0" in problems(replace(ARCH, logit_softcap=cap))["logit_softcap"]
+    found = dict(replace(ARCH, logit_softcap=cap).problems())
+    assert "finite number of at least 0" in found["logit_softcap"]

@@ -31,7 +31,7 @@ EXPERTS = Settings(num_experts=6, top_k=2, d_expert=5)
 
 
 def layer(settings: Settings, seed: int = 0, dtype=torch.float64) -> MoeLayer:
-    """Make a layer with weights large enough that everything matters, and buffers that are not at their first values."""
+    """Make a layer whose weights are large enough to matter and whose buffers are not at their first values."""
     moe = MoeLayer(replace(ARCH, moe=settings), 1, LocalDispatch()).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def run(moe: MoeLayer, x_BTD: Tensor, router_loss: RouterLoss | None = None, **m
 
 
 def gradients(y: Tensor, moe: MoeLayer, x: Tensor) -> list[Tensor]:
-    """Return the gradients of a sum in which every number of y counts differently; 0 for a weight that no token used."""
+    """Return the gradients of a sum that weighs every number of y differently; 0 for a weight that no token used."""
     counts = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     return list(torch.autograd.grad((y * counts).sum(), [x, *moe.parameters()]))
 
