@@ -49,12 +49,12 @@ class DataParallel:
 
     def forward_backward(self, batch_2M: Tensor) -> Tensor:
         """The mean loss of the whole batch; leaves its gradients on every rank."""
-        loss, self.travelling = torch.zeros(()), []
+        loss, self.traveling = torch.zeros(()), []
         micro_batches = batch_2M.chunk(RANKS, dim=1)[dist.get_rank()].chunk(MICRO_BATCHES, dim=1)
         for index, micro_batch in enumerate(micro_batches):
             self.last, self.missing = index == MICRO_BATCHES - 1, set(self.model.parameters())
             loss += forward_backward(self.model, micro_batch, RANKS * MICRO_BATCHES)  # calls gradient_is_ready
-        for work, flat, bucket, _ in self.travelling:
+        for work, flat, bucket, _ in self.traveling:
             work.wait()
             for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = total.view_as(parameter)
@@ -67,7 +67,7 @@ class DataParallel:
             # All ranks run the same graph, so that their buckets depart in the same order.
             flat = torch.cat([p.grad.flatten() for p in bucket])
             work = dist.all_reduce(flat, async_op=True)
-            self.travelling.append((work, flat, bucket, len(self.missing)))
+            self.traveling.append((work, flat, bucket, len(self.missing)))
 
 
 def compare(name: str, **pairs) -> None:
@@ -93,7 +93,7 @@ def main(rank: int, store: str) -> None:
         pairs = list(zip(parallel.model.parameters(), alone.parameters(), strict=True))
         compare("data parallel:", loss=[losses], gradients=[(p.grad, q.grad) for p, q in pairs], parameters=pairs)
     if rank == 0:
-        print("gradients still to come when each bucket departed:", [missing for *_, missing in parallel.travelling])
+        print("gradients still to come when each bucket departed:", [missing for *_, missing in parallel.traveling])
 
 
 if __name__ == "__main__":

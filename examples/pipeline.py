@@ -1,6 +1,6 @@
 """Pipeline parallelism: every rank holds some of the layers, and micro-batches pass through one rank after another.
 
-Only activations and their gradients travel, between neighbours. With P ranks and M micro-batches, a rank idles for
+Only activations and their gradients travel, between neighbors. With P ranks and M micro-batches, a rank idles for
 (P - 1) / (M + P - 1) of the time, while the pipeline fills and drains. Two schedules differ in what they keep:
 
 - GPipe (Huang et al. 2019, arXiv 1811.06965): all forwards, then all backwards. Activations of M are kept.
@@ -64,7 +64,7 @@ def play(stage: nn.Module, actions: list, batch_2M: Tensor) -> Tensor:  # leaves
                 dist.recv(x := torch.empty(len(targets_m), D), rank - 1)
             y = stage(x.requires_grad_(rank > 0))
             if rank < RANKS - 1:
-                sends.append(dist.isend(y.detach(), rank + 1))  # does not wait: neighbours may send to each other
+                sends.append(dist.isend(y.detach(), rank + 1))  # does not wait: neighbors may send to each other
             else:
                 y = nn.functional.cross_entropy(y, targets_m) / MICRO_BATCHES
                 loss += y.detach()

@@ -1,5 +1,5 @@
 """The dry run of experts and of context parallelism: bytes, FLOPs and memory are those of the formulas, and a message
-to the wrong neighbour is found."""
+to the wrong neighbor is found."""
 
 from dataclasses import replace
 
@@ -107,7 +107,7 @@ def test_given_loads_are_followed_and_meet_and_drop_what_is_above_the_capacity()
     assert not all(c.agrees for c in compare(last, place, "cuda"))
 
 
-def test_messages_to_the_wrong_neighbour_are_found(monkeypatch):
+def test_messages_to_the_wrong_neighbor_are_found(monkeypatch):
     """One place too far: on one rank alone, and on all of them."""
     import torch.distributed as dist
 

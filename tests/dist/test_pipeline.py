@@ -321,7 +321,7 @@ def test_bytes_sent(fork_ranks, name):
         return totals
 
     hidden = BATCH * TOKENS * ARCH.d_model * 8
-    boundaries = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_v": 1}[name]  # downwards between neighbours
+    boundaries = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_v": 1}[name]  # downwards between neighbors
     for rank, totals in enumerate(fork_ranks(count, 4)):
         down, up = (rank + 1) % 4, (rank - 1) % 4
         expected = {("activation", down): boundaries if rank < 3 else boundaries - 1}

@@ -42,7 +42,7 @@ def window_ignored(stack: ExitStack) -> None:
     )
 
 
-@fault("partial results are merged by their normalisers, not by the logarithms' sum", "ring", _LATER)
+@fault("partial results are merged by their normalizers, not by the logarithms' sum", "ring", _LATER)
 def merged_wrongly(stack: ExitStack) -> None:
     def merge(total, lse, out, out_lse):
         merged = torch.maximum(lse, out_lse)
@@ -52,8 +52,8 @@ def merged_wrongly(stack: ExitStack) -> None:
     stack.enter_context(patch.object(ring, "merge", merge))
 
 
-@fault("the backward of a step takes that step's normaliser, not the final one", "ring over 4", _LATER)
-def own_normaliser(stack: ExitStack) -> None:
+@fault("the backward of a step takes that step's normalizer, not the final one", "ring over 4", _LATER)
+def own_normalizer(stack: ExitStack) -> None:
     def make(backward):
         def of_this_step(grad, q, out, lse, k, v, *, causal, mask):
             return backward(

@@ -107,7 +107,7 @@ def _balance(model: Transformer) -> np.ndarray:
 
 def canonical_gradients(case: Case) -> dict[str, np.ndarray]:
     """The first step's gradients, summed in the order that `reduce = "canonical"` promises: the micro-batches of a
-    virtual rank in turn, then a binary tree, neighbours first. All divisors are powers of two, so exact."""
+    virtual rank in turn, then a binary tree, neighbors first. All divisors are powers of two, so exact."""
     model = Transformer(case.arch).double()
     initialize(model, case.arch, SEED)
     inputs, targets, documents = global_batch(case, 1)

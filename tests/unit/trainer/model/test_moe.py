@@ -297,7 +297,7 @@ def test_noise_is_standard_normal_and_finite_for_every_counter():
     assert noise.isfinite().all()
     assert abs(float(noise.mean())) < 4 / math.sqrt(count)
     assert abs(float(noise.var()) - 1) < 4 * math.sqrt(2 / count)
-    # The distribution function at a few places, and neighbours along each axis are strangers.
+    # The distribution function at a few places, and neighbors along each axis are strangers.
     for at in (-2.0, -1.0, 0.0, 0.5, 1.5):
         share = 0.5 * (1 + math.erf(at / math.sqrt(2)))
         assert abs(float((noise < at).double().mean()) - share) < 4 * math.sqrt(share * (1 - share) / count)
