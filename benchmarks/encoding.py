@@ -19,8 +19,8 @@ import numpy as np
 from record import alternate, docstrings, medians, record
 from tokenizers import Tokenizer
 
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.tokenizer.train import train_bpe
 
 BATCH = 256  # documents per call of encode_batch
 

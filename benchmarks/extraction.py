@@ -32,10 +32,9 @@ from pathlib import Path
 
 from record import record
 
-from ingot.data.extract import accurate, fast
-from ingot.data.extract.clean import clean_text
+from ingot.data.extract import accurate, html
 from ingot.data.extract.encoding import decode_page
-from ingot.data.extract.html import ExtractRules, extract_text
+from ingot.data.extract.html import ExtractRules, clean_text, extract_text
 from ingot.data.extract.page import parse_page
 from ingot.data.sources.warc import read_warc
 from ingot.storage import write_json
@@ -169,9 +168,9 @@ def stages(pages: dict[str, tuple[bytes, str, dict]]) -> dict[str, dict[str, flo
 
     for raw, charset, _ in pages.values():
         page, _ = lap("fast", "decode", decode_page, raw, charset)
-        tree = lap("fast", "parse", fast.HTMLTree.parse, page)
-        lap("fast", "check depth", fast.check_depth, page, tree, rules.max_depth, rules.max_work)
-        text = lap("fast", "extract", fast.tree_text, tree)
+        tree = lap("fast", "parse", html.HTMLTree.parse, page)
+        lap("fast", "check depth", html.check_depth, page, tree, rules.max_depth, rules.max_work)
+        text = lap("fast", "extract", html.tree_text, tree)
         lap("fast", "clean", clean_text, text)
         lap("accurate", "decode", decode_page, raw, charset)
         rows = lap("accurate", "parse", lambda page=page: parse_page(page.encode("utf-8", "replace")))

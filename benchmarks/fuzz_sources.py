@@ -19,9 +19,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from ingot.data.sources.http import BadResponse, decoded_body, parse_response
 from ingot.data.sources.input import Input, read
-from ingot.data.sources.limits import Limits
+from ingot.data.sources.bounded import Limits
+from ingot.data.sources.warc import BadResponse, decoded_body, parse_response
 from ingot.errors import DataError
 
 LIMITS = Limits(
@@ -156,7 +156,7 @@ def attempt(name: str, data: bytes, folder: Path) -> str:
 
 
 def batch(name: str, data: bytes, seed: int, kept: Path, pipe) -> None:
-    """BATCH attempts in a process of their own; the input lies in `kept` while it is read."""
+    """BATCH attempts in a process of their own; the input is stored in `kept` while it is read."""
     resource.setrlimit(resource.RLIMIT_AS, (4 * MEMORY_BYTES, 4 * MEMORY_BYTES))  # libraries map far more than they use
     ends: Counter = Counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.data.lineage.tokenizer_inspect import describe, train_on
+    from ingot.data.tokenizer import describe, train_on
 
     if args.action == "train":
         path = train_on([Path(name) for name in args.inputs], args.vocab_size, Path(args.out), force=args.force)

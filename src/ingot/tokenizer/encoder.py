@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ingot.errors import ConfigError, DataError, UsageError, require
-from ingot.tokenizer.byte_bpe import NotExact, tiktoken_form
+from ingot.tokenizer.byte_bpe import NotExact, tiktoken_form, well_formed
 
 # Names of the end of text in published tokenizers, most telling first.
 _EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "<eos>", "</s>", "[EOS]", "<|end▁of▁sentence|>", "[SEP]")
@@ -36,15 +36,6 @@ _NASTY = (
     "a" * 300 + " " * 300 + "x" + "\n" * 100 + "!" * 100 + "ab" * 200,
     "https://example.org/a_b-c?q=1&r=%20#x <b>bold</b> &amp; ``quotes'' “curly” — dash…",
 )
-
-
-def well_formed(text: str) -> str:
-    """`text` with lone surrogates, which no encoding has, replaced by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 @dataclass

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.tokenizer import encoder as module
-from ingot.tokenizer.encoder import load_encoder, well_formed
-from ingot.tokenizer.train import EOT, train_bpe
+from ingot.tokenizer.byte_bpe import EOT, train_bpe, well_formed
+from ingot.tokenizer.encoder import load_encoder
 
 TEXTS = [
     "The shop sells bread, tea and 12 kinds of cheese; it's open.\n" * 3,

@@ -1,8 +1,8 @@
 import pytest
 
 from ingot.errors import ConfigError, DataError
+from ingot.tokenizer.byte_bpe import EOT, train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.tokenizer.train import EOT, train_bpe
 
 TEXTS = ["the cat and the hat and the bat\n" * 20, "counting 1 22 333 4444 55555\n" * 20, "naïve café\n" * 20]
 

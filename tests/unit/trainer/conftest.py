@@ -13,8 +13,8 @@ from ingot.schema.run import Checkpoint, Data, Evaluate, Optim, RunConfig, Sched
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.tokenizer.train import train_bpe
 
 WORDS = (
     "stone",

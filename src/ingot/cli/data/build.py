@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _inputs(args: argparse.Namespace, recipe) -> list:
     from ingot.data.sources.input import expand
-    from ingot.data.sources.rows import Fields
+    from ingot.data.sources.text import Fields
     from ingot.errors import UsageError
 
     out = Path(args.out).absolute()

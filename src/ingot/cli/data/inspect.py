@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.build.recipe import value_of
     from ingot.data.build.stages import funnel_table
     from ingot.data.lineage.inspect import inspect
-    from ingot.data.lineage.purge.listed import REMOVED
+    from ingot.data.lineage.purge.history import REMOVED
 
     what = f"dropped by {args.dropped_by}" if args.dropped_by else "kept"
     filters = {"url": args.url, "domain": args.domain, "language": args.language, "edited": args.edited}

@@ -116,7 +116,7 @@ def _print_copies(copies, terminal: Terminal) -> None:
 
 
 def _print_proof(outcome, data: Path, terminal: Terminal) -> None:
-    from ingot.data.lineage.find import rows_of
+    from ingot.data.lineage.records import rows_of
 
     proof = outcome.proof
     if not proof:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.config import from_dict, to_dict
-from ingot.data.lineage.damage import raise_all
+from ingot.data.lineage.verify import raise_all
 from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.schema.corpus import CorpusManifest
 from ingot.storage import atomic_file, sha256_file, write_json
@@ -189,7 +189,7 @@ def cut_files(corpus: Path) -> tuple[str, ...]:
         return ()
     paths = [corpus / part.name for part in manifest.lineage]
     if paths:
-        from ingot.data.lineage.find import asking
+        from ingot.data.lineage.records import asking
 
         with asking(paths) as lineage:  # two columns, where the dropped records are files full of text
             query = "SELECT file, rule, value FROM lineage WHERE rule IN (?, ?) ORDER BY filename, file_row_number"

@@ -36,7 +36,7 @@ from ingot.data.build.process_input import (
 from ingot.data.build.recipe import DataRecipe, fingerprint
 from ingot.data.build.stages import SUBSTRINGS, StageSettings, funnel, most_dropped, what_ran
 from ingot.data.dedup.index import INDEX
-from ingot.data.lineage.purge.listed import LIST, PurgedList
+from ingot.data.lineage.purge.history import LIST, PurgedList
 from ingot.data.sources.input import Input, identity
 from ingot.data.sources.remote import RemoteRules
 from ingot.data.tasks.run import Inline, PhaseStatus, ReportProgress, Runner, describe, run_all

@@ -15,17 +15,16 @@ from ingot.data.build.corpus import cut_files, load_corpus, read_documents, read
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.build.recipe import DataRecipe
 from ingot.data.build.shards import SHARD_BYTES, SPLITS, build_shards
-from ingot.data.lineage.damage import raise_all
 from ingot.data.lineage.purge.journal import is_unfinished
-from ingot.data.lineage.verify import verify_tokens
+from ingot.data.lineage.verify import raise_all, verify_tokens
 from ingot.data.sources.input import Input
 from ingot.data.tasks.run import ReportProgress, Runner
 from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import exclusive, sha256_file
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import Encoder, load_encoder
-from ingot.tokenizer.train import train_bpe
 
 _SAMPLE_DOCUMENTS = 32  # documents on which the fast encoder has to equal the slow encoder
 _TRAINING_BYTES = 1 << 30  # of text, about, that a tokenizer is trained on: more does not change the merges

@@ -29,7 +29,7 @@ from ingot.data.filters.language import LanguageRules
 from ingot.data.filters.quality import PRESETS, QualityRules
 from ingot.data.filters.toxicity import ToxicityRules
 from ingot.data.pii import PiiRules
-from ingot.data.sources.limits import Limits
+from ingot.data.sources.bounded import Limits
 from ingot.data.sources.remote import RemoteRules
 from ingot.errors import ConfigError
 from ingot.storage import sha256_file

@@ -29,7 +29,7 @@ from ingot.data.build.tokenize import (
     heldout,
     tokenize,
 )
-from ingot.data.lineage.table import write_shard_lineage
+from ingot.data.lineage.records import write_shard_lineage
 from ingot.data.lineage.verify import block_digests
 from ingot.data.tasks.run import Inline, PhaseStatus, ReportProgress, Runner, describe, run_all
 from ingot.data.tasks.store import Store, open_store

@@ -24,7 +24,7 @@ from ingot.data.filters.junk import Junk
 from ingot.data.filters.language import Language
 from ingot.data.filters.quality import quality_stages
 from ingot.data.filters.toxicity import Toxicity
-from ingot.data.lineage.purge.listed import Purged, PurgedList
+from ingot.data.lineage.purge.history import Purged, PurgedList
 from ingot.data.pii import Pii
 from ingot.schema.corpus import FunnelStage
 from ingot.schema.document import Document, Drop

@@ -24,7 +24,8 @@ from ingot.data.build.corpus import json_line, read_part
 from ingot.data.dedup.arrays import starts
 from ingot.data.tasks.task import PLACE, Attempt, task_function
 from ingot.rng import derive
-from ingot.tokenizer.encoder import Encoder, reopen, well_formed
+from ingot.tokenizer.byte_bpe import well_formed
+from ingot.tokenizer.encoder import Encoder, reopen
 
 BUCKET_BITS = 16
 BUCKETS = 1 << BUCKET_BITS

@@ -1,4 +1,7 @@
-"""The words of a text as arrays, and numbers that rule out nearly all of its n-grams cheaply."""
+"""The words of a text as arrays, and the shapes of their n-grams, which exclude nearly all n-grams at little cost.
+
+The shape of an n-gram is a number made from the lengths and first letters of its words.
+"""
 
 import functools
 import unicodedata
@@ -8,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-_PLANE = 0x20000  # above: ideographs, then nothing that is written
+_PLANE = 0x20000  # code points above are ideographs, then unassigned
 _IDEOGRAPHS = (
     (0x2E80, 0x2FE0),
     (0x3040, 0x3130),
@@ -17,7 +20,7 @@ _IDEOGRAPHS = (
     (0x4E00, 0xA000),
     (0xF900, 0xFB00),
 )
-# Odd, so that its powers can be undone modulo 2^64.
+# Odd, so that it has an inverse modulo 2^64.
 _BASE = 0x9E3779B97F4A7C15
 _BASE_INVERSE = pow(_BASE, -1, 2**64)
 _LOW, _MASK_NUMBERS = np.uint64(20), np.uint64(4095)  # bits of a product that choose a mask
@@ -27,11 +30,11 @@ _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # odd; spreads shapes over the bitm
 
 @functools.cache
 def _folded_characters() -> np.ndarray:
-    """uint32 [_PLANE]: the lower case of each character that words are made of, 0 for all others."""
+    """Return uint32 [_PLANE]: the lower case of each character that words are made of, 0 for all others."""
     table = np.zeros(_PLANE, np.uint32)
     for code in range(_PLANE):
         char = chr(code)
-        # Marks are vowel signs and accents: without them words of Indic scripts would fall apart.
+        # Marks are vowel signs and accents: without marks, words of Indic scripts would be split.
         if char.isalnum() or unicodedata.category(char)[0] == "M":
             lower = char.lower()
             table[code] = ord(lower) if len(lower) == 1 else code
@@ -47,9 +50,9 @@ def _ideographs() -> np.ndarray:
 
 
 class Words(NamedTuple):
-    """The words of a text: folded[start:end], which stand at text[start:end].
+    """The words of a text: word i is folded[starts[i]:ends[i]], at the same positions in the text.
 
-    folded: uint8 (of ASCII text) or uint32 [characters], lower case, 0 where no word is. starts, ends: int64 [words].
+    folded: uint8 (ASCII text) or uint32 [characters], lower case, 0 between words. starts, ends: int64 [words].
     """
 
     folded: np.ndarray
@@ -70,7 +73,7 @@ class Words(NamedTuple):
         return cls(*_runs(folded, _ideographs()[np.minimum(folded, _PLANE - 1)] | (folded >= _PLANE)))
 
     def strings(self, first: int = 0, end: int | None = None) -> list[str]:
-        """Words first to end, as they go into an n-gram."""
+        """Return the words first to end, as n-grams use them."""
         starts, ends = self.starts[first:end].tolist(), self.ends[first:end].tolist()
         if not starts:
             return []
@@ -79,7 +82,7 @@ class Words(NamedTuple):
         return [text[start - low : end - low] for start, end in zip(starts, ends, strict=True)]
 
     def shapes(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """For each n: uint64 [words - n + 1], a number for the sizes and first letters of n words in a row."""
+        """Return for each length n the shapes of all windows of n words: uint64 [words - n + 1]."""
         features = self.folded[self.starts].astype(np.uint64)
         features <<= np.uint64(8)
         features += (self.ends - self.starts).view(np.uint64)
@@ -89,13 +92,13 @@ class Words(NamedTuple):
         blocks = []
         for first in range(0, len(features), step):
             shapes = _rolling(features[first : first + _BLOCK], lengths)
-            more = first + step < len(features)  # then the last windows of the shorter lengths come again
+            more = first + step < len(features)  # the next block repeats the last windows of the shorter lengths
             blocks.append([shape[:step] if more else shape for shape in shapes])
         return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
 
 
 def _runs(folded: np.ndarray, alone: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(folded, starts, ends) of the runs that are not 0; characters that are `alone` are runs of one."""
+    """Return (folded, starts, ends) of the runs of nonzero characters; a character that is `alone` is its own run."""
     is_word = np.zeros(len(folded) + 2, bool)
     np.not_equal(folded, 0, out=is_word[1:-1])
     border = is_word[1:] != is_word[:-1]
@@ -114,7 +117,7 @@ def _folded_ascii() -> bytes:
 
 @functools.cache
 def _powers() -> tuple[np.ndarray, np.ndarray]:
-    """(base^i, base^-i) modulo 2^64 for i < _BLOCK."""
+    """Return (base^i, base^-i) modulo 2^64 for i < _BLOCK."""
     factors = np.full((2, _BLOCK), 1, np.uint64)
     factors[:, 1:] = np.array([[_BASE], [_BASE_INVERSE]], np.uint64)
     powers = np.cumprod(factors, axis=1, dtype=np.uint64)
@@ -122,7 +125,7 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rolling(features: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """For each n: sum of feature[i + j] * base^j over j < n, from differences of one running sum."""
+    """Return for each n the sums of feature[i + j] * base^j over j < n, from differences of one running sum."""
     powers, inverse = _powers()
     sums = np.zeros(len(features) + 1, np.uint64)
     np.cumsum(features * powers[: len(features)], out=sums[1:])
@@ -136,31 +139,31 @@ def _rolling(features: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def hash_words(words: list[str]) -> int:
-    """The 64-bit hash of an n-gram."""
+    """Return the 64-bit hash of an n-gram."""
     return xxhash.xxh3_64_intdigest(" ".join(words).encode("utf-8", "surrogatepass"))
 
 
 class Bitmap:
-    """A Bloom filter of shapes, blocked: the four bits of one shape lie in one word, so that one access tells.
+    """A blocked Bloom filter of shapes: the four bits of a shape are in one word, so a look-up reads one word.
 
-    About 1 in 1,000 other shapes passes.
+    The rate of false positives is about 1 in 1,000.
     """
 
     def __init__(self, data: np.ndarray):
-        """data: uint64 [power of two]."""
-        self.data = np.asarray(data)  # without the class memmap, whose every slice costs a microsecond
+        """Use the bits in `data`: uint64 [power of two]."""
+        self.data = np.asarray(data)  # a plain array: every slice of an array of class memmap costs a microsecond more
         self._shift = np.uint64(64 - (len(data) - 1).bit_length())
 
     @classmethod
     def of(cls, shapes: np.ndarray) -> "Bitmap":
-        """With all `shapes` set, and 32 to 64 bits of room for each."""
+        """Return a filter of `shapes`, with 32 to 64 bits per shape."""
         bitmap = cls(np.zeros(1 << max((len(shapes) // 2).bit_length(), 4), np.uint64))
         places, masks = bitmap._places(shapes)
         np.bitwise_or.at(bitmap.data, places, masks)
         return bitmap
 
     def candidates(self, shapes: np.ndarray) -> np.ndarray:
-        """int64: the numbers of those of `shapes` that may be in."""
+        """Return int64: the positions in `shapes` of the shapes that the filter may hold."""
         places, masks = self._places(shapes)
         return np.flatnonzero(self.data[places] & masks == masks)
 
@@ -174,7 +177,7 @@ class Bitmap:
 
 @functools.cache
 def _masks() -> np.ndarray:
-    """uint64 [4096]: four of 64 bits each, from the digits of a fixed sequence."""
+    """Return uint64 [4096]: masks with four bits, from the hashes of a fixed sequence."""
     bits = np.array([xxhash.xxh3_64_intdigest(str(number).encode()) for number in range(4096)], np.uint64)
     masks = np.zeros(4096, np.uint64)
     for place in range(0, 24, 6):

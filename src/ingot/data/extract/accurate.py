@@ -1,94 +1,78 @@
-"""The main content of a page: which of its rows are text that people came to read.
+"""The extraction of the main content of a page: select the rows of the article, and write their text.
 
 Four steps over the flat arrays of a page, each a few sums:
 
-1. What is never content goes by its tag (`nav`, `button`, ...) or because it is hidden; what its class, id or role
-   calls noise goes if it holds little prose.
-2. The root of the content is the element that is marked as such and holds a good share of the prose, or, without
-   marks, the innermost element with most of it. A standfirst between the title and the root is taken in.
-3. Inside of the root, noise goes again, then cards (boxes of links), paragraphs of links, labels, headings of nothing.
-4. What is left is written down, one line per paragraph.
+1. Remove elements that are never content by their tag (`nav`, `button`, ...) or because they are hidden. Remove
+   elements whose class, id or role marks them as noise, if they hold little prose.
+2. Find the root of the content: the element that is marked as such and holds a good share of the prose, or, without
+   marks, the innermost element with most of the prose. Add a standfirst between the title and the root.
+3. Inside the root, remove noise again, then cards (boxes of links), paragraphs of links, labels, and headings without
+   text after them.
+4. Write the remaining rows, one line per paragraph.
 
-Prose is text in paragraphs that are long, or have the punctuation of sentences, and are not mostly links. The ideas are
-old: density of links (Kohlschütter et al. 2010, Boilerpipe), marked containers in a fixed order (Barbaresi 2021,
-trafilatura), conditional cleaning of boxes (Arc90's Readability). The constants were set on one half of the pages that
-docs/design/extraction.md names, and confirmed on the other.
+Prose is text in paragraphs that are long, or have the punctuation of sentences, and are not mostly links. The method
+follows the density of links (Kohlschütter et al. 2010, Boilerpipe), marked containers in a fixed order (Barbaresi 2021,
+trafilatura), and the conditional cleaning of boxes (Arc90's Readability). The constants were set on one half of the
+pages that docs/design/extraction.md names, and confirmed on the other half.
 """
 
 import html as html_entities
 import json
 import re
-from dataclasses import dataclass
 
 import numpy as np
 
-from ingot.data.extract.page import Page
+from ingot.data.extract.page import BLOCK, LINE, PageRows, ParsedPage, TextRuns, tag_set
 from ingot.data.extract.tags import ID
-from ingot.data.extract.vocabulary import Mark
+from ingot.data.extract.vocabulary import ElementMark
 
-# Prose.
-_PARAGRAPH, _SENTENCES = 50, 3  # characters that make one with punctuation; marks that make one of any length
-_LONG = 200  # characters that make one without punctuation
-_LITTLE = 300  # less prose than this on a page: then all text that is not links counts
-# Noise: the largest share of the page's prose that an element may hold and still go.
+# Noise: the largest share of the page's prose that an element can hold and still be removed.
 _LIGHT_SHARE, _HEAVY_SHARE, _HEAVY_SHARE_INSIDE = 1 / 6, 2 / 3, 0.9
-_BODY_SHARE = 1 / 8  # an element marked as text that holds more is never noise
-_HOLDS = 1 / 3  # marks the ancestors of an element with more as no noise
+_BODY_SHARE = 1 / 8  # an element marked as body text that holds more of the page's prose is never noise
+_HOLDS = 1 / 3  # the ancestors of a content element with more of the page's prose are never noise
 # The root.
-_LEAST_PROSE = 150
-_SHARES = (1 / 8, 1 / 4)  # of the page's prose, that a root of each tier has at least
-_ONE_OF_MANY = 0.6  # the best element of a tier holds that share of what the tier holds; else their common ancestor
-_NEARLY_ALL = 0.9  # an element inside with that share is the better root
+_LEAST_PROSE = 150  # characters
+_SHARES = (1 / 8, 1 / 4)  # the least share of the page's prose that a root of each tier holds
+_ONE_OF_MANY = 0.6  # least share of its tier's prose that the best element needs to be the root, not a common ancestor
+_NEARLY_ALL = 0.9  # an inner element with this share of the root's prose is the better root
 _MOST = 0.75  # share of the page's prose of a root without marks
-# The standfirst.
-_LEAD, _LEADS = 120, 1000  # characters: of each paragraph, at least; of all, at most
-# Inside of the root.
-_TOO_LITTLE = 250  # characters; then once more without the rules for noise, and the page's structured data
-_CARD_LINKS, _CARD_PROSE = 0.5, 100  # a box with at least that share in links and at most that prose is a card
-_TEASERS = 3  # as many neighbours at least that announce other pages are no text of this one
-_TEASER_TITLE, _TEASER_RUNS, _TEASER_PROSE = 15, 4, 500  # characters of the link; paragraphs and prose of one, at most
-_TAG_BYTES = 4096  # of a link, looked through for where it leads
-_TEXT = 500  # characters of prose beside all teasers, or half: else they are what the page is about
-_PLAIN, _PLAIN_SHARE = 20, 1 / 6  # characters that are not links in a paragraph that is mostly links
-_CELL = 150  # characters of a cell of a table of data, at most
-_LABEL = 25  # a shorter text outside of paragraphs, without punctuation, is a label
+# The standfirst: least characters of each paragraph, and most characters of all.
+_LEAD, _LEADS = 120, 1000
+# Inside the root.
+_TOO_LITTLE = 250  # characters; with less, try again without the rules for noise, and the page's structured data
+_CARD_LINKS, _CARD_PROSE = 0.5, 100  # a card has at least this share of its text in links, and at most this prose
+_TEASERS = 3  # least number of siblings of one kind that are teasers (announcements of other pages)
+_TEASER_TITLE, _TEASER_RUNS, _TEASER_PROSE = 15, 4, 500  # of a teaser: least characters of the link; most runs, prose
+_TAG_BYTES = 4096  # of a link that are searched for its target
+_TEXT = 500  # teasers are removed if this much prose remains, or half; else they are the content of the page
+_PLAIN, _PLAIN_SHARE = 20, 1 / 6  # least characters outside links in a sentence of many links
+_LABEL = 25  # a text outside paragraphs with fewer characters and no punctuation is a label
 
 
-def _tags(names: str) -> np.ndarray:
-    table = np.zeros(256, bool)
-    table[[ID[name] for name in names.split()]] = True
-    return table
-
-
-def _bits(*marks: Mark) -> np.uint64:
+def _bits(*marks: ElementMark) -> np.uint64:
     return np.uint64(sum(int(mark) for mark in marks))
 
 
-_BLOCK = _tags(
-    "html body address article aside blockquote center details dialog dir div dl dd dt fieldset figcaption figure "
-    "footer form header hgroup main menu nav ol p pre section summary ul li listing search h1 h2 h3 h4 h5 h6 hr table "
-    "caption colgroup thead tbody tfoot tr td th"
-)
-_TIGHT = _tags("li tr td th dt dd")  # no blank line around them
-_LINE = _BLOCK | _tags("br")
-_NEVER = _tags(
+_TIGHT = tag_set("li tr td th dt dd")  # blocks without a blank line around them
+_NEVER = tag_set(
     "head title nav button select option datalist textarea template svg math dialog menu object applet audio video "
     "canvas map input iframe noscript script style noembed noframes xmp progress meter legend label search fieldset "
     "amp-ad"
 )
-_CHROME = _tags("aside footer figcaption")
-_PROTECTED = _tags("html body main article")  # their classes speak of the page, not of them
-_ROOTS = _tags("div section article main td center form")
-_HEADING = _tags("h1 h2 h3 h4 h5 h6")
-_TEASER_BOXES = _tags("div li article section")
-_CARDS = _tags("div ul ol section table dl aside form figure li header footer center tr")
-_PARAGRAPHS = _tags("p h1 h2 h3 h4 h5 h6 li pre td th dd dt blockquote")
-_CELLS = _tags("td th")
-_PRE = _tags("pre listing")
-_LIGHT = _bits(Mark.NAVIGATION, Mark.SHARE, Mark.META, Mark.AD, Mark.CAPTION)  # never long texts
-_HEAVY = _bits(Mark.FOOTER, Mark.SIDE, Mark.RELATED, Mark.COMMENT, Mark.REQUEST)
-_BODY, _ARTICLE = _bits(Mark.BODY), _bits(Mark.ARTICLE)
-_HIDDEN, _LINK, _DATA = _bits(Mark.HIDDEN), _bits(Mark.LINK), _bits(Mark.DATA)
+_CHROME = tag_set("aside footer figcaption")
+_PROTECTED = tag_set("html body main article")  # the classes of these elements describe the whole page
+_ROOTS = tag_set("div section article main td center form")
+_HEADING = tag_set("h1 h2 h3 h4 h5 h6")
+_TEASER_BOXES = tag_set("div li article section")
+_CARDS = tag_set("div ul ol section table dl aside form figure li header footer center tr")
+_PARAGRAPHS = tag_set("p h1 h2 h3 h4 h5 h6 li pre td th dd dt blockquote")
+_PRE = tag_set("pre listing")
+_LIGHT = _bits(
+    ElementMark.NAVIGATION, ElementMark.SHARE, ElementMark.META, ElementMark.AD, ElementMark.CAPTION
+)  # never long texts
+_HEAVY = _bits(ElementMark.FOOTER, ElementMark.SIDE, ElementMark.RELATED, ElementMark.COMMENT, ElementMark.REQUEST)
+_BODY, _ARTICLE = _bits(ElementMark.BODY), _bits(ElementMark.ARTICLE)
+_HIDDEN, _LINK, _DATA = _bits(ElementMark.HIDDEN), _bits(ElementMark.LINK), _bits(ElementMark.DATA)
 
 _JOINTS = ("", " ", "\t", "\n", "\n\n")
 _ELLIPSES = tuple(map(str.encode, ("...", "…", "&hellip;", "...]", "…]", "&hellip;]")))
@@ -97,9 +81,12 @@ _NUMBER_TOO_LONG = re.compile(r"&#(?:\d{8,}|[xX][0-9a-fA-F]{7,});?")
 _ARTICLE_BODY = re.compile(rb'"articleBody"\s*:\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")')
 
 
-def main_text(page: Page) -> str:
-    """Its main content, not cleaned yet; "" where there is none. A line is a paragraph, a blank line parts blocks."""
-    rows = _Rows(page)
+def main_text(page: ParsedPage) -> str:
+    """Return the main content of `page` before cleaning, "" if there is none.
+
+    A line is a paragraph; a blank line separates blocks.
+    """
+    rows = PageRows(page)
     kept = _select(rows)
     text = _write(rows, kept)
     if len(text) < _TOO_LITTLE:
@@ -107,91 +94,8 @@ def main_text(page: Page) -> str:
     return text
 
 
-class _Rows:
-    """A page with what every step asks for."""
-
-    def __init__(self, page: Page):
-        self.page, self.size = page, len(page.tag)
-        self.text = page.tag == 0
-        self.linked = self.within((page.tag == ID["a"]) & ((page.flags & _LINK) != 0))
-        self.cells = self._data_cells()
-        self.block = self.edges(_BLOCK[page.tag] & ~self.cells)
-
-    def _data_cells(self) -> np.ndarray:
-        """bool: cells of rows in which every cell is short and has no blocks. Such a row is one line of text."""
-        page, is_cell = self.page, _CELLS[self.page.tag]
-        if not is_cell.any():
-            return is_cell
-        blocks, chars = self.sums(_LINE[page.tag]), self.sums(page.chars)
-        row = is_cell & (page.parent >= 0) & (page.tag[page.parent] == ID["tr"])
-        large = row & ((blocks > 1) | (chars > _CELL))
-        broken = np.zeros(self.size, bool)
-        broken[page.parent[large]] = True
-        return row & ~broken[page.parent]
-
-    def edges(self, elements: np.ndarray) -> np.ndarray:
-        """How many starts and ends of `elements` (bool) come up to each row."""
-        rows = np.flatnonzero(elements)
-        edges = np.bincount(self.page.end[rows], minlength=self.size + 1)
-        edges[rows] += 1
-        return np.cumsum(edges[: self.size])
-
-    def within(self, elements: np.ndarray) -> np.ndarray:
-        """bool: which rows are in one of `elements` (bool), or are one."""
-        rows = np.flatnonzero(elements)
-        change = -np.bincount(self.page.end[rows], minlength=self.size + 1)
-        change[rows] += 1
-        return np.cumsum(change[: self.size]) > 0
-
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """Of `values`, over each row and everything inside of it."""
-        total = np.zeros(self.size + 1, np.int64)
-        np.cumsum(values, out=total[1:])
-        return total[self.page.end] - total[:-1]
-
-    def runs(self, chosen: np.ndarray) -> "_Runs":
-        """The chosen text rows in runs without a block's edge between them: paragraphs, whatever their element."""
-        page, rows = self.page, np.flatnonzero(self.text & chosen)
-        if not len(rows):
-            none = np.zeros(0, np.int64)
-            return _Runs(rows, none, none, none, none, none)
-        block = self.block[rows]
-        first = np.flatnonzero(np.concatenate(([True], block[1:] != block[:-1])))
-        chars = page.chars[rows]
-        linked = np.where(self.linked[rows], chars, 0)
-        chars, linked, marks = (np.add.reduceat(values, first) for values in (chars, linked, page.marks[rows]))
-        return _Runs(rows, rows[first], np.diff(np.append(first, len(rows))), chars, linked, marks)
-
-    def prose(self, chosen: np.ndarray) -> np.ndarray:
-        """Characters of prose among the chosen rows, each paragraph's at its first row."""
-        runs = self.runs(chosen)
-        plain, weight = runs.chars - runs.linked, np.zeros(self.size, np.int64)
-        sentences = (runs.chars >= _PARAGRAPH) & (runs.marks > 0) | (runs.marks > _SENTENCES) | (runs.chars >= _LONG)
-        weight[runs.head] = np.where(sentences & (runs.linked * 3 <= runs.chars), plain, 0)
-        if weight.sum() < _LITTLE:
-            weight[runs.head] = np.maximum(plain - 2 * runs.linked, 0)
-        return weight
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """rows: of text. The other arrays are per run: its first row, number of rows, and characters, characters in links
-    and marks of sentences."""
-
-    rows: np.ndarray
-    head: np.ndarray
-    length: np.ndarray
-    chars: np.ndarray
-    linked: np.ndarray
-    marks: np.ndarray
-
-    def of(self, chosen: np.ndarray) -> np.ndarray:
-        """The rows of the chosen runs."""
-        return self.rows[np.repeat(chosen, self.length)]
-
-
-def _select(rows: _Rows) -> np.ndarray:
-    """bool [rows]: the rows of the main content."""
+def _select(rows: PageRows) -> np.ndarray:
+    """Return bool [rows]: the rows of the main content."""
     page = rows.page
     alive = _visible(rows)
     prose = rows.prose(alive)
@@ -218,9 +122,11 @@ def _select(rows: _Rows) -> np.ndarray:
     return best
 
 
-def _visible(rows: _Rows) -> np.ndarray:
-    """The rows that are neither in elements without content nor hidden. Where most of the text is hidden, scripts are
-    to show it."""
+def _visible(rows: PageRows) -> np.ndarray:
+    """Return bool [rows]: the rows that are neither hidden nor in elements that never hold content.
+
+    Where most of the text is hidden, scripts would show it, so hidden rows count as visible.
+    """
     page = rows.page
     alive = ~rows.within(_NEVER[page.tag])
     hidden = ~rows.text & ((page.flags & _HIDDEN) != 0) & ~_PROTECTED[page.tag]
@@ -231,8 +137,8 @@ def _visible(rows: _Rows) -> np.ndarray:
     return alive
 
 
-def _noise(rows: _Rows, alive: np.ndarray, inside: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Elements that are noise by what they are called, if they hold little: (a few lines at most, perhaps more)."""
+def _noise(rows: PageRows, alive: np.ndarray, inside: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return two bool [rows]: elements that their names mark as noise if they hold very little, or little, prose."""
     page, element = rows.page, ~rows.text & alive
     flags, tag = page.flags, page.tag
     body = element & ((flags & _BODY) != 0)
@@ -242,8 +148,8 @@ def _noise(rows: _Rows, alive: np.ndarray, inside: np.ndarray, total: int) -> tu
     return free & ((flags & _LIGHT) != 0), free & (((flags & _HEAVY) != 0) | _CHROME[tag])
 
 
-def _root(rows: _Rows, clean: np.ndarray, prose: np.ndarray) -> slice:
-    """The rows of the element that holds the main content, or all where there is no such element."""
+def _root(rows: PageRows, clean: np.ndarray, prose: np.ndarray) -> slice:
+    """Return the rows of the element that holds the main content, or all rows if there is no such element."""
     page, inside, total = rows.page, rows.sums(prose), int(prose.sum())
     flags, tag = page.flags, page.tag
     usable = clean & _ROOTS[tag]
@@ -268,8 +174,8 @@ def _root(rows: _Rows, clean: np.ndarray, prose: np.ndarray) -> slice:
     return slice(int(found[-1]), int(page.end[found[-1]])) if len(found) else slice(0, rows.size)
 
 
-def _standfirst(rows: _Rows, clean: np.ndarray, root: int) -> np.ndarray:
-    """Rows of text between the title and the root that are more than a subtitle."""
+def _standfirst(rows: PageRows, clean: np.ndarray, root: int) -> np.ndarray:
+    """Return the text rows of paragraphs between the title and the root that are more than a subtitle."""
     page = rows.page
     titles = np.flatnonzero((page.tag[:root] == ID["h1"]) & clean[:root])
     between = np.zeros(rows.size, bool)
@@ -280,8 +186,8 @@ def _standfirst(rows: _Rows, clean: np.ndarray, root: int) -> np.ndarray:
     return runs.of(lead if runs.chars[lead].sum() < _LEADS else np.zeros_like(lead))
 
 
-def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
-    """`kept` without cards, teasers, paragraphs of links, labels and headings of nothing."""
+def _paragraphs(rows: PageRows, kept: np.ndarray) -> np.ndarray:
+    """Return bool [rows]: `kept` without cards, teasers, paragraphs of links, labels, and headings without text."""
     page = rows.page
     kept = kept & ~_teasers(rows, kept)
     chars = np.where(kept & rows.text, page.chars, 0)
@@ -301,7 +207,7 @@ def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
     heading = rows.within(_HEADING[page.tag])[runs.head]
     outside = ~rows.within(_PARAGRAPHS[page.tag])[runs.head]
     good &= ~(outside & (runs.chars < _LABEL) & (runs.marks == 0))
-    # A heading of nothing: the next thing is a heading that is not below it, or the end.
+    # A heading without text: the next run is a heading of the same or a higher level, or there is no next run.
     left = np.flatnonzero(good)
     level = np.where(heading[left], _level(rows, runs.head[left]), 7)
     good[left[(level < 7) & (np.append(level[1:], 0) <= level)]] = False
@@ -310,9 +216,11 @@ def _paragraphs(rows: _Rows, kept: np.ndarray) -> np.ndarray:
     return result
 
 
-def _teasers(rows: _Rows, kept: np.ndarray) -> np.ndarray:
-    """bool: rows of boxes that announce other pages (a link as the title, then a few lines), several of a kind in one
-    element, and of excerpts: a link and text that breaks off. None where most of the page is such, and little is left.
+def _teasers(rows: PageRows, kept: np.ndarray) -> np.ndarray:
+    """Return bool [rows]: the rows of teasers of other pages.
+
+    A teaser is one of several similar boxes in an element, each with a link as its title and a few lines, or one of
+    several excerpts, each with a link and text that ends in an ellipsis. All False if little text would be left.
     """
     runs, found = rows.runs(kept), np.zeros(rows.size, bool)
     title = (runs.linked == runs.chars) & (runs.chars >= _TEASER_TITLE)
@@ -327,13 +235,13 @@ def _teasers(rows: _Rows, kept: np.ndarray) -> np.ndarray:
     return found if prose[~found].sum() >= min(_TEXT, prose.sum() / 2) else np.zeros_like(found)
 
 
-def _teaser_boxes(rows: _Rows, kept: np.ndarray, runs: _Runs, title: np.ndarray) -> np.ndarray:
-    """bool: boxes whose first run is a `title`, with a little prose behind it, and with others like it beside them."""
+def _teaser_boxes(rows: PageRows, kept: np.ndarray, runs: TextRuns, title: np.ndarray) -> np.ndarray:
+    """Return bool [rows]: boxes whose first run is a `title` with a little prose after it, several in one element."""
     page, found = rows.page, np.zeros(rows.size, bool)
     boxes = np.flatnonzero(kept & _TEASER_BOXES[page.tag] & (page.parent >= 0))
-    first, behind = np.searchsorted(runs.head, boxes), np.searchsorted(runs.head, page.end[boxes])
+    first, after = np.searchsorted(runs.head, boxes), np.searchsorted(runs.head, page.end[boxes])
     titles = np.concatenate(([0], np.cumsum(title)))
-    few = (first < behind) & (behind - first <= _TEASER_RUNS) & (titles[behind] - titles[first] <= 2)
+    few = (first < after) & (after - first <= _TEASER_RUNS) & (titles[after] - titles[first] <= 2)
     few &= np.append(title, False)[first]
     if few.sum() < _TEASERS:
         return found
@@ -347,8 +255,8 @@ def _teaser_boxes(rows: _Rows, kept: np.ndarray, runs: _Runs, title: np.ndarray)
     return found
 
 
-def _breaking_off(rows: _Rows, runs: _Runs, candidates: np.ndarray) -> np.ndarray:
-    """bool: of the candidate runs those that begin with a link and break off, if there are several."""
+def _breaking_off(rows: PageRows, runs: TextRuns, candidates: np.ndarray) -> np.ndarray:
+    """Return bool [runs]: the candidate runs that begin with a link and end in an ellipsis, if there are several."""
     page, last = rows.page, runs.rows[np.cumsum(runs.length) - 1]
     found = candidates & rows.linked[runs.head] & ~rows.linked[last]
     for run in np.flatnonzero(found).tolist():
@@ -356,31 +264,31 @@ def _breaking_off(rows: _Rows, runs: _Runs, candidates: np.ndarray) -> np.ndarra
     return found if found.sum() >= _TEASERS else np.zeros_like(found)
 
 
-def _leads_away(page: Page, links: np.ndarray, row: int) -> bool:
-    """Whether the innermost link that starts before `row` is one to another page."""
+def _leads_away(page: ParsedPage, links: np.ndarray, row: int) -> bool:
+    """Return whether the innermost link that starts before `row` leads to another page."""
     link = int(links[np.searchsorted(links, row) - 1])
     start = int(page.start[link])
     stop = min(int(page.stop[link]), start + _TAG_BYTES)  # one enormous tag may enclose thousands of boxes
     return _NOWHERE.search(page.html, start, stop) is None
 
 
-def _level(rows: _Rows, chosen: np.ndarray) -> np.ndarray:
-    """1 to 6: the level of the last heading that starts before each of the chosen rows; 0 before the first."""
+def _level(rows: PageRows, chosen: np.ndarray) -> np.ndarray:
+    """Return the level (1 to 6) of the last heading that starts before each of the chosen rows; 0 if there is none."""
     tag = rows.page.tag
     headings = np.flatnonzero(_HEADING[tag])
     levels = np.concatenate(([0], tag[headings].astype(np.int64) - ID["h1"] + 1))
     return levels[np.searchsorted(headings, chosen)]
 
 
-def _write(rows: _Rows, kept: np.ndarray) -> str:
+def _write(rows: PageRows, kept: np.ndarray) -> str:
     page, chosen = rows.page, np.flatnonzero(kept & rows.text)
     if not len(chosen):
         return ""
     tag, number = page.tag, np.cumsum(rows.text)[chosen]
-    line = rows.edges(_LINE[tag] & ~rows.cells)[chosen]
-    block = rows.edges(_BLOCK[tag] & ~_TIGHT[tag])[chosen]
+    line = rows.edges(LINE[tag] & ~rows.cells)[chosen]
+    block = rows.edges(BLOCK[tag] & ~_TIGHT[tag])[chosen]
     cell = rows.edges(rows.cells)[chosen]
-    # What stands before each piece: nothing, a space, a tab, a line end, a blank line.
+    # The separator before each piece, an index into _JOINTS.
     joint = ((np.diff(number) > 1) | ((page.flags[chosen[1:]] & _LINK) != 0)).astype(np.int8)
     for kind, edges in enumerate((cell, line, block), 2):
         joint[np.diff(edges) > 0] = kind
@@ -401,13 +309,13 @@ def _write(rows: _Rows, kept: np.ndarray) -> str:
     return "".join(parts)
 
 
-def _article_body(page: Page) -> str:
-    """The longest articleBody of the page's JSON-LD (schema.org), "" without one."""
+def _article_body(page: ParsedPage) -> str:
+    """Return the longest articleBody of the page's JSON-LD (schema.org), "" if there is none."""
     longest = b'""'
     for row in np.flatnonzero((page.flags & _DATA) != 0).tolist():
         for match in _ARTICLE_BODY.finditer(page.html, int(page.start[row]), int(page.stop[row])):
             longest = max(longest, match[1], key=len)
     try:
         return html_entities.unescape(_NUMBER_TOO_LONG.sub("\ufffd", json.loads(longest, strict=False)))
-    except ValueError:  # not the JSON that it seemed
+    except ValueError:  # the match is not JSON
         return ""

@@ -1,4 +1,4 @@
-"""Bytes of a page to text: which character encoding it really has."""
+"""The character encoding of a page: decode its bytes to text."""
 
 import codecs
 import re
@@ -8,19 +8,19 @@ from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _META = re.compile(rb"<meta[^>]{1,300}?charset\s*=\s*[\"']?\s*([\w.:-]{2,40})", re.IGNORECASE)
 _META_BYTES = 4096
-# Supersets that Python has and pages use under the smaller set's name.
+# Encodings of Python that are supersets: pages use their characters under the name of the smaller set.
 _SUPERSETS = {"gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "iso8859-11": "cp874"}
 _TOLERATED_ERRORS = 0.01
 _HEAD_BYTES = 1024
 
 
 def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
-    """(text, encoding used). Never fails; bytes that do not decode become U+FFFD.
+    """Return (text, encoding used). Never fails; bytes that do not decode become U+FFFD.
 
-    In this order: byte order mark; UTF-16 if the zero bytes show it; UTF-8 if all of it is valid (other encodings
-    almost never are by chance, and headers lie); the HTTP header; the meta element; detection by uchardet. A named
-    encoding is taken if at most 1% of the characters fail, otherwise the one with the fewest failures wins. Only
-    encodings of the WHATWG standard are used, so no page can choose a slow or strange Python codec.
+    The order: byte order mark; UTF-16 if the zero bytes show it; UTF-8 if all bytes are valid (text in another encoding
+    almost never is, and headers are often wrong); the HTTP header; the meta element; detection by uchardet. A named
+    encoding is used if at most 1% of the characters fail; otherwise the encoding with the fewest failures is used.
+    Only encodings of the WHATWG standard are possible, so no page can choose a slow or unusual Python codec.
     """
     for bom, name in _BOMS:
         if raw.startswith(bom):
@@ -32,7 +32,7 @@ def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
         try:
             return raw.decode("utf-8"), "utf-8"
         except UnicodeDecodeError:
-            pass  # the common answer is wrong; ask the page
+            pass  # not UTF-8: try the encodings that the page declares
     best = ("", "", 2.0)
     for name in (*declared, None, "utf-8"):
         name = name or _known(detect_encoding(raw) or "") or "cp1252"
@@ -46,7 +46,10 @@ def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
 
 
 def _unmarked_utf16(head: bytes) -> str:
-    """Markup in UTF-16 has zero in every other byte; all of it is valid UTF-8 as well, so this is asked first."""
+    """Return "utf-16-le" or "utf-16-be" if every other byte of `head` is zero, as in UTF-16 markup, else "".
+
+    Such bytes are valid UTF-8 as well, so this is checked first.
+    """
     zeros = [head[first::2].count(0) for first in (0, 1)]
     if sum(zeros) * 3 <= len(head) or min(zeros) * 10 > max(zeros):
         return ""
@@ -59,6 +62,6 @@ def _meta_charset(raw: bytes) -> str:
 
 
 def _known(charset: str) -> str:
-    """Python's name of the WHATWG encoding that `charset` stands for, or ''."""
+    """Return Python's name of the WHATWG encoding with the label `charset`, or ""."""
     name = map_encoding_to_html5(charset, fallback_utf8=False) if charset else None
     return _SUPERSETS.get(name, name) if name else ""

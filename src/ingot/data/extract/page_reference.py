@@ -1,18 +1,20 @@
-"""The tolerant HTML parser in plain Python: what native/page.c does, in a form to read. Both give the same rows.
+"""The tolerant HTML parser in plain Python, with the same rows as native/page.c.
 
-It follows the tokenizer and the tree construction of the HTML standard (sections 13.2.5 and 13.2.6) as far as they
-decide which element encloses which text. Different on purpose: no element is made up, moved or opened again, so
+It is the readable reference, the oracle of the tests, and the fallback where the C module is not built.
+
+The parser follows the tokenizer and the tree construction of the HTML standard (sections 13.2.5 and 13.2.6) as far as
+they decide which element encloses which text. Different on purpose: no element is made up, moved or reopened, so
 `<b><p>` stays as written; attributes and text stay as they are in the source, character references included; text is
-one row per run between two tags. Time is linear in the input and memory is bounded by `max_nodes`: every question to
-the stack of open elements is answered by what its top remembers, never by a search.
+one row per run between two tags. Time is linear in the input and memory is bounded by `max_nodes`: every open element
+stores the places of the open elements that its content has to know, so the stack is never searched.
 """
 
 import re
 from dataclasses import dataclass
 from functools import cache
 
-from ingot.data.extract.tags import BARRIERS, BREAK, GROUPS, OTHER, TEXT, Rule, tag_rules
-from ingot.data.extract.vocabulary import EQUALS, HYPHEN, NAMED, TARGET, Mark, name_tables, symbol, word_tables
+from ingot.data.extract.tags import BARRIERS, BREAK, GROUPS, OTHER, TEXT, TagRule, tag_rules
+from ingot.data.extract.vocabulary import EQUALS, HYPHEN, NAMED, TARGET, ElementMark, name_tables, symbol, word_tables
 
 FINE, TOO_DEEP, TOO_MANY = range(3)
 _SPACE = frozenset(b" \n\t\r\f")
@@ -24,13 +26,13 @@ _MARKS = frozenset(b".,!?;:")
 _WIDE_MARKS = tuple(map(str.encode, "、。，！？،؟।"))
 _COMMENT_END = re.compile(rb"--!?>")
 _NO_BREAK_SPACE = "\xa0".encode()
-_LINK = int(Mark.LINK)  # on text rows: follows white space
-_SAME_NAME_STEPS = 16  # how many open elements with names that no table knows an end tag is compared with
+_LINK = int(ElementMark.LINK)  # on text rows: white space precedes the text
+_SAME_NAME_STEPS = 16  # open elements with unknown names that an end tag is compared with
 
 
 @cache
 def _symbols() -> tuple[list[int], list[int]]:
-    """The symbol of each byte, 0 for none: in names, and in the words of values, which are letters only."""
+    """Return the symbol of each byte (0 for none) in names, and in the words of values, which hold letters only."""
     names, values = [0] * 256, [0] * 256
     for character in "abcdefghijklmnopqrstuvwxyz":
         for byte in (character + character.upper()).encode():
@@ -48,26 +50,26 @@ def _tables() -> tuple[list[list[int]], list[int], list[list[int]], list[list[in
 
 
 @dataclass(slots=True)
-class _Open:
-    """An open element, and what its content has to know about the elements around it."""
+class _OpenElement:
+    """An open element, with the places of enclosing elements that the parser needs for its content."""
 
     tag: int
     node: int
     name: bytes
     same: int  # place on the stack of the next outer open element with the same tag, or -1
-    nearest: list[int]  # by group: place of the innermost open element of the group that is not hidden, or -1
-    barriers: list[int]  # by barrier: place of the innermost open element of its kind, or -1
+    nearest: list[int]  # by group: place of the innermost open element of the group that no barrier hides, or -1
+    barriers: list[int]  # by barrier: place of the innermost open element that is this barrier, or -1
     pre: bool
     foreign: bool
 
 
-class _Parser:
+class _PageParser:
     def __init__(self, html: bytes, max_depth: int, max_nodes: int):
         self.html, self.max_depth, self.max_nodes = html, max_depth, max_nodes
         self.names, self.ids, self.tags, self.words, self.word_flags = _tables()
-        self.stack: list[_Open] = []
+        self.stack: list[_OpenElement] = []
         self.last = [-1] * 256  # by tag: place of the innermost open element
-        self.unclosed: set[int] = set()  # raw elements without an end tag from here on
+        self.unclosed: set[int] = set()  # tags of raw elements without an end tag from here on
         self.space = False  # white space was passed over since the last text row
         self.status = FINE
         self.tag, self.flags, self.parent, self.end, self.depth = [], [], [], [], []
@@ -94,9 +96,9 @@ class _Parser:
             elif html.startswith(b"!--", at + 1):
                 at = self.comment(at + 4)
             elif html.startswith(b"![CDATA[", at + 1) and self.stack and self.stack[-1].foreign:
-                at = self.behind(b"]]>", at + 9)
+                at = self.after(b"]]>", at + 9)
             else:
-                at = self.behind(b">", at + 1)
+                at = self.after(b">", at + 1)
             at = text = length if at < 0 else at  # the input ends inside of a tag, or inside of a script
         if self.status == FINE:
             self.add_text(text, length)
@@ -138,9 +140,9 @@ class _Parser:
         for barrier in range(len(BARRIERS)):
             if barrier_of >> barrier & 1:
                 barriers[barrier] = place
-        pre = bool(rules & Rule.PRE) or (top is not None and top.pre)
-        foreign = bool(rules & Rule.FOREIGN) or (top is not None and top.foreign)
-        self.stack.append(_Open(tag, len(self.tag) - 1, name, self.last[tag], nearest, barriers, pre, foreign))
+        pre = bool(rules & TagRule.PRE) or (top is not None and top.pre)
+        foreign = bool(rules & TagRule.FOREIGN) or (top is not None and top.foreign)
+        self.stack.append(_OpenElement(tag, len(self.tag) - 1, name, self.last[tag], nearest, barriers, pre, foreign))
         self.last[tag] = place
 
     def pop_to(self, height: int) -> None:
@@ -149,55 +151,55 @@ class _Parser:
             self.end[closed.node] = len(self.tag)
             self.last[closed.tag] = closed.same
 
-    # tags: each takes the position of the name and returns the one behind the tag, or -1 at the end of the input
+    # Tags: each method takes the position of the name and returns that after the tag, or -1 at the end of the input
 
     def start_tag(self, at: int) -> int:
         tag, name_stop = self.name(at)
         name = self.html[at:name_stop].lower()
-        behind, flags, self_closing = self.attributes(name_stop)
-        if behind < 0:
+        after, flags, self_closing = self.attributes(name_stop)
+        if after < 0:
             return -1
         rules, _, closes, _, _, _ = self.tags[tag]
-        if rules & Rule.ONCE and self.last[tag] >= 0:
-            return behind
+        if rules & TagRule.ONCE and self.last[tag] >= 0:
+            return after
         if self.stack:
             nearest = self.stack[-1].nearest
             closed = [n for group, n in enumerate(nearest) if closes >> group & 1 and n >= 0]
             self.pop_to(min(closed, default=len(self.stack)))
         foreign = bool(self.stack) and self.stack[-1].foreign
-        to_end = bool(rules & Rule.RAW_TO_END)
-        if rules & Rule.RAW and tag not in self.unclosed and (to_end or not foreign):
-            stop, name_end = self.raw_end(behind, name)
+        to_end = bool(rules & TagRule.RAW_TO_END)
+        if rules & TagRule.RAW and tag not in self.unclosed and (to_end or not foreign):
+            stop, name_end = self.raw_end(after, name)
             if stop < 0:
                 self.unclosed.add(tag)
                 if to_end:
-                    self.add_row(tag, flags, behind, len(self.html))
+                    self.add_row(tag, flags, after, len(self.html))
                     return -1
             else:
-                return self.attributes(name_end)[0] if self.add_row(tag, flags, behind, stop) else -1
-        if not self.add_row(tag, flags, name_stop, behind - 1):
+                return self.attributes(name_end)[0] if self.add_row(tag, flags, after, stop) else -1
+        if not self.add_row(tag, flags, name_stop, after - 1):
             return -1
-        if rules & Rule.VOID or (self_closing and (foreign or tag == OTHER or rules & Rule.FOREIGN)):
-            return behind
+        if rules & TagRule.VOID or (self_closing and (foreign or tag == OTHER or rules & TagRule.FOREIGN)):
+            return after
         if len(self.stack) >= self.max_depth:
             self.status = TOO_DEEP
             return -1
         self.push(tag, name)
-        return behind
+        return after
 
     def end_tag(self, at: int) -> int:
         tag, name_stop = self.name(at)
-        behind = self.attributes(name_stop)[0]
+        after = self.attributes(name_stop)[0]
         rules, member, _, _, _, barrier = self.tags[tag]
-        if behind < 0:
+        if after < 0:
             return -1
         if tag == BREAK:  # browsers make a line break of </br>
-            self.add_row(BREAK, 0, name_stop, behind - 1)
-            return behind
-        if not self.stack or rules & Rule.NO_END:
-            return behind
+            self.add_row(BREAK, 0, name_stop, after - 1)
+            return after
+        if not self.stack or rules & TagRule.NO_END:
+            return after
         place, top = self.last[tag], self.stack[-1]
-        if rules & Rule.HEADING:
+        if rules & TagRule.HEADING:
             place = max(n for group, n in enumerate(top.nearest) if member >> group & 1)
         elif tag == OTHER:
             name, steps = self.html[at:name_stop].lower(), _SAME_NAME_STEPS
@@ -206,10 +208,10 @@ class _Parser:
                 place = self.stack[place].same if steps else -1
         if place >= 0 and place >= top.barriers[barrier]:
             self.pop_to(place)
-        return behind
+        return after
 
     def name(self, at: int) -> tuple[int, int]:
-        """(tag, position behind the name)."""
+        """Return (tag, position after the name)."""
         symbols, state = _symbols()[0], 0
         while True:
             state = self.names[state][symbols[self.html[at]]]
@@ -218,7 +220,7 @@ class _Parser:
                 return self.ids[state] or OTHER, at
 
     def attributes(self, at: int) -> tuple[int, int, bool]:
-        """(position behind '>' or -1, marks of the values, whether the tag ends in '/>')."""
+        """Return (position after '>' or -1, marks of the values, whether the tag ends in '/>')."""
         html, length, symbols = self.html, len(self.html), _symbols()[0]
         flags, self_closing = 0, False
         while True:
@@ -259,7 +261,7 @@ class _Parser:
                 flags |= self.value_flags(name if kind == NAMED else None, value)
 
     def value_flags(self, name: bytes | None, value: bytes) -> int:
-        """The marks of a plain value, read as "-value-", or of a named one, read as "-name=value="."""
+        """Return the marks of a plain value, matched as "-value-", or of a named value, matched as "-name=value="."""
         found, joint = 0, HYPHEN if name is None else EQUALS
         symbols = [HYPHEN]
         for run in (value, b" ") if name is None else (name, b" ", value, b" "):
@@ -271,24 +273,24 @@ class _Parser:
         return found
 
     def raw_end(self, at: int, name: bytes) -> tuple[int, int]:
-        """(end of the raw text, position behind the name in its end tag), or (-1, -1)."""
+        """Return (end of the raw text, position after the name in its end tag), or (-1, -1)."""
         html, length = self.html, len(self.html)
         while (at := html.find(b"</", at)) >= 0:
-            behind = at + 2 + len(name)
-            if behind < length and html[at + 2 : behind].lower() == name and html[behind] in _NAME_END:
-                return at, behind
+            after = at + 2 + len(name)
+            if after < length and html[at + 2 : after].lower() == name and html[after] in _NAME_END:
+                return at, after
             at += 1
         return -1, -1
 
     def comment(self, at: int) -> int:
-        """The position behind the comment whose text starts at `at`."""
+        """Return the position after the comment whose text starts at `at`."""
         for empty in (b">", b"->"):
             if self.html.startswith(empty, at):
                 return at + len(empty)
         end = _COMMENT_END.search(self.html, at)
         return end.end() if end else len(self.html)
 
-    def behind(self, pattern: bytes, at: int) -> int:
+    def after(self, pattern: bytes, at: int) -> int:
         found = self.html.find(pattern, at)
         return found + len(pattern) if found >= 0 else len(self.html)
 
@@ -299,7 +301,7 @@ class _Parser:
 
 
 def _word_symbols(run: bytes, joint: int, last: int) -> list[int]:
-    """Letters in lower case; all else and the step from lower to upper case are `joint`, never two in a row.
+    """Return the symbols of a run: letters in lower case, and `joint` for other bytes and between "aB", never twice.
 
     last: the symbol before the run.
     """
@@ -317,7 +319,7 @@ def _word_symbols(run: bytes, joint: int, last: int) -> list[int]:
 
 
 def _count(text: bytes) -> tuple[int, int]:
-    """(width, marks of sentences), as Page.chars and Page.marks."""
+    """Return (characters, punctuation marks) as ParsedPage.chars and ParsedPage.marks count them."""
     chars = marks = at = 0
     while at < len(text):
         byte = text[at]
@@ -326,7 +328,7 @@ def _count(text: bytes) -> tuple[int, int]:
                 chars += 1
                 marks += byte in _MARKS
                 if byte == ord("&"):
-                    at = _behind_reference(text, at) - 1
+                    at = _after_reference(text, at) - 1
         elif byte >= 0xC0 and not text.startswith(_NO_BREAK_SPACE, at):
             chars += 2 if 0xE3 <= byte <= 0xED or byte == 0xF0 else 1  # ideographs, kana, hangul; emoji
             marks += text.startswith(_WIDE_MARKS, at)
@@ -334,8 +336,8 @@ def _count(text: bytes) -> tuple[int, int]:
     return chars, marks
 
 
-def _behind_reference(text: bytes, at: int) -> int:
-    """The position behind the character reference at `at`, or behind the `&` where there is none."""
+def _after_reference(text: bytes, at: int) -> int:
+    """Return the position after the character reference at `at`, or after the `&` if it begins no reference."""
     limit = min(at + 34, len(text))
     start = stop = at + 2 if text.startswith(b"#", at + 1) and at + 1 < limit else at + 1
     while stop < limit and text[stop] in _REFERENCE:
@@ -344,8 +346,8 @@ def _behind_reference(text: bytes, at: int) -> int:
 
 
 def parse(html: bytes, max_depth: int, max_nodes: int) -> tuple:
-    """(status, tag, flags, parent, end, depth, start, stop, chars, marks): lists, see page.Page."""
-    parser = _Parser(html, max_depth, max_nodes)
+    """Return (status, tag, flags, parent, end, depth, start, stop, chars, marks): lists, see page.ParsedPage."""
+    parser = _PageParser(html, max_depth, max_nodes)
     parser.parse()
     p = parser
     return p.status, p.tag, p.flags, p.parent, p.end, p.depth, p.start, p.stop, p.chars, p.marks

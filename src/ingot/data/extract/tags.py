@@ -1,7 +1,7 @@
-"""What the parser knows about each element: which end without an end tag, and what an end tag may close.
+"""The parser's tables of elements: which tags close which open elements.
 
-The tables hold a simplification of the tree construction of the HTML standard (section 13.2.6): no elements are made
-up, moved or opened again. What decides about text is kept: which elements enclose it.
+The tables are a simplification of the tree construction of the HTML standard (section 13.2.6): no element is made up,
+moved or reopened. They keep what decides which elements enclose a text.
 """
 
 from enum import IntFlag
@@ -37,21 +37,21 @@ NAMES = (*_FIRST, *dict.fromkeys(name for name in _REST if name != "br"))
 ID = {name: number for number, name in enumerate(NAMES) if name}
 
 
-class Rule(IntFlag):
-    VOID = 1  # has no content
-    RAW = 2  # content is not parsed
-    RAW_TO_END = 4  # ... even where the end tag is missing; other raw elements are then parsed like any
-    HEADING = 8  # an end tag of any heading ends it
+class TagRule(IntFlag):
+    VOID = 1  # the element has no content
+    RAW = 2  # the content is not parsed
+    RAW_TO_END = 4  # ... even if the end tag is missing; other raw elements without an end tag are parsed normally
+    HEADING = 8  # an end tag of any heading ends the element
     PRE = 16  # white space counts
     FOREIGN = 32  # inside, "/>" ends an element
-    ONCE = 64  # a second start tag means nothing
-    NO_END = 128  # end tags mean nothing
+    ONCE = 64  # a second start tag is ignored
+    NO_END = 128  # end tags are ignored
 
 
 # A start tag ends the outermost open element of the groups that it closes. An element that stops a group hides the
-# open elements of the group from what is inside of it.
+# open elements of the group from its content.
 GROUPS = ("p", "li", "definition", "cell", "row", "section", "option", "a", "button", "ruby", "heading", "head")
-BARRIERS = ("special", "scope", "table", "list")  # an end tag does not reach over the innermost element of its barrier
+BARRIERS = ("special", "scope", "table", "list")  # an end tag closes nothing outside the innermost element of a barrier
 
 _SCOPE = {"html", "table", "td", "th", "caption", "applet", "marquee", "object", "template"}
 _SPECIAL = {*_BLOCK, *_HEADINGS, *_TABLE_PARTS, *_RAW, *_SCOPE} | {"body", "head", "p", "pre", "li", "dd", "dt"}
@@ -119,16 +119,16 @@ _BARRIER_MEMBERS = {
 
 
 def _rules(name: str) -> int:
-    found = Rule(0)
+    found = TagRule(0)
     for rule, names in (
-        (Rule.VOID, _VOID),
-        (Rule.RAW, _RAW),
-        (Rule.RAW_TO_END, ("script", "style")),
-        (Rule.HEADING, _HEADINGS),
-        (Rule.PRE, ("pre", "listing")),
-        (Rule.FOREIGN, ("svg", "math")),
-        (Rule.ONCE, ("html", "head", "body")),
-        (Rule.NO_END, ("html", "body")),
+        (TagRule.VOID, _VOID),
+        (TagRule.RAW, _RAW),
+        (TagRule.RAW_TO_END, ("script", "style")),
+        (TagRule.HEADING, _HEADINGS),
+        (TagRule.PRE, ("pre", "listing")),
+        (TagRule.FOREIGN, ("svg", "math")),
+        (TagRule.ONCE, ("html", "head", "body")),
+        (TagRule.NO_END, ("html", "body")),
     ):
         if name in names:
             found |= rule
@@ -145,9 +145,11 @@ def _barrier(name: str) -> str:
 
 @cache
 def tag_rules() -> np.ndarray:
-    """uint16 [len(NAMES), 6]: Rule, groups it is of, groups it closes, groups it stops, barriers it is, its barrier.
+    """Return uint16 [len(NAMES), 6], a row per tag.
 
-    Groups and barriers are bits in the order of GROUPS and BARRIERS; the last column is an index into BARRIERS.
+    The columns: TagRule, groups of the element, groups that it closes, groups that it stops, barriers that it is, and
+    the barrier of its end tag. Groups and barriers are bits in the order of GROUPS and BARRIERS; the last column is an
+    index into BARRIERS.
     """
     table = np.zeros((len(NAMES), 6), np.uint16)
     for number, name in enumerate(NAMES):

@@ -1,8 +1,8 @@
-"""Words in class, id, role and schema.org attributes that say what an element is, and the automaton that finds them.
+"""Words in class, id, role and schema.org attributes that show the role of an element, and the automaton for them.
 
 A pattern is matched as whole words: "post*body" finds "post-body", "postBody", "post__body" and "postbody". A `+` at
 its start or end leaves that side open: "newsletter+" also finds "newsletters". "role=main" is the beginning of the
-value of the attribute role; "style=+display*none" stands anywhere in the value. The words are those of many sites and
+value of the attribute role; "style=+display*none" matches anywhere in the value. The words are those of many sites and
 content systems, in English, German, French, Spanish, Italian, Portuguese, Dutch and Polish; none is for one site.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 from ingot.data.extract.tags import ID
 
 STRIDE, WORD_STRIDE = 64, 32  # row lengths of the two tables, as in page.c
-HYPHEN, EQUALS, DIGITS = 27, 28, 29  # symbols behind the letters 1..26
-PLAIN, NAMED, TARGET = 1, 2, 3  # kinds of attributes: words; words behind the name; its presence marks a link
+HYPHEN, EQUALS, DIGITS = 27, 28, 29  # symbols after the letters 1..26
+PLAIN, NAMED, TARGET = 1, 2, 3  # kinds of attributes: words; words that follow the name; its presence marks a link
 ATTRIBUTES = {"class": PLAIN, "id": PLAIN, "href": TARGET} | dict.fromkeys(
     ("role", "itemprop", "itemtype", "style", "hidden", "aria-hidden", "aria-label", "rel", "type", "property"), NAMED
 )
 
 
-class Mark(IntFlag):
-    """What the attributes of an element say it is."""
+class ElementMark(IntFlag):
+    """The roles of an element that its attributes show."""
 
     BODY = 1 << 0  # the text of an article
     ARTICLE = 1 << 1  # an article with what belongs to it
@@ -39,11 +39,11 @@ class Mark(IntFlag):
     REQUEST = 1 << 11  # cookies, newsletter, log in
     HIDDEN = 1 << 12
     DATA = 1 << 13  # a script of JSON-LD
-    LINK = 1 << 63  # has href (on text nodes: follows white space)
+    LINK = 1 << 63  # has href (on text rows: white space precedes the text)
 
 
 _PATTERNS = {
-    Mark.BODY: """
+    ElementMark.BODY: """
         itemprop=article*body itemprop=review*body itemprop=text property=+article*body
         article*body article*content article*text article*copy article*main article*inner article*paragraphs
         articlebody+ post*body post*content post*text post*entry post*copy post*message
@@ -57,55 +57,56 @@ _PATTERNS = {
         texto*materia conteudo*texto tresc*artykulu artykul*tresc artikel*tekst full*text fulltext
         document*content review*body recipe*body section*content press*release*body
     """,
-    Mark.ARTICLE: """
+    ElementMark.ARTICLE: """
         role=article itemtype=+schema*org*article itemtype=+schema*org*news*article itemtype=+schema*org*blog*posting
         itemtype=+schema*org*report+
     """,
-    Mark.NAVIGATION: """
+    ElementMark.NAVIGATION: """
         nav navi +navbar+ navbox +navigation+ menu menus submenu topnav subnav mainnav +breadcrumb+ bread*crumb+ krumel+
         crumbs +pagination+ pager pagenav paging page*nav page*numbers role=navigation role=menu role=menubar
         role=search role=tablist skip*link+ skip*to+ toc table*of*contents sitemap post*nav+ nav*links nav*next
         nav*previous next*prev prev*next next*post previous*post menu*item dropdown brotkrumen ariane
         fil*d*ariane migas inhaltsverzeichnis seitennavigation topbar aria*label=breadcrumb+ letter*nav
     """,
-    Mark.FOOTER: """
+    ElementMark.FOOTER: """
         footer foot colophon role=contentinfo imprint impressum copyright legal disclaimer bottom*bar
         site*info footnav pie page*foot site*footer article*footer entry*footer post*footer
     """,
-    Mark.SIDE: """
+    ElementMark.SIDE: """
         +sidebar+ side*bar aside role=complementary right*col right*column rightcol rightcolumn rail
         right*rail left*rail left*col leftcol sidecol side*column secondary widget widgets widget*area marginal+
         randspalte seitenleiste seitenspalte barre*laterale infobox info*box factbox fact*box
     """,
-    Mark.SHARE: """
+    ElementMark.SHARE: """
         share shares sharing share*bar sharebar sharedaddy share*buttons share*tools sharetools social+
         sociable addthis+ addtoany+ shariff follow follow*us followus teilen partager partage
         compartir condividi compartilhar udostepnij twitter facebook whatsapp pinterest bookmark bookmarks
         tweet like*button article*tools post*tools article*actions share*links
     """,
-    Mark.RELATED: """
+    ElementMark.RELATED: """
         +related+ +recommend+ read*more readmore read*next more*stories more*articles more*news more*from
         more*on more*posts more*info most*read mostread most*popular most*viewed popular popular*posts trending similar+
         also*like also*read see*also you*may you*might teaser teasers latest*news latest*posts latest*stories
         recent*posts recent*articles recirc+ outbrain taboola up*next upnext suggest+ suggestions ob*widget
         verwandt+ aehnlich+ mehr*zum*thema weiterlesen weitere*artikel weitere*meldungen empfehlung+ lesen*sie
-        relacionad+ lea*tambien correlat+ leggi*anche voir*aussi lire*aussi articles*lies zum*thema
+        relacionad+ lea*tambien correlat+ leggi*anche voir*aussi lire*aussi zum*thema
         polecane powiazane gerelateerd leia*mais leia*tambem crosslink+ cross*link+ promo promos promobox
         yarpp+ zergnet revcontent more*link story*list news*list article*list post*list linkbox link*list
         linklist carousel slider slideshow gallery ticker
-    """,
-    Mark.COMMENT: """
+    """
+    "articles*lies",  # French for related articles. words: ok
+    ElementMark.COMMENT: """
         comment +comments+ +commentlist+ comment*list comment*form comment*section comments*area comments*section
         disqus+ dsq+ respond commentform +kommentar+ commentaire+ comentario+ commento commenti
         comentarios komentarz+ reacties livefyre+ fb*comments talkback reply replies role=comment
         itemprop=comment comol spot*im discussion guestbook
     """,
-    Mark.AD: """
+    ElementMark.AD: """
         ad ads adv +advert+ adsense adslot ad*slot ad*unit ad*container adbox adsbygoogle ad*wrapper banner banners
         +sponsor+ werbung anzeige anzeigen publicidad pubblicita publicidade reklama dfp google*ad+ gpt*ad+
         ad*label ad*placeholder promotion paid*content advertorial*teaser
     """,
-    Mark.META: """
+    ElementMark.META: """
         byline bylines author authors author*box author*info author*bio authorbox about*author autor autoren auteur
         autore meta metadata metas date datetime dateline timestamp time*stamp pubdate publish*date published
         posted*on posted*by post*date entry*date entry*meta post*meta post*info article*meta article*info
@@ -117,29 +118,29 @@ _PATTERNS = {
         mw*editsection icon vcard toolbar tools actions action buttons button btn controls options info*bar
         filed*under posted*in last*updated location
     """,
-    Mark.CAPTION: """
+    ElementMark.CAPTION: """
         caption captions figcaption wp*caption+ image*caption img*caption photo*caption credit credits
         image*credit photo*credit bildunterschrift bildunterzeile bildtext bildnachweis legende legenda
         pie*de*foto didascalia copyright*info attachment thumb*caption media*caption image*source image*copyright
         legend unterschrift attribution img*credit bild*info slide*caption
     """,
-    Mark.REQUEST: """
+    ElementMark.REQUEST: """
         cookie+ consent gdpr modal popup pop*up overlay +newsletter+ subscribe+ subscription sign*up signup
         login log*in signin sign*in register registration mailing*list captcha notification notifications noprint
         no*print hide*print print*hide donate donation optin opt*in lightbox toast paywall*prompt abo*box
         push*notification permission mc*embed+ app*download onetrust+ paidbox paid*box
         search search*form searchform searchbox cta call*to*action feedback survey poll quiz
     """,
-    Mark.HIDDEN: """
+    ElementMark.HIDDEN: """
         hidden= aria*hidden=true style=+display*none style=+visibility*hidden display*none visually*hidden
         visuallyhidden sr*only screen*reader+ offscreen u*hidden is*hidden nodisplay
     """,
-    Mark.DATA: "type=application*ld*json",
+    ElementMark.DATA: "type=application*ld*json",
 }
 
 
 def _spellings(pattern: str) -> list[str]:
-    """The strings over a-z, '-' and '=' that the automaton looks for."""
+    """Return the strings over a-z, '-' and '=' that the automaton searches for."""
     name, named, value = pattern.rpartition("=")
     joint = "=" if named else "-"
     stems = [value.strip("+").replace("*", between) for between in ((joint, "") if "*" in value else ("",))]
@@ -152,7 +153,7 @@ def _spellings(pattern: str) -> list[str]:
 
 
 def symbol(character: str) -> int:
-    """The symbol of a lower-case letter, digit, '-' or '='."""
+    """Return the symbol of a lower-case letter, digit, '-' or '='."""
     if character in "-=":
         return HYPHEN if character == "-" else EQUALS
     return DIGITS + int(character) if character.isdigit() else ord(character) - ord("a") + 1
@@ -160,9 +161,10 @@ def symbol(character: str) -> int:
 
 @cache
 def name_tables() -> tuple[np.ndarray, np.ndarray]:
-    """(uint16 [states, STRIDE], uint8 [states]): trie over tag names and '=' + attribute names; id or kind, or 0.
+    """Return the trie of tag names and of '=' + attribute names: (uint16 [states, STRIDE], uint8 [states]).
 
-    State 0 is the root. State 1 is where unknown names end up.
+    The first array is the next state of each symbol, the second the tag id or kind of attribute that ends in a state,
+    or 0. State 0 is the root, state 1 the state of unknown names.
     """
     rows, ids = [np.ones(STRIDE, np.uint16), np.ones(STRIDE, np.uint16)], [0, 0]
     for name, number in [*ID.items(), *((f"={name}", kind) for name, kind in ATTRIBUTES.items())]:
@@ -181,9 +183,9 @@ def name_tables() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def word_tables() -> tuple[np.ndarray, np.ndarray]:
-    """(uint16 [states, WORD_STRIDE], uint64 [states]): the automaton of Aho and Corasick (1975) and the marks found.
+    """Return the automaton of Aho and Corasick (1975): (uint16 [states, WORD_STRIDE], uint64 [states]).
 
-    After every symbol, the marks of the state that is reached are those of all patterns that end there.
+    The first array is the next state of each symbol, the second the marks of all patterns that end in a state.
     """
     children: list[dict[int, int]] = [{}]
     marks = [0]

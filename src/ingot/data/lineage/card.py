@@ -7,10 +7,10 @@ from typing import Any
 
 from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.build.corpus import cut_files, load_corpus, read_jsonl
-from ingot.data.lineage.find import SPLITS, asking, part_of, require_lineage
 from ingot.data.lineage.inspect import corpus_folder
-from ingot.data.lineage.purge.layouts import PURGED
+from ingot.data.lineage.purge.history import PURGED
 from ingot.data.lineage.purge.purge import read_purges
+from ingot.data.lineage.records import SPLITS, asking, part_of, require_lineage
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import sha256_file

@@ -14,7 +14,7 @@ from typing import Any
 from ingot.data.build.corpus import cut_files, load_corpus, read_documents, read_dropped, read_jsonl
 from ingot.data.build.recipe import setting_of
 from ingot.data.build.stages import most_dropped
-from ingot.data.lineage.find import OF_DOMAIN, asking, host_of, lineage_files, part_of, require_lineage
+from ingot.data.lineage.records import OF_DOMAIN, asking, host_of, lineage_files, part_of, require_lineage
 from ingot.errors import UsageError
 from ingot.schema.corpus import FunnelStage
 

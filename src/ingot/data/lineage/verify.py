@@ -1,13 +1,12 @@
 """Is every byte of a token folder what was built? Hashes, ids, document ends, index."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ingot.data.lineage.damage import raise_all
 from ingot.errors import DataError
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
 from ingot.storage import sha256_bytes
@@ -151,3 +150,38 @@ def _wrong_ids(
         rule=f"token {manifest.eot_id} ends every document and stands nowhere else",
         fix=_FIX,
     )
+
+
+# Many damaged places, told in one error.
+
+
+LISTED = 20  # places that are named one by one
+
+
+class Damaged(DataError):
+    """Several `places` at once."""
+
+    places: tuple[DataError, ...] = ()
+
+
+def raise_all(damage: Iterable[DataError]) -> None:
+    """Raise one DataError that lists every place in `damage` (the first 20, and a count); nothing when there is none.
+
+    A single one is raised as it is. Of several, each rule and each way out is told once.
+    """
+    places = [place for one in damage for place in (one.places if isinstance(one, Damaged) else (one,))]
+    found = list({place.found: place for place in places}.values())  # two checks may meet the same damage
+    if len(found) == 1:
+        raise found[0]
+    if not found:
+        return
+    listed = [f"  {one.found}" for one in found[:LISTED]]
+    if len(found) > LISTED:
+        listed.append(f"  and {len(found) - LISTED:,} more")
+    error = Damaged(
+        "\n".join([f"{len(found):,} places are damaged:", *listed]),
+        rule="; ".join(dict.fromkeys(one.rule for one in found[:LISTED] if one.rule)),
+        fix="; ".join(dict.fromkeys(one.fix for one in found[:LISTED] if one.fix)),
+    )
+    error.places = tuple(found)
+    raise error

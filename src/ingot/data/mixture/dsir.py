@@ -25,7 +25,7 @@ import numpy as np
 from ingot.config import to_dict
 from ingot.data.build.corpus import MANIFEST, json_line, jsonl_writer, load_corpus, read_documents, write_manifest
 from ingot.data.classify.examples import read_texts
-from ingot.data.lineage.table import RECORD_COLUMNS, read_lineage, write_rows
+from ingot.data.lineage.records import RECORD_COLUMNS, read_lineage, write_rows
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage, LineagePart

@@ -1,11 +1,11 @@
-"""Remote files into a local folder: resumed where they stopped, of one version, of the length that was announced.
+"""Download remote files into a local folder. A stopped download is resumed; version and length are verified.
 
-    CACHE/KEY/part          the bytes so far
-    CACHE/KEY/whole         all of it; only ever whole
-    CACHE/KEY/version.json  the version that they belong to
+    CACHE/KEY/part          the bytes fetched so far
+    CACHE/KEY/whole         the complete file; never partial
+    CACHE/KEY/version.json  the version that the bytes belong to
     CACHE/.hosts/           one lock per connection to a host, shared by all workers
 
-What is in CACHE can be deleted at any time; the caller does so for a file that was read.
+CACHE can be deleted at any time; the caller deletes a file after reading it.
 """
 
 import contextlib
@@ -20,16 +20,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from ingot.data.sources.bounded import Limits
 from ingot.data.sources.remote import Changed, NoSuchHost, Remote, RemoteRules, Throttled, Unreachable, Version
 from ingot.data.sources.s3 import S3Object
+from ingot.data.sources.unpack import BadStream, Unpacked, lines
 from ingot.data.sources.web import WebFile
 from ingot.errors import DataError, ResourceError
 from ingot.storage import sha256_bytes, write_json
 
 _LONGEST_WAIT_SECONDS = 300.0
-_ATTEMPTS_AT_A_NAME = 3  # that nobody knows
-_PROGRESS_BYTES = 1 << 20  # so much more makes an attempt one that brought something
+_ATTEMPTS_AT_A_NAME = 3  # that cannot be resolved
+_PROGRESS_BYTES = 1 << 20  # an attempt that brought at least these counts as progress
 _POLL_SECONDS = 0.05
+_PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]*(?:/[A-Za-z0-9_][A-Za-z0-9._=+-]*)*")
+_MAX_PATHS = 2_000_000
+_MAX_PATH_BYTES = 1000
 _sleep = time.sleep
 
 Result = TypeVar("Result")
@@ -44,9 +49,9 @@ def remote(location: str, rules: RemoteRules) -> Remote:
 
 
 def fetch(location: str, cache: Path, rules: RemoteRules, *, expected: Version | None = None) -> Path:
-    """The whole file, at a place below `cache`. expected: the version it has to be, when that is known.
+    """Download the file `location` and return its path below `cache`. expected: the required version, if known.
 
-    Raises DataError for what cannot be had, is another version, or is larger than rules.max_bytes.
+    Raises DataError for a file that cannot be fetched, is another version, or is larger than rules.max_bytes.
     """
     folder = _folder(location, cache)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,13 +64,46 @@ def fetch(location: str, cache: Path, rules: RemoteRules, *, expected: Version |
     return whole
 
 
+def fetch_paths(location: str, cache: Path, rules: RemoteRules) -> list[str]:
+    """Download a list of paths, plain or compressed, and return its lines.
+
+    Raises DataError for a line that is not a relative path.
+    """
+    path, paths = fetch(location, cache, rules), []
+    try:
+        with Unpacked(path, Limits()) as stream:
+            for number, (line, size) in enumerate(lines(stream, _MAX_PATH_BYTES), 1):
+                text = line.decode("utf-8", "replace").strip()
+                if size > _MAX_PATH_BYTES or (text and not _PATH.fullmatch(text)):
+                    raise _bad_list(path, f"line {number} is {text[:80]!r}", number)
+                paths += [text] if text else []
+                if len(paths) > _MAX_PATHS:
+                    raise _bad_list(path, f"more than {_MAX_PATHS} lines")
+    except BadStream as bad:
+        raise _bad_list(path, bad.value) from None
+    if not paths:
+        raise _bad_list(path, "no lines")
+    return paths
+
+
+def _bad_list(path: Path, found: str, line: int = 0) -> DataError:
+    return DataError(
+        "E-CRAWL-LIST",
+        f"{path} is not a list of paths: {found}",
+        rule="a list of paths has one relative path per line",
+        fix="remove the file, so that it is fetched again, or check the name",
+        path=str(path),
+        line=line,
+    )
+
+
 def forget(location: str, cache: Path) -> None:
-    """Remove what `fetch` brought."""
+    """Remove the copy that `fetch` made."""
     shutil.rmtree(_folder(location, cache), ignore_errors=True)
 
 
 def version(location: str, cache: Path, rules: RemoteRules) -> Version:
-    """What the server says of the file. Raises DataError."""
+    """Ask the server for the current version of the file. Raises DataError."""
     source = remote(location, rules)
     with polite(source.host, cache, rules):
         return persistent(source.version, location, rules)
@@ -77,7 +115,7 @@ class _Download:
         self.part, self.facts = folder / "part", folder / "version.json"
 
     def run(self, cache: Path) -> None:
-        # The connection stays taken while this file waits for its next attempt: others would disturb as much.
+        # The connection stays reserved while this file waits for its next attempt, so that no other worker takes it.
         with polite(self.source.host, cache, self.rules):
             persistent(self._attempt, self.location, self.rules, self._have)
         self.part.replace(self.folder / "whole")
@@ -118,9 +156,11 @@ class _Download:
             raise self._too_large(found.bytes)
         if self.expected and not self.expected.same(found):
             raise DataError(
+                "E-REMOTE-CHANGED",
                 f"{self.location} is another version than when the build began ({self.expected} and {found})",
                 rule="inputs stay as they are during a build",
                 fix="start the build again",
+                location=self.location,
             )
 
     def _write(self, pieces: Iterator[bytes], size: int, total: int) -> None:
@@ -142,25 +182,34 @@ class _Download:
 
     def _too_large(self, found: int) -> DataError:
         return DataError(
+            "E-REMOTE-SIZE",
             f"{self.location} has {found} bytes or more",
             rule=f"one remote file has at most {self.rules.max_bytes} bytes",
-            fix="raise max_bytes, or leave the file out",
+            fix="raise remote.max_bytes, or leave the file out",
+            location=self.location,
+            bytes=found,
+            max_bytes=self.rules.max_bytes,
         )
 
 
 def _disk(path: Path, error: OSError) -> ResourceError:
     return ResourceError(
+        "E-CACHE-WRITE",
         f"cannot write {path}: {error.strerror or error}",
         rule="a remote file is read from a local copy",
-        fix="free some space, or use another folder; what was fetched is kept",
+        fix="free some space, or use another folder; the bytes fetched so far are kept",
+        path=str(path),
     )
 
 
 def persistent(
     action: Callable[[], Result], location: str, rules: RemoteRules, progress: Callable[[], int] = lambda: 0
 ) -> Result:
-    """What `action` returns, tried again while it raises Unreachable. progress: bytes so far; more of them is success
-    enough to go on. Raises DataError when rules.attempts brought nothing."""
+    """Call `action` until it does not raise Unreachable, and return its result.
+
+    progress: returns the bytes fetched so far; an attempt that fetched more starts the count of attempts again.
+    Raises DataError after rules.attempts attempts without progress.
+    """
     failures, before = 0, progress()
     while True:
         try:
@@ -172,9 +221,12 @@ def persistent(
             most = min(rules.attempts, _ATTEMPTS_AT_A_NAME) if isinstance(error, NoSuchHost) else rules.attempts
             if failures >= most:
                 raise DataError(
+                    "E-REMOTE-UNREACHABLE",
                     f"{location.partition('?')[0]} cannot be fetched: {error}",
-                    rule=f"it was tried {failures} times with growing pauses",
-                    fix="try again later: what was fetched is kept, and the same command goes on there",
+                    rule=f"a download is given up after {failures} attempts without progress, with growing pauses",
+                    fix="run the same command again later: it goes on from the bytes fetched so far",
+                    location=location.partition("?")[0],
+                    attempts=failures,
                 ) from None
             wait = min(rules.backoff_seconds * 2 ** (failures - 1), _LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0)
             _sleep(max(wait, error.retry_after if isinstance(error, Throttled) else 0))
@@ -182,8 +234,10 @@ def persistent(
 
 @contextlib.contextmanager
 def polite(host: str, cache: Path, rules: RemoteRules) -> Iterator[None]:
-    """Hold one of the connections to `host`, rules.delay_seconds after it was last used. Workers share them by locks,
-    which the kernel takes back from one that dies."""
+    """Reserve one of the connections to `host`, rules.delay_seconds after its last use.
+
+    Workers share the connections by file locks, which the kernel releases when a worker dies.
+    """
     if not host:
         yield
         return
@@ -206,7 +260,7 @@ def polite(host: str, cache: Path, rules: RemoteRules) -> Iterator[None]:
 
 
 def _try_lock(path: Path) -> int:
-    """A descriptor that holds the lock of `path`, or -1."""
+    """Return a descriptor that holds the lock of `path`, or -1."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

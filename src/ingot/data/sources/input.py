@@ -1,8 +1,11 @@
-"""Inputs: what a build reads, wherever it lies and whatever its format.
+"""The inputs of a build, in any location and any format.
 
-`expand` turns the words of a command into inputs, `identity` says what decides their content, `read` gives their
-documents. A file somewhere else is fetched into a cache first, so that every reader works on a local file, can go back
-behind damage, and a lost connection costs no documents.
+`expand` turns the arguments of a command into inputs, `identity` describes the content of an input, and `read` yields
+its documents. A remote file is fetched into a cache first, so that every reader works on a local file and can seek, and
+a lost connection costs no documents.
+
+Common Crawl is named by crawl: cc:CC-MAIN-2024-10, its WET files with /wet, its first ten WARC files with #0-9. A crawl
+is a list of some 90,000 paths, published as crawl-data/NAME/warc.paths.gz; its files never change.
 """
 
 import glob
@@ -15,41 +18,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ingot.data.sources import commoncrawl, fetch, s3
+from ingot.data.sources import fetch, s3
+from ingot.data.sources.bounded import Limits
 from ingot.data.sources.code import read_code_tar, read_folder, walk
-from ingot.data.sources.limits import Limits
 from ingot.data.sources.parquet import read_parquet
 from ingot.data.sources.remote import RemoteRules, Version
-from ingot.data.sources.rows import Fields
-from ingot.data.sources.text import read_jsonl, read_text
-from ingot.data.sources.unpack import BadStream, Unpacked, foreign
+from ingot.data.sources.sniff import FORMATS, format_by_name, format_of
+from ingot.data.sources.text import Fields, read_jsonl, read_text
 from ingot.data.sources.warc import read_warc
 from ingot.errors import ConfigError, DataError
 from ingot.schema.document import Document, Drop
 from ingot.storage import sha256_bytes, sha256_file
 
-FORMATS = ("warc", "wet", "text", "jsonl", "parquet", "tar", "folder")
-_SUFFIXES = {
-    "warc": "warc", "wet": "wet", "wat": "warc", "txt": "text", "text": "text", "jsonl": "jsonl",
-    "json": "jsonl", "ndjson": "jsonl", "parquet": "parquet", "tar": "tar", "tgz": "tar",
-}  # fmt: skip
-_PACKED = frozenset({"gz", "zst"})
-_HEAD_BYTES = 4096
 _MAX_NAME = 160
 _NO_REMOTE = RemoteRules()
 
 
 class BadInput(DataError):
-    """An input that is at hand but is not what it should be: no WARC, an archive of another kind, nothing."""
+    """An input that was read but has the wrong content: no WARC file, an archive of another kind, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One thing to read, and the name under which weights and evaluation know what comes from it.
+    """A file or folder to read, and the source that mixture weights and evaluation count its documents under.
 
     location: a local path, s3://bucket/key, or http(s)://...
-    format: one of FORMATS, or "auto": by its name, then by its first bytes. A folder of source code has to be named.
-    fields: of JSON lines and Parquet. label: its name, where the last part of `location` would not be unique.
+    format: one of FORMATS, or "auto" (by name, then by first bytes; never source code in a folder).
+    fields: of JSON lines and Parquet. label: the name of the input, if the last part of `location` is not unique.
     """
 
     location: str
@@ -60,7 +55,7 @@ class Input:
 
     @property
     def name(self) -> str:
-        """What ids of documents and names of files are made from. The same file has to keep it."""
+        """The name that document ids and file names are made from. It must stay the same for the same file."""
         if self.label:
             return self.label
         if not self.is_remote:
@@ -83,21 +78,27 @@ def expand(
     fields: Fields | None = None,
     rules: RemoteRules = _NO_REMOTE,
 ) -> list[Input]:
-    """The inputs that `words` name, in their order; those of one word are sorted.
+    """Return the inputs that `words` name, in their order; the inputs of one word are sorted.
 
-    A word is a file; a pattern with * or ?; a folder, whose crawl files, tables and archives at any depth are meant,
-    or with format="folder" its source code; s3://bucket/key, or a prefix of keys that ends in "/" or has a *;
-    an http(s) URL, or one of a list of paths (.paths, .paths.gz) relative to its host; or a crawl of Common Crawl,
-    see commoncrawl.py. Lists are kept in `cache`.
+    A word is a file; a pattern with * or ?; a folder, for the crawl files, tables and archives in it at any depth, or
+    with format="folder" for its source code; s3://bucket/key, or a prefix of keys that ends in "/" or has a *; an
+    http(s) URL of a file, or of a list of paths (.paths, .paths.gz) relative to its host; or cc:CRAWL. Downloaded lists
+    are kept in `cache`.
 
-    Raises ConfigError for what names nothing, and for two inputs of one name; DataError for what cannot be fetched.
+    Raises ConfigError for a word that names nothing, and for two inputs with the same name; DataError for a list that
+    cannot be fetched.
     """
     _check_settings(format, rules)
     fields = fields or Fields()
     found: list[Input] = []
     for word in words:
         if not word or "\0" in word:
-            raise ConfigError(f"{word!r} names no input", rule="an input is a path, a URL or cc:CRAWL")
+            raise ConfigError(
+                "E-INPUT-NAME",
+                f"{word!r} is not the name of an input",
+                rule="an input is a path, a URL or cc:CRAWL",
+                word=word,
+            )
         found += [
             Input(location=location, source=source, format=format, fields=fields, label=label)
             for location, label in _expanded(word, format, cache, rules)
@@ -107,10 +108,10 @@ def expand(
 
 
 def identity(one: Input, cache: Path, rules: RemoteRules = _NO_REMOTE) -> dict:
-    """What decides every byte that `read` will give: name, bytes, and sha256 of a local file; of a remote one what its
-    server calls the version. Files of Common Crawl never change: their path is enough, and nobody is asked.
+    """Return the values that determine every byte that `read` yields.
 
-    Raises DataError for what is not there.
+    A local file has name, bytes and sha256; a remote file has the version that its server reports. A file of Common
+    Crawl never changes, so its path is enough and no request is made. Raises DataError for a missing file.
     """
     if not one.is_remote:
         path = Path(one.location)
@@ -134,10 +135,11 @@ def read(
     *,
     known: dict | None = None,
 ) -> Iterator[tuple[Document, Drop | None]]:
-    """Pairs (document, why it has to go or None) in the order of the input, in constant memory.
+    """Yield pairs (document, drop or None) in the order of the input, in constant memory.
 
-    A remote file is fetched into `cache` and left there: `forget` removes it. known: its `identity`; another version
-    is refused. Raises BadInput for what is not of its format at all, DataError for what cannot be had.
+    A remote file is fetched into `cache` and stays there until `forget` removes it. known: its earlier `identity`;
+    another version is refused. Raises BadInput for a file that is not of its format at all, and DataError for a file
+    that cannot be read or fetched.
     """
     limits = limits or Limits()
     path = Path(one.location)
@@ -150,61 +152,30 @@ def read(
         kind = one.format if one.format != "auto" else format_of(path, one.name, limits)
         if (kind == "folder") != path.is_dir():
             raise DataError(
-                f"{path} is {'a' if path.is_dir() else 'no'} folder, read as {kind}",
-                rule='a folder is read as source code, with format "folder"; other formats are files',
-                fix="name its files, or another format",
+                "E-INPUT-FOLDER",
+                f"{path} is {'a' if path.is_dir() else 'not a'} folder, but its format is {kind}",
+                rule='a folder is read as source code, with format "folder"; the other formats are files',
+                fix="name the files in the folder, or another format",
+                path=str(path),
+                format=kind,
             )
         yield from _reader(kind, path, one, limits)
     except OSError as error:
         raise _unreadable(Path(one.location), error) from None
     except DataError as error:
-        # Nobody knows the name that a remote file has in the cache.
-        found = error.found.replace(str(path), one.location.partition("?")[0]) if one.is_remote else error.found
-        raise BadInput(found, rule=error.rule, fix=error.fix) from None
+        # The user knows the location of a remote file, not its path in the cache.
+        found, facts = error.found, error.facts
+        if one.is_remote:
+            location = one.location.partition("?")[0]
+            found = found.replace(str(path), location)
+            facts = facts | ({"path": location} if "path" in facts else {})
+        raise BadInput(error.code, found, rule=error.rule, fix=error.fix, **facts) from None
 
 
 def forget(one: Input, cache: Path) -> None:
-    """Remove what `read` fetched of `one`, also half-fetched."""
+    """Remove the copy of `one` that `read` fetched, complete or partial."""
     if one.is_remote:
         fetch.forget(one.location, cache)
-
-
-def format_of(path: Path, name: str, limits: Limits) -> str:
-    """The format of the local file `path` that is called `name`: by suffix, else by its first bytes.
-
-    Raises DataError for what is none of FORMATS.
-    """
-    if path.is_dir():
-        return "folder"
-    if by_name := _by_name(name):
-        return by_name
-    with path.open("rb") as file:
-        start = file.read(16)
-    try:
-        with Unpacked(path, limits) as stream:
-            head = stream.exactly(_HEAD_BYTES)
-    except BadStream:
-        head = b""
-    if head.lstrip().startswith(b"WARC/"):
-        return "warc"
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head[257:262] == b"ustar":
-        return "tar"
-    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-        return "jsonl"
-    raise DataError(
-        f"{name} is in no known format: it starts with {start!r}{foreign(start)}",
-        rule=f"known are {', '.join(FORMATS)}; warc, wet, text, jsonl and tar also as .gz and .zst",
-        fix="unpack zip, bzip2, xz and lz4 first; name the format of a file whose name does not say it",
-    )
-
-
-def _by_name(name: str) -> str:
-    *_, last = parts = name.lower().split(".")
-    if last in _PACKED and len(parts) > 2:
-        return _SUFFIXES.get(parts[-2], "")
-    return _SUFFIXES.get(last, "") if len(parts) > 1 else ""
 
 
 def _reader(kind: str, path: Path, one: Input, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
@@ -222,24 +193,23 @@ def _reader(kind: str, path: Path, one: Input, limits: Limits) -> Iterator[tuple
 
 
 def _expanded(word: str, format: str, cache: Path, rules: RemoteRules) -> list[tuple[str, str]]:
-    """(location, label or "") of what `word` names."""
-
-    def fetched(location: str) -> Path:
-        return fetch.fetch(location, cache, rules)
-
-    if commoncrawl.is_name(word):
-        return [(location, "") for location in commoncrawl.locations(word, rules.common_crawl, fetched)]
+    """Return (location, label or "") of every input that `word` names."""
+    if word.startswith("cc:"):
+        return [(location, "") for location in _crawl_locations(word, cache, rules)]
     if word.startswith("s3://"):
         return _in_bucket(word, cache, rules)
     if word.startswith(("http://", "https://")):
         path = urlsplit(word).path
         if path.endswith((".paths", ".paths.gz")):
             root = word[: word.index("/", len("https://"))]
-            return [(f"{root}/{line}", "") for line in commoncrawl.read_paths(fetched(word))]
+            return [(f"{root}/{line}", "") for line in fetch.fetch_paths(word, cache, rules)]
         return [(word, "")]
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", word):
         raise ConfigError(
-            f"{word!r} cannot be read", rule="inputs are local paths, s3://, http(s)://, and cc: for Common Crawl"
+            "E-INPUT-SCHEME",
+            f"{word!r} has an unknown scheme",
+            rule="inputs are local paths, s3://, http(s)://, and cc: for Common Crawl",
+            word=word,
         )
     return _on_disk(word, format)
 
@@ -251,7 +221,7 @@ def _in_bucket(word: str, cache: Path, rules: RemoteRules) -> list[tuple[str, st
     folder = prefix[: prefix.rindex("/") + 1]
     pattern = re.compile(re.escape(word).replace(r"\*", "[^/]*")) if "*" in word else None
     locations = fetch.persistent(lambda: s3.listed(folder, rules), word, rules)
-    found = [place for place in locations if (pattern.fullmatch(place) if pattern else _by_name(place))]
+    found = [place for place in locations if (pattern.fullmatch(place) if pattern else format_by_name(place))]
     if not found:
         raise _nothing(word, "holds no crawl files, tables or archives")
     return [(place, _label(_safe(place.removeprefix(folder), "/"))) for place in found]
@@ -262,19 +232,21 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
     if path.is_dir():
         if format == "folder":
             return [(word, "")]
-        found = [(name, other) for name, other in walk(path) if _by_name(name)]
+        found = [(name, other) for name, other in walk(path) if format_by_name(name)]
         if not found:
             raise _nothing(word, "is a folder without crawl files, tables or archives; source code is read as a folder")
         if closed := next((f"{name}, {other}" for name, other in found if other), ""):
             raise ConfigError(
+                "E-INPUT-LINK",
                 f"{word} holds {closed}",
-                rule="links in a folder are not followed, and nothing is left out in silence",
-                fix=f"name the files themselves: {word.rstrip('/')}/*",
+                rule="links in a folder are not followed, and no file is skipped silently",
+                fix=f"name the files: {word.rstrip('/')}/*",
+                folder=word,
             )
         return [(str(path / name), _label(name)) for name, _ in found]
     if path.exists() or not glob.has_magic(word):
         if not path.is_file():
-            raise _nothing(word, "is no file" if path.exists() else "does not exist")
+            raise _nothing(word, "is not a file" if path.exists() else "does not exist")
         return [(word, "")]
     found = sorted(place for place in glob.glob(word, recursive=True) if Path(place).is_file())  # noqa: PTH207
     if not found:
@@ -283,7 +255,7 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
 
 
 def _label(relative: str) -> str:
-    """A name for a file deeper in a folder that was named: en/part-0.jsonl and de/part-0.jsonl are two."""
+    """Return a unique name for a file below a folder, so that en/part-0.jsonl and de/part-0.jsonl differ; else ""."""
     if "/" not in relative:
         return ""
     label = relative.replace("/", "__")
@@ -292,15 +264,17 @@ def _label(relative: str) -> str:
 
 
 def _safe(name: str, also: str = "") -> str:
-    """A name that somebody else chose, as one for files and messages here."""
+    """Return a name from outside with all characters replaced that are unsafe in file names and messages."""
     return re.sub(rf"[^A-Za-z0-9._{also}-]", "_", name)[-1000 if also else -_MAX_NAME :] or "index"
 
 
 def _nothing(word: str, found: str) -> ConfigError:
     return ConfigError(
+        "E-INPUT-NOTHING",
         f"{word} {found}",
         rule="inputs end in .warc .wet .txt .jsonl .json .ndjson .parquet .tar, or these with .gz or .zst",
         fix='check the name; source code in a folder is read with format "folder"',
+        word=word,
     )
 
 
@@ -309,21 +283,30 @@ def _check_settings(format: str, rules: RemoteRules) -> None:
     if format not in (*FORMATS, "auto"):
         problems.append(f"format is {format!r}, must be auto or one of {', '.join(FORMATS)}")
     if problems:
-        raise ConfigError("\n".join(problems), rule="settings of sources have to make sense")
+        raise ConfigError(
+            "E-INPUT-SETTINGS",
+            "\n".join(problems),
+            rule="each setting of the sources is within its limits",
+            fix="correct these settings of the sources",
+            problems=problems,
+        )
 
 
 def _check_names(inputs: list[Input]) -> None:
     name, count = next(iter(Counter(one.name for one in inputs).most_common(1)), ("", 0))
     if count > 1:
         raise ConfigError(
+            "E-INPUT-DUPLICATE",
             f"{count} inputs are called {name}",
             rule="document ids are made from the base name, so it must be unique",
             fix="give each file once, rename one, or name the folder that holds both",
+            name=name,
+            count=count,
         )
 
 
 def _folder_identity(path: Path) -> dict:
-    """bytes, and the sha256 of a list of all files with theirs."""
+    """Return bytes (of all files) and sha256 (of the list of all files with their hashes)."""
     total, digest = 0, hashlib.sha256()
     for relative, other in walk(path):
         place = path / relative
@@ -335,7 +318,46 @@ def _folder_identity(path: Path) -> dict:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
+        "E-INPUT-UNREADABLE",
         f"cannot read {path}: {error.strerror or error}",
-        rule="what is named as an input can be read",
+        rule="an input must be readable",
         fix="check the path and its permissions",
+        path=str(path),
     )
+
+
+# Common Crawl
+
+_CRAWL = re.compile(
+    r"cc:(?P<crawl>CC-MAIN-\d{4}(?:-\d{2}|-\d{4})?|CC-NEWS/\d{4}/\d{2})(?:/(?P<kind>warc|wet))?"
+    r"(?:#(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?)?"
+)
+
+
+def _crawl_locations(word: str, cache: Path, rules: RemoteRules) -> list[str]:
+    """Return the locations of the files that `word` names. Raises ConfigError, and DataError for a bad list."""
+    match = _CRAWL.fullmatch(word)
+    if not match:
+        raise ConfigError(
+            "E-CRAWL-NAME",
+            f"{word!r} is not the name of a crawl",
+            rule="cc:CRAWL, cc:CRAWL/wet, cc:CRAWL#FIRST-LAST; crawls are called CC-MAIN-2024-10 or CC-NEWS/2024/01",
+            fix="see commoncrawl.org for the names of crawls",
+            word=word,
+        )
+    crawl, kind = match["crawl"], match["kind"] or "warc"
+    base = rules.common_crawl.rstrip("/")
+    paths = fetch.fetch_paths(f"{base}/crawl-data/{crawl}/{kind}.paths.gz", cache, rules)
+    if match["first"]:
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        if not first <= last < len(paths):
+            raise ConfigError(
+                "E-CRAWL-RANGE",
+                f"{word}: {crawl} has the files 0 to {len(paths) - 1}",
+                rule="#FIRST-LAST counts from 0, and includes the file LAST",
+                fix=f"choose FIRST and LAST from 0 to {len(paths) - 1}",
+                word=word,
+                files=len(paths),
+            )
+        paths = paths[first : last + 1]
+    return [f"{base}/{path}" for path in paths]

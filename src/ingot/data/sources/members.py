@@ -1,8 +1,8 @@
-"""How a crawl file is packed: by record into gzip members or zstd frames, or not at all.
+"""The packing of a crawl file: one gzip member or zstd frame per record, or no compression.
 
-Used where fastwarc gives up, to find the next record behind damage, and behind the last record, to see that nothing
-was left unread. Sizes are never believed: gzip members are inflated in pieces that are thrown away, zstd frames are
-walked block by block (RFC 8878) without being decoded.
+The reader of records uses it where fastwarc gives up, to find the next record after damage, and after the last record,
+to check that nothing was left unread. Stated sizes are not trusted: gzip members are inflated in pieces that are
+discarded, and zstd frames are walked block by block (RFC 8878) without being decoded.
 
 A zstd file may begin with a skippable frame that holds the dictionary of all others (WARC-zstd 1.0 of the IIPC).
 """
@@ -15,8 +15,7 @@ from typing import Protocol
 
 from fastwarc.stream_io import ZstdReader
 
-from ingot.data.sources.limits import Limits
-from ingot.data.sources.window import Window
+from ingot.data.sources.bounded import Limits, Window
 
 GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -36,9 +35,11 @@ _CONTENT_SIZE_BYTES = (0, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What stands at an offset. end: offset behind it. whole: it is complete. blank: it holds nothing but space.
-    bomb: the ratio that it inflates beyond, or 0; it was left there, and `end` is no border. size: what it inflates to,
-    where that was found out."""
+    """A gzip member or zstd frame.
+
+    end: the offset after it. whole: it is complete. blank: it holds nothing but white space. bomb: the ratio limit that
+    it exceeds, or 0; inflating stopped there, so `end` is inside it. size: bytes it inflates to, 0 if not known.
+    """
 
     end: int
     whole: bool
@@ -48,30 +49,34 @@ class Member:
 
 
 class Packing(Protocol):
-    """One way to pack records into a file. prefix: what a reader that starts in the middle has to read first."""
+    """A way to pack records into a file. prefix: bytes that a reader that starts in the middle has to read first."""
 
     prefix: bytes
 
     def next_start(self, offset: int) -> int | None:
-        """Offset of the first record at or behind `offset`."""
+        """Return the offset of the first record at or after `offset`, None if there is none."""
         ...
 
     def opens(self, offset: int) -> bool:
-        """Whether a record starts at `offset`."""
+        """Return whether a record starts at `offset`."""
         ...
 
     def record_end(self, offset: int, block_bytes: int) -> int | None:
-        """Offset behind the record at `offset` with a block of `block_bytes`; None if there is no second way in, or the
-        file ends before."""
+        """Return the offset after the record at `offset`, whose block has `block_bytes`.
+
+        None if the packing does not show the end of a single record, or the file ends before it.
+        """
         ...
 
     def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
-        """Whether the record that a reader found at `offset` shares its member with no other, so that the next member
-        is all that follows. Offsets of later records of a member are those of what the reader had taken by then."""
+        """Return whether the record that a reader found at `offset` is the only one in its member.
+
+        The reader gives the second and later records of a member the offset that it had read up to by then.
+        """
         ...
 
     def member(self, offset: int) -> Member | None:
-        """The member at `offset`, or None if none starts there."""
+        """Return the member at `offset`, None if no member starts there."""
         ...
 
 
@@ -122,7 +127,7 @@ class Gzip:
         try:
             head = zlib.decompressobj(31).decompress(self.file.at(offset, _HEAD_BYTES), 64)
         except zlib.error:
-            return False  # the magic bytes by chance
+            return False  # other data that happens to hold the magic bytes
         return head.lstrip().startswith(b"WARC/")
 
     def record_end(self, offset: int, block_bytes: int) -> int | None:
@@ -174,7 +179,7 @@ class Zstd:
         return next((start for start in self.file.search(_ZSTD_FRAME, offset) if self.opens(start)), None)
 
     def opens(self, offset: int) -> bool:
-        # What is needed is in the first block, and that has at most 128 KiB.
+        # The opening of the record is in the first block, which has at most 128 KiB.
         opening = self.prefix + self.file.at(offset, _ZSTD_HEAD_BYTES)
         try:
             head = ZstdReader(io.BytesIO(opening)).read(64)
@@ -187,7 +192,7 @@ class Zstd:
         return member.end if member and member.whole else None
 
     def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
-        # Frames are not decoded here: one that others follow is taken for the frame of one record.
+        # Frames are not decoded here: a frame that another frame follows is assumed to hold one record.
         return self.next_start(offset + 1) is not None
 
     def member(self, offset: int) -> Member | None:

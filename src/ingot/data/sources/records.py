@@ -1,8 +1,8 @@
-"""The records of a WARC file, also of a damaged one: what cannot be read is reported, and reading goes on behind it.
+"""The records of a WARC file. Damage is reported, and reading goes on after it, so a bad record costs one record.
 
-fastwarc does the reading. Around it stand checks for what it lets pass (headers cut by the end of the file, lengths
-that are no numbers, an empty gzip member that it takes for the end) and a search for the next record after damage
-(members.py), so that one bad record costs one record.
+fastwarc does the reading. This module adds checks for the damage that fastwarc accepts (headers cut by the end of the
+file, lengths that are not numbers, an empty gzip member that it takes for the end of the file) and a search for the
+next record after damage (members.py).
 """
 
 import contextlib
@@ -14,29 +14,26 @@ from pathlib import Path
 
 from fastwarc.warc import ArchiveIterator, WarcRecord
 
-from ingot.data.sources.limits import Limits
+from ingot.data.sources.bounded import Limits, Window
 from ingot.data.sources.members import Member, packing_of
-from ingot.data.sources.unpack import foreign
-from ingot.data.sources.window import Window
+from ingot.data.sources.sniff import foreign
 from ingot.errors import DataError
 
-# What may be read in vain behind records whose length is a lie, before the rest of the file is given up. Without this
-# a file of short records that each claim 30 MB would be read millions of times over.
+# Bytes that may be read in total because of wrong record lengths, before the rest of the file is given up. Without
+# this limit a file of short records that each claim 30 MB would be read millions of times over.
 _MAX_WASTED_BYTES = 16 << 30
 _PIECE_BYTES = 1 << 20
 _READ_AHEAD_BYTES = 64 << 10  # that fastwarc may have taken before
-_JUNK_BYTES = 1 << 20  # of what stands between records, looked at to tell padding from damage
-
-
+_JUNK_BYTES = 1 << 20  # between two records that are examined, to distinguish padding from damage
 _NESTED = re.compile(rb"\nWARC/[01]\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record. block: its content, at most one byte more than the limit that was asked for.
+    """One record, or damage at `offset`.
 
-    problem: why the record, or what stands at `offset`, cannot be used; "" for a good one. `cut` says that nothing
-    readable follows, so the file was probably cut off there.
+    block: the content, at most one byte longer than the limit. problem: why the record or the bytes at `offset` cannot
+    be used; "" for a good record. cut: nothing readable follows, so the file was probably cut off there.
     """
 
     offset: int
@@ -52,40 +49,47 @@ class Record:
 
 
 def read_records(path: Path, limits: Limits) -> Iterator[Record]:
-    """All records of the WARC file `path` (plain, gzip or zstd) in order, in constant memory.
+    """Yield all records of the WARC file `path` (plain, gzip or zstd) in order, in constant memory.
 
-    Raises DataError when the file cannot be opened or holds no WARC record at all.
+    Raises DataError when the file cannot be read or holds no WARC record at all.
     """
     try:
         with Window(path) as file:
             if not file.size:
                 raise _no_warc(path, "is empty")
-            yield from _Reader(path, file, limits).records()
+            yield from _RecordReader(path, file, limits).records()
     except OSError as error:
         raise DataError(
+            "E-INPUT-UNREADABLE",
             f"cannot read {path}: {error.strerror or error}",
             rule="a crawl file is a readable WARC or WET file",
             fix="check the path and its permissions",
+            path=str(path),
         ) from None
 
 
-def _no_warc(path: Path, found: str) -> DataError:
+def _no_warc(path: Path, found: str, archive: str = "") -> DataError:
     return DataError(
+        "E-WARC-NONE",
         f"{path} {found}",
         rule="a crawl file holds WARC records, plain, gzip or zstd (.warc .warc.gz .warc.zst .wet.gz); "
         "the first starts at offset 0",
         fix="leave this file out, or fetch it again; unpack other formats (zip, bzip2, xz, lz4) first; "
-        "ARC files become WARC by `warcio recompress x.arc.gz x.warc.gz`",
+        "convert ARC files: `warcio recompress x.arc.gz x.warc.gz`",
+        path=str(path),
+        archive=archive,
     )
 
 
-class _From:
-    """The file from `start` on behind `prefix`, as ArchiveIterator reads it. Its position 0 is `shift` in the file:
-    a dictionary is one at position 0 only."""
+class _Stream:
+    """The file interface that ArchiveIterator reads: `prefix`, then the file from `start` on.
+
+    shift: the offset in the file that is position 0 of the stream. A zstd dictionary is only valid at position 0.
+    """
 
     def __init__(self, file: Window, start: int, prefix: bytes):
         self._file, self._position, self._prefix = file, start, prefix
-        self.taken = 0  # bytes
+        self.taken = 0  # bytes of the file
         self.shift = start - len(prefix)
 
     def read(self, count: int) -> bytes:
@@ -96,11 +100,11 @@ class _From:
             self.taken += len(data)
         return data
 
-    def tell(self) -> int:
+    def tell(self) -> int:  # a name of the file interface. words: ok
         return 0
 
 
-class _Reader:
+class _RecordReader:
     def __init__(self, path: Path, file: Window, limits: Limits):
         self.path, self.file, self.limits = path, file, limits
         self.packing = packing_of(file, limits)
@@ -109,7 +113,7 @@ class _Reader:
     def records(self) -> Iterator[Record]:
         start = self.packing.next_start(0)
         if start is None:
-            raise _no_warc(self.path, self._instead())
+            raise self._no_records()
         before = len(self.packing.prefix)
         if start > before and self.file.at(before, min(start, 1 << 20)).strip():
             yield Record(offset=0, problem=f"{start} bytes before the first record")
@@ -119,28 +123,30 @@ class _Reader:
                 yield Record(offset=start, problem="too much damage: the rest of the file is not read", cut=True)
                 return
 
-    def _instead(self) -> str:
+    def _no_records(self) -> DataError:
         head = self.file.at(0, 4096)
         with contextlib.suppress(zlib.error):
             head = zlib.decompressobj(31).decompress(head, 64) or head
-        return f"holds no WARC record: it starts with {head[:16]!r}{foreign(head)} at offset 0"
+        kind = foreign(head)
+        found = f"holds no WARC record: it starts with {head[:16]!r}{kind} at offset 0"
+        return _no_warc(self.path, found, kind.strip(" ()"))
 
     def _run(self, start: int):
-        """Yield records from `start` on until the end or damage. Returns where to go on, or None."""
+        """Yield records from `start` on until the end or damage. Return the offset to go on from, or None."""
         last: Record | None = None
         reason = ""
-        # One that starts in the middle of a zstd file has to see the dictionary at its start.
-        source = _From(self.file, start, self.packing.prefix if start else b"")
+        # A reader that starts in the middle of a zstd file needs the dictionary from the start of the file.
+        source = _Stream(self.file, start, self.packing.prefix if start else b"")
         try:
             for found in ArchiveIterator(source, parse_http=False, max_header_len=self.limits.header_bytes):  # pyright: ignore[reportArgumentType]
-                # The header behind `last` could be read, so the length of `last` was right.
+                # The header after `last` could be read, so the length of `last` was right.
                 if last:
                     yield last
                 last = self._record(found, source.shift)
                 if last.problem:
                     return (yield from self._skip(last, last.offset + 1))
                 if len(last.block) > self.limits.block_bytes:
-                    # The rest of it may inflate to anything: around, unless the only way to the next leads through.
+                    # The rest may inflate to any size: skip it, unless the next record can only be reached through it.
                     if self.packing.alone(last.offset, last.record_id, found.content_length):
                         return (yield from self._around(last, found.content_length))
                     if bad := self._through(found, last, source):
@@ -151,21 +157,23 @@ class _Reader:
             return (yield from self._after_error(start, last, reason))
         if last:
             yield last
-        return (yield from self._behind(last, start))
+        return (yield from self._after_last(last, start))
 
     def _around(self, large: Record, length: int):
         end = self.packing.record_end(large.offset, length)
         honest = end == self.file.size or (end is not None and self.packing.opens(end))
-        if not honest and self.packing.member(large.offset) is None:  # not packed: the length is all that there is
+        if not honest and self.packing.member(large.offset) is None:  # not packed: only the length shows the end
             self.wasted_bytes += len(large.block)
-            lie = replace(large, block=b"", problem=f"Content-Length {length} leads to no record")
-            return (yield from self._skip(lie, large.offset + 1))
+            bad = replace(large, block=b"", problem=f"Content-Length {length} leads to no record")
+            return (yield from self._skip(bad, large.offset + 1))
         yield large
         return self.packing.next_start(large.offset + 1) if end is None else (yield from self._onward(end))
 
-    def _through(self, found: WarcRecord, large: Record, source: _From) -> Record | None:
-        """Read the rest of a record that others follow in one packed stream. Returns the record as a bad one if that
-        is too much for its packed size, or less than announced."""
+    def _through(self, found: WarcRecord, large: Record, source: _Stream) -> Record | None:
+        """Read the rest of a large record that others follow in the same packed stream.
+
+        Return the record with its problem if the rest is too large for its packed size, or shorter than announced.
+        """
         size, packed_before = len(large.block), source.taken
         while size < found.content_length and (piece := found.reader.read(_PIECE_BYTES)):
             size += len(piece)
@@ -181,7 +189,7 @@ class _Reader:
         if last is None:
             return (yield from self._skip(Record(offset=start, problem=reason), start + 1))
         if _NESTED.search(last.block):
-            # Garbage follows a record that holds other records: its length was a lie.
+            # Garbage follows a record that holds other records, so its length is wrong.
             self.wasted_bytes += len(last.block)
             return (yield from self._skip(replace(last, block=b"", problem="bad length"), last.offset + 1))
         yield last
@@ -192,7 +200,7 @@ class _Reader:
             return following
         if end >= self.file.size:
             yield Record(offset=end, problem=reason, cut=True)
-        # If that looks like a record, a fresh reader says what is wrong with it.
+        # If a record seems to start there, a new reader reports what is wrong with it.
         return (yield from self._onward(end, reason))
 
     def _skip(self, bad: Record, search_from: int):
@@ -211,7 +219,7 @@ class _Reader:
         else:
             wanted = min(found.content_length, self.limits.block_bytes + 1)
             try:
-                block = found.reader.read(wanted)  # asking for more than there is takes twice as long
+                block = found.reader.read(wanted)  # a request for more bytes than exist takes twice as long
             except OSError as error:
                 problem = str(error)
             if not problem and len(block) < wanted:
@@ -229,8 +237,8 @@ class _Reader:
             problem=problem,
         )
 
-    def _behind(self, last: Record | None, start: int):
-        """Account for everything behind `last`, where fastwarc saw the end. Returns where to go on, or None.
+    def _after_last(self, last: Record | None, start: int):
+        """Account for all bytes after `last`, where fastwarc saw the end. Return the offset to go on from, or None.
 
         fastwarc reads a gzip member without its end, and takes an empty member, or one cut inside the header, for the
         end of the file.
@@ -248,9 +256,9 @@ class _Reader:
         return (yield from self._onward(position))
 
     def _onward(self, position: int, reason: str = ""):
-        """Account for what stands at `position`, where a record should. Returns where the next one starts, or None.
+        """Account for the bytes at `position`, where a record should be. Return the offset of the next one, or None.
 
-        reason: what the reader said of it, if it said something.
+        reason: the reader's error at this position, or "".
         """
         while position < self.file.size:
             if self.packing.opens(position):
@@ -264,7 +272,10 @@ class _Reader:
         return None
 
     def _leftover(self, position: int, member: Member | None, reason: str):
-        """What is no whole member: padding, junk, or the beginning of what was cut off."""
+        """Account for bytes that are not a whole member: padding, junk, or the beginning of a record that was cut.
+
+        Return the offset of the next record, or None.
+        """
         following = self.packing.next_start(position + 1)
         end = self.file.size if following is None else following
         if member or reason or self.file.at(position, min(end - position, _JUNK_BYTES)).strip(b"\0\r\n "):

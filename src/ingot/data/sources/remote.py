@@ -1,8 +1,18 @@
-"""What all remote files have in common: how politely and how persistently they are asked for, and what a version is."""
+"""Remote files: request settings, versions, and the addresses that a download may connect to.
 
-from collections.abc import Iterator
+A path list of a crawl, or a redirect, must not make ingot fetch http://169.254.169.254/ or a service inside the
+firewall (server-side request forgery). So a URL is parsed strictly, its host is resolved once, every address of it
+must be public, and the connection goes to exactly the checked address: a second look-up could give another address (DNS
+rebinding). The URL of a redirect is checked in the same way.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from ingot import __version__
 from ingot.errors import DataError, DataMissing
@@ -10,16 +20,16 @@ from ingot.errors import DataError, DataMissing
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRules:
-    """How remote files are fetched.
+    """The settings of downloads.
 
-    attempts: in a row that bring nothing new, before a file is given up. Between them lie `backoff_seconds`, doubled
-    each time up to five minutes, with jitter; a server's Retry-After counts for more.
-    connections, delay_seconds: at once to one HTTP host, over all workers, and between two requests on one of them.
-    redirects: followed for one request. max_bytes: of one file.
-    allow_hosts: "host" or "host:port" that may have private addresses: mirrors inside of your network.
-    common_crawl: where cc: names are read, https:// or s3://.
-    s3_endpoint: of an S3-compatible store; "" leaves it to AWS_ENDPOINT_URL, as credentials and region are left to the
-    usual environment variables. s3_anonymous: ask without signing, for public buckets.
+    attempts: failed attempts in a row, without new bytes, before a file is given up. The pause between two attempts is
+    `backoff_seconds`, doubled each time up to five minutes, with jitter; or the server's Retry-After if that is longer.
+    timeout_seconds: of one read. connections: at the same time to one HTTP host, over all workers. delay_seconds:
+    between two requests on a connection. redirects: followed for one request. max_bytes: of one file.
+    allow_hosts: "host" or "host:port" that may have private addresses: mirrors inside your network.
+    common_crawl: the https:// or s3:// location that cc: names are read from.
+    s3_endpoint: of an S3-compatible store; "" takes AWS_ENDPOINT_URL. Credentials and region come from the usual
+    environment variables. s3_anonymous: send unsigned requests, for public buckets.
     """
 
     user_agent: str = f"ingot/{__version__}"
@@ -52,7 +62,7 @@ def _host(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of a remote file. bytes: -1 when the server does not say. etag, last_modified: "" when not given."""
+    """A version of a remote file. bytes: -1 if unknown. etag, last_modified: "" if the server does not send them."""
 
     bytes: int = -1
     etag: str = ""
@@ -62,7 +72,7 @@ class Version:
         return asdict(self)
 
     def same(self, other: "Version") -> bool:
-        """Whether nothing says that these are two versions."""
+        """Return whether no known field differs, so that both can be the same version."""
         pairs = ((self.bytes, other.bytes, -1), (self.etag, other.etag, ""))
         if not (self.etag and other.etag):
             pairs += ((self.last_modified, other.last_modified, ""),)
@@ -70,8 +80,8 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The bytes of `version` from `start` on."""
+class RemoteRange:
+    """The bytes from `start` on of one version of a remote file."""
 
     start: int
     version: Version
@@ -79,29 +89,32 @@ class Part:
 
 
 class Remote(Protocol):
-    """A file somewhere else. host: the server that is to be treated politely, "" for one that needs no care."""
+    """A remote file. host: the server whose connections and request rate are limited, "" for a store without limits."""
 
     host: str
 
     def version(self) -> Version:
-        """Raises Unreachable, Throttled, DataError, DataMissing."""
+        """Return the current version. Raise Unreachable, Throttled, DataError or DataMissing."""
         ...
 
-    def part(self, start: int, version: Version | None) -> Part:
-        """The file from `start` on if it still is `version`, else from 0. Raises the same, while reading too."""
+    def part(self, start: int, version: Version | None) -> RemoteRange:
+        """Return the file from `start` on if it still is `version`, else from 0.
+
+        Raises the errors of `version`; iterating over the pieces raises them too.
+        """
         ...
 
 
 class Unreachable(Exception):
-    """Something between here and the server went wrong; another attempt may do better."""
+    """A request failed in a way that another attempt may not."""
 
 
 class NoSuchHost(Unreachable):
-    """The name has no address: it is probably misspelt, and seldom mended by patience."""
+    """The host name has no address. It is probably misspelled, so few attempts are made."""
 
 
 class Throttled(Unreachable):
-    """The server asks for patience. retry_after: seconds, 0 when it does not say."""
+    """The server limits the rate of requests. retry_after: seconds to wait, 0 if the server does not send it."""
 
     def __init__(self, found: str, retry_after: float = 0):
         super().__init__(found)
@@ -109,14 +122,170 @@ class Throttled(Unreachable):
 
 
 class Changed(Unreachable):
-    """The file is not the one that the first bytes came from: begin anew."""
+    """The file is another version than the bytes fetched so far: start again from the first byte."""
 
 
-def gone(location: str, found: str) -> DataMissing:
-    return DataMissing(f"{location}: {found}", rule="what is named as an input can be read", fix="check the name")
-
-
-def forbidden(location: str, found: str) -> DataError:
-    return DataError(
-        f"{location}: {found}", rule="what is named as an input can be read", fix="check credentials and name"
+def gone(location: str, found: str, **facts: object) -> DataMissing:
+    """Return the error for a remote file that does not exist."""
+    return DataMissing(
+        "E-REMOTE-MISSING",
+        f"{location}: {found}",
+        rule="an input must exist",
+        fix="check the name",
+        location=location,
+        **facts,
     )
+
+
+def forbidden(location: str, found: str, **facts: object) -> DataError:
+    """Return the error for a remote file that the server does not allow to read."""
+    return DataError(
+        "E-REMOTE-FORBIDDEN",
+        f"{location}: {found}",
+        rule="an input must be readable",
+        fix="check the credentials and the name",
+        location=location,
+        **facts,
+    )
+
+
+# Addresses of downloads
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
+_NUMERIC_LABEL = re.compile(r"0x[0-9a-f]*|[0-9]+")
+_FORBIDDEN = re.compile(r"[\x00-\x20\x7f\\]")
+# IANA special-purpose registries. Written out, because `is_global` of the standard library changes between versions.
+_SPECIAL_V4 = tuple(
+    ipaddress.IPv4Network(net)
+    for net in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+        "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24",
+        "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3",
+    )
+)  # fmt: skip
+# Allowed in IPv6 is only global unicast, without addresses that embed an IPv4 address (6to4, Teredo) and addresses for
+# documentation. This excludes loopback, link-local, unique local, multicast, IPv4-mapped and -compatible, and NAT64.
+_GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
+_SPECIAL_V6 = tuple(
+    ipaddress.IPv6Network(net) for net in ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20")
+)
+Resolver = Callable[[str, int], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedUrl:
+    """A checked URL. host: for the Host header and the certificate. address: to connect to. path: with query."""
+
+    scheme: str
+    host: str
+    port: int
+    address: str
+    path: str
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.path}"
+
+
+class RefusedAddress(DataError):
+    """The URL, or an address of its host, is not allowed for downloads."""
+
+
+def system_resolver(host: str, port: int) -> list[str]:
+    """Return all addresses of `host`. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def resolve_url(url: str, allow_hosts: Sequence[str] = (), resolver: Resolver = system_resolver) -> ResolvedUrl:
+    """Check `url` and resolve its host. allow_hosts: "host" or "host:port" that may have any address.
+
+    Raises RefusedAddress, and OSError if the name cannot be resolved.
+    """
+    scheme, host, port, path = _parts(url)
+    allowed = host in allow_hosts or f"{host}:{port}" in allow_hosts
+    literal = _literal(url, host)
+    addresses = [literal] if literal else [_without_zone(a) for a in resolver(host, port)]
+    if not addresses:
+        raise OSError(f"{host} has no address")
+    if not allowed:
+        for address in addresses:
+            if not is_public(address):
+                raise _refused("E-URL-PRIVATE", url, f"{host} has the address {address}, which is not public")
+    return ResolvedUrl(scheme, host, port, addresses[0], path)
+
+
+def is_public(address: str) -> bool:
+    """Return whether the IP address `address`, in its usual spelling, is a public address of the internet."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv4Address):
+        return not any(ip in net for net in _SPECIAL_V4)
+    return ip in _GLOBAL_V6 and not any(ip in net for net in _SPECIAL_V6)
+
+
+def _parts(url: str) -> tuple[str, str, int, str]:
+    """Return (scheme, host in lower case, port, path with query). Raises RefusedAddress."""
+    if _FORBIDDEN.search(url) or not url.isascii():
+        raise _refused("E-URL-INVALID", url, "it holds characters that do not belong into a URL")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise _refused("E-URL-INVALID", url, str(error)) from None
+    if parts.scheme not in _DEFAULT_PORTS:
+        raise _refused("E-URL-INVALID", url, f"its scheme is {parts.scheme!r}")
+    if "@" in parts.netloc:
+        raise _refused("E-URL-INVALID", url, "it names a user")
+    if port == 0:
+        raise _refused("E-URL-INVALID", url, "its port is 0")
+    host = host.lower().removesuffix(".")
+    if ":" not in host and not all(_LABEL.fullmatch(label) for label in host.split(".")):
+        raise _refused("E-URL-INVALID", url, f"{host!r} is no host name")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme], path
+
+
+def _literal(url: str, host: str) -> str:
+    """Return the IP address that `host` spells, "" for a name. Raises RefusedAddress for an unusual spelling."""
+    if ":" in host:
+        try:
+            if "%" in host:
+                raise ValueError("a zone")
+            return str(ipaddress.IPv6Address(host))
+        except ValueError:
+            raise _refused("E-URL-INVALID", url, f"{host!r} is no IPv6 address") from None
+    if _NUMERIC_LABEL.fullmatch(host.rpartition(".")[2]):
+        # Resolvers take such a host as a number: 2130706433, 0x7f.1 and 0177.0.0.1 are all 127.0.0.1.
+        try:
+            return str(ipaddress.IPv4Address(host))
+        except ValueError:
+            raise _refused("E-URL-INVALID", url, f"{host!r} spells an address in an unusual way") from None
+    return ""
+
+
+def _without_zone(address: str) -> str:
+    return address.partition("%")[0]
+
+
+def _refused(code: str, url: str, found: str) -> RefusedAddress:
+    return RefusedAddress(
+        code,
+        f"{without_query(url)!r} is not fetched: {found}",
+        rule="downloads go to http(s) hosts with public addresses, in redirects too",
+        fix="check the URL; allow a mirror inside your network with --set 'remote.allow_hosts=[...]'",
+        url=without_query(url),
+    )
+
+
+def without_query(url: str) -> str:
+    """Return `url` for use in messages, without its query, which may contain signatures and keys."""
+    return url.partition("?")[0][:300]

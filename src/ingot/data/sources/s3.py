@@ -1,7 +1,7 @@
-"""Objects in S3 and in stores that speak its protocol, by obstore (the object_store crate of Apache Arrow).
+"""Objects in S3 and S3-compatible stores, read by obstore (the object_store crate of Apache Arrow).
 
-Read in ranges of one version (If-Match), so that a download can be resumed and a large object never waits for one
-answer. Credentials, region and endpoint come from the usual environment variables; ingot neither reads nor stores them.
+An object is read in ranges of one version (If-Match), so that a download can be resumed and no request is large.
+Credentials, region and endpoint come from the usual environment variables; ingot neither reads nor stores them.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from ingot.data.sources.remote import Changed, Part, RemoteRules, Unreachable, Version, forbidden, gone
+from ingot.data.sources.remote import Changed, RemoteRange, RemoteRules, Unreachable, Version, forbidden, gone
 from ingot.errors import ConfigError, require
 
 _RANGE_BYTES = 16 << 20
@@ -17,20 +17,26 @@ _MAX_LISTED = 1_000_000
 
 
 def split(location: str) -> tuple[str, str]:
-    """'s3://bucket/some/key' -> ('bucket', 'some/key'). Raises ConfigError."""
+    """Split a location: 's3://bucket/some/key' -> ('bucket', 'some/key'). Raises ConfigError."""
     bucket, _, key = location.removeprefix("s3://").partition("/")
     if not bucket or any(part in ("", ".", "..") for part in key.rstrip("/").split("/") if key):
-        raise ConfigError(f"{location!r} names no object", rule="s3://bucket/key", fix="check the name")
+        raise ConfigError(
+            "E-S3-NAME",
+            f"{location!r} is not the name of an object",
+            rule="an object is named s3://bucket/key",
+            fix="check the name",
+            location=location,
+        )
     return bucket, key
 
 
 class S3Object:
-    """A Remote in a bucket. It needs no politeness: such stores answer as many as ask."""
+    """A remote file in a bucket. Connections are not limited, because object stores serve any number of requests."""
 
     host = ""
 
     def __init__(self, location: str, rules: RemoteRules, store: Any = None):
-        """store: an obstore store to use instead of the bucket."""
+        """Open `location`. store: an obstore store to use instead of the bucket."""
         self.location = location
         bucket, self.key = split(location)
         self.store = store or _store(bucket, rules)
@@ -40,11 +46,11 @@ class S3Object:
         with _translated(self.location):
             return _version(obstore.head(self.store, self.key))
 
-    def part(self, start: int, version: Version | None) -> Part:
+    def part(self, start: int, version: Version | None) -> RemoteRange:
         found = self.version()
         if version and not version.same(found):
             start = 0
-        return Part(start, found, self._pieces(start, found))
+        return RemoteRange(start, found, self._pieces(start, found))
 
     def _pieces(self, start: int, version: Version) -> Iterator[bytes]:
         obstore = require("obstore", "data")
@@ -62,7 +68,10 @@ class S3Object:
 
 
 def listed(location: str, rules: RemoteRules, store: Any = None) -> list[str]:
-    """The keys below the prefix `location`, sorted, as s3:// names. Raises Unreachable, DataError, ConfigError."""
+    """Return the objects below the prefix `location`, sorted, as s3:// names.
+
+    Raises Unreachable, DataError, ConfigError.
+    """
     bucket, prefix = split(location)
     obstore = require("obstore", "data")
     keys: list[str] = []
@@ -71,9 +80,12 @@ def listed(location: str, rules: RemoteRules, store: Any = None) -> list[str]:
             keys += [entry["path"] for entry in page if entry["size"]]
             if len(keys) > _MAX_LISTED:
                 raise ConfigError(
-                    f"{location} holds more than {_MAX_LISTED} objects", rule="a build has so many inputs at most",
+                    "E-S3-COUNT",
+                    f"{location} holds more than {_MAX_LISTED} objects",
+                    rule=f"a prefix holds at most {_MAX_LISTED} objects",
                     fix="name a longer prefix",
-                )  # fmt: skip
+                    location=location,
+                )
     return [f"s3://{bucket}/{key}" for key in sorted(keys)]
 
 
@@ -93,7 +105,7 @@ def _store(bucket: str, rules: RemoteRules) -> Any:
             "timeout": 4 * seconds,
             "user_agent": rules.user_agent,
         },
-        # Attempts are counted in fetch.py, for all kinds of sources alike.
+        # Attempts are counted in fetch.py, for all kinds of remote files.
         retry_config={"max_retries": 0, "retry_timeout": seconds},
         **config,
     )
@@ -104,7 +116,7 @@ def _version(meta: Any) -> Version:
 
 
 class _translated:
-    """What obstore raises, as what fetch.py knows: try again, begin anew, or give up."""
+    """A context manager that turns the exceptions of obstore into those that fetch.py handles."""
 
     def __init__(self, location: str):
         self.location = location
@@ -116,12 +128,12 @@ class _translated:
         if error is None:
             return
         exceptions = require("obstore.exceptions", "data")
-        words = f"{type(error).__name__}: {str(error).strip()[:200]}"
+        description = f"{type(error).__name__}: {str(error).strip()[:200]}"
         if isinstance(error, exceptions.NotFoundError | FileNotFoundError):
             raise gone(self.location, "there is no such object") from None
         if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-            raise forbidden(self.location, words) from None
+            raise forbidden(self.location, description) from None
         if isinstance(error, exceptions.PreconditionError):
             raise Changed(f"{self.location} changed while it was read") from None
         if isinstance(error, exceptions.BaseError | OSError):
-            raise Unreachable(f"{self.location}: {words}") from None
+            raise Unreachable(f"{self.location}: {description}") from None

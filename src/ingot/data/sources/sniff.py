@@ -1,10 +1,15 @@
-"""What a body is, from its first bytes and from what the headers claim.
+"""The type of a body, and the format of a file, from the first bytes and the claims of headers and names.
 
-After the WHATWG MIME Sniffing standard (section 7.1), which browsers follow: a tag that only HTML has settles the
-matter, and bytes that no text has settle it the other way. Only in between do the headers decide.
+Bodies follow section 7.1 of the WHATWG MIME Sniffing standard, as browsers do: a tag that only HTML has means HTML,
+bytes that no text has mean binary data, and the headers decide the remaining cases.
 """
 
 import re
+from pathlib import Path
+
+from ingot.data.sources.bounded import Limits
+from ingot.data.sources.unpack import BadStream, Unpacked
+from ingot.errors import DataError
 
 HTML_TYPES = frozenset({"text/html", "application/xhtml+xml"})
 _HEAD_BYTES = 1024
@@ -22,24 +27,24 @@ _MAGIC = (
     (b"PK\x03\x04", "application/zip"),
     (b"\x1f\x8b", "application/gzip"),
 )
-_WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff")
+WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff")  # byte order marks of UTF-16
 
 
 def media_type(content_type: str) -> str:
-    """'Text/HTML; charset=UTF-8' -> 'text/html'."""
+    """Return the media type of a Content-Type value: 'Text/HTML; charset=UTF-8' -> 'text/html'."""
     return content_type.partition(";")[0].strip().lower()
 
 
 def charset(content_type: str) -> str:
-    """'text/html; charset="UTF-8"' -> 'utf-8'; '' when none is given."""
+    """Return the charset of a Content-Type value: 'text/html; charset="UTF-8"' -> 'utf-8'; "" if there is none."""
     match = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", content_type, re.IGNORECASE)
     return match[1].lower() if match else ""
 
 
 def looks_like_html(body: bytes) -> bool:
-    """Whether `body` starts as HTML, in any ASCII-compatible encoding or in UTF-16 with a byte order mark."""
+    """Return whether `body` starts as HTML, in any ASCII-compatible encoding or in UTF-16."""
     head = body[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf")
-    if head[:2] in _WIDE_BOMS:
+    if head[:2] in WIDE_BOMS:
         head = head.decode("utf-16", "ignore").encode("latin-1", "ignore")
     elif head[:4].count(0) == 2:  # UTF-16 without a mark: a letter, a zero, a letter, a zero
         head = head.replace(b"\0", b"")
@@ -47,7 +52,7 @@ def looks_like_html(body: bytes) -> bool:
 
 
 def _without_comments(head: bytes) -> bytes:
-    """`head` behind leading space, comments and XML declaration. A loop, not a pattern: that one could backtrack."""
+    """Return `head` without leading space, comments and XML declaration. A regular expression could backtrack here."""
     head = head.lstrip()
     while opened := next((pair for pair in _BEFORE_HTML if head.startswith(pair[0])), None):
         end = head.find(opened[1], len(opened[0]))
@@ -56,7 +61,7 @@ def _without_comments(head: bytes) -> bytes:
 
 
 def page_type(body: bytes, claimed: str, identified: str) -> tuple[str, str]:
-    """(media type to treat `body` as, "") or ("", what it is instead).
+    """Return (media type to treat `body` as, ""), or ("", the type found) for a body that is neither HTML nor text.
 
     claimed: from the Content-Type header; identified: the crawler's own finding (WARC-Identified-Payload-Type).
     Both are media types in lower case, or "".
@@ -68,7 +73,7 @@ def page_type(body: bytes, claimed: str, identified: str) -> tuple[str, str]:
         if head.startswith(magic):
             return "", kind
     # A few stray control characters occur in text; a tenth of the head being such bytes does not.
-    if head[:2] not in _WIDE_BOMS and len(_BINARY.findall(head)) > max(len(head) // 10, 3):
+    if head[:2] not in WIDE_BOMS and len(_BINARY.findall(head)) > max(len(head) // 10, 3):
         return "", f"binary, claims {claimed or 'nothing'}"
     claims = {claimed, identified}
     if claims & HTML_TYPES:
@@ -76,3 +81,73 @@ def page_type(body: bytes, claimed: str, identified: str) -> tuple[str, str]:
     if "text/plain" in claims:
         return "text/plain", ""
     return "", identified or claimed or "unknown"
+
+
+_FOREIGN = {
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"Rar!": "rar",
+    b"7z\xbc\xaf": "7z",
+    b"%PDF-": "PDF",
+    b"SQLite": "SQLite",
+    b"filedesc:": "ARC",
+    b"WARC/0.9 ": "WARC 0.9",
+}
+
+
+def foreign(head: bytes) -> str:
+    """Return " (zip)" and the like for the first bytes of a format that ingot does not unpack, "" for all others."""
+    return next((f" ({kind})" for magic, kind in _FOREIGN.items() if head.startswith(magic)), "")
+
+
+FORMATS = ("warc", "wet", "text", "jsonl", "parquet", "tar", "folder")
+_SUFFIXES = {
+    "warc": "warc", "wet": "wet", "wat": "warc", "txt": "text", "text": "text", "jsonl": "jsonl",
+    "json": "jsonl", "ndjson": "jsonl", "parquet": "parquet", "tar": "tar", "tgz": "tar",
+}  # fmt: skip
+_PACKED = frozenset({"gz", "zst"})
+_FILE_HEAD_BYTES = 4096
+
+
+def format_of(path: Path, name: str, limits: Limits) -> str:
+    """Return the format of the local file `path` with the name `name`: by suffix, else by its first bytes.
+
+    Raises DataError for a file in none of FORMATS.
+    """
+    if path.is_dir():
+        return "folder"
+    if by_name := format_by_name(name):
+        return by_name
+    with path.open("rb") as file:
+        start = file.read(16)
+    try:
+        with Unpacked(path, limits) as stream:
+            head = stream.exactly(_FILE_HEAD_BYTES)
+    except BadStream:
+        head = b""
+    if head.lstrip().startswith(b"WARC/"):
+        return "warc"
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head[257:262] == b"ustar":
+        return "tar"
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        return "jsonl"
+    raise DataError(
+        "E-INPUT-FORMAT",
+        f"{name} is in no known format: it starts with {start!r}{foreign(start)}",
+        rule=f"the formats are {', '.join(FORMATS)}; warc, wet, text, jsonl and tar also as .gz and .zst",
+        fix="unpack zip, bzip2, xz and lz4 first; name the format if the file name does not show it",
+        name=name,
+        archive=foreign(start).strip(" ()"),
+    )
+
+
+def format_by_name(name: str) -> str:
+    """Return the format that the suffix of a file name stands for, "" for an unknown suffix."""
+    *_, last = parts = name.lower().split(".")
+    if last in _PACKED and len(parts) > 2:
+        return _SUFFIXES.get(parts[-2], "")
+    return _SUFFIXES.get(last, "") if len(parts) > 1 else ""

@@ -1,19 +1,118 @@
-"""Plain text, one document per file, and JSON lines, one document per line; both plain, gzip or zstd."""
+"""Plain text (one document per file) and JSON lines (one per line) to documents; files may be gzip or zstd.
+
+`row_document` and `dropped` make documents for the other row formats too.
+"""
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ingot.data.sources.limits import Limits
-from ingot.data.sources.rows import Fields, dropped, row_document
+from ingot.data.sources.bounded import Limits
 from ingot.data.sources.sniff import page_type
 from ingot.data.sources.unpack import BadStream, Unpacked, lines
 from ingot.errors import DataError
 from ingot.schema.document import Document, Drop, document_id
 
+STAGE = "read"
+_MAX_NAME = 2048  # characters of an id, URL or language; longer values are ignored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """The keys of JSON lines, or columns of Parquet, that hold each part of a document.
+
+    "meta.url" is the key "url" of the object "meta". Only the text is required: a row without an id is identified by
+    its number.
+    """
+
+    text: str = "text"
+    url: str = "url"
+    id: str = "id"
+    language: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.text, self.url, self.id, self.language) if name)
+
+
+def pick(row: Any, name: str) -> Any:
+    """Return the value at the dotted path `name` of `row`; None if there is none."""
+    if not name or not isinstance(row, dict):
+        return None
+    if name in row:
+        return row[name]
+    first, dot, rest = name.partition(".")
+    return pick(row.get(first), rest) if dot else None
+
+
+def dropped(file: str, source: str, rule: str, value: str, record_id: str = "", url: str = ""):
+    """Return a pair (document without text, drop) for a record that cannot be read. rule: without "read."."""
+    record_id = record_id or value
+    document = Document(document_id(file, record_id, url), url, source, file, record_id)
+    return document, Drop(STAGE, f"{STAGE}.{rule}", value[:200])
+
+
+def row_document(
+    row: Any, number: int, file: str, source: str, fields: Fields, limits: Limits
+) -> tuple[Document, Drop | None]:
+    """Return the pair (document, drop or None) of row `number` (from 0).
+
+    Drop rules: read.bad_row, empty_body, too_large.
+    """
+    text, record_id, url = pick(row, fields.text), pick(row, fields.id), pick(row, fields.url)
+    record_id = str(record_id)[:_MAX_NAME] if isinstance(record_id, str | int) and record_id != "" else f"row-{number}"
+    url = _unicode(url) if isinstance(url, str) and 0 < len(url) <= _MAX_NAME else f"file:{file}!row-{number}"
+    record_id = _unicode(record_id)
+
+    def drop(rule: str, value: str):
+        return dropped(file, source, rule, f"row {number}: {value}", record_id, url)
+
+    if not isinstance(row, dict):
+        return drop("bad_row", f"a {_json_name(row)}, not an object")
+    if not isinstance(text, str):
+        return drop("bad_row", f"{fields.text!r} is {'missing' if text is None else f'a {_json_name(text)}'}")
+    if not text.strip():
+        return drop("empty_body", "no text")
+    raw = _unicode(text).encode()
+    if len(raw) > limits.body_bytes:
+        return drop("too_large", f"{len(raw)} bytes of text")
+    document = Document(
+        id=document_id(file, record_id, url),
+        url=url,
+        source=source,
+        file=file,
+        record_id=record_id,
+        raw=raw,
+        content_type="text/plain",
+        charset="utf-8",
+    )
+    language = pick(row, fields.language)
+    if isinstance(language, str) and len(language) <= _MAX_NAME:
+        document.language = language.strip().lower()
+    return document, None
+
+
+def _unicode(text: str) -> str:
+    """Return `text` with surrogate pairs joined, and lone surrogates, which UTF-8 cannot encode, replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _json_name(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
+
 
 def read_text(path: Path, name: str, source: str, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
-    """The one document of a text file. Rules: read.too_large, not_text, empty_body, truncated_file, bad_stream."""
+    """Yield the one pair (document, drop or None) of a text file.
+
+    Drop rules: read.too_large, not_text, empty_body, truncated_file, bad_stream.
+    """
     url = f"file:{name}"
     try:
         with Unpacked(path, limits) as stream:
@@ -37,10 +136,11 @@ def read_text(path: Path, name: str, source: str, limits: Limits) -> Iterator[tu
 def read_jsonl(
     path: Path, name: str, source: str, fields: Fields, limits: Limits
 ) -> Iterator[tuple[Document, Drop | None]]:
-    """One pair per line that is not blank. Rules: read.bad_row (no JSON object, no text in it), empty_body, too_large;
-    truncated_file and bad_stream where the file cannot be read further.
+    """Yield one pair (document, drop or None) per line that is not blank.
 
-    Raises DataError for a file that is one JSON array: it can only be read whole.
+    Drop rules: read.bad_row (no JSON object, or no text in it), empty_body, too_large; truncated_file and bad_stream
+    where the file cannot be read further. Raises DataError for a file that is one JSON array, which could only be
+    parsed as a whole.
     """
     rows = 0
     try:
@@ -50,13 +150,20 @@ def read_jsonl(
                     yield dropped(name, source, "too_large", f"row {number}: a line of {size} bytes", f"row-{number}")
                 elif line.strip():
                     if not rows and _opens_array(line):
-                        raise _array(path)
+                        raise DataError(
+                            "E-JSONL-ARRAY",
+                            f"{path} is one JSON array, or JSON spread over several lines",
+                            rule="JSON lines have one object per line",
+                            fix=f"jq -c '.[]' {path.name} > {path.name.split('.')[0]}.jsonl",
+                            path=str(path),
+                        )
                     yield _line(line, number, name, source, fields, limits)
                 else:
                     continue
                 rows += 1
     except BadStream as bad:
-        yield dropped(name, source, bad.rule, f"behind row {rows}: {bad.value}", f"row-{rows}-end")
+        value = f"behind row {rows}: {bad.value}"  # recorded in corpora. words: ok
+        yield dropped(name, source, bad.rule, value, f"row-{rows}-end")
         return
     if not rows:
         yield dropped(name, source, "empty_body", "no rows", "file")
@@ -64,7 +171,7 @@ def read_jsonl(
 
 def _line(line: bytes, number: int, name: str, source: str, fields: Fields, limits: Limits):
     try:
-        # Bytes that are no UTF-8 become U+FFFD, as in pages.
+        # Bytes that are not UTF-8 become U+FFFD, as in web pages.
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace"))
     except (ValueError, RecursionError, MemoryError) as error:
         value = f"row {number}: {type(error).__name__}: {error}"
@@ -73,7 +180,7 @@ def _line(line: bytes, number: int, name: str, source: str, fields: Fields, limi
 
 
 def _opens_array(line: bytes) -> bool:
-    """Whether the first line of a file begins a JSON array of objects, rather than being one bad row."""
+    """Return whether the first line of a file begins a JSON array of objects, rather than being one bad row."""
     if not line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
         return False
     try:
@@ -81,11 +188,3 @@ def _opens_array(line: bytes) -> bool:
     except (ValueError, RecursionError, MemoryError):
         return True
     return bool(value) and isinstance(value[0], dict)
-
-
-def _array(path: Path) -> DataError:
-    return DataError(
-        f"{path} is one JSON array, or JSON spread over several lines",
-        rule="JSON lines have one object per line",
-        fix=f"jq -c '.[]' {path.name} > {path.name.split('.')[0]}.jsonl",
-    )

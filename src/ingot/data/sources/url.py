@@ -1,7 +1,7 @@
-"""One spelling per page: canonical URLs, and what was seen before.
+"""Canonical URLs (one spelling per page), and the detection of repeated ones.
 
-The rules only undo what provably or by wide convention leads to the same page. Not merged: http with https, "www."
-with the bare host, index.html with its folder; near-duplicate detection catches those when the text is the same.
+The rules only undo differences that provably or by wide convention lead to the same page. Not merged: http with https,
+"www." with the bare host, index.html with its folder; near-duplicate detection finds these when the text is the same.
 """
 
 import re
@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import xxhash
 
 _DEFAULT_PORTS = {"http": 80, "https": 443, "ftp": 21}
-# Parameters that say where a visitor came from, never what is shown: campaign tags, click ids, session ids.
+# Parameters that identify the visitor or the way to the page, not its content: campaign tags, click ids, session ids.
 _TRACKING_PREFIXES = ("utm_", "mtm_", "pk_", "hsa_", "__hs")
 _TRACKING_NAMES = """
     gclid gclsrc dclid gbraid wbraid fbclid msclkid yclid ysclid twclid ttclid igshid igsh li_fat_id mc_cid mc_eid
@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"(https?)://([a-z0-9.-]*[a-z0-9])((?:/[A-Za-z0-9_~-]+(?:\.[
 
 
 def canonical_url(url: str) -> str:
-    """The one spelling of `url`. Never raises: what cannot be parsed comes back without outer space.
+    """Return the canonical spelling of `url`. Never raises: a URL that cannot be parsed is only stripped of space.
 
     RFC 3986, section 6: scheme and host in lower case, IDN hosts as punycode, no dot at the host's end, no default
     port, dot segments resolved, %7E written as ~, other escapes in upper case, non-ASCII escaped as UTF-8.
@@ -35,7 +35,7 @@ def canonical_url(url: str) -> str:
     """
     url = url.strip()
     if _PLAIN.fullmatch(url):
-        return url if url.count("/") > 2 else url + "/"  # the common case, canonical as it is
+        return url if url.count("/") > 2 else url + "/"  # the common case: already canonical
     try:
         parts = urlsplit(re.sub(r"[\t\r\n]", "", url))
         port = parts.port
@@ -62,7 +62,7 @@ def _host(host: str) -> str:
     try:
         return host.encode("idna").decode("ascii")
     except UnicodeError:
-        return host  # not a legal name; still one spelling
+        return host  # not a legal name, but the spelling is unique
 
 
 def _escaped(text: str) -> str:
@@ -96,17 +96,17 @@ def _query(query: str) -> str:
 
 
 class UrlDuplicates:
-    """Which canonical URLs came before, in input order: the first one stays.
+    """A set of canonical URLs, to keep the first page of each.
 
-    Keeps 8 bytes of hash per URL (about 80 bytes in a Python set, measured). Two different URLs share a hash with a
-    probability of n^2 / 2^65: one false duplicate expected in about 6 billion pages.
+    It stores a 64-bit hash per URL (about 80 bytes in a Python set, measured). The expected number of false duplicates
+    among n URLs is n^2 / 2^65: one in about 6 billion pages.
     """
 
     def __init__(self) -> None:
         self._hashes: set[int] = set()
 
     def seen(self, canonical: str) -> bool:
-        """Whether `canonical` came before. Remembers it."""
+        """Return whether `canonical` was seen before, and remember it."""
         before = len(self._hashes)
         self._hashes.add(xxhash.xxh3_64_intdigest(canonical.encode("utf-8", "surrogatepass")))
         return len(self._hashes) == before

@@ -1,7 +1,7 @@
 """A small HTTP client for large files: ranges, time-outs, redirects one by one, connections to pinned addresses.
 
-On the standard library's http.client, because the libraries above it resolve names themselves, once more for every
-connection. Proxies of the environment are not used: what is behind one cannot be checked.
+It uses the standard library's http.client, because higher-level libraries resolve the host name again for every
+connection. Proxies of the environment are ignored, because the address that a proxy connects to cannot be checked.
 """
 
 import contextlib
@@ -17,17 +17,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
-from ingot.data.sources.address import RefusedAddress, Resolver, Target, system_resolver, target, without_query
 from ingot.data.sources.remote import (
     Changed,
     NoSuchHost,
-    Part,
+    RefusedAddress,
+    RemoteRange,
     RemoteRules,
+    ResolvedUrl,
+    Resolver,
     Throttled,
     Unreachable,
     Version,
     forbidden,
     gone,
+    resolve_url,
+    system_resolver,
+    without_query,
 )
 from ingot.errors import DataError
 
@@ -41,8 +46,8 @@ _LONGEST_RETRY_AFTER = 600.0
 
 
 @dataclass
-class Answer:
-    """A response with its body still to be read. headers: names in lower case. url: where it came from at last."""
+class StreamedResponse:
+    """A response whose body is still to be read. headers: names in lower case. url: of the last redirect."""
 
     url: str
     status: int
@@ -51,7 +56,7 @@ class Answer:
     _connection: http.client.HTTPConnection
 
     def pieces(self) -> Iterator[bytes]:
-        """The body. Raises Unreachable when it ends before its length, or comes at less than 1 KiB/s for a minute."""
+        """Yield the body. Raises Unreachable if the body is cut, or slower than 1 KiB/s after the first minute."""
         started, received = time.monotonic(), 0
         try:
             while piece := self._response.read1(_PIECE_BYTES):
@@ -60,23 +65,23 @@ class Answer:
                 seconds = time.monotonic() - started
                 if seconds > _SLOW_AFTER_SECONDS and received < seconds * _SLOWEST_BYTES_PER_SECOND:
                     raise Unreachable(f"only {received} bytes in {seconds:.0f} s")
-            if self._response.length:  # read1 does not complain about a body that is cut
+            if self._response.length:  # read1 raises nothing for a body that is cut
                 raise Unreachable(f"the connection ended {self._response.length} bytes too early")
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(_words(error)) from None
+            raise Unreachable(_describe(error)) from None
 
     def close(self) -> None:
         self._response.close()
         self._connection.close()
 
-    def __enter__(self) -> "Answer":
+    def __enter__(self) -> "StreamedResponse":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
 
 
-def ask(
+def send_request(
     url: str,
     *,
     method: str = "GET",
@@ -85,40 +90,40 @@ def ask(
     redirects: int,
     allow_hosts: tuple[str, ...] = (),
     resolver: Resolver = system_resolver,
-) -> Answer:
-    """The answer to one request, after at most `redirects` redirects. Every hop is checked like the first.
+) -> StreamedResponse:
+    """Return the response to one request, after at most `redirects` redirects, each checked like the first URL.
 
-    Raises RefusedAddress; Unreachable when no answer came.
+    Raises RefusedAddress, and Unreachable if there is no response.
     """
     hops = 0
     while True:
         try:
-            place = target(url, allow_hosts, resolver)
+            resolved = resolve_url(url, allow_hosts, resolver)
         except OSError as error:
-            raise NoSuchHost(f"cannot resolve: {_words(error)}") from None
-        answer = _one(place, method, headers, timeout_seconds)
-        location = answer.headers.get("location", "")
-        if answer.status not in REDIRECTS or not location:
-            return answer
-        answer.close()
+            raise NoSuchHost(f"cannot resolve: {_describe(error)}") from None
+        response = _one(resolved, method, headers, timeout_seconds)
+        location = response.headers.get("location", "")
+        if response.status not in REDIRECTS or not location:
+            return response
+        response.close()
         hops += 1
         if hops > redirects:
-            raise _refused(url, f"more than {redirects} redirects")
+            raise _bad_redirect(url, f"more than {redirects} redirects")
         following = urljoin(url, location)
         if url.startswith("https:") and following.startswith("http:"):
-            raise _refused(url, "a redirect from https to http")
+            raise _bad_redirect(url, "a redirect from https to http")
         url = following
 
 
-def _one(place: Target, method: str, headers: dict[str, str], timeout_seconds: float) -> Answer:
-    connection = _Pinned(place, timeout_seconds)
-    # The socket's time-out is for one read; a server that sends its headers byte by byte has a deadline for all.
+def _one(resolved: ResolvedUrl, method: str, headers: dict[str, str], timeout_seconds: float) -> StreamedResponse:
+    connection = _Pinned(resolved, timeout_seconds)
+    # The socket's time-out is for one read. The timer limits the whole of the headers, which a server may send slowly.
     deadline = threading.Timer(2 * timeout_seconds + _CONNECT_SECONDS, connection.hang_up)
     deadline.daemon = True
     deadline.start()
     try:
-        connection.putrequest(method, place.path, skip_host=True, skip_accept_encoding=True)
-        connection.putheader("Host", place.authority)
+        connection.putrequest(method, resolved.path, skip_host=True, skip_accept_encoding=True)
+        connection.putheader("Host", resolved.authority)
         connection.putheader("Accept-Encoding", "identity")
         for name, value in headers.items():
             connection.putheader(name, value)
@@ -126,25 +131,25 @@ def _one(place: Target, method: str, headers: dict[str, str], timeout_seconds: f
         response = connection.getresponse()
     except (OSError, http.client.HTTPException, ValueError) as error:
         connection.close()
-        raise Unreachable(_words(error)) from None
+        raise Unreachable(_describe(error)) from None
     finally:
         deadline.cancel()
     found = {name.lower(): value.strip() for name, value in reversed(response.getheaders())}
-    return Answer(place.url, response.status, found, response, connection)
+    return StreamedResponse(resolved.url, response.status, found, response, connection)
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to the address that was checked; TLS is for the name."""
+    """A connection to the checked address; the TLS certificate is verified against the host name."""
 
-    def __init__(self, place: Target, timeout_seconds: float):
-        super().__init__(place.host, place.port, timeout=timeout_seconds)
-        self._place = place
+    def __init__(self, resolved: ResolvedUrl, timeout_seconds: float):
+        super().__init__(resolved.host, resolved.port, timeout=timeout_seconds)
+        self._resolved = resolved
 
     def connect(self) -> None:
         seconds = min(_CONNECT_SECONDS, self.timeout or _CONNECT_SECONDS)
-        self.sock = socket.create_connection((self._place.address, self._place.port), seconds)
-        if self._place.scheme == "https":
-            self.sock = _tls().wrap_socket(self.sock, server_hostname=self._place.host)
+        self.sock = socket.create_connection((self._resolved.address, self._resolved.port), seconds)
+        if self._resolved.scheme == "https":
+            self.sock = _tls().wrap_socket(self.sock, server_hostname=self._resolved.host)
         self.sock.settimeout(self.timeout)
 
     def hang_up(self) -> None:
@@ -158,49 +163,49 @@ def _tls() -> ssl.SSLContext:
 
 
 class WebFile:
-    """A Remote behind an HTTP(S) URL."""
+    """A remote file at an HTTP(S) URL."""
 
     def __init__(self, url: str, rules: RemoteRules, resolver: Resolver = system_resolver):
         self.url, self.rules, self.resolver = url, rules, resolver
         self.host = urlsplit(url).netloc.lower()
 
     def version(self) -> Version:
-        with self._ask("HEAD", {}) as answer:
-            if answer.status == 200:
-                return _version(answer, _length(answer))
-        # Signed URLs are often for GET alone.
-        with self._ask("GET", {"Range": "bytes=0-0"}) as answer:
-            self._check(answer)
-            return _version(answer, _content_range(answer)[1] if answer.status == 206 else _length(answer))
+        with self._request("HEAD", {}) as response:
+            if response.status == 200:
+                return _version(response, _length(response))
+        # Signed URLs often allow GET only.
+        with self._request("GET", {"Range": "bytes=0-0"}) as response:
+            self._check(response)
+            return _version(response, _content_range(response)[1] if response.status == 206 else _length(response))
 
-    def part(self, start: int, version: Version | None) -> Part:
+    def part(self, start: int, version: Version | None) -> RemoteRange:
         headers = {}
         if start and version:
             headers["Range"] = f"bytes={start}-"
-            # Weak tags do not say that the bytes are the same (RFC 9110, 13.1.5).
+            # Equal weak tags do not mean equal bytes (RFC 9110, 13.1.5).
             validator = (
                 version.last_modified if version.etag.startswith("W/") else version.etag or version.last_modified
             )
             if validator:
                 headers["If-Range"] = validator
-        answer = self._ask("GET", headers)
+        response = self._request("GET", headers)
         try:
-            if answer.status == 416:
+            if response.status == 416:
                 raise Changed(f"no bytes from {start} on")
-            self._check(answer)
-            if answer.status == 200:
-                return Part(0, _version(answer, _length(answer)), _closing(answer))
-            first, total = _content_range(answer)
-            found = _version(answer, total)
+            self._check(response)
+            if response.status == 200:
+                return RemoteRange(0, _version(response, _length(response)), _closing(response))
+            first, total = _content_range(response)
+            found = _version(response, total)
             if first != start or not version or not version.same(found):
                 raise Changed(f"bytes from {first} on of another version")
-            return Part(start, found, _closing(answer))
+            return RemoteRange(start, found, _closing(response))
         except BaseException:
-            answer.close()
+            response.close()
             raise
 
-    def _ask(self, method: str, headers: dict[str, str]) -> Answer:
-        return ask(
+    def _request(self, method: str, headers: dict[str, str]) -> StreamedResponse:
+        return send_request(
             self.url,
             method=method,
             headers={"User-Agent": self.rules.user_agent, **headers},
@@ -210,49 +215,56 @@ class WebFile:
             resolver=self.resolver,
         )
 
-    def _check(self, answer: Answer) -> None:
-        """Raises for every status that brings no bytes."""
-        status = answer.status
+    def _check(self, response: StreamedResponse) -> None:
+        """Raise Throttled, Unreachable or DataError for every status other than 200 and 206."""
+        status = response.status
         if status in (200, 206):
             return
         name, found = without_query(self.url), f"HTTP status {status}"
-        # Common Crawl answers 403 to those who ask too fast.
+        # Common Crawl answers 403 to too many requests.
         crawl = self.url.startswith(self.rules.common_crawl.rstrip("/") + "/")
         if status in (429, 503) or (status == 403 and crawl):
-            raise Throttled(f"{name}: {found}", _retry_after(answer.headers.get("retry-after", "")))
+            raise Throttled(f"{name}: {found}", _retry_after(response.headers.get("retry-after", "")))
         if status in (408, 425) or status >= 500:
             raise Unreachable(f"{name}: {found}")
         if status in (401, 403):
-            raise forbidden(name, found)
+            raise forbidden(name, found, status=status)
         if status in (404, 410):
-            raise gone(name, found)
-        raise DataError(f"{name}: {found}", rule="a download is answered with 200 or 206", fix="check the URL")
+            raise gone(name, found, status=status)
+        raise DataError(
+            "E-REMOTE-STATUS",
+            f"{name}: {found}",
+            rule="a download is answered with 200 or 206",
+            fix="check the URL",
+            url=name,
+            status=status,
+        )
 
 
-def _closing(answer: Answer) -> Iterator[bytes]:
-    with answer:
-        yield from answer.pieces()
+def _closing(response: StreamedResponse) -> Iterator[bytes]:
+    with response:
+        yield from response.pieces()
 
 
-def _version(answer: Answer, total: int) -> Version:
-    return Version(total, answer.headers.get("etag", "")[:200], answer.headers.get("last-modified", "")[:200])
+def _version(response: StreamedResponse, total: int) -> Version:
+    return Version(total, response.headers.get("etag", "")[:200], response.headers.get("last-modified", "")[:200])
 
 
-def _length(answer: Answer) -> int:
-    length = answer.headers.get("content-length", "")
+def _length(response: StreamedResponse) -> int:
+    length = response.headers.get("content-length", "")
     return int(length) if re.fullmatch(r"[0-9]{1,18}", length) else -1
 
 
-def _content_range(answer: Answer) -> tuple[int, int]:
-    """(first byte, bytes of the whole file or -1). Raises Changed for a 206 that does not say what it brings."""
-    match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+def _content_range(response: StreamedResponse) -> tuple[int, int]:
+    """Return (first byte, bytes of the whole file or -1). Raises Changed for a 206 without a usable Content-Range."""
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
     if not match:
         raise Changed("a part without a usable Content-Range")
     return int(match[1]), -1 if match[3] == "*" else int(match[3])
 
 
 def _retry_after(value: str) -> float:
-    """Seconds, from seconds or a date; at most ten minutes, 0 for what is neither."""
+    """Return the seconds that a Retry-After value (seconds or a date) asks for; at most ten minutes, 0 if invalid."""
     if re.fullmatch(r"[0-9]{1,9}", value):
         seconds = float(value)
     else:
@@ -263,13 +275,15 @@ def _retry_after(value: str) -> float:
     return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER)
 
 
-def _refused(url: str, found: str) -> RefusedAddress:
+def _bad_redirect(url: str, found: str) -> RefusedAddress:
     return RefusedAddress(
+        "E-URL-REDIRECT",
         f"{without_query(url)} is not fetched: {found}",
-        rule="redirects are followed a few times, and never to where a download could not go at once",
+        rule="the number of redirects is limited, and a redirect may not lead from https to http",
         fix="give the URL that the redirects end at",
+        url=without_query(url),
     )
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:160]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.config import load
-from ingot.data.lineage.purge.layouts import Layout, find_layout
+from ingot.data.lineage.purge.history import Layout, find_layout
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder

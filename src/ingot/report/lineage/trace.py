@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from ingot.data.build.corpus import MANIFEST, read_documents
-from ingot.data.lineage.find import Place, asking, find, places, rows_of
-from ingot.data.lineage.purge.layouts import PURGED, Layout
-from ingot.data.lineage.purge.listed import secret
+from ingot.data.lineage.purge.history import PURGED, Layout, secret
 from ingot.data.lineage.purge.purge import read_purges
+from ingot.data.lineage.records import Place, asking, find, places, rows_of
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError, UsageError
 from ingot.report.lineage.exposure import Exposure, RunTokens, Use, exposure, uses

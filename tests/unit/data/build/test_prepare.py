@@ -16,7 +16,7 @@ from ingot.errors import ConfigError, DataError, RunBusyError, UsageError
 from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.document import document_id
 from ingot.storage import exclusive, sha256_file
-from ingot.tokenizer.train import train_bpe
+from ingot.tokenizer.byte_bpe import train_bpe
 
 
 def inputs_of(crawl):

@@ -24,8 +24,8 @@ from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.document import document_id
 from ingot.schema.tokens import DOCUMENT_DTYPE, read_token_manifest
 from ingot.storage import sha256_file, write_json
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.tokenizer.train import train_bpe
 
 WORDS = ["the", "shop", "sells", "bread", "and", "tea", "while", "rain", "falls", "on", "seven", "roofs"]
 

@@ -11,14 +11,14 @@ GERMAN = "Die Würde des Menschen ist unantastbar; sie zu achten ist Pflicht. " 
     [
         (RUSSIAN, "windows-1251", "windows-1251", ""),
         (RUSSIAN, "koi8-r", "", "koi8-r"),
-        (RUSSIAN, "utf-8", "", "iso-8859-1"),  # a header that lies
-        (RUSSIAN, "windows-1251", "", ""),  # nobody says; detected
+        (RUSSIAN, "utf-8", "", "iso-8859-1"),  # a wrong header
+        (RUSSIAN, "windows-1251", "", ""),  # not declared; detected
         (GERMAN, "iso-8859-1", "ISO-8859-1", ""),
         ("世界人権宣言。すべての人間は、生まれながらにして自由である。" * 9, "shift_jis", "Shift_JIS", ""),
         ("世界人权宣言。人人生而自由,在尊严和权利上一律平等。" * 9, "gb18030", "gb2312", ""),
         ("世界人権宣言" * 9, "iso2022_jp", "iso-2022-jp", ""),
         (GERMAN, "utf-16", "", ""),
-        (GERMAN, "utf-16-le", "", "utf-8"),  # no byte order mark, and a header that lies
+        (GERMAN, "utf-16-le", "", "utf-8"),  # no byte order mark, and a wrong header
         (GERMAN, "utf-16-be", "utf-16", ""),
         (RUSSIAN, "windows-1251", "windows-1251", "utf-8"),
         (GERMAN, "utf-8-sig", "windows-1251", ""),
@@ -32,7 +32,7 @@ def test_the_real_encoding_wins(text, codec, meta, header):
 
 
 def test_utf7_is_no_encoding_of_the_web():
-    """It could hide tags from everything that reads the page as it is."""
+    """UTF-7 could hide tags from every reader of the raw page."""
     assert decode_page(b"<p>+ADw-script+AD4-</p>", "utf-7") == ("<p>+ADw-script+AD4-</p>", "utf-8")
 
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.data.extract.clean import clean_text
-from ingot.data.extract.html import Extract, ExtractRules, extract_text
+from ingot.data.extract.html import Extract, ExtractRules, clean_text, extract_text
 from ingot.data.native import compiled
 from ingot.data.sources.warc import read_warc
 from ingot.errors import MissingPartError

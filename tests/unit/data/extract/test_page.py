@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ingot.data.extract import page_reference
 from ingot.data.extract.page import COLUMNS, FINE, TOO_DEEP, TOO_MANY, parse_page
 from ingot.data.extract.tags import NAMES
-from ingot.data.extract.vocabulary import Mark
+from ingot.data.extract.vocabulary import ElementMark
 from ingot.data.native import compiled
 from ingot.data.sources.warc import read_warc
 
@@ -91,34 +91,34 @@ def test_the_tree(html, expected, either):
 @pytest.mark.parametrize(
     ("attributes", "expected"),
     [
-        ('class="post-body"', Mark.BODY),
-        ("class=postBody", Mark.BODY),
-        ("class='x post__body y'", Mark.BODY),
-        ("id=POSTBODY", Mark.BODY),
-        ("class=post-bodyguard", Mark(0)),  # whole words
-        ("class=posts", Mark(0)),
-        ('class="newsletters"', Mark.REQUEST),  # open at its end
-        ("class=sidebar2", Mark.SIDE),
-        ("role=search", Mark.NAVIGATION),
-        ('class="role=navigation"', Mark.NAVIGATION),  # the class says "navigation"
-        ("role=article-x", Mark.ARTICLE),
-        ('itemprop="articleBody"', Mark.BODY),
-        ('itemtype="https://schema.org/NewsArticle"', Mark.ARTICLE),
-        ('style="color:red; DISPLAY : none"', Mark.HIDDEN),
-        ('style="background: url(share)"', Mark(0)),  # only what names the attribute counts
-        ('class="postbody"', Mark.BODY),
-        ("hidden", Mark.HIDDEN),
-        ("aria-hidden=true", Mark.HIDDEN),
-        ("aria-hidden=false", Mark(0)),
-        ('type="application/ld+json"', Mark.DATA),
-        ("href", Mark.LINK),
-        ("data-class=comment hrefs=x", Mark(0)),
-        ("class=comment / class = share>", Mark.COMMENT | Mark.SHARE),
+        ('class="post-body"', ElementMark.BODY),
+        ("class=postBody", ElementMark.BODY),
+        ("class='x post__body y'", ElementMark.BODY),
+        ("id=POSTBODY", ElementMark.BODY),
+        ("class=post-bodyguard", ElementMark(0)),  # whole words
+        ("class=posts", ElementMark(0)),
+        ('class="newsletters"', ElementMark.REQUEST),  # open at its end
+        ("class=sidebar2", ElementMark.SIDE),
+        ("role=search", ElementMark.NAVIGATION),
+        ('class="role=navigation"', ElementMark.NAVIGATION),  # the class says "navigation"
+        ("role=article-x", ElementMark.ARTICLE),
+        ('itemprop="articleBody"', ElementMark.BODY),
+        ('itemtype="https://schema.org/NewsArticle"', ElementMark.ARTICLE),
+        ('style="color:red; DISPLAY : none"', ElementMark.HIDDEN),
+        ('style="background: url(share)"', ElementMark(0)),  # only what names the attribute counts
+        ('class="postbody"', ElementMark.BODY),
+        ("hidden", ElementMark.HIDDEN),
+        ("aria-hidden=true", ElementMark.HIDDEN),
+        ("aria-hidden=false", ElementMark(0)),
+        ('type="application/ld+json"', ElementMark.DATA),
+        ("href", ElementMark.LINK),
+        ("data-class=comment hrefs=x", ElementMark(0)),
+        ("class=comment / class = share>", ElementMark.COMMENT | ElementMark.SHARE),
     ],
 )
 def test_what_attributes_say(attributes, expected, either):
     page = parse_page(f"<i {attributes}>x</i>".encode())
-    assert Mark(int(page.flags[0])) == expected
+    assert ElementMark(int(page.flags[0])) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from ingot.data.build.corpus import read_jsonl
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.lineage.inspect import Limit, _spread, inspect
-from ingot.data.lineage.table import write_lineage
+from ingot.data.lineage.records import write_lineage
 from ingot.data.sources.input import Input
 from ingot.errors import DataError, UsageError
 

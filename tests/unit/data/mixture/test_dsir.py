@@ -20,9 +20,9 @@ from ingot.cli.terminal import Terminal
 from ingot.config import to_dict
 from ingot.data.build.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.build.corpus_build import build_corpus
-from ingot.data.lineage.find import find
 from ingot.data.lineage.purge.purge import purge
 from ingot.data.lineage.purge.request import Request
+from ingot.data.lineage.records import find
 from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
 from ingot.data.sources.input import Input
 from ingot.errors import ConfigError, DataError, UsageError
@@ -30,7 +30,7 @@ from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
 from ingot.schema.document import document_id
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import sha256_file, write_json
-from ingot.tokenizer.train import train_bpe
+from ingot.tokenizer.byte_bpe import train_bpe
 
 _LAW = ["court", "judge", "appeal", "statute", "plaintiff", "ruling", "evidence", "hearing", "clause"]
 _FOOD = ["onion", "butter", "oven", "recipe", "garlic", "simmer", "flour", "pepper", "dough"]

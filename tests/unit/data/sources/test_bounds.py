@@ -30,7 +30,7 @@ def _read(paths: list[Path], megabytes: int, pipe) -> None:
 @pytest.fixture
 def fates(tmp_path):
     def run(files: dict[str, bytes], megabytes: int = 300) -> list[dict]:
-        """What became of the records of each file, all read by one process."""
+        """Read all files in one process; return the rules of their records with counts."""
         pytest.importorskip("pyarrow")
         for name, data in files.items():
             (tmp_path / name).write_bytes(data)
@@ -53,7 +53,7 @@ def fates(tmp_path):
 
 
 def packed(*pieces: tuple[bytes, int]) -> bytes:
-    """gzip of each (bytes, how often), without ever having it whole: behind a full flush, the same bytes pack alike."""
+    """gzip of each (bytes, how often), built in pieces: after a full flush, equal bytes are packed equally."""
     body, crc, size = [], 0, 0
     for data, times in pieces:
         stream = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -133,7 +133,7 @@ def test_parquet_that_lies_in_its_page_header(fates, tmp_path):
     while data[end] & 128:
         end += 1
     width = end - size
-    lie = (1 << 7 * width) - 2
-    data[size + 1 : end + 1] = bytes(lie >> 7 * n & 127 | (128 if n < width - 1 else 0) for n in range(width))
+    size_stated = (1 << 7 * width) - 2
+    data[size + 1 : end + 1] = bytes(size_stated >> 7 * n & 127 | (128 if n < width - 1 else 0) for n in range(width))
     (found,) = fates({"x.parquet": bytes(data)})
     assert set(found) <= {"too_large", "bad_row_group"} and sum(found.values()) == 1

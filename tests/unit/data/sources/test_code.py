@@ -6,8 +6,8 @@ import tarfile
 import pytest
 from fastwarc.stream_io import ZstdWriter
 
+from ingot.data.sources.bounded import Limits
 from ingot.data.sources.code import read_code_tar, read_folder
-from ingot.data.sources.limits import Limits
 
 LIMITS = Limits(file_bytes=20_000)
 PYTHON = b"def f(x):\n    if x:\n        return 1\n\n\n    return 2\n"
@@ -139,7 +139,7 @@ def test_damage_costs_members_not_the_archive(tmp_path):
     data = bytearray(tar_of({f"{n}.py": PYTHON for n in range(5)}))
     data[2 * 1024 + 3] ^= 0xFF  # the name of the third: its checksum is wrong
     assert [kind for _, kind in fates_of(tmp_path, bytes(data))] == ["python"] * 2 + ["bad_member"] + ["python"] * 2
-    data = tar_of({"a.py": PYTHON}) + tar_of({"b.py": PYTHON})  # one behind the other
+    data = tar_of({"a.py": PYTHON}) + tar_of({"b.py": PYTHON})  # one after the other
     assert fates_of(tmp_path, data) == [("a.py", "python"), ("b.py", "python")]
     whole = tar_of({"a.py": PYTHON, "huge.py": b"x = 1\n" * 9000})
     assert [kind for _, kind in fates_of(tmp_path, whole[:9000])] == ["python", "truncated_file"]
@@ -147,7 +147,7 @@ def test_damage_costs_members_not_the_archive(tmp_path):
     assert fates_of(tmp_path, bytes(10240)) == [("", "empty_body")]
 
 
-def test_sizes_that_lie(tmp_path):
+def test_wrong_sizes(tmp_path):
     def header(size, kind=b"0"):
         block = bytearray(tar_of({"a.py": PYTHON})[:512])
         block[124:136], block[156:157] = size, kind

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingot.data.sources.http import BadResponse, decoded_body, parse_response
+from ingot.data.sources.bounded import Limits
 from ingot.data.sources.input import Input, read
-from ingot.data.sources.limits import Limits
+from ingot.data.sources.warc import BadResponse, decoded_body, parse_response
 from ingot.errors import DataError
 
 LIMITS = Limits(block_bytes=1 << 16, body_bytes=1 << 16, header_bytes=1 << 12, file_bytes=1 << 12)

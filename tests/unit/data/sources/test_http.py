@@ -4,7 +4,7 @@ import zlib
 import brotli
 import pytest
 
-from ingot.data.sources.http import BadResponse, decoded_body, parse_response
+from ingot.data.sources.warc import BadResponse, decoded_body, parse_response
 
 TEXT = b"plain words, not markup " * 40
 LIMIT = 1 << 20

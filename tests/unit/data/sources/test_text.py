@@ -6,12 +6,11 @@ import pytest
 from fastwarc.stream_io import ZstdWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
-from ingot.data.sources.limits import Limits
-from ingot.data.sources.rows import Fields, pick
-from ingot.data.sources.text import read_jsonl, read_text
+from ingot.data.sources.bounded import Limits
+from ingot.data.sources.text import Fields, pick, read_jsonl, read_text
 from ingot.data.sources.unpack import BadStream, Unpacked, lines
-from ingot.errors import DataError
 
 
 def zstd(data):
@@ -118,7 +117,7 @@ def test_cut_and_damaged_files_keep_what_stands_before(tmp_path):
 
 @pytest.mark.parametrize("data", [b'[{"text": "a"}, {"text": "b"}]', b'[\n {"text": "a"}\n]', b"["])
 def test_json_arrays_are_refused_with_the_way_out(tmp_path, data):
-    with pytest.raises(DataError, match="one JSON array") as caught:
+    with refused("E-JSONL-ARRAY") as caught:
         rows_of(tmp_path, data)
     assert "jq -c" in caught.value.fix
 

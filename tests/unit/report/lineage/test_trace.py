@@ -18,8 +18,8 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import sha256_file, write_atomic, write_json
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.tokenizer.train import train_bpe
 from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.loader.ledger import write_segment
 from ingot.trainer.loader.order import Order

@@ -15,7 +15,7 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import Shard, TokenManifest
 from ingot.storage import sha256_file, write_json
-from ingot.tokenizer.train import train_bpe
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.trainer.checkpoint.saving import CheckpointFacts, save_checkpoint
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export import huggingface

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
-from ingot.data.lineage.find import SPLITS, Place, asking, places, rows_of
-from ingot.data.lineage.purge.layouts import ids_in_layouts
-from ingot.data.lineage.purge.listed import LIST, is_struck
+from ingot.data.lineage.purge.history import LIST, ids_in_layouts, is_struck
 from ingot.data.lineage.purge.request import Request, matching
 from ingot.data.lineage.purge.rewrite import names_one_of
+from ingot.data.lineage.records import SPLITS, Place, asking, places, rows_of
 from ingot.errors import DataError
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
 from ingot.tokenizer.encoder import Encoder, load_encoder

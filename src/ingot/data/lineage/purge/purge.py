@@ -21,14 +21,12 @@ import numpy as np
 
 from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.build.corpus import json_line
-from ingot.data.lineage.find import SPLITS, Place, places
-from ingot.data.lineage.purge.indexes import indexes_in, parts_with, rewrite_indexes
 from ingot.data.lineage.purge.journal import FOLDER, Staging, finish, is_unfinished
-from ingot.data.lineage.purge.layouts import blank_older, save_layout
-from ingot.data.lineage.purge.listed import LIST, PurgedList, secret
+from ingot.data.lineage.purge.history import LIST, PurgedList, blank_older, save_layout, secret
 from ingot.data.lineage.purge.proof import PURGES, Progress, Proof, probes_of, prove
 from ingot.data.lineage.purge.request import Request, Target, Targets, find_targets, list_entries
-from ingot.data.lineage.purge.rewrite import rewrite_corpus, rewrite_tokens
+from ingot.data.lineage.purge.rewrite import indexes_in, parts_with, rewrite_corpus, rewrite_indexes, rewrite_tokens
+from ingot.data.lineage.records import SPLITS, Place, places
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError, DataMissing, ResourceError
 from ingot.schema.tokens import MANIFEST, token_manifest_from_dict

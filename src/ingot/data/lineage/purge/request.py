@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.data.build.corpus import load_corpus, read_jsonl
-from ingot.data.lineage.find import copies_of, find, host_of, part_of, rows_of
-from ingot.data.lineage.purge.listed import is_struck, secret
-from ingot.data.lineage.table import domain_of
+from ingot.data.lineage.purge.history import is_struck, secret
+from ingot.data.lineage.records import copies_of, domain_of, find, host_of, part_of, rows_of
 from ingot.data.sources.url import canonical_url
 from ingot.errors import UsageError
 from ingot.storage import sha256_bytes

@@ -13,14 +13,14 @@ import pytest
 
 from ingot.config import to_dict
 from ingot.data.build.corpus import json_line
-from ingot.data.lineage.table import text_hash, write_lineage, write_shard_lineage
+from ingot.data.lineage.records import text_hash, write_lineage, write_shard_lineage
 from ingot.data.lineage.verify import block_digests
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
 from ingot.schema.document import document_id
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_file, write_atomic, write_json
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.tokenizer.train import train_bpe
 
 WORDS = ["river", "stone", "cloud", "bridge", "lamp", "winter", "garden", "window", "letter", "morning", "music"]
 

@@ -21,10 +21,10 @@ from ingot.data.lineage.card import gather_card
 from ingot.data.lineage.purge import journal
 from ingot.data.lineage.purge import purge as purging
 from ingot.data.lineage.purge.journal import is_unfinished
-from ingot.data.lineage.purge.listed import Purged, PurgedList, is_struck
+from ingot.data.lineage.purge.history import Purged, PurgedList, is_struck
 from ingot.data.lineage.purge.purge import purge, read_purges
 from ingot.data.lineage.purge.request import Request
-from ingot.data.lineage.table import read_lineage
+from ingot.data.lineage.records import read_lineage
 from ingot.data.lineage.verify import verify_tokens
 from ingot.errors import DataError, ResourceError, RunBusyError, UsageError
 from ingot.schema.document import Document

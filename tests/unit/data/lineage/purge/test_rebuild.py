@@ -8,7 +8,7 @@ from ingot.data.build.corpus import load_corpus, read_documents
 from ingot.data.build.prepare import prepare, verify
 from ingot.data.lineage.purge.purge import purge
 from ingot.data.lineage.purge.request import Request
-from ingot.data.lineage.table import read_lineage
+from ingot.data.lineage.records import read_lineage
 from ingot.data.sources.input import Input
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from ingot.data.build.corpus import MANIFEST, read_documents
 from ingot.data.lineage.inspect import corpus_folder
 from ingot.errors import ConfigError, DataError, UsageError
+from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.tokenizer.train import train_bpe
 
 _CHUNK_CHARACTERS = 1 << 20  # of a text file, which may be larger than memory
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot import config
 from ingot.data.decontaminate import Decontaminate, DecontaminationRules, build_index, fingerprint
-from ingot.data.decontaminate.sets import read_items
+from ingot.data.decontaminate.index import read_items
 from ingot.data.decontaminate.words import Bitmap, Words
-from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.schema.document import Document
 
 QUESTION = (
@@ -121,7 +121,7 @@ def test_other_scripts(tmp_path, text):
 
 
 def reference_words(text):
-    """What Words is, one character at a time."""
+    """Return the same words as Words, one character at a time."""
     words, current = [], ""
     for char in text:
         code = ord(char)
@@ -208,25 +208,25 @@ def test_formats_of_sets(tmp_path):
     assert list(read_items(tmp_path / "e.parquet")) == [["one", "two"], ["four"]]
 
 
-def test_what_is_wrong_is_said(tmp_path):
+def test_bad_sets_and_indexes_are_refused(tmp_path):
     (tmp_path / "broken.jsonl").write_text("{}\n{")
     (tmp_path / "good.jsonl").write_text(json.dumps({"q": QUESTION}))
     good = str(tmp_path / "good.jsonl")
-    with pytest.raises(DataError, match=r"broken\.jsonl"):
+    with refused("E-EVALSET-UNREADABLE", path=str(tmp_path / "broken.jsonl")):
         build_index(DecontaminationRules(files=(str(tmp_path / "broken.jsonl"),)), tmp_path / "index")
     packed = bytearray(gzip.compress(json.dumps({"q": prose(1, 2000)}).encode()))
     packed[15:45] = bytes(30)
     (tmp_path / "torn.jsonl.gz").write_bytes(packed)
-    with pytest.raises(DataError, match=r"torn\.jsonl"):
+    with refused("E-EVALSET-UNREADABLE"):
         build_index(DecontaminationRules(files=(str(tmp_path / "torn.jsonl.gz"),)), tmp_path / "index")
-    with pytest.raises(DataMissing):
+    with refused("E-EVALSET-MISSING"):
         build_index(DecontaminationRules(files=(str(tmp_path / "none.jsonl"),)), tmp_path / "index")
-    with pytest.raises(ConfigError, match="no text in question"):
+    with refused("E-EVALSET-FIELDS", fields=["question"]):
         build_index(DecontaminationRules(files=(good,), fields=("question",)), tmp_path / "index")
-    with pytest.raises(DataMissing):
+    with refused("E-EVALINDEX-MISSING", index=str(tmp_path / "nothing")):
         Decontaminate(DecontaminationRules(), tmp_path / "nothing")
     build_index(DecontaminationRules(files=(good,)), tmp_path / "index")
-    with pytest.raises(ConfigError, match="ngram = 13, the recipe 8"):
+    with refused("E-EVALINDEX-SETTINGS", key="ngram"):
         Decontaminate(DecontaminationRules(ngram=8), tmp_path / "index")
     bad = DecontaminationRules(ngram=2, min_words=9, share=2.0, margin=-1, files=("a.csv",))
     assert [field for field, _ in bad.problems()] == ["ngram", "min_words", "share", "margin", "files"]

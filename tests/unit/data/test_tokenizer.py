@@ -4,10 +4,10 @@ import pytest
 
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.build.recipe import load_recipe
-from ingot.data.lineage.tokenizer_inspect import describe, train_on
 from ingot.data.sources.input import Input
+from ingot.data.tokenizer import describe, train_on
 from ingot.errors import DataError, UsageError
-from ingot.tokenizer.train import train_bpe
+from ingot.tokenizer.byte_bpe import train_bpe
 
 
 def test_a_description_shows_the_pieces(tmp_path):

@@ -8,7 +8,7 @@ import resource
 import pytest
 from fastwarc.stream_io import ZstdWriter, zstd_train_dictionary_from_samples
 
-from ingot.data.sources.limits import Limits
+from ingot.data.sources.bounded import Limits
 from ingot.data.sources.warc import read_warc
 
 
@@ -114,12 +114,12 @@ def test_bomb_within_a_stream_of_many_records_is_left(tmp_path):
 
 @pytest.mark.parametrize("length", [5_000_000_000, 2_000_000])
 def test_five_gigabytes_that_are_not_there_cost_one_record(tmp_path, length):
-    """In a file that goes on for longer than one record may be: the length leads behind the end, or into the middle."""
-    behind = [record(i % 10, b"words " * 200) for i in range(3000)]
-    found = fates(tmp_path, record(7) + record(8, length=length) + b"".join(behind), Limits(block_bytes=1 << 20))
+    """The file goes on for longer than one record may be: the length leads past its end, or into its middle."""
+    following = [record(i % 10, b"words " * 200) for i in range(3000)]
+    found = fates(tmp_path, record(7) + record(8, length=length) + b"".join(following), Limits(block_bytes=1 << 20))
     assert found[:2] == [("kept", "7"), ("bad_record", "8")] and len(found) == 3002
     assert all(rule == "kept" for rule, _ in found[2:])
-    packed = gzip.compress(record(7) + record(8, length=5_000_000_000) + b"".join(behind))
+    packed = gzip.compress(record(7) + record(8, length=5_000_000_000) + b"".join(following))
     assert fates(tmp_path, packed, Limits(block_bytes=1 << 20)) == [("kept", "7"), ("truncated_file", "8")]
 
 

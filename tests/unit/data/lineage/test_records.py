@@ -6,9 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.data.lineage import table as lineage
-from ingot.data.lineage.find import copies_of, find, host_of, rows_of
-from ingot.data.lineage.table import domain_of, read_lineage, text_hash, url_hash, write_lineage, write_shard_lineage
+from ingot.data.lineage import records as lineage
+from ingot.data.lineage.records import (
+    copies_of,
+    domain_of,
+    find,
+    host_of,
+    read_lineage,
+    rows_of,
+    text_hash,
+    url_hash,
+    write_lineage,
+    write_shard_lineage,
+)
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError, UsageError
 from ingot.storage import sha256_file
