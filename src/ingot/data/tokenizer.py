@@ -1,4 +1,4 @@
-"""What people ask of a tokenizer: train it on what they have, and see how it cuts text."""
+"""Train a tokenizer on corpora and text files, and describe how a tokenizer splits text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ingot.errors import ConfigError, DataError, UsageError
 from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
 
-_CHUNK_CHARACTERS = 1 << 20  # of a text file, which may be larger than memory
+_CHUNK_CHARACTERS = 1 << 20  # read at once from a text file, which may be larger than memory
 
 _SAMPLE = (
     "The quick brown fox doesn't jump over 1,234,567 lazy dogs; naïve café owners (日本語, Ελληνικά) agree 👍.\n"
@@ -19,8 +19,8 @@ _SAMPLE = (
 
 
 @dataclass(frozen=True)
-class Description:
-    """notice: why engine is not tiktoken. bytes_per_token, pieces: of the text that was shown."""
+class TokenizerDescription:
+    """The description of a tokenizer. notice: why the engine is not tiktoken. bytes_per_token, pieces: of the text."""
 
     file: str
     sha256: str
@@ -33,12 +33,12 @@ class Description:
     pieces: tuple[str, ...]
 
 
-def describe(path: Path, text: str = "", *, eot: str = "") -> Description:
-    """Open a tokenizer.json and encode `text` (a built-in sample if empty)."""
+def describe(path: Path, text: str = "", *, eot: str = "") -> TokenizerDescription:
+    """Open a tokenizer.json, encode `text` (a built-in sample if empty), and return the description."""
     text = text or _SAMPLE
     encoder = load_encoder(path, [text], eot=eot)
     ids = encoder.encode(text)
-    return Description(
+    return TokenizerDescription(
         file=str(path),
         sha256=encoder.sha256,
         vocabulary=encoder.vocab_size,
@@ -52,24 +52,28 @@ def describe(path: Path, text: str = "", *, eot: str = "") -> Description:
 
 
 def train_on(inputs: Sequence[Path], vocab_size: int, out: Path, *, force: bool = False) -> Path:
-    """Train a BPE on corpus folders (or what `data build --out` wrote) and text files, and save it at `out`.
+    """Train a BPE tokenizer on corpus folders (or output folders of `data build`) and text files; save it at `out`.
 
-    Raises UsageError for other paths, ConfigError when `out` exists and `force` is not given.
+    Raises UsageError for other paths, ConfigError if `out` exists and `force` is not given.
     """
     inputs = [corpus_folder(path) for path in inputs]
     if out.exists() and not force:
         raise ConfigError(
+            "E-TOKENIZER-EXISTS",
             f"{out} exists",
-            rule="a tokenizer is not overwritten: tokens may have been made with it",
+            rule="a tokenizer is not overwritten, because tokens may have been made with it",
             fix="choose another --out, or add --force",
+            path=str(out),
         )
     for path in inputs:
         if not path.is_file() and not (path / MANIFEST).is_file():
             raise UsageError(
+                "E-TOKENIZER-INPUT",
                 f"{path} is neither a text file nor a corpus folder"
                 + ("" if path.exists() else " (it does not exist)"),
                 rule=f"a corpus folder holds {MANIFEST}",
                 fix="name the folder of data build --out, or UTF-8 text files",
+                path=str(path),
             )
     return train_bpe(_texts(inputs), vocab_size, out)
 
@@ -84,6 +88,9 @@ def _texts(inputs: Sequence[Path]) -> Iterator[str]:
                 yield from iter(lambda file=file: file.read(_CHUNK_CHARACTERS), "")
         except UnicodeDecodeError as error:
             raise DataError(
+                "E-TEXT-ENCODING",
                 f"{path} is not UTF-8 text ({error.reason})",
-                rule="text files are UTF-8; crawl files go through data build first",
+                rule="text files are UTF-8",
+                fix="convert the file to UTF-8, or build a corpus from crawl files first: ingot data build",
+                path=str(path),
             ) from None

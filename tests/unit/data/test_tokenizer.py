@@ -1,12 +1,12 @@
 import gzip
 
 import pytest
+from tests.expect import refused
 
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.build.recipe import load_recipe
 from ingot.data.sources.input import Input
 from ingot.data.tokenizer import describe, train_on
-from ingot.errors import DataError, UsageError
 from ingot.tokenizer.byte_bpe import train_bpe
 
 
@@ -45,11 +45,11 @@ def test_the_folder_around_a_corpus_is_as_good_as_the_corpus(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_a_path_that_is_neither_text_nor_corpus_is_refused(tmp_path, name):
-    with pytest.raises(UsageError, match="neither a text file nor a corpus"):
+    with refused("E-TOKENIZER-INPUT", path=str(tmp_path / name)):
         train_on([tmp_path / name], 280, tmp_path / "t.json")
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"ab\xff\xfe")
-    with pytest.raises(DataError, match="not UTF-8"):
+    with refused("E-TEXT-ENCODING"):
         train_on([tmp_path / "a.bin"], 280, tmp_path / "t.json")

@@ -10,7 +10,7 @@ import pytest
 from ingot.cli.terminal import Terminal
 from ingot.data.lineage.card import gather_card
 from ingot.data.lineage.purge.purge import purge
-from ingot.data.lineage.purge.request import Request
+from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.errors import DataError, UsageError
 from ingot.report.card import clean, write_card
 from ingot.schema.tokens import read_token_manifest
@@ -99,7 +99,7 @@ def test_nothing_of_a_crawl_can_act(tmp_path, folders):
 
 
 def test_purges_are_told(data, tmp_path):
-    purge(data, Request(domain="a.example"), reason="<b>asked</b>")
+    purge(data, PurgeRequest(domain="a.example"), reason="<b>asked</b>")
     write_card(data, tmp_path / "card.html")
     text = (tmp_path / "card.html").read_text()
     assert "&lt;b&gt;asked&lt;/b&gt;" in text and "<b>asked" not in text

@@ -29,13 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.lineage.purge.purge import purge
-    from ingot.data.lineage.purge.request import Request
+    from ingot.data.lineage.purge.request import PurgeRequest
     from ingot.errors import DataMissing
     from ingot.report.lineage.exposure import exposure, runs_on
 
     data = Path(args.folder)
     runs = runs_on(data, [Path(one) for one in args.runs])
-    request = Request(url=args.url, domain=args.domain, doc=args.doc, pattern=args.pattern, copies=args.copies)
+    request = PurgeRequest(url=args.url, domain=args.domain, doc=args.doc, pattern=args.pattern, copies=args.copies)
     outcome = purge(
         data,
         request,
@@ -58,13 +58,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         )
     else:
         verb = "would go" if args.dry_run else "gone"
-        tokens = sum(place.tokens for place in outcome.places)
+        tokens = sum(place.tokens for place in outcome.locations)
         terminal.say(f"{verb}: {kept:,} documents with {tokens:,} tokens, {len(records) - kept:,} dropped records")
         terminal.table(
             [(t.id[:12], t.rule or "kept", plain(t.url)) for t in records[:_SHOWN]], ("document", "was", "url")
         )
         _say_more(len(records), terminal)
-        if heldout := sum(place.split == "heldout" for place in outcome.places):
+        if heldout := sum(place.split == "heldout" for place in outcome.locations):
             terminal.say(f"{heldout:,} of them were held out: no run trained on them, evaluations used them")
     _print_runs(outcome.runs, terminal)
     _print_copies(outcome.targets.copies, terminal)

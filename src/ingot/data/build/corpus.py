@@ -189,9 +189,9 @@ def cut_files(corpus: Path) -> tuple[str, ...]:
         return ()
     paths = [corpus / part.name for part in manifest.lineage]
     if paths:
-        from ingot.data.lineage.records import asking
+        from ingot.data.lineage.records import lineage_connection
 
-        with asking(paths) as lineage:  # two columns, where the dropped records are files full of text
+        with lineage_connection(paths) as lineage:  # two columns, where the dropped records are files full of text
             query = "SELECT file, rule, value FROM lineage WHERE rule IN (?, ?) ORDER BY filename, file_row_number"
             found = lineage.execute(query, [cut, bad]).fetchall()
     else:

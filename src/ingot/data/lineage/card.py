@@ -1,4 +1,4 @@
-"""The facts of a data card: what a folder of `data build --out` is made of, counted from manifests and lineage."""
+"""The facts of a data card: the composition of an output folder of `data build`, from its manifests and lineage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,16 +8,15 @@ from typing import Any
 from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.build.corpus import cut_files, load_corpus, read_jsonl
 from ingot.data.lineage.inspect import corpus_folder
-from ingot.data.lineage.purge.history import PURGED
-from ingot.data.lineage.purge.purge import read_purges
-from ingot.data.lineage.records import SPLITS, asking, part_of, require_lineage
+from ingot.data.lineage.purge.history import PURGED, read_purges
+from ingot.data.lineage.records import SPLITS, lineage_connection, part_of, require_lineage
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 
-KEPT_CHARACTERS = 700  # of a sample's text that are shown; of dropped documents there is only an excerpt
+KEPT_CHARACTERS = 700  # of a sample's text that are shown; a dropped document has only an excerpt
 _TOP = 15
-_SAMPLE_FILES = 8  # crawl files that samples are taken from, so that a card of a large corpus reads few parts
+_SAMPLE_FILES = 8  # crawl files to take samples from, so that the card of a large corpus reads few parts
 _LIKE = "regexp_extract(value, '[0-9a-f]{32}')"
 
 Counts = tuple[tuple[str, int], ...]
@@ -25,7 +24,7 @@ Counts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """documents, text_bytes: kept; tokens: split -> tokens, ends of text included."""
+    """The counts of a source. documents, text_bytes: kept. tokens: split -> tokens, ends of text included."""
 
     name: str
     records: int
@@ -36,9 +35,9 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class SampleText:
-    """A document for people to look at; rule, value: why it was dropped, "" if it was kept.
+    """A sample document. rule, value: of its drop, "" for a kept document.
 
-    text: its beginning, one character more than KEPT_CHARACTERS if it goes on.
+    text: the beginning of the text, one character longer than KEPT_CHARACTERS if the text goes on.
     """
 
     url: str
@@ -50,10 +49,12 @@ class SampleText:
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """name: of the folder. lengths: (least UTF-8 bytes, documents) of kept documents, in powers of two.
+    """The facts of a data card.
 
-    languages, encodings, domains: of kept documents, the most first. edits: note -> (documents, sum) where stages
-    counted what they changed. clusters: (documents in a cluster of near-duplicates, clusters), the kept one included.
+    name: of the folder. lengths: (least UTF-8 bytes, documents) of kept documents, in powers of two.
+    languages, encodings, domains: (name, kept documents), largest first. edits: (note, documents, sum) for every note
+    in which a stage counts its changes. clusters: (documents in a cluster of near-duplicates, clusters), the kept
+    document included.
     """
 
     name: str
@@ -76,7 +77,7 @@ class CardFacts:
 
 
 def gather_card(data: Path, samples: int = 3) -> CardFacts:
-    """Read the facts. samples: texts per source of kept, and per rule of dropped documents.
+    """Read the facts. samples: number of texts per source (of kept documents) and per rule (of dropped documents).
 
     Raises DataError without a corpus or lineage.
     """
@@ -85,7 +86,7 @@ def gather_card(data: Path, samples: int = 3) -> CardFacts:
     manifest = load_corpus(corpus)
     tokens = {s: read_token_manifest(root / "tokens" / s) for s in SPLITS if (root / "tokens" / s / MANIFEST).exists()}
     files = require_lineage(data)
-    with asking(files) as connection:
+    with lineage_connection(files) as connection:
 
         def query(text: str) -> list[tuple]:
             return connection.execute(text).fetchall()
@@ -136,7 +137,7 @@ def _sources(query: Query, tokens: dict[str, TokenManifest]) -> tuple[SourceFact
 
 
 def _lengths(query: Query) -> tuple[tuple[int, int], ...]:
-    """Without gaps from the smallest to the largest power of two."""
+    """Return (least bytes, documents) for every power of two from the smallest to the largest."""
     power = "floor(log2(greatest(after_bytes, 1)))::int"
     rows = dict(query(f"select {power}, count(*) from lineage where rule = '' group by 1"))
     return tuple((2**power, rows.get(power, 0)) for power in range(min(rows), max(rows) + 1)) if rows else ()
@@ -152,7 +153,7 @@ def _top(query: Query, column: str) -> Counts:
 
 
 def _edits(query: Query) -> tuple[tuple[str, int, float], ...]:
-    """Notes of kept documents that are whole numbers above 0: what a stage counted while it changed the text."""
+    """Return (note, documents, sum) of notes that are whole numbers: the changes that a stage counted in a text."""
     noted = "select notes, unnest(json_keys(notes)) as name from lineage where rule = ''"
     counted = f"select name, try_cast(json_extract_string(notes, '$.\"' || name || '\"') as double) as n from ({noted})"
     whole = f"select name, count(*), sum(n) from ({counted}) where n > 0 group by 1 having bool_and(n = floor(n))"
@@ -165,10 +166,10 @@ def _clusters(query: Query) -> tuple[tuple[int, int], ...]:
 
 
 def _samples(corpus: Path, files: list[Path], count: int) -> list[SampleText]:
-    """`count` documents of every source and of every rule, from a few crawl files spread over the corpus."""
+    """Return `count` documents of every source and of every rule, from a few crawl files spread over the corpus."""
     step = max(len(files) // _SAMPLE_FILES, 1)
-    with asking(files[::step][:_SAMPLE_FILES]) as connection:
-        # An id is a hash, so its order is a draw that is the same every time.
+    with lineage_connection(files[::step][:_SAMPLE_FILES]) as connection:
+        # An id is a hash, so the order of ids is a random order that is the same every time.
         rows = connection.execute(
             "select id, filename, part, rule, value, source, url from (select *, row_number() over "
             "(partition by rule, case when rule = '' then source end order by id) as place from lineage) "

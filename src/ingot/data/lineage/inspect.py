@@ -1,7 +1,7 @@
-"""Looking at what a build kept and dropped: rules with counts, examples, the setting that decides, what another does.
+"""The inspection of a corpus: rules with their counts, examples, the setting of a rule, and the effect of other limits.
 
-Counts and filters come from lineage, so only the parts with the examples are read. A folder that was built before there
-was lineage is read whole.
+Counts and filters come from lineage, so only the parts with the examples are read. A folder without lineage, from an
+older version, is read whole.
 """
 
 import difflib
@@ -14,14 +14,14 @@ from typing import Any
 from ingot.data.build.corpus import cut_files, load_corpus, read_documents, read_dropped, read_jsonl
 from ingot.data.build.recipe import setting_of
 from ingot.data.build.stages import most_dropped
-from ingot.data.lineage.records import OF_DOMAIN, asking, host_of, lineage_files, part_of, require_lineage
+from ingot.data.lineage.records import OF_DOMAIN, host_of, lineage_connection, lineage_files, part_of, require_lineage
 from ingot.errors import UsageError
 from ingot.schema.corpus import FunnelStage
 
 _TOP = 10
 _SHARES = (0.25, 0.5, 0.75, 0.9)
-# Rules say their measure and the limit ("12 < 50", "0.153 > 0.1"), language and near-duplicates only the measure ("en
-# 0.58", "0.912 with ID"), and on which side of its limit it lies is known.
+# Most rules record the measured value and the limit ("12 < 50", "0.153 > 0.1"). Language and near-duplicates record the
+# measured value alone ("en 0.58", "0.912 with ID"); whether their limit is a minimum is fixed here.
 _MEASURE = r"try_cast(regexp_extract(value, '^(?:[A-Za-z_-]+ )?(-?[0-9]+(?:\.[0-9]+)?)', 1) as double)"
 _SIDE = (
     "case when rule = 'language.unsure' then '<' when rule = 'near_duplicates.similar' then '>' "
@@ -30,10 +30,10 @@ _SIDE = (
 
 
 @dataclass(frozen=True)
-class Limit:
-    """What another limit of a rule would do: of `dropped` documents it would let `kept` pass. below: it is a minimum.
+class RuleLimit:
+    """The effect of another limit of a rule: `kept` of the `dropped` documents pass. below: the limit is a minimum.
 
-    Rules that come after it have not seen them and may drop them.
+    Later rules have not seen these documents and may still drop them.
     """
 
     limit: float
@@ -44,13 +44,14 @@ class Limit:
 
 @dataclass(frozen=True)
 class Inspection:
-    """funnel, rules: (rule, documents) of the whole corpus, the rule that dropped most first.
+    """The result of an inspection.
 
-    examples: rows of dropped documents (id, url, source, file, stage, rule, value, text), or of kept ones (.., text);
-    with lineage also before_bytes, after_bytes and notes: what was edited.
-    total: how many documents the examples were taken from. setting: recipe key that decides the rule asked for, or "".
-    warnings: crawl files that are cut. domains, languages: (name, documents) of the total, the most first.
-    limits: what other limits would let pass, where the rule has a measure.
+    funnel: of the whole corpus. rules: (rule, documents) of the whole corpus, the rule that dropped most first.
+    examples: rows of dropped documents (id, url, source, file, stage, rule, value, text), or of kept documents (..,
+    text); with lineage also before_bytes, after_bytes and notes, which show the edits.
+    total: the number of documents that the examples were chosen from. setting: the recipe key of the requested rule, or
+    "". warnings: crawl files that are cut. domains, languages: (name, documents) of the total, largest first.
+    limits: the effect of other limits, for a rule that records a measured value.
     """
 
     funnel: tuple[FunnelStage, ...]
@@ -61,7 +62,7 @@ class Inspection:
     warnings: tuple[str, ...]
     domains: tuple[tuple[str, int], ...] = ()
     languages: tuple[tuple[str, int], ...] = ()
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[RuleLimit, ...] = ()
 
 
 def inspect(
@@ -74,13 +75,13 @@ def inspect(
     language: str = "",
     edited: bool = False,
 ) -> Inspection:
-    """Look into a corpus folder. Examples are spread evenly over it, and the same every time.
+    """Inspect a corpus folder. The examples are spread evenly over the corpus, and the same in every call.
 
-    dropped_by: a rule ("gopher.symbol_ratio") or a stage ("gopher"); without one the examples are kept documents.
-    url: only documents whose URL contains it. domain: only of this host and its subdomains. language: only those that
-    were found to be in it. edited: only kept documents whose text was changed after extraction.
-    Raises UsageError for a rule that dropped nothing, DataError for a folder that is no corpus, or that has no lineage
-    where a filter needs it.
+    dropped_by: a rule ("gopher.symbol_ratio") or a stage ("gopher"); "" chooses kept documents.
+    url: only documents whose URL contains this text. domain: only documents of this host and its subdomains. language:
+    only documents with this identified language. edited: only kept documents whose text changed after extraction.
+    Raises UsageError for a rule that dropped nothing, DataError for a folder that is not a corpus, or that lacks the
+    lineage that a filter needs.
     """
     corpus = corpus_folder(corpus)
     manifest = load_corpus(corpus)
@@ -90,7 +91,7 @@ def inspect(
     setting = setting_of(dropped_by) if dropped_by else ""
     facts = (manifest.funnel, rules)
     if lineage_files(corpus) or domain or language or edited:
-        asked = _Asked(corpus, dropped_by, url, domain, language, edited)
+        asked = _Selection(corpus, dropped_by, url, domain, language, edited)
         return Inspection(
             *facts,
             tuple(asked.examples(count)),
@@ -99,7 +100,7 @@ def inspect(
             cut_files(corpus),
             asked.top("domain"),
             asked.top("language"),
-            tuple(asked.limits()) if dropped_by in dict(rules) else (),  # a stage has no one measure
+            tuple(asked.limits()) if dropped_by in dict(rules) else (),  # a stage has several measures
         )
     if dropped_by:
         rows = (row for row in read_dropped(corpus) if dropped_by in (row["rule"], row["stage"]))
@@ -109,8 +110,8 @@ def inspect(
     return Inspection(*facts, tuple(chosen), total, setting, cut_files(corpus))
 
 
-class _Asked:
-    """The documents that fit the filters, by their lineage."""
+class _Selection:
+    """The documents that match the filters, found in the lineage."""
 
     def __init__(self, corpus: Path, dropped_by: str, url: str, domain: str, language: str, edited: bool):
         self.corpus, self._files = corpus, require_lineage(corpus)
@@ -132,7 +133,7 @@ class _Asked:
         self.total: int = self._query(f"select count(*) from lineage where {self._where}")[0][0]
 
     def _query(self, query: str, parameters: Collection[Any] = ()) -> list[tuple]:
-        with asking(self._files) as connection:
+        with lineage_connection(self._files) as connection:
             return connection.execute(query, [*self._parameters, *parameters]).fetchall()
 
     def top(self, column: str) -> tuple[tuple[str, int], ...]:
@@ -140,7 +141,7 @@ class _Asked:
         return tuple(self._query(query + f"group by 1 order by n desc, 1 limit {_TOP}"))
 
     def examples(self, count: int) -> list[dict]:
-        """Every so-many-th document, with its text or excerpt."""
+        """Return `count` evenly spaced documents, each with its text or excerpt."""
         step = max(self.total // max(count, 1), 1)
         place = "row_number() over (order by filename, file_row_number) - 1 as place"
         rows = self._query(
@@ -159,18 +160,18 @@ class _Asked:
             for row in found
         ]
 
-    def limits(self) -> list[Limit]:
-        """At limits that let about a quarter, half, three quarters and nine tenths of the documents pass."""
+    def limits(self) -> list[RuleLimit]:
+        """Return the limits at which about a quarter, half, three quarters and nine tenths of the documents pass."""
         measured = f"select {_MEASURE} as measure, {_SIDE} as side from lineage where {self._where}"
         found = []
         for below, side, passes in ((True, "<", ">="), (False, ">", "<=")):
-            # Of what is too small, a lower minimum lets the largest pass first; of what is too large, the smallest.
+            # A lower minimum lets the largest measures pass first, a higher maximum the smallest.
             quantiles = [1 - share if below else share for share in _SHARES]
             measures = f"select measure from ({measured}) where side = '{side}' and measure is not null"
             limits = self._query(f"select unnest(quantile_disc(measure, {quantiles})) from ({measures})")
             for limit in dict.fromkeys(limit for (limit,) in limits if limit is not None):
                 query = f"select count(*) filter (where measure {passes} {limit!r}), count(*) from ({measures})"
-                found.append(Limit(limit, below, *self._query(query)[0]))
+                found.append(RuleLimit(limit, below, *self._query(query)[0]))
         return found
 
 
@@ -185,7 +186,7 @@ def _rows_of(part: Path, ids: set[str]) -> dict[str, dict]:
 
 
 def corpus_folder(path: Path) -> Path:
-    """`path`, or `path`/corpus where that is the corpus: what `data build --out` was given works too."""
+    """Return the corpus folder of `path`, which is a corpus folder or an output folder of `data build`."""
     return path / "corpus" if (path / "corpus" / "corpus.json").exists() else path
 
 
@@ -195,14 +196,20 @@ def _require_known(name: str, rules: list[tuple[str, int]], funnel: tuple[Funnel
         return
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     raise UsageError(
+        "E-RULE-UNKNOWN",
         f"no document was dropped by {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""),
         rule="these rules dropped documents: " + (", ".join(rule for rule, _ in rules) or "none"),
-        fix="ingot data inspect DIR lists them with their counts",
+        fix="ingot data inspect DIR lists the rules with their counts",
+        rule_or_stage=name,
+        close=close[0] if close else "",
     )
 
 
 def _spread(rows: Iterable[dict], count: int) -> tuple[list[dict], int]:
-    """About `count` of `rows`, evenly spread, in one pass: whenever there are too many, every second one goes."""
+    """Return about `count` evenly spread `rows` and the number of rows, in one pass.
+
+    Whenever too many rows are stored, every second stored row is removed, and only every second new row is added.
+    """
     chosen, every, total = [], 1, 0
     for row in rows:
         if total % every == 0:

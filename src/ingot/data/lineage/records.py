@@ -1,11 +1,11 @@
-"""Lineage: where every record of a crawl came from, what was decided about it, and where its tokens are. No text.
+"""Lineage records: the origin of every crawl record, the decision about it, and the location of its tokens. No text.
 
     corpus/lineage-NNNNN.parquet        all records of one crawl file, kept and dropped, in crawl order
     tokens/SPLIT/NAME.lineage.parquet   the documents of shard NAME, in shard order
 
-Both are plain Parquet for any tool; ingot asks them through DuckDB (find.py). Identities carry Bloom filters, so that
-looking one up reads next to nothing however many files there are. Equal rows give equal bytes, with one version of
-pyarrow: fixed row groups and compression, no time, no machine.
+Both are plain Parquet for any tool; ingot queries them with DuckDB, in this process. Identifying columns have Bloom
+filters, so that a look-up reads little data, however many files there are. Equal rows give equal bytes with the same
+version of pyarrow: row groups and compression are fixed, and no time or machine name is stored.
 """
 
 import glob
@@ -26,17 +26,17 @@ from ingot.errors import DataError, UsageError, require
 from ingot.schema.corpus import LineagePart
 from ingot.storage import atomic_file, sha256_file
 
-GROUP_ROWS = 65_536  # of a row group: what is in memory at once, and what a Bloom filter is about
+GROUP_ROWS = 65_536  # rows of a row group, which is in memory as a whole and has its own Bloom filters
 
-# Column -> Parquet type. url_hash: of the canonical URL, see `url_hash`. before, after: XXH3-128 of the text as it was
-# extracted and as it was kept. notes: JSON. part, row: the line in the corpus part, "" and -1 for a dropped record.
+# Column -> Parquet type. url_hash: of the canonical URL. before, after: XXH3-128 of the extracted and of
+# the kept text. notes: JSON. part, row: the corpus part and the line in it, "" and -1 for a dropped record.
 RECORD_COLUMNS = {
     "id": "string", "source": "string", "file": "string", "record_id": "string", "url": "string",
     "url_hash": "uint64", "domain": "string", "language": "string", "before": "string", "before_bytes": "int64",
     "after": "string", "after_bytes": "int64", "stage": "string", "rule": "string", "value": "string",
     "notes": "string", "part": "string", "row": "int64",
 }  # fmt: skip
-# start, tokens: first token in the shard and how many, with the end of text.
+# start, tokens: the first token in the shard and the number of tokens, with the end of text.
 SHARD_COLUMNS = {
     "id": "string", "start": "int64", "tokens": "int64", "url": "string", "domain": "string", "source": "string",
     "file": "string", "record_id": "string", "before": "string", "after": "string",
@@ -44,20 +44,27 @@ SHARD_COLUMNS = {
 _LOOKED_UP = ("id", "url_hash", "domain", "before", "after")  # with a Bloom filter
 _REPETITIVE = ("source", "file", "domain", "language", "stage", "rule", "part")  # stored as dictionaries
 _DEFAULTS = {"string": "", "int64": 0, "uint64": 0}
+SPLITS = ("train", "heldout")
+COPIES = ("duplicates", "near_duplicates")  # stages that drop a copy and record the id of the document that is kept
+_MEMORY = "1GiB"
+_ROWS = 4096  # fetched from DuckDB at once
+_ID_DIGITS = 32
+_IN_ORDER = "order by filename, file_row_number"  # crawl order
+OF_DOMAIN = "(domain = ? or ends_with(domain, ?))"  # parameters: `host_of` a domain, and a dot followed by this host
 
 
 def text_hash(text: str) -> str:
-    """What stands in `before` and `after`: XXH3-128 of the UTF-8 text, as 32 hex digits; "" for no text."""
+    """Return XXH3-128 of the UTF-8 text (the columns `before` and `after`) in hex digits, "" for no text."""
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass")) if text else ""
 
 
 def url_hash(canonical: str) -> int:
-    """64 bits of a canonical URL (`data.url.canonical_url`); 0 without one."""
+    """Return the 64-bit hash of a canonical URL (`sources.url.canonical_url`), 0 for ""."""
     return xxhash.xxh3_64_intdigest(canonical.encode("utf-8", "surrogatepass")) if canonical else 0
 
 
 def domain_of(canonical: str) -> str:
-    """The host of a canonical URL, without port; "" when there is none."""
+    """Return the host of a canonical URL, without port; "" if there is none."""
     try:
         return urlsplit(canonical).hostname or ""
     except ValueError:
@@ -67,17 +74,17 @@ def domain_of(canonical: str) -> str:
 def write_lineage(path: Path, rows: Iterable[dict]) -> LineagePart:
     """Write corpus/lineage-NNNNN.parquet from the rows of one crawl file, kept and dropped, in crawl order.
 
-    A row has the keys of RECORD_COLUMNS but url_hash and domain, which follow from its URL; `notes` is a dict. Missing
-    keys are "" or 0, `row` is -1. Memory is that of GROUP_ROWS rows.
+    A row has the keys of RECORD_COLUMNS except url_hash and domain, which are derived from its URL; `notes` is a dict.
+    Missing keys become "" or 0, a missing `row` becomes -1. At most GROUP_ROWS rows are in memory.
     """
     records = write_rows(path, map(_record, rows), RECORD_COLUMNS)
     return LineagePart(name=path.name, records=records, sha256=sha256_file(path))
 
 
 def write_shard_lineage(path: Path, rows: Iterable[dict]) -> str:
-    """Write tokens/SPLIT/NAME.lineage.parquet from rows in shard order (keys of SHARD_COLUMNS but domain).
+    """Write tokens/SPLIT/NAME.lineage.parquet from rows in shard order (keys of SHARD_COLUMNS except domain).
 
-    Returns the file's SHA-256.
+    Return the SHA-256 of the file.
     """
     write_rows(path, (_only(SHARD_COLUMNS, row | {"domain": _domain(row)}) for row in rows), SHARD_COLUMNS)
     return sha256_file(path)
@@ -88,7 +95,7 @@ def _domain(row: dict) -> str:
 
 
 def read_lineage(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a lineage file as they stand in it (`notes` as JSON), a row group in memory at a time."""
+    """Yield the rows of a lineage file (`notes` as JSON text), with one row group in memory at a time."""
     parquet = require("pyarrow.parquet", "data")
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=GROUP_ROWS):
@@ -103,12 +110,12 @@ def _record(row: dict) -> dict:
 
 
 def _only(columns: dict[str, str], row: dict) -> dict:
-    """Without the text and what else a caller's row holds: a whole row group waits in memory."""
+    """Return `row` reduced to `columns`, without its text, because a whole row group stays in memory."""
     return {name: row[name] for name in columns if name in row}
 
 
 def write_rows(path: Path, rows: Iterable[dict], columns: dict[str, str]) -> int:
-    """Write `rows`, which have what `columns` name as it is to stand there; returns how many they were."""
+    """Write `rows`, whose values have the types of `columns`, and return the number of rows."""
     arrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
     schema = arrow.schema([arrow.field(name, getattr(arrow, kind)(), nullable=False) for name, kind in columns.items()])
     rows = iter(rows)
@@ -147,52 +154,48 @@ def _table(arrow, schema, rows: Sequence[dict], columns: dict[str, str]):
 
 
 def _well_formed(text: str) -> str:
-    """Parquet holds UTF-8: lone surrogates of broken URLs are written as \\uXXXX."""
+    """Return `text` with lone surrogates (of broken URLs) written as \\uXXXX, because Parquet holds UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-# Asking lineage, by DuckDB in this process: which records came from a page or a site, and where their tokens are.
-
-
-SPLITS = ("train", "heldout")
-COPIES = ("duplicates", "near_duplicates")  # stages that drop a document for one that stays, whose id they tell
-_MEMORY = "1GiB"
-_ROWS = 4096  # that are Python's at once where not all are kept
-_ID_DIGITS = 32
-_IN_ORDER = "order by filename, file_row_number"  # crawl order
-OF_DOMAIN = "(domain = ? or ends_with(domain, ?))"  # takes `host_of` a domain, and that after a dot
+# Look-ups
 
 
 def lineage_files(data: Path) -> list[Path]:
-    """The lineage files of what `data build --out` wrote, or of a corpus folder, by name; none if it is old."""
+    """Return the lineage files of an output folder of `data build`, or of a corpus folder, sorted by name.
+
+    The list is empty for a folder from before lineage was written.
+    """
     corpus = data / "corpus" if (data / "corpus").is_dir() else data
     return sorted(corpus.glob("lineage-*.parquet"))
 
 
 def require_lineage(data: Path) -> list[Path]:
-    """`lineage_files`, of which there is at least one. Raises DataError."""
+    """Return `lineage_files`. Raises DataError if there are none."""
     if files := lineage_files(data):
         return files
     raise DataError(
+        "E-LINEAGE-MISSING",
         f"{data} holds no lineage",
         rule="a build writes corpus/lineage-NNNNN.parquet for every crawl file; older builds did not",
         fix="build it again with this version: ingot data build FILES... --out DIR",
+        folder=str(data),
     )
 
 
 def part_of(row: dict) -> str:
-    """The file of the corpus folder that holds the text (kept) or the excerpt (dropped) of a lineage row."""
+    """Return the name of the corpus file that holds the text (kept) or the excerpt (dropped) of a lineage row."""
     number = Path(row["filename"]).stem.removeprefix("lineage-")
     return row["part"] or f"dropped-{number}.jsonl.gz"
 
 
 @contextmanager
-def asking(files: Iterable[Path]) -> Iterator[Any]:
+def lineage_connection(files: Iterable[Path]) -> Iterator[Any]:
     """Yield a DuckDB connection on which `lineage` is a view over `files`, with `filename` and `file_row_number`."""
     duckdb = require("duckdb", "data")
     settings = {"memory_limit": _MEMORY, "autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
     with (
-        tempfile.TemporaryDirectory() as spill,  # else it would be ".tmp" where the command was given
+        tempfile.TemporaryDirectory() as spill,  # the default is ".tmp" in the current folder
         duckdb.connect(":memory:", config=settings | {"temp_directory": spill}) as connection,
     ):
         names = [glob.escape(str(path)) for path in files]
@@ -201,8 +204,10 @@ def asking(files: Iterable[Path]) -> Iterator[Any]:
             yield connection
         except duckdb.Error as error:
             raise DataError(
+                "E-LINEAGE-UNREADABLE",
                 f"the lineage cannot be read ({str(error).splitlines()[0]})",
-                fix="ingot data verify DIR finds what is damaged",
+                rule="lineage files are Parquet as the build wrote them",
+                fix="ingot data verify DIR lists the damaged files",
             ) from None
 
 
@@ -216,17 +221,23 @@ def _rows(connection, query: str, parameters: Collection[Any] = ()) -> Iterator[
 def find(
     data: Path, *, doc: str = "", url: str = "", domain: str = "", source: str = "", under: bool = False, limit: int = 0
 ) -> list[dict]:
-    """Rows of the lineage of `data` that fit all of what is given, in crawl order.
+    """Return the lineage rows of `data` that match all given conditions, in crawl order.
 
-    Their keys are RECORD_COLUMNS, filename and file_row_number.
-    doc: an id, or its first 6 or more digits. url: any spelling of it; with `under` every page below it as well.
-    domain: a host with its subdomains. limit: at most so many rows; 0: all.
-    Raises UsageError when nothing is asked for, DataError without lineage.
+    The keys of a row are RECORD_COLUMNS, filename and file_row_number.
+    doc: an id, or its first 6 or more digits. url: any spelling of a URL; with `under` all pages below it as well.
+    domain: a host with its subdomains. limit: the largest number of rows; 0: all.
+    Raises UsageError if no condition is given, DataError without lineage.
     """
     conditions, parameters = [], []
     if doc:
         if len(doc) < 6 or len(doc) > _ID_DIGITS or not set(doc) <= set("0123456789abcdef"):
-            raise UsageError(f"{doc!r} is no document id", rule="32 hex digits, or the first 6 or more of them")
+            raise UsageError(
+                "E-DOCUMENT-ID",
+                f"{doc!r} is not a document id",
+                rule="a document id is 32 hex digits, or the first 6 or more of them",
+                fix="copy the id from the output of ingot data trace or ingot data inspect",
+                id=doc,
+            )
         conditions.append("id = ?" if len(doc) == _ID_DIGITS else "starts_with(id, ?)")
         parameters.append(doc)
     canonical = canonical_url(url)
@@ -244,25 +255,40 @@ def find(
         conditions.append("source = ?")
         parameters.append(source)
     if not conditions:
-        raise UsageError("nothing is asked for", rule="give a document, a URL, a domain or a source")
+        raise UsageError(
+            "E-LOOKUP-EMPTY",
+            "the look-up has no condition",
+            rule="a look-up needs a document, a URL, a domain or a source",
+        )
     query = f"select * from lineage where {' and '.join(conditions)} {_IN_ORDER}"
-    with asking(require_lineage(data)) as connection:
+    with lineage_connection(require_lineage(data)) as connection:
         rows = _rows(connection, query + (f" limit {limit}" if limit and not url else ""), parameters)
-        if url:  # hashes can collide, and what is below a page is told by its text
+        if url:  # hashes can collide, and the pages below a URL are found by its spelling
             rows = (row for row in rows if _is_page(canonical_url(row["url"]), canonical, under))
         return list(islice(rows, limit or None))
 
 
 def host_of(domain: str) -> str:
-    """A domain that somebody wrote, as lineage has it. Raises UsageError when it names no host, or a page of one."""
+    """Return the host of a domain that a user wrote, as lineage stores it.
+
+    Raises UsageError for text that is not a host, and for the address of a page.
+    """
     given = domain.strip()
     canonical = canonical_url(given if "://" in given else f"http://{given.strip('.')}")
     host = domain_of(canonical)
     if not host:
-        raise UsageError(f"{domain!r} names no host", rule="a domain is like example.org")
+        raise UsageError(
+            "E-DOMAIN-NAME", f"{domain!r} is not a host", rule="a domain is written like example.org", domain=domain
+        )
     parts = urlsplit(canonical)
-    if parts.path.strip("/") or parts.query:  # a whole site for one page would be a costly misunderstanding
-        raise UsageError(f"{domain!r} names a page", rule="a domain is like example.org", fix="ask for it with --url")
+    if parts.path.strip("/") or parts.query:  # to take the whole site instead of one page would be a costly mistake
+        raise UsageError(
+            "E-DOMAIN-PAGE",
+            f"{domain!r} is a page, not a domain",
+            rule="a domain is written like example.org",
+            fix="name the page with --url",
+            domain=domain,
+        )
     return host
 
 
@@ -271,15 +297,15 @@ def _is_page(url: str, wanted: str, under: bool) -> bool:
 
 
 def rows_of(data: Path, ids: Collection[str]) -> list[dict]:
-    """The lineage rows of these ids, in crawl order."""
-    with asking(require_lineage(data)) as connection:
+    """Return the lineage rows of these ids, in crawl order."""
+    with lineage_connection(require_lineage(data)) as connection:
         _wanted(connection, ids)
         return list(_rows(connection, f"select l.* from lineage l join wanted using (id) {_IN_ORDER}"))
 
 
 def copies_of(data: Path, ids: Collection[str], url_hashes: Collection[int]) -> list[dict]:
-    """Records that were dropped as a copy of one of `ids`, or for a page with one of these URLs that came before."""
-    with asking(require_lineage(data)) as connection:
+    """Return the rows of records dropped as copies of one of `ids`, or as repetitions of one of these URLs."""
+    with lineage_connection(require_lineage(data)) as connection:
         _wanted(connection, ids)
         connection.execute("create temp table hashes as select unnest(?::ubigint[]) as url_hash", [list(url_hashes)])
         rows = _rows(
@@ -298,8 +324,8 @@ def _wanted(connection, ids: Collection[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a document's tokens are: `tokens` of them, the end of text included, from `start` in shard `shard`."""
+class DocumentLocation:
+    """The location of a document's tokens: `tokens` tokens, including the end of text, from `start` on in a shard."""
 
     id: str
     split: str
@@ -308,10 +334,10 @@ class Place:
     tokens: int
 
 
-def places(data: Path, ids: Collection[str]) -> list[Place]:
-    """The places of these documents in the token folders of `data`, by split, shard and start.
+def locate_documents(data: Path, ids: Collection[str]) -> list[DocumentLocation]:
+    """Return the locations of these documents in the token folders of `data`, by split, shard and start.
 
-    From the document indexes, which every token folder has.
+    They are read from the document indexes, which every token folder has.
     """
     import numpy as np
 
@@ -327,5 +353,5 @@ def places(data: Path, ids: Collection[str]) -> list[Place]:
             index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)
             for row in index[np.isin(index["id"].view("S16"), wanted)]:
                 start, tokens = int(row["start"]), int(row["tokens"])
-                found.append(Place(bytes(row["id"]).hex(), split, shard.name, start, tokens))
+                found.append(DocumentLocation(bytes(row["id"]).hex(), split, shard.name, start, tokens))
     return found

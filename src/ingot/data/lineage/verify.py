@@ -1,4 +1,4 @@
-"""Is every byte of a token folder what was built? Hashes, ids, document ends, index."""
+"""The verification of a token folder: hashes, token ids, document ends, index. All damage is raised as one error."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,45 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, 
 from ingot.storage import sha256_bytes
 
 _FIX = "copy the folder again from its origin, or remove it and build it again (ingot data build)"
+_SAME_HASH = "every file has the SHA-256 that the build wrote down"
+LISTED = 20  # damaged places that one error lists
+
+
+class Damaged(DataError):
+    """Several damaged places, each an error of its own in `places`."""
+
+    places: tuple[DataError, ...] = ()
+
+
+def raise_all(damage: Iterable[DataError]) -> None:
+    """Raise one DataError that lists every place in `damage` (the first 20, and a count); raise nothing without damage.
+
+    A single error is raised unchanged. The error for several places gives each rule and each fix once.
+    """
+    places = [place for one in damage for place in (one.places if isinstance(one, Damaged) else (one,))]
+    found = list({place.found: place for place in places}.values())  # two checks may find the same damage
+    if len(found) == 1:
+        raise found[0]
+    if not found:
+        return
+    listed = [f"  {one.found}" for one in found[:LISTED]]
+    if len(found) > LISTED:
+        listed.append(f"  and {len(found) - LISTED:,} more")
+    error = Damaged(
+        "E-DATA-DAMAGED",
+        "\n".join([f"{len(found):,} places are damaged:", *listed]),
+        rule="; ".join(dict.fromkeys(one.rule for one in found[:LISTED] if one.rule)),
+        fix="; ".join(dict.fromkeys(one.fix for one in found[:LISTED] if one.fix)),
+        places=len(found),
+        codes=sorted({one.code for one in found}),
+    )
+    error.places = tuple(found)
+    raise error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was read and found right."""
+    """The counts of a folder that was read and found correct."""
 
     shards: int
     blocks: int
@@ -26,13 +60,13 @@ class Verified:
 
 
 def block_digests(path: Path, block_bytes: int) -> bytes:
-    """SHA-256 of every `block_bytes` of a file, back to back."""
+    """Return the concatenated SHA-256 digests of the blocks of a file."""
     with path.open("rb") as file:
         return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(block_bytes), b""))
 
 
 def verify_tokens(folder: Path, progress: Callable[[float, str], None] | None = None) -> Verified:
-    """Read a whole token folder. Raises one DataError with every damaged file and block: shard, block, byte offset."""
+    """Read a whole token folder. Raises one DataError that lists every damaged file and block."""
     manifest = read_token_manifest(folder)
     blocks = size = 0
     damage: list[DataError] = []
@@ -54,7 +88,7 @@ def verify_tokens(folder: Path, progress: Callable[[float, str], None] | None = 
 
 
 def _shard_damage(folder: Path, shard: Shard, manifest: TokenManifest) -> Iterator[DataError]:
-    """All that is wrong with the files of a shard; what one of them hides is not guessed."""
+    """Yield an error for every damaged file and block of a shard. Checks that need a damaged file are left out."""
     index = digests = None
     try:
         index = _index(folder, shard)
@@ -78,27 +112,47 @@ def _read(folder: Path, name: str, sha256: str) -> bytes:
     except FileNotFoundError:
         raise _missing(folder / name) from None
     except OSError as error:
-        raise DataError(f"{folder / name} cannot be read ({error.strerror})", fix=_FIX) from None
+        raise DataError(
+            "E-SHARD-UNREADABLE",
+            f"{folder / name} cannot be read ({error.strerror})",
+            rule=f"every shard named in {MANIFEST} has readable files",
+            fix=_FIX,
+            path=str(folder / name),
+        ) from None
     if sha256_bytes(data) != sha256:
-        raise DataError(f"{folder / name} does not have the hash in the manifest", fix=_FIX)
+        raise DataError(
+            "E-SHARD-HASH",
+            f"{folder / name} does not have the hash in the manifest",
+            rule=_SAME_HASH,
+            fix=_FIX,
+            path=str(folder / name),
+        )
     return data
 
 
 def _missing(path: Path) -> DataError:
-    return DataError(f"{path} is missing", rule=f"every shard named in {MANIFEST} has its files", fix=_FIX)
+    return DataError(
+        "E-SHARD-MISSING",
+        f"{path} is missing",
+        rule=f"every shard named in {MANIFEST} has its files",
+        fix=_FIX,
+        path=str(path),
+    )
 
 
 def _index(folder: Path, shard: Shard) -> np.ndarray:
-    """The document index, checked: documents lie back to back and fill the shard."""
+    """Return the checked document index of a shard: documents follow each other without gaps and fill the shard."""
     data = _read(folder, f"{shard.name}.documents", shard.documents_sha256)
     dtype = np.dtype(DOCUMENT_DTYPE)
     index = np.frombuffer(data, dtype) if len(data) == shard.documents * dtype.itemsize else np.empty(0, dtype)
     ends = np.cumsum(index["tokens"].astype(np.int64))
     if not len(index) or ends[-1] != shard.tokens or (index["start"] != ends - index["tokens"]).any():
         raise DataError(
-            f"{folder / shard.name}.documents does not fit its shard",
-            rule=f"{shard.documents} documents lie back to back over {shard.tokens} tokens",
+            "E-SHARD-INDEX",
+            f"{folder / shard.name}.documents does not match its shard",
+            rule=f"{shard.documents} documents follow each other without gaps over {shard.tokens} tokens",
             fix=_FIX,
+            path=f"{folder / shard.name}.documents",
         )
     return index
 
@@ -106,7 +160,7 @@ def _index(folder: Path, shard: Shard) -> np.ndarray:
 def _block_damage(
     folder: Path, shard: Shard, manifest: TokenManifest, index: np.ndarray | None, digests: bytes | None
 ) -> Iterator[DataError]:
-    """An error for every damaged block. Without `digests` or `index` (damaged themselves) their checks are left out."""
+    """Yield an error for every damaged block. Without `digests` or `index` (if damaged) their checks are left out."""
     path, dtype = folder / f"{shard.name}.tokens", np.dtype(manifest.dtype).newbyteorder("<")
     if not path.exists():
         yield _missing(path)
@@ -114,9 +168,13 @@ def _block_damage(
     expected = shard.tokens * dtype.itemsize
     if (size := path.stat().st_size) != expected:
         yield DataError(
+            "E-SHARD-SIZE",
             f"{path} has {size:,} bytes, not {expected:,}",
-            rule=f"the manifest says {shard.tokens:,} tokens of {manifest.dtype}",
+            rule=f"the manifest lists {shard.tokens:,} tokens of {manifest.dtype}",
             fix=_FIX,
+            path=str(path),
+            bytes=size,
+            expected_bytes=expected,
         )
         return
     document_ends = None if index is None else (index["start"] + index["tokens"] - 1).astype(np.int64)
@@ -125,20 +183,35 @@ def _block_damage(
         while block := file.read(manifest.block_bytes):
             place = f"{path}, block {number} (bytes {at:,} to {at + len(block):,})"
             if digests is not None and hashlib.sha256(block).digest() != digests[32 * number : 32 * number + 32]:
-                yield DataError(f"{place}: SHA-256 differs from the one written at build", fix=_FIX)
-            elif error := _wrong_ids(place, np.frombuffer(block, dtype), at, manifest, document_ends):
+                yield DataError(
+                    "E-SHARD-HASH",
+                    f"{place}: the SHA-256 differs from that of the build",
+                    rule=_SAME_HASH,
+                    fix=_FIX,
+                    path=str(path),
+                    block=number,
+                )
+            elif error := _wrong_ids(path, place, np.frombuffer(block, dtype), at, manifest, document_ends):
                 yield error
             at, number = at + len(block), number + 1
 
 
 def _wrong_ids(
-    place: str, tokens: np.ndarray, at: int, manifest: TokenManifest, document_ends: np.ndarray | None
+    path: Path, place: str, tokens: np.ndarray, at: int, manifest: TokenManifest, document_ends: np.ndarray | None
 ) -> DataError | None:
-    """What no build writes into a block that begins at byte `at`."""
+    """Return the error of a block at byte `at` whose token ids or document ends are wrong, None if it is correct."""
     if (high := int(tokens.max())) >= manifest.vocab_size:
         offset = at + int(np.argmax(tokens)) * tokens.itemsize
-        rule = f"ids are below vocab_size = {manifest.vocab_size}"
-        return DataError(f"{place}: token {high} at byte {offset:,}", rule=rule, fix=_FIX)
+        return DataError(
+            "E-SHARD-TOKEN-ID",
+            f"{place}: token {high} at byte {offset:,}",
+            rule=f"ids are below vocab_size = {manifest.vocab_size}",
+            fix=_FIX,
+            path=str(path),
+            block=at // manifest.block_bytes,
+            token=high,
+            byte=offset,
+        )
     if document_ends is None:
         return None
     first = at // tokens.itemsize
@@ -146,42 +219,10 @@ def _wrong_ids(
     if np.array_equal(np.flatnonzero(tokens == manifest.eot_id) + first, document_ends[low:stop]):
         return None
     return DataError(
+        "E-SHARD-DOCUMENT-END",
         f"{place}: end-of-text tokens are not where documents end",
-        rule=f"token {manifest.eot_id} ends every document and stands nowhere else",
+        rule=f"token {manifest.eot_id} ends every document and occurs nowhere else",
         fix=_FIX,
+        path=str(path),
+        block=at // manifest.block_bytes,
     )
-
-
-# Many damaged places, told in one error.
-
-
-LISTED = 20  # places that are named one by one
-
-
-class Damaged(DataError):
-    """Several `places` at once."""
-
-    places: tuple[DataError, ...] = ()
-
-
-def raise_all(damage: Iterable[DataError]) -> None:
-    """Raise one DataError that lists every place in `damage` (the first 20, and a count); nothing when there is none.
-
-    A single one is raised as it is. Of several, each rule and each way out is told once.
-    """
-    places = [place for one in damage for place in (one.places if isinstance(one, Damaged) else (one,))]
-    found = list({place.found: place for place in places}.values())  # two checks may meet the same damage
-    if len(found) == 1:
-        raise found[0]
-    if not found:
-        return
-    listed = [f"  {one.found}" for one in found[:LISTED]]
-    if len(found) > LISTED:
-        listed.append(f"  and {len(found) - LISTED:,} more")
-    error = Damaged(
-        "\n".join([f"{len(found):,} places are damaged:", *listed]),
-        rule="; ".join(dict.fromkeys(one.rule for one in found[:LISTED] if one.rule)),
-        fix="; ".join(dict.fromkeys(one.fix for one in found[:LISTED] if one.fix)),
-    )
-    error.places = tuple(found)
-    raise error

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.config import load
-from ingot.data.lineage.purge.history import Layout, find_layout
+from ingot.data.lineage.purge.history import TokenLayout, find_layout
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -127,7 +127,7 @@ class Stretch:
 
     first: int
     last: int
-    layout: Layout | None
+    layout: TokenLayout | None
 
 
 class RunTokens:
@@ -159,14 +159,14 @@ class RunTokens:
         """The last step that was trained on tokens of which nothing is known any more, 0 if there is none."""
         return max((stretch.last for stretch in self.stretches if stretch.layout is None), default=0)
 
-    def layout_at(self, step: int) -> Layout | None:
+    def layout_at(self, step: int) -> TokenLayout | None:
         """What step `step` was, or will be, trained on; None if it is not known any more."""
         for stretch in self.stretches:
             if stretch.first <= step <= stretch.last:
                 return stretch.layout
-        return Layout(self.manifest, (self.tokens,), True)
+        return TokenLayout(self.manifest, (self.tokens,), True)
 
-    def order(self, layout: Layout) -> Order:
+    def order(self, layout: TokenLayout) -> Order:
         """The order of the run's samples over a layout, with every mixture it had."""
         train, weights = self.config.train, self.config.data.weights
         earlier = [(last * train.global_batch, own) for last, own in earlier_weights(self.folder, weights)]
@@ -187,7 +187,7 @@ class RunTokens:
 
     def to_come(self, documents: Collection[str]) -> Iterator[Use]:
         """What the order will give after the newest checkpoint, up to the last step of the run file."""
-        layout = Layout(self.manifest, (self.tokens,), True)
+        layout = TokenLayout(self.manifest, (self.tokens,), True)
         if not (wanted := self._windows(layout, documents)):
             return
         windows = np.array(sorted(wanted), np.int64)
@@ -199,7 +199,7 @@ class RunTokens:
                 step, sample = divmod(first + hit, batch)
                 yield from (Use(step + 1, sample, one, True) for one in wanted[int(ids[hit])])
 
-    def _windows(self, layout: Layout, documents: Collection[str]) -> dict[int, list[str]]:
+    def _windows(self, layout: TokenLayout, documents: Collection[str]) -> dict[int, list[str]]:
         """Window id -> the documents that have tokens in it. A window is seq_len inputs and one more target."""
         windows = Windows(layout.manifest, self.config.train.seq_len)
         seq_len, found = windows.seq_len, defaultdict(list)

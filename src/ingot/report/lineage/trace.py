@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from ingot.data.build.corpus import MANIFEST, read_documents
-from ingot.data.lineage.purge.history import PURGED, Layout, secret
-from ingot.data.lineage.purge.purge import read_purges
-from ingot.data.lineage.records import Place, asking, find, places, rows_of
+from ingot.data.lineage.purge.history import PURGED, TokenLayout, read_purges, redacted_hash
+from ingot.data.lineage.records import DocumentLocation, find, lineage_connection, locate_documents, rows_of
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError, UsageError
 from ingot.report.lineage.exposure import Exposure, RunTokens, Use, exposure, uses
@@ -97,7 +96,7 @@ class _Part:
     document: str
 
 
-def _parts(layout: Layout, order: Order, ids: np.ndarray) -> Iterator[_Part]:
+def _parts(layout: TokenLayout, order: Order, ids: np.ndarray) -> Iterator[_Part]:
     indexes: dict[int, np.ndarray] = {}
     for sample, (number, start) in enumerate(zip(*map(np.ndarray.tolist, order.locate(ids)), strict=True)):
         shard = layout.manifest.shards[number]
@@ -131,7 +130,7 @@ def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment
     return next((s for s in segments if s.first_step <= step <= s.last_step), None)
 
 
-def _origins(tokens: Path, layout: Layout, parts: list[_Part]) -> dict[str, dict]:
+def _origins(tokens: Path, layout: TokenLayout, parts: list[_Part]) -> dict[str, dict]:
     """Document id -> where it came from: url, file and record_id, from the lineage beside the shards."""
     wanted = {part.document for part in parts} - {PURGED}
     nothing = {PURGED: {"url": "(purged)", "file": "", "record_id": ""}}
@@ -145,7 +144,7 @@ def _origins(tokens: Path, layout: Layout, parts: list[_Part]) -> dict[str, dict
     for name, path in files.items():
         if (sha256 := shards[name].lineage_sha256) and sha256_file(path) != sha256:
             raise DataError(f"{path} does not have the hash in the manifest", fix=f"ingot data verify {tokens}")
-    with asking(files.values()) as connection:
+    with lineage_connection(files.values()) as connection:
         query = "select id, url, file, record_id from lineage where id in (select unnest(?::varchar[]))"
         rows = connection.execute(query, [sorted(wanted)]).fetchall()
     origin = {one: {"url": url, "file": file, "record_id": record} for one, url, file, record in rows}
@@ -188,7 +187,7 @@ class Life:
     """
 
     row: dict[str, Any]
-    place: Place | None
+    place: DocumentLocation | None
     uses: tuple[Use, ...] = ()
     seen: Exposure | None = None
 
@@ -201,7 +200,7 @@ def trace_documents(
     data: a folder of `data build --out`. Raises UsageError for what is no id or URL, DataError without lineage.
     """
     rows = find(data, doc=doc, url=url, under=bool(url), limit=limit)
-    by_id = {place.id: place for place in places(data, {row["id"] for row in rows if not row["rule"]})}
+    by_id = {place.id: place for place in locate_documents(data, {row["id"] for row in rows if not row["rule"]})}
     lives = []
     for row in rows:
         place = by_id.get(row["id"])
@@ -212,7 +211,7 @@ def trace_documents(
 
 def purges_of(data: Path, *, doc: str = "", url: str = "") -> list[dict[str, Any]]:
     """The purges that removed this document, or a document of this page: lines of purges.jsonl, oldest first."""
-    wanted = secret(canonical_url(url)) if url else ""
+    wanted = redacted_hash(canonical_url(url)) if url else ""
     found = []
     for record in read_purges(data):
         if any((doc and one["id"].startswith(doc)) or (wanted and one["url"] == wanted) for one in record["documents"]):

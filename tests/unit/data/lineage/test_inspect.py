@@ -1,16 +1,16 @@
-"""What inspection shows: with lineage and, for folders of older builds, without."""
+"""The result of an inspection, with lineage and, for folders of older builds, without."""
 
 import gzip
 import json
 
 import pytest
+from tests.expect import refused
 
 from ingot.data.build.corpus import read_jsonl
 from ingot.data.build.corpus_build import build_corpus
-from ingot.data.lineage.inspect import Limit, _spread, inspect
+from ingot.data.lineage.inspect import RuleLimit, _spread, inspect
 from ingot.data.lineage.records import write_lineage
 from ingot.data.sources.input import Input
-from ingot.errors import DataError, UsageError
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_examples_of_a_rule_or_a_stage(built):
 
 
 def test_a_typo_gets_a_suggestion(built):
-    with pytest.raises(UsageError, match=r"did you mean 'gopher\.word_count'"):
+    with refused("E-RULE-UNKNOWN", rule_or_stage="gopher.wordcount", close="gopher.word_count"):
         inspect(built, dropped_by="gopher.wordcount")
 
 
@@ -102,7 +102,7 @@ def test_what_another_limit_would_let_pass(traced):
         if limit.below:
             assert limit.kept == sum(words >= limit.limit for words in WORDS) and limit.dropped == len(WORDS)
     assert [limit.limit for limit in limits if limit.below] == [30, 20, 12, 3]
-    assert [limit for limit in limits if not limit.below] == [Limit(123456, False, 1, 1)]
+    assert [limit for limit in limits if not limit.below] == [RuleLimit(123456, False, 1, 1)]
     assert inspect(traced).limits == inspect(traced, dropped_by="gopher").limits == ()
 
 
@@ -120,5 +120,5 @@ def test_an_old_folder_can_be_looked_at_but_not_filtered(built):
         path.unlink()
     assert inspect(built).total == 4
     assert inspect(built, dropped_by="gopher.word_count").total == 1
-    with pytest.raises(DataError, match="no lineage"):
+    with refused("E-LINEAGE-MISSING"):
         inspect(built, language="en")

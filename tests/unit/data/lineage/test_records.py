@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.data.lineage import records as lineage
 from ingot.data.lineage.records import (
@@ -20,7 +21,6 @@ from ingot.data.lineage.records import (
     write_shard_lineage,
 )
 from ingot.data.sources.url import canonical_url
-from ingot.errors import DataError, UsageError
 from ingot.storage import sha256_file
 
 
@@ -118,18 +118,19 @@ def test_records_are_found(folder):
     assert ids(copies_of(folder, [f"{first:032x}"], [url_hash("https://a.example/p")])) == [20, 21]
 
 
-def test_questions_that_mean_nothing_are_refused(folder, tmp_path):
-    for question in ({}, {"doc": "abc"}, {"doc": "x" * 32}, {"domain": ". "}):
-        with pytest.raises(UsageError):
-            find(folder, **question)
-    with pytest.raises(DataError, match="no lineage"):
+def test_bad_conditions_are_refused(folder, tmp_path):
+    id_, name, empty = "E-DOCUMENT-ID", "E-DOMAIN-NAME", "E-LOOKUP-EMPTY"
+    for conditions, code in (({}, empty), ({"doc": "abc"}, id_), ({"doc": "x" * 32}, id_), ({"domain": ". "}, name)):
+        with refused(code):
+            find(folder, **conditions)
+    with refused("E-LINEAGE-MISSING", folder=str(tmp_path)):
         find(tmp_path, doc="0" * 32)
 
 
 def test_a_damaged_file_is_named_as_data(folder):
     path = folder / "corpus" / "lineage-00001.parquet"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="cannot be read"):
+    with refused("E-LINEAGE-UNREADABLE"):
         find(folder, doc="0" * 32)
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tests.expect import refused
 
 from ingot.config import to_dict
 from ingot.data.lineage.verify import block_digests, verify_tokens
@@ -66,14 +67,14 @@ def test_a_flipped_bit_is_named_with_block_and_bytes(tmp_path):
     data = bytearray((folder / "web-00000.tokens").read_bytes())
     data[5000] ^= 1
     (folder / "web-00000.tokens").write_bytes(data)
-    with pytest.raises(DataError, match=r"web-00000.tokens, block 1 \(bytes 4,096 to 8,192\): SHA-256"):
+    with refused("E-SHARD-HASH", path=str(folder / "web-00000.tokens"), block=1):
         verify_tokens(folder)
 
 
 def test_an_id_above_the_vocabulary_is_named_with_its_byte(tmp_path):
     tokens, lengths = good()
     tokens[3000] = 500
-    with pytest.raises(DataError, match=r"block 1 .*: token 500 at byte 6,000"):
+    with refused("E-SHARD-TOKEN-ID", block=1, token=500, byte=6000):
         verify_tokens(write(tmp_path / "t", tokens, lengths))
 
 
@@ -81,13 +82,13 @@ def test_an_id_above_the_vocabulary_is_named_with_its_byte(tmp_path):
 def test_documents_end_with_the_end_of_text_and_nowhere_else(tmp_path, at, value):
     tokens, lengths = good()
     tokens[at] = value
-    with pytest.raises(DataError, match=r"block 1 .*end-of-text tokens are not where documents end"):
+    with refused("E-SHARD-DOCUMENT-END", block=1):
         verify_tokens(write(tmp_path / "t", tokens, lengths))
 
 
 @pytest.mark.parametrize("lengths", [[100, 3996], [100, 3996, 1903], [100, 3996, 1904, 5], []])
 def test_an_index_that_does_not_fill_the_shard_is_refused(tmp_path, lengths):
-    with pytest.raises(DataError, match="does not fit its shard"):
+    with refused("E-SHARD-INDEX"):
         verify_tokens(write(tmp_path / "t", good()[0], lengths))
 
 
@@ -99,43 +100,54 @@ def test_overlapping_documents_are_refused(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0]["documents_sha256"] = sha256_bytes(index.tobytes())
     write_json(folder / "manifest.json", manifest)
-    with pytest.raises(DataError, match="does not fit its shard"):
+    with refused("E-SHARD-INDEX"):
         verify_tokens(folder)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "code"),
     [
-        ("web-00000.tokens", lambda d: d[:-1], "11,999 bytes, not 12,000"),
-        ("web-00000.blocks", lambda d: d[:32], "hash in the manifest"),
-        ("web-00000.documents", lambda d: d[:-1], "hash in the manifest"),
-        ("manifest.json", lambda d: d.replace(b"uint16", b"uint32"), "12,000 bytes, not 24,000"),
-        ("manifest.json", lambda d: d.replace(b"uint16", b"uint8"), "uint8"),
+        ("web-00000.tokens", lambda d: d[:-1], "E-SHARD-SIZE"),
+        ("web-00000.blocks", lambda d: d[:32], "E-SHARD-HASH"),
+        ("web-00000.documents", lambda d: d[:-1], "E-SHARD-HASH"),
+        ("manifest.json", lambda d: d.replace(b"uint16", b"uint32"), "E-SHARD-SIZE"),
     ],
 )
-def test_damage_is_named(tmp_path, name, change, message):
+def test_damage_is_named(tmp_path, name, change, code):
     folder = write(tmp_path / "t", *good())
     (folder / name).write_bytes(change((folder / name).read_bytes()))
+    with refused(code):
+        verify_tokens(folder)
+
+
+@pytest.mark.parametrize("name", ["web-00000.tokens", "web-00000.blocks", "web-00000.documents"])
+def test_a_missing_file_is_named(tmp_path, name):
+    folder = write(tmp_path / "t", *good())
+    (folder / name).unlink()
+    with refused("E-SHARD-MISSING", path=str(folder / name)):
+        verify_tokens(folder)
+
+
+@pytest.mark.parametrize(("dtype", "message"), [(None, r"manifest\.json"), (b"uint8", "uint8")])
+def test_a_missing_or_damaged_manifest_is_refused(tmp_path, dtype, message):
+    folder = write(tmp_path / "t", *good())
+    path = folder / "manifest.json"
+    if dtype:
+        path.write_bytes(path.read_bytes().replace(b"uint16", dtype))
+    else:
+        path.unlink()
     with pytest.raises(DataError, match=message):
         verify_tokens(folder)
 
 
-@pytest.mark.parametrize("name", ["web-00000.tokens", "web-00000.blocks", "web-00000.documents", "manifest.json"])
-def test_a_missing_file_is_named(tmp_path, name):
-    folder = write(tmp_path / "t", *good())
-    (folder / name).unlink()
-    with pytest.raises(DataError, match=name if name == "manifest.json" else f"{name} is missing"):
-        verify_tokens(folder)
-
-
-def test_all_damage_is_told_at_once(tmp_path):
+def test_all_damage_is_reported_at_once(tmp_path):
     folder = write(tmp_path / "t", *good())
     data = bytearray((folder / "web-00000.tokens").read_bytes())
     data[10] ^= 1
     data[9000] ^= 1
     (folder / "web-00000.tokens").write_bytes(data)
     (folder / "web-00000.documents").unlink()
-    with pytest.raises(DataError) as error:
+    with refused("E-DATA-DAMAGED", places=3, codes=["E-SHARD-HASH", "E-SHARD-MISSING"]) as error:
         verify_tokens(folder)
     for place in ("3 places", "documents is missing", "block 0 (bytes 0 to 4,096)", "block 2 (bytes 8,192 to 12,000)"):
         assert place in error.value.found
@@ -145,8 +157,7 @@ def test_all_damage_is_told_at_once(tmp_path):
 def test_a_long_list_of_damage_ends_in_a_count(tmp_path):
     folder = write(tmp_path / "t", np.arange(60_000) % 499 + 1, [60_000])
     (folder / "web-00000.tokens").write_bytes(bytes(120_000))
-    with pytest.raises(DataError) as error:
+    with refused("E-DATA-DAMAGED", places=30) as error:
         verify_tokens(folder)
-    assert error.value.found.startswith("30 places")
     assert error.value.found.count("SHA-256") == 20
     assert error.value.found.endswith("and 10 more")

@@ -21,7 +21,7 @@ from ingot.config import to_dict
 from ingot.data.build.corpus import json_line, jsonl_writer, load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.lineage.purge.purge import purge
-from ingot.data.lineage.purge.request import Request
+from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.data.lineage.records import find
 from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
 from ingot.data.sources.input import Input
@@ -125,7 +125,7 @@ def test_the_chosen_have_their_lineage(tmp_path, crawl):
         assert [row["id"] for row in rows] == [one] * (one in chosen)
         for row in rows:
             assert list(read_jsonl(out / "corpus" / row["part"]))[row["row"]]["id"] == one
-    assert purge(out, Request(doc=chosen[0])).proof
+    assert purge(out, PurgeRequest(doc=chosen[0])).proof
     assert [row["id"] for _, row in read_documents(out / "corpus")] == chosen[1:]
 
 

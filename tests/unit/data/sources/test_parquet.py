@@ -158,7 +158,12 @@ def test_damage_costs_a_row_group(write):
 
 
 def test_most_bytes_of_neighbouring_rows():
-    pages = [PageHeader(100, 10, False), PageHeader(10, 10, False), PageHeader(500, 1, False), PageHeader(10, 10, False)]
+    pages = [
+        PageHeader(100, 10, False),
+        PageHeader(10, 10, False),
+        PageHeader(500, 1, False),
+        PageHeader(10, 10, False),
+    ]
     assert _most_bytes(pages, 1) == 500 and _most_bytes(pages, 2) == 510 and _most_bytes(pages, 3) == 520
     assert _most_bytes(pages, 12) == 610 and _most_bytes(pages, 13) == 620 and _most_bytes(pages, 99) == 620
     assert _most_bytes([PageHeader(1000, 50, True), PageHeader(8, 10, False)], 4) == 4008

@@ -11,8 +11,9 @@ import pytest
 
 from ingot.cli.terminal import Terminal
 from ingot.config import to_toml
-from ingot.data.lineage.purge.purge import purge, read_purges
-from ingot.data.lineage.purge.request import Request
+from ingot.data.lineage.purge.history import read_purges
+from ingot.data.lineage.purge.purge import purge
+from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.errors import DataError, DataMissing, UsageError
 from ingot.report.lineage.exposure import exposure, runs_on, uses
 from ingot.report.lineage.trace import purges_of, trace_documents, trace_step
@@ -125,13 +126,13 @@ def test_steps_before_a_purge_can_still_be_traced(data, run, folders):
     gone, gone_later, stays = used[0], used[1], used[2]
     seen = exposure(run, [stays])
     fingerprint = read_token_manifest(data / "tokens/train").fingerprint()
-    purge(data, Request(doc=gone))
+    purge(data, PurgeRequest(doc=gone))
     assert exposure(run, [stays]) == seen
     goes_on(run, data, 20, fingerprint, 25)
     told |= {step: trace_step(run, step) for step in range(21, 26)}
     before = exposure(run, [gone_later])
     fingerprint = read_token_manifest(data / "tokens/train").fingerprint()
-    outcome = purge(data, Request(doc=gone_later), saw=lambda ids: [vars(exposure(run, ids))])
+    outcome = purge(data, PurgeRequest(doc=gone_later), saw=lambda ids: [vars(exposure(run, ids))])
     assert outcome.runs[0] == vars(before) and before.trained_steps == 25 and before.unknown_steps == 0
     goes_on(run, data, 25, fingerprint, 30)
     for step, documents in told.items():
@@ -146,7 +147,7 @@ def test_steps_before_a_purge_can_still_be_traced(data, run, folders):
 
 def test_steps_on_tokens_that_are_not_known_count_as_seen(data, run, folders):
     document = kept(folders)[0]
-    purge(data, Request(doc=kept(folders)[1]))
+    purge(data, PurgeRequest(doc=kept(folders)[1]))
     shutil.rmtree(data / "purges")
     seen = exposure(run, [document])
     assert (seen.unknown_steps, seen.samples, seen.checkpoints) == (20, 0, (10, 20))

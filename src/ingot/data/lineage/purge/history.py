@@ -1,22 +1,37 @@
-"""How token folders were laid out before each purge, so that steps trained then can still be traced.
+"""The history of purges that a data folder keeps: earlier token layouts, and the list of what stays out.
 
-    DIR/purges/FINGERPRINT/manifest.json     of the token stream as it was
-    DIR/purges/FINGERPRINT/NAME.documents    of every shard that the purge changed: its index then, with zeros in place
-                                             of the ids that were purged, then or since
+    DIR/purges/FINGERPRINT/manifest.json     the manifest of the token stream before a purge
+    DIR/purges/FINGERPRINT/NAME.documents    the index before the purge of every shard that it changed, with zeros in
+                                             place of all purged ids
+    DIR/purges/FINGERPRINT/next              the fingerprint after the purge
+    DIR/purged.txt                           a line `KIND HEX` for everything that a later build has to leave out
+    DIR/purges.jsonl                         a record of every purge, without text or URL
 
-An index tells where documents were, not what was in them. A shard that a purge left alone has its index in the layout
-after it, or in the token folder.
+Earlier layouts make training steps from before a purge traceable: an index shows the positions of documents, not their
+content. The index of a shard that a purge did not change is in the next layout, or in the token folder.
+
+The kinds in purged.txt, which reveal nothing about the content:
+
+    document   the id
+    url        BLAKE2b-128 of the canonical URL
+    domain     BLAKE2b-128 of the host, which includes its subdomains
+    text       XXH3-128 of the extracted text, so that the same text from another page stays out as well
 """
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ingot.data.lineage.purge.journal import Staging
-from ingot.data.lineage.records import domain_of, text_hash
+from ingot.data.lineage.records import (
+    domain_of,
+    text_hash,
+)
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError
 from ingot.schema.document import Document, Drop
@@ -24,14 +39,19 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, 
 from ingot.storage import sha256_bytes
 
 FOLDER = "purges"
-PURGED = "0" * 32  # the id of a document that is gone
+PURGED = "0" * 32  # the id that replaces the id of a purged document
+PURGES = "purges.jsonl"
+LIST = "purged.txt"
+KINDS = ("document", "url", "domain", "text")
+STAGE = "purged"
+REMOVED = "purged.later"  # the rule of records that a purge took out of a finished folder
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A token stream that trains now, or that was there before a purge. folders: where indexes may lie, first to last.
+class TokenLayout:
+    """The layout of a token stream, now or before a purge.
 
-    current: whether it is what the token folder holds.
+    folders: the folders to search for an index, in order. current: whether this is the layout of the token folder now.
     """
 
     manifest: TokenManifest
@@ -39,32 +59,41 @@ class Layout:
     current: bool
 
     def index(self, shard: Shard) -> np.ndarray:
-        """The document index (DOCUMENT_DTYPE) of a shard; purged documents have the id PURGED. Raises DataError."""
+        """Return the document index (DOCUMENT_DTYPE) of a shard. The id of a purged document is PURGED.
+
+        Raises DataError for a missing or damaged index.
+        """
         path = next((p for folder in self.folders if (p := folder / f"{shard.name}.documents").exists()), None)
         if path is None:
             raise DataError(
-                f"{self.folders[-1] / shard.name}.documents cannot be read",
+                "E-SHARD-MISSING",
+                f"{self.folders[-1] / shard.name}.documents is missing",
                 rule="every shard has a document index",
                 fix=f"ingot data verify {self.folders[-1]}",
+                path=f"{self.folders[-1] / shard.name}.documents",
             )
         data = path.read_bytes()
         index = np.frombuffer(data, DOCUMENT_DTYPE) if len(data) == 28 * shard.documents else None
         saved = path.parent != self.folders[-1]
         if index is None or (not saved and sha256_bytes(data) != shard.documents_sha256):
             raise DataError(
-                f"{path} does not have the hash in the manifest", fix=f"ingot data verify {self.folders[-1]}"
+                "E-SHARD-HASH",
+                f"{path} does not have the hash in the manifest",
+                rule="every file has the SHA-256 that the build wrote down",
+                fix=f"ingot data verify {self.folders[-1]}",
+                path=str(path),
             )
         return index
 
 
-def find_layout(tokens: Path, fingerprint: str) -> Layout | None:
-    """The layout of the token folder DIR/tokens/SPLIT whose fingerprint begins so; None if it was never there."""
+def find_layout(tokens: Path, fingerprint: str) -> TokenLayout | None:
+    """Return the layout of the token folder DIR/tokens/SPLIT whose fingerprint begins with `fingerprint`, else None."""
     now = read_token_manifest(tokens)
     saved = tokens.parent.parent / FOLDER
     folders: list[Path] = []
     current = now.fingerprint()
     if current.startswith(fingerprint):
-        return Layout(now, (tokens,), True)
+        return TokenLayout(now, (tokens,), True)
     follows = _successors(saved)
     start = next((name for name in sorted(follows) if name.startswith(fingerprint)), None)
     while start in follows and len(folders) <= len(follows):
@@ -73,18 +102,21 @@ def find_layout(tokens: Path, fingerprint: str) -> Layout | None:
     if not folders or start != current:
         return None
     manifest = read_token_manifest(folders[0])
-    return Layout(manifest, (*folders, tokens), False) if manifest.fingerprint() == folders[0].name else None
+    return TokenLayout(manifest, (*folders, tokens), False) if manifest.fingerprint() == folders[0].name else None
 
 
 def _successors(saved: Path) -> dict[str, str]:
-    """Fingerprint -> the fingerprint that a purge made of it."""
+    """Return the fingerprint before each purge -> the fingerprint after it."""
     return {path.parent.name: path.read_text(encoding="utf-8").strip() for path in saved.glob("*/next")}
 
 
 def save_layout(
     data: Path, split: str, fingerprints: tuple[str, str], old: str, gone: Collection[bytes], staging: Staging
 ) -> None:
-    """Stage the layout of a split before this purge. old: its manifest as text; fingerprints: before and after."""
+    """Stage the layout of a split before this purge. old: its manifest as text. fingerprints: before and after.
+
+    gone: the ids of purged documents, as bytes.
+    """
     folder = f"{FOLDER}/{fingerprints[0]}"
     staging.write(f"{folder}/{MANIFEST}", old)
     staging.write(f"{folder}/next", fingerprints[1] + "\n")
@@ -94,20 +126,20 @@ def save_layout(
 
 
 def blank_older(data: Path, gone: Collection[bytes], staging: Staging) -> None:
-    """Stage the indexes of earlier layouts without these ids."""
+    """Stage the indexes of earlier layouts with zeros in place of these ids."""
     for path in sorted((data / FOLDER).glob("*/*.documents")):
         if (blanked := _without(path, gone)) is not None:
             staging.write(str(path.relative_to(data)), blanked)
 
 
 def ids_in_layouts(data: Path, ids: Collection[str]) -> list[Path]:
-    """The saved indexes in which one of these ids stands: after a purge there is none."""
+    """Return the saved indexes that hold one of these ids; after a purge there are none."""
     gone = [bytes.fromhex(one) for one in ids]
     return [path for path in sorted((data / FOLDER).glob("*/*.documents")) if _without(path, gone) is not None]
 
 
 def _without(path: Path, gone: Collection[bytes]) -> bytes | None:
-    """The index with zeros in place of these ids, None if it holds none of them."""
+    """Return the index with zeros in place of these ids, None if it holds none of them."""
     index = np.fromfile(path, DOCUMENT_DTYPE)
     leaves = np.isin(index["id"].view("S16"), np.array(list(gone), "S16"))
     if not leaves.any():
@@ -116,22 +148,14 @@ def _without(path: Path, gone: Collection[bytes]) -> bytes | None:
     return index.tobytes()
 
 
-# What was purged stays out: the list that a later build of the same folder reads, and its stage.
-# DIR/purged.txt has a line `KIND HEX` for everything that may not come back, and says nothing about what that was:
-#     document   the id
-#     url        BLAKE2b-128 of the canonical URL
-#     domain     BLAKE2b-128 of the host; it stands for its subdomains too
-#     text       XXH3-128 of the text as it was extracted, so that the same text from another page stays out as well
+def read_purges(data: Path) -> list[dict[str, Any]]:
+    """Return the records of DIR/purges.jsonl, oldest first."""
+    path = data / PURGES
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-LIST = "purged.txt"
-KINDS = ("document", "url", "domain", "text")
-STAGE = "purged"
-REMOVED = "purged.later"  # the rule of records that a purge took out of a finished folder
-
-
-def secret(text: str) -> str:
-    """The hash that stands for a URL or a domain in the list."""
+def redacted_hash(text: str) -> str:
+    """Return the hash that replaces a URL or a domain in the list."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -143,7 +167,7 @@ class PurgedList:
 
     @classmethod
     def load(cls, data: Path) -> "PurgedList":
-        """The list of a folder of `data build --out`; an empty one if nothing was purged. Raises DataError."""
+        """Read the list of an output folder of `data build`; empty if nothing was purged. Raises DataError."""
         path = data / LIST
         if not path.exists():
             return cls()
@@ -152,9 +176,12 @@ class PurgedList:
             kind, _, digits = line.partition(" ")
             if kind not in found or len(digits) != 32 or not set(digits) <= set("0123456789abcdef"):
                 raise DataError(
-                    f"{path}, line {number}: {line[:60]!r} is no entry",
+                    "E-PURGE-LIST",
+                    f"{path}, line {number}: {line[:60]!r} is not an entry",
                     rule="a line is 'document', 'url', 'domain' or 'text' and 32 hex digits",
-                    fix="restore the file: without it, what was purged could come back",
+                    fix="restore the file; without it, purged documents could come back",
+                    path=str(path),
+                    line=number,
                 )
             found[kind].add(digits)
         return cls({kind: frozenset(digits) for kind, digits in found.items()})
@@ -167,28 +194,27 @@ class PurgedList:
 
     @property
     def text(self) -> str:
-        """The file, sorted: equal lists, equal bytes."""
+        """The content of the file, sorted, so that equal lists give equal bytes."""
         return "".join(f"{kind} {digits}\n" for kind in KINDS for digits in sorted(self.entries[kind]))
 
     @property
     def sha256(self) -> str:
-        """Of the file; part of what decides a build."""
+        """The SHA-256 of the file, which is part of the fingerprint of a build."""
         return sha256_bytes(self.text.encode())
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
 
 
-def is_struck(row: dict) -> bool:
-    """Whether a row of a corpus part or of lineage stands for a record that a build left out, and tells nothing of it
-    but where it lies in the crawl."""
+def is_redacted(row: dict) -> bool:
+    """Return whether a row of a corpus part or of lineage is of a purged record, without URL and text."""
     return row.get("stage") == STAGE and not row["url"] and not row.get("text")
 
 
 class Purged:
-    """Drops what was purged from this folder before, and empties its text: an excerpt of it would be kept else.
+    """The stage that drops documents on the list of earlier purges, and clears their text, so that no excerpt is kept.
 
-    Runs after extraction, before anything changes the text.
+    It runs after extraction, before any other stage changes the text.
     """
 
     name = STAGE
@@ -209,9 +235,9 @@ class Purged:
         if document.id in entries["document"]:
             return "purged.document"
         canonical = canonical_url(document.url)
-        if canonical and secret(canonical) in entries["url"]:
+        if canonical and redacted_hash(canonical) in entries["url"]:
             return "purged.url"
-        if entries["domain"] and any(secret(host) in entries["domain"] for host in _hosts(domain_of(canonical))):
+        if entries["domain"] and any(redacted_hash(host) in entries["domain"] for host in _hosts(domain_of(canonical))):
             return "purged.domain"
         if document.text and entries["text"] and text_hash(document.text) in entries["text"]:
             return "purged.text"
@@ -219,6 +245,6 @@ class Purged:
 
 
 def _hosts(host: str) -> list[str]:
-    """`host` and the domains above it: a.b.example -> a.b.example, b.example, example."""
+    """Return `host` and the domains above it: a.b.example -> a.b.example, b.example, example."""
     labels = host.split(".")
     return [".".join(labels[i:]) for i in range(len(labels))] if host else []

@@ -1,10 +1,11 @@
-"""Many files changed as one: new files are staged, a journal says where they go, and whoever comes next finishes.
+"""The change of many files as one: new files are staged, then a journal lists where they go.
 
-    DIR/.purge/new/PATH       what is to stand at DIR/PATH
-    DIR/.purge/journal.json   written last: from here on the change is made, whatever happens
+    DIR/.purge/new/PATH       the new version of DIR/PATH
+    DIR/.purge/journal.json   written last; from then on the change is decided
 
-A kill before the journal leaves the old state (and a staging folder that the next call removes). A kill after it leaves
-a folder whose manifests do not fit its files until `finish` has put the rest in place.
+A kill before the journal is written leaves the old state, and a staging folder that the next call removes. A kill after
+it leaves a folder whose manifests do not match its files until `finish` has moved the remaining files; the next call
+does so.
 """
 
 import json
@@ -22,17 +23,17 @@ _JOURNAL = "journal.json"
 
 @dataclass
 class Staging:
-    """New versions of files of `data`, and files that go. Nothing outside its own folder changes before `commit`."""
+    """New versions of files of `data`, and files to delete. Outside DIR/.purge nothing changes before `commit`."""
 
     data: Path
 
     def __post_init__(self) -> None:
-        self.drop()  # what a purge left that was killed before its journal
+        self.drop()  # the files of a purge that was killed before it wrote its journal
         self._replace: list[str] = []
         self._delete: list[str] = []
 
     def path(self, relative: str) -> Path:
-        """Where to write the new DIR/relative."""
+        """Return the path to write the new DIR/relative to, and list this file in the journal."""
         self._replace.append(relative)
         path = self.staged(relative)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,40 +43,43 @@ class Staging:
         write_atomic(self.path(relative), data)
 
     def staged(self, relative: str) -> Path:
-        """Where the new DIR/relative was written."""
+        """Return the path of the new DIR/relative."""
         return self.data / FOLDER / "new" / relative
 
     def delete(self, relative: str) -> None:
-        """DIR/relative goes, and what was staged for it."""
+        """List DIR/relative for deletion, and remove its staged version."""
         if relative in self._replace:
             self._replace.remove(relative)
             self.staged(relative).unlink(missing_ok=True)
         self._delete.append(relative)
 
     def scratch(self) -> Path:
-        """A new folder for what is made on the way."""
+        """Return a new folder for intermediate files."""
         path = self.data / FOLDER / "scratch"
         path.mkdir(parents=True)
         return path
 
     def drop(self) -> None:
-        """Leave everything as it was."""
+        """Remove the staging folder, so that nothing changes."""
         shutil.rmtree(self.data / FOLDER, ignore_errors=True)
 
     def commit(self, facts: dict[str, Any]) -> None:
-        """Decide for the new state, and put it in place. facts: JSON that `finish` gives back."""
+        """Write the journal, which decides the change, and move the files. facts: JSON that `finish` returns."""
         values = {"replace": self._replace, "delete": self._delete, "facts": facts}
         write_json(self.data / FOLDER / _JOURNAL, values)
         finish(self.data)
 
 
 def is_unfinished(data: Path) -> bool:
-    """Whether a purge of this folder was decided and not finished: its files and manifests do not fit each other."""
+    """Return whether a purge of this folder is decided but unfinished, so that files and manifests do not match."""
     return (data / FOLDER / _JOURNAL).exists()
 
 
 def finish(data: Path) -> dict[str, Any] | None:
-    """Put in place what a journal promises; returns its facts, None without a journal. Can be repeated at any point."""
+    """Move the files that the journal lists, and return its facts; None without a journal.
+
+    A call that was killed at any point can be repeated. Raises DataError for a journal that cannot be read.
+    """
     path = data / FOLDER / _JOURNAL
     try:
         journal = json.loads(path.read_bytes())
@@ -84,12 +88,16 @@ def finish(data: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{path} cannot be read ({error})", rule="it is written whole, then followed", fix="restore the folder"
+            "E-PURGE-JOURNAL",
+            f"{path} cannot be read ({error})",
+            rule="a purge writes its journal as a whole before it changes files",
+            fix="restore the folder from a copy",
+            path=str(path),
         ) from None
     touched = set()
     for relative in replace:
         new, place = data / FOLDER / "new" / relative, data / relative
-        if new.exists():  # else an earlier call moved it
+        if new.exists():  # if not, an earlier call moved the file
             place.parent.mkdir(parents=True, exist_ok=True)
             new.replace(place)
             touched.add(place.parent)

@@ -1,8 +1,8 @@
-"""The scan after a purge: nothing that was purged is left, and what still shares text with it is named.
+"""The scan after a purge: prove that nothing purged is left, and list the documents that share text with it.
 
-Every file of the folder is read. An id that was purged may stand nowhere; a row, a decoded document or a URL that the
-request means may not be there. Of every purged document some stretches of PROBE_TOKENS tokens were remembered (as
-hashes): where they stand in another document, a copy or a quotation has stayed, which is told, not judged.
+Every file of the folder is read. No file may hold a purged id, and no row, URL or decoded document may match the
+request. The hashes of some stretches of PROBE_TOKENS tokens of every purged document are stored as probes: a document
+with such a stretch holds a copy or a quotation, which is reported, but is no error.
 """
 
 import re
@@ -14,31 +14,30 @@ from pathlib import Path
 import numpy as np
 
 from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
-from ingot.data.lineage.purge.history import LIST, ids_in_layouts, is_struck
-from ingot.data.lineage.purge.request import Request, matching
+from ingot.data.lineage.purge.history import LIST, PURGES, ids_in_layouts, is_redacted
+from ingot.data.lineage.purge.request import PurgeRequest, matching
 from ingot.data.lineage.purge.rewrite import names_one_of
-from ingot.data.lineage.records import SPLITS, Place, asking, places, rows_of
+from ingot.data.lineage.records import SPLITS, DocumentLocation, lineage_connection, locate_documents, rows_of
 from ingot.errors import DataError
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
 from ingot.tokenizer.encoder import Encoder, load_encoder
 
 PROBE_TOKENS = 16
-_PROBES = 8  # of a document, evenly spread
+_PROBES = 8  # per document, evenly spread
 _CHUNK_TOKENS = 1 << 22
 _CHUNK_BYTES = 1 << 24
-_KNOWN = (".jsonl.gz", ".parquet", ".tokens", ".blocks", ".documents")  # looked at by their own readers
+_KNOWN = (".jsonl.gz", ".parquet", ".tokens", ".blocks", ".documents")  # files that have their own checks
 _HEX_ID = re.compile(rb"[0-9a-f]{32}")
-PURGES = "purges.jsonl"
 
 Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What was read: corpus rows, token shards, tokens; probes: remembered stretches.
+class PurgeProof:
+    """The result of the scan: the numbers of corpus rows, token shards and tokens read, and of probes.
 
-    shared: id of a document that stays -> how many of the probes stand in it as well.
-    vocabulary: tokens of the tokenizer, which had learned from the texts, that match the pattern.
+    shared: id of a remaining document -> number of its stretches that equal a probe.
+    vocabulary: number of tokens of the tokenizer, which was trained on the purged texts too, that match the pattern.
     """
 
     rows: int
@@ -50,18 +49,18 @@ class Proof:
 
 
 def hashes_of_stretches(tokens: np.ndarray) -> np.ndarray:
-    """A uint64 for every PROBE_TOKENS consecutive tokens: [n] -> [n - PROBE_TOKENS + 1]."""
+    """Return a uint64 hash of every PROBE_TOKENS consecutive tokens: [n] -> [n - PROBE_TOKENS + 1]."""
     count = max(len(tokens) - PROBE_TOKENS + 1, 0)
     hashes = np.zeros(count, np.uint64)
     for offset in range(PROBE_TOKENS):
         hashes *= np.uint64(0x9E3779B97F4A7C15)
         hashes += tokens[offset : offset + count].astype(np.uint64) + np.uint64(1)
-    hashes ^= hashes >> np.uint64(29)  # low bits of a product know only low bits of its factors
+    hashes ^= hashes >> np.uint64(29)  # the low bits of a product depend only on the low bits of its factors
     return hashes * np.uint64(0xBF58476D1CE4E5B9)
 
 
-def probes_of(data: Path, found: Collection[Place]) -> np.ndarray:
-    """Hashes (uint64, sorted, unique) of up to eight stretches of each document, read from its shard."""
+def probes_of(data: Path, found: Collection[DocumentLocation]) -> np.ndarray:
+    """Return hashes (uint64, sorted, unique) of up to eight stretches of each document, read from its shard."""
     probes = [np.empty(0, np.uint64)]
     for split in SPLITS:
         folder = data / "tokens" / split
@@ -78,23 +77,23 @@ def _dtype(manifest: TokenManifest) -> np.dtype:
     return np.dtype(manifest.dtype).newbyteorder("<")
 
 
-def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: Request, progress: Progress) -> Proof:
-    """Read the whole folder. Raises DataError naming everything that is left of what was purged.
+def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: PurgeRequest, progress: Progress) -> PurgeProof:
+    """Read the whole folder. Raises DataError that lists everything purged that is left.
 
-    ids: of the purged records. probes: as `probes_of` gives them. request: what may match nowhere any more.
+    ids: of the purged records. probes: from `probes_of`. request: must not match any remaining record.
     """
     remains: list[str] = []
     matches, rows = request.matcher(), Counter()
 
     def is_left(row: dict) -> bool:
         rows["seen"] += 1
-        return not is_struck(row) and (row["id"] in ids or matches(row) or names_one_of(row, ids))
+        return not is_redacted(row) and (row["id"] in ids or matches(row) or names_one_of(row, ids))
 
     for row in matching(data / "corpus", is_left, lambda done, text: progress(0.4 * done, f"scanning {text}")):
         remains.append(f"document {row['id']} in the corpus")
-    remains += [f"document {row['id']} in {row['filename']}" for row in rows_of(data, ids) if not is_struck(row)]
+    remains += [f"document {row['id']} in {row['filename']}" for row in rows_of(data, ids) if not is_redacted(row)]
     remains += [f"document {one}" for one in _in_shard_lineage(data, ids)]
-    remains += [f"document {p.id} in the index of {p.split}/{p.shard}" for p in places(data, ids)]
+    remains += [f"document {p.id} in the index of {p.split}/{p.shard}" for p in locate_documents(data, ids)]
     remains += [f"a document in {path}" for path in ids_in_layouts(data, ids)]
     remains += _in_other_files(data, ids)
     shards = list(_shards(data))
@@ -108,13 +107,15 @@ def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: Request,
             remains += _decoded(folder, manifest, shard, encoder, re.compile(request.pattern))
     if remains:
         raise DataError(
+            "E-PURGE-REMAINS",
             "after the purge there is still:\n  " + "\n  ".join(remains[:20]),
-            rule="nothing that was purged is left anywhere in the folder",
-            fix="give the same command again; if it stays, please report it with this message",
+            rule="after a purge nothing purged is left anywhere in the folder",
+            fix="run the same command again; if the error stays, please report it with this message",
+            remains=remains,
         )
     vocabulary = _vocabulary_matches(encoder, request.pattern) if encoder else 0
     tokens = sum(shard.tokens for _, _, shard in shards)
-    return Proof(rows["seen"], len(shards), tokens, len(probes), dict(shared.most_common()), vocabulary)
+    return PurgeProof(rows["seen"], len(shards), tokens, len(probes), dict(shared.most_common()), vocabulary)
 
 
 def _shards(data: Path) -> Iterator[tuple[str, TokenManifest, Shard]]:
@@ -128,13 +129,13 @@ def _in_shard_lineage(data: Path, ids: frozenset[str]) -> list[str]:
     files = sorted((data / "tokens").glob("*/*.lineage.parquet"))
     if not files:
         return []
-    with asking(files) as connection:
+    with lineage_connection(files) as connection:
         query = "select id, filename from lineage where id in (select unnest(?::varchar[]))"
         return [f"{one} in {name}" for one, name in connection.execute(query, [sorted(ids)]).fetchall()]
 
 
 def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
-    """Ids in files that no reader of ours is asked about: whatever stands there, an index may not remember them."""
+    """Yield the purged ids in all other files, whatever their content: no index may hold a purged id."""
     wanted = {one.encode() for one in ids}
     for path in sorted(p for p in data.rglob("*") if p.is_file()):
         if path.name.endswith(_KNOWN) or path.name in (PURGES, LIST, CORPUS_MANIFEST):
@@ -149,14 +150,14 @@ def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
 
 
 def _sharing(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.ndarray) -> Iterator[str]:
-    """The id of a document for every place in the shard where a probe stands."""
+    """Yield the id of the document for every position in the shard at which a stretch equals a probe."""
     if not len(probes):
         return
     index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)
     tokens = np.memmap(folder / f"{shard.name}.tokens", _dtype(manifest), "r")
     for at in range(0, len(tokens), _CHUNK_TOKENS):
         hashes = hashes_of_stretches(tokens[at : at + _CHUNK_TOKENS + PROBE_TOKENS - 1])
-        near = np.searchsorted(probes, hashes)  # np.isin would sort all of it
+        near = np.searchsorted(probes, hashes)  # np.isin would sort all hashes
         near[near == len(probes)] = 0
         for hit in np.flatnonzero(probes[near] == hashes):
             row = index[np.searchsorted(index["start"], at + int(hit), side="right") - 1]

@@ -1,15 +1,13 @@
-"""Taking documents out of a finished folder: found by lineage, cut out of every file, proven gone, and on record.
+"""The purge: remove documents from a finished data folder, prove that nothing of them is left, and record it.
 
-Only files that hold such a document are written anew, and in them the others stay byte for byte in their order. Both
-manifests follow, so the folder has new fingerprints: a run that goes on with it has to accept that (--accept-change
-data.tokens). All files change as one (journal.py). DIR/purges.jsonl says what was done, without text or URL;
-DIR/purges/ keeps how the tokens were laid out, so that older steps of runs can be traced (layouts.py); DIR/purged.txt
-keeps the same documents out of later builds (listed.py).
+The documents are found by lineage. Only files that hold one of them are rewritten, and the other documents in these
+files stay the same bytes in the same order. Both manifests change, so the folder has new fingerprints: a run that
+continues on it has to accept the change (--accept-change data.tokens). All files change as one (journal.py). The folder
+keeps a record of the purge, the earlier token layouts, and a list for later builds (history.py).
 """
 
 import errno
 import getpass
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,65 +19,78 @@ import numpy as np
 
 from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.build.corpus import json_line
+from ingot.data.lineage.purge.history import (
+    LIST,
+    PURGES,
+    PurgedList,
+    blank_older,
+    read_purges,
+    redacted_hash,
+    save_layout,
+)
 from ingot.data.lineage.purge.journal import FOLDER, Staging, finish, is_unfinished
-from ingot.data.lineage.purge.history import LIST, PurgedList, blank_older, save_layout, secret
-from ingot.data.lineage.purge.proof import PURGES, Progress, Proof, probes_of, prove
-from ingot.data.lineage.purge.request import Request, Target, Targets, find_targets, list_entries
+from ingot.data.lineage.purge.proof import Progress, PurgeProof, probes_of, prove
+from ingot.data.lineage.purge.request import PurgeRequest, PurgeTarget, PurgeTargets, find_targets, list_entries
 from ingot.data.lineage.purge.rewrite import indexes_in, parts_with, rewrite_corpus, rewrite_indexes, rewrite_tokens
-from ingot.data.lineage.records import SPLITS, Place, places
+from ingot.data.lineage.records import SPLITS, DocumentLocation, locate_documents
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError, DataMissing, ResourceError
 from ingot.schema.tokens import MANIFEST, token_manifest_from_dict
 from ingot.storage import exclusive, require_free, sha256_file
 
-# Ids of documents -> what runs saw of them, as JSON; from the floor above (report/exposure.py).
-Saw = Callable[[frozenset[str]], list[dict[str, Any]]]
+# Ids of documents -> the exposure of each run to them, as JSON; the caller passes it (report/lineage/exposure.py).
+FindRuns = Callable[[frozenset[str]], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """targets: what was (or, in a dry run, would be) removed. runs: those that saw it, as `Saw` gave them.
+class PurgeResult:
+    """The result of a purge.
 
-    record: the line of purges.jsonl, None if nothing was changed. proof: of the scan. finished: the record of an
-    earlier purge that had been interrupted and was finished first. earlier: of the last one of the same, where nothing
-    was left to remove and only the scan was done again.
+    targets: the records that were (in a dry run: would be) removed. locations: of their tokens. runs: the runs that
+    trained on them, from `FindRuns`. record: the line of purges.jsonl, None if nothing changed. proof: of the scan.
+    finished: the record of an interrupted earlier purge that was finished first. earlier: the record of the last purge
+    with the same request, if nothing was left to remove and only the scan was repeated.
     """
 
-    targets: Targets
-    places: tuple[Place, ...] = ()
+    targets: PurgeTargets
+    locations: tuple[DocumentLocation, ...] = ()
     runs: tuple[dict[str, Any], ...] = ()
     record: dict[str, Any] | None = None
-    proof: Proof | None = None
+    proof: PurgeProof | None = None
     finished: dict[str, Any] | None = None
     earlier: dict[str, Any] | None = None
 
 
 def purge(
     data: Path,
-    request: Request,
+    request: PurgeRequest,
     *,
     reason: str = "",
-    saw: Saw | None = None,
+    saw: FindRuns | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> Outcome:
-    """Remove what `request` means from the folder of `data build --out`, and prove it.
+) -> PurgeResult:
+    """Remove the records that match `request` from an output folder of `data build`, and prove that they are gone.
 
-    Killed at any point, the folder is as it was, or the same call finishes it. Raises UsageError for a bad request,
-    RunBusyError while a build or a purge is at work, DataError when a build was left unfinished (its work files hold
-    texts), when something is damaged, or when the scan finds anything left.
+    After a kill at any point, the folder is unchanged, or the same call finishes the purge. Raises UsageError for a bad
+    request, RunBusyError while a build or a purge of this folder runs, DataError if a build is unfinished (its work
+    files hold texts), if a file is damaged, or if the scan finds a remainder.
     """
     report = progress or (lambda fraction, text: None)
     if not (data / "corpus" / CORPUS_MANIFEST).exists():
         raise DataMissing(
-            f"{data} holds no corpus", rule="a purge takes the folder that `ingot data build --out` wrote"
+            "E-CORPUS-MISSING",
+            f"{data} holds no corpus",
+            rule="a purge takes the folder that `ingot data build --out` wrote",
+            fix="name this folder: ingot data purge DIR",
+            folder=str(data),
         )
     with _held(data):
         finished = _finish_interrupted(data, dry_run, request, report)
         targets = find_targets(data, request, lambda fraction, text: report(0.3 * fraction, f"searching {text}"))
-        found = places(data, targets.ids)
+        found = locate_documents(data, targets.ids)
         runs = tuple(saw(targets.ids) if saw and found else ())
-        outcome = Outcome(targets, tuple(found), runs, finished=finished)
+        outcome = PurgeResult(targets, tuple(found), runs, finished=finished)
         if dry_run:
             return outcome
         if not targets.records:
@@ -87,18 +98,12 @@ def purge(
         probes = probes_of(data, found)
         record = _rewrite(data, request, targets, found, probes, reason, runs)
         proof = prove(data, targets.ids, probes, request, lambda f, t: report(0.4 + 0.6 * f, t))
-    return Outcome(targets, tuple(found), runs, record, proof, finished)
-
-
-def read_purges(data: Path) -> list[dict[str, Any]]:
-    """The lines of DIR/purges.jsonl, oldest first."""
-    path = data / PURGES
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return PurgeResult(targets, tuple(found), runs, record, proof, finished)
 
 
 @contextmanager
 def _held(data: Path) -> Iterator[None]:
-    """Hold the folder. A hidden folder in it is the work of a build: busy, or left behind by one that was stopped."""
+    """Lock the folder. A hidden folder in it belongs to a build: one that runs, or one that was stopped."""
     with ExitStack() as stack:
         stack.enter_context(exclusive(data, f"at work in {data}"))
         for parent in (data, data / "tokens"):
@@ -107,37 +112,41 @@ def _held(data: Path) -> Iterator[None]:
                     continue
                 stack.enter_context(exclusive(folder, f"building {data}"))
                 raise DataError(
-                    f"{folder} is left of a build that was stopped",
-                    rule="it holds texts of the crawl, which a purge would not reach",
-                    fix=f"finish the build with the command that began it, or remove it: rm -r {folder}",
+                    "E-BUILD-UNFINISHED",
+                    f"{folder} belongs to a build that was stopped",
+                    rule="a purge cannot reach the texts in the work folder of a build",
+                    fix=f"finish the build with the command that began it, or remove the folder: rm -r {folder}",
+                    folder=str(folder),
                 )
         yield
 
 
-def _finish_interrupted(data: Path, dry_run: bool, request: Request, report: Progress) -> dict[str, Any] | None:
+def _finish_interrupted(data: Path, dry_run: bool, request: PurgeRequest, report: Progress) -> dict[str, Any] | None:
     if not is_unfinished(data):
         if not dry_run:
-            Staging(data).drop()  # what one left that was killed before it was decided
+            Staging(data).drop()  # the files of a purge that was killed before it was decided
         return None
     if dry_run:
         raise DataError(
+            "E-PURGE-UNFINISHED",
             f"a purge of {data} was interrupted: some of its files are old, some new",
-            rule="nothing is looked up in a folder that does not fit itself",
-            fix="leave out --dry-run: any purge of this folder finishes that one first",
+            rule="a dry run needs a folder whose files match its manifests",
+            fix="leave out --dry-run: any purge of this folder finishes the interrupted purge first",
+            folder=str(data),
         )
     facts = finish(data)
     assert facts is not None
     record = facts["record"]
     ids = _ids_of(record)
     same = request.sha256 == record["request_sha256"]
-    # What was asked for then is known by its hash only: with another request, ids and stretches are looked for.
-    wanted = request if same else Request(doc=min(ids))
+    # Only the hash of the earlier request is known: if it differs, the scan searches for ids and probes alone.
+    wanted = request if same else PurgeRequest(doc=min(ids))
     prove(data, ids, np.array(facts["probes"], np.uint64), wanted, report)
     return record
 
 
-def _proven_again(data: Path, request: Request, outcome: Outcome, report: Progress) -> Outcome:
-    """For a purge whose scan was stopped, or had found something; the stretches of its documents are forgotten."""
+def _proven_again(data: Path, request: PurgeRequest, outcome: PurgeResult, report: Progress) -> PurgeResult:
+    """Repeat the scan of an earlier purge with the same request, without its probes, which are not stored."""
     records = [record for record in read_purges(data) if record["request_sha256"] == request.sha256]
     if not records:
         return outcome
@@ -151,14 +160,14 @@ def _ids_of(record: dict[str, Any]) -> frozenset[str]:
 
 def _rewrite(
     data: Path,
-    request: Request,
-    targets: Targets,
-    found: list[Place],
+    request: PurgeRequest,
+    targets: PurgeTargets,
+    found: list[DocumentLocation],
     probes: np.ndarray,
     reason: str,
     runs: tuple[dict[str, Any], ...],
 ) -> dict[str, Any]:
-    """Stage and commit everything; returns the record."""
+    """Stage and commit all changes, and return the record."""
     _require_room(data, targets, found)
     staging = Staging(data)
     try:
@@ -194,13 +203,15 @@ def _rewrite(
         staging.write(LIST, PurgedList.load(data).with_entries(list_entries(request, targets)).text)
         staging.commit({"record": record, "probes": probes.tolist()})
     except BaseException as error:
-        if not is_unfinished(data):  # else it is decided, and the next call finishes it
+        if not is_unfinished(data):  # if it is, the purge is decided, and the next call finishes it
             staging.drop()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
+                "E-DISK-SPACE",
                 f"the disk of {data} is full",
-                rule="a purge writes the files that it changes anew, beside the old ones",
-                fix="free some space and give the same command again",
+                rule="a purge needs space for the new versions of changed files next to the old versions",
+                fix="free some space and run the same command again",
+                path=str(data),
             ) from None
         raise
     return record
@@ -213,14 +224,14 @@ def _user() -> str:
         return ""
 
 
-def _on_record(target: Target) -> dict[str, str]:
-    """What stays known of a document: nothing that tells its text or its URL."""
+def _on_record(target: PurgeTarget) -> dict[str, str]:
+    """Return the part of a document's data that is recorded, which reveals neither its text nor its URL."""
     url = canonical_url(target.url)
-    return {"id": target.id, "url": secret(url) if url else "", "before": target.before, "after": target.after}
+    return {"id": target.id, "url": redacted_hash(url) if url else "", "before": target.before, "after": target.after}
 
 
-def _require_room(data: Path, targets: Targets, found: list[Place]) -> None:
-    """Old and new versions of the touched files stand side by side for a while."""
+def _require_room(data: Path, targets: PurgeTargets, found: list[DocumentLocation]) -> None:
+    """Check the free space: for a while the disk holds the old and the new versions of the changed files."""
     paths = {data / "corpus" / target.lineage for target in targets.records}
     paths |= {data / "corpus" / target.file for target in targets.records}
     paths |= {data / "tokens" / place.split / f"{place.shard}.tokens" for place in found}

@@ -1,4 +1,4 @@
-"""What is to be purged: the request, and the records that it means."""
+"""The request of a purge, and the records that match it."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.data.build.corpus import load_corpus, read_jsonl
-from ingot.data.lineage.purge.history import is_struck, secret
+from ingot.data.lineage.purge.history import is_redacted, redacted_hash
 from ingot.data.lineage.records import copies_of, domain_of, find, host_of, part_of, rows_of
 from ingot.data.sources.url import canonical_url
 from ingot.errors import UsageError
@@ -14,11 +14,12 @@ from ingot.storage import sha256_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """Exactly one of: url (any spelling of it), domain (with subdomains), doc (id), pattern (a regular expression, as
-    Python's `re.search`, on kept texts, on the excerpts of dropped ones, on URLs, and on what rules found).
+class PurgeRequest:
+    """A request with exactly one of url, domain, doc and pattern.
 
-    copies: also what was dropped as a copy of what is purged.
+    url: any spelling of a URL. domain: a host, with its subdomains. doc: a document id. pattern: a regular expression
+    for Python's `re.search`, matched on kept texts, on the excerpts of dropped documents, on URLs, and on the values
+    that rules recorded. copies: purge also the records that were dropped as copies of a purged document.
     """
 
     url: str = ""
@@ -51,11 +52,11 @@ class Request:
 
     @property
     def sha256(self) -> str:
-        """Of what was asked for, which is not written down itself."""
+        """The SHA-256 of the request, which is recorded instead of the request."""
         return sha256_bytes(f"{self.kind} {getattr(self, self.kind)}".encode("utf-8", "surrogatepass"))
 
     def matcher(self) -> Callable[[dict], bool]:
-        """row of a corpus or dropped part -> whether the request means it."""
+        """Return a function: row of a corpus part, kept or dropped -> whether the request matches the row."""
         if self.doc:
             return lambda row: row["id"] == self.doc
         if self.url:
@@ -74,10 +75,11 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A record to remove. file: of the corpus, that holds it; row: its line if it was kept; lineage: its lineage file.
+class PurgeTarget:
+    """A record to remove.
 
-    before, after: hashes of the text as extracted and as kept; text_bytes: UTF-8 bytes of the kept text.
+    file: the corpus file that holds the record. row: its line in the file if it was kept. lineage: its lineage file.
+    before, after: hashes of the extracted and of the kept text. text_bytes: UTF-8 bytes of the kept text.
     """
 
     id: str
@@ -98,42 +100,48 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """records: to remove. copies: what was dropped in favour of them and stays: a rebuild could bring it back."""
+class PurgeTargets:
+    """The records to remove, and their copies: dropped records that stay, and that a rebuild could bring back."""
 
-    records: tuple[Target, ...]
-    copies: tuple[Target, ...]
+    records: tuple[PurgeTarget, ...]
+    copies: tuple[PurgeTarget, ...]
 
     @property
     def ids(self) -> frozenset[str]:
         return frozenset(target.id for target in self.records)
 
 
-def find_targets(data: Path, request: Request, progress: Callable[[float, str], None]) -> Targets:
-    """The records that `request` means. Raises UsageError for a request that breaks a rule."""
+def find_targets(data: Path, request: PurgeRequest, progress: Callable[[float, str], None]) -> PurgeTargets:
+    """Return the records that match `request`. Raises UsageError for a request that breaks a rule."""
     for name, message in request.problems():
-        raise UsageError(f"--{name}: {message}" if name != "request" else message)
+        raise UsageError(
+            "E-PURGE-REQUEST",
+            f"--{name}: {message}" if name != "request" else message,
+            rule="a purge has one of --url, --domain, --doc and --pattern",
+            fix="correct the command: ingot data purge --help",
+            option=name,
+        )
     if request.pattern:
         rows = rows_of(data, {row["id"] for row in matching(data / "corpus", request.matcher(), progress)})
     else:
         rows = find(data, doc=request.doc, url=request.url, domain=request.domain)
-    records = {row["id"]: _target(row) for row in rows if not is_struck(row)}
+    records = {row["id"]: _target(row) for row in rows if not is_redacted(row)}
     copies = _copies(data, records)
     while request.copies and copies:  # a copy can have copies of its own
         records |= copies
         copies = _copies(data, records)
-    return Targets(tuple(records.values()), tuple(copies.values()))
+    return PurgeTargets(tuple(records.values()), tuple(copies.values()))
 
 
-def _copies(data: Path, records: dict[str, Target]) -> dict[str, Target]:
+def _copies(data: Path, records: dict[str, PurgeTarget]) -> dict[str, PurgeTarget]:
     if not records:
         return {}
     rows = copies_of(data, records.keys(), {row["url_hash"] for row in rows_of(data, records.keys())} - {0})
     return {row["id"]: _target(row) for row in rows}
 
 
-def _target(row: dict) -> Target:
-    return Target(
+def _target(row: dict) -> PurgeTarget:
+    return PurgeTarget(
         id=row["id"],
         url=row["url"],
         source=row["source"],
@@ -149,7 +157,7 @@ def _target(row: dict) -> Target:
 
 
 def matching(corpus: Path, matches: Callable[[dict], bool], progress: Callable[[float, str], None]) -> Iterator[dict]:
-    """The rows of all kept and dropped parts that match. Reads the whole corpus."""
+    """Yield the rows of all kept and dropped parts that match. Reads the whole corpus."""
     manifest = load_corpus(corpus)
     parts = (*manifest.parts, *manifest.dropped)
     for number, part in enumerate(parts):
@@ -157,18 +165,18 @@ def matching(corpus: Path, matches: Callable[[dict], bool], progress: Callable[[
         yield from (row for row in read_jsonl(corpus / part.name) if matches(row))
 
 
-def list_entries(request: Request, targets: Targets) -> list[tuple[str, str]]:
-    """What purged.txt has to say after this purge, as (kind, hex digits)."""
+def list_entries(request: PurgeRequest, targets: PurgeTargets) -> list[tuple[str, str]]:
+    """Return the entries of this purge for purged.txt, as (kind, hex digits)."""
     entries = []
     for target in targets.records:
         entries.append(("document", target.id))
         if canonical := canonical_url(target.url):
-            entries.append(("url", secret(canonical)))
-        # A site's error pages have the text of everybody's: a domain takes only what was kept along.
+            entries.append(("url", redacted_hash(canonical)))
+        # Error pages have the same text on many sites, so a purge of a domain lists only the texts of kept documents.
         if target.before and (target.kept or not request.domain):
             entries.append(("text", target.before))
     if request.domain:
-        entries.append(("domain", secret(host_of(request.domain))))
+        entries.append(("domain", redacted_hash(host_of(request.domain))))
     if request.url:
-        entries.append(("url", secret(canonical_url(request.url))))
+        entries.append(("url", redacted_hash(canonical_url(request.url))))
     return entries

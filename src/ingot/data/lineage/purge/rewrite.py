@@ -1,4 +1,9 @@
-"""New versions of the files that hold purged records: what stays in them stays byte for byte, in its order."""
+"""New versions of the files that hold purged records. The remaining records keep their bytes and their order.
+
+Indexes of kept documents (`ingot data index`, by default DIR/index) are rewritten as well. A rewritten part equals the
+part that `ingot data index` would write without the purged documents. An empty part stays, because the number of parts
+determines the name of the next part.
+"""
 
 import bisect
 import gzip
@@ -18,42 +23,50 @@ from ingot.data.build.corpus import MANIFEST as CORPUS_MANIFEST
 from ingot.data.build.corpus import json_line, jsonl_writer
 from ingot.data.dedup.index import INDEX, Index, add_to_index
 from ingot.data.dedup.minhash import DedupRules
-from ingot.data.lineage.purge.journal import Staging
 from ingot.data.lineage.purge.history import PURGED, REMOVED, STAGE
-from ingot.data.lineage.purge.request import Target, Targets
+from ingot.data.lineage.purge.journal import Staging
+from ingot.data.lineage.purge.request import PurgeTarget, PurgeTargets
 from ingot.data.lineage.records import COPIES, RECORD_COLUMNS, SHARD_COLUMNS, read_lineage, write_rows
 from ingot.data.lineage.verify import block_digests
 from ingot.errors import DataError
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST
 from ingot.storage import atomic_file, sha256_bytes, sha256_file
 
-_DAMAGED = "ingot data verify DIR tells all damage; mend it, then purge"
+_DAMAGED = "ingot data verify DIR lists all damage; restore the damaged files, then purge"
+_SAME_HASH = "a purge rewrites only files with the SHA-256 in their manifest"
 _ID = re.compile("[0-9a-f]{32}")
-_LISTS = ("parts", "dropped", "lineage")  # of corpus.json, with a name and a hash per file
+_IDS = "ids.txt"  # of a part of an index
+_LISTS = ("parts", "dropped", "lineage")  # the keys of corpus.json with a name and a hash per file
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest as JSON values: what this version does not know of stays as it is."""
+    """Return a manifest as JSON values, so that keys that this version does not know are kept."""
     try:
         values = json.loads(path.read_bytes())
         assert isinstance(values, dict)
     except (OSError, ValueError, AssertionError) as error:
-        raise DataError(f"{path} cannot be read ({error})", fix=_DAMAGED) from None
+        raise DataError(
+            "E-MANIFEST-UNREADABLE",
+            f"{path} cannot be read ({error})",
+            rule="a manifest is a JSON object",
+            fix=_DAMAGED,
+            path=str(path),
+        ) from None
     return values
 
 
 def as_json(values: dict) -> str:
-    """The text of a manifest."""
+    """Return the text of a manifest."""
     return json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n"  # as storage.write_json
 
 
-def rewrite_corpus(data: Path, targets: Targets, staging: Staging) -> str:
-    """Stage the parts, lineage files and manifest of a corpus without `targets`; returns the new manifest's SHA-256."""
+def rewrite_corpus(data: Path, targets: PurgeTargets, staging: Staging) -> str:
+    """Stage the parts, lineage files and manifest of a corpus without `targets`; return the new manifest's SHA-256."""
     manifest, ids = read_manifest(data / "corpus" / CORPUS_MANIFEST), targets.ids
     entries = {entry["name"]: entry for name in _LISTS for entry in manifest.get(name) or ()}
-    by_part: dict[str, list[Target]] = defaultdict(list)
-    by_lineage: dict[str, list[Target]] = defaultdict(list)
-    for target in (*targets.records, *targets.copies):  # of copies only what names an id that goes
+    by_part: dict[str, list[PurgeTarget]] = defaultdict(list)
+    by_lineage: dict[str, list[PurgeTarget]] = defaultdict(list)
+    for target in (*targets.records, *targets.copies):  # in copies, only the purged ids that they mention change
         by_part[target.file].append(target)
         by_lineage[target.lineage].append(target)
     for name, touched in sorted(by_part.items()):
@@ -79,15 +92,25 @@ def rewrite_corpus(data: Path, targets: Targets, staging: Staging) -> str:
 
 
 def require_hash(path: Path, sha256: str | None) -> None:
-    """Raises DataError for a file that is not as its manifest says: a new hash must not make damage look right."""
+    """Raise DataError for a file that differs from its manifest, so that a new hash does not hide damage."""
     if sha256 is None or not path.exists() or sha256_file(path) != sha256:
-        raise DataError(f"{path} does not have the hash in its manifest", fix=_DAMAGED)
+        raise _differs(path)
+
+
+def _differs(path: Path) -> DataError:
+    return DataError(
+        "E-FILE-HASH",
+        f"{path} does not have the hash in its manifest",
+        rule=_SAME_HASH,
+        fix=_DAMAGED,
+        path=str(path),
+    )
 
 
 def _rewrite_part(
     path: Path, relative: str, gone: set[str], ids: frozenset[str], staging: Staging, entry: dict
 ) -> None:
-    """gone: the ids that this part holds; ids: all that go, which others in it may name."""
+    """Stage a part without the ids in `gone`. ids: all purged ids, which the values of other rows may mention."""
     found: set[str] = set()
     with gzip.open(path, "rb") as lines, jsonl_writer(staging.path(relative)) as keep:
         for line in lines:
@@ -101,7 +124,14 @@ def _rewrite_part(
             else:
                 keep(line)
     if gone - found:
-        raise DataError(f"{path} lacks document {min(gone - found)}, which its lineage names", fix=_DAMAGED)
+        raise DataError(
+            "E-LINEAGE-MISMATCH",
+            f"{path} lacks document {min(gone - found)}, which its lineage names",
+            rule="every kept record in the lineage is in the named part",
+            fix=_DAMAGED,
+            path=str(path),
+            id=min(gone - found),
+        )
     if entry["documents"]:
         entry["sha256"] = sha256_file(staging.staged(relative))
     else:
@@ -109,7 +139,7 @@ def _rewrite_part(
 
 
 def names_one_of(row: dict, ids: frozenset[str]) -> bool:
-    """Whether a dropped record says that it is a copy of one of `ids`."""
+    """Return whether a row was dropped as a copy of one of `ids`."""
     return row.get("stage") in COPIES and not ids.isdisjoint(_ID.findall(row["value"]))
 
 
@@ -118,7 +148,7 @@ def without_ids(value: str, ids: frozenset[str]) -> str:
 
 
 def _moved_up(path: Path, gone: frozenset[str], removed: dict[str, list[int]]) -> Iterator[dict]:
-    """The rows of a lineage file that stay, with their places in parts that became shorter."""
+    """Yield the remaining rows of a lineage file, with their new line numbers in parts that became shorter."""
     for row in read_lineage(path):
         if row["id"] in gone:
             continue
@@ -129,8 +159,8 @@ def _moved_up(path: Path, gone: frozenset[str], removed: dict[str, list[int]]) -
         yield row
 
 
-def _funnel(funnel: list[dict], targets: Targets) -> list[dict]:
-    """The funnel in which every record that goes was dropped by the stage `purged`, wherever it ended before."""
+def _funnel(funnel: list[dict], targets: PurgeTargets) -> list[dict]:
+    """Return the funnel with all purged records dropped by the stage `purged`, instead of the stages before."""
     stages: list[dict[str, Any]] = [{**stage, "dropped": dict(stage["dropped"])} for stage in funnel]
     by_name = {stage["name"]: stage for stage in stages}
     if STAGE not in by_name:
@@ -153,7 +183,7 @@ def _funnel(funnel: list[dict], targets: Targets) -> list[dict]:
 def rewrite_tokens(
     data: Path, split: str, gone: dict[bytes, int], corpus_sha256: str, staging: Staging
 ) -> tuple[dict, dict]:
-    """Stage the shards of one split without `gone` (id -> text bytes); returns (old, new) manifest values."""
+    """Stage the shards of one split without `gone` (id -> text bytes); return (old, new) manifest values."""
     folder, relative = data / "tokens" / split, f"tokens/{split}"
     old = read_manifest(folder / MANIFEST)
     shards = [_rewrite_shard(folder, relative, shard, gone, old, staging) for shard in old["shards"]]
@@ -165,7 +195,7 @@ def rewrite_tokens(
 def _rewrite_shard(
     folder: Path, relative: str, shard: dict, gone: dict[bytes, int], manifest: dict, staging: Staging
 ) -> dict | None:
-    """The shard's entry afterwards; None when nothing is left of it."""
+    """Stage a shard without `gone` and return its new manifest entry; None if the shard becomes empty."""
     name = shard["name"]
     require_hash(folder / f"{name}.documents", shard["documents_sha256"])
     index = np.fromfile(folder / f"{name}.documents", DOCUMENT_DTYPE)
@@ -203,17 +233,24 @@ def _rewrite_shard(
 
 
 def _copy_without(folder: Path, shard: dict, ranges: list[tuple[int, int]], block_bytes: int, out: Path) -> None:
-    """Copy NAME.tokens but for `ranges` of bytes (ascending); every block is checked against its hash on the way."""
+    """Copy NAME.tokens without `ranges` of bytes (ascending), and check the hash of every block."""
     path = folder / f"{shard['name']}.tokens"
     digests = (folder / f"{shard['name']}.blocks").read_bytes()
     if sha256_bytes(digests) != shard["blocks_sha256"]:
-        raise DataError(f"{folder / shard['name']}.blocks does not have the hash in its manifest", fix=_DAMAGED)
+        raise _differs(folder / f"{shard['name']}.blocks")
     with ExitStack() as stack:
         source, target = stack.enter_context(path.open("rb")), stack.enter_context(atomic_file(out))
         at = number = first = 0
         while block := source.read(block_bytes):
             if hashlib.sha256(block).digest() != digests[32 * number : 32 * number + 32]:
-                raise DataError(f"{path}, block {number}: SHA-256 differs from the one written at build", fix=_DAMAGED)
+                raise DataError(
+                    "E-SHARD-HASH",
+                    f"{path}, block {number}: the SHA-256 differs from that of the build",
+                    rule=_SAME_HASH,
+                    fix=_DAMAGED,
+                    path=str(path),
+                    block=number,
+                )
             end, written = at + len(block), at
             while first < len(ranges) and ranges[first][0] < end:
                 begin, stop = ranges[first]
@@ -226,32 +263,27 @@ def _copy_without(folder: Path, shard: dict, ranges: list[tuple[int, int]], bloc
             at, number = end, number + 1
 
 
-# Indexes of kept documents (`ingot data index`, by default DIR/index): a purge takes documents out of them as well.
-# A part without them is what `ingot data index` would have written. One that is left empty stays, because the number of
-# parts names the next.
-
-
-_IDS = "ids.txt"
+# Indexes of kept documents
 
 
 def indexes_in(data: Path) -> list[Path]:
-    """The folders of indexes that lie in `data`. One that was made elsewhere (--out) nobody knows of."""
+    """Return the folders of indexes in `data`. An index in another place (--out) is not found."""
     return sorted(path.parent for path in data.glob(f"*/{INDEX}"))
 
 
 def parts_with(index: Path, ids: frozenset[str]) -> list[Path]:
-    """The parts of an index in which one of these documents stands."""
+    """Return the parts of an index that hold one of these documents."""
     return [path.parent for path in sorted(index.glob(f"*/{_IDS}")) if not ids.isdisjoint(_read_ids(path))]
 
 
 def rewrite_indexes(data: Path, ids: frozenset[str], staging: Staging) -> None:
-    """Stage every index in `data` without these documents. Raises DataError where an index is damaged."""
+    """Stage every index in `data` without these documents. Raises DataError for a damaged index."""
     for index in indexes_in(data):
         if parts := parts_with(index, ids):
-            _rewrite(index, parts, ids, staging)
+            _rewrite_index(index, parts, ids, staging)
 
 
-def _rewrite(index: Path, parts: list[Path], ids: frozenset[str], staging: Staging) -> None:
+def _rewrite_index(index: Path, parts: list[Path], ids: frozenset[str], staging: Staging) -> None:
     facts = read_manifest(index / INDEX)
     rules = DedupRules(**facts["rules"])
     opened, first = Index(index, rules), 0
@@ -272,7 +304,7 @@ def _rewrite(index: Path, parts: list[Path], ids: frozenset[str], staging: Stagi
 
 
 def _staying(opened: Index, part: Path, first: int, ids: frozenset[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """(id, shingle set) of the documents of a part, whose first has the number `first`."""
+    """Yield (id, shingle set) of the remaining documents of a part. first: the number of its first document."""
     for number, name in enumerate(_read_ids(part / _IDS), first):
         if name not in ids:
             yield name, opened.set_of(number)

@@ -1,4 +1,4 @@
-"""What was purged stays out of the next build of the folder, whatever became of it in the one before."""
+"""A purged page stays out of the next build of the folder, whether the last build kept it or not."""
 
 import gzip
 import shutil
@@ -7,7 +7,7 @@ from itertools import pairwise
 from ingot.data.build.corpus import load_corpus, read_documents
 from ingot.data.build.prepare import prepare, verify
 from ingot.data.lineage.purge.purge import purge
-from ingot.data.lineage.purge.request import Request
+from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.data.lineage.records import read_lineage
 from ingot.data.sources.input import Input
 
@@ -30,7 +30,7 @@ def test_no_excerpt_of_a_purged_page_comes_back(crawl, tmp_path):
     data = tmp_path / "data"
     build(data, crawl)
     (text,) = (row["text"] for _, row in read_documents(data / "corpus") if row["url"] == "http://a.example/2")
-    assert len(purge(data, Request(url="http://a.example/2")).targets.ids) == 2  # and a later spelling of it
+    assert len(purge(data, PurgeRequest(url="http://a.example/2")).targets.ids) == 2  # and a later spelling of it
     shutil.rmtree(data / "corpus")
     shutil.rmtree(data / "tokens")
     build(data, crawl)
@@ -43,11 +43,11 @@ def test_no_excerpt_of_a_purged_page_comes_back(crawl, tmp_path):
 
 
 def test_a_purged_site_does_not_come_back(crawl, tmp_path):
-    """It has pages that were kept, not found, empty, dropped by rules and by their URL; a copy is on another site."""
+    """The site has pages that were kept, not found, empty, dropped by rules and by URL; a copy is on another site."""
     data = tmp_path / "data"
     build(data, crawl)
     before = {row["url"]: row["text"] for _, row in read_documents(data / "corpus")}
-    outcome = purge(data, Request(domain="a.example"))
+    outcome = purge(data, PurgeRequest(domain="a.example"))
     assert outcome.targets.copies
     shutil.rmtree(data / "corpus")
     shutil.rmtree(data / "tokens")
@@ -63,5 +63,5 @@ def test_a_purged_site_does_not_come_back(crawl, tmp_path):
         assert b"a.example" not in content.lower()
         if b"b.example/mirror" not in content:
             assert not any(one in content for one in beginnings)
-    again = purge(data, Request(domain="a.example"))
+    again = purge(data, PurgeRequest(domain="a.example"))
     assert again.proof and not again.targets.records

@@ -7,7 +7,7 @@ import numpy as np
 
 from ingot.data.build.prepare import prepare
 from ingot.data.lineage.purge.purge import purge
-from ingot.data.lineage.purge.request import Request
+from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.data.lineage.verify import verify_tokens
 from ingot.data.sources.input import Input
 from ingot.schema.tokens import read_token_manifest
@@ -24,7 +24,7 @@ def test_planted_markers_are_gone(test_data, tmp_path):
     markers = [one["marker"] for one in mine]
     before = b"".join(texts(data))
     assert all(marker.encode() in before for marker in markers)
-    outcome = purge(data, Request(pattern="|".join(markers)))
+    outcome = purge(data, PurgeRequest(pattern="|".join(markers)))
     assert {target.url for target in outcome.targets.records} == {one["url"] for one in mine}
     after = b"".join(texts(data))
     assert not any(marker.encode() in after for marker in markers)
@@ -34,7 +34,7 @@ def test_planted_markers_are_gone(test_data, tmp_path):
 
 
 def texts(data):
-    """Every text of the folder: parts as they lie there, shards decoded."""
+    """Every text of the folder: parts unchanged, shards decoded."""
     for part in sorted((data / "corpus").glob("*.gz")):
         yield gzip.decompress(part.read_bytes())
     encoder = load_encoder(data / "tokens" / "tokenizer.json")
