@@ -1,16 +1,16 @@
-"""When is a tokenizer.json exactly a tiktoken encoding? The conversion, and the conditions under which it is exact.
+"""Byte-level BPE: train a tokenizer, and convert a tokenizer.json to a tiktoken encoding where this is exact.
 
-`tokenizers` merges the listed pairs, in the order of the list. tiktoken merges any two neighbours whose bytes together
-are a token, lowest rank first, and takes a whole piece at once if it is a token. So rank must be merge order, not id,
-and the two agree on every text if every token is what `tokenizers` makes of the token's own bytes:
+`tokenizers` merges the listed pairs, in the order of the list. tiktoken merges any two neighbors whose bytes together
+are a token, lowest rank first, and takes a whole piece at once if it is a token. So the rank must be the merge order,
+not the id, and both agree on every text if `tokenizers` encodes the bytes of every token as this one token:
 
-  Both always merge the lowest pair, leftmost first, so what happens inside two neighbours x y that stay whole does not
-  depend on the text around them. If x y are neighbours in some text, they are also the last two parts that the bytes
-  of xy alone go through. A token that its own bytes lead to has one such pair, and it is in the list: tiktoken merges
-  no other. A token that its own bytes do not lead to is only safe when every way to split it is in the list.
+  Both always merge the lowest pair, leftmost first, so the merges inside two neighbors x y that stay whole do not
+  depend on the text around them. If x y are neighbors in some text, they are also the last two parts when the bytes of
+  xy are merged alone. A token whose own bytes merge to it has one such pair, which is in the list, and tiktoken merges
+  no other pair to it. A token whose own bytes do not merge to it is only safe if every way to split it is in the list.
 
-What cannot be met exactly (normalizers, prefix spaces, bytes without a token, added tokens that are not special,
-Unigram, WordPiece, ...) raises NotExact with the reason; the caller then encodes with `tokenizers`.
+A tokenizer that has no exact form (normalizers, prefix spaces, bytes without a token, added tokens that are not
+special, Unigram, WordPiece, ...) raises NotExact with the reason; the caller then encodes with `tokenizers`.
 """
 
 import itertools
@@ -23,23 +23,38 @@ import numpy as np
 from ingot.errors import ConfigError, DataError
 from ingot.storage import write_atomic
 
-# What `tokenizers` uses inside pre_tokenizers.ByteLevel(use_regex=True): GPT-2's pattern.
+# GPT-2's pattern, which pre_tokenizers.ByteLevel(use_regex=True) uses.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+EOT = "<|endoftext|>"  # the end-of-text token of trained tokenizers
+
+# The split pattern of cl100k and Llama 3: contractions, words with one leading mark, digits in groups of at most
+# three, marks with their line ends, line ends, other whitespace. Digits in threes keep numbers readable to a model.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# All bytes and the end of text: a smaller vocabulary could not encode every text.
+SMALLEST_VOCABULARY = 257
 
 
 class NotExact(Exception):
-    """Why a tokenizer.json has no exact tiktoken form. Never leaves the tokenizer package."""
+    """A tokenizer.json has no exact tiktoken form, for the reason in the message. Caught in this package."""
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 for U+0100 and up."""
+    """Return GPT-2's alphabet: a printable Latin-1 byte is its own character, the other 68 are U+0100 and up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def tiktoken_form(spec: dict[str, Any]) -> tuple[str, dict[bytes, int], np.ndarray]:
-    """(pattern, bytes -> rank, ids) of a parsed tokenizer.json: `ids[rank]` (uint32) is the id. Raises NotExact."""
+    """Convert a parsed tokenizer.json to (pattern, bytes -> rank, ids); ids[rank] (uint32) is the id.
+
+    Raises NotExact.
+    """
     model = spec["model"]
     _require_plain(spec, model)
     pattern = _pattern(spec.get("pre_tokenizer"))
@@ -74,7 +89,7 @@ def _require_plain(spec: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
-    """The split pattern of ByteLevel alone, or of one Split followed by ByteLevel."""
+    """Return the split pattern of ByteLevel alone, or of one Split followed by ByteLevel. Raises NotExact."""
     steps = [pre_tokenizer or {}]
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]
@@ -83,27 +98,22 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
         raise NotExact(f"its pre-tokenizer is {kinds}, not byte-level with one split")
     if steps[-1].get("add_prefix_space", True):
         raise NotExact("it puts a space before the text (add_prefix_space)")
-    splits_by_itself = steps[-1].get("use_regex", True)
+    uses_regex = steps[-1].get("use_regex", True)
     if kinds == ["ByteLevel"]:
-        if not splits_by_itself:
+        if not uses_regex:
             raise NotExact("it does not split text into words")
         return GPT2_PATTERN
     split = steps[0]
-    if (
-        splits_by_itself
-        or split.get("behavior") != "Isolated"
-        or split.get("invert")
-        or "Regex" not in split["pattern"]
-    ):
+    if uses_regex or split.get("behavior") != "Isolated" or split.get("invert") or "Regex" not in split["pattern"]:
         raise NotExact("its split is not one plain pattern")
     return split["pattern"]["Regex"]
 
 
 def _reached_tokens(merges: list[tuple[str, str]], vocab: dict[str, int], ignore_merges: bool) -> list[str]:
-    """Merged tokens in the order of their merges, without those that no text leads to (see the module's docstring)."""
+    """Return merged tokens in the order of their merges, without tokens that no text gives (see the module)."""
     from tokenizers import models
 
-    # Several pairs may make one token, as in converted vocabularies that list every split, but only side by side.
+    # Several pairs may merge to one token, as in converted vocabularies that list every split, but only in a row.
     tokens = [token for token, _ in itertools.groupby(a + b for a, b in merges)]
     if len(set(tokens)) < len(tokens):
         raise NotExact("two merges far apart make the same token, so it has no single rank")
@@ -111,7 +121,7 @@ def _reached_tokens(merges: list[tuple[str, str]], vocab: dict[str, int], ignore
     dead = {token for token in tokens if len(by_merging.tokenize(token)) != 1}
     if not ignore_merges:
         return [token for token in tokens if token not in dead]
-    # With ignore_merges a whole word that is in the vocabulary is taken at once, so every entry counts.
+    # With ignore_merges a whole word in the vocabulary becomes one token without merges, so every entry counts.
     known, listed = set(tokens) | set(byte_of_character()), set(merges)
     loose = {token for token in vocab.keys() - known if set(token) <= known}
     if loose:
@@ -124,7 +134,7 @@ def _reached_tokens(merges: list[tuple[str, str]], vocab: dict[str, int], ignore
 
 
 def well_formed(text: str) -> str:
-    """`text` with lone surrogates, which no encoding has, replaced by U+FFFD."""
+    """Return `text` with lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -132,36 +142,23 @@ def well_formed(text: str) -> str:
     return text
 
 
-# Training a byte-level BPE tokenizer on a corpus.
-
-
-EOT = "<|endoftext|>"
-
-# The split pattern of cl100k and Llama 3: contractions, words with one leading mark, digits in groups of at most
-# three, marks with their line ends, line ends, other whitespace. Digits in threes keep numbers readable to a model.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-# All bytes and the end of text: below that, some text could not be encoded.
-SMALLEST_VOCABULARY = 257
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
     """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) on `texts` and save it as tokenizer.json.
 
-    Every byte has a token, so every text can be encoded and comes back unchanged; `<|endoftext|>` has id 0.
-    The result depends on the texts alone, not on their order or on the number of threads. It may hold fewer than
-    `vocab_size` tokens when the texts are too small to merge more. Raises ConfigError and DataError.
+    Every byte has a token, so every text can be encoded and decoded without change; `<|endoftext|>` has id 0.
+    The result depends on the texts alone, not on their order or on the number of threads. The vocabulary is smaller
+    than `vocab_size` if the texts hold too few pairs to merge. Raises ConfigError for a vocabulary that is too small,
+    DataError without text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
+            "E-TOKENIZER-VOCABULARY-SIZE",
             f"vocab_size is {vocab_size}",
             rule=f"a byte-level vocabulary has at least {SMALLEST_VOCABULARY} tokens: 256 bytes and {EOT}",
-            fix="use 4096 for a toy model, 32768 or more for a real one",
+            fix="use 4096 for a toy model, 32768 or more for a real model",
+            vocab_size=vocab_size,
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
@@ -177,20 +174,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    seen = _Seen(texts)
+    seen = _CountedTexts(texts)
     tokenizer.train_from_iterator(seen, trainer)
     if not seen.characters:
         raise DataError(
+            "E-TOKENIZER-NO-TEXT",
             "there is no text to train a tokenizer on",
             rule="merges are counted on the corpus, so it must hold at least one document with text",
-            fix="look at what was dropped (ingot data inspect), or give more files",
+            fix="look at the dropped documents (ingot data inspect), or give more files",
         )
     write_atomic(out, tokenizer.to_str(pretty=True) + "\n")
     return out
 
 
-class _Seen:
-    """Passes texts on and counts their characters, so that an empty corpus is noticed without a second pass."""
+class _CountedTexts:
+    """An iterator over texts that counts their characters, so that an empty corpus is found without a second pass."""
 
     def __init__(self, texts: Iterable[str]):
         self.texts, self.characters = texts, 0

@@ -1,7 +1,7 @@
-"""Text to token ids with any tokenizer.json: tiktoken's speed where it is exact, `tokenizers` everywhere else.
+"""The encoder: text to token ids with any tokenizer.json, by tiktoken where this is exact, else by `tokenizers`.
 
-Plain text never becomes the end-of-text token, whatever it says: a crawled page must not be able to end its own
-document. Special tokens written out in a text are encoded as the ordinary characters that they are.
+Plain text never becomes the end-of-text token, so that no crawled page can end its own document. Special tokens that
+are spelled out in a text are encoded as ordinary characters.
 """
 
 import hashlib
@@ -16,12 +16,14 @@ import numpy as np
 from ingot.errors import ConfigError, DataError, UsageError, require
 from ingot.tokenizer.byte_bpe import NotExact, tiktoken_form, well_formed
 
-# Names of the end of text in published tokenizers, most telling first.
+# Names of the end-of-text token in published tokenizers, the least ambiguous first.
 _EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "<eos>", "</s>", "[EOS]", "<|end▁of▁sentence|>", "[SEP]")
 
-# What separates implementations: kinds of whitespace and its runs, contractions, scripts, digits of several scripts,
-# combining marks, emoji joined by ZWJ, controls, words longer than any token, and special tokens written out.
-_NASTY = (
+_FORMAT = "a tokenizer is a tokenizer.json as Hugging Face tokenizers writes it"
+
+# Texts on which implementations differ: kinds and runs of whitespace, contractions, scripts, digits of several scripts,
+# combining marks, emoji joined by ZWJ, controls, and words longer than any token.
+_DIFFICULT = (
     "",
     " ",
     "Hello world! It's we'll THEY'VE I'M don't 'ſ 'S'd o'clock",
@@ -40,9 +42,9 @@ _NASTY = (
 
 @dataclass
 class Encoder:
-    """A loaded tokenizer.json. Pickles as its path, so worker processes reopen it without proving it again.
+    """A loaded tokenizer.json. It is pickled as its path, so worker processes reopen it without another comparison.
 
-    vocab_size: largest id + 1. engine: "tiktoken" or "tokenizers". notice: why not tiktoken, else "".
+    vocab_size: largest id + 1. engine: "tiktoken" or "tokenizers". notice: the reason not to use tiktoken, else "".
     sha256: of the file. special: texts of the added tokens.
     """
 
@@ -62,17 +64,17 @@ class Encoder:
         return "tiktoken" if self._tiktoken else "tokenizers"
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, uint32, without the end of text."""
+        """Return the ids of `text`: uint32, without the end of text."""
         text = well_formed(text)
         if self._tiktoken:
             try:
                 return self._ids[self._tiktoken.encode_to_numpy(text, disallowed_special=())]
             except ValueError:
-                pass  # its regex engine gives up on about a million blanks in a row; the slow engine does not
+                pass  # tiktoken's regex engine fails on about a million blanks in a row; `tokenizers` does not
         return self._plain(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, as `encode`; on one core with tiktoken, on all of them with `tokenizers`."""
+        """Return the ids of each text, like `encode`; tiktoken uses one core, `tokenizers` all cores."""
         if self._tiktoken:
             return [self.encode(text) for text in texts]
         texts = [well_formed(text) for text in texts]
@@ -80,13 +82,13 @@ class Encoder:
         return [self._plain(text, e) for text, e in zip(texts, encoded, strict=True)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def _plain(self, text: str, encoded) -> np.ndarray:
-        """The ids of `encoded`, unless the model made the end of text from characters (Unigram can).
+        """Return the ids of `encoded`, without an end of text that the model made from characters (as Unigram can).
 
-        Then the text is cut inside those characters, and both halves are encoded on their own.
+        In this case the text is cut inside these characters, and both halves are encoded separately.
         """
         ids = np.array(encoded.ids, dtype=np.uint32)
         hits = np.flatnonzero(ids == self.eot_id)
@@ -96,9 +98,12 @@ class Encoder:
         cut = (begin + end) // 2
         if not 0 < cut < len(text):
             raise DataError(
+                "E-TOKENIZER-EOT-IN-TEXT",
                 f"{self.path}: the text {text[begin:end]!r} is encoded as the end-of-text token {self.eot!r}",
                 rule="only ingot writes the end of text, between documents",
                 fix="name another end-of-text token with --eot",
+                path=str(self.path),
+                eot=self.eot,
             )
         halves = (text[:cut], text[cut:])
         return np.concatenate([self._plain(h, self._tokenizer.encode(h, add_special_tokens=False)) for h in halves])
@@ -108,10 +113,12 @@ class Encoder:
 
 
 def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str | int = "") -> Encoder:
-    """Open a tokenizer.json of any kind. Raises ConfigError when it is none or has no end-of-text token.
+    """Open a tokenizer.json of any kind.
 
-    tiktoken is used where the conversion is exact by rule (byte_bpe.py) and gives the same ids on `sample` and on a
-    built-in sample of difficult text. eot: the end-of-text token or its id; found by the usual names if not given.
+    tiktoken is used if the conversion is exact by rule (byte_bpe.py) and gives the same ids on `sample` and on a
+    built-in sample of difficult text. eot: the end-of-text token or its id; if not given, the usual names are tried.
+    Raises UsageError for a file that cannot be read, ConfigError for a file that is not a tokenizer or that has no
+    end-of-text token.
     """
     encoder = _open(path, eot, use_tiktoken=True)
     if encoder._tiktoken and (text := _first_difference(encoder, sample)) is not None:
@@ -121,13 +128,19 @@ def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str | int = "")
 
 
 def reopen(path: Path, sha256: str, eot: str, notice: str) -> Encoder:
-    """The encoder that `load_encoder` made and proved. notice: what it said, which decides the engine.
+    """Open the same encoder that `load_encoder` returned. notice: of that encoder, which decides the engine.
 
-    Raises DataError when the file is another one by now.
+    Raises DataError if the file has changed since.
     """
     encoder = _open(path, eot, use_tiktoken=not notice)
     if encoder.sha256 != sha256:
-        raise DataError(f"{path} changed while it was in use", fix="run the command again")
+        raise DataError(
+            "E-TOKENIZER-CHANGED",
+            f"{path} changed while it was in use",
+            rule="all workers of a command use the same tokenizer.json",
+            fix="run the command again",
+            path=str(path),
+        )
     encoder.notice = notice
     return encoder
 
@@ -139,7 +152,7 @@ def _open(path: Path, eot: str | int, *, use_tiktoken: bool) -> Encoder:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     eot = _find_eot(vocab, eot, path)
     ordinary = [t for t in spec.get("added_tokens") or () if t["content"] == eot and not t.get("special")]
-    if ordinary:  # only as a special token can it be told from text
+    if ordinary:  # only a special token can be distinguished from text
         ordinary[0]["special"] = True
         tokenizer = _parse(tokenizers, path, spec)
     tokenizer.no_truncation()
@@ -156,7 +169,7 @@ def _open(path: Path, eot: str | int, *, use_tiktoken: bool) -> Encoder:
             )
     except NotExact as reason:
         notice = str(reason)
-    except (ValueError, KeyError) as error:  # a pattern that tiktoken's regex engine does not know
+    except (ValueError, KeyError) as error:  # tiktoken's regex engine does not support the pattern
         notice = f"tiktoken cannot read it ({error})"
     return Encoder(
         path=path,
@@ -173,20 +186,21 @@ def _open(path: Path, eot: str | int, *, use_tiktoken: bool) -> Encoder:
 
 
 def _read_spec(path: Path) -> tuple[dict[str, Any], str]:
-    rule = "a tokenizer is a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         data = path.read_bytes()
         spec = json.loads(data)
     except OSError as error:
         raise UsageError(
+            "E-TOKENIZER-UNREADABLE",
             f"no tokenizer can be read at {path} ({error.strerror})",
-            rule=rule,
+            rule=_FORMAT,
             fix="ingot tokenizer train CORPUS --out tokenizer.json",
+            path=str(path),
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error})", rule=rule) from None
+        raise _bad_format(path, f"is not JSON ({error})") from None
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
-        raise ConfigError(f"{path} has no 'model' section", rule=rule)
+        raise _bad_format(path, "has no 'model' section")
     return spec, hashlib.sha256(data).hexdigest()
 
 
@@ -194,10 +208,18 @@ def _parse(tokenizers, path: Path, spec: dict[str, Any]):
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(
-            f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} can read ({error})",
-            rule="a tokenizer is a tokenizer.json as Hugging Face tokenizers writes it",
-        ) from None
+        found = f"is not a tokenizer that 'tokenizers' {tokenizers.__version__} can read ({error})"
+        raise _bad_format(path, found) from None
+
+
+def _bad_format(path: Path, found: str) -> ConfigError:
+    return ConfigError(
+        "E-TOKENIZER-FORMAT",
+        f"{path} {found}",
+        rule=_FORMAT,
+        fix="name a tokenizer.json, or train a tokenizer: ingot tokenizer train CORPUS --out tokenizer.json",
+        path=str(path),
+    )
 
 
 def _find_eot(vocab: dict[str, int], eot: str | int, path: Path) -> str:
@@ -207,21 +229,25 @@ def _find_eot(vocab: dict[str, int], eot: str | int, path: Path) -> str:
         found = [name for name in ([eot] if eot else _EOT_NAMES) if name in vocab]
     if found:
         return found[0]
-    angled = sorted(token for token in vocab if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2)
+    candidates = sorted(token for token in vocab if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2)
     raise ConfigError(
+        "E-TOKENIZER-EOT",
         f"{path} has no end-of-text token "
         + (repr(eot) if eot != "" else f"by any usual name ({', '.join(_EOT_NAMES[:4])}, ..)"),
         rule="every document ends with one token that no text can contain",
-        fix="name it with --eot TOKEN" + (f"; tokens that look like one: {', '.join(angled[:8])}" if angled else ""),
+        fix="name the token with --eot TOKEN" + (f"; candidates: {', '.join(candidates[:8])}" if candidates else ""),
+        path=str(path),
+        eot=eot,
+        candidates=candidates[:8],
     )
 
 
 def _first_difference(encoder: Encoder, sample: Sequence[str]) -> str | None:
-    """The first text that tiktoken and `tokenizers` encode differently."""
-    # A character of every corner of Unicode, alone, between letters and after a blank: \p{L}, \p{N} and \s agree.
+    """Return the first text that tiktoken and `tokenizers` encode differently, None if there is none."""
+    # Characters from all ranges of Unicode, alone, between letters and after a blank, to compare \p{L}, \p{N} and \s.
     corners = "".join(f"{chr(c)}a{chr(c)}1 {chr(c)}" for c in range(0xA0, 0x30000, 211) if not 0xD800 <= c < 0xE000)
     written_out = [f"a{name} {name}b" for name in encoder.special]
-    for text in (*_NASTY, corners, *written_out, *map(well_formed, sample)):
+    for text in (*_DIFFICULT, corners, *written_out, *map(well_formed, sample)):
         fast = encoder._ids[encoder._tiktoken.encode_to_numpy(text, disallowed_special=())]
         if fast.tolist() != encoder._tokenizer.encode(text, add_special_tokens=False).ids:
             return text

@@ -1,4 +1,4 @@
-"""Where tiktoken is used it gives the ids of `tokenizers`, on any vocabulary: by rule, not by luck."""
+"""Training, and the conversion to tiktoken: if it succeeds, both give the same ids on any vocabulary."""
 
 import json
 
@@ -7,10 +7,13 @@ import pytest
 import tiktoken
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 from tokenizers import Tokenizer
 
-from ingot.tokenizer.byte_bpe import GPT2_PATTERN, NotExact, byte_of_character, tiktoken_form
+from ingot.tokenizer.byte_bpe import EOT, GPT2_PATTERN, NotExact, byte_of_character, tiktoken_form, train_bpe
+from ingot.tokenizer.encoder import load_encoder
 
+TEXTS = ["the cat and the hat and the bat\n" * 20, "counting 1 22 333 4444 55555\n" * 20, "naïve café\n" * 20]
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\s+|\S+"}, "behavior": "Isolated", "invert": False}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
@@ -129,3 +132,38 @@ def test_gpt2_pattern_is_the_one_inside_byte_level():
 def test_what_has_no_exact_form_says_why(values, reason):
     with pytest.raises(NotExact, match=reason):
         tiktoken_form(values)
+
+
+def test_training_twice_and_in_another_order_gives_the_same_file(tmp_path):
+    first = train_bpe(TEXTS, 300, tmp_path / "a.json")
+    second = train_bpe(reversed(TEXTS), 300, tmp_path / "b.json")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_vocabulary_has_all_bytes_and_digits_come_in_threes(tmp_path):
+    encoder = load_encoder(train_bpe(TEXTS, 280, tmp_path / "t.json"))
+    assert (encoder.vocab_size, encoder.eot) == (280, EOT)
+    everything = bytes(range(256)).decode("latin-1")
+    assert encoder.decode(encoder.encode(everything)) == everything
+    pieces = [encoder.decode([i]) for i in encoder.encode("55555").tolist()]
+    assert max(map(len, pieces)) <= 3
+
+
+def test_a_small_text_gives_a_smaller_vocabulary(tmp_path):
+    assert load_encoder(train_bpe(["aaab"], 4096, tmp_path / "t.json")).vocab_size < 300
+
+
+def test_lone_surrogates_do_not_stop_training(tmp_path):
+    assert train_bpe(["a\ud800b" * 3], 260, tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", ""]])
+def test_no_text_is_an_error_and_writes_nothing(tmp_path, texts):
+    with refused("E-TOKENIZER-NO-TEXT"):
+        train_bpe(texts, 300, tmp_path / "t.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_below_the_bytes_is_refused(tmp_path):
+    with refused("E-TOKENIZER-VOCABULARY-SIZE", vocab_size=256):
+        train_bpe(TEXTS, 256, tmp_path / "t.json")

@@ -94,7 +94,7 @@ def expand(
     for word in words:
         if not word or "\0" in word:
             raise ConfigError(
-                "E-INPUT-NAME",
+                "E-INPUT-NOTHING",
                 f"{word!r} is not the name of an input",
                 rule="an input is a path, a URL or cc:CRAWL",
                 word=word,
@@ -296,7 +296,7 @@ def _check_names(inputs: list[Input]) -> None:
     name, count = next(iter(Counter(one.name for one in inputs).most_common(1)), ("", 0))
     if count > 1:
         raise ConfigError(
-            "E-INPUT-DUPLICATE",
+            "E-INPUT-NAME",
             f"{count} inputs are called {name}",
             rule="document ids are made from the base name, so it must be unique",
             fix="give each file once, rename one, or name the folder that holds both",
@@ -318,7 +318,7 @@ def _folder_identity(path: Path) -> dict:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
-        "E-INPUT-UNREADABLE",
+        "E-INPUT-READ-FAILED",
         f"cannot read {path}: {error.strerror or error}",
         rule="an input must be readable",
         fix="check the path and its permissions",

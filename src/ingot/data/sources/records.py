@@ -60,7 +60,7 @@ def read_records(path: Path, limits: Limits) -> Iterator[Record]:
             yield from _RecordReader(path, file, limits).records()
     except OSError as error:
         raise DataError(
-            "E-INPUT-UNREADABLE",
+            "E-INPUT-READ-FAILED",
             f"cannot read {path}: {error.strerror or error}",
             rule="a crawl file is a readable WARC or WET file",
             fix="check the path and its permissions",

@@ -137,7 +137,7 @@ def test_names_are_unique(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.txt").write_bytes(b"x")
-    with refused("E-INPUT-DUPLICATE", name="x.txt", count=2):
+    with refused("E-INPUT-NAME", name="x.txt", count=2):
         expand([str(tmp_path / "a" / "x.txt"), str(tmp_path / "b" / "x.txt")], "web", cache=tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_identity_of_files_and_folders(tmp_path):
     assert before["name"] == "f" and before["bytes"] == 6 and identity(folder, tmp_path) == before
     (tmp_path / "f" / "b.py").symlink_to("a.py")
     assert identity(folder, tmp_path)["sha256"] != before["sha256"]
-    with refused("E-INPUT-UNREADABLE", path=str(tmp_path / "none")):
+    with refused("E-INPUT-READ-FAILED", path=str(tmp_path / "none")):
         identity(Input(location=str(tmp_path / "none")), tmp_path)
 
 

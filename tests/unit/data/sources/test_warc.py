@@ -192,7 +192,7 @@ def test_garbage_is_refused_with_file_and_way_out(tmp_path, content):
 
 def test_missing_file_and_folder(tmp_path):
     for path in (tmp_path / "none.warc", tmp_path):
-        with refused("E-INPUT-UNREADABLE", path=str(path)):
+        with refused("E-INPUT-READ-FAILED", path=str(path)):
             list(read_warc(path, "web"))
 
 

@@ -207,7 +207,7 @@ def _rewrite(
             staging.drop()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
-                "E-DISK-SPACE",
+                "E-DISK-FULL",
                 f"the disk of {data} is full",
                 rule="a purge needs space for the new versions of changed files next to the old versions",
                 fix="free some space and run the same command again",

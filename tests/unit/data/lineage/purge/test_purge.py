@@ -245,7 +245,7 @@ def test_a_full_disk_leaves_everything_as_it_was(data, monkeypatch):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
     monkeypatch.setattr(journal, "write_atomic", full)
-    with refused("E-DISK-SPACE", path=str(data)):
+    with refused("E-DISK-FULL", path=str(data)):
         purge(data, PurgeRequest(domain="a.example"))
     assert len(written) == 4 and tree(data, "**/*") == before and not (data / ".purge").exists()
     monkeypatch.undo()
