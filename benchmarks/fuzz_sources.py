@@ -19,8 +19,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from ingot.data.sources.input import Input, read
 from ingot.data.sources.bounded import Limits
+from ingot.data.sources.input import Input, read
 from ingot.data.sources.warc import BadResponse, decoded_body, parse_response
 from ingot.errors import DataError
 

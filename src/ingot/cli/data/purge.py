@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         data,
         request,
         reason=args.reason,
-        saw=lambda documents: [vars(exposure(one, documents)) for one in runs],
+        find_runs=lambda documents: [vars(exposure(one, documents)) for one in runs],
         dry_run=args.dry_run,
         progress=terminal.progress,
     )

@@ -138,7 +138,10 @@ def _visible(rows: PageRows) -> np.ndarray:
 
 
 def _noise(rows: PageRows, alive: np.ndarray, inside: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two bool [rows]: elements that their names mark as noise if they hold very little, or little, prose."""
+    """Return (light, heavy), each bool [rows]: the elements whose class, id, role or tag marks them as noise.
+
+    Light noise is removed only if it holds very little of the prose, heavy noise also if it holds more.
+    """
     page, element = rows.page, ~rows.text & alive
     flags, tag = page.flags, page.tag
     body = element & ((flags & _BODY) != 0)

@@ -91,16 +91,16 @@ def inspect(
     setting = setting_of(dropped_by) if dropped_by else ""
     facts = (manifest.funnel, rules)
     if lineage_files(corpus) or domain or language or edited:
-        asked = _Selection(corpus, dropped_by, url, domain, language, edited)
+        selection = _Selection(corpus, dropped_by, url, domain, language, edited)
         return Inspection(
             *facts,
-            tuple(asked.examples(count)),
-            asked.total,
+            tuple(selection.examples(count)),
+            selection.total,
             setting,
             cut_files(corpus),
-            asked.top("domain"),
-            asked.top("language"),
-            tuple(asked.limits()) if dropped_by in dict(rules) else (),  # a stage has several measures
+            selection.top("domain"),
+            selection.top("language"),
+            tuple(selection.limits()) if dropped_by in dict(rules) else (),  # a stage has several measures
         )
     if dropped_by:
         rows = (row for row in read_dropped(corpus) if dropped_by in (row["rule"], row["stage"]))

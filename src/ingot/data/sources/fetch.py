@@ -105,8 +105,8 @@ def forget(location: str, cache: Path) -> None:
 def version(location: str, cache: Path, rules: RemoteRules) -> Version:
     """Ask the server for the current version of the file. Raises DataError."""
     source = remote(location, rules)
-    with polite(source.host, cache, rules):
-        return persistent(source.version, location, rules)
+    with host_connection(source.host, cache, rules):
+        return retry(source.version, location, rules)
 
 
 class _Download:
@@ -116,8 +116,8 @@ class _Download:
 
     def run(self, cache: Path) -> None:
         # The connection stays reserved while this file waits for its next attempt, so that no other worker takes it.
-        with polite(self.source.host, cache, self.rules):
-            persistent(self._attempt, self.location, self.rules, self._have)
+        with host_connection(self.source.host, cache, self.rules):
+            retry(self._attempt, self.location, self.rules, self._have)
         self.part.replace(self.folder / "whole")
 
     def is_expected(self) -> bool:
@@ -202,7 +202,7 @@ def _disk(path: Path, error: OSError) -> ResourceError:
     )
 
 
-def persistent(
+def retry(
     action: Callable[[], Result], location: str, rules: RemoteRules, progress: Callable[[], int] = lambda: 0
 ) -> Result:
     """Call `action` until it does not raise Unreachable, and return its result.
@@ -233,7 +233,7 @@ def persistent(
 
 
 @contextlib.contextmanager
-def polite(host: str, cache: Path, rules: RemoteRules) -> Iterator[None]:
+def host_connection(host: str, cache: Path, rules: RemoteRules) -> Iterator[None]:
     """Reserve one of the connections to `host`, rules.delay_seconds after its last use.
 
     Workers share the connections by file locks, which the kernel releases when a worker dies.

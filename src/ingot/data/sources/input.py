@@ -61,7 +61,7 @@ class Input:
         if not self.is_remote:
             return Path(self.location).absolute().name
         path, _, query = self.location.partition("://")[2].partition("?")
-        base = _safe(unquote(path.rstrip("/").rpartition("/")[2]))
+        base = _safe_name(unquote(path.rstrip("/").rpartition("/")[2]))
         return f"{sha256_bytes(query.encode())[:8]}-{base}" if query else base
 
     @property
@@ -101,7 +101,7 @@ def expand(
             )
         found += [
             Input(location=location, source=source, format=format, fields=fields, label=label)
-            for location, label in _expanded(word, format, cache, rules)
+            for location, label in _locations_of(word, format, cache, rules)
         ]
     _check_names(found)
     return found
@@ -192,7 +192,7 @@ def _reader(kind: str, path: Path, one: Input, limits: Limits) -> Iterator[tuple
     return read_folder(path, one.name, one.source, limits)
 
 
-def _expanded(word: str, format: str, cache: Path, rules: RemoteRules) -> list[tuple[str, str]]:
+def _locations_of(word: str, format: str, cache: Path, rules: RemoteRules) -> list[tuple[str, str]]:
     """Return (location, label or "") of every input that `word` names."""
     if word.startswith("cc:"):
         return [(location, "") for location in _crawl_locations(word, cache, rules)]
@@ -220,11 +220,11 @@ def _in_bucket(word: str, cache: Path, rules: RemoteRules) -> list[tuple[str, st
     prefix = word.partition("*")[0]
     folder = prefix[: prefix.rindex("/") + 1]
     pattern = re.compile(re.escape(word).replace(r"\*", "[^/]*")) if "*" in word else None
-    locations = fetch.persistent(lambda: s3.listed(folder, rules), word, rules)
+    locations = fetch.retry(lambda: s3.listed(folder, rules), word, rules)
     found = [place for place in locations if (pattern.fullmatch(place) if pattern else format_by_name(place))]
     if not found:
-        raise _nothing(word, "holds no crawl files, tables or archives")
-    return [(place, _label(_safe(place.removeprefix(folder), "/"))) for place in found]
+        raise _names_nothing(word, "holds no crawl files, tables or archives")
+    return [(place, _label(_safe_name(place.removeprefix(folder), "/"))) for place in found]
 
 
 def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
@@ -234,7 +234,9 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
             return [(word, "")]
         found = [(name, other) for name, other in walk(path) if format_by_name(name)]
         if not found:
-            raise _nothing(word, "is a folder without crawl files, tables or archives; source code is read as a folder")
+            raise _names_nothing(
+                word, "is a folder without crawl files, tables or archives; source code is read as a folder"
+            )
         if closed := next((f"{name}, {other}" for name, other in found if other), ""):
             raise ConfigError(
                 "E-INPUT-LINK",
@@ -246,11 +248,11 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
         return [(str(path / name), _label(name)) for name, _ in found]
     if path.exists() or not glob.has_magic(word):
         if not path.is_file():
-            raise _nothing(word, "is not a file" if path.exists() else "does not exist")
+            raise _names_nothing(word, "is not a file" if path.exists() else "does not exist")
         return [(word, "")]
     found = sorted(place for place in glob.glob(word, recursive=True) if Path(place).is_file())  # noqa: PTH207
     if not found:
-        raise _nothing(word, "matches no file")
+        raise _names_nothing(word, "matches no file")
     return [(place, "") for place in found]
 
 
@@ -263,12 +265,12 @@ def _label(relative: str) -> str:
     return label if len(label) <= _MAX_NAME else f"{digest}-{label[-_MAX_NAME:]}"
 
 
-def _safe(name: str, also: str = "") -> str:
+def _safe_name(name: str, also: str = "") -> str:
     """Return a name from outside with all characters replaced that are unsafe in file names and messages."""
     return re.sub(rf"[^A-Za-z0-9._{also}-]", "_", name)[-1000 if also else -_MAX_NAME :] or "index"
 
 
-def _nothing(word: str, found: str) -> ConfigError:
+def _names_nothing(word: str, found: str) -> ConfigError:
     return ConfigError(
         "E-INPUT-NOTHING",
         f"{word} {found}",

@@ -57,7 +57,7 @@ class Packing(Protocol):
         """Return the offset of the first record at or after `offset`, None if there is none."""
         ...
 
-    def opens(self, offset: int) -> bool:
+    def starts_record(self, offset: int) -> bool:
         """Return whether a record starts at `offset`."""
         ...
 
@@ -68,7 +68,7 @@ class Packing(Protocol):
         """
         ...
 
-    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+    def is_only_record(self, offset: int, record_id: str, block_bytes: int) -> bool:
         """Return whether the record that a reader found at `offset` is the only one in its member.
 
         The reader gives the second and later records of a member the offset that it had read up to by then.
@@ -98,7 +98,7 @@ class Plain:
     def next_start(self, offset: int) -> int | None:
         return next(self.file.search(_PLAIN_RECORD, offset), None)
 
-    def opens(self, offset: int) -> bool:
+    def starts_record(self, offset: int) -> bool:
         return next(self.file.search(_PLAIN_RECORD, offset, offset + 1), None) == offset
 
     def record_end(self, offset: int, block_bytes: int) -> int | None:
@@ -107,7 +107,7 @@ class Plain:
         after = self.file.at(end, 16)
         return end + len(after) - len(after.lstrip(b"\r\n")) if end <= self.file.size else None
 
-    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+    def is_only_record(self, offset: int, record_id: str, block_bytes: int) -> bool:
         return True
 
     def member(self, offset: int) -> Member | None:
@@ -121,9 +121,9 @@ class Gzip:
         self.file, self.limits = file, limits
 
     def next_start(self, offset: int) -> int | None:
-        return next((start for start in self.file.search(_GZIP_MEMBER, offset) if self.opens(start)), None)
+        return next((start for start in self.file.search(_GZIP_MEMBER, offset) if self.starts_record(start)), None)
 
-    def opens(self, offset: int) -> bool:
+    def starts_record(self, offset: int) -> bool:
         try:
             head = zlib.decompressobj(31).decompress(self.file.at(offset, _HEAD_BYTES), 64)
         except zlib.error:
@@ -134,7 +134,7 @@ class Gzip:
         member = self.member(offset)
         return member.end if member and member.whole else None
 
-    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+    def is_only_record(self, offset: int, record_id: str, block_bytes: int) -> bool:
         try:
             head = zlib.decompressobj(31).decompress(self.file.at(offset, _HEAD_BYTES), self.limits.header_bytes)
         except zlib.error:
@@ -176,9 +176,9 @@ class Zstd:
         return self.file.at(0, frame.end)
 
     def next_start(self, offset: int) -> int | None:
-        return next((start for start in self.file.search(_ZSTD_FRAME, offset) if self.opens(start)), None)
+        return next((start for start in self.file.search(_ZSTD_FRAME, offset) if self.starts_record(start)), None)
 
-    def opens(self, offset: int) -> bool:
+    def starts_record(self, offset: int) -> bool:
         # The opening of the record is in the first block, which has at most 128 KiB.
         opening = self.prefix + self.file.at(offset, _ZSTD_HEAD_BYTES)
         try:
@@ -191,7 +191,7 @@ class Zstd:
         member = self.member(offset)
         return member.end if member and member.whole else None
 
-    def alone(self, offset: int, record_id: str, block_bytes: int) -> bool:
+    def is_only_record(self, offset: int, record_id: str, block_bytes: int) -> bool:
         # Frames are not decoded here: a frame that another frame follows is assumed to hold one record.
         return self.next_start(offset + 1) is not None
 

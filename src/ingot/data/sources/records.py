@@ -147,9 +147,9 @@ class _RecordReader:
                     return (yield from self._skip(last, last.offset + 1))
                 if len(last.block) > self.limits.block_bytes:
                     # The rest may inflate to any size: skip it, unless the next record can only be reached through it.
-                    if self.packing.alone(last.offset, last.record_id, found.content_length):
-                        return (yield from self._around(last, found.content_length))
-                    if bad := self._through(found, last, source):
+                    if self.packing.is_only_record(last.offset, last.record_id, found.content_length):
+                        return (yield from self._skip_large(last, found.content_length))
+                    if bad := self._read_large(found, last, source):
                         return (yield from self._skip(bad, last.offset + 1))
         except OSError as error:
             reason = str(error)
@@ -159,17 +159,19 @@ class _RecordReader:
             yield last
         return (yield from self._after_last(last, start))
 
-    def _around(self, large: Record, length: int):
+    def _skip_large(self, large: Record, length: int):
         end = self.packing.record_end(large.offset, length)
-        honest = end == self.file.size or (end is not None and self.packing.opens(end))
-        if not honest and self.packing.member(large.offset) is None:  # not packed: only the length shows the end
+        length_is_right = end == self.file.size or (end is not None and self.packing.starts_record(end))
+        if (
+            not length_is_right and self.packing.member(large.offset) is None
+        ):  # not packed: only the length shows the end
             self.wasted_bytes += len(large.block)
             bad = replace(large, block=b"", problem=f"Content-Length {length} leads to no record")
             return (yield from self._skip(bad, large.offset + 1))
         yield large
-        return self.packing.next_start(large.offset + 1) if end is None else (yield from self._onward(end))
+        return self.packing.next_start(large.offset + 1) if end is None else (yield from self._account_from(end))
 
-    def _through(self, found: WarcRecord, large: Record, source: _Stream) -> Record | None:
+    def _read_large(self, found: WarcRecord, large: Record, source: _Stream) -> Record | None:
         """Read the rest of a large record that others follow in the same packed stream.
 
         Return the record with its problem if the rest is too large for its packed size, or shorter than announced.
@@ -201,7 +203,7 @@ class _RecordReader:
         if end >= self.file.size:
             yield Record(offset=end, problem=reason, cut=True)
         # If a record seems to start there, a new reader reports what is wrong with it.
-        return (yield from self._onward(end, reason))
+        return (yield from self._account_from(end, reason))
 
     def _skip(self, bad: Record, search_from: int):
         following = self.packing.next_start(search_from)
@@ -253,15 +255,15 @@ class _RecordReader:
             position = first.end
         else:
             return (yield from self._skip(Record(offset=last.offset, problem=_unread(first)), last.offset + 1))
-        return (yield from self._onward(position))
+        return (yield from self._account_from(position))
 
-    def _onward(self, position: int, reason: str = ""):
+    def _account_from(self, position: int, reason: str = ""):
         """Account for the bytes at `position`, where a record should be. Return the offset of the next one, or None.
 
         reason: the reader's error at this position, or "".
         """
         while position < self.file.size:
-            if self.packing.opens(position):
+            if self.packing.starts_record(position):
                 return position
             member = self.packing.member(position)
             if member is None or not member.whole:

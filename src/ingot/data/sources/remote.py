@@ -125,7 +125,7 @@ class Changed(Unreachable):
     """The file is another version than the bytes fetched so far: start again from the first byte."""
 
 
-def gone(location: str, found: str, **facts: object) -> DataMissing:
+def missing_error(location: str, found: str, **facts: object) -> DataMissing:
     """Return the error for a remote file that does not exist."""
     return DataMissing(
         "E-REMOTE-MISSING",
@@ -137,7 +137,7 @@ def gone(location: str, found: str, **facts: object) -> DataMissing:
     )
 
 
-def forbidden(location: str, found: str, **facts: object) -> DataError:
+def forbidden_error(location: str, found: str, **facts: object) -> DataError:
     """Return the error for a remote file that the server does not allow to read."""
     return DataError(
         "E-REMOTE-FORBIDDEN",

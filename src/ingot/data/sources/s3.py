@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from ingot.data.sources.remote import Changed, RemoteRange, RemoteRules, Unreachable, Version, forbidden, gone
+from ingot.data.sources.remote import (
+    Changed,
+    RemoteRange,
+    RemoteRules,
+    Unreachable,
+    Version,
+    forbidden_error,
+    missing_error,
+)
 from ingot.errors import ConfigError, require
 
 _RANGE_BYTES = 16 << 20
@@ -43,7 +51,7 @@ class S3Object:
 
     def version(self) -> Version:
         obstore = require("obstore", "data")
-        with _translated(self.location):
+        with _translated_errors(self.location):
             return _version(obstore.head(self.store, self.key))
 
     def part(self, start: int, version: Version | None) -> RemoteRange:
@@ -59,7 +67,7 @@ class S3Object:
             options: dict[str, Any] = {"range": (start, end)}
             if version.etag:
                 options["if_match"] = version.etag
-            with _translated(self.location):
+            with _translated_errors(self.location):
                 piece = bytes(obstore.get(self.store, self.key, options=options).bytes())
             if len(piece) != end - start:
                 raise Unreachable(f"{self.location}: {len(piece)} bytes instead of {end - start}")
@@ -75,7 +83,7 @@ def listed(location: str, rules: RemoteRules, store: Any = None) -> list[str]:
     bucket, prefix = split(location)
     obstore = require("obstore", "data")
     keys: list[str] = []
-    with _translated(location):
+    with _translated_errors(location):
         for page in obstore.list(store or _store(bucket, rules), prefix=prefix.rstrip("/") or None):
             keys += [entry["path"] for entry in page if entry["size"]]
             if len(keys) > _MAX_LISTED:
@@ -115,7 +123,7 @@ def _version(meta: Any) -> Version:
     return Version(int(meta["size"]), meta.get("e_tag") or "", meta["last_modified"].isoformat())
 
 
-class _translated:
+class _translated_errors:
     """A context manager that turns the exceptions of obstore into those that fetch.py handles."""
 
     def __init__(self, location: str):
@@ -130,9 +138,9 @@ class _translated:
         exceptions = require("obstore.exceptions", "data")
         description = f"{type(error).__name__}: {str(error).strip()[:200]}"
         if isinstance(error, exceptions.NotFoundError | FileNotFoundError):
-            raise gone(self.location, "there is no such object") from None
+            raise missing_error(self.location, "there is no such object") from None
         if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-            raise forbidden(self.location, description) from None
+            raise forbidden_error(self.location, description) from None
         if isinstance(error, exceptions.PreconditionError):
             raise Changed(f"{self.location} changed while it was read") from None
         if isinstance(error, exceptions.BaseError | OSError):

@@ -183,7 +183,8 @@ class TarMember:
 def read_tar(stream: Unpacked, max_bytes: int, limits: Limits) -> Iterator[TarMember]:
     """Yield every member except folders, and one TarMember per damaged place.
 
-    max_bytes: of content that are kept, plus one. Raises BadStream (truncated_file) for an archive that is cut.
+    max_bytes: the content of a member is cut to this size plus one byte. Raises BadStream (truncated_file) for an
+    archive that is cut.
     """
     offset, lost = 0, -1
     name, size = "", None  # from an extended header, for the next member

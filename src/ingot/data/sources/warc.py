@@ -137,7 +137,7 @@ _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,16})[ \t]*(?:;[^\r\n]*)?\r?\n")
 _LISTS = frozenset({"content-encoding", "transfer-encoding"})
 _PIECE_BYTES = 256 << 10
 _BROTLI_LARGE_WINDOW = 0b0010001  # no legal window (RFC 7932, 9.1), but an extension that asks for a gigabyte
-_MAX_ENCODINGS = 3  # nobody honest stacks more; a bomb does
+_MAX_ENCODINGS = 3  # real servers never use more; decompression bombs do
 
 
 class BadResponse(Exception):

@@ -28,8 +28,8 @@ from ingot.data.sources.remote import (
     Throttled,
     Unreachable,
     Version,
-    forbidden,
-    gone,
+    forbidden_error,
+    missing_error,
     resolve_url,
     system_resolver,
     without_query,
@@ -101,7 +101,7 @@ def send_request(
             resolved = resolve_url(url, allow_hosts, resolver)
         except OSError as error:
             raise NoSuchHost(f"cannot resolve: {_describe(error)}") from None
-        response = _one(resolved, method, headers, timeout_seconds)
+        response = _send(resolved, method, headers, timeout_seconds)
         location = response.headers.get("location", "")
         if response.status not in REDIRECTS or not location:
             return response
@@ -115,8 +115,8 @@ def send_request(
         url = following
 
 
-def _one(resolved: ResolvedUrl, method: str, headers: dict[str, str], timeout_seconds: float) -> StreamedResponse:
-    connection = _Pinned(resolved, timeout_seconds)
+def _send(resolved: ResolvedUrl, method: str, headers: dict[str, str], timeout_seconds: float) -> StreamedResponse:
+    connection = _PinnedConnection(resolved, timeout_seconds)
     # The socket's time-out is for one read. The timer limits the whole of the headers, which a server may send slowly.
     deadline = threading.Timer(2 * timeout_seconds + _CONNECT_SECONDS, connection.hang_up)
     deadline.daemon = True
@@ -138,7 +138,7 @@ def _one(resolved: ResolvedUrl, method: str, headers: dict[str, str], timeout_se
     return StreamedResponse(resolved.url, response.status, found, response, connection)
 
 
-class _Pinned(http.client.HTTPConnection):
+class _PinnedConnection(http.client.HTTPConnection):
     """A connection to the checked address; the TLS certificate is verified against the host name."""
 
     def __init__(self, resolved: ResolvedUrl, timeout_seconds: float):
@@ -194,12 +194,12 @@ class WebFile:
                 raise Changed(f"no bytes from {start} on")
             self._check(response)
             if response.status == 200:
-                return RemoteRange(0, _version(response, _length(response)), _closing(response))
+                return RemoteRange(0, _version(response, _length(response)), _pieces_of(response))
             first, total = _content_range(response)
             found = _version(response, total)
             if first != start or not version or not version.same(found):
                 raise Changed(f"bytes from {first} on of another version")
-            return RemoteRange(start, found, _closing(response))
+            return RemoteRange(start, found, _pieces_of(response))
         except BaseException:
             response.close()
             raise
@@ -228,9 +228,9 @@ class WebFile:
         if status in (408, 425) or status >= 500:
             raise Unreachable(f"{name}: {found}")
         if status in (401, 403):
-            raise forbidden(name, found, status=status)
+            raise forbidden_error(name, found, status=status)
         if status in (404, 410):
-            raise gone(name, found, status=status)
+            raise missing_error(name, found, status=status)
         raise DataError(
             "E-REMOTE-STATUS",
             f"{name}: {found}",
@@ -241,7 +241,7 @@ class WebFile:
         )
 
 
-def _closing(response: StreamedResponse) -> Iterator[bytes]:
+def _pieces_of(response: StreamedResponse) -> Iterator[bytes]:
     with response:
         yield from response.pieces()
 

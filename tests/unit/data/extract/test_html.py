@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.data.extract.html import Extract, ExtractRules, clean_text, extract_text
 from ingot.data.native import compiled
 from ingot.data.sources.warc import read_warc
-from ingot.errors import MissingPartError
 from ingot.schema.document import Document
 
 ARTICLE = "<h1>Title</h1><p>The first paragraph has a few words.</p><p>The second one has some more words.</p>"
@@ -124,7 +124,7 @@ class TestTrafilatura:
 
     def test_missing(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "trafilatura", None)
-        with pytest.raises(MissingPartError, match="trafilatura"):
+        with refused("E-PART-MISSING", package="trafilatura"):
             Extract(ExtractRules(method="trafilatura"))
 
 

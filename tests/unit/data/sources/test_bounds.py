@@ -28,7 +28,7 @@ def _read(paths: list[Path], megabytes: int, pipe) -> None:
 
 
 @pytest.fixture
-def fates(tmp_path):
+def outcomes(tmp_path):
     def run(files: dict[str, bytes], megabytes: int = 300) -> list[dict]:
         """Read all files in one process; return the rules of their records with counts."""
         pytest.importorskip("pyarrow")
@@ -80,12 +80,12 @@ GOOD = gzip.compress(response(1, len(PAGE)) + PAGE + b"\r\n\r\n")
 MEGABYTE = bytes(1 << 20)
 
 
-def test_warc(fates):
+def test_warc(outcomes):
     large = packed((response(2, len(PAGE) + (320 << 20)) + PAGE, 1), (MEGABYTE, 320), (b"\r\n\r\n", 1))
     deflated = packed((b"<p>x", 1), (MEGABYTE, 320))
     body = PAGE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n").removesuffix(b"<p>words") + deflated
     headers = packed((b"WARC/1.0\r\n", 1), (b"A: " + b"b" * 997 + b"\r\n", 1 << 20))
-    found = fates(
+    found = outcomes(
         {
             "a.warc.gz": GOOD + large + GOOD,
             "b.warc": response(3, len(body)) + body + b"\r\n\r\n",
@@ -95,30 +95,30 @@ def test_warc(fates):
     assert found == [{"kept": 2, "too_large": 1}, {"too_large": 1}, {"kept": 2, "bad_record": 1}]
 
 
-def test_json_lines(fates):
+def test_json_lines(outcomes):
     rows = ((b'{"text": "good"}\n{"text": "', 1), (b"x" * (1 << 20), 50), (b'"}\n', 1), (b"[" * 100_000 + b"\n", 1))
     ending = ((b'{"a": [', 1), (b"{}," * (1 << 18), 43), (b'{}], "text": "heavy"}\n{"text": "good"}\n', 1))
-    found = fates({"a.jsonl.gz": packed(*rows, *ending), "c.jsonl.gz": packed((MEGABYTE, 320))})
+    found = outcomes({"a.jsonl.gz": packed(*rows, *ending), "c.jsonl.gz": packed((MEGABYTE, 320))})
     assert found == [{"kept": 2, "too_large": 2, "bad_row": 1}, {"too_large": 1}]
 
 
-def test_the_heaviest_line_that_fits(fates):
+def test_the_heaviest_line_that_fits(outcomes):
     """The worst that 32 MB of JSON can be: eleven million empty objects of 72 bytes."""
     just_fits = ((b'{"a": [', 1), (b"{}," * (1 << 18), 42), (b'{}], "text": "heavy"}\n{"text": "good"}\n', 1))
-    assert fates({"b.jsonl.gz": packed(*just_fits)}, 1200) == [{"kept": 2}]
+    assert outcomes({"b.jsonl.gz": packed(*just_fits)}, 1200) == [{"kept": 2}]
 
 
-def test_text_and_archives(fates):
+def test_text_and_archives(outcomes):
     header = bytearray(512)
     header[:4], header[156:157] = b"a.py", b"0"
     header[124:136] = b"\x80" + struct.pack(">3xQ", 320 << 20)
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     tar = packed((bytes(header), 1), (MEGABYTE, 320), (bytes(1024), 1))
-    assert fates({"a.txt.gz": packed((b"words " * (1 << 17), 430)), "a.tar.gz": tar}) == [{"too_large": 1}] * 2
+    assert outcomes({"a.txt.gz": packed((b"words " * (1 << 17), 430)), "a.tar.gz": tar}) == [{"too_large": 1}] * 2
 
 
-def test_parquet_that_lies_in_its_page_header(fates, tmp_path):
+def test_parquet_that_lies_in_its_page_header(outcomes, tmp_path):
     """The footer is honest, the page says that it has 2 GB."""
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
@@ -135,5 +135,5 @@ def test_parquet_that_lies_in_its_page_header(fates, tmp_path):
     width = end - size
     size_stated = (1 << 7 * width) - 2
     data[size + 1 : end + 1] = bytes(size_stated >> 7 * n & 127 | (128 if n < width - 1 else 0) for n in range(width))
-    (found,) = fates({"x.parquet": bytes(data)})
+    (found,) = outcomes({"x.parquet": bytes(data)})
     assert set(found) <= {"too_large", "bad_row_group"} and sum(found.values()) == 1

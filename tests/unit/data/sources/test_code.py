@@ -58,7 +58,7 @@ def tar_of(files, **options):
     return out.getvalue()
 
 
-def fates_of(tmp_path, data):
+def outcomes_of(tmp_path, data):
     (tmp_path / "x.tar").write_bytes(data)
     pairs = list(read_code_tar(tmp_path / "x.tar", "x.tar", "code", LIMITS))
     return [(document.url.partition("!")[2], fate(document, drop)) for document, drop in pairs]
@@ -106,13 +106,13 @@ def test_deep_folders(tmp_path):
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_archive_is_read_like_the_folder(tmp_path, pack, format):
     data = tar_of({name: content for name, (content, _) in FILES.items()}, format=format)
-    assert fates_of(tmp_path, pack(data)) == [(name, kind) for name, (_, kind) in FILES.items()]
+    assert outcomes_of(tmp_path, pack(data)) == [(name, kind) for name, (_, kind) in FILES.items()]
 
 
 def test_long_and_strange_names_are_labels(tmp_path):
     names = ["d/" * 120 + "a.py", "../../../etc/a.py", "/etc/b.py", "ü/c.py", "a\nb.py"]
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        found = fates_of(tmp_path, tar_of(dict.fromkeys(names, PYTHON), format=format))
+        found = outcomes_of(tmp_path, tar_of(dict.fromkeys(names, PYTHON), format=format))
         assert found == [(name, "python") for name in names]
     assert [path.name for path in tmp_path.iterdir()] == ["x.tar"]
 
@@ -131,20 +131,20 @@ def test_links_and_devices_in_archives(tmp_path):
         info = tarfile.TarInfo("a.py")
         info.size = len(PYTHON)
         tar.addfile(info, io.BytesIO(PYTHON))
-    found = fates_of(tmp_path, out.getvalue())
+    found = outcomes_of(tmp_path, out.getvalue())
     assert found == [("l.py", "link"), ("h.py", "link"), ("dev", "link"), ("a.py", "python")]
 
 
 def test_damage_costs_members_not_the_archive(tmp_path):
     data = bytearray(tar_of({f"{n}.py": PYTHON for n in range(5)}))
     data[2 * 1024 + 3] ^= 0xFF  # the name of the third: its checksum is wrong
-    assert [kind for _, kind in fates_of(tmp_path, bytes(data))] == ["python"] * 2 + ["bad_member"] + ["python"] * 2
+    assert [kind for _, kind in outcomes_of(tmp_path, bytes(data))] == ["python"] * 2 + ["bad_member"] + ["python"] * 2
     data = tar_of({"a.py": PYTHON}) + tar_of({"b.py": PYTHON})  # one after the other
-    assert fates_of(tmp_path, data) == [("a.py", "python"), ("b.py", "python")]
+    assert outcomes_of(tmp_path, data) == [("a.py", "python"), ("b.py", "python")]
     whole = tar_of({"a.py": PYTHON, "huge.py": b"x = 1\n" * 9000})
-    assert [kind for _, kind in fates_of(tmp_path, whole[:9000])] == ["python", "truncated_file"]
-    assert [kind for _, kind in fates_of(tmp_path, gzip.compress(whole)[:-30])][-1] == "truncated_file"
-    assert fates_of(tmp_path, bytes(10240)) == [("", "empty_body")]
+    assert [kind for _, kind in outcomes_of(tmp_path, whole[:9000])] == ["python", "truncated_file"]
+    assert [kind for _, kind in outcomes_of(tmp_path, gzip.compress(whole)[:-30])][-1] == "truncated_file"
+    assert outcomes_of(tmp_path, bytes(10240)) == [("", "empty_body")]
 
 
 def test_wrong_sizes(tmp_path):
@@ -157,10 +157,10 @@ def test_wrong_sizes(tmp_path):
 
     good = tar_of({"b.py": PYTHON})
     for size in (b"-0000000001\0", b"\xff" * 12, b"zzzzzzzzzzz\0"):
-        assert [kind for _, kind in fates_of(tmp_path, header(size) + good)] == ["bad_member", "python"]
+        assert [kind for _, kind in outcomes_of(tmp_path, header(size) + good)] == ["bad_member", "python"]
     for size in (b"77777777777\0", b"\x80" + b"\0" * 4 + b"\x3f" + b"\xff" * 6):
-        assert [kind for _, kind in fates_of(tmp_path, header(size) + good)] == ["truncated_file"]
+        assert [kind for _, kind in outcomes_of(tmp_path, header(size) + good)] == ["truncated_file"]
         # An extended header of gigabytes is read past, not into memory.
-        assert [kind for _, kind in fates_of(tmp_path, header(size, b"x") + good)] == ["truncated_file"]
+        assert [kind for _, kind in outcomes_of(tmp_path, header(size, b"x") + good)] == ["truncated_file"]
     big = header(b"%011o\0" % 100_000, b"x") + bytes(100_352) + good
-    assert [kind for _, kind in fates_of(tmp_path, big)] == ["bad_member", "python"]
+    assert [kind for _, kind in outcomes_of(tmp_path, big)] == ["bad_member", "python"]

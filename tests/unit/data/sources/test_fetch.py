@@ -9,7 +9,7 @@ import pytest
 from tests.expect import refused
 
 from ingot.data.sources import fetch as fetching
-from ingot.data.sources.fetch import fetch, forget, polite, version
+from ingot.data.sources.fetch import fetch, forget, host_connection, version
 from ingot.data.sources.remote import RemoteRules, Version
 from ingot.data.sources.web import _retry_after
 
@@ -207,10 +207,10 @@ def test_requests_keep_their_distance(tmp_path):
     rules = RemoteRules(delay_seconds=0.2)
     started = time.monotonic()
     for _ in range(3):
-        with polite("a.example", tmp_path, rules):
+        with host_connection("a.example", tmp_path, rules):
             pass
     assert 0.35 < time.monotonic() - started < 2
-    with polite("", tmp_path, rules), polite("", tmp_path, rules):
+    with host_connection("", tmp_path, rules), host_connection("", tmp_path, rules):
         pass
 
 

@@ -28,7 +28,7 @@ def read(path, limits=LIMITS, **fields):
     return list(read_parquet(path, path.name, "books", Fields(**fields), limits))
 
 
-def fates(pairs):
+def outcomes(pairs):
     return [drop.rule.removeprefix("read.") if drop else document.raw.decode() for document, drop in pairs]
 
 
@@ -52,7 +52,7 @@ def test_rows_in_order_over_row_groups(write, compression, version):
         data_page_version=version,
     )
     pairs = read(path)
-    assert fates(pairs) == texts
+    assert outcomes(pairs) == texts
     assert pairs[1999][0].url == "http://a.example/1999" and pairs[1999][0].record_id == "row-1999"
 
 
@@ -66,10 +66,10 @@ def test_nested_fields_nulls_and_types(write):
         }
     )
     pairs = read(path, text="meta.body", language="meta.lang")
-    assert fates(pairs) == ["one", "bad_row", "bad_row", "empty_body"]
+    assert outcomes(pairs) == ["one", "bad_row", "bad_row", "empty_body"]
     assert [d.record_id for d, _ in pairs] == ["11", "12", "13", "row-3"] and pairs[0][0].language == "de"
-    assert fates(read(path, text="large")) == ["a"] * 4
-    assert fates(read(path, text="bytes")) == ["café", "bad_row", "c", "d"]
+    assert outcomes(read(path, text="large")) == ["a"] * 4
+    assert outcomes(read(path, text="bytes")) == ["café", "bad_row", "c", "d"]
 
 
 def test_column_that_is_not_there_names_those_that_are(write):
@@ -79,7 +79,7 @@ def test_column_that_is_not_there_names_those_that_are(write):
     for name in ("content.x", "no.content"):
         with refused("E-PARQUET-COLUMN", column=name):
             read(path, text=name)
-    assert fates(read(path, text="content", url="nope", id="nope", language="nope")) == ["a"]
+    assert outcomes(read(path, text="content", url="nope", id="nope", language="nope")) == ["a"]
 
 
 def test_no_parquet_and_no_footer(tmp_path, write):
@@ -89,10 +89,10 @@ def test_no_parquet_and_no_footer(tmp_path, write):
     data = write({"text": ["a"] * 100}).read_bytes()
     for cut in (5, 40, len(data) // 2, len(data) - 1):
         (tmp_path / "z").write_bytes(data[:cut])
-        assert fates(read(tmp_path / "z")) == ["truncated_file"]
+        assert outcomes(read(tmp_path / "z")) == ["truncated_file"]
     (tmp_path / "z").write_bytes(data[:-8] + struct.pack("<I", 1 << 30) + b"PAR1")
-    assert fates(read(tmp_path / "z")) == ["truncated_file"]
-    assert fates(read(write({"text": arrow.array([], arrow.string())}))) == ["empty_body"]
+    assert outcomes(read(tmp_path / "z")) == ["truncated_file"]
+    assert outcomes(read(write({"text": arrow.array([], arrow.string())}))) == ["empty_body"]
 
 
 def test_pages_are_read_as_pyarrow_wrote_them(write):
@@ -132,7 +132,7 @@ def test_bombs_cost_their_row_group(write):
     )
     assert path.stat().st_size < 1 << 20
     pairs = read(path)
-    assert fates(pairs) == ["good", "too_large", "good"]
+    assert outcomes(pairs) == ["good", "too_large", "good"]
     assert "row group 1, 0 of 1 rows" in pairs[1][1].value and pairs[2][0].record_id == "row-2"
 
 
@@ -152,7 +152,7 @@ def test_damage_costs_a_row_group(write):
     chunk = parquet.ParquetFile(path).metadata.row_group(1).column(0)
     data[chunk.data_page_offset + 60 : chunk.data_page_offset + 5000] = bytes(4940)
     path.write_bytes(bytes(data))
-    found = fates(read(path))
+    found = outcomes(read(path))
     assert [found.count(text) for text in texts[:100] + texts[200:]] == [1] * 300
     assert found.count("bad_row_group") == 1 and len(found) == 301
 

@@ -31,7 +31,7 @@ def zstd(records, dictionary=None, compressed_dictionary=False):
     return out.getvalue()
 
 
-def fates(tmp_path, data, limits=None):
+def outcomes(tmp_path, data, limits=None):
     """('kept' or the rule, last digit of the URL) per pair."""
     path = tmp_path / "x.warc"
     path.write_bytes(data)
@@ -48,49 +48,49 @@ DICTIONARY = zstd_train_dictionary_from_samples(
 @pytest.mark.parametrize("packed", [(None, False), (DICTIONARY, False), (DICTIONARY, True)])
 def test_zstd_frames_also_with_dictionary_and_damage(tmp_path, packed):
     data = zstd(RECORDS, *packed)
-    assert fates(tmp_path, data) == [("kept", str(i)) for i in range(5)]
+    assert outcomes(tmp_path, data) == [("kept", str(i)) for i in range(5)]
     frames = data.split(b"\x28\xb5\x2f\xfd")
     damaged = bytearray(data)
     second = len(b"\x28\xb5\x2f\xfd".join(frames[:-3])) + 4
     damaged[second + 8 : second + 14] = b"\xff" * 6
-    found = fates(tmp_path, bytes(damaged))
+    found = outcomes(tmp_path, bytes(damaged))
     assert [end for rule, end in found if rule == "kept"] == ["0", "1", "3", "4"]
     assert [rule for rule, _ in found if rule != "kept"] == ["bad_record"]
-    assert fates(tmp_path, data[:-9])[-1][0] == "truncated_file"
+    assert outcomes(tmp_path, data[:-9])[-1][0] == "truncated_file"
 
 
 def test_one_zstd_frame_over_all_records(tmp_path):
-    assert [rule for rule, _ in fates(tmp_path, zstd([b"".join(RECORDS)]))] == ["kept"] * 5
+    assert [rule for rule, _ in outcomes(tmp_path, zstd([b"".join(RECORDS)]))] == ["kept"] * 5
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstd([data])])
 def test_empty_members_hide_nothing(tmp_path, pack):
     """fastwarc takes an empty member for the end of the file."""
     data = pack(RECORDS[0]) + pack(b"") * 3 + pack(RECORDS[1]) + pack(b"\r\n") + pack(RECORDS[2]) + pack(b"")
-    kept = [end for rule, end in fates(tmp_path, data) if rule == "kept"]
+    kept = [end for rule, end in outcomes(tmp_path, data) if rule == "kept"]
     assert kept == ["0", "1", "2"]
 
 
 def test_member_that_holds_no_record_is_named(tmp_path):
     data = gzip.compress(RECORDS[0]) + gzip.compress(b"") + gzip.compress(b"note to self") + gzip.compress(RECORDS[1])
-    assert fates(tmp_path, data) == [("kept", "0"), ("bad_record", ""), ("kept", "1")]
+    assert outcomes(tmp_path, data) == [("kept", "0"), ("bad_record", ""), ("kept", "1")]
 
 
 def test_padding_hides_nothing(tmp_path):
     data = gzip.compress(RECORDS[0]) + bytes(3000) + gzip.compress(RECORDS[1]) + bytes(500)
-    assert [end for rule, end in fates(tmp_path, data) if rule == "kept"] == ["0", "1"]
+    assert [end for rule, end in outcomes(tmp_path, data) if rule == "kept"] == ["0", "1"]
 
 
 def test_a_hundred_thousand_members(tmp_path):
     data = gzip.compress(RECORDS[0]) + gzip.compress(b"") * 100_000 + gzip.compress(RECORDS[1])
-    assert fates(tmp_path, data) == [("kept", "0"), ("kept", "1")]
+    assert outcomes(tmp_path, data) == [("kept", "0"), ("kept", "1")]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstd([data]), lambda data: data])
 def test_record_that_inflates_beyond_its_limit_is_not_inflated(tmp_path, pack):
     limits = Limits(block_bytes=1 << 20, ratio_floor_bytes=1 << 20)
     data = pack(record(0)) + pack(record(1, bytes(60 << 20))) + pack(record(2))
-    assert fates(tmp_path, data, limits) == [("kept", "0"), ("too_large", "1"), ("kept", "2")]
+    assert outcomes(tmp_path, data, limits) == [("kept", "0"), ("too_large", "1"), ("kept", "2")]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstd([data])])
@@ -101,14 +101,14 @@ def test_records_behind_a_large_one_in_the_same_stream(tmp_path, pack, others):
     data = pack(record(0) + large + record(2) + record(3))
     if others and pack is gzip.compress:
         data += pack(b"".join(map(record, others)))
-    found = fates(tmp_path, data, Limits(block_bytes=1 << 20))
+    found = outcomes(tmp_path, data, Limits(block_bytes=1 << 20))
     rest = [("kept", str(number)) for number in (others if pack is gzip.compress else [])]
     assert found == [("kept", "0"), ("too_large", "1"), ("kept", "2"), ("kept", "3"), *rest]
 
 
 def test_bomb_within_a_stream_of_many_records_is_left(tmp_path):
     data = gzip.compress(record(0) + record(1, bytes(60 << 20)) + record(2))
-    found = fates(tmp_path, data, Limits(block_bytes=1 << 20, ratio_floor_bytes=1 << 20))
+    found = outcomes(tmp_path, data, Limits(block_bytes=1 << 20, ratio_floor_bytes=1 << 20))
     assert found[0] == ("kept", "0") and ("truncated_file", "1") in found
 
 
@@ -116,28 +116,28 @@ def test_bomb_within_a_stream_of_many_records_is_left(tmp_path):
 def test_five_gigabytes_that_are_not_there_cost_one_record(tmp_path, length):
     """The file goes on for longer than one record may be: the length leads past its end, or into its middle."""
     following = [record(i % 10, b"words " * 200) for i in range(3000)]
-    found = fates(tmp_path, record(7) + record(8, length=length) + b"".join(following), Limits(block_bytes=1 << 20))
+    found = outcomes(tmp_path, record(7) + record(8, length=length) + b"".join(following), Limits(block_bytes=1 << 20))
     assert found[:2] == [("kept", "7"), ("bad_record", "8")] and len(found) == 3002
     assert all(rule == "kept" for rule, _ in found[2:])
     packed = gzip.compress(record(7) + record(8, length=5_000_000_000) + b"".join(following))
-    assert fates(tmp_path, packed, Limits(block_bytes=1 << 20)) == [("kept", "7"), ("truncated_file", "8")]
+    assert outcomes(tmp_path, packed, Limits(block_bytes=1 << 20)) == [("kept", "7"), ("truncated_file", "8")]
 
 
 def test_zeros_behind_a_record_cost_that_member(tmp_path):
     bomb = gzip.compress(record(0) + bytes(60 << 20))
-    found = fates(tmp_path, bomb + gzip.compress(record(1)), Limits(ratio_floor_bytes=1 << 20))
+    found = outcomes(tmp_path, bomb + gzip.compress(record(1)), Limits(ratio_floor_bytes=1 << 20))
     assert [end for rule, end in found if rule == "kept"] == ["0", "1"] and len(found) == 3
 
 
 def test_nested_gzip_is_no_record(tmp_path):
     data = gzip.compress(record(0)) + gzip.compress(gzip.compress(record(1))) + gzip.compress(record(2))
-    found = fates(tmp_path, data)
+    found = outcomes(tmp_path, data)
     assert [end for rule, end in found if rule == "kept"] == ["0", "2"] and ("bad_record", "") in found
 
 
 def test_lying_lengths_are_not_read_again_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr("ingot.data.sources.records._MAX_WASTED_BYTES", 1 << 20)
-    found = fates(tmp_path, b"".join(record(i % 10, length=50_000) for i in range(3000)))
+    found = outcomes(tmp_path, b"".join(record(i % 10, length=50_000) for i in range(3000)))
     assert len(found) < 100 and ("truncated_file", "") in found
 
 

@@ -188,7 +188,7 @@ def test_no_way_from_https_to_http(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(web, "_one", lambda *arguments: Moved())
+    monkeypatch.setattr(web, "_send", lambda *arguments: Moved())
     with refused("E-URL-REDIRECT"):
         send_request("https://public.example/", headers={}, timeout_seconds=2, redirects=2, resolver=resolver)
 

@@ -25,7 +25,7 @@ SMALL = Limits(block_bytes=1000, body_bytes=500)
 PACKINGS = {"plain": bytes, "gzip": gzip.compress, "zstd": zstd}
 
 
-def fates(pairs):
+def outcomes(pairs):
     return [drop.rule.removeprefix("read.") if drop else document.raw.decode() for document, drop in pairs]
 
 
@@ -61,7 +61,7 @@ def test_text_file_is_one_document(tmp_path, packing):
 )
 def test_text_files_that_are_none(tmp_path, data, rule):
     (tmp_path / "a.txt").write_bytes(data)
-    assert fates(read_text(tmp_path / "a.txt", "a.txt", "books", SMALL)) == [rule]
+    assert outcomes(read_text(tmp_path / "a.txt", "a.txt", "books", SMALL)) == [rule]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -73,7 +73,7 @@ def test_rows_with_mapped_fields(tmp_path, packing):
     ]
     data = PACKINGS[packing]("\n\n".join(map(json.dumps, rows)).encode())
     pairs = rows_of(tmp_path, data, text="body.content", url="meta.link", id="key", language="meta.lang")
-    assert fates(pairs) == ["one", "two", "three"]
+    assert outcomes(pairs) == ["one", "two", "three"]
     documents = [document for document, _ in pairs]
     assert [d.record_id for d in documents] == ["7", "k2", "row-4"]
     assert [d.url for d in documents] == ["http://a.example/1", "file:x.jsonl!row-2", "file:x.jsonl!row-4"]
@@ -100,19 +100,19 @@ def test_every_row_has_a_fate(tmp_path):
         b'{"text": "last"}': "last",
     }
     pairs = rows_of(tmp_path, b"\n".join(rows))
-    assert fates(pairs) == list(rows.values())
+    assert outcomes(pairs) == list(rows.values())
     assert all(drop.value.startswith("row ") for _, drop in pairs if drop)
 
 
 def test_byte_order_mark_and_windows_line_ends(tmp_path):
-    assert fates(rows_of(tmp_path, b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')) == ["a", "b"]
+    assert outcomes(rows_of(tmp_path, b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')) == ["a", "b"]
 
 
 def test_cut_and_damaged_files_keep_what_stands_before(tmp_path):
     rows = b"".join(b'{"text": "row %d"}\n' % n for n in range(2000))
-    cut = fates(rows_of(tmp_path, gzip.compress(rows)[:-2000]))
+    cut = outcomes(rows_of(tmp_path, gzip.compress(rows)[:-2000]))
     assert cut[:3] == ["row 0", "row 1", "row 2"] and cut[-1] == "truncated_file" and cut.count("truncated_file") == 1
-    assert fates(rows_of(tmp_path, b"\n \n")) == ["empty_body"]
+    assert outcomes(rows_of(tmp_path, b"\n \n")) == ["empty_body"]
 
 
 @pytest.mark.parametrize("data", [b'[{"text": "a"}, {"text": "b"}]', b'[\n {"text": "a"}\n]', b"["])

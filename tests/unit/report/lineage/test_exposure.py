@@ -132,7 +132,7 @@ def test_steps_before_a_purge_can_still_be_traced(data, run, folders):
     told |= {step: trace_step(run, step) for step in range(21, 26)}
     before = exposure(run, [gone_later])
     fingerprint = read_token_manifest(data / "tokens/train").fingerprint()
-    outcome = purge(data, PurgeRequest(doc=gone_later), saw=lambda ids: [vars(exposure(run, ids))])
+    outcome = purge(data, PurgeRequest(doc=gone_later), find_runs=lambda ids: [vars(exposure(run, ids))])
     assert outcome.runs[0] == vars(before) and before.trained_steps == 25 and before.unknown_steps == 0
     goes_on(run, data, 25, fingerprint, 30)
     for step, documents in told.items():

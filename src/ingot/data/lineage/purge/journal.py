@@ -28,7 +28,7 @@ class Staging:
     data: Path
 
     def __post_init__(self) -> None:
-        self.drop()  # the files of a purge that was killed before it wrote its journal
+        self.discard()  # the files of a purge that was killed before it wrote its journal
         self._replace: list[str] = []
         self._delete: list[str] = []
 
@@ -59,7 +59,7 @@ class Staging:
         path.mkdir(parents=True)
         return path
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Remove the staging folder, so that nothing changes."""
         shutil.rmtree(self.data / FOLDER, ignore_errors=True)
 

@@ -102,9 +102,9 @@ def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: PurgeReq
     for number, (split, manifest, shard) in enumerate(shards):
         progress(0.4 + 0.6 * number / len(shards), f"scanning {split}/{shard.name}")
         folder = data / "tokens" / split
-        shared.update(_sharing(folder, manifest, shard, probes))
+        shared.update(_documents_with_probes(folder, manifest, shard, probes))
         if encoder:
-            remains += _decoded(folder, manifest, shard, encoder, re.compile(request.pattern))
+            remains += _matching_documents(folder, manifest, shard, encoder, re.compile(request.pattern))
     if remains:
         raise DataError(
             "E-PURGE-REMAINS",
@@ -149,7 +149,7 @@ def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
                 tail = chunk[-31:]
 
 
-def _sharing(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.ndarray) -> Iterator[str]:
+def _documents_with_probes(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.ndarray) -> Iterator[str]:
     """Yield the id of the document for every position in the shard at which a stretch equals a probe."""
     if not len(probes):
         return
@@ -169,7 +169,7 @@ def _encoder(data: Path) -> Encoder:
     return load_encoder(data / "tokens" / "tokenizer.json", eot=manifest.eot_id)
 
 
-def _decoded(
+def _matching_documents(
     folder: Path, manifest: TokenManifest, shard: Shard, encoder: Encoder, pattern: re.Pattern
 ) -> Iterator[str]:
     index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)

@@ -66,7 +66,7 @@ def purge(
     request: PurgeRequest,
     *,
     reason: str = "",
-    saw: FindRuns | None = None,
+    find_runs: FindRuns | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> PurgeResult:
@@ -85,16 +85,16 @@ def purge(
             fix="name this folder: ingot data purge DIR",
             folder=str(data),
         )
-    with _held(data):
+    with _locked_folder(data):
         finished = _finish_interrupted(data, dry_run, request, report)
         targets = find_targets(data, request, lambda fraction, text: report(0.3 * fraction, f"searching {text}"))
         found = locate_documents(data, targets.ids)
-        runs = tuple(saw(targets.ids) if saw and found else ())
+        runs = tuple(find_runs(targets.ids) if find_runs and found else ())
         outcome = PurgeResult(targets, tuple(found), runs, finished=finished)
         if dry_run:
             return outcome
         if not targets.records:
-            return outcome if finished else _proven_again(data, request, outcome, report)
+            return outcome if finished else _repeat_scan(data, request, outcome, report)
         probes = probes_of(data, found)
         record = _rewrite(data, request, targets, found, probes, reason, runs)
         proof = prove(data, targets.ids, probes, request, lambda f, t: report(0.4 + 0.6 * f, t))
@@ -102,7 +102,7 @@ def purge(
 
 
 @contextmanager
-def _held(data: Path) -> Iterator[None]:
+def _locked_folder(data: Path) -> Iterator[None]:
     """Lock the folder. A hidden folder in it belongs to a build: one that runs, or one that was stopped."""
     with ExitStack() as stack:
         stack.enter_context(exclusive(data, f"at work in {data}"))
@@ -124,7 +124,7 @@ def _held(data: Path) -> Iterator[None]:
 def _finish_interrupted(data: Path, dry_run: bool, request: PurgeRequest, report: Progress) -> dict[str, Any] | None:
     if not is_unfinished(data):
         if not dry_run:
-            Staging(data).drop()  # the files of a purge that was killed before it was decided
+            Staging(data).discard()  # the files of a purge that was killed before it was decided
         return None
     if dry_run:
         raise DataError(
@@ -145,7 +145,7 @@ def _finish_interrupted(data: Path, dry_run: bool, request: PurgeRequest, report
     return record
 
 
-def _proven_again(data: Path, request: PurgeRequest, outcome: PurgeResult, report: Progress) -> PurgeResult:
+def _repeat_scan(data: Path, request: PurgeRequest, outcome: PurgeResult, report: Progress) -> PurgeResult:
     """Repeat the scan of an earlier purge with the same request, without its probes, which are not stored."""
     records = [record for record in read_purges(data) if record["request_sha256"] == request.sha256]
     if not records:
@@ -190,7 +190,7 @@ def _rewrite(
             "reason": reason,
             "by": request.kind,
             "request_sha256": request.sha256,
-            "documents": [_on_record(target) for target in targets.records],
+            "documents": [_recorded_document(target) for target in targets.records],
             "kept": sum(target.kept for target in targets.records),
             "tokens": sum(place.tokens for place in found),
             "copies": [copy.id for copy in targets.copies],
@@ -204,7 +204,7 @@ def _rewrite(
         staging.commit({"record": record, "probes": probes.tolist()})
     except BaseException as error:
         if not is_unfinished(data):  # if it is, the purge is decided, and the next call finishes it
-            staging.drop()
+            staging.discard()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
                 "E-DISK-FULL",
@@ -224,7 +224,7 @@ def _user() -> str:
         return ""
 
 
-def _on_record(target: PurgeTarget) -> dict[str, str]:
+def _recorded_document(target: PurgeTarget) -> dict[str, str]:
     """Return the part of a document's data that is recorded, which reveals neither its text nor its URL."""
     url = canonical_url(target.url)
     return {"id": target.id, "url": redacted_hash(url) if url else "", "before": target.before, "after": target.after}

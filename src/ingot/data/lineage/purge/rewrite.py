@@ -78,7 +78,7 @@ def rewrite_corpus(data: Path, targets: PurgeTargets, staging: Staging) -> str:
         if name in entries:
             require_hash(data / "corpus" / name, entries[name]["sha256"])
         path = staging.path(f"corpus/{name}")
-        rows = _moved_up(data / "corpus" / name, ids, removed_rows)
+        rows = _renumbered(data / "corpus" / name, ids, removed_rows)
         records = write_rows(path, rows, RECORD_COLUMNS)
         if name in entries:
             entries[name] |= {"records": records, "sha256": sha256_file(path)}
@@ -147,7 +147,7 @@ def without_ids(value: str, ids: frozenset[str]) -> str:
     return _ID.sub(lambda found: PURGED if found[0] in ids else found[0], value)
 
 
-def _moved_up(path: Path, gone: frozenset[str], removed: dict[str, list[int]]) -> Iterator[dict]:
+def _renumbered(path: Path, gone: frozenset[str], removed: dict[str, list[int]]) -> Iterator[dict]:
     """Yield the remaining rows of a lineage file, with their new line numbers in parts that became shorter."""
     for row in read_lineage(path):
         if row["id"] in gone:

@@ -112,7 +112,7 @@ def test_the_funnel_still_adds_up(data):
 def test_it_is_on_record_without_its_text_or_url(data):
     old = {split: read_token_manifest(data / "tokens" / split).fingerprint() for split in ("train", "heldout")}
     runs = [{"run": "somewhere", "checkpoints": [100]}]
-    purge(data, PurgeRequest(url="https://a.example/p/0"), reason="GDPR 17", saw=lambda ids: runs)
+    purge(data, PurgeRequest(url="https://a.example/p/0"), reason="GDPR 17", find_runs=lambda ids: runs)
     purge(data, PurgeRequest(pattern="number 33"))
     first, second = read_purges(data)
     assert first["reason"] == "GDPR 17" and first["by"] == "url" and first["runs"] == runs and first["kept"] == 1
@@ -202,7 +202,9 @@ def test_nothing_that_matches_changes_nothing(data):
 
 def test_a_dry_run_changes_nothing(data):
     before = tree(data, "**/*")
-    outcome = purge(data, PurgeRequest(domain="a.example"), dry_run=True, saw=lambda ids: [{"run": str(len(ids))}])
+    outcome = purge(
+        data, PurgeRequest(domain="a.example"), dry_run=True, find_runs=lambda ids: [{"run": str(len(ids))}]
+    )
     assert outcome.locations and outcome.runs[0]["run"] == str(len(outcome.targets.ids)) != "0"
     assert tree(data, "**/*") == before
 
