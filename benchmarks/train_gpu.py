@@ -180,9 +180,9 @@ def main() -> None:
     if args.role:
         print(json.dumps(measure(args.role, args)))
         return
-    from ingot.theory.peaks import peak_flops
     from record import record
 
+    from ingot.theory.devices import peak_flops
     from ingot.theory.params import count_parameters
 
     run, gpu = benchmark_run(args), torch.cuda.get_device_name()

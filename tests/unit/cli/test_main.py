@@ -136,9 +136,7 @@ def test_a_verb_whose_part_is_not_installed_names_the_extra(tmp_path, capsys, mo
     for name in [
         n
         for n in sys.modules
-        if n.startswith(
-            ("ingot.trainer.export", "ingot.huggingface", "ingot.trainer.checkpoint", "ingot.trainer.model")
-        )
+        if n.startswith(("ingot.trainer.export", "ingot.hub", "ingot.trainer.checkpoint", "ingot.trainer.model"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "hf")]) == 3

@@ -20,7 +20,7 @@ from ingot.data.build.process_input import InputResult, dropped_row
 from ingot.data.build.stages import SUBSTRINGS
 from ingot.data.dedup import substrings
 from ingot.data.dedup.substrings import SubstringRules
-from ingot.data.lineage.table import write_lineage
+from ingot.data.lineage.records import write_lineage
 from ingot.data.sources.url import canonical_url
 from ingot.data.tasks.run import RunTasks
 from ingot.data.tasks.store import Store

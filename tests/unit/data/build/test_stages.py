@@ -14,8 +14,8 @@ from ingot.data.build.recipe import load_recipe
 from ingot.data.build.stages import STAGES, StageSettings, document_stages, funnel_table, what_ran
 from ingot.data.classify.model import write_model
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
-from ingot.data.lineage.find import asking
-from ingot.data.lineage.purge.listed import secret
+from ingot.data.lineage.purge.history import redacted_hash
+from ingot.data.lineage.records import lineage_connection
 from ingot.data.sources.url import canonical_url
 
 SPAM = ["buy", "cheap", "pills", "now", "click", "here", "discount", "offer", "order", "today", "bargain", "coupon"]
@@ -73,7 +73,7 @@ def built(tmp_path, capsys):
     (tmp_path / "questions.txt").write_text(PLANTED["contaminated"][0].split("\n")[0])
     data = tmp_path / "data"
     data.mkdir()
-    (data / "purged.txt").write_text(f"url {secret(canonical_url(url_of('purged')))}\n")
+    (data / "purged.txt").write_text(f"url {redacted_hash(canonical_url(url_of('purged')))}\n")
     pages = [(f"http://kept.example/{n}", text, 200) for n, text in enumerate((OTHER, KEPT, english(3)))]
     pages += [(url_of(stage), text, status) for stage, (text, status, _) in PLANTED.items()]
     crawl = write_crawl(tmp_path / "crawl.warc.gz", pages)
@@ -101,7 +101,7 @@ def test_every_stage_drops_its_page(built, capsys):
     manifest = load_corpus(corpus)
     assert [(stage.name, stage.dropped) for stage in manifest.funnel] == [(s, {rule: 1}) for s, rule in rules.items()]
     assert manifest.funnel[-1].documents_out == 3
-    with asking([corpus / part.name for part in manifest.lineage]) as lineage:
+    with lineage_connection([corpus / part.name for part in manifest.lineage]) as lineage:
         rows = lineage.execute("select stage, rule from lineage where rule != ''").fetchall()
     assert dict(rows) == rules
     for rule in rules.values():
