@@ -23,15 +23,14 @@ from pathlib import Path
 
 import numpy as np
 from record import record
+from tests.unit.data.dedup.search import find_duplicates
 
 from ingot.data.dedup import bands, minhash
 from ingot.data.dedup.bands import band_candidates, merge_candidates, unpack, write_bands
-from ingot.data.dedup.clusters import clusters
+from ingot.data.dedup.clusters import clusters, slices, verify_pairs
 from ingot.data.dedup.equal import firsts
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingle_set, shingles_reference, signature, signature_of
-from ingot.data.dedup.near import find_duplicates
 from ingot.data.dedup.substrings import RepeatedSpans, SubstringRules, cut, mark_repeated, write_windows
-from ingot.data.dedup.verify import slices, verify_pairs
 from ingot.storage import write_json
 
 RULES = DedupRules()

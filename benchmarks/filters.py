@@ -28,9 +28,8 @@ from pathlib import Path
 from record import docstrings, record
 
 from ingot.data.filters.c4 import C4
-from ingot.data.filters.fineweb import FineWeb
 from ingot.data.filters.gopher import Gopher
-from ingot.data.filters.quality import PRESETS, quality_stages
+from ingot.data.filters.quality import PRESETS, FineWeb, quality_stages
 from ingot.data.filters.words import native
 from ingot.schema.document import Document
 

@@ -141,8 +141,11 @@ def arch_of(config: dict, where: str) -> Arch:
     expected = CLASSES.get(kind) if isinstance(kind, str) else None
     if not isinstance(kind, str) or expected is None or config.get("architectures", [expected]) != [expected]:
         raise ConfigError(
+            "E-HF-CLASS",
             f"{where}: model_type {kind!r}, architectures {config.get('architectures')!r}",
             rule="ingot reads " + ", ".join(f"{k!r} ({v})" for k, v in CLASSES.items()),
+            fix="choose a model of one of these classes",
+            model_type=str(kind),
         )
     config = _DEFAULTS_OF_ALL | _DEFAULTS[kind] | {_ALIASES.get(kind, {}).get(k, k): v for k, v in config.items()}
     experts = not (kind == "deepseek_v3" and _all_dense(config))
@@ -171,8 +174,11 @@ def arch_of(config: dict, where: str) -> Arch:
 def _require(where: str, problems: list[str]) -> None:
     if problems:
         raise ConfigError(
+            "E-HF-IMPORT",
             "\n".join(f"{where}: {problem}" for problem in problems),
             rule="a model is imported only when ingot computes exactly what its authors trained",
+            fix="choose a model without these settings",
+            problems=problems,
         )
 
 

@@ -30,12 +30,20 @@ def read_config(folder: Path) -> dict:
             raise ValueError("it is not a JSON object")
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
+            "E-HF-FOLDER",
             f"{folder} has no {CONFIG}" if folder.is_dir() else f"there is no folder {folder}",
             rule=f"a Hugging Face model folder has {CONFIG} and *.safetensors",
-            fix="name the folder that holds them",
+            fix="name the folder that holds these files",
+            folder=str(folder),
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", rule=f"{CONFIG} is a JSON object") from None
+        raise ConfigError(
+            "E-HF-CONFIG",
+            f"{path} cannot be read: {error}",
+            rule=f"{CONFIG} is a JSON object of at most 1 MiB",
+            fix="fetch the file again",
+            path=str(path),
+        ) from None
     return config
 
 
@@ -49,9 +57,12 @@ def require_fit(folder: Path, arch: Arch) -> None:
     problems = list(_differences(arch, read_arch(folder)))
     if problems:
         raise ConfigError(
-            f"init: the model in {folder} is not the run's: " + "; ".join(problems),
-            rule="[model] is what the folder's config.json says, but for what acts in training only",
-            fix="take over its values (ingot plan --init writes a run file with them), or remove init",
+            "E-HF-INIT-DIFFERS",
+            f"init: the model in {folder} differs from the run's: " + "; ".join(problems),
+            rule="[model] equals the folder's config.json, except for settings that act in training only",
+            fix="copy its values (ingot plan --init writes a run file with them), or remove init",
+            folder=str(folder),
+            problems=problems,
         )
 
 

@@ -15,13 +15,31 @@ def write_cluster(path: Path, cluster: Cluster) -> None:
 
 def read_cluster(path: Path) -> Cluster:
     """Raises ConfigError when there is none, or when it is not one."""
-    fix = "ingot doctor --bench writes one"
+    fix = "write one with `ingot doctor --bench`"
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError(f"no machine file at {path}", fix=fix) from None
+        raise ConfigError(
+            "E-MACHINE-MISSING",
+            f"no machine file at {path}",
+            rule="--cluster takes the path of a machine file",
+            fix=fix,
+            path=str(path),
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})", rule="a machine file is JSON", fix=fix) from None
+        raise ConfigError(
+            "E-MACHINE-UNREADABLE",
+            f"{path} cannot be read ({error})",
+            rule="a machine file is one JSON object",
+            fix=fix,
+            path=str(path),
+        ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no object", rule="a machine file is one JSON object", fix=fix)
+        raise ConfigError(
+            "E-MACHINE-UNREADABLE",
+            f"{path} holds no object",
+            rule="a machine file is one JSON object",
+            fix=fix,
+            path=str(path),
+        )
     return from_dict(Cluster, values, where=lambda key: f"{path} ({key})")

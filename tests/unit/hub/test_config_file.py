@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.hub.arch_config import huggingface_config
 from ingot.hub.config_file import read_arch, require_fit
 from ingot.schema.arch import Arch, Moe
@@ -52,6 +52,6 @@ def test_what_acts_in_training_only_is_the_runs_own(folder_of, there, ours):
     ],
 )
 def test_everything_else_is_named(folder_of, there, ours, keys):
-    with pytest.raises(ConfigError) as refused:
+    with refused("E-HF-INIT-DIFFERS") as error:
         require_fit(folder_of(there), ours)
-    assert all(key in refused.value.found for key in keys)
+    assert all(any(key in problem for problem in error.value.facts["problems"]) for key in keys)

@@ -115,8 +115,8 @@ def _print(model: str, card: dict, terminal: Terminal) -> None:
 def _score(args: argparse.Namespace, terminal: Terminal) -> None:
     import itertools
 
-    from ingot.data.classify.examples import read_texts
-    from ingot.data.classify.scorer import Scorer
+    from ingot.data.classify.make import read_texts
+    from ingot.data.classify.model import Scorer
 
     scorer = Scorer(Path(args.model))
     texts = (text for name in args.files for text in read_texts(Path(name), args.text_field))

@@ -65,8 +65,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _by_hand(args: argparse.Namespace, terminal: Terminal) -> None:
-    from ingot.data.mixture.shares import NATURAL, preset_weights
-    from ingot.data.mixture.weights import parse_weights, read_weights
+    from ingot.data.mixture.shares import NATURAL, parse_weights, preset_weights, read_weights
 
     tokens, available, _ = _tokens(args)
     notes: tuple[str, ...] = ()
@@ -131,7 +130,7 @@ def _show(
 
 def _max_epochs(given: list[str], weights: dict[str, float]) -> dict[str, float]:
     """["4", "books=2"] -> a cap for every source of the mixture."""
-    from ingot.data.mixture.weights import parse_weights
+    from ingot.data.mixture.shares import parse_weights
     from ingot.errors import UsageError
 
     default = [one for one in given if "=" not in one]
@@ -200,7 +199,7 @@ def _doremi(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _ablate(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
-    from ingot.data.mixture.weights import named_weights
+    from ingot.data.mixture.shares import named_weights
     from ingot.errors import UsageError, require
 
     require("torch", "train")

@@ -1,5 +1,6 @@
 """From files to a classifier with its card: trained on nine texts of ten, measured on the tenth, written down."""
 
+import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +11,115 @@ import numpy as np
 
 from ingot import __version__
 from ingot.config import to_dict
-from ingot.data.build.corpus import MANIFEST
-from ingot.data.classify.examples import LABEL_FIELD, TEXT_FIELD, read_labelled, read_texts
-from ingot.data.classify.model import write_model
-from ingot.data.classify.scorer import Scorer
+from ingot.data.build.corpus import MANIFEST, read_documents
+from ingot.data.classify.model import LABEL, Scorer, write_model
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.storage import sha256_file, write_json
 
 POSITIVE, NEGATIVE = "positive", "negative"
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 Progress = Callable[[float, str], None]
+TEXT_FIELD, LABEL_FIELD = "text", "label"
+
+
+def read_texts(path: Path, field: str = TEXT_FIELD) -> Iterator[str]:
+    """The texts of a corpus folder, of JSONL (`field` of each line), or of other text, where a line is a text.
+
+    Files may be gzip. Blank texts are left out. Raises DataMissing, and DataError naming file and line.
+    """
+    if path.is_dir():
+        if not (path / MANIFEST).exists() and (path / "corpus" / MANIFEST).exists():
+            path = path / "corpus"
+        for _, document in read_documents(path):
+            yield document["text"]
+        return
+    for number, line in _lines(path):
+        text = _field(path, number, line, field) if _is_jsonl(path) else line
+        if not text.isspace() and text:
+            yield text
+
+
+def read_labelled(path: Path, text_field: str = TEXT_FIELD, label_field: str = LABEL_FIELD) -> Iterator[Labelled]:
+    """The examples of fastText's lines ("__label__good text ..."), or of JSONL with a text and a label (or a list).
+
+    Lines without a label are an error: a forgotten one would silently teach nothing.
+    """
+    for number, line in _lines(path):
+        if _is_jsonl(path):
+            text = _field(path, number, line, text_field)
+            given = json.loads(line).get(label_field)
+            labels = tuple(str(one) for one in (given if isinstance(given, list) else [given] if given else []))
+        else:
+            prefix, words, labels = LABEL.decode(), line.split(), []
+            while words and words[0].startswith(prefix):
+                labels.append(words.pop(0).removeprefix(prefix))
+            text, labels = " ".join(words), tuple(labels)
+        if not all(labels) or not labels or any(set(label) & set(" \t\r\n\v\f\0") for label in labels):
+            raise DataError(
+                "E-EXAMPLE-LABEL",
+                f"{path}, line {number}: no label, or a label with white space",
+                rule=f"'__label__NAME text' per line, or JSONL with {text_field!r} and {label_field!r}",
+                fix="correct the line; for files whose texts all have one label use --positive and --negative",
+                path=str(path),
+                line=number,
+            )
+        yield Labelled(text, labels)
+
+
+def _is_jsonl(path: Path) -> bool:
+    return ".jsonl" in path.suffixes or ".json" in path.suffixes
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.decode().rstrip("\n")
+    except FileNotFoundError:
+        raise DataMissing(
+            "E-EXAMPLES-MISSING",
+            f"no file at {path}",
+            rule="examples are files or corpus folders",
+            fix="correct the path",
+            path=str(path),
+        ) from None
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(
+            "E-EXAMPLES-UNREADABLE",
+            f"{path} cannot be read after line {number} ({error})",
+            rule="a file of examples is UTF-8 text, plain or gzip",
+            fix="convert the file to UTF-8, or fetch it again if it is damaged",
+            path=str(path),
+            line=number,
+        ) from None
+
+
+def _field(path: Path, number: int, line: str, field: str) -> str:
+    try:
+        value = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "E-EXAMPLE-FIELD",
+            f"{path}, line {number}: no {field!r} ({error})",
+            rule=f"JSONL has one object per line, with the field {field!r} (a string)",
+            fix="correct the line, or name the field of the texts with --text-field",
+            path=str(path),
+            line=number,
+            field=field,
+        ) from None
+    if not isinstance(value, str):
+        raise DataError(
+            "E-EXAMPLE-FIELD",
+            f"{path}, line {number}: {field!r} is {type(value).__name__}",
+            rule=f"JSONL has one object per line, with the field {field!r} (a string)",
+            fix="correct the line, or name the field of the texts with --text-field",
+            path=str(path),
+            line=number,
+            field=field,
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -97,14 +196,27 @@ def make_classifier(
     settings = settings or ClassifierSettings()
     if not licence.strip():
         raise ConfigError(
-            "no licence of the examples is named",
-            rule="a model that decides what is kept says what it was trained on",
-            fix="--licence 'CC BY-SA 4.0', or 'own texts'",
+            "E-CLASSIFIER-LICENSE",
+            "no license of the examples is named",
+            rule="the card of a model names the license of the texts it was trained on",
+            fix="add --licence 'CC BY-SA 4.0', or --licence 'own texts'",
         )
     if out.exists() and not force:
-        raise ConfigError(f"{out} exists", rule="a model is not overwritten", fix="--force, or another --out")
+        raise ConfigError(
+            "E-CLASSIFIER-EXISTS",
+            f"{out} exists",
+            rule="a model is overwritten only with --force",
+            fix="add --force, or name another file with --out",
+            path=str(out),
+        )
     if not 0 < heldout < 1:
-        raise ConfigError(f"heldout is {heldout}", rule="a share of the texts, above 0 and below 1")
+        raise ConfigError(
+            "E-CLASSIFIER-SETTING",
+            f"heldout is {heldout}",
+            rule="heldout is the share of the texts to measure on, above 0 and below 1",
+            fix="use a value like 0.1",
+            name="heldout",
+        )
     kept_out: list[Labelled] = []
     trained = 0
 
@@ -120,7 +232,13 @@ def make_classifier(
 
     model = train(training(), settings, progress)
     if not kept_out:
-        raise DataError("no text was held out", rule="a classifier is measured", fix="give more examples")
+        raise DataError(
+            "E-CLASSIFIER-HELDOUT",
+            f"no text of {trained} was held out",
+            rule="a classifier is measured on at least one held-out text",
+            fix="give more examples, or hold out a larger share",
+            trained=trained,
+        )
     write_model(out, model)
     accuracy, metrics = measure(Scorer(out), kept_out, list(model.labels))
     card = Card(
@@ -208,12 +326,19 @@ def load_card(model: Path) -> dict:
         written = card["model_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{model} has no card ({path.name}: {error})", rule="ingot data classifier train writes one beside a model"
+            "E-CARD-MISSING",
+            f"{model} has no card ({path.name}: {error})",
+            rule="`ingot data classifier train` writes a card next to its model",
+            fix="copy the card next to the model, or train the model again with --force",
+            path=str(path),
         ) from None
     if sha256_file(model) != written:
         raise ConfigError(
+            "E-CARD-OTHER-MODEL",
             f"{path.name} is the card of another model than {model} (SHA-256 {written[:12]}..)",
-            rule="a card tells what one file was trained on",
-            fix="train it again, with --force",
+            rule="a card belongs to one model file, by its SHA-256",
+            fix="copy the right card, or train the model again with --force",
+            path=str(path),
+            model=str(model),
         )
     return card

@@ -5,16 +5,16 @@ written here are read by fastText and by fasttext-predict, which a build scores 
 this is the reference, and what needs no package. Format: fastText's Model, Dictionary and Matrix `save`, version 12.
 """
 
+import functools
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from ingot.data.classify.features import LABEL, hash_words, ngram_buckets, words_of
-from ingot.errors import DataError
-from ingot.storage import atomic_file
+from ingot.errors import ConfigError, DataError, require
+from ingot.storage import atomic_file, sha256_file
 
 _MAGIC, _VERSION = 793712314, 12
 _SUPERVISED = 3
@@ -105,14 +105,22 @@ def read_model(path: Path) -> Model:
     try:
         data = memoryview(path.read_bytes())
     except OSError as error:
-        raise DataError(f"cannot read the model {path}: {error.strerror}", fix="check its path") from None
+        raise DataError(
+            "E-CLASSIFIER-UNREADABLE",
+            f"cannot read the model {path}: {error.strerror}",
+            rule="a model is a readable file",
+            fix="correct the path of the model",
+            path=str(path),
+        ) from None
     try:
         return _parse(data)
     except (struct.error, ValueError, IndexError, UnicodeDecodeError, KeyError, OverflowError) as error:
         raise DataError(
-            f"{path} is not a classifier that ingot can read by itself ({error})",
-            rule="a fastText .bin of a supervised model with word n-grams, softmax or one-vs-all, not quantised",
-            fix="ingot data classifier train makes one; in a build fastText's own reader takes .ftz and others as well",
+            "E-CLASSIFIER-FORMAT",
+            f"{path} is not a classifier that ingot can read without fastText ({error})",
+            rule="a fastText .bin of a supervised model with word n-grams, softmax or one-vs-all, not quantized",
+            fix="train one with `ingot data classifier train`; a build reads .ftz and other forms too",
+            path=str(path),
         ) from None
 
 
@@ -159,3 +167,128 @@ def _parse(data: memoryview) -> Model:
         min_count=min_count,
         tokens=tokens,
     )
+
+
+# The features of a text as fastText has them: words and hashed word n-grams (Joulin et al. 2016, arXiv:1607.01759).
+# What is not plain is kept, because a model file has to mean the same here and there: bytes of UTF-8 are hashed as signed
+# ones, the end of the line is a word, and the n-grams' arithmetic sign-extends the words' hashes. Subwords are not used.
+
+
+END = b"</s>"
+LABEL = b"__label__"
+_FNV_OFFSET, _FNV_PRIME = 2166136261, 16777619
+_NGRAM_FACTOR = np.uint64(116049371)
+
+
+def words_of(text: str) -> list[bytes]:
+    """The words of `text`, UTF-8, as one line for fastText: cut at ASCII white space and NUL, END at the end.
+
+    What stands behind a literal END is not read, and words that look like labels are none.
+    """
+    words = text.encode("utf-8", "replace").replace(b"\0", b" ").split()
+    if END in words:
+        words = words[: words.index(END)]
+    if LABEL.decode() in text:
+        words = [word for word in words if not word.startswith(LABEL)]
+    return [*words, END]
+
+
+def hash_words(words: Sequence[bytes]) -> np.ndarray:
+    """FNV-1a of every word, its bytes taken as signed chars: uint32 [len(words)]."""
+    lengths = np.fromiter(map(len, words), np.int64, len(words))
+    order = np.argsort(-lengths, kind="stable")
+    starts = np.cumsum(lengths) - lengths
+    data = np.frombuffer(b"".join(words), np.int8)
+    longest_first, starts = lengths[order], starts[order]
+    hashes = np.full(len(words), _FNV_OFFSET, np.uint32)
+    for position in range(int(longest_first[0]) if len(words) else 0):
+        count = int(np.searchsorted(-longest_first, -position))  # words longer than `position`
+        signed = data[starts[:count] + position].astype(np.int32).view(np.uint32)
+        hashes[:count] = (hashes[:count] ^ signed) * np.uint32(_FNV_PRIME)
+    found = np.empty_like(hashes)
+    found[order] = hashes
+    return found
+
+
+def ngram_buckets(hashes: np.ndarray, ends: np.ndarray, order: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    """The bucket of every n-gram of 2..`order` words that lies within one document, and its first word's position.
+
+    hashes: uint32 [tokens] of documents back to back. ends: int64 [documents], where each one ends. Both results are
+    int64; n-grams come by length, then by position.
+    """
+    signed = hashes.view(np.int32).astype(np.int64).view(np.uint64)
+    tokens = len(hashes)
+    last = np.repeat(ends, np.diff(ends, prepend=0))  # the end of each token's document
+    rolling, found, where = signed.copy(), [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    positions = np.arange(tokens)
+    for reach in range(1, order):
+        if reach >= tokens:
+            break
+        rolling = rolling[: tokens - reach] * _NGRAM_FACTOR + signed[reach:]
+        inside = positions[: tokens - reach] + reach < last[: tokens - reach]
+        found.append((rolling[inside] % np.uint64(buckets)).astype(np.int64))
+        where.append(positions[: tokens - reach][inside])
+    return np.concatenate(found), np.concatenate(where)
+
+
+# Scores of a fastText model file, `.bin` or `.ftz`, by fastText's own reader; loaded once per process.
+
+
+# fastText adds it to every probability before it takes the logarithm, and returns the sum.
+_ADDED = 1e-5
+_PREFIX = "__label__"
+
+
+class Scorer:
+    """path: of the model. sha256: of the file. labels: that it knows, in no order, without the prefix "__label__"."""
+
+    def __init__(self, path: Path):
+        self.path, self.sha256 = path, _sha256(path)
+        self._model = _load(str(path), self.sha256)
+        self.labels = tuple(self.scores("a"))
+
+    def scores(self, text: str) -> dict[str, float]:
+        """Label -> probability; empty if the model knows nothing of the text."""
+        # One line to fastText; a lone surrogate, which UTF-8 cannot say, becomes '?'.
+        line = text.replace("\n", " ").encode("utf-8", "replace").decode()
+        labels, found = self._model.predict(line, k=-1)
+        pairs = zip(labels, found, strict=True)
+        return {label.removeprefix(_PREFIX): min(max(float(p) - _ADDED, 0.0), 1.0) for label, p in pairs}
+
+
+def model_sha256(path: Path) -> str:
+    """Of a model file. Raises ConfigError when there is none."""
+    return _sha256(path)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        stat = path.stat()
+        return _file_sha256(str(path), stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise ConfigError(
+            "E-CLASSIFIER-MISSING",
+            f"no classifier at {path} ({error.strerror})",
+            rule="ingot ships no weights: you train a model or fetch one",
+            fix="ingot data classifier train --positive FILES --negative FILES --licence TEXT --out model.bin",
+            path=str(path),
+        ) from None
+
+
+@functools.cache
+def _file_sha256(path: str, size: int, modified: int) -> str:
+    return sha256_file(Path(path))
+
+
+@functools.cache
+def _load(path: str, sha256: str):
+    try:
+        return require("fasttext", "data").load_model(path)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            "E-CLASSIFIER-FORMAT",
+            f"{path} is not a fastText model ({error})",
+            rule="a classifier is a supervised fastText model, .bin or .ftz",
+            fix="train one with `ingot data classifier train`, or fetch the file again",
+            path=str(path),
+        ) from None

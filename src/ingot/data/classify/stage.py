@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ingot.data.classify.scorer import Scorer, model_sha256
+from ingot.data.classify.model import Scorer, model_sha256
 from ingot.errors import ConfigError
 from ingot.schema.document import Document, Drop
 from ingot.storage import canonical_json, sha256_bytes
@@ -106,13 +106,21 @@ def _scorer(model: str, sha256: str, label: str) -> Scorer:
     scorer = Scorer(Path(model))
     if scorer.sha256 != sha256:
         raise ConfigError(
-            f"{model} was changed while it is in use", rule="a build scores every document with one model"
+            "E-CLASSIFIER-CHANGED",
+            f"{model} was changed while a build uses it",
+            rule="a build scores all documents with one model",
+            fix="restore the file, or start the build again",
+            path=model,
         )
     if scorer.labels and label not in scorer.labels:
         close = difflib.get_close_matches(label, scorer.labels, n=1)
         raise ConfigError(
+            "E-CLASSIFIER-LABEL",
             f"{model} has no label {label!r}",
-            rule=f"its labels: {', '.join(sorted(scorer.labels)[:20])}",
-            fix=f"did you mean {close[0]!r}?" if close else "name one of them",
+            rule=f"labels of this model: {', '.join(sorted(scorer.labels)[:20])}",
+            fix=f"did you mean {close[0]!r}?" if close else "name one of its labels in the recipe",
+            path=model,
+            label=label,
+            close=close,
         )
     return scorer

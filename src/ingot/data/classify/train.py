@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ingot.data.classify.features import END, hash_words, ngram_buckets, words_of
-from ingot.data.classify.model import Model, probabilities
+from ingot.data.classify.model import END, Model, hash_words, ngram_buckets, probabilities, words_of
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
 
@@ -93,7 +92,13 @@ def train(
     """
     settings = settings or ClassifierSettings()
     for name, problem in settings.problems():
-        raise ConfigError(f"{name} {problem}", rule="settings of a classifier")
+        raise ConfigError(
+            "E-CLASSIFIER-SETTING",
+            f"{name} {problem}",
+            rule="every setting of a classifier is within its bounds",
+            fix=f"change {name}",
+            name=name,
+        )
     texts = _Texts()
     for example in examples:
         texts.add(example, settings.characters)
@@ -101,13 +106,18 @@ def train(
     labels = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
     if len(labels) < 2:
         raise DataError(
+            "E-CLASSIFIER-LABELS",
             f"the examples have {len(labels)} label{'s' * (len(labels) != 1)} ({', '.join(labels) or 'none at all'})",
-            rule="a classifier tells at least two kinds of text apart",
-            fix="give examples of the other kind as well",
+            rule="a classifier has at least two labels",
+            fix="add examples with another label",
+            labels=list(labels),
         )
     if settings.loss == "softmax" and any(len(own) > 1 for own in texts.labels):
         raise ConfigError(
-            "an example has several labels", rule="with softmax a text has one", fix="train with one-vs-all"
+            "E-CLASSIFIER-SOFTMAX",
+            "an example has several labels",
+            rule="with the loss softmax every text has one label",
+            fix="train with the loss one-vs-all",
         )
     rows = _feature_rows(texts, settings)
     vectors, weights = _fit(rows, _targets(texts.labels, list(labels)), settings, progress or (lambda *_: None))

@@ -95,17 +95,24 @@ class SignatureFolders:
             keys, signatures = ArrayFile(folder / "keys.npy"), ArrayFile(folder / "signatures.npy")
             if keys.shape[0] != rules.bands + 1 or signatures.shape != (keys.shape[1], rules.permutations):
                 raise DataError(
+                    "E-DEDUP-RULES-DIFFER",
                     f"{folder} holds {keys.shape[0] - 1} bands of {signatures.shape[1]} permutations in all",
-                    rule=f"signatures are compared with those of the same rules: {rules.ran}",
-                    fix="compute its signatures again with these rules",
+                    rule=f"only signatures of the same rules can be compared: {rules.ran}",
+                    fix="compute the signatures of this folder again with these rules",
+                    folder=str(folder),
+                    bands=keys.shape[0] - 1,
+                    permutations=signatures.shape[1],
                 )
             sizes.append(keys.shape[1])
         self.starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int64)
         if self.documents > _MOST_DOCUMENTS:
             raise DataError(
+                "E-DEDUP-TOO-MANY",
                 f"{self.documents:,} documents in one search for near-duplicates",
-                rule=f"at most {_MOST_DOCUMENTS:,}: numbers of documents have 32 bits",
-                fix="search each crawl by itself, and the kept documents of older ones through an index",
+                rule=f"one search takes at most {_MOST_DOCUMENTS:,} documents: their numbers have 32 bits",
+                fix="build each crawl separately, and name the index of the earlier builds with --against",
+                documents=self.documents,
+                limit=_MOST_DOCUMENTS,
             )
 
     @property

@@ -45,7 +45,13 @@ def add_to_index(index: Path, rules: DedupRules, documents: Iterable[tuple[str, 
     with ArrayWriter(folder / "sets.npy", "<u8") as sets:
         for name, shingles in documents:
             if "\n" in name:
-                raise DataError(f"a document's id holds a line break: {name!r}", rule="an index has one id per line")
+                raise DataError(
+                    "E-INDEX-ID",
+                    f"a document's id holds a line break: {name!r}",
+                    rule="an index has one id per line",
+                    fix="remove line breaks from the ids of the input",
+                    id=name,
+                )
             ids.append(name)
             signatures.append(signature(shingles, rules.permutations))
             sets.append(shingles)
@@ -65,7 +71,13 @@ class Index:
     def __init__(self, index: Path, rules: DedupRules, *, verify: bool = False):
         """verify: read every file and compare its hash. Raises DataMissing, DataError."""
         if not (index / INDEX).exists():
-            raise DataMissing(f"there is no index of kept documents at {index}", rule=f"it holds a file {INDEX}")
+            raise DataMissing(
+                "E-INDEX-MISSING",
+                f"there is no index of kept documents at {index}",
+                rule=f"the folder of an index holds a file {INDEX}",
+                fix="correct the path given with --against",
+                index=str(index),
+            )
         parts = _facts(index, rules)["parts"]
         self.folders = [index / part["name"] for part in parts]
         self._starts = np.concatenate(([0], np.cumsum([part["documents"] for part in parts], dtype=np.int64)))
@@ -73,9 +85,11 @@ class Index:
             for name, sha256 in part["sha256"].items():
                 if not (folder / name).exists() or (verify and sha256_file(folder / name) != sha256):
                     raise DataError(
-                        f"{folder / name} is missing or not as {INDEX} says",
-                        rule="an index is whole",
-                        fix="restore it, or make the index again from its corpus",
+                        "E-INDEX-DAMAGED",
+                        f"{folder / name} is missing, or differs from its hash in {INDEX}",
+                        rule="every file of an index is present and unchanged",
+                        fix="restore the file, or make the index again from its corpus",
+                        path=str(folder / name),
                     )
         self._sets = [ArrayFile(folder / "sets.npy") for folder in self.folders]
         self._set_starts = [np.load(folder / "starts.npy", mmap_mode="r") for folder in self.folders]
@@ -108,7 +122,14 @@ def _rules(rules: DedupRules) -> dict[str, object]:
 def _facts(index: Path, rules: DedupRules) -> dict:
     facts = json.loads((index / INDEX).read_text(encoding="utf-8"))
     if facts.get("version") != _VERSION:
-        raise DataError(f"{index} has version {facts.get('version')}", rule=f"this ingot reads version {_VERSION}")
+        raise DataError(
+            "E-INDEX-VERSION",
+            f"{index} has version {facts.get('version')}",
+            rule=f"this ingot reads version {_VERSION}",
+            fix="make the index again from its corpus",
+            index=str(index),
+            version=facts.get("version"),
+        )
     if facts["rules"] != _rules(rules):
         differ = [f"{name} = {facts['rules'].get(name)}, not {value}" for name, value in _rules(rules).items()]
         differ = [
@@ -117,8 +138,11 @@ def _facts(index: Path, rules: DedupRules) -> dict:
             if facts["rules"].get(name) != getattr(rules, name)
         ]
         raise DataError(
+            "E-DEDUP-RULES-DIFFER",
             f"the index at {index} was made with {', '.join(differ)}",
-            rule="a build and the index it is compared with have the same shingles and bands",
-            fix="use the rules of the index, or make it again from its corpus",
+            rule="a build and its index have the same settings ngram, bands and rows",
+            fix="use the settings of the index, or make the index again from its corpus",
+            folder=str(index),
+            settings=differ,
         )
     return facts

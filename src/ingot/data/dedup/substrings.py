@@ -170,9 +170,11 @@ class RepeatedSpans:
 
     def _other_texts(self) -> DataError:
         return DataError(
-            f"the texts are not those whose windows are in {self._folder}",
-            rule="spans are cut from the same texts in the same order as they were looked for",
-            fix="write the windows again",
+            "E-DEDUP-TEXTS-CHANGED",
+            f"the texts differ from the texts whose windows are in {self._folder}",
+            rule="repeated spans are cut from the same texts, in the same order, as they were searched in",
+            fix="remove the work folder and build again",
+            folder=str(self._folder),
         )
 
 

@@ -85,9 +85,11 @@ def _paths(name: str) -> list[Path]:
         found = [path] if path.is_file() else []
     if not found:
         raise DataMissing(
+            "E-BLOCKLIST-MISSING",
             f"no block list at {path}",
             rule="blocklist.files names files, or folders with files",
-            fix="correct the path or take it out of the recipe",
+            fix="correct the path in blocklist.files of the recipe, or remove it",
+            path=str(path),
         )
     return found
 
@@ -109,7 +111,13 @@ def load_lists(names: tuple[str, ...]) -> Lists:
                     urls.append(other)
                     skipped += lost
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} cannot be read: {error}", rule="block lists are text, plain or gzip") from error
+            raise DataError(
+                "E-BLOCKLIST-UNREADABLE",
+                f"{path} cannot be read: {error}",
+                rule="a block list is a text file, plain or gzip",
+                fix="fetch the list again, or remove it from blocklist.files of the recipe",
+                path=str(path),
+            ) from error
     return Lists(_sorted(domains), _sorted(urls), skipped)
 
 

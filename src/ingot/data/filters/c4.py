@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.data.filters.counts import LineRules, cut_lines
-from ingot.data.filters.limits import problems_of_limits
+from ingot.data.filters.counts import LineRules, cut_lines, problems_of_limits
 from ingot.data.filters.words import count_sentences as english_sentences
 from ingot.schema.document import Document, Drop
 

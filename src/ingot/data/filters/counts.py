@@ -10,8 +10,10 @@ The counting follows datatrove 0.10, with which FineWeb was made, in its peculia
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ingot.data.filters.words import native, split_words
 from ingot.data.filters.words.tables import BULLET, FLAGS, PUNCTUATION, STOP_WORDS, TERMINAL
@@ -271,3 +273,16 @@ def plain_cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
             continue
         kept.append(line)
     return "", len(kept), "\n".join(kept)
+
+
+# What no limit of a quality rule may be.
+
+
+def problems_of_limits(rules: Any) -> Iterator[tuple[str, str]]:
+    """(field, message) for limits below 0, and for pairs of least and most that exclude everything."""
+    for name, value in ((field.name, getattr(rules, field.name)) for field in fields(rules)):
+        if isinstance(value, tuple):
+            if not 0 <= value[0] <= value[1]:
+                yield name, f"is {value[0]:g} to {value[1]:g}, must be at least 0 and not fall"
+        elif isinstance(value, (int, float)) and not value >= 0:
+            yield name, f"is {value:g}, must be at least 0"

@@ -6,8 +6,7 @@ own, `alphabetic_words` is far stricter than between whitespace. What is counted
 
 from dataclasses import dataclass
 
-from ingot.data.filters.counts import GopherCounts, count_gopher
-from ingot.data.filters.limits import problems_of_limits
+from ingot.data.filters.counts import GopherCounts, count_gopher, problems_of_limits
 from ingot.schema.document import Document, Drop
 
 

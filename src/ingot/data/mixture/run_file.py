@@ -29,9 +29,11 @@ def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, flo
     from_dict(RunConfig, wanted)
     if not _says(changed, wanted):
         raise ConfigError(
-            f"{run_file}: data.weights is written in a form that is not edited here",
-            rule="a section [data.weights], or one line weights = { ... } in [data]",
-            fix=f"write by hand: {weights_section(weights)!r}",
+            "E-WEIGHTS-FORM",
+            f"{run_file}: data.weights has a form that ingot cannot edit",
+            rule="the weights are a section [data.weights], or one line weights = { ... } in [data]",
+            fix=f"edit the file by hand: {weights_section(weights)!r}",
+            path=str(run_file),
         )
     write_atomic(run_file, changed)
     return before

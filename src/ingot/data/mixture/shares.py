@@ -5,8 +5,11 @@ to the others in proportion to their weights, so the budget is always met or ref
 """
 
 import difflib
-from collections.abc import Mapping
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ingot.errors import ConfigError, UsageError
 from ingot.units import format_count
@@ -61,14 +64,23 @@ def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, f
     if name == EQUAL:
         return dict.fromkeys(available, 1.0), ()
     if name not in PRESETS:
-        raise UsageError(f"no mixture is called {name!r}", rule=f"presets: {', '.join(PRESET_NAMES)}")
+        raise UsageError(
+            "E-MIXTURE-UNKNOWN",
+            f"no mixture is called {name!r}",
+            rule=f"presets: {', '.join(PRESET_NAMES)}",
+            fix="name one of the presets, or a file with weights",
+            name=name,
+        )
     preset = PRESETS[name]
     weights = {source: share for source, share in preset.items() if source in available}
     if not weights:
         raise UsageError(
+            "E-MIXTURE-NO-SOURCE",
             f"the preset {name!r} names none of these sources",
-            rule=f"it mixes {', '.join(preset)}; here are {', '.join(sorted(available))}",
+            rule=f"the preset mixes {', '.join(preset)}; these tokens have {', '.join(sorted(available))}",
             fix="name sources when building (data build --source NAME FILES), or give --weights",
+            name=name,
+            sources=sorted(available),
         )
     missing, unnamed = [s for s in preset if s not in available], sorted(set(available) - set(preset))
     notes = []
@@ -130,24 +142,51 @@ def mix(
 
 def _check(available: Mapping[str, int], weights: Mapping[str, float], tokens: int) -> None:
     if not weights:
-        raise ConfigError("a mixture of no sources", rule=f"sources here: {', '.join(sorted(available))}")
+        raise ConfigError(
+            "E-MIXTURE-EMPTY",
+            "a mixture of no sources",
+            rule=f"a mixture has at least one of these sources: {', '.join(sorted(available))}",
+            fix="give a weight to at least one source",
+        )
     for source, weight in weights.items():
         _require_known(source, available)
         if not 0 < weight < float("inf"):
-            raise ConfigError(f"{source} = {weight}", rule="weights are positive shares", fix="leave the source out")
+            raise ConfigError(
+                "E-WEIGHT-RANGE",
+                f"{source} = {weight}",
+                rule="weights are positive shares",
+                fix="remove the source from the weights",
+                source=source,
+                weight=weight,
+            )
         if available[source] < 1:
-            raise ConfigError(f"the source {source!r} holds no tokens", rule="what is mixed is there")
+            raise ConfigError(
+                "E-SOURCE-EMPTY",
+                f"the source {source!r} holds no tokens",
+                rule="every source of a mixture holds tokens",
+                fix="remove the source from the weights",
+                source=source,
+            )
     if tokens < 1:
-        raise ConfigError(f"a budget of {tokens} tokens", rule="at least one token")
+        raise ConfigError(
+            "E-MIXTURE-BUDGET",
+            f"a budget of {tokens} tokens",
+            rule="the budget is at least one token",
+            fix="give a positive number of tokens",
+            tokens=tokens,
+        )
 
 
 def _require_known(source: str, available: Mapping[str, int]) -> None:
     if source not in available:
         close = difflib.get_close_matches(source, list(available), n=1)
         raise ConfigError(
+            "E-SOURCE-UNKNOWN",
             f"the tokens have no source {source!r}",
-            rule=f"sources here: {', '.join(sorted(available))}",
-            fix=f"did you mean {close[0]!r}?" if close else "take it out of the weights",
+            rule=f"sources of these tokens: {', '.join(sorted(available))}",
+            fix=f"did you mean {close[0]!r}?" if close else "remove the source from the weights",
+            source=source,
+            close=close,
         )
 
 
@@ -159,7 +198,14 @@ def _caps(
     for source, epochs in own.items():
         _require_known(source, available)
         if not epochs > 0:
-            raise ConfigError(f"max_epochs of {source} is {epochs}", rule="a source is passed over more than 0 times")
+            raise ConfigError(
+                "E-MIXTURE-EPOCHS",
+                f"max_epochs of {source} is {epochs}",
+                rule="max_epochs is above 0",
+                fix="give a positive number, or remove the source from the weights",
+                source=source,
+                max_epochs=epochs,
+            )
     return {source: own.get(source, EPOCHS_WELL_SPENT) * available[source] for source in weights}
 
 
@@ -180,9 +226,12 @@ def _fill(wanted: Mapping[str, float], caps: Mapping[str, float], tokens: float)
         return amounts
     possible = sum(caps.values())
     raise ConfigError(
+        "E-MIXTURE-CAPS",
         f"{format_count(tokens)} tokens are wanted, these sources give {format_count(possible)} at their caps",
-        rule="no source is repeated more often than its cap",
+        rule="no source is repeated more often than its cap (max_epochs)",
         fix="lower the budget, raise max_epochs, or give more sources",
+        tokens=tokens,
+        possible=possible,
     )
 
 
@@ -193,3 +242,80 @@ def _whole(amounts: Mapping[str, float], tokens: int) -> dict[str, int]:
     for source in by_remainder[: tokens - sum(whole.values())]:
         whole[source] += 1
     return whole
+
+
+# Weights as people give them: source=share on a command line, a preset's name, or a file that has them.
+
+
+Weights = dict[str, float]
+
+
+def parse_weights(pairs: Sequence[str]) -> Weights:
+    """["web=.7", "code=0.3"] -> weights. Raises UsageError."""
+    found: Weights = {}
+    for pair in pairs:
+        source, sign, value = pair.rpartition("=")
+        try:
+            found[source] = float(value)
+        except ValueError:
+            sign = ""
+        if not sign or not source:
+            raise UsageError(
+                "E-WEIGHT-FORM",
+                f"{pair!r} is not a weight",
+                rule="a weight is SOURCE=SHARE",
+                fix="write it like web=0.7",
+                text=pair,
+            )
+    return found
+
+
+def read_weights(path: Path) -> Weights:
+    """Of a run file ([data.weights]), of TOML with source = share, or of the JSON that DSIR and DoReMi write.
+
+    Raises ConfigError when there are none.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "E-WEIGHTS-UNREADABLE",
+            f"no weights can be read from {path} ({error})",
+            rule="a file of weights is TOML or JSON",
+            fix="correct the file: write lines like web = 0.7",
+            path=str(path),
+        ) from None
+    for names in (("data", "weights"), ("weights",)):
+        inner = values
+        for name in names:
+            inner = inner.get(name) if isinstance(inner, Mapping) else None
+        if isinstance(inner, Mapping):
+            values = inner
+            break
+    numbers = isinstance(values, Mapping) and all(type(value) in (int, float) for value in values.values())
+    if not numbers or not values:
+        raise ConfigError(
+            "E-WEIGHTS-MISSING",
+            f"{path} holds no weights",
+            rule="weights are [data.weights] of a run file, a section [weights], or a file with only source = share",
+            fix="write lines like web = 0.7",
+            path=str(path),
+        )
+    return {str(source): float(value) for source, value in values.items()}
+
+
+def named_weights(spec: str, available: Mapping[str, int]) -> tuple[str, Weights, tuple[str, ...]]:
+    """(name, weights, notes) of what `spec` says: a preset's name, or the path of a file (whose stem is the name)."""
+    if spec in PRESET_NAMES:
+        return spec, *preset_weights(spec, available)
+    path = Path(spec)
+    if not path.exists():
+        raise UsageError(
+            "E-MIXTURE-UNKNOWN",
+            f"no mixture is called {spec!r}",
+            rule=f"a mixture is a file with weights, or one of {', '.join(PRESET_NAMES)}",
+            fix="correct the path, or name one of the presets",
+            name=spec,
+        )
+    return path.stem, read_weights(path), ()

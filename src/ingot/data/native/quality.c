@@ -1219,7 +1219,7 @@ done:
 /* ---- signs ---- */
 
 /* The `signs` that are in `data`, in their order. masks: three times 256 numbers, for each of the first three bytes, and
- * each value of it, a bit for every sign that allows it there: see ingot.data.filters.junk.signs. */
+ * each value of it, a bit for every sign that allows it there: see ingot.data.filters.junk. */
 static PyObject *signs(PyObject *self, PyObject *args) {
     const byte *data, *masks;
     Py_ssize_t size, masks_size;

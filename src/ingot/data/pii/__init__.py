@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ingot.data.pii.email import find_emails
+from ingot.data.pii.addresses import find_emails, find_ipv6, is_public_ipv4
 from ingot.data.pii.ids import IdPlugin, load_ids, problems_of
-from ingot.data.pii.network import find_ipv6, is_public_ipv4
 from ingot.data.pii.numbers import find_numbers, is_card
 from ingot.data.pii.span import CARD, EMAIL, IP, PHONE, Span, without_overlaps
 from ingot.schema.document import Document, Drop

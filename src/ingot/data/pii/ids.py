@@ -159,7 +159,13 @@ def problems_of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def load_ids(names: Iterable[str]) -> list[IdPlugin]:
     """The plug-ins called `names`, in that order. Raises ConfigError for one that is not there or is no plug-in."""
     for _, message in problems_of(names):
-        raise ConfigError(f"pii.ids: {message}", fix=f"install the package that offers it (entry point group {GROUP})")
+        raise ConfigError(
+            "E-PII-PLUGIN-MISSING",
+            f"pii.ids: {message}",
+            rule=f"pii.ids names built-in plug-ins, or plug-ins of installed packages (entry point group {GROUP})",
+            fix="install the package that offers the plug-in, or remove the name from pii.ids",
+            names=list(names),
+        )
     return [BUILT_IN[name] if name in BUILT_IN else _load(_entry_points()[name]) for name in names]
 
 
@@ -168,6 +174,11 @@ def _load(point: EntryPoint) -> IdPlugin:
     plugin = offered() if callable(offered) else offered
     if not isinstance(getattr(plugin, "placeholder", None), str) or not callable(getattr(plugin, "find", None)):
         raise ConfigError(
-            f"pii.ids: {point.name!r} ({point.value}) is no plug-in", rule="it has `placeholder` and `find(text)`"
+            "E-PII-PLUGIN-INVALID",
+            f"pii.ids: {point.name!r} ({point.value}) is not a plug-in",
+            rule="a plug-in has an attribute `placeholder` (a string) and a method `find(text)`",
+            fix="correct the entry point in its package, or remove the name from pii.ids",
+            name=point.name,
+            value=point.value,
         )
     return cast(IdPlugin, plugin)

@@ -6,8 +6,7 @@ Runs of digits are found first, and only they are looked at, with a little text 
 import re
 from collections.abc import Iterable
 
-from ingot.data.pii.network import find_ipv4
-from ingot.data.pii.phone import find_phones
+from ingot.data.pii.addresses import find_ipv4
 from ingot.data.pii.span import CARD, IP, PHONE, Span
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\uff0d"
@@ -100,3 +99,184 @@ def is_luhn(digits: str) -> bool:
 def _is_ean13(digits: str) -> bool:
     """Whether it is a bar code; the two sums agree on one number in ten only."""
     return (sum(map(int, digits[::2])) + 3 * sum(map(int, digits[1::2]))) % 10 == 0
+
+
+# Phone numbers: with + or an exit code (ITU-T E.164), of the North American plan, and national ones after a label.
+
+
+# A group of digits, perhaps in brackets, and what may stand between groups. Possessive: no way back, so no blow-up.
+# ASCII: where a script has no spaces, its letters stand right beside a number.
+_GROUP = r"(?:\([0-9]{1,5}\)|[0-9]++)"
+_BETWEEN = r"(?: ?[\-./] ?| )?+"
+_END = r"(?!\.[0-9]|-?\w)"
+_INTERNATIONAL = re.compile(
+    rf"(?<![\w+])(?:\(\+[1-9][0-9]{{0,3}}\)|\+\(?[1-9][0-9]*+\)?)(?:{_BETWEEN}{_GROUP})*+{_END}", re.ASCII
+)
+# 00 in most of the world, 011 from North America; digits without a gap may be any padded number.
+_EXIT_CODE = re.compile(rf"(?<![\w+.,\-/])(?:00|011[ \-])(?=[1-9])[0-9]++(?:{_BETWEEN}{_GROUP})++{_END}", re.ASCII)
+_NORTH_AMERICAN = re.compile(
+    r"(?<![\w.\-/+])(?:"
+    r"(?:1[ .\-]?)?\([1-9][0-9]{2}\)(?: ?- ?|[ ./])?[0-9]{3}(?: ?- ?|[ .])?[0-9]{4}"  # (393) 759-6305
+    r"|(?:1[ .\-])?[1-9][0-9]{2}([.\-])[0-9]{3}\1[0-9]{4}"  # 393-759-6305; made-up ones (555-123-4567) as well
+    r"|(?:1 )?[2-9][0-9]{2}( )[2-9][0-9]{2} [0-9]{4}"  # 393 759 6305
+    r"|[2-9][0-9]{2}/[2-9][0-9]{2}-[0-9]{4}"  # 393/759-6305
+    rf"){_END}",
+    re.ASCII,
+)
+_NATIONAL = re.compile(rf"(?<![\w+])\(?[0-9]++\)?(?:{_BETWEEN}{_GROUP})*+{_END}", re.ASCII)
+_DIGITS = re.compile(r"[0-9]+")
+_VOLUME = re.compile(r"(?<![0-9])[0-9]{1,3} ?$")
+
+_WORDS = (
+    r"tel(?:e(?:phone|f[oó]n[eo]?|fax))?|t[ée]l(?:[ée](?:phone|fono|copie))?|phone|ph|fax|mob(?:ile?|iel|il(?:telefon|funk))?|"
+    r"cell(?:ular|phone)?|handy|call(?! num)|dial|ring|sms|whatsapp|hotline|helpline|fon|telefoon|puhelin|tlf|tlph|"
+    r"portable|celular|m[óo]vil|cellulare|тел|телефон|факс|моб|טלפון|هاتف|تلفن|फ़ोन|दूरभाष|โทร"
+)
+_FILLERS = (
+    r"no|nr|num|number|numbers|us|me|him|her|them|now|today|at|on|is|direct|mobile|home|work|office|free|toll-free"
+)
+_LABEL = re.compile(
+    rf"(?:(?<!\w)(?:{_WORDS})|电话|電話|手机|手機|传真|傳真|전화|☎|☏|✆|📞|📱|(?<!\w)[TMF](?=[:.]))"
+    rf"(?:[ .:)\-/]{{0,3}}(?<!\w)(?:{_FILLERS})(?!\w))*[ .:=#)\-/|\uff1a\ufe0f]{{0,4}}\(?$",
+    re.IGNORECASE,
+)
+_ALSO = re.compile(r"^ ?(?:/|,|;|\||&|or|and|oder|und|ou|et|o|y|e) ?\(?$", re.IGNORECASE)
+_NO_PHONE = re.compile(
+    r"(?:19|20)[0-9]{2} ?[-/] ?(?:(?:19|20)?[0-9]{2})(?: ?[-/].*)?|[0-9]+\.[0-9]+"
+    r"|[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}"
+)
+# ITU-T E.164 country codes: the ones of one and two digits; any other number begins with one of three.
+_SHORT_CODES = """
+    1 7 20 27 30 31 32 33 34 36 39 40 41 43 44 45 46 47 48 49 51 52 53 54 55 56 57 58 60 61 62 63 64 65 66 81 82 84 86
+    90 91 92 93 94 95 98
+"""
+_CODES_1_2 = frozenset(_SHORT_CODES.split())
+_CODES_3 = ("21", "22", "23", "24", "25", "26", "29", "35", "37", "38", "42", "50", "59", "67", "68", "69", "80", "85")
+_CODES_3 += ("87", "88", "96", "97", "99")
+_TOLL_FREE = ("800", "833", "844", "855", "866", "877", "888")
+_NATIONAL_MAX = 12
+_E164_MAX = 15
+
+
+def find_phones(
+    window: str, start: int, end: int, number_before: int, labelled_otherwise: bool
+) -> list[tuple[int, int]]:
+    """Spans of the phone numbers in window[start:end], a run of digits with the text around it; international first.
+
+    number_before: where the phone number before this run ends, negative if far; labelled_otherwise: "order no." or the
+    like stands in front, or the run is part of a URL.
+    """
+    spans: list[tuple[int, int]] = []
+    labelled = not labelled_otherwise and _has_label(window, start, number_before)
+    if not labelled_otherwise:
+        for match in _INTERNATIONAL.finditer(window, max(start - 2, 0), end + 2):
+            span = _international(match)
+            if span:
+                spans.append(span)
+    if not spans and (found := _EXIT_CODE.match(window, start, end + 2)):
+        groups = [m.span() for m in _DIGITS.finditer(window, *found.span())]
+        digits = "".join(window[a:b] for a, b in groups).removeprefix("011").removeprefix("00")
+        if (
+            not labelled_otherwise
+            and (labelled or len(groups) > 2)
+            and 9 <= len(digits) <= _E164_MAX
+            and _country(digits)
+        ):
+            spans.append(found.span())
+    for match in _NORTH_AMERICAN.finditer(window, max(start - 1, 0), end + 2):
+        toll_free = match[0].lstrip("1(-. ")[:3] in _TOLL_FREE
+        if labelled_otherwise and not toll_free:
+            continue
+        follows_one = spans and match.start() - spans[-1][1] <= 3
+        if not (labelled or toll_free or follows_one) and _is_other_number(window, match):
+            continue
+        spans.append(match.span())
+    if labelled and not spans:
+        spans = _find_national(window, start, end)
+    return spans
+
+
+def _find_national(window: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Spans of the numbers of national form at the start of a labelled run: one, or several with "/" between."""
+    spans: list[tuple[int, int]] = []
+    first = start - 1 if start and window[start - 1] == "(" else start
+    while match := _NATIONAL.match(window, first, min(first + 48, end + 2)):
+        span = _cut(match, _NATIONAL_MAX)
+        if _NO_PHONE.fullmatch(match[0]) or sum(c.isdigit() for c in window[slice(*span)]) < 7:
+            break
+        spans.append(span)
+        rest = _DIGITS.search(window, span[1], end)
+        if not rest or not _ALSO.match(window[span[1] : rest.start()]):
+            break
+        first = rest.start()
+    return spans
+
+
+def _has_label(window: str, start: int, number_before: int) -> bool:
+    before = window[:start]
+    if 0 <= number_before <= start and _ALSO.match(window[number_before:start]):
+        return True
+    return _LABEL.search(before) is not None
+
+
+def _international(match: re.Match) -> tuple[int, int] | None:
+    """The span of the number with + that `match` holds, shortened to what E.164 allows; None if it is none."""
+    text = match[0]
+    digits = "".join(c for c in text if c.isdigit())
+    code = _country(digits)
+    if not code:
+        return None
+    if code in ("1", "7"):  # plans of exactly ten digits
+        start, end = _cut(match, 11)
+    else:
+        start, end = _cut(match, _E164_MAX)
+    text = match.string[start:end]
+    digits = "".join(c for c in text if c.isdigit())
+    national = digits[len(code) :]
+    if len(digits) < 9 or national.startswith("00") or (code in ("1", "7") and len(digits) != 11):
+        return None
+    return None if _is_decimal(text) else (start, end)
+
+
+def _country(digits: str) -> str:
+    """The country code that `digits` begin with, or ""."""
+    for length in (1, 2):
+        if digits[:length] in _CODES_1_2:
+            return digits[:length]
+    return digits[:3] if digits.startswith(_CODES_3) else ""
+
+
+def _is_decimal(text: str) -> bool:
+    """Whether it reads as +51.507351 or +40.7128-074.0060: a point that is no separator of groups."""
+    if "." not in text:
+        return False
+    points = text.count(".")
+    groups = _DIGITS.findall(text)
+    return (points == 1 and len(groups) <= 2) or (
+        points < len(groups) - 1 and "(" not in text and points > 1 and "-" in text
+    )
+
+
+def _cut(match: re.Match, most: int) -> tuple[int, int]:
+    """The span of `match` without the groups at its end that make it longer than `most` digits."""
+    total, end = 0, match.end()
+    for group in _DIGITS.finditer(match.string, match.start(), match.end()):
+        total += len(group[0])
+        if total > most:
+            break
+        end = group.end()
+    if match.string[end : end + 1] == ")" and end < match.end() and match.string.count("(", match.start(), end):
+        end += 1
+    return match.start(), end
+
+
+def _is_other_number(window: str, match: re.Match) -> bool:
+    """Whether it follows a short number (vol. 12 (345) 678-6790), or without brackets is round (pages 100-200-3000) or,
+    with spaces, one of several (200 300 4000 500)."""
+    if match[0].startswith("("):
+        return _VOLUME.search(window, max(match.start() - 6, 0), match.start()) is not None
+    if all(group.endswith("00") for group in _DIGITS.findall(match[0])):
+        return True
+    before = window[max(match.start() - 3, 0) : match.start()].rstrip(" ,;")
+    after = window[match.end() : match.end() + 3].lstrip(" ,;")
+    return bool(match[2]) and (before[-1:].isdigit() or after[:1].isdigit())

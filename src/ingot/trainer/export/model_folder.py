@@ -9,7 +9,7 @@ from torch import Tensor
 from ingot.errors import CheckpointError, UsageError
 from ingot.hub.arch_config import arch_of, huggingface_config
 from ingot.hub.config_file import CONFIG, read_config
-from ingot.hub.naming import huggingface_names
+from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch
 from ingot.storage import write_json
 from ingot.trainer.export.tensors import (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ingot.hub.naming import huggingface_names
+from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch
 from ingot.trainer.model.transformer import Transformer
 

@@ -4,14 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.expect import refused
 
 from ingot.cli.data import classifier
 from ingot.cli.terminal import Terminal
-from ingot.data.classify.examples import read_labelled, read_texts
-from ingot.data.classify.make import Source, load_card, make_classifier
-from ingot.data.classify.scorer import Scorer
+from ingot.data.classify.make import Source, load_card, make_classifier, read_labelled, read_texts
+from ingot.data.classify.model import Scorer
 from ingot.data.classify.train import Labelled
-from ingot.errors import ConfigError, DataError, DataMissing
+from ingot.errors import ConfigError
 from ingot.storage import sha256_file
 
 from .conftest import SETTINGS
@@ -46,7 +46,7 @@ def test_a_card_of_another_model_is_refused(sources, tmp_path):
     out = tmp_path / "model.bin"
     make_classifier(sources, out, licence="own", settings=SETTINGS)
     out.write_bytes(out.read_bytes()[:-1] + b"x")
-    with pytest.raises(ConfigError, match="card of another model"):
+    with refused("E-CARD-OTHER-MODEL", model=str(out)):
         load_card(out)
 
 
@@ -73,10 +73,10 @@ def test_recall_falls_as_the_threshold_rises(sources, tmp_path):
 
 def test_a_licence_is_asked_for_and_nothing_overwritten(sources, tmp_path):
     out = tmp_path / "model.bin"
-    with pytest.raises(ConfigError, match="licence"):
+    with refused("E-CLASSIFIER-LICENSE"):
         make_classifier(sources, out, licence=" ", settings=SETTINGS)
     out.write_text("mine")
-    with pytest.raises(ConfigError, match="exists"):
+    with refused("E-CLASSIFIER-EXISTS", path=str(out)):
         make_classifier(sources, out, licence="x", settings=SETTINGS)
     assert out.read_text() == "mine"
 
@@ -90,25 +90,25 @@ def test_labelled_files_of_both_kinds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "code", "line"),
     [
-        ("a.txt", "no label here", "line 1"),
-        ("a.jsonl", '{"text": "x"}', "no label"),
-        ("a.jsonl", '{"text": "x", "label": "two words"}', "white space"),
-        ("a.jsonl", '{"label": "x"}', "no 'text'"),
-        ("a.jsonl", '{"text": 3, "label": "x"}', "int"),
-        ("a.txt", b"__label__x \xff", "UTF-8|cannot be read"),
+        ("a.txt", "no label here", "E-EXAMPLE-LABEL", 1),
+        ("a.jsonl", '{"text": "x"}', "E-EXAMPLE-LABEL", 1),
+        ("a.jsonl", '{"text": "x", "label": "two words"}', "E-EXAMPLE-LABEL", 1),
+        ("a.jsonl", '{"label": "x"}', "E-EXAMPLE-FIELD", 1),
+        ("a.jsonl", '{"text": 3, "label": "x"}', "E-EXAMPLE-FIELD", 1),
+        ("a.txt", b"__label__x \xff", "E-EXAMPLES-UNREADABLE", 1),
     ],
 )
-def test_bad_lines_are_named(tmp_path, name, content, message):
+def test_bad_lines_are_named(tmp_path, name, content, code, line):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=message):
+    with refused(code, path=str(path), line=line):
         list(read_labelled(path))
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(DataMissing):
+    with refused("E-EXAMPLES-MISSING", path=str(tmp_path / "none.txt")):
         list(read_texts(tmp_path / "none.txt"))
 
 

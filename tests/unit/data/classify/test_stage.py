@@ -1,6 +1,7 @@
 import pickle
 
 import pytest
+from tests.expect import refused
 
 from ingot.config import load
 from ingot.data.classify.stage import ClassifierRules, Classify, ModelRule, fingerprint
@@ -66,15 +67,12 @@ def test_what_ran_and_the_fingerprint_name_the_model(model_file, tmp_path):
 
 
 def test_what_is_wrong_is_said(model_file, tmp_path):
-    with pytest.raises(ConfigError, match="no classifier at"):
+    with refused("E-CLASSIFIER-MISSING", path=str(tmp_path / "missing.bin")):
         Classify(rules(tmp_path / "missing.bin"))
-    with pytest.raises(ConfigError, match="did you mean 'good'"):
-        try:
-            Classify(rules(model_file, label="goood"))(document("a"))
-        except ConfigError as error:
-            raise ConfigError(str(error)) from None
+    with refused("E-CLASSIFIER-LABEL", label="goood", close=["good"]):
+        Classify(rules(model_file, label="goood"))(document("a"))
     (tmp_path / "text.bin").write_text("no model")
-    with pytest.raises(ConfigError, match="no fastText model"):
+    with refused("E-CLASSIFIER-FORMAT", path=str(tmp_path / "text.bin")):
         Classify(rules(tmp_path / "text.bin"))(document("a"))
 
 

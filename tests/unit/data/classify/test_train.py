@@ -1,8 +1,7 @@
 import numpy as np
-import pytest
+from tests.expect import refused
 
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
-from ingot.errors import ConfigError, DataError
 
 from .conftest import SETTINGS, example
 
@@ -56,11 +55,11 @@ def test_it_agrees_with_gradients_taken_by_hand():
 
 
 def test_what_cannot_be_trained_is_refused():
-    with pytest.raises(DataError, match="1 label"):
+    with refused("E-CLASSIFIER-LABELS", labels=["x"]):
         train([Labelled("a", ("x",))], SETTINGS)
-    with pytest.raises(DataError, match="none at all"):
+    with refused("E-CLASSIFIER-LABELS", labels=[]):
         train([], SETTINGS)
-    with pytest.raises(ConfigError, match="several labels"):
+    with refused("E-CLASSIFIER-SOFTMAX"):
         train([Labelled("a", ("x", "y"))], SETTINGS)
-    with pytest.raises(ConfigError, match="rate"):
+    with refused("E-CLASSIFIER-SETTING", name="rate"):
         train([], ClassifierSettings(rate=0))

@@ -2,6 +2,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from tests.expect import refused
 
 from ingot.data.dedup import bands
 from ingot.data.dedup.bands import (
@@ -14,7 +15,6 @@ from ingot.data.dedup.bands import (
     write_bands,
 )
 from ingot.data.dedup.minhash import DedupRules, signature_of
-from ingot.errors import DataError
 
 from .conftest import buckets, changed, versions, words
 
@@ -169,13 +169,13 @@ def test_a_pair_is_one_number():
 
 def test_signatures_of_other_rules_are_refused(write_folders):
     folders = write_folders(["a b c"], DedupRules(bands=4, rows=4))
-    with pytest.raises(DataError, match="4 bands of 16 permutations"):
+    with refused("E-DEDUP-RULES-DIFFER", bands=4, permutations=16):
         SignatureFolders(folders, RULES)
 
 
 def test_more_documents_than_32_bits_count_are_refused(write_folders, monkeypatch):
     monkeypatch.setattr(bands, "_MOST_DOCUMENTS", 3)
-    with pytest.raises(DataError, match="4 documents"):
+    with refused("E-DEDUP-TOO-MANY", documents=4, limit=3):
         SignatureFolders(write_folders(list("abcd"), RULES), RULES)
 
 

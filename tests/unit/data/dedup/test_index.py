@@ -2,11 +2,11 @@ import json
 
 import numpy as np
 import pytest
+from tests.expect import refused
+from tests.unit.data.dedup.search import find_duplicates
 
 from ingot.data.dedup.index import INDEX, Index, add_to_index
 from ingot.data.dedup.minhash import DedupRules, shingle_set
-from ingot.data.dedup.near import find_duplicates
-from ingot.errors import DataError, DataMissing
 
 from .conftest import changed, versions, words
 
@@ -68,28 +68,28 @@ def test_in_two_builds_as_in_one(tmp_path, write_folders):
 
 def test_other_shingles_or_bands_are_refused_but_not_another_threshold(index):
     assert Index(index, DedupRules(jaccard=0.9)).documents == 10
-    with pytest.raises(DataError, match="ngram = 5, not 8, rows = 8, not 4"):
+    with refused("E-DEDUP-RULES-DIFFER", settings=["ngram = 5, not 8", "rows = 8, not 4"]):
         Index(index, DedupRules(ngram=8, rows=4))
-    with pytest.raises(DataError, match="made with bands"):
+    with refused("E-DEDUP-RULES-DIFFER", settings=["bands = 16, not 4"]):
         add_to_index(index, DedupRules(bands=4), [])
 
 
 def test_what_is_missing_or_damaged_is_said(index, tmp_path):
-    with pytest.raises(DataMissing, match="no index"):
+    with refused("E-INDEX-MISSING", index=str(tmp_path / "nothing")):
         Index(tmp_path / "nothing", RULES)
     sets = index / "part-00000" / "sets.npy"
     damaged = bytearray(sets.read_bytes())
     damaged[-1] ^= 1
     sets.write_bytes(damaged)
     Index(index, RULES)
-    with pytest.raises(DataError, match=r"sets\.npy"):
+    with refused("E-INDEX-DAMAGED", path=str(sets)):
         Index(index, RULES, verify=True)
     sets.unlink()
-    with pytest.raises(DataError, match="missing"):
+    with refused("E-INDEX-DAMAGED", path=str(sets)):
         Index(index, RULES)
     facts = json.loads((index / INDEX).read_text())
     (index / INDEX).write_text(json.dumps(facts | {"version": 2}))
-    with pytest.raises(DataError, match="version 2"):
+    with refused("E-INDEX-VERSION", version=2):
         Index(index, RULES)
 
 
@@ -103,5 +103,5 @@ def test_a_part_that_was_not_finished_is_not_there(index, texts):
     assert Index(index, RULES).documents == 10
     assert add_to_index(index, RULES, documents(texts[:3])) == 3
     assert Index(index, RULES, verify=True).documents == 13
-    with pytest.raises(DataError, match="line break"):
+    with refused("E-INDEX-ID", id="a\nb"):
         add_to_index(index, RULES, [("a\nb", np.zeros(1, np.uint64))])

@@ -1,6 +1,6 @@
 import pytest
 
-from ingot.data.filters.fineweb import FineWeb, FineWebRules
+from ingot.data.filters.quality import FineWeb, FineWebRules
 from ingot.schema.document import Document
 
 LINES = [f"This is quite a good and long line, it has number {i}." for i in range(10)]

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot import config
-from ingot.data.filters.junk import MEASURES, SIGNS, Junk, JunkRules
-from ingot.data.filters.junk.near import near
-from ingot.data.filters.junk.signs import Signs
+from ingot.data.filters.injection import near
+from ingot.data.filters.junk import MEASURES, SIGNS, Junk, JunkRules, Signs
 from ingot.schema.document import Document
 
 PROSE = (

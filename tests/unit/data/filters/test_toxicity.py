@@ -4,11 +4,11 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.data.classify.model import write_model
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
 from ingot.data.filters.toxicity import Toxicity, ToxicityRules, fingerprint, listed_words
-from ingot.errors import ConfigError
 from ingot.schema.document import Document
 
 
@@ -100,7 +100,7 @@ def test_the_word_list_needs_no_model_and_leaves_no_score():
 
 
 def test_a_model_that_is_missing_or_lacks_the_label_is_said(model, tmp_path):
-    with pytest.raises(ConfigError, match="no classifier at"):
+    with refused("E-CLASSIFIER-MISSING", path=str(tmp_path / "none.bin")):
         Toxicity(ToxicityRules(model=str(tmp_path / "none.bin")))
-    with pytest.raises(ConfigError, match="no label 'toxic'"):
+    with refused("E-CLASSIFIER-LABEL", label="toxic"):
         Toxicity(ToxicityRules(model=str(model), label="toxic"))(document("x"))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ingot.errors import CheckpointError, ConfigError, UsageError
 from ingot.hub.arch_config import arch_of, huggingface_config
-from ingot.hub.naming import huggingface_names
+from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.trainer.export.model_folder import import_huggingface, write_model
 from ingot.trainer.export.tensors import huggingface_shapes, tensor_shapes

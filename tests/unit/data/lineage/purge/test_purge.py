@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from tests.expect import refused
+from tests.unit.data.dedup.search import find_duplicates
 
 from ingot.data.build.corpus import load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.build.duplicates import index_corpus
@@ -17,7 +18,6 @@ from ingot.data.build.prepare import verify
 from ingot.data.dedup.bands import write_bands
 from ingot.data.dedup.index import Index
 from ingot.data.dedup.minhash import DedupRules, shingle_set, signature
-from ingot.data.dedup.near import find_duplicates
 from ingot.data.lineage.card import gather_card
 from ingot.data.lineage.purge import journal
 from ingot.data.lineage.purge import purge as purging

@@ -7,8 +7,7 @@ single order inside a long page is kept, and so is one that avoids these words.
 """
 
 import re
-
-from ingot.data.filters.junk.near import near
+from collections.abc import Iterable
 
 # Text to models has one of the first and one of the second; patterns look around the first.
 _NEEDLES = (b"instructions", b"prompt", b"language model", b"chatgpt")
@@ -119,3 +118,22 @@ def _weight(text: str, match: re.Match) -> float:
     """Less for what is cited: a quotation mark within a few words in front, in the same line."""
     before = text[max(match.start() - 40, 0) : match.start()].rpartition("\n")[2]
     return _QUOTED if _QUOTES.search(before) else 1.0
+
+
+# The neighbourhood of what a rule cannot do without, so that its patterns need not see the whole text.
+
+
+def near(data: bytes, needles: Iterable[bytes], before: int, after: int, most: int = 200) -> str:
+    """The bytes around the first `most` places of each needle, none twice, as text with a line for each stretch."""
+    places = []
+    for needle in needles:
+        place = data.find(needle)
+        while place >= 0 and len(places) < most:
+            places.append(place)
+            place = data.find(needle, place + after)
+    stretches, done = [], 0
+    for place in sorted(places):
+        start = max(place - before, done)
+        done = max(place + after, done)
+        stretches.append(data[start:done])
+    return b"\n".join(stretches).decode("utf-8", "ignore")

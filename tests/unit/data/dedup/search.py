@@ -1,11 +1,4 @@
-"""The whole search for near-duplicates in one process, step by step as the tasks of a build take it.
-
-signatures (bands.write_bands, index.add_to_index)
-  -> bands.band_candidates, one task per band and one for equal signatures
-  -> bands.merge_candidates
-  -> verify.verify_pairs, one task per slice
-  -> clusters.clusters
-"""
+"""The whole search for near-duplicates in one process, with the functions that the tasks of a build call."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from ingot.data.dedup.bands import SignatureFolders, band_candidates, merge_candidates
-from ingot.data.dedup.clusters import clusters
+from ingot.data.dedup.clusters import clusters, slices, verify_pairs
 from ingot.data.dedup.index import Index
 from ingot.data.dedup.minhash import DedupRules
-from ingot.data.dedup.verify import slices, verify_pairs
 
 SLICE = 1 << 20  # candidates per task
 
@@ -30,11 +22,11 @@ def find_duplicates(
     index: Index | None = None,
     limit_bytes: int = 512 << 20,
 ) -> np.ndarray:
-    """The documents of `folders` to drop, DUPLICATE records (clusters.py), ascending; the first of a cluster stays.
+    """Return the documents of `folders` to drop: DUPLICATE records, ascending; the first of a cluster stays.
 
     folders: written by `write_bands`, in crawl order. set_of(number): the shingle set of a document of `folders`,
-    numbered from 0. index: documents that came before; `kept` and `like` count theirs first, then those of `folders`,
-    `document` too. work: an empty folder for candidates and verified pairs.
+    numbered from 0. index: documents of earlier builds; `document`, `kept` and `like` count its documents first, then
+    those of `folders`. work: an empty folder for candidates and verified pairs.
     """
     fixed = index.documents if index else 0
     everything = [*(index.folders if index else ()), *folders]

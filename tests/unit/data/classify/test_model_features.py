@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.data.classify.features import END, hash_words, ngram_buckets, words_of
+from ingot.data.classify.model import END, hash_words, ngram_buckets, words_of
 
 
 def fnv(word: bytes) -> int:

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
+from tests.unit.data.dedup.search import find_duplicates
 
 from ingot.data.dedup import clusters as clusters_module
 from ingot.data.dedup.arrays import PIECE, ArrayWriter
 from ingot.data.dedup.bands import pack
-from ingot.data.dedup.clusters import clusters, unite_reference
+from ingot.data.dedup.clusters import VERIFIED, clusters, slices, unite_reference, verify_pairs
 from ingot.data.dedup.minhash import DedupRules, jaccard, shingle_set
-from ingot.data.dedup.near import find_duplicates
-from ingot.data.dedup.verify import VERIFIED, slices, verify_pairs
 from ingot.data.native import compiled
-from ingot.errors import DataError
 
 from .conftest import brute_force, changed, search_in_memory, versions, words
 
@@ -102,7 +101,7 @@ def test_the_core_refuses_a_forest_that_leads_anywhere(parent):
 
 def test_a_pair_of_a_document_that_is_not_there(tmp_path):
     np.save(tmp_path / "pairs.npy", np.array([(1, 7, 1.0)], VERIFIED))
-    with pytest.raises(DataError, match="beyond the last of 7"):
+    with refused("E-DEDUP-PAIR-RANGE", documents=7):
         clusters(7, [tmp_path / "pairs.npy"])
 
 
