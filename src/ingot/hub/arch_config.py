@@ -1,6 +1,6 @@
-"""Our `Arch` as Hugging Face's config.json and back. Import refuses everything that would change what is computed.
+"""Convert an `Arch` to Hugging Face's config.json and back. Import refuses settings that ingot computes differently.
 
-Checked against the configuration classes of transformers 5 (those of huggingface/kinds.py); files of transformers 4
+Checked against the configuration classes of transformers 5 (those of hub/kinds.py); files of transformers 4
 (top-level `rope_theta`, `torch_dtype`) are read and written too.
 """
 
@@ -95,7 +95,7 @@ def _keys(kind: str, *, experts: bool = True) -> dict[str, str]:
 
 
 def huggingface_config(arch: Arch, *, eot_id: int, dtype: str) -> dict:
-    """config.json of `arch`. Raises ConfigError for a shape that no class of Hugging Face computes."""
+    """Return config.json of `arch`. Raises ConfigError for a shape that no class of Hugging Face computes."""
     kind = kind_of(arch)
     config = {theirs: attrgetter(ours)(arch) for ours, theirs in _keys(kind, experts=arch.is_moe).items()}
     config |= {
@@ -136,7 +136,7 @@ def _own_keys(arch: Arch, kind: str) -> dict:
 
 
 def arch_of(config: dict, where: str) -> Arch:
-    """The `Arch` of a config.json. Raises ConfigError that lists everything in it that we cannot honour."""
+    """Return the `Arch` of a config.json. Raises ConfigError that lists all settings that ingot does not compute."""
     kind = config.get("model_type")
     expected = CLASSES.get(kind) if isinstance(kind, str) else None
     if not isinstance(kind, str) or expected is None or config.get("architectures", [expected]) != [expected]:
@@ -183,7 +183,7 @@ def _require(where: str, problems: list[str]) -> None:
 
 
 def _implied(config: dict, kind: str, values: dict) -> dict:
-    """What follows from other keys, or where a null of theirs has a meaning."""
+    """Return settings that follow from other keys, or from a null of theirs with a meaning."""
     implied = {}
     if config.get("num_key_value_heads") is None and "num_heads" in values:
         implied["num_kv_heads"] = values["num_heads"]
@@ -203,7 +203,7 @@ def _implied(config: dict, kind: str, values: dict) -> dict:
 
 
 def _nested(values: dict) -> dict:
-    """{"moe.top_k": 2} -> {"moe": {"top_k": 2}}."""
+    """Nest dotted keys: {"moe.top_k": 2} -> {"moe": {"top_k": 2}}."""
     nested = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -237,7 +237,7 @@ def _own_problems(config: dict, kind: str) -> list[str]:
 
 
 def _window(config: dict, kind: str) -> tuple[object, list[str]]:
-    """(sliding_window, problems): ours is the same in every layer."""
+    """Return (sliding_window, problems); ingot has the same window in every layer."""
     problems, qwen = [], kind in ("qwen3", "qwen3_moe")
     if config.get("use_sliding_window") and not qwen:
         problems.append(f"use_sliding_window = {config['use_sliding_window']!r}, {CLASSES[kind]} has no such key")
@@ -260,7 +260,7 @@ def _window(config: dict, kind: str) -> tuple[object, list[str]]:
 
 
 def _rope(config: dict) -> tuple[float, list[str]]:
-    """(theta, problems) from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
+    """Return (theta, problems) from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         return 0.0, [f"rope parameters are {type(rope).__name__}, must be a table"]

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder, and whether a run can start from what it describes. No torch here."""
+"""Read config.json of a Hugging Face folder, and check that a run can start from its model. No torch here."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ingot.schema.arch import Arch
 
 CONFIG = "config.json"
 _LIMIT_BYTES = 1 << 20
-# What acts in training only, and is the run's own choice.
+# Settings that act in training only, which a run may choose.
 _TRAINING_ONLY = (
     *("moe.noise", "moe.capacity_factor", "moe.overflow"),
     *("moe.sequence_loss", "moe.global_loss", "moe.z_loss", "moe.bias_steps"),
@@ -20,7 +20,7 @@ _TRAINING_ONLY = (
 
 
 def read_config(folder: Path) -> dict:
-    """Raises ConfigError when there is no folder or no such file in it, or when it is no JSON object."""
+    """Read config.json. Raises ConfigError when the folder or the file is missing, or is not a JSON object."""
     path = folder / CONFIG
     try:
         if path.stat().st_size > _LIMIT_BYTES:
@@ -48,12 +48,13 @@ def read_config(folder: Path) -> dict:
 
 
 def read_arch(folder: Path) -> Arch:
-    """The shape of the model in `folder`. Raises ConfigError for one that ingot does not compute exactly."""
+    """Return the shape of the model in `folder`. Raises ConfigError for a model that ingot does not compute exactly."""
     return arch_of(read_config(folder), str(folder / CONFIG))
 
 
 def require_fit(folder: Path, arch: Arch) -> None:
-    """Raises ConfigError, with every key, unless a model of `arch` computes what the one in `folder` does."""
+    """Check that a model of `arch` computes the same as the model in `folder`. Raises ConfigError with all
+    differences."""
     problems = list(_differences(arch, read_arch(folder)))
     if problems:
         raise ConfigError(
@@ -73,7 +74,7 @@ def _differences(ours: Arch, theirs: Arch) -> Iterator[str]:
             case "max_seq_len":
                 fits = value <= found[key]
             case "moe.bias_rate":
-                # How fast biases move is free; that there are some is not: they choose.
+                # The rate of biases is free; their presence is not: they choose experts.
                 fits = value > 0 or found[key] == 0
             case _:
                 fits = key in _TRAINING_ONLY or value == found[key]
@@ -82,7 +83,7 @@ def _differences(ours: Arch, theirs: Arch) -> Iterator[str]:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """{"moe": {"top_k": 2}} -> {"moe.top_k": 2}."""
+    """Flatten sections: {"moe": {"top_k": 2}} -> {"moe.top_k": 2}."""
     flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for section in values.keys() - flat.keys():
         flat |= {f"{section}.{key}": value for key, value in values[section].items()}

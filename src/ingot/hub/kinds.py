@@ -1,4 +1,4 @@
-"""Which class of Hugging Face computes what an `Arch` describes."""
+"""The Hugging Face class that computes what an `Arch` describes, and its tensor names. No torch here."""
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -15,7 +15,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-# What the card of a model says it is.
+# The name of each class in the card of a model.
 TITLES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -24,8 +24,8 @@ TITLES = {
     "qwen3_moe": "Qwen3-MoE (with QK-norm)",
     "deepseek_v3": "DeepSeek-V3",
 }
-# Setting -> the only value of it that a class computes. Those of experts do not matter to a dense model; a capacity may
-# be any, it acts in training only.
+# Setting -> the only value that a class computes. Settings of experts do not matter to a dense model; any capacity is
+# allowed, as it acts in training only.
 _GROUPED_ATTENTION_MOE = {
     "moe.scores": "softmax",
     "moe.scale": 1.0,
@@ -50,7 +50,7 @@ _ONLY = {
 
 
 def kind_of(arch: Arch) -> str:
-    """The `model_type` of `arch`. Raises ConfigError that lists all settings which its class does not compute."""
+    """Return the `model_type` of `arch`. Raises ConfigError that lists all settings that its class does not compute."""
     if arch.is_mla:
         kind = "deepseek_v3"
     elif arch.is_moe:
@@ -74,7 +74,7 @@ def kind_of(arch: Arch) -> str:
 
 
 def class_problems(arch: Arch, kind: str) -> Iterator[str]:
-    """Where the class of `kind` computes something else than `arch` says."""
+    """Yield the settings of `arch` that the class of `kind` computes differently."""
     for key, only in (_ONLY_OF_ALL | _ONLY[kind]).items():
         value = attrgetter(key)(arch)
         if value != only and (arch.is_moe or not key.startswith("moe.")):
@@ -102,11 +102,8 @@ def _export_fix(arch: Arch, kind: str) -> str:
 
 
 # One table of tensor names, read both ways: ingot <-> Hugging Face.
-# A tensor of ours is one of theirs, or several of theirs stacked along the rows: published checkpoints have one matrix
-# for each expert (`{e}`), we have one for all. Both sides keep matrices as [out_features, in_features].
-# No torch here: names only.
-
-
+# A tensor of ingot is one of Hugging Face's, or several stacked along the rows: published checkpoints have one matrix
+# for each expert (`{e}`), ingot has one for all. Both keep matrices as [out_features, in_features].
 _OUTSIDE = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
@@ -152,7 +149,8 @@ _DIFFERENT = {
 
 
 def huggingface_names(arch: Arch, tensors: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Each name of ours among `tensors` of a model of `arch` -> theirs, in the order in which their rows are stacked.
+    """Return ingot's name -> Hugging Face's names, in the order of their stacked rows, for `tensors` of a model of
+    `arch`.
 
     Raises ConfigError for an `arch` that Hugging Face has no class for.
     """

@@ -1,4 +1,4 @@
-"""A Cluster as a JSON file: what `doctor --bench` writes and `plan --cluster` reads."""
+"""A Cluster as a JSON file (a machine file), which `doctor --bench` writes and `plan --cluster` reads."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def write_cluster(path: Path, cluster: Cluster) -> None:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Raises ConfigError when there is none, or when it is not one."""
+    """Read a machine file. Raises ConfigError when it is missing or invalid."""
     fix = "write one with `ingot doctor --bench`"
     try:
         values = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Is this machine fit to train? Each check says what it found, and the way out if that is not enough.
+"""Checks of this machine: whether it can train. Each check reports what it found, and a fix where that is too little.
 
 Nothing here changes the machine, imports torch or touches the network beyond loopback.
 """
@@ -32,7 +32,7 @@ class Check:
 
 
 def examine(machine: Machine, folder: Path) -> list[Check]:
-    """All checks, for a run that will live in `folder`."""
+    """Return the results of all checks, for a run in `folder`."""
     checks: tuple[Callable[[], Check], ...] = (
         lambda: _python(),
         lambda: _cores(machine),
@@ -102,7 +102,7 @@ def _gpus(machine: Machine) -> Check:
     if shutil.which("nvidia-smi"):
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         cause = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them" if hidden is not None else "nvidia-smi shows none"
-        return Check("gpus", "warn", f"no usable GPU: {cause}", "run nvidia-smi by hand; mend the driver")
+        return Check("gpus", "warn", f"no usable GPU: {cause}", "run nvidia-smi by hand; repair the driver")
     return Check("gpus", "ok", "none; training runs on the CPU")
 
 
@@ -140,7 +140,7 @@ def _open_files() -> Check:
 
 
 def _loopback() -> Check:
-    """Ranks on one machine meet on loopback, under the name localhost."""
+    """Check loopback: ranks on one machine connect through localhost."""
     try:
         address = socket.gethostbyname("localhost")
         with socket.socket() as server, socket.socket() as client:

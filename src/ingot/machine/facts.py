@@ -1,6 +1,6 @@
-"""What this machine has: cores, memory, disk, accelerators. Read from the system, without torch.
+"""Facts of this machine: cores, memory, accelerators. Read from the system, without torch.
 
-Limits that a container sets (cgroup v1 and v2, CPU affinity) count, because they are what a process gets.
+Limits that a container sets (cgroup v1 and v2, CPU affinity) apply, because a process gets no more.
 """
 
 import os
@@ -20,7 +20,7 @@ _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
 @dataclass(frozen=True)
 class Gpu:
-    """As nvidia-smi reports it: total memory in bytes, driver version."""
+    """A GPU as nvidia-smi reports it: total memory in bytes, driver version."""
 
     name: str
     memory_bytes: int
@@ -29,7 +29,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """cores: that this process may use. memory_bytes: total that it may use; available_bytes: free of that now."""
+    """A machine. cores: usable by this process. memory_bytes: usable in total; available_bytes: free now."""
 
     cores: int
     cpu: str
@@ -50,7 +50,7 @@ def read_machine() -> Machine:
 
 
 def this_cluster(machine: Machine, ranks: int = 0) -> Cluster:
-    """This machine as a Cluster without rates: memory can be planned on it, time cannot.
+    """Return this machine as a Cluster without rates: enough to plan memory, not time.
 
     ranks: processes to plan for; 0 takes every GPU, or up to two processes on the CPU.
     """
@@ -73,7 +73,7 @@ def this_cluster(machine: Machine, ranks: int = 0) -> Cluster:
 
 
 def usable_cores() -> int:
-    """Cores of this process: its affinity, cut by the container's CPU quota if there is one."""
+    """Return the cores of this process: its affinity, cut by the container's CPU quota if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota()
     return max(1, min(cores, int(quota))) if quota else cores
@@ -88,7 +88,7 @@ def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def _memory(root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """Total and available bytes, cut by the container's limit."""
+    """Return total and available bytes, cut by the container's limit."""
     values = {}
     for line in _read(meminfo).splitlines():
         name, _, rest = line.partition(":")
@@ -108,7 +108,7 @@ def _memory(root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/mem
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """GPUs that nvidia-smi lists, those that CUDA_VISIBLE_DEVICES leaves. None without the tool."""
+    """Return the GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES allows; none without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return ()
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -120,7 +120,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(answer: str) -> tuple[Gpu, ...]:
-    """Lines of 'NVIDIA H200, 143771, 550.54' (name, MiB, driver)."""
+    """Parse lines of 'NVIDIA H200, 143771, 550.54' (name, MiB, driver)."""
     gpus = []
     for line in answer.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -130,7 +130,8 @@ def parse_gpus(answer: str) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """What CUDA will show. Indices end at the first bad one, as CUDA does; names (UUIDs) are only counted."""
+    """Return the GPUs that CUDA will show. Indices end at the first bad one, as CUDA does; names (UUIDs) are only
+    counted."""
     if visible is None:
         return gpus
     chosen = []
@@ -152,7 +153,7 @@ def _cpu_name() -> str:
 
 
 def _read(path: Path) -> str:
-    """Its text, or "" where the system has no such file."""
+    """Return the text of a file, or "" where the system has no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

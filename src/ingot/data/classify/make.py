@@ -1,4 +1,4 @@
-"""From files to a classifier with its card: trained on nine texts of ten, measured on the tenth, written down."""
+"""Make a classifier from files of examples: read, train, measure on held-out texts, write the model and its card."""
 
 import gzip
 import hashlib
@@ -24,7 +24,7 @@ TEXT_FIELD, LABEL_FIELD = "text", "label"
 
 
 def read_texts(path: Path, field: str = TEXT_FIELD) -> Iterator[str]:
-    """The texts of a corpus folder, of JSONL (`field` of each line), or of other text, where a line is a text.
+    """Yield the texts of a corpus folder, of JSONL (`field` of each line), or of other text, where a line is a text.
 
     Files may be gzip. Blank texts are left out. Raises DataMissing, and DataError naming file and line.
     """
@@ -41,9 +41,10 @@ def read_texts(path: Path, field: str = TEXT_FIELD) -> Iterator[str]:
 
 
 def read_labelled(path: Path, text_field: str = TEXT_FIELD, label_field: str = LABEL_FIELD) -> Iterator[Labelled]:
-    """The examples of fastText's lines ("__label__good text ..."), or of JSONL with a text and a label (or a list).
+    """Yield the examples of fastText's lines ("__label__good text ..."), or of JSONL with a text and a label (or a
+    list).
 
-    Lines without a label are an error: a forgotten one would silently teach nothing.
+    A line without a label is an error: its text would be ignored silently.
     """
     for number, line in _lines(path):
         if _is_jsonl(path):
@@ -124,7 +125,7 @@ def _field(path: Path, number: int, line: str, field: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of examples. label: of all its texts; "" if its lines carry their own."""
+    """A file of examples. label: the label of all its texts; "" if each line has its own labels."""
 
     path: Path
     label: str = ""
@@ -132,9 +133,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """Of the held-out texts: at `threshold`, what share is taken, how pure that is, and how much of `label` it has.
+    """Quality on the held-out texts at one threshold. taken: the share of all texts with a score of at least
+    `threshold`.
 
-    precision is None where nothing is taken.
+    precision: None where no text is taken.
     """
 
     threshold: float
@@ -145,7 +147,10 @@ class Threshold:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelMetrics:
-    """examples: held out, of this label. auc: probability that one of them scores above one of the others."""
+    """Quality of one label on the held-out texts.
+
+    examples: number of held-out texts with this label. auc: probability that one of them scores above a text without.
+    """
 
     label: str
     examples: int
@@ -155,9 +160,10 @@ class LabelMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a model file is: written beside it, as MODEL.json.
+    """The description of a model file, written next to it as MODEL.json.
 
-    files: name -> SHA-256. licence: of the examples, in the words of who trained. trained, heldout: number of texts.
+    files: name -> SHA-256. licence: the license of the examples, as given by the user. trained, heldout: numbers of
+    texts.
     """
 
     model_sha256: str
@@ -188,10 +194,10 @@ def make_classifier(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Card:
-    """Train on `sources`, write the model at `out` and its card beside it.
+    """Train on `sources`, write the model to `out` and its card next to it.
 
-    heldout: share of the texts that is measured on; which ones, their content decides, so equal texts are together.
-    Raises ConfigError when `out` exists and `force` is off or no licence is named; DataError.
+    heldout: share of the texts to measure on; the content of a text decides, so equal texts are on one side. Raises
+    ConfigError when `out` exists and `force` is off, or when no license is named; DataError for unusable examples.
     """
     settings = settings or ClassifierSettings()
     if not licence.strip():
@@ -223,7 +229,7 @@ def make_classifier(
     def training() -> Iterator[Labelled]:
         nonlocal trained
         for example in read_examples(sources, text_field, label_field):
-            beginning = example.text[: settings.characters]  # equal ones are on one side, however they go on
+            beginning = example.text[: settings.characters]  # texts with an equal beginning are on one side
             if _held_out(beginning, heldout):
                 kept_out.append(Labelled(beginning, example.labels))
             else:
@@ -282,7 +288,7 @@ def _hashes(sources: Sequence[Source]) -> Iterator[tuple[str, str]]:
 def measure(
     scorer: Scorer, examples: Sequence[Labelled], labels: Sequence[str]
 ) -> tuple[float, tuple[LabelMetrics, ...]]:
-    """(share of texts whose likeliest label is one of theirs, metrics by label) of `scorer` on `examples`."""
+    """Return (share of `examples` whose likeliest label is one of their labels, metrics by label) of `scorer`."""
     scores = np.zeros((len(examples), len(labels)))
     truth = np.array([[label in example.labels for label in labels] for example in examples])
     for row, example in enumerate(examples):
@@ -309,7 +315,7 @@ def _label_metrics(label: str, scores: np.ndarray, truth: np.ndarray) -> LabelMe
 
 
 def _auc(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Mann-Whitney: by ranks, equal scores sharing theirs; 0.5 where there is nothing to compare."""
+    """Return the AUC by Mann-Whitney: equal scores share their ranks; 0.5 where one side is empty."""
     ours, others = int(truth.sum()), int((~truth).sum())
     if not ours or not others:
         return 0.5
@@ -319,7 +325,7 @@ def _auc(scores: np.ndarray, truth: np.ndarray) -> float:
 
 
 def load_card(model: Path) -> dict:
-    """The card beside `model` as it was written. Raises ConfigError when there is none, or it is of another file."""
+    """Return the card next to `model`. Raises ConfigError when it is missing or belongs to another file."""
     path = card_path(model)
     try:
         card = json.loads(path.read_text(encoding="utf-8"))

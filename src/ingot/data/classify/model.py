@@ -1,8 +1,12 @@
-"""A supervised fastText model: the `.bin` file, written and read, and its scores computed here.
+"""A supervised fastText model: its features, its `.bin` file, and its scores (Joulin et al. 2016, arXiv:1607.01759).
 
-A text's score is a linear function of the mean of its features' vectors: softmax(W mean(E[features])). Files that are
-written here are read by fastText and by fasttext-predict, which a build scores with because it is quicker (stage.py);
-this is the reference, and what needs no package. Format: fastText's Model, Dictionary and Matrix `save`, version 12.
+A text's score is a linear function of the mean of its features' vectors: softmax(W mean(E[features])). fastText and
+fasttext-predict read the files that `write_model` writes. A build scores with `Scorer`, which uses fasttext-predict
+because it is faster; `Model.scores` is the reference and needs no package. Format: fastText's Model, Dictionary and
+Matrix `save`, version 12.
+
+Features are words and hashed word n-grams, exactly as in fastText: bytes of UTF-8 are hashed as signed values, the end
+of the line is a word, and the arithmetic of n-grams sign-extends the words' hashes. Subwords are not used.
 """
 
 import functools
@@ -28,7 +32,8 @@ _WORD, _IS_LABEL = 0, 1
 
 @dataclass(frozen=True)
 class Model:
-    """words, labels: with their counts in training, most frequent first; labels without the prefix "__label__".
+    """A model. words, labels: with their counts in training, most frequent first; labels without the prefix
+    "__label__".
 
     vectors: float32 [len(words) + buckets, dim], of words, then of hashed n-grams of 2..`ngrams` words.
     weights: float32 [len(labels), dim]. loss: "softmax", or "one-vs-all" for labels that do not exclude each other.
@@ -50,7 +55,7 @@ class Model:
         object.__setattr__(self, "_numbers", {word: number for number, word in enumerate(self.words)})
 
     def features(self, text: str) -> np.ndarray:
-        """Rows of `vectors` that the text has, int64, each as often as it has it."""
+        """Return the rows of `vectors` of the text's features, int64, with repeats."""
         words = words_of(text)
         known = [number for word in words if (number := self._numbers.get(word)) is not None]
         hashes = hash_words(words)
@@ -58,7 +63,7 @@ class Model:
         return np.concatenate([np.array(known, np.int64), grams + len(self.words)])
 
     def scores(self, text: str) -> dict[str, float]:
-        """Label -> probability; empty for a text without a feature."""
+        """Return label -> probability; empty for a text without a feature."""
         rows = self.features(text)
         if not len(rows):
             return {}
@@ -68,7 +73,7 @@ class Model:
 
 
 def probabilities(logits: np.ndarray, loss: str) -> np.ndarray:
-    """Of logits [B, L], row by row: shares of one for softmax, each by itself for one-vs-all."""
+    """Return probabilities of logits [B, L]: rows that sum to one for softmax, independent values for one-vs-all."""
     if loss == "one-vs-all":
         return 1 / (1 + np.exp(-logits.clip(-60, 60)))
     exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -76,7 +81,7 @@ def probabilities(logits: np.ndarray, loss: str) -> np.ndarray:
 
 
 def _tabled_sigmoid(logits: np.ndarray) -> np.ndarray:
-    """fastText looks its sigmoid up: 512 steps from -8 to 8, rounded down; 0 and 1 beyond."""
+    """Return the sigmoid from a table like fastText's: 512 steps from -8 to 8, rounded down; 0 and 1 beyond."""
     steps = np.floor((logits.clip(-8, 8) + 8) * 32)
     return np.where(np.abs(logits) > 8, logits > 0, 1 / (1 + np.exp(8 - steps / 32)))
 
@@ -93,14 +98,14 @@ def write_model(path: Path, model: Model) -> None:
         file.write(_DICTIONARY.pack(len(entries), len(model.words), len(model.labels), model.tokens, -1))
         file.write(b"".join(name + b"\0" + _ENTRY.pack(count, kind) for name, count, kind in entries))
         for matrix in (model.vectors, model.weights):
-            file.write(struct.pack("<b2q", 0, *matrix.shape))  # 0: not quantised
+            file.write(struct.pack("<b2q", 0, *matrix.shape))  # 0: not quantized
             file.write(np.ascontiguousarray(matrix, "<f4").data)
 
 
 def read_model(path: Path) -> Model:
     """Read a `.bin` of word n-grams with softmax or one-vs-all loss, which is what `train` makes.
 
-    Raises DataError for anything else: damaged or quantised files (.ftz), subwords, hierarchical softmax.
+    Raises DataError for anything else: damaged or quantized files (.ftz), subwords, hierarchical softmax.
     """
     try:
         data = memoryview(path.read_bytes())
@@ -149,10 +154,10 @@ def _parse(data: memoryview) -> Model:
     if len(dict(entries)) < len(entries):
         raise ValueError("an entry of the dictionary comes twice")
     for rows in (num_words + buckets, num_labels):
-        quantised, *shape = struct.unpack_from("<b2q", data, at)
+        quantized, *shape = struct.unpack_from("<b2q", data, at)
         at += 17
-        if quantised or shape != [rows, dim]:
-            raise ValueError("a matrix is quantised or has another shape")
+        if quantized or shape != [rows, dim]:
+            raise ValueError("a matrix is quantized or has another shape")
         matrices.append(np.frombuffer(data, "<f4", rows * dim, at).reshape(rows, dim))
         at += rows * dim * 4
     return Model(
@@ -169,11 +174,6 @@ def _parse(data: memoryview) -> Model:
     )
 
 
-# The features of a text as fastText has them: words and hashed word n-grams (Joulin et al. 2016, arXiv:1607.01759).
-# What is not plain is kept, because a model file has to mean the same here and there: bytes of UTF-8 are hashed as signed
-# ones, the end of the line is a word, and the n-grams' arithmetic sign-extends the words' hashes. Subwords are not used.
-
-
 END = b"</s>"
 LABEL = b"__label__"
 _FNV_OFFSET, _FNV_PRIME = 2166136261, 16777619
@@ -181,9 +181,9 @@ _NGRAM_FACTOR = np.uint64(116049371)
 
 
 def words_of(text: str) -> list[bytes]:
-    """The words of `text`, UTF-8, as one line for fastText: cut at ASCII white space and NUL, END at the end.
+    """Return the words of `text`, UTF-8, as one line for fastText: cut at ASCII white space and NUL, END at the end.
 
-    What stands behind a literal END is not read, and words that look like labels are none.
+    Words after a literal END, and words that look like labels, are left out.
     """
     words = text.encode("utf-8", "replace").replace(b"\0", b" ").split()
     if END in words:
@@ -194,7 +194,7 @@ def words_of(text: str) -> list[bytes]:
 
 
 def hash_words(words: Sequence[bytes]) -> np.ndarray:
-    """FNV-1a of every word, its bytes taken as signed chars: uint32 [len(words)]."""
+    """Return FNV-1a of every word, its bytes taken as signed chars: uint32 [len(words)]."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     order = np.argsort(-lengths, kind="stable")
     starts = np.cumsum(lengths) - lengths
@@ -211,10 +211,10 @@ def hash_words(words: Sequence[bytes]) -> np.ndarray:
 
 
 def ngram_buckets(hashes: np.ndarray, ends: np.ndarray, order: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bucket of every n-gram of 2..`order` words that lies within one document, and its first word's position.
+    """Return (bucket, position of the first word) of every n-gram of 2..`order` words within one document.
 
     hashes: uint32 [tokens] of documents back to back. ends: int64 [documents], where each one ends. Both results are
-    int64; n-grams come by length, then by position.
+    int64, ordered by length of the n-gram, then by position.
     """
     signed = hashes.view(np.int32).astype(np.int64).view(np.uint64)
     tokens = len(hashes)
@@ -231,24 +231,24 @@ def ngram_buckets(hashes: np.ndarray, ends: np.ndarray, order: int, buckets: int
     return np.concatenate(found), np.concatenate(where)
 
 
-# Scores of a fastText model file, `.bin` or `.ftz`, by fastText's own reader; loaded once per process.
-
-
-# fastText adds it to every probability before it takes the logarithm, and returns the sum.
+# fastText adds this to every probability before it takes the logarithm, and returns the sum.
 _ADDED = 1e-5
 _PREFIX = "__label__"
 
 
 class Scorer:
-    """path: of the model. sha256: of the file. labels: that it knows, in no order, without the prefix "__label__"."""
+    """Scores of a model file, `.bin` or `.ftz`, by fastText's reader, loaded once per process.
+
+    path, sha256: the file and its hash. labels: the labels of the model, without the prefix "__label__", in no order.
+    """
 
     def __init__(self, path: Path):
-        self.path, self.sha256 = path, _sha256(path)
+        self.path, self.sha256 = path, model_sha256(path)
         self._model = _load(str(path), self.sha256)
         self.labels = tuple(self.scores("a"))
 
     def scores(self, text: str) -> dict[str, float]:
-        """Label -> probability; empty if the model knows nothing of the text."""
+        """Return label -> probability; empty if the model knows no feature of the text."""
         # One line to fastText; a lone surrogate, which UTF-8 cannot say, becomes '?'.
         line = text.replace("\n", " ").encode("utf-8", "replace").decode()
         labels, found = self._model.predict(line, k=-1)
@@ -257,11 +257,7 @@ class Scorer:
 
 
 def model_sha256(path: Path) -> str:
-    """Of a model file. Raises ConfigError when there is none."""
-    return _sha256(path)
-
-
-def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a model file. Raises ConfigError when the file does not exist."""
     try:
         stat = path.stat()
         return _file_sha256(str(path), stat.st_size, stat.st_mtime_ns)

@@ -1,4 +1,4 @@
-"""The stage that keeps what classifiers like. Off unless a recipe names models: ingot ships no weights."""
+"""The stage that keeps documents by the scores of classifiers. Off unless a recipe names models: ingot ships none."""
 
 import difflib
 import functools
@@ -14,10 +14,10 @@ from ingot.storage import canonical_json, sha256_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRule:
-    """One classifier. A document stays whose probability of `label` is at least `threshold`, or with keep "below",
-    less than it.
+    """One classifier. A document stays if its probability of `label` is at least `threshold` (keep "above") or less
+    (keep "below").
 
-    name: of its rule, classifier.NAME, and of its score in the lineage. model: a fastText `.bin` or `.ftz`.
+    name: the name of the rule, classifier.NAME, and of the score in the lineage. model: a fastText `.bin` or `.ftz`.
     characters: beginning of a text that is scored (the model's card says with how much it was trained); 0: all of it.
     """
 
@@ -42,7 +42,7 @@ class ModelRule:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierRules:
-    """models: asked one after the other; the first that says no drops the document."""
+    """Settings of the stage. models: applied in this order; the first that refuses a document drops it."""
 
     enabled: bool = False
     models: tuple[ModelRule, ...] = ()
@@ -56,7 +56,7 @@ class ClassifierRules:
 
 
 def fingerprint(rules: ClassifierRules) -> str:
-    """What decides the stage's verdicts besides the rules' own values: the models' hashes. "" where it is off."""
+    """Return the hash of the models, which decide verdicts in addition to the rules; "" where the stage is off."""
     if not rules.enabled:
         return ""
     return sha256_bytes(canonical_json([model_sha256(Path(rule.model)) for rule in rules.models]).encode())
@@ -93,7 +93,7 @@ class Classify:
 
 
 def score_of(text: str, model: str, sha256: str, label: str, characters: int) -> float:
-    """The probability of `label` for the beginning of `text`; 0 where the model knows nothing of it.
+    """Return the probability of `label` for the beginning of `text`; 0 where the model knows no feature of it.
 
     Raises ConfigError for a label that the model does not have.
     """

@@ -1,8 +1,8 @@
 """Train a classifier in fastText's form: mean of word and n-gram vectors, softmax or one-vs-all on top (Joulin 2016).
 
-fastText moves one text at a time; here a batch of texts is one matrix product, so numpy trains 100,000 pages in about a
-minute. Two more differences, neither seen by who reads the file: vectors begin at zero, and n-grams that occur rarely
-are not trained. An n-gram that was never learned so adds nothing to a score, instead of the noise it began with.
+fastText trains one text at a time; here a batch of texts is one matrix product, so numpy trains 100,000 pages in about
+a minute. Two more differences, which readers of the file do not see: vectors begin at zero, and rare n-grams are not
+trained. An untrained n-gram therefore adds nothing to a score, instead of its initial noise.
 """
 
 from collections import Counter
@@ -22,11 +22,13 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierSettings:
-    """dim: of the vectors. ngrams: longest word n-gram. buckets: rows that n-grams share by their hash.
+    """Settings. dim: length of the vectors. ngrams: longest word n-gram. buckets: rows that n-grams share by their
+    hash.
 
-    min_count: words and n-grams that occur less often get no vector. characters: beginning of a text that is looked at,
-    in training as later in a build. batch: texts per update. rate: the first step size of row-wise AdaGrad (Duchi et
-    al. 2011), which falls linearly to 0. loss: "softmax", or "one-vs-all" where labels do not exclude each other.
+    min_count: words and n-grams that occur less often get no vector. characters: the number of characters at the
+    beginning of a text that are used, in training and in a build. batch: texts per update. rate: the first step size of
+    row-wise AdaGrad (Duchi et al. 2011), which falls linearly to 0. loss: "softmax", or "one-vs-all" where labels do
+    not exclude each other.
     """
 
     dim: int = 16
@@ -54,15 +56,15 @@ class ClassifierSettings:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A text and what it is an example of: one label, or several with one-vs-all."""
+    """A text with its label, or with several labels for one-vs-all."""
 
     text: str
     labels: tuple[str, ...]
 
 
 @dataclass
-class _Numbers(dict):
-    """bytes -> number, a new one for every new word."""
+class _WordNumbers(dict):
+    """The number of each word (bytes -> int); a new word gets the next number."""
 
     def __missing__(self, word: bytes) -> int:
         number = self[word] = len(self)
@@ -70,10 +72,10 @@ class _Numbers(dict):
 
 
 @dataclass
-class _Texts:
+class _EncodedTexts:
     """All texts as word numbers, in order of first appearance, back to back; 4 bytes per word."""
 
-    words: _Numbers = field(default_factory=_Numbers)
+    words: _WordNumbers = field(default_factory=_WordNumbers)
     parts: list[np.ndarray] = field(default_factory=list)
     labels: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -86,7 +88,7 @@ class _Texts:
 def train(
     examples: Iterable[Labelled], settings: ClassifierSettings | None = None, progress: Progress | None = None
 ) -> Model:
-    """The model of `examples`: a function of them, their order and the settings alone.
+    """Train a model; the result depends on `examples`, their order and the settings alone.
 
     Raises ConfigError for settings that break a rule, DataError for fewer than two labels.
     """
@@ -99,7 +101,7 @@ def train(
             fix=f"change {name}",
             name=name,
         )
-    texts = _Texts()
+    texts = _EncodedTexts()
     for example in examples:
         texts.add(example, settings.characters)
     counts = Counter(label for labels in texts.labels for label in labels)
@@ -136,7 +138,7 @@ def train(
 
 
 def _targets(labels: Sequence[tuple[str, ...]], names: list[str]) -> np.ndarray:
-    """1 where a text has a label, else 0: float32 [texts, labels]."""
+    """Return 1 where a text has a label, else 0: float32 [texts, labels]."""
     targets = np.zeros((len(labels), len(names)), np.float32)
     column = {name: number for number, name in enumerate(names)}
     for row, own in enumerate(labels):
@@ -145,11 +147,11 @@ def _targets(labels: Sequence[tuple[str, ...]], names: list[str]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _FeatureRows:
     """The trained features of every text, by row of `vectors`.
 
-    words: in the dictionary, with counts. ids: int32, text after text; ends: int64 [texts], where each one's end.
-    sizes: float32 [texts], how many features a text has in fastText's eyes, trained ones or not.
+    words: the dictionary with counts. ids: int32, text after text; ends: int64 [texts], where each text ends in ids.
+    sizes: float32 [texts], the number of features of a text as fastText counts them, trained or not.
     """
 
     words: dict[bytes, int]
@@ -159,7 +161,7 @@ class _Rows:
     count: int
 
 
-def _feature_rows(texts: _Texts, settings: ClassifierSettings) -> _Rows:
+def _feature_rows(texts: _EncodedTexts, settings: ClassifierSettings) -> _FeatureRows:
     names = list(texts.words)
     hashes, words, row_of_word = hash_words(names), *_dictionary(texts, names, settings)
     often = np.zeros(settings.buckets, np.int64)
@@ -180,7 +182,7 @@ def _feature_rows(texts: _Texts, settings: ClassifierSettings) -> _Rows:
         ids.append(chunk_ids[np.argsort(owners, kind="stable")])
         ends.append(end + np.cumsum(np.bincount(owners, minlength=count)))
         end = int(ends[-1][-1])
-    return _Rows(
+    return _FeatureRows(
         words,
         np.concatenate(ids),
         np.concatenate(ends),
@@ -189,8 +191,11 @@ def _feature_rows(texts: _Texts, settings: ClassifierSettings) -> _Rows:
     )
 
 
-def _dictionary(texts: _Texts, names: list[bytes], settings: ClassifierSettings) -> tuple[dict[bytes, int], np.ndarray]:
-    """(words that get a vector, with their counts, most frequent first; row of each word number, -1 for none)."""
+def _dictionary(
+    texts: _EncodedTexts, names: list[bytes], settings: ClassifierSettings
+) -> tuple[dict[bytes, int], np.ndarray]:
+    """Return (words that get a vector, with their counts, most frequent first; row of each word number, -1 for
+    none)."""
     counts = np.zeros(len(names), np.int64)
     for chunk in _chunks(texts.parts):
         counts += np.bincount(np.concatenate(chunk), minlength=len(names))
@@ -202,7 +207,7 @@ def _dictionary(texts: _Texts, names: list[bytes], settings: ClassifierSettings)
 
 
 def _chunks(parts: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Texts in order, some at a time."""
+    """Yield the texts in order, in groups of about a million tokens."""
     first = tokens = 0
     for number, part in enumerate(parts, 1):
         tokens += len(part)
@@ -214,7 +219,7 @@ def _chunks(parts: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
 def _ngrams(
     chunk: Sequence[np.ndarray], hashes: np.ndarray, settings: ClassifierSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(bucket, number of the text within the chunk) of every n-gram, int64."""
+    """Return (bucket, number of the text within the chunk) of every n-gram, int64."""
     ends = np.cumsum([len(part) for part in chunk])
     grams, where = ngram_buckets(hashes[np.concatenate(chunk)], ends, settings.ngrams, settings.buckets)
     return grams, np.searchsorted(ends, where, side="right")
@@ -222,20 +227,21 @@ def _ngrams(
 
 @dataclass(frozen=True)
 class _Batch:
-    """rows: the distinct features, int32 [U]. cells: text x U + feature of every occurrence. texts: their numbers."""
+    """A batch of texts. rows: the distinct features, int32 [U]. cells: text x U + feature of every occurrence. texts:
+    their numbers."""
 
     texts: np.ndarray
     rows: np.ndarray
     cells: np.ndarray
 
     def matrix(self, sizes: np.ndarray) -> np.ndarray:
-        """float32 [texts, U]: what a text's mean takes of each feature."""
+        """Return float32 [texts, U]: the weight of each feature in the mean of a text."""
         counts = np.bincount(self.cells, minlength=len(self.texts) * len(self.rows))
         return counts.reshape(len(self.texts), -1).astype(np.float32) / sizes[self.texts, None]
 
 
-def _batches(rows: _Rows, settings: ClassifierSettings) -> list[_Batch]:
-    """The texts in random order, cut into batches. They stay the same in every epoch, but not their order."""
+def _batches(rows: _FeatureRows, settings: ClassifierSettings) -> list[_Batch]:
+    """Return the texts in random order, cut into batches. The batches are equal in every epoch, their order is not."""
     order = np.random.default_rng(derive(settings.seed, "texts")).permutation(len(rows.ends))
     starts = np.concatenate([[0], rows.ends[:-1]])
     batches = []
@@ -249,9 +255,9 @@ def _batches(rows: _Rows, settings: ClassifierSettings) -> list[_Batch]:
 
 
 def _fit(
-    rows: _Rows, targets: np.ndarray, settings: ClassifierSettings, progress: Progress
+    rows: _FeatureRows, targets: np.ndarray, settings: ClassifierSettings, progress: Progress
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors float32 [rows.count, dim] and weights float32 [labels, dim]."""
+    """Fit and return vectors float32 [rows.count, dim] and weights float32 [labels, dim]."""
     random = np.random.default_rng(derive(settings.seed, "order"))
     vectors = np.zeros((rows.count, settings.dim), np.float32)
     weights = random.uniform(-1, 1, (targets.shape[1], settings.dim)).astype(np.float32)

@@ -18,7 +18,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 class ArrayWriter:
     """An .npy file that grows. Without a normal end of the `with` block it stays unreadable.
 
-    shape: -1 stands for what follows from the number of items. `rows` counts the items appended so far.
+    shape: -1 means the size that follows from the number of items. `rows` counts the items appended so far.
     """
 
     def __init__(self, path: Path, dtype: np.dtype | str, shape: tuple[int, ...] = (-1,)):
@@ -53,13 +53,13 @@ class ArrayFile:
             if npy.read_magic(file) != (1, 0):
                 raise ValueError(f"{path} is no .npy file of version 1.0")
             self.shape, _, self.dtype = npy.read_array_header_1_0(file)
-            self._start = file.tell()
+            self._start = file.tell()  # words: ok
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Items [start, stop) of the flattened array."""
+        """Return items [start, stop) of the flattened array."""
         offset = self._start + start * self.dtype.itemsize
         return np.fromfile(self.path, self.dtype, count=stop - start, offset=offset)
 
@@ -70,24 +70,24 @@ class ArrayFile:
 
 
 def partitions_for(rows: int, row_bytes: int, limit_bytes: int) -> int:
-    """A power of two, so that the rows of one of so many even partitions take at most about `limit_bytes`."""
+    """Return a power of two, so that the rows of one of so many even partitions take at most about `limit_bytes`."""
     return 1 << max(-(-rows * row_bytes // limit_bytes) - 1, 0).bit_length()
 
 
 def by_hash(keys: np.ndarray, partitions: int) -> np.ndarray:
-    """The partition of every key (uint64): equal keys go together, different ones spread evenly."""
+    """Return the partition of every key (uint64): equal keys go together, different ones spread evenly."""
     shift = 65 - partitions.bit_length()
     return (keys * _SPREAD >> np.uint64(shift) if partitions > 1 else np.zeros(len(keys))).astype(np.uint32)
 
 
 def sorted_set(values: np.ndarray) -> np.ndarray:
-    """The different values, ascending. Much faster than numpy.unique, which hashes."""
+    """Return the different values, ascending. Much faster than numpy.unique, which hashes."""
     values = np.sort(values)
     return values[starts(values)]
 
 
 def starts(ascending: np.ndarray) -> np.ndarray:
-    """Where a new value begins, bool."""
+    """Mark where a new value begins: bool [len(ascending)]."""
     new = np.ones(len(ascending), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
     return new
@@ -106,7 +106,7 @@ class Partitions:
         self._waiting: list[list[np.ndarray]] = [[] for _ in range(count)]
 
     def append(self, rows: np.ndarray, partitions: np.ndarray) -> None:
-        """partitions [rows]: the number of each row's partition."""
+        """Add `rows`. partitions [rows]: the number of each row's partition."""
         if self.count > 1:
             order = np.argsort(partitions, kind="stable")
             rows, partitions = rows[order], partitions[order]
@@ -130,7 +130,7 @@ class Partitions:
         return self._folder / f"partition-{number:05d}"
 
     def take(self, number: int, rows: int = PIECE) -> Iterator[np.ndarray]:
-        """The rows of a partition in pieces of at most `rows`; they are gone afterwards."""
+        """Yield the rows of a partition in pieces of at most `rows`, and remove them."""
         path = self._path(number)
         if path.exists():
             with path.open("ab") as file:
@@ -147,7 +147,7 @@ class Partitions:
                 yield rest[first : first + rows]
 
     def take_all(self, number: int) -> np.ndarray:
-        """The rows of a partition at once."""
+        """Return and remove the rows of a partition."""
         return np.concatenate([np.empty(0, self.dtype), *self.take(number)])
 
     def close(self) -> None:

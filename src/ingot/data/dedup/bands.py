@@ -1,6 +1,6 @@
 """Candidate pairs by locality-sensitive hashing (Indyk & Motwani 1998), from files, in bounded memory and linear time.
 
-Every curated file gets a folder of signatures (`write_bands`):
+Every processed input file has a folder of signatures (`write_bands`):
     keys.npy        uint64 [bands + 1, documents]: a hash of each band's rows; last, of the whole signature
     signatures.npy  uint8 [documents, permutations]: the low byte of every place, enough to estimate similarity
                     (b-bit minwise hashing, Li & König 2010: unequal places agree once in 256)
@@ -10,10 +10,10 @@ A pair is one uint64: the later document in its upper half, so that sorted pairs
 document is the later one of a bounded number of pairs, the earlier one of any number.
 
 Big buckets. In a bucket of up to WINDOW + 1 different signatures every pair is compared. In a bigger one (boilerplate,
-templates) its first member is compared with all others, and those that are almost surely like it are settled; this is
-done LEADERS times, then each remaining member is compared with the WINDOW members before it. So a bucket of k costs at
-most (LEADERS + WINDOW) * k comparisons and gives at most so many candidates. What can be missed: a pair of a big
-bucket, further apart than WINDOW, of which neither end is a leader; if it is settled, its cluster is nearly always
+templates) its first member is compared with all others, and those that are almost surely similar to it are settled;
+this is done LEADERS times, then each remaining member is compared with the WINDOW members before it. So a bucket of k
+costs at most (LEADERS + WINDOW) * k comparisons and gives at most so many candidates. What can be missed: a pair of a
+big bucket, further apart than WINDOW, of which neither end is a leader; if it is settled, its cluster is nearly always
 found through the leader, and it has other bands. docs/design/dedup.md has the measured loss.
 """
 
@@ -51,7 +51,8 @@ _HALF = np.uint64(32)
 
 
 def write_bands(signatures: np.ndarray, rules: DedupRules, folder: Path) -> None:
-    """The folder of one curated file; `folder` exists. signatures: uint32 [documents, permutations], in order."""
+    """Write the signatures of one processed input file into `folder`, which exists. signatures: uint32 [documents,
+    permutations], in order."""
     columns = np.ascontiguousarray(signatures.T)
     keys = [_key(columns[band * rules.rows : (band + 1) * rules.rows]) for band in range(rules.bands)]
     np.save(folder / "keys.npy", np.array([*keys, _key(columns)], "<u8"))
@@ -59,10 +60,10 @@ def write_bands(signatures: np.ndarray, rules: DedupRules, folder: Path) -> None
 
 
 def join_folders(folders: Sequence[Path], rules: DedupRules, out: Path) -> None:
-    """Several folders as one, `out` (exists), in their order. Raises DataError as SignatureFolders does.
+    """Join several folders into one, `out` (exists), in their order. Raises DataError as SignatureFolders does.
 
-    Every folder is opened again for each quarter of a million pairs, which is 0.1 ms: a thousand large ones are better
-    than many small ones.
+    A search opens every folder for each quarter of a million pairs, which takes 0.1 ms: a thousand large folders are
+    better than many small ones.
     """
     source = SignatureFolders(folders, rules)
     with ArrayWriter(out / "keys.npy", "<u8", (rules.bands + 1, -1)) as file:
@@ -76,7 +77,7 @@ def join_folders(folders: Sequence[Path], rules: DedupRules, out: Path) -> None:
 
 
 def _key(columns: np.ndarray) -> np.ndarray:
-    """A hash of the columns [n, documents] of each document, uint64 [documents]."""
+    """Return a hash of the columns [n, documents] of each document, uint64 [documents]."""
     key = np.zeros(columns.shape[1], np.uint64)
     for column in columns:
         key = key * _MULTIPLIER + column + np.uint64(1)
@@ -88,7 +89,7 @@ class SignatureFolders:
     """Documents of many folders by number. Files are opened when they are read, one at a time."""
 
     def __init__(self, folders: Sequence[Path], rules: DedupRules):
-        """Raises DataError where a folder was written by other rules, or the documents are too many for one search."""
+        """Open `folders`. Raises DataError for a folder of other rules, or for too many documents for one search."""
         self.folders, self.rules = list(folders), rules
         sizes = []
         for folder in self.folders:
@@ -120,7 +121,8 @@ class SignatureFolders:
         return int(self.starts[-1])
 
     def keys(self, band: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(number of the first document, keys uint64 [n]) through all folders; band `rules.bands`: whole signatures."""
+        """Yield (number of the first document, keys uint64 [n]) through all folders; band `rules.bands`: whole
+        signatures."""
         for folder, start in zip(self.folders, self.starts.tolist(), strict=False):
             file = ArrayFile(folder / "keys.npy")
             documents = file.shape[1]
@@ -129,11 +131,11 @@ class SignatureFolders:
                 start += len(piece)
 
     def whole_keys(self, numbers: np.ndarray) -> np.ndarray:
-        """The hash of the whole signature of each document, uint64 [numbers]."""
+        """Return the hash of the whole signature of each document, uint64 [numbers]."""
         return self._gather(numbers, "keys.npy", np.empty(len(numbers), np.uint64), lambda array: array[-1])
 
     def estimates(self, earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
-        """The estimated Jaccard similarity of each pair of documents, float32 [pairs]."""
+        """Return the estimated Jaccard similarity of each pair of documents, float32 [pairs]."""
         found = np.empty(len(earlier), np.float32)
         for first in range(0, len(earlier), _PAIRS_AT_ONCE):
             chunk = slice(first, first + _PAIRS_AT_ONCE)
@@ -142,7 +144,7 @@ class SignatureFolders:
         return found
 
     def signatures(self, numbers: np.ndarray) -> np.ndarray:
-        """uint8 [numbers, permutations]."""
+        """Return the signatures of documents, uint8 [numbers, permutations]."""
         out = np.empty((len(numbers), self.rules.permutations), np.uint8)
         return self._gather(numbers, "signatures.npy", out, lambda array: array)
 
@@ -160,13 +162,13 @@ class SignatureFolders:
 def band_candidates(
     band: int, folders: Sequence[Path], rules: DedupRules, out: Path, *, fixed: int = 0, limit_bytes: int = 512 << 20
 ) -> int:
-    """The pairs of documents of all `folders` that share band `band` and look similar; returns how many.
+    """Write the pairs of documents of all `folders` that share band `band` and look similar; return their number.
 
     band: 0 to `rules.bands`; the last one gives every document whose whole signature came before, with the first such.
     out: .npy file of pairs (uint64), ascending, each once. fixed: pairs among the first `fixed` documents are left out.
-    limit_bytes: of memory, about; beside it one folder's signatures are mapped, and up to 100 MB are worked on. It
-    decides where a bucket of more than limit_bytes / 96 documents is cut, and nothing else of the result. Scratch files
-    lie beside `out`.
+    limit_bytes: approximate limit of memory, without the mapped signatures of one folder and up to 100 MB of work.
+    The result depends on it only where a bucket has more than limit_bytes / 96 documents and is cut. Scratch files are
+    next to `out`.
     Raises DataError as SignatureFolders does.
     """
     source = SignatureFolders(folders, rules)
@@ -189,7 +191,7 @@ def pack(earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
 
 
 def unpack(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(earlier, later), uint32 each."""
+    """Return (earlier, later), uint32 each."""
     return (pairs & _LOW).astype(np.uint32), (pairs >> _HALF).astype(np.uint32)
 
 
@@ -217,7 +219,8 @@ def _band_pairs(source: SignatureFolders, band: int, scratch: Path, limit_bytes:
 
 
 def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolders) -> Iterator[np.ndarray]:
-    """Pairs that look similar among documents of equal keys. keys ascending; numbers ascending where keys are equal."""
+    """Yield pairs that look similar among documents of equal keys. keys ascending; numbers ascending where keys are
+    equal."""
     new = starts(keys)
     alone = new & np.append(new[1:], True)
     bucket, numbers = np.cumsum(new)[~alone], numbers[~alone]
@@ -256,7 +259,7 @@ def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolder
 
 
 def _without_copies(bucket, numbers, source: SignatureFolders) -> tuple[np.ndarray, np.ndarray]:
-    """Of equal signatures in a bucket the first; the others are found by `_copies`."""
+    """Return (bucket, numbers) with the first of equal signatures in each bucket; `_copies` finds the others."""
     whole = source.whole_keys(numbers)
     order = np.lexsort((whole, bucket))
     first = np.sort(order[starts(bucket[order]) | starts(whole[order])])
@@ -264,7 +267,7 @@ def _without_copies(bucket, numbers, source: SignatureFolders) -> tuple[np.ndarr
 
 
 def merge_candidates(files: Iterable[Path], out: Path) -> int:
-    """The pairs of all `files` (each ascending), ascending, each once, into `out`; returns how many."""
+    """Merge the pairs of all `files` (each ascending) into `out`, ascending, each once; return their number."""
     sources = [file for file in map(ArrayFile, files) if len(file)]
     places = [0] * len(sources)
     size = max(PIECE // max(len(sources), 1), 1)

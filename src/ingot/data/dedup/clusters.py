@@ -1,7 +1,12 @@
-"""Verified pairs become clusters: all that pairs connect; the first document of a cluster stays.
+"""Verify candidate pairs, and join verified pairs into clusters; the first document of a cluster stays.
 
-Union-find over one array of 4 bytes per document, with the smallest number as the root (Tarjan 1975). Together with the
-first document that each was found to be like, 12 bytes per document; pairs are read in pieces.
+Verification computes the exact Jaccard similarity of two shingle sets. Candidates are sorted by their later document,
+so that later sets are read in order; earlier sets, which are needed many times, stay in a cache of bounded size. A pair
+whose ends are already connected in its slice is skipped: it changes no cluster. Any worker can verify a slice: the
+clusters, and the first similar document of each document, do not depend on the cuts between slices.
+
+Clusters are union-find over one array of 4 bytes per document, with the smallest number as the root (Tarjan 1975). With
+the first similar document of each document that is 12 bytes per document; pairs are read in pieces.
 """
 
 from collections import OrderedDict
@@ -24,7 +29,7 @@ _NONE = np.uint32(2**32 - 1)
 
 @dataclass(frozen=True)
 class Clusters:
-    """Of every document: the first of its cluster, the smallest number it was found to be like and how much.
+    """The clusters: for every document the first of its cluster, and its first similar document with the similarity.
 
     roots, like: uint32 [documents]; jaccard: float32 [documents]. `like` of a document without a pair is 2^32 - 1.
     """
@@ -34,7 +39,8 @@ class Clusters:
     jaccard: np.ndarray
 
     def duplicates(self, fixed: int = 0) -> np.ndarray:
-        """The documents to drop, DUPLICATE records (16 bytes) ascending by document. The first `fixed` all stay."""
+        """Return the documents to drop: DUPLICATE records (16 bytes) ascending by document. The first `fixed` all
+        stay."""
         found = np.empty(sum(map(len, self._dropped(fixed))), DUPLICATE)
         place = 0
         for dropped in self._dropped(fixed):
@@ -51,9 +57,9 @@ class Clusters:
 
 
 def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
-    """Of documents 0 to `documents` - 1 by the pairs in the files `verified` (verify.py), in any order.
+    """Join documents 0 to `documents` - 1 into clusters by the pairs in the files `verified`, in any order.
 
-    Raises DataError for a pair of a document that is not there.
+    Raises DataError for a pair with a document beyond the last.
     """
     roots = np.arange(documents, dtype=np.uint32)
     like = np.full(documents, _NONE)
@@ -73,7 +79,7 @@ def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
                 _CORE.unite(roots, like, jaccard, piece)
             else:
                 unite_reference(roots, like, jaccard, piece)
-    for start in range(0, documents, PIECE):  # what lies before is settled: parents are never greater
+    for start in range(0, documents, PIECE):  # earlier pieces are settled: parents are never greater
         piece = roots[start : start + PIECE]
         while not np.array_equal(above := roots[piece], piece):
             piece[:] = above
@@ -81,7 +87,7 @@ def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
 
 
 def unite_reference(parent: np.ndarray, like: np.ndarray, similarity: np.ndarray, pairs: np.ndarray) -> None:
-    """Pairs (VERIFIED records) into the forest `parent` and into each document's smallest partner, in place."""
+    """Add `pairs` (VERIFIED records) to the forest `parent` and to each document's smallest partner, in place."""
     document = np.concatenate((pairs["earlier"], pairs["later"]))
     partner = np.concatenate((pairs["later"], pairs["earlier"]))
     order = np.lexsort((partner, document))
@@ -94,7 +100,7 @@ def unite_reference(parent: np.ndarray, like: np.ndarray, similarity: np.ndarray
         a, b = _roots(parent, a), _roots(parent, b)
         apart = a != b
         a, b = np.minimum(a[apart], b[apart]), np.maximum(a[apart], b[apart])
-        np.minimum.at(parent, b, a)  # a root has one new parent; what lost against it goes round again
+        np.minimum.at(parent, b, a)  # a root has one new parent; the other pairs are repeated
         while not np.array_equal(above := parent[parent[b]], parent[b]):  # chains of roots, halved
             parent[b] = above
 
@@ -105,20 +111,13 @@ def _roots(parent: np.ndarray, documents: np.ndarray) -> np.ndarray:
     return documents
 
 
-# Candidates become verified pairs: the exact Jaccard similarity of their sets of shingles.
-# Candidates are sorted by their later document, so that those are read in order; earlier ones, of which many are asked
-# for again and again, stay in a cache bounded in bytes. A pair whose ends are already connected by pairs of the same
-# slice is not compared: it changes no cluster. Slices can be verified by any worker: the clusters, and the first document
-# that each was found to be like, do not depend on how the candidates are cut.
-
-
 VERIFIED = np.dtype([("earlier", "<u4"), ("later", "<u4"), ("jaccard", "<f4")])
 _PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How many candidates there were, how many of them were compared, how many are similar."""
+    """The number of candidates, of compared candidates, and of similar pairs."""
 
     candidates: int
     compared: int
@@ -126,7 +125,7 @@ class Verification:
 
 
 def slices(pairs: Path, at_most: int) -> list[tuple[int, int]]:
-    """Slices [start, stop) of candidates for one task each; depends on their number alone."""
+    """Return slices [start, stop) of the candidates, one per task; they depend on the number of candidates alone."""
     count = len(ArrayFile(pairs))
     return [(start, min(start + at_most, count)) for start in range(0, count, at_most)]
 
@@ -141,11 +140,11 @@ def verify_pairs(
     stop: int | None = None,
     cache_bytes: int = 256 << 20,
 ) -> Verification:
-    """The candidates [start, stop) of the file `pairs` with a similarity of at least `rules.jaccard`: VERIFIED records.
+    """Write the candidates [start, stop) of the file `pairs` with a similarity of at least `rules.jaccard` to `out`.
 
-    set_of(number): the shingle set of a document (`minhash.shingle_set`); later documents are asked for in order.
-    cache_bytes: of sets that are kept; beside them, about 200 bytes per similar pair of the slice. The records in the
-    .npy file `out` are ascending by (later, earlier).
+    out: .npy file of VERIFIED records, ascending by (later, earlier). set_of(number): the shingle set of a document
+    (`minhash.shingle_set`); later documents are requested in order. cache_bytes: limit of cached sets; about 200 bytes
+    per similar pair of the slice come on top.
     """
     sets = _Cache(set_of, cache_bytes)
     connected = _Connected()

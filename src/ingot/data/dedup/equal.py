@@ -1,6 +1,6 @@
-"""Which rows of many parts equal an earlier row, by hash, in bounded memory: URLs and whole texts.
+"""Find rows of many parts that equal an earlier row, by hash, in bounded memory: URLs and whole texts.
 
-Rows go to partitions by hash, each partition is sorted by itself, and what is found is put back in the order of the
+Rows go to partitions by hash, each partition is sorted separately, and the found rows are put back in the order of the
 parts. The result depends on the rows and their order alone. Only different keys are held, so that one key which fills
 half of the corpus costs no more than any other.
 """
@@ -20,20 +20,22 @@ _FOUND = np.dtype([("row", "<u8"), ("first", "<u8")])
 
 
 def text_hash(text: str) -> bytes:
-    """XXH3-128 (16 bytes, as two little-endian uint64) of the words of `text`, joined by single blanks.
+    """Return XXH3-128 (16 bytes, as two little-endian uint64) of the words of `text`, joined by single blanks.
 
-    Whitespace is layout: two extractions of one page differ in it. Case is kept: this stage has no threshold and is
-    not verified, so that it only takes what nobody would tell apart; near-duplicates lower-case. 10^10 different texts
-    hold a false pair with a probability of 10^-19.
+    Whitespace is layout: two extractions of one page differ in it. Case is kept: this stage has
+    no threshold and no verification, so it drops only texts that readers see as equal; near-duplicates ignore case.
+    10^10 different texts hold a false pair with a probability of 10^-19.
     """
     return xxh3_128_digest(" ".join(text.split()).encode("utf-8", "surrogatepass"))[::-1]
 
 
 def firsts(parts: Sequence[np.ndarray | Path], out: Path, *, limit_bytes: int = 256 << 20) -> np.ndarray:
-    """Every row that equals an earlier one, with the first it equals: EQUAL records, ascending, mapped from `out`.
+    """Return every row that equals an earlier one, with the first equal row: EQUAL records, ascending, mapped from
+    `out`.
 
     parts: hashes in corpus order, each uint64 [rows], or [rows, 2] for 128 bits, or an .npy file of such; up to 2^32
-    rows each. limit_bytes: of memory for sorting, about. Scratch files, as large as the parts, lie beside `out`.
+    rows each. limit_bytes: approximate limit of memory for sorting. Scratch files, as large as the parts, are next to
+    `out`.
     """
     sizes = [len(ArrayFile(part)) if isinstance(part, Path) else len(part) for part in parts]
     starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.uint64))).astype(np.uint64)
@@ -51,7 +53,7 @@ def firsts(parts: Sequence[np.ndarray | Path], out: Path, *, limit_bytes: int = 
 
 
 def rows_of(found: np.ndarray, part: int) -> np.ndarray:
-    """The records of one part in what `firsts` found."""
+    """Return the records of one part in the result of `firsts`."""
     return found[np.searchsorted(found["part"], part) : np.searchsorted(found["part"], part, side="right")]
 
 
@@ -71,7 +73,7 @@ def _rows(part: np.ndarray | Path, start: int) -> Iterator[tuple[int, np.ndarray
 def equal_rows(
     numbered: Iterable[tuple[int, np.ndarray]], total: int, scratch: Path, limit_bytes: int
 ) -> Iterator[np.ndarray]:
-    """Blocks of (row, first), ascending by row, for every row that equals an earlier one.
+    """Yield blocks of (row, first), ascending by row, for every row that equals an earlier one.
 
     numbered: (number of the first row, keys uint64 [rows, 1 or 2]), ascending. total: rows of all. scratch: a folder.
     """
@@ -114,7 +116,7 @@ def _equal_in(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _order(keys: np.ndarray) -> np.ndarray:
-    """Indices that sort keys [rows, 1 or 2], stable, so that equal keys stay in corpus order."""
+    """Return indices that sort keys [rows, 1 or 2], stable, so that equal keys stay in corpus order."""
     order = np.argsort(keys[:, 0], kind="stable")
     if keys.shape[1] == 2:
         a = keys[order]

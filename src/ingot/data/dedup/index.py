@@ -1,14 +1,14 @@
-"""What later builds need of the documents that were kept: deduplication across runs.
+"""The index of kept documents, which later builds search for near-duplicates.
 
 An index is a folder:
     index.json        version, rules, and per part its documents and the SHA-256 of its files; written last
     part-00000/       one part per addition
         signatures.npy, keys.npy    as bands.py describes
         sets.npy      uint64: the shingle sets of the part's documents, one after another
-        starts.npy    uint64 [documents + 1]: where each begins
+        starts.npy    uint64 [documents + 1]: where each set begins
         ids.txt       the ids of the documents, one per line
-A search puts the parts of the index before its own folders and calls them fixed: they are found alike, never dropped.
-Sets instead of texts: verification needs nothing else, and a text that was purged leaves only hashes behind.
+A search puts the parts of the index before its own folders and calls them fixed: their documents are compared, never
+dropped. The index holds sets instead of texts: verification needs only sets, and of a purged text only hashes remain.
 """
 
 import json
@@ -31,10 +31,11 @@ _COMPARED = ("ngram", "bands", "rows")  # rules that decide what is on disk; ano
 
 
 def add_to_index(index: Path, rules: DedupRules, documents: Iterable[tuple[str, np.ndarray]]) -> int:
-    """Add `documents`, (id, shingle set) each, as one part of the folder `index`, made if missing; returns how many.
+    """Add `documents`, (id, shingle set) each, as one part of the folder `index`, created if missing; return their
+    number.
 
-    A part holds as many documents as one curated file: all its signatures are in memory. Until index.json names the
-    part, it is not there. Raises DataError where the index was made by other rules, or an id holds a line break.
+    A part has the documents of one processed input file: all its signatures are in memory. The part exists once
+    index.json names it. Raises DataError where the index was made by other rules, or an id holds a line break.
     """
     facts = (
         _facts(index, rules) if (index / INDEX).exists() else {"version": _VERSION, "rules": _rules(rules), "parts": []}
@@ -69,7 +70,7 @@ class Index:
     """An index for reading. Documents are numbered through its parts."""
 
     def __init__(self, index: Path, rules: DedupRules, *, verify: bool = False):
-        """verify: read every file and compare its hash. Raises DataMissing, DataError."""
+        """Open the folder `index`. verify: read every file and compare its hash. Raises DataMissing, DataError."""
         if not (index / INDEX).exists():
             raise DataMissing(
                 "E-INDEX-MISSING",
@@ -99,13 +100,13 @@ class Index:
         return int(self._starts[-1])
 
     def set_of(self, number: int) -> np.ndarray:
-        """The shingle set of document `number`."""
+        """Return the shingle set of document `number`."""
         part, row = self._place(number)
         start, stop = self._set_starts[part][row : row + 2].tolist()
         return self._sets[part].read(start, stop)
 
     def id_of(self, number: int) -> str:
-        """The id of document `number`. Reads a whole list of ids: for messages."""
+        """Return the id of document `number`. Reads a whole list of ids, so it is for messages only."""
         part, row = self._place(number)
         with (self.folders[part] / "ids.txt").open(encoding="utf-8", errors="surrogatepass", newline="\n") as file:
             return next(line for count, line in enumerate(file) if count == row).removesuffix("\n")

@@ -24,7 +24,8 @@ _STANDARD_ERRORS = 4  # of the estimate; 3 in 100,000 pairs at the threshold its
 
 @dataclass(frozen=True, kw_only=True)
 class DedupRules:
-    """Documents that share all rows of one band are candidates; those with at least `jaccard` are duplicates.
+    """Settings of deduplication. Documents that share all rows of one band are candidates; those with at least
+    `jaccard` are duplicates.
 
     16 bands of 8 rows find 99% of the pairs with Jaccard 0.8 or more; exact verification removes the false ones.
     `exact`: texts that are equal but for whitespace are dropped before (equal.py).
@@ -50,12 +51,12 @@ class DedupRules:
 
     @property
     def least_estimate(self) -> float:
-        """Pairs whose signatures agree in a smaller share of places are not verified."""
+        """The least estimated similarity of a pair that is verified."""
         return self.jaccard - _STANDARD_ERRORS * self.standard_error
 
     @property
     def standard_error(self) -> float:
-        """Of the estimate of a pair whose similarity is `jaccard` (binomial)."""
+        """The standard error of the estimate for a pair whose similarity is `jaccard` (binomial)."""
         return (self.jaccard * (1 - self.jaccard) / self.permutations) ** 0.5
 
     @property
@@ -64,7 +65,7 @@ class DedupRules:
 
 
 def shingles(text: str, ngram: int = 5) -> np.ndarray:
-    """The n-grams of `text` as uint64 hashes [max(words - ngram + 1, 1)], in order, repeats included.
+    """Return the n-grams of `text` as uint64 hashes [max(words - ngram + 1, 1)], in order, repeats included.
 
     A text of fewer than `ngram` words is one shingle. Hashes are the same in every process and on every machine.
     """
@@ -74,7 +75,7 @@ def shingles(text: str, ngram: int = 5) -> np.ndarray:
 
 
 def shingles_reference(text: str, ngram: int) -> np.ndarray:
-    """`shingles` without the compiled core."""
+    """Compute `shingles` without the compiled core."""
     hashes = word_hashes(text.lower())
     if not len(hashes):
         return np.zeros(1, np.uint64)
@@ -91,19 +92,19 @@ def shingles_reference(text: str, ngram: int) -> np.ndarray:
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """XXH3-64 of the UTF-8 of every whitespace-separated word, uint64 [words]."""
+    """Return XXH3-64 of the UTF-8 of every whitespace-separated word, uint64 [words]."""
     # Words hold no whitespace, so that joining, encoding and splitting again gives them back as bytes.
     words = " ".join(text.split()).encode("utf-8", "surrogatepass").split()
     return np.fromiter(map(xxh3_64_intdigest, words), np.uint64, len(words))
 
 
 def shingle_set(text: str, rules: DedupRules) -> np.ndarray:
-    """The different shingles of `text`, uint64, ascending: what verification compares."""
+    """Return the different shingles of `text`, uint64, ascending; verification compares these sets."""
     return sorted_set(shingles(text, rules.ngram))
 
 
 def signature_of(text: str, rules: DedupRules) -> np.ndarray:
-    """MinHash of the shingles of `text`, uint32 [permutations]."""
+    """Return the MinHash of the shingles of `text`, uint32 [permutations]."""
     if _CORE is not None:
         found = _CORE.signature(text.lower(), rules.ngram, xxh3_64_intdigest, *_permutations(rules.permutations))
         return np.frombuffer(found, np.uint32)
@@ -119,14 +120,14 @@ def _permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def signature(hashes: np.ndarray, permutations: int = 128) -> np.ndarray:
-    """MinHash of shingles uint64 [n] as uint32 [permutations]."""
+    """Return the MinHash of shingles uint64 [n] as uint32 [permutations]."""
     if _CORE is not None:
         return np.frombuffer(_CORE.minima(np.ascontiguousarray(hashes), *_permutations(permutations)), np.uint32)
     return signature_reference(hashes, permutations)
 
 
 def signature_reference(hashes: np.ndarray, permutations: int) -> np.ndarray:
-    """`signature` without the compiled core."""
+    """Compute `signature` without the compiled core."""
     factors, offsets = (column[:, None] for column in _permutations(permutations))
     low = hashes.astype(np.uint32)
     least = np.full(permutations, 0xFFFFFFFF, np.uint32)
@@ -138,13 +139,13 @@ def signature_reference(hashes: np.ndarray, permutations: int) -> np.ndarray:
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Jaccard similarity of two sets of shingles, uint64, each ascending without repeats (`shingle_set`)."""
+    """Return the Jaccard similarity of two sets of shingles, uint64, each ascending without repeats (`shingle_set`)."""
     common = _common(a, b)
     return common / (len(a) + len(b) - common)
 
 
 def common_reference(a: np.ndarray, b: np.ndarray) -> int:
-    """How many shingles two sets share."""
+    """Count the shingles that two sets share."""
     return len(np.intersect1d(a, b, assume_unique=True))
 
 

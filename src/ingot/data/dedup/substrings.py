@@ -1,12 +1,12 @@
-"""Long spans of words that came before in the corpus are cut (Lee et al. 2022; RefinedWeb cuts spans of 50 tokens).
+"""Cut long spans of words that came before in the corpus (Lee et al. 2022; RefinedWeb cuts spans of 50 tokens).
 
-A window is a run of `words` words as they stand, whitespace apart. It is repeated if the same window begins earlier: in
-an earlier document, or earlier in the same one. A word is cut if a repeated window covers it, so the first occurrence
-of everything stays. Three steps, whose results depend on the order of the corpus alone:
+A window is a run of `words` words, compared without their whitespace. It is repeated if the same window begins earlier:
+in an earlier document, or earlier in the same one. A word is cut if a repeated window covers it, so the first
+occurrence of everything stays. Three steps, whose results depend on the order of the corpus alone:
     write_windows   map, one task per file: the hashes of its windows, grouped by partition, each group in corpus order
     mark_repeated   reduce, one task per partition: one bit per window, is it repeated
-    RepeatedSpans   map: the same texts again in the same order; the bits are met in the order they were written, so
-                    that no position is ever stored: 8 bytes and one bit per word travel.
+    RepeatedSpans   map: the same texts again in the same order; the bits are read in the order they were written, so
+                    that no position is stored: 8 bytes and one bit per word are written.
 Windows are equal if their 64-bit hashes are: no window is missed, and n windows hold n^2 / 2^65 false pairs (0.03 in
 10^9 words, 27,000 of 10^12, each of which cuts one span). They are not verified: that needs every text twice.
 """
@@ -33,7 +33,7 @@ _INVERSE = pow(_BASE, -1, 2**64)
 
 @dataclass(frozen=True, kw_only=True)
 class SubstringRules:
-    """`words`: how many words make a span long enough to be cut where it comes again."""
+    """Settings. words: the least length in words of a span that is cut where it is repeated."""
 
     enabled: bool = False
     words: int = 50
@@ -48,12 +48,12 @@ class SubstringRules:
 
 
 def window_partitions(windows: int, limit_bytes: int = 512 << 20) -> int:
-    """How many partitions keep the memory of `mark_repeated` near `limit_bytes` for a corpus of so many words."""
+    """Return the number of partitions that keeps the memory of `mark_repeated` near `limit_bytes`."""
     return partitions_for(windows, _ROW_BYTES, limit_bytes)
 
 
 def window_hashes(text: str, words: int) -> np.ndarray:
-    """A hash of every run of `words` words, uint64 [max(words of the text - words + 1, 0)].
+    """Return a hash of every run of `words` words, uint64 [max(words of the text - words + 1, 0)].
 
     Polynomials in an odd base modulo 2^64 of the words' hashes: differences of prefix sums, at any length of the run.
     """
@@ -77,7 +77,7 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 
 def write_windows(texts: Iterable[str], rules: SubstringRules, partitions: int, folder: Path) -> int:
-    """The windows of one file's texts into `folder` (exists); returns how many.
+    """Write the windows of one file's texts into `folder` (exists); return their number.
 
     windows.npy: uint64, grouped by partition; starts.npy: uint64 [partitions + 1], where each group begins.
     """
@@ -103,7 +103,7 @@ def write_windows(texts: Iterable[str], rules: SubstringRules, partitions: int, 
 
 
 def mark_repeated(partition: int, folders: Sequence[Path], out: Path) -> int:
-    """Which windows of one partition of all `folders`, in corpus order, came before, into `out`; returns how many.
+    """Write which windows of one partition of all `folders`, in corpus order, came before; return their number.
 
     Folder `out` (exists): repeated.npy: uint8, one bit per window, each of `folders` from a new byte on; starts.npy:
     uint64 [folders + 1], the byte where each begins. Holds the partition in memory: about 48 bytes per window.
@@ -129,7 +129,7 @@ def mark_repeated(partition: int, folders: Sequence[Path], out: Path) -> int:
 
 
 class RepeatedSpans:
-    """What to cut from the texts of one file. They must come as `write_windows` saw them: all, in the same order."""
+    """Finds the spans to cut from the texts of one file: all texts, in the order in which `write_windows` saw them."""
 
     def __init__(self, number: int, folder: Path, marked: Sequence[Path], rules: SubstringRules):
         """number: of `folder` among the folders of the corpus. marked: the folder of every partition, in order."""
@@ -144,7 +144,7 @@ class RepeatedSpans:
         self._next = self._ends - sizes  # of each partition: its next bit
 
     def of(self, text: str) -> list[tuple[int, int]]:
-        """Character ranges [start, end) of the next text: whole words and the whitespace behind them, ascending.
+        """Return character ranges [start, end) of the next text: whole words and the whitespace after them, ascending.
 
         Raises DataError when more windows come than were written.
         """
@@ -155,7 +155,7 @@ class RepeatedSpans:
         order = np.argsort(partitions, kind="stable")
         counts = np.bincount(partitions, minlength=self._partitions)
         if (self._next + counts > self._ends).any():
-            raise self._other_texts()
+            raise self._texts_changed()
         # The rank of each window among those of its partition, in the order of the text, from the next bit on.
         base = self._next - (np.cumsum(counts) - counts)
         repeated = np.empty(len(hashes), bool)
@@ -164,11 +164,11 @@ class RepeatedSpans:
         return _spans(text, repeated, self._words) if repeated.any() else []
 
     def finish(self) -> None:
-        """Raises DataError when fewer windows came than were written."""
+        """Check that all windows were read. Raises DataError when fewer windows came than were written."""
         if (self._next != self._ends).any():
-            raise self._other_texts()
+            raise self._texts_changed()
 
-    def _other_texts(self) -> DataError:
+    def _texts_changed(self) -> DataError:
         return DataError(
             "E-DEDUP-TEXTS-CHANGED",
             f"the texts differ from the texts whose windows are in {self._folder}",
@@ -179,7 +179,7 @@ class RepeatedSpans:
 
 
 def _spans(text: str, repeated: np.ndarray, words: int) -> list[tuple[int, int]]:
-    """repeated: bool per window. Runs of words that a repeated window covers, as characters of `text`."""
+    """Return the runs of words that a repeated window covers, as character ranges. repeated: bool per window."""
     change = np.zeros(len(repeated) + words + 1, np.int64)
     change[1 : len(repeated) + 1] += repeated
     change[words + 1 :] -= repeated
@@ -191,7 +191,7 @@ def _spans(text: str, repeated: np.ndarray, words: int) -> list[tuple[int, int]]
 
 
 def cut(text: str, spans: Sequence[tuple[int, int]]) -> str:
-    """`text` without the characters of `spans`."""
+    """Return `text` without the characters of `spans`."""
     keep, place = [], 0
     for start, end in spans:
         keep.append(text[place:start])

@@ -1,12 +1,12 @@
-"""Pages that are not wanted because of where they are: lists of domains and addresses, and words in the URL.
+"""Filter pages by their address: block lists of domains and URLs, and a score of words in the URL.
 
-Lists are the user's: plain lines, hosts files, Adblock filters for whole domains, or a folder of the collection of the
-University of Toulouse (UT1: CATEGORY/domains and CATEGORY/urls), each as it is or gzipped. RefinedWeb (Penedo et al.
-2023, arXiv:2306.01116) blocked 4.6 million domains this way and scored URLs by words, which `words` does with a short
-list of ingot's own, blocklist_words.txt.
+The user gives the lists: plain lines, hosts files, Adblock filters for whole domains, or a folder of the collection of
+the University of Toulouse (UT1: CATEGORY/domains and CATEGORY/urls), each plain or gzipped. RefinedWeb (Penedo et al.
+2023, arXiv:2306.01116) blocked 4.6 million domains this way and scored URLs by words, which `words` does with a list
+that comes with ingot, blocklist_words.txt.
 
-Only 8 bytes of hash are kept per entry, sorted: 40 MB for five million domains. A name that is not listed is taken for
-one that is with a probability of entries / 2^64 per look-up.
+Only 8 bytes of hash are kept per entry, sorted: 40 MB for five million domains. A name that is
+not listed is blocked by mistake with a probability of entries / 2^64 per look-up.
 """
 
 import functools
@@ -29,7 +29,7 @@ from ingot.errors import DataError, DataMissing
 from ingot.schema.document import Document, Drop
 from ingot.storage import sha256_file
 
-_LONGEST_LINE = 1 << 16  # bytes; the rest of a longer one is a line of its own
+_LONGEST_LINE = 1 << 16  # bytes; the rest of a longer line is read as another line
 _LIST_NAMES = ("domains", "urls")  # of a folder in UT1's form
 _NULL_ADDRESSES = ("0.0.0.0", "127.0.0.1", "::", "::1")
 _LOCAL_NAMES = frozenset(
@@ -44,7 +44,10 @@ _HASH = functools.partial(xxhash.xxh3_64_intdigest, seed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class BlocklistRules:
-    """files: lists, or folders of them. words: the score at which a URL's words are too many; 0 switches that off."""
+    """Settings of block lists.
+
+    files: lists, or folders of lists. words: the score of the words in a URL at which it is blocked; 0: off.
+    """
 
     enabled: bool = True
     files: tuple[str, ...] = ()
@@ -57,7 +60,10 @@ class BlocklistRules:
 
 @dataclass(frozen=True)
 class Lists:
-    """domains, urls: uint64, sorted hashes of names and of canonical URLs. skipped: lines that were neither."""
+    """Loaded block lists.
+
+    domains, urls: uint64, sorted hashes of names and of canonical URLs. skipped: number of lines that are neither.
+    """
 
     domains: np.ndarray
     urls: np.ndarray
@@ -65,7 +71,10 @@ class Lists:
 
 
 def fingerprint(rules: BlocklistRules) -> dict[str, Any]:
-    """What decides a block list, with the files' content and not their places; JSON. Raises DataMissing."""
+    """Return all that decides the verdicts, as JSON values: the content of the files, not their paths.
+
+    Raises DataMissing.
+    """
     paths = [path for name in rules.files for path in _paths(name)]
     words = hashlib.sha256("\n".join(f"{word} {score}" for word, score in sorted(url_words().items())).encode())
     return {
@@ -76,7 +85,7 @@ def fingerprint(rules: BlocklistRules) -> dict[str, Any]:
 
 
 def _paths(name: str) -> list[Path]:
-    """The list `name`, or in order of their paths all lists in that folder."""
+    """Return the list `name`; for a folder all lists in it, in order of their paths."""
     path = Path(name)
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.removesuffix(".gz") in _LIST_NAMES)
@@ -96,7 +105,7 @@ def _paths(name: str) -> list[Path]:
 
 @functools.lru_cache(maxsize=4)
 def load_lists(names: tuple[str, ...]) -> Lists:
-    """The lists in `names`, read once per process. Raises DataMissing, DataError for a damaged gzip file."""
+    """Read the lists in `names`, once per process. Raises DataMissing, and DataError for a damaged gzip file."""
     domains: list[np.ndarray] = []
     urls: list[np.ndarray] = []
     skipped = 0
@@ -126,7 +135,7 @@ def _sorted(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _parse(piece: bytes) -> tuple[np.ndarray, np.ndarray, int]:
-    """(hashes of domains, hashes of URLs, lines that are neither) of some lines."""
+    """Return (hashes of domains, hashes of URLs, number of lines that are neither) for some lines."""
     if _PLAIN_LINES.fullmatch(piece):  # nothing but names, one a line
         names = (name.strip(b".") for name in piece.split())
         return np.fromiter(map(_HASH, names), np.uint64), np.zeros(0, np.uint64), 0
@@ -140,7 +149,7 @@ def _parse(piece: bytes) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def entries_of(line: str) -> Iterator[str]:
-    """What a line of a list blocks: names in lower case, addresses without scheme; "" if the line says nothing known.
+    """Yield the entries of one line: names in lower case, addresses without scheme; "" for a line of unknown form.
 
     Comments (#, !) and headers ([Adblock Plus]) yield nothing; neither do exceptions (@@).
     """
@@ -168,7 +177,7 @@ def entries_of(line: str) -> Iterator[str]:
 
 
 def _name(text: str) -> str:
-    """A domain name as it is hashed, or "" if it is none."""
+    """Return a domain name in the form that is hashed, or "" if `text` is not a domain name."""
     text = text.lower().rstrip(".")
     if not text.isascii():
         try:
@@ -179,14 +188,14 @@ def _name(text: str) -> str:
 
 
 def url_key(url: str) -> str:
-    """A URL as lists of addresses mean it: canonical, without scheme and "www."."""
+    """Return a URL in the form that lists use: canonical, without scheme and "www."."""
     canonical = canonical_url(url if "://" in url else f"http://{url}")
     return canonical.partition("://")[2].removeprefix("www.")
 
 
 @functools.cache
 def url_words() -> dict[str, float]:
-    """Word -> score, of the list that comes with ingot."""
+    """Return word -> score from the list that comes with ingot."""
     text = files("ingot.data.filters").joinpath("blocklist_words.txt").read_text(encoding="utf-8")
     pairs = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
     return {word: float(score) for word, score in pairs}
@@ -240,7 +249,7 @@ class Blocklist:
 
 
 def url_score(url: str) -> tuple[float, list[str]]:
-    """The sum of the scores of listed words between non-letters of `url`, each word once, and these words."""
+    """Return (sum of the scores of the listed words in `url`, these words); each word counts once."""
     scores = url_words()
     words = sorted(set(_WORD.findall(url.lower())) & scores.keys())
     return sum(scores[word] for word in words), words

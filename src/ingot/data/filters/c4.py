@@ -13,13 +13,14 @@ from ingot.data.filters.counts import LineRules, cut_lines, problems_of_limits
 from ingot.data.filters.words import count_sentences as english_sentences
 from ingot.schema.document import Document, Drop
 
-# A sentence ends inside a line where its mark, and perhaps a closing quote, meets a space and no lower-case letter.
+# A sentence ends inside a line where its mark, and perhaps a closing quote, precedes a space and no lower-case letter.
 _SENTENCE_BREAK = re.compile(r"[.!?]+[\"'”’)\]]*[ \t]+(?![a-z])")
 
 
 @dataclass(frozen=True, kw_only=True)
 class C4Rules:
-    """Lines with a word longer than `word_length` characters, or with fewer than `line_words` words, are cut.
+    """Settings of C4's rules. Lines with a word longer than `word_length` characters, or with fewer than `line_words`
+    words, are cut.
 
     lorem_ipsum, curly_bracket: drop documents that hold "lorem ipsum" or "{". Switch the latter off for source code.
     javascript, policy_phrases: cut lines that ask for JavaScript or speak of cookies and policies.
@@ -100,6 +101,7 @@ def _pattern(path: Path) -> re.Pattern[str] | None:
 
 
 def count_sentences(text: str) -> int:
-    """Sentences of `text`: at least one per line that is not blank. Abbreviations before capitals count as ends."""
+    """Count the sentences of `text`: at least one per line that is not blank. Abbreviations before capitals count as
+    ends."""
     lines = sum(1 for line in text.split("\n") if line.strip())
     return lines + sum(1 for _ in _SENTENCE_BREAK.finditer(text))

@@ -1,10 +1,10 @@
-"""What the quality rules count in a text, in one pass each: the compiled loops, and the plain ones they must equal.
+"""Counts of a text for the quality rules: compiled loops of one pass each, and plain loops that give the same result.
 
-The counting follows datatrove 0.10, with which FineWeb was made, in its peculiarities too:
+The counts equal those of datatrove 0.10, with which FineWeb was made, including its peculiarities:
 
 - the commonest n-gram counts with its length, spaces included, times how often it occurs, overlaps and all;
 - repeated n-grams count without spaces, are the same when their words joined without spaces are, and after a hit its
-  n words are not looked at again;
+  n words are skipped;
 - paragraphs are cut from the stripped text, lines from the text as it is.
 """
 
@@ -34,10 +34,11 @@ _TERMINAL_PUNCTUATION, _JAVASCRIPT, _POLICY, _LOREM, _CURLY, _CITATIONS_FIRST = 
 
 
 class GopherCounts(NamedTuple):
-    """real: of words that are not symbols only. pieces: lines as the repetition rules see them, blank ones aside.
+    """Counts of one text for Gopher's rules.
 
-    lines: with spaCy's words all, as in datatrove, and of bullets only "•" and "-"; else those that are not blank, as
-    text out of pages has a blank line behind each entry of a list.
+    real_words, real_characters: of words that hold more than symbols. pieces: lines as the repetition rules count
+    them, without blank lines. lines: with spaCy's words all lines, as in datatrove, and only "•" and "-" are bullets;
+    otherwise lines that are not blank, as text from pages has a blank line after each entry of a list.
     """
 
     characters: int
@@ -69,7 +70,11 @@ class GopherCounts(NamedTuple):
 
 
 class FineWebCounts(NamedTuple):
-    """characters: without newlines. words: between whitespace. lines: those that are not blank, as the next three."""
+    """Counts of one text for FineWeb's rules.
+
+    characters: without newlines. words: between whitespace. lines, ended_lines, short_lines and
+    duplicate_characters: of lines that are not blank.
+    """
 
     characters: int
     words: int
@@ -81,7 +86,7 @@ class FineWebCounts(NamedTuple):
 
 
 def count_gopher(text: str, words: str) -> GopherCounts:
-    """Counts for Gopher's quality and repetition rules, with the definition `words` of a word."""
+    """Count for Gopher's quality and repetition rules; words: the definition of a word, one of WORDS."""
     module = native()
     if module is not None:
         try:
@@ -122,14 +127,14 @@ def plain_gopher(text: str, words: str) -> GopherCounts:
 
 
 def _is_real(word: str, words: str) -> bool:
-    """datatrove's list of punctuation is short: to it a bullet is a word. Between whitespace no symbol is one."""
+    """Check that `word` is not only symbols. With spaCy's words a bullet counts as a word, as in datatrove."""
     if words == "spacy":
         return not all(FLAGS[character] & PUNCTUATION for character in word)
     return any(map(str.isalnum, word))
 
 
 def duplicates(pieces: list[str]) -> tuple[int, int]:
-    """How many `pieces` stood there before, and their characters."""
+    """Return (number of `pieces` that equal an earlier piece, their characters)."""
     seen = set(pieces)
     if len(seen) == len(pieces):
         return 0, 0
@@ -137,9 +142,10 @@ def duplicates(pieces: list[str]) -> tuple[int, int]:
 
 
 def top_ngrams(words: list[str]) -> list[int]:
-    """For n = 2, 3, 4: length with spaces times count of the commonest n-gram; of equally common ones the first counts.
+    """Return for n = 2, 3, 4: length with spaces times count of the commonest n-gram (of equally common ones the
+    first).
 
-    An n-gram that occurs twice begins and ends with (n-1)-grams that do: only those are looked at.
+    An n-gram that occurs twice begins and ends with (n-1)-grams that occur twice: the others are skipped.
     """
     found = []
     tally: Counter = Counter(words)
@@ -156,10 +162,9 @@ def top_ngrams(words: list[str]) -> list[int]:
 
 
 def duplicate_ngrams(words: list[str]) -> list[int]:
-    """For n = 5 .. 10: characters of n-grams seen before, where the n words of a hit are not looked at again.
+    """Return for n = 5 .. 10: characters of n-grams seen before; the n words of a hit are skipped.
 
-    Two that are the same begin, in all words joined, with the same 16 characters, or are shorter than that: all other
-    positions need no look.
+    Equal n-grams begin with the same 16 characters of the joined words, or are shorter: other positions are skipped.
     """
     joined, ends = "".join(words), [0, *accumulate(map(len, words))]
     beginnings = [joined[end : end + 16] for end in ends[:-1]]
@@ -188,7 +193,10 @@ def _duplicates_of(n: int, joined: str, ends: list[int], places: list[int]) -> i
 
 
 def count_fineweb(text: str, short_characters: int, closing_quotes: bool) -> FineWebCounts:
-    """Counts for FineWeb's rules. short_characters: the most of a short line; closing_quotes: they end a sentence."""
+    """Count for FineWeb's rules.
+
+    short_characters: the length limit of a short line. closing_quotes: quotation marks end a sentence.
+    """
     module = native()
     if module is not None:
         try:
@@ -215,7 +223,10 @@ def plain_fineweb(text: str, short_characters: int, closing_quotes: bool) -> Fin
 
 
 class LineRules(NamedTuple):
-    """Which lines and documents C4 cuts. citations_first: citation marks go before words are counted, not after."""
+    """Settings of C4's rules for lines.
+
+    citations_first: citation marks are removed before the words of a line are counted, not after.
+    """
 
     word_length: int
     line_words: int
@@ -228,7 +239,7 @@ class LineRules(NamedTuple):
 
 
 def cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
-    """(rule that drops the document or "", number of lines kept so far, those lines)."""
+    """Return (rule that drops the document or "", number of lines kept so far, these lines joined)."""
     module = native()
     if module is not None and _KELVIN not in text:
         bits = (
@@ -275,11 +286,8 @@ def plain_cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
     return "", len(kept), "\n".join(kept)
 
 
-# What no limit of a quality rule may be.
-
-
 def problems_of_limits(rules: Any) -> Iterator[tuple[str, str]]:
-    """(field, message) for limits below 0, and for pairs of least and most that exclude everything."""
+    """Yield (field, message) for limits below 0, and for pairs (least, most) that exclude everything."""
     for name, value in ((field.name, getattr(rules, field.name)) for field in fields(rules)):
         if isinstance(value, tuple):
             if not 0 <= value[0] <= value[1]:

@@ -1,7 +1,7 @@
 """Gopher: document quality and repetition rules (Rae et al. 2021, arXiv 2112.11446, Table A1 and section A.1.1).
 
-What a word is, is a setting (filters/words), and it decides these rules: where punctuation marks are words of their
-own, `alphabetic_words` is far stricter than between whitespace. What is counted, and how, stands in counts.py.
+The definition of a word is a setting (filters/words) that changes these rules: where punctuation marks count as words,
+`alphabetic_words` is far stricter than with words between whitespace. counts.py describes the counts.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from ingot.schema.document import Document, Drop
 
 @dataclass(frozen=True, kw_only=True)
 class GopherRules:
-    """word_count, mean_word_length: least and most. The others are shares of words or lines, stop_words a count.
-    Stop words are English: documents found to be in another language are not asked for them.
+    """Limits of Gopher's quality rules.
 
-    Blank lines are no lines, except with spaCy's words, which count as datatrove does.
+    word_count, mean_word_length: least and most. stop_words: a count of English words; the rule is skipped for
+    documents in another language. All others are shares of words or lines. Blank lines do not count, except with
+    spaCy's words, as in datatrove.
     """
 
     enabled: bool = True
@@ -33,7 +34,8 @@ class GopherRules:
 
 @dataclass(frozen=True, kw_only=True)
 class RepetitionRules:
-    """The largest share of lines, paragraphs or characters that may be repetition."""
+    """Limits of Gopher's repetition rules: the largest share of lines, paragraphs or characters that may be
+    repetition."""
 
     enabled: bool = True
     duplicate_lines: float = 0.30
@@ -92,7 +94,7 @@ class Gopher:
 
 
 def broken_quality_rule(counts: GopherCounts, rules: GopherRules) -> tuple[str, str] | None:
-    """(rule, value) of the first rule that a text with `counts` breaks, or None."""
+    """Return (rule, value) of the first rule that a text with `counts` breaks, or None."""
     count = counts.real_words
     low, high = rules.word_count
     if not low <= count <= high:
@@ -123,7 +125,7 @@ def _outside(value: float, low: float, high: float) -> str:
 
 
 def broken_repetition_rule(counts: GopherCounts, rules: RepetitionRules) -> tuple[str, str] | None:
-    """(rule, value) of the first rule that a text with `counts` breaks, or None."""
+    """Return (rule, value) of the first rule that a text with `counts` breaks, or None."""
     characters = max(counts.characters, 1)
     shares = {
         "duplicate_paragraphs": counts.duplicate_paragraphs / counts.paragraphs,

@@ -1,9 +1,9 @@
 """Text that gives orders to language models: prompt injection, jailbreak templates, remains of chat formats.
 
-Greshake et al. 2023 (arXiv:2302.12173) describe such text in pages that models read. Pages *about* it hold the same
-words, so a hit counts by its kind once or twice, little when it stands in quotation marks or code, and a page that
-speaks of attacks, models' templates or research needs many hits for its length. Only English phrases are known; a
-single order inside a long page is kept, and so is one that avoids these words.
+Greshake et al. 2023 (arXiv:2302.12173) describe such text in pages that models read. Pages *about* such text
+hold the same words. So each kind of phrase counts once or twice, a phrase in quotation marks or code counts little, and
+a page about attacks, chat templates or research needs many hits for its length. Only English phrases are known; a page
+with a single order in a long text is kept, and so is an order in other words.
 """
 
 import re
@@ -35,13 +35,13 @@ _KINDS = [
         ),
         (
             2,
-            r"(?:reveal|print|repeat|output|show|leak|tell me|display|recite)\b(?: \w+){0,3} (?:your|the|its) "
+            r"(?:reveal|print|repeat|output|show|leak|tell me|display|recite)\b(?: \w+){0,3} (?:your|the|its) "  # words: ok
             r"(?:hidden |secret |full |entire |exact |initial |original )*"
             r"(?:system prompt|system instructions|initial instructions|hidden instructions|prompt verbatim)",
         ),
         (
             2,
-            r"(?:do not|don't|never) (?:reveal|mention|disclose|tell|share|refer to)\b(?: \w+){0,5} "
+            r"(?:do not|don't|never) (?:reveal|mention|disclose|tell|share|refer to)\b(?: \w+){0,5} "  # words: ok
             r"(?:these|this|your|the|my|hidden|system) (?:\w+ )?(?:instructions?|prompts?)\b",
         ),
         (
@@ -94,7 +94,7 @@ _QUOTED = 0.25
 
 
 def injection(text: str, data: bytes, signs: list[bytes]) -> float:
-    """A score; 3 and more is text that speaks to language models."""
+    """Return a score; 3 and more means text addressed to language models."""
     score = 0.0
     if any(sign in _NEEDLES for sign in signs) and any(order in data for order in _ORDERS):
         around = near(data, _NEEDLES, _BEFORE, _AFTER)
@@ -115,16 +115,16 @@ def injection(text: str, data: bytes, signs: list[bytes]) -> float:
 
 
 def _weight(text: str, match: re.Match) -> float:
-    """Less for what is cited: a quotation mark within a few words in front, in the same line."""
+    """Return a lower weight for a citation: a quotation mark within a few words before it, in the same line."""
     before = text[max(match.start() - 40, 0) : match.start()].rpartition("\n")[2]
     return _QUOTED if _QUOTES.search(before) else 1.0
 
 
-# The neighbourhood of what a rule cannot do without, so that its patterns need not see the whole text.
-
-
 def near(data: bytes, needles: Iterable[bytes], before: int, after: int, most: int = 200) -> str:
-    """The bytes around the first `most` places of each needle, none twice, as text with a line for each stretch."""
+    """Return the bytes around the first `most` occurrences of each needle, without overlap, as lines of text.
+
+    Patterns then search these lines instead of the whole text.
+    """
     places = []
     for needle in needles:
         place = data.find(needle)

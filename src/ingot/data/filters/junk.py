@@ -1,6 +1,6 @@
-"""Junk that fluent-text rules let through: encoded data, broken encodings, text written to machines or by bad ones.
+"""Filter junk that quality rules keep: encoded data, broken encodings, text for or by machines.
 
-Each rule is a measure with a threshold, and is meant to be right when it drops rather than to find everything:
+Each rule is a measure with a threshold. The rules prefer precision over recall:
 
     junk.encoded             base64, hex, escapes, minified code: share of the characters
     junk.mojibake            UTF-8 read as something else, replacement characters: share of the characters
@@ -10,8 +10,8 @@ Each rule is a measure with a threshold, and is meant to be right when it drops 
     junk.keyword_stuffing    lists in which most entries repeat one word: share of the entries
     junk.placeholder         template fields and lorem ipsum: share of the characters
 
-A normal page costs a few searches for what each rule cannot do without. What was measured, and what is not caught,
-stands in docs/design/junk.md.
+Each rule first searches for byte strings without which it cannot apply, so that a normal page costs little.
+docs/design/junk.md has the measurements and the known limits.
 """
 
 import re
@@ -26,14 +26,11 @@ from ingot.schema.document import Document, Drop
 
 __all__ = ["Junk", "JunkRules"]
 
-# Which of a few short byte strings a text holds, found in one pass: the rules look further only where one is.
-
-
 _MOST, _PLACES = 64, 3
 
 
 class Signs:
-    """signs: at most 64, each of at least two bytes."""
+    """A set of short byte strings, found in a text in one pass; at most 64, each of at least two bytes."""
 
     def __init__(self, signs: Iterable[bytes]):
         self.signs = tuple(sorted(set(signs)))
@@ -48,7 +45,7 @@ class Signs:
         self._masks = masks.tobytes()
 
     def found_in(self, data: bytes) -> list[bytes]:
-        """The signs in `data`."""
+        """Return the signs in `data`."""
         module = compiled("_quality")
         return module.signs(data, self.signs, self._masks) if module else self.plain_found_in(data)
 
@@ -57,11 +54,8 @@ class Signs:
         return [sign for sign in self.signs if sign in data]
 
 
-# Characters that are no text: encoded data, encodings gone wrong, letters of several scripts in one word.
-
-
 _BLOCKS = 12  # a run without spaces of a sixth of the text fills one of them
-# Blobs have no spaces; base64 in mails and keys stands in lines of 64 or 76.
+# Blobs have no spaces; base64 in mails and keys is in lines of 64 or 76.
 _UNBROKEN = re.compile(r"[!-~]{64,}+(?:\n[!-~]{1,80})*+")
 _WEB_ADDRESS = re.compile(r"https?://|www\.")
 _SLASHES = 30  # characters for each slash of a path, at most; base64 has one in 64
@@ -106,7 +100,7 @@ _MIXED = re.compile(
 
 
 def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Share of the characters that stand in encoded data or escapes."""
+    """Return the share of the characters in encoded data or escapes."""
     covered = 0
     size = len(text)
     block = max(len(data) // _BLOCKS, _SHORTEST)
@@ -130,7 +124,7 @@ def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
 
 
 def mojibake(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Share of the characters that come from a wrong decoding, or stand for what could not be decoded."""
+    """Return the share of the characters that a wrong decoding made, or that replace undecodable bytes."""
     if text.isascii():
         return 0.0
     seen = _REPLACEMENT in signs or (b"\xc3" in data and _LATIN.search(data))
@@ -140,13 +134,10 @@ def mojibake(text: str, data: bytes, signs: list[bytes]) -> float:
 
 
 def mixed_script(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Share of the words in which a Latin letter stands beside a Cyrillic or Greek one."""
+    """Return the share of the words that mix Latin letters with Cyrillic or Greek letters."""
     if text.isascii() or not any(lead in data for lead in _OTHER_ALPHABETS):
         return 0.0
     return sum(1 for _ in _MIXED.finditer(text)) / (data.count(b" ") + data.count(b"\n") + 1)
-
-
-# What careless machines leave in text: bad translation, article spinning, lists of keywords, unfilled templates.
 
 
 # Word-by-word paraphrases of terms, as "counterfeit consciousness" for artificial intelligence: tortured phrases
@@ -160,7 +151,7 @@ _TORTURED = re.compile(
     r"(?:kidney|heart|cardiovascular|renal|liver) disappointment|fake (?:neural|brain) (?:organization|network)s?|"
     r"neural organization|(?:guileless|credulous) bayes|leftover (?:vitality|energy)"
 )
-# Phrases that machine translation puts on a page by itself.
+# Phrases that translation services add to a page.
 _TRANSLATED = re.compile(
     r"contribute a better translation|rate this translation|"
     r"translated (?:automatically )?by (?:google|bing|microsoft|deepl)|"
@@ -192,7 +183,8 @@ _ENTRIES = 30  # fewer are no list
 
 
 def machine_translated(text: str, data: bytes, signs: list[bytes]) -> int:
-    """How many different remains of machine translation and spinning there are; spinner's syntax counts from three."""
+    """Count different remains of machine translation and article spinning; spinner's syntax counts from three hits
+    on."""
     found = 0
     if any(sign in _TORTURED_NEEDLES for sign in signs) and _TORTURED.search(
         near(data, _TORTURED_NEEDLES, 30, 40, most=20)
@@ -207,7 +199,8 @@ def machine_translated(text: str, data: bytes, signs: list[bytes]) -> int:
 
 
 def keyword_stuffing(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Of a text that is mostly a list of short entries, the share of entries with its most frequent word."""
+    """Return the share of entries with the most frequent word, for a text that is mostly a list of short entries; else
+    0."""
     half = len(data) // 2
     middle = data[half : half + 500]
     if (middle.count(b",") + middle.count(b"|")) * 40 < len(middle):
@@ -225,7 +218,7 @@ def keyword_stuffing(text: str, data: bytes, signs: list[bytes]) -> float:
 
 
 def placeholder(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Share of the characters in unfilled template fields and in lines of lorem ipsum."""
+    """Return the share of the characters in unfilled template fields and in lines of lorem ipsum."""
     covered = 0
     if any(sign in _FIELD_SIGNS for sign in signs):
         covered += sum(match.end() - match.start() for match in _FIELDS.finditer(text))
@@ -235,9 +228,8 @@ def placeholder(text: str, data: bytes, signs: list[bytes]) -> float:
     return covered / max(len(text), 1)
 
 
-# Name -> measure of the text, which also gets it as UTF-8 in lower case (of ASCII letters), and which of SIGNS are in
-# that: searching bytes costs the same whatever the script, and `str.lower` of a page that is not ASCII alone would cost
-# more than all rules.
+# Name -> measure (text, its UTF-8 with ASCII letters in lower case, the SIGNS found in these bytes). Searching bytes
+# costs the same for every script; `str.lower` of a page that is not ASCII would cost more than all rules.
 MEASURES: dict[str, Callable[[str, bytes, list[bytes]], float]] = {
     "encoded": encoded,
     "mojibake": mojibake,
@@ -252,7 +244,7 @@ SIGNS = Signs((*MOJIBAKE_SIGNS, *INJECTION_SIGNS, *RESIDUE_SIGNS))
 
 @dataclass(frozen=True, kw_only=True)
 class JunkRules:
-    """A document whose measure reaches a threshold is dropped; 0 switches a rule off."""
+    """Thresholds of the junk rules: a document whose measure reaches one is dropped; 0 switches a rule off."""
 
     enabled: bool = True
     encoded: float = 0.2

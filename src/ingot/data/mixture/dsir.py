@@ -1,11 +1,12 @@
-"""DSIR: the documents of a corpus that look most like a target, by hashed n-grams (Xie et al. 2023, arXiv:2302.03169).
+"""DSIR: select the documents of a corpus that are most similar to a target, by hashed n-grams (Xie et al. 2023,
+arXiv:2302.03169).
 
 A text is a bag of unigrams and bigrams in 10,000 buckets. Two such bags, of the target and of the corpus, give every
 document a log importance weight, sum over its features of log p_target - log p_corpus; Gumbel noise on top (Kool et al.
 2019) makes the k largest keys a sample without replacement in proportion to the weights.
 
-The corpus is read twice, document by document. In between, features lie in a file of 2 bytes each, so memory holds
-numbers only, some 60 bytes per document.
+The corpus is read twice, document by document. In between, features are in a file, 2 bytes each; memory holds
+about 60 bytes per document.
 """
 
 import math
@@ -40,11 +41,11 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DsirRules:
-    """buckets: of the hash, as in the paper. smoothing: added to the count of every bucket, so that none is impossible.
+    """Settings. buckets: of the hash, as in the paper. smoothing: added to the count of every bucket.
 
     min_words: shorter documents are never chosen. A sum over few features is near 0, and where most of a corpus is
-    unlike the target, that would put an empty document before nearly all others. seed: of the noise. A document's noise
-    depends on the seed and its id alone.
+    unlike the target, that would put an empty document before nearly all others. seed: seed of the noise. A document's
+    noise depends on the seed and its id alone.
     """
 
     buckets: int = 10_000
@@ -69,7 +70,7 @@ class Features:
         self._hashes = _Hashes()
 
     def __call__(self, text: str) -> np.ndarray:
-        """uint16 [2 * words - 1], unigrams first; empty for a text without words."""
+        """Return uint16 [2 * words - 1], unigrams first; empty for a text without words."""
         words = _TOKEN.findall(text.lower())
         hashes = np.fromiter(map(self._hashes.__getitem__, words), np.uint64, len(words))
         # SplitMix64's increments, odd and irregular: (a, b) and (b, a) are different pairs.
@@ -89,20 +90,21 @@ class _Hashes(dict):
 
 
 def log_frequencies(counts: np.ndarray, smoothing: float) -> np.ndarray:
-    """log of smoothed shares of the buckets, float64 that add up to one."""
+    """Return the log of the smoothed shares of the buckets, float64; the shares add up to one."""
     smooth = counts + smoothing
     return np.log(smooth) - math.log(smooth.sum())
 
 
 def gumbel(seed: int, identity: str) -> float:
-    """Standard Gumbel noise for one document: the same wherever and whenever it is drawn."""
+    """Return standard Gumbel noise for one document; it depends on the seed and the id alone."""
     uniform = (derive(seed, "dsir", identity) + 0.5) / 2**63
     return -math.log(-math.log(uniform))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """log_weights: float64 [documents]. chosen: bool [documents]. Both in the order of the corpus."""
+    """Result of the selection. log_weights: float64 [documents]. chosen: bool [documents]. Both in the order of the
+    corpus."""
 
     log_weights: np.ndarray
     chosen: np.ndarray
@@ -115,7 +117,7 @@ def importance(
     rules: DsirRules,
     scratch: IO[bytes],
 ) -> Importance:
-    """Weights of `documents` (id, text), and which `keep` of them are chosen. Raises ConfigError if there are fewer.
+    """Return the weights of `documents` (id, text), and the `keep` chosen ones. Raises ConfigError if there are fewer.
 
     target: counts of the target's features, [buckets]. scratch: an empty file for the documents' features.
     """
@@ -148,7 +150,7 @@ def importance(
 
 
 def _sums(scratch: IO[bytes], lengths: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Sum of table[feature] over each document's features, some documents at a time: float64 [documents]."""
+    """Return the sum of table[feature] over each document's features, some documents at a time: float64 [documents]."""
     scratch.flush()
     scratch.seek(0)
     ends, sums, first = np.cumsum(lengths), np.zeros(len(lengths)), 0
@@ -164,7 +166,7 @@ def _sums(scratch: IO[bytes], lengths: np.ndarray, table: np.ndarray) -> np.ndar
 
 @dataclass(frozen=True, kw_only=True)
 class SourceChoice:
-    """documents, text_bytes: of the source; chosen ones of them. mean_log_weight: per document, of all."""
+    """Numbers of one source: all documents, chosen documents, and the mean weight over all documents."""
 
     source: str
     documents: int
@@ -176,7 +178,7 @@ class SourceChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """target: file -> SHA-256. weights: by source its share of the chosen text."""
+    """The selection, as written to dsir.json. target: file -> SHA-256. weights: source -> share of the chosen text."""
 
     corpus_sha256: str
     target: dict[str, str]
@@ -197,14 +199,14 @@ def select(
     text_field: str = "text",
     progress: Progress | None = None,
 ) -> Selection:
-    """Choose `keep` documents of the folder `corpus` that are like the texts in `target`; write the folder `out`.
+    """Choose `keep` documents of the folder `corpus` that are similar to the texts in `target`; write the folder `out`.
 
     out/importance.jsonl.gz  id, source, log_weight and chosen of every document, in the order of the corpus
     out/corpus/              a corpus of the chosen ones with their lineage, to make tokens of; its funnel has a row
                              `dsir`
     out/dsir.json            the Selection
 
-    target: files or corpus folders (data/classify/examples.py). Raises ConfigError when `out` exists, DataError.
+    target: files or corpus folders (see classify.make.read_texts). Raises ConfigError when `out` exists, DataError.
     """
     rules, say = rules or DsirRules(), progress or (lambda fraction, text: None)
     for name, problem in rules.problems():
@@ -275,13 +277,13 @@ def _target_counts(target: Sequence[Path], rules: DsirRules, text_field: str) ->
 def _write(
     corpus: Path, manifest: CorpusManifest, found: Importance, out: Path, say: Callable[[int], None]
 ) -> tuple[list[SourceChoice], list[CorpusPart]]:
-    """The importance file and the parts of the chosen corpus; what is in them by source and by part."""
+    """Write the importance file and the parts of the chosen corpus; return the numbers by source and by part."""
     (out / CORPUS).mkdir()
     tallies: dict[str, Counter[str]] = {}
     weight_sums: dict[str, float] = {}
     parts, number = [], 0
     with jsonl_writer(out / IMPORTANCE) as write_importance:
-        documents: Iterator[tuple[str, dict]] = read_documents(corpus, verify=False)  # it was, a moment ago
+        documents: Iterator[tuple[str, dict]] = read_documents(corpus, verify=False)  # verified in the first pass
         for part in manifest.parts:
             path, sizes = out / CORPUS / part.name, []
             with jsonl_writer(path) as write_document:
@@ -328,7 +330,7 @@ def _write(
 
 
 def _write_lineage(corpus: Path, manifest: CorpusManifest, chosen: np.ndarray, out: Path) -> list[LineagePart]:
-    """The lineage of the chosen documents, at their new places. chosen: bool [documents], in corpus order."""
+    """Write the lineage of the chosen documents, at their new places. chosen: bool [documents], in corpus order."""
     cuts = np.cumsum([part.documents for part in manifest.parts])[:-1]
     of_part = dict(zip([part.name for part in manifest.parts], np.split(chosen, cuts), strict=True))
     new_row = {name: np.cumsum(mine) - 1 for name, mine in of_part.items()}
@@ -349,9 +351,9 @@ def _write_lineage(corpus: Path, manifest: CorpusManifest, chosen: np.ndarray, o
 def _manifest(
     manifest: CorpusManifest, selection: Selection, parts: list[CorpusPart], lineage: list[LineagePart]
 ) -> CorpusManifest:
-    """Of the chosen corpus: the crawl and the funnel of the whole one, and a row for what was left out here.
+    """Return the manifest of the chosen corpus: crawl and funnel of the whole corpus, and a row for this selection.
 
-    What the whole one dropped, and what was not chosen, stays with it.
+    Records of dropped documents stay with the whole corpus.
     """
     stage = FunnelStage(
         name="dsir",

@@ -1,4 +1,4 @@
-"""Put a mixture into a run file: its [data.weights], and nothing else, is replaced."""
+"""Write a mixture into a run file: only its [data.weights] is replaced."""
 
 import json
 import re
@@ -16,10 +16,10 @@ _WEIGHTS = re.compile(r"\s*[\"']?weights[\"']?\s*[=.]")
 
 
 def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, float]:
-    """Set data.weights of TOML `run_file`; comments and order stay. Returns the weights that stood there.
+    """Set data.weights of TOML `run_file`; comments and order stay. Returns the earlier weights.
 
-    Raises ConfigError, and leaves the file, when it is no sound run file, would not be one with these weights, or is
-    laid out so that it has to be edited by hand.
+    Raises ConfigError, and leaves the file unchanged, when it is not a valid run file, would be invalid with these
+    weights, or has a form that must be edited by hand.
     """
     before = dict(load(RunConfig, run_file).data.weights)
     text = run_file.read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, flo
     wanted = tomllib.loads(text)
     wanted["data"]["weights"] = dict(weights)
     from_dict(RunConfig, wanted)
-    if not _says(changed, wanted):
+    if not _parses_to(changed, wanted):
         raise ConfigError(
             "E-WEIGHTS-FORM",
             f"{run_file}: data.weights has a form that ingot cannot edit",
@@ -39,7 +39,7 @@ def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, flo
     return before
 
 
-def _says(text: str, values: dict) -> bool:
+def _parses_to(text: str, values: dict) -> bool:
     try:
         return tomllib.loads(text) == values
     except tomllib.TOMLDecodeError:
@@ -47,7 +47,7 @@ def _says(text: str, values: dict) -> bool:
 
 
 def with_weights(text: str, weights: Mapping[str, float]) -> str:
-    """`text` of a run file with another [data.weights]; it comes behind [data]."""
+    """Return `text` of a run file with another [data.weights], placed after [data]."""
     kept: list[str] = []
     section, end_of_data = "", 0
     for line in text.splitlines():

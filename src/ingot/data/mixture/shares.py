@@ -1,7 +1,8 @@
-"""How many tokens a run takes from each source: weights, a budget, and a cap on repetition.
+"""The tokens that a run takes from each source: weights, a budget, and a cap on repetition.
 
-Weights are what is wanted. A source that is too small for its share is repeated up to its cap; what it cannot give goes
-to the others in proportion to their weights, so the budget is always met or refused.
+A source that is too small for its weight is repeated up to its cap; the missing tokens come from the other sources in
+proportion to their weights. A budget that the caps do not allow is refused. Weights come from the command line
+(source=share), a preset, or a file.
 """
 
 import difflib
@@ -29,7 +30,11 @@ PRESET_NAMES = (*PRESETS, NATURAL, EQUAL)
 
 @dataclass(frozen=True, kw_only=True)
 class SourceShare:
-    """available: its tokens. wanted, share: of the budget, before and after caps. epochs: tokens / available."""
+    """The share of one source.
+
+    available: tokens of the source. wanted, share: shares of the budget, before and after caps. epochs: tokens /
+    available.
+    """
 
     source: str
     available: int
@@ -41,7 +46,8 @@ class SourceShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """sources: largest share first. notes: what is not as it was asked for, and why. warnings: what may hurt."""
+    """A mixture. sources: largest share first. notes: deviations from the weights. warnings: possible harm to the
+    run."""
 
     tokens: int
     sources: tuple[SourceShare, ...]
@@ -50,14 +56,14 @@ class Mixture:
 
     @property
     def weights(self) -> dict[str, float]:
-        """For data.weights of a run: source -> share, without sources that give nothing."""
+        """Return source -> share for data.weights of a run, without sources that give no tokens."""
         return {one.source: round(one.share, 6) for one in self.sources if one.tokens}
 
 
 def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """(weights of preset `name` for the sources that are there, what had to be left out). Raises UsageError.
+    """Return (weights of preset `name` for the available sources, notes on sources left out). Raises UsageError.
 
-    available: source -> tokens. The share of a source that is not there goes to the others.
+    available: source -> tokens. The share of a missing source goes to the others.
     """
     if name == NATURAL:
         return {source: float(tokens) for source, tokens in available.items()}, ()
@@ -100,8 +106,8 @@ def mix(
 ) -> Mixture:
     """Divide `tokens` over the sources. weights: positive shares in any unit; a source without one is not used.
 
-    max_epochs: of every source, or source -> its own cap (those not named: EPOCHS_WELL_SPENT). Raises ConfigError for
-    sources that are not there, and when the caps do not allow the budget.
+    max_epochs: the cap of every source, or source -> cap (sources not named: EPOCHS_WELL_SPENT). Raises ConfigError for
+    missing sources, and when the caps do not allow the budget.
     """
     _check(available, weights, tokens)
     caps = _caps(available, weights, max_epochs)
@@ -193,7 +199,7 @@ def _require_known(source: str, available: Mapping[str, int]) -> None:
 def _caps(
     available: Mapping[str, int], weights: Mapping[str, float], max_epochs: float | Mapping[str, float]
 ) -> dict[str, float]:
-    """Source -> most tokens it may give."""
+    """Return source -> the largest number of tokens that it may give."""
     own = max_epochs if isinstance(max_epochs, Mapping) else dict.fromkeys(weights, max_epochs)
     for source, epochs in own.items():
         _require_known(source, available)
@@ -210,7 +216,7 @@ def _caps(
 
 
 def _fill(wanted: Mapping[str, float], caps: Mapping[str, float], tokens: float) -> dict[str, float]:
-    """Tokens by source: in proportion to `wanted` for all that are below their caps, which no other exceeds."""
+    """Return tokens by source: in proportion to `wanted` for sources below their caps, the cap for the others."""
     amounts: dict[str, float] = {}
     open_ones, left = dict(wanted), tokens
     while open_ones:
@@ -236,7 +242,7 @@ def _fill(wanted: Mapping[str, float], caps: Mapping[str, float], tokens: float)
 
 
 def _whole(amounts: Mapping[str, float], tokens: int) -> dict[str, int]:
-    """Whole tokens that add up to the budget: largest remainders (Hamilton's method)."""
+    """Return whole tokens that add up to the budget: largest remainders (Hamilton's method)."""
     whole = {source: int(amount) for source, amount in amounts.items()}
     by_remainder = sorted(amounts, key=lambda source: whole[source] - amounts[source])
     for source in by_remainder[: tokens - sum(whole.values())]:
@@ -244,14 +250,11 @@ def _whole(amounts: Mapping[str, float], tokens: int) -> dict[str, int]:
     return whole
 
 
-# Weights as people give them: source=share on a command line, a preset's name, or a file that has them.
-
-
 Weights = dict[str, float]
 
 
 def parse_weights(pairs: Sequence[str]) -> Weights:
-    """["web=.7", "code=0.3"] -> weights. Raises UsageError."""
+    """Return the weights of ["web=.7", "code=0.3"]. Raises UsageError."""
     found: Weights = {}
     for pair in pairs:
         source, sign, value = pair.rpartition("=")
@@ -271,9 +274,9 @@ def parse_weights(pairs: Sequence[str]) -> Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """Of a run file ([data.weights]), of TOML with source = share, or of the JSON that DSIR and DoReMi write.
+    """Return the weights in a run file ([data.weights]), in TOML with source = share, or in JSON of DSIR and DoReMi.
 
-    Raises ConfigError when there are none.
+    Raises ConfigError when the file holds no weights.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -306,7 +309,7 @@ def read_weights(path: Path) -> Weights:
 
 
 def named_weights(spec: str, available: Mapping[str, int]) -> tuple[str, Weights, tuple[str, ...]]:
-    """(name, weights, notes) of what `spec` says: a preset's name, or the path of a file (whose stem is the name)."""
+    """Return (name, weights, notes) of `spec`: the name of a preset, or the path of a file (its stem is the name)."""
     if spec in PRESET_NAMES:
         return spec, *preset_weights(spec, available)
     path = Path(spec)

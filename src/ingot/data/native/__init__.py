@@ -1,4 +1,5 @@
-"""The compiled core: small C modules for the loops that cost most, each with a Python reference that gives the same.
+"""The compiled core: small C modules for the most expensive loops, each with a Python reference that gives equal
+results.
 
 They are built when ingot is installed, if there is a C compiler; without one ingot is slower, not broken. Each caller
 asks for its module with `compiled` and falls back to its reference. INGOT_NATIVE=0 switches all of them off.

@@ -1,12 +1,12 @@
-"""Personal data becomes placeholders: e-mail addresses, phone numbers, payment cards, IP addresses, ids by plug-in.
+"""Replace personal data by placeholders: e-mail addresses, phone numbers, payment cards, IP addresses, ids by plug-in.
 
 Patterns alone hit order numbers, versions and ISBNs, so each kind is checked further: cards by issuer and Luhn sum
-(ISO/IEC 7812-1), IP addresses by range and by what stands before them, phone numbers by country code and length
-(ITU-T E.164), the North American plan, or a label such as "Tel." in front. What a plug-in found is left alone by the
-rest, so that an IBAN does not become a phone number.
+(ISO/IEC 7812-1), IP addresses by range and by the text before them, phone numbers by country code and length
+(ITU-T E.164), the North American plan, or a label such as "Tel." in front. The other kinds skip text that a plug-in
+found, so that an IBAN does not become a phone number.
 
-Every scan is linear in the text, and begins with a search for what a kind cannot do without: "@", a run of digits,
-two colons. Personal names and postal addresses are out of scope; docs/design/junk.md says what was measured.
+Every scan is linear in the text, and begins with a search for a necessary mark of its kind: "@", a run of digits, two
+colons. Personal names and postal addresses are out of scope; docs/design/junk.md says what was measured.
 """
 
 from collections import Counter
@@ -29,9 +29,11 @@ KINDS: tuple[Kind, ...] = ("email", "phone", "card", "ip")
 
 @dataclass(frozen=True, kw_only=True)
 class PiiRules:
-    """density: the largest number of placeholders per word; above it a page is a list of contacts and is dropped.
+    """Settings of the replacement.
 
-    kinds: what is replaced besides ids. obfuscated: also "name [at] host [dot] com".
+    density: the largest number of placeholders per word; above it a page is a list of contacts and is dropped.
+
+    kinds: kinds of personal data to replace, in addition to ids. obfuscated: also "name [at] host [dot] com".
     ids: names of plug-ins, built in ("iban", "us_ssn", ...: see ids.py) or from installed packages.
     """
 
@@ -50,8 +52,8 @@ class PiiRules:
 class Pii:
     """Stage: replaces personal data in the text and counts it in notes (pii_email, ...).
 
-    Rules: pii.density; pii.plugin where a plug-in raised or gave a span outside the text, as the document may still
-    hold what it was to find. Raises ConfigError for an id that is not installed.
+    Rules: pii.density; pii.plugin where a plug-in raised or gave a span outside the text, as the document may
+    still hold personal data. Raises ConfigError for an id that is not installed.
     """
 
     name = "pii"
@@ -71,7 +73,7 @@ class Pii:
     def __call__(self, document: Document) -> Drop | None:
         try:
             claimed = _plugin_spans(document.text, self.ids)
-        except Exception as error:  # whatever a plug-in of somebody else's does
+        except Exception as error:  # a plug-in of another package may raise anything
             return Drop(self.name, "pii.plugin", f"{type(error).__name__}: {error}"[:200])
         text, found = _replace(document.text, _spans(document.text, self.rules.kinds, self.rules.obfuscated, claimed))
         if not found:
@@ -88,9 +90,9 @@ class Pii:
 def scrub(
     text: str, kinds: Iterable[str] = KINDS, *, obfuscated: bool = False, ids: Iterable[IdPlugin] = ()
 ) -> tuple[str, Counter[str]]:
-    """`text` with placeholders, and how many of each were put in. ids: plug-ins, as `load_ids` gives them.
+    """Return (`text` with placeholders, count of each placeholder). ids: plug-ins from `load_ids`.
 
-    Raises what a plug-in raises, and ValueError where one gives a span outside the text.
+    Raises any exception of a plug-in, and ValueError where a plug-in gives a span outside the text.
     """
     return _replace(text, _spans(text, tuple(kinds), obfuscated, _plugin_spans(text, ids)))
 
@@ -106,7 +108,7 @@ def _plugin_spans(text: str, ids: Iterable[IdPlugin]) -> list[Span]:
 
 
 def _spans(text: str, kinds: tuple[str, ...], obfuscated: bool, claimed: list[Span]) -> list[Span]:
-    """All spans in the text's order, none overlapping: plug-ins' first, then e-mail, then IP, card, phone."""
+    """Return all spans in the text's order, none overlapping: plug-ins' first, then e-mail, then IP, card, phone."""
     spans = claimed
     if "email" in kinds:
         spans = spans + find_emails(text, obfuscated)

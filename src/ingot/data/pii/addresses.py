@@ -1,4 +1,8 @@
-"""E-mail addresses: RFC 5321 lengths, RFC 6531 (letters of any script), tags with +."""
+"""E-mail addresses and public IP addresses in a text.
+
+E-mail: RFC 5321 lengths, RFC 6531 (letters of any script), tags with +. IP: addresses of the public internet; private,
+reserved, multicast and documentation ranges identify nobody.
+"""
 
 import ipaddress
 import re
@@ -6,9 +10,9 @@ import re
 from ingot.data.pii.span import EMAIL, IP, Span
 
 _LOCAL_MAX = 64
-# What may stand before the @; the first character is a letter, digit or "_", so that quotes and dots stay outside.
+# The part before the @; the first character is a letter, digit or "_", so that quotes and dots stay outside.
 _LOCAL = re.compile(r"(?<![\w.%+\-])\w[\w.%+\-'&~!$*]{0,63}\Z")
-# Scripts without spaces, whose words stand right before and behind an address.
+# Scripts without spaces, whose words touch an address without a space.
 _UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _AFTER_UNSPACED = re.compile(rf"(?<=[{_UNSPACED}])[A-Za-z0-9_][A-Za-z0-9_.%+\-]*\Z")
 _DOMAIN = re.compile(
@@ -27,7 +31,8 @@ _OBFUSCATED = re.compile(
 
 
 def find_emails(text: str, obfuscated: bool = False) -> list[Span]:
-    """Spans of addresses; with `obfuscated` also of "name [at] host [dot] com" (brackets around "at" are needed)."""
+    """Return the spans of e-mail addresses; with `obfuscated` also of "name [at] host [dot] com" (brackets around "at"
+    are needed)."""
     spans, done = [], 0
     at = text.find("@")
     while at >= 0:
@@ -49,15 +54,12 @@ def find_emails(text: str, obfuscated: bool = False) -> list[Span]:
 
 
 def _domain(text: str, start: int) -> int:
-    """Where the domain name that begins at `start` ends, 0 if there is none."""
+    """Return the end of the domain name that begins at `start`, 0 if there is none."""
     match = _DOMAIN.match(text, start, start + 320)
     if not match:
         return 0
     name = match[0]
     return 0 if name.rpartition(".")[2].lower() in _FILE_ENDINGS else match.end()
-
-
-# IP addresses of the public internet; private, reserved, multicast and documentation ranges are nobody's.
 
 
 _IPV4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\w|-[A-Za-z])", re.ASCII)
@@ -72,14 +74,14 @@ _VERSION_BEFORE = re.compile(
 )
 # "the 8.8.8.8 release"
 _VERSION_AFTER = re.compile(r" (?:version|release|update|build|beta|patch)", re.IGNORECASE)
-# Two colons with at most four hex digits between: times have them too, so the whole is looked at then.
+# Two colons with at most four hex digits between. Times have them too, so the whole is checked then.
 _COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
 # Only global unicast, 2000::/3.
 _IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])", re.ASCII)
 
 
 def find_ipv4(window: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Spans of addresses that begin in window[start:end]; what stands before `start` tells versions apart."""
+    """Return the spans of IPv4 addresses that begin in window[start:end]; text before `start` may mark a version."""
     spans = []
     for match in _IPV4.finditer(window, start):
         if match.start() >= end:
@@ -117,7 +119,7 @@ def find_ipv6(text: str) -> list[Span]:
 
 
 def is_public_ipv4(text: str) -> bool:
-    """Whether `text` is a dotted IPv4 address of the public internet."""
+    """Check whether `text` is a dotted IPv4 address of the public internet."""
     try:
         address = ipaddress.IPv4Address(text)
     except ValueError:
@@ -126,7 +128,7 @@ def is_public_ipv4(text: str) -> bool:
 
 
 def is_public_ipv6(text: str) -> bool:
-    """Whether `text` is an IPv6 address of the public internet, with at least three groups: 2002:: is a network."""
+    """Check whether `text` is a public IPv6 address with at least three groups: 2002:: is a network."""
     try:
         return ipaddress.IPv6Address(text).is_global and sum(map(bool, text.split(":"))) >= 3
     except ValueError:

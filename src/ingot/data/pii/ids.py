@@ -23,7 +23,7 @@ GROUP = "ingot.pii"
 
 
 class IdPlugin(Protocol):
-    """placeholder: what replaces a hit. find: spans (start, end) of hits in `text`."""
+    """A plug-in. placeholder: the text that replaces a hit. find: yields the spans (start, end) of hits in `text`."""
 
     @property
     def placeholder(self) -> str: ...
@@ -62,21 +62,22 @@ def _iban_pattern() -> re.Pattern:
 
 
 def is_iban(text: str) -> bool:
-    """ISO 13616: the length of its country, and 1 modulo 97 (ISO/IEC 7064). `text` has no separators."""
+    """Check an IBAN, ISO 13616: the length of its country, and 1 modulo 97 (ISO/IEC 7064). `text` has no separators."""
     if _IBAN_LENGTH.get(text[:2]) != len(text) or not text.isascii():
         return False
     return int("".join(str(int(c, 36)) for c in text[4:] + text[:4])) % 97 == 1
 
 
 def is_us_ssn(digits: str) -> bool:
-    """An area, group and serial number that the Social Security Administration may issue; its own examples are not."""
+    """Check a US Social Security number: its area, group and serial number may be issued, and it is no published
+    example."""
     area, group, serial = digits[:3], digits[3:5], digits[5:]
     issued = area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
     return issued and digits not in ("078051120", "219099999", "123456789")
 
 
 def is_cpf(digits: str) -> bool:
-    """Brazil's Cadastro de Pessoas Fisicas: two check digits modulo 11."""
+    """Check Brazil's Cadastro de Pessoas Fisicas: two check digits modulo 11."""
     for length in (9, 10):
         total = sum(int(d) * weight for d, weight in zip(digits, range(length + 1, 1, -1), strict=False))
         if int(digits[length]) != total * 10 % 11 % 10:
@@ -85,13 +86,13 @@ def is_cpf(digits: str) -> bool:
 
 
 def is_dni(text: str) -> bool:
-    """Spain's DNI (eight digits) and NIE (X, Y or Z and seven): a letter for the number modulo 23."""
+    """Check Spain's DNI (eight digits) and NIE (X, Y or Z and seven): a letter for the number modulo 23."""
     number = text[:-1].translate(str.maketrans("XYZ", "012"))
     return "TRWAGMYFPDXBNJZSQVHLCKE"[int(number) % 23] == text[-1]
 
 
 def is_codice_fiscale(text: str) -> bool:
-    """Italy's codice fiscale: a letter for the sum of values by odd and even place."""
+    """Check Italy's codice fiscale: a letter for the sum of values by odd and even place."""
     odd = dict(zip("0123456789ABCDEFGHIJ", (1, 0, 5, 7, 9, 13, 15, 17, 19, 21) * 2, strict=True))
     odd |= dict(zip("KLMNOPQRSTUVWXYZ", (2, 4, 18, 20, 11, 3, 6, 8, 12, 14, 16, 10, 22, 25, 24, 23), strict=True))
     total = sum(odd[c] for c in text[:15:2]) + sum(int(c) if c.isdigit() else ord(c) - 65 for c in text[1:15:2])
@@ -99,7 +100,7 @@ def is_codice_fiscale(text: str) -> bool:
 
 
 def is_aadhaar(digits: str) -> bool:
-    """India's Aadhaar: Verhoeff's check digit, over the dihedral group of ten elements."""
+    """Check India's Aadhaar: Verhoeff's check digit, over the dihedral group of ten elements."""
     check = 0
     for place, digit in enumerate(reversed(digits)):
         check = _dihedral(check, _permuted(int(digit), place))
@@ -149,7 +150,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def problems_of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(field, message) for each of `names` that is not installed."""
+    """Yield (field, message) for each of `names` that is not installed."""
     installed = sorted({*BUILT_IN, *_entry_points()}) if names else []
     for name in names:
         if name not in installed:
@@ -157,7 +158,7 @@ def problems_of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def load_ids(names: Iterable[str]) -> list[IdPlugin]:
-    """The plug-ins called `names`, in that order. Raises ConfigError for one that is not there or is no plug-in."""
+    """Return the plug-ins called `names`, in that order. Raises ConfigError for one that is missing or invalid."""
     for _, message in problems_of(names):
         raise ConfigError(
             "E-PII-PLUGIN-MISSING",

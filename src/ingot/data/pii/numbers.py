@@ -1,6 +1,7 @@
-"""What is made of digits: IPv4 addresses, payment cards, phone numbers.
+"""Personal data made of digits: payment cards, phone numbers, and the search for IPv4 addresses.
 
-Runs of digits are found first, and only they are looked at, with a little text on both sides.
+Runs of digits are found first; the checks see only these runs with a little text on both sides. Phone numbers are
+those with + or an exit code (ITU-T E.164), of the North American plan, and national numbers after a label.
 """
 
 import re
@@ -47,7 +48,8 @@ _URL = re.compile(r"(?:://|www\.)[^\s<>\"]*$")
 
 
 def find_numbers(text: str, kinds: Iterable[str] = ("ip", "card", "phone")) -> list[Span]:
-    """Spans of public IPv4 addresses, cards and phone numbers. Where they overlap the more certain kind comes first."""
+    """Return spans of public IPv4 addresses, cards and phone numbers; where they overlap the more certain kind is
+    first."""
     spans: list[Span] = []
     number_before = 0  # where the phone number before ends, for "Tel. 12345678 or 12345679"
     for run in _RUN.finditer(text):
@@ -61,11 +63,11 @@ def find_numbers(text: str, kinds: Iterable[str] = ("ip", "card", "phone")) -> l
         digits = end - start - sum(window.count(c, start, end) for c in " ()./-")
         if digits < 7:
             continue
-        labelled_otherwise = bool(_LABEL_OF_ANOTHER.search(window[:start]) or _URL.search(window[:start]))
-        if "card" in kinds and digits >= 13 and not labelled_otherwise:
+        labeled_otherwise = bool(_LABEL_OF_ANOTHER.search(window[:start]) or _URL.search(window[:start]))
+        if "card" in kinds and digits >= 13 and not labeled_otherwise:
             spans += [Span(low + first, low + last, CARD) for first, last in _find_cards(window, start, end)]
         if "phone" in kinds:
-            phones = find_phones(window, start, end, number_before - low, labelled_otherwise)
+            phones = find_phones(window, start, end, number_before - low, labeled_otherwise)
             spans += [Span(low + first, low + last, PHONE) for first, last in phones]
             number_before = spans[-1].end if phones else number_before
     return spans
@@ -82,7 +84,7 @@ def _find_cards(window: str, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def is_card(text: str) -> bool:
-    """Whether the digits of `text` have an issuer's first digits for their number (13 to 19) and a right Luhn sum."""
+    """Check whether the digits of `text` (13 to 19) begin like an issuer's numbers and have a correct Luhn sum."""
     digits = "".join(c for c in text if c in "0123456789")
     issuer = _ISSUERS.get(len(digits))
     if not issuer or not issuer.match(digits) or len(set(digits)) == 1 or not is_luhn(digits):
@@ -91,21 +93,19 @@ def is_card(text: str) -> bool:
 
 
 def is_luhn(digits: str) -> bool:
-    """ISO/IEC 7812-1, annex B: every second digit from the right doubled, digits of the products summed."""
+    """Check the Luhn sum, ISO/IEC 7812-1, annex B: every second digit from the right doubled, digits of the products
+    summed."""
     doubled = "0246813579"
     return (sum(map(int, digits[-1::-2])) + sum(int(doubled[int(d)]) for d in digits[-2::-2])) % 10 == 0
 
 
 def _is_ean13(digits: str) -> bool:
-    """Whether it is a bar code; the two sums agree on one number in ten only."""
+    """Check whether `digits` are a bar code; the two sums agree for one number in ten only."""
     return (sum(map(int, digits[::2])) + 3 * sum(map(int, digits[1::2]))) % 10 == 0
 
 
-# Phone numbers: with + or an exit code (ITU-T E.164), of the North American plan, and national ones after a label.
-
-
-# A group of digits, perhaps in brackets, and what may stand between groups. Possessive: no way back, so no blow-up.
-# ASCII: where a script has no spaces, its letters stand right beside a number.
+# A group of digits, perhaps in brackets, and the separators between groups. Possessive: no backtracking.
+# ASCII: where a script has no spaces, its letters touch a number.
 _GROUP = r"(?:\([0-9]{1,5}\)|[0-9]++)"
 _BETWEEN = r"(?: ?[\-./] ?| )?+"
 _END = r"(?!\.[0-9]|-?\w)"
@@ -159,16 +159,16 @@ _E164_MAX = 15
 
 
 def find_phones(
-    window: str, start: int, end: int, number_before: int, labelled_otherwise: bool
+    window: str, start: int, end: int, number_before: int, labeled_otherwise: bool
 ) -> list[tuple[int, int]]:
-    """Spans of the phone numbers in window[start:end], a run of digits with the text around it; international first.
+    """Return the spans of the phone numbers in window[start:end], a run of digits; international numbers first.
 
-    number_before: where the phone number before this run ends, negative if far; labelled_otherwise: "order no." or the
-    like stands in front, or the run is part of a URL.
+    number_before: where the phone number before this run ends, negative if far; labeled_otherwise: a label
+    like "order no." precedes the run, or the run is part of a URL.
     """
     spans: list[tuple[int, int]] = []
-    labelled = not labelled_otherwise and _has_label(window, start, number_before)
-    if not labelled_otherwise:
+    labeled = not labeled_otherwise and _has_label(window, start, number_before)
+    if not labeled_otherwise:
         for match in _INTERNATIONAL.finditer(window, max(start - 2, 0), end + 2):
             span = _international(match)
             if span:
@@ -177,27 +177,28 @@ def find_phones(
         groups = [m.span() for m in _DIGITS.finditer(window, *found.span())]
         digits = "".join(window[a:b] for a, b in groups).removeprefix("011").removeprefix("00")
         if (
-            not labelled_otherwise
-            and (labelled or len(groups) > 2)
+            not labeled_otherwise
+            and (labeled or len(groups) > 2)
             and 9 <= len(digits) <= _E164_MAX
             and _country(digits)
         ):
             spans.append(found.span())
     for match in _NORTH_AMERICAN.finditer(window, max(start - 1, 0), end + 2):
         toll_free = match[0].lstrip("1(-. ")[:3] in _TOLL_FREE
-        if labelled_otherwise and not toll_free:
+        if labeled_otherwise and not toll_free:
             continue
         follows_one = spans and match.start() - spans[-1][1] <= 3
-        if not (labelled or toll_free or follows_one) and _is_other_number(window, match):
+        if not (labeled or toll_free or follows_one) and _is_other_number(window, match):
             continue
         spans.append(match.span())
-    if labelled and not spans:
+    if labeled and not spans:
         spans = _find_national(window, start, end)
     return spans
 
 
 def _find_national(window: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Spans of the numbers of national form at the start of a labelled run: one, or several with "/" between."""
+    """Return the spans of the numbers of national form at the start of a labeled run: one, or several with "/"
+    between."""
     spans: list[tuple[int, int]] = []
     first = start - 1 if start and window[start - 1] == "(" else start
     while match := _NATIONAL.match(window, first, min(first + 48, end + 2)):
@@ -220,7 +221,7 @@ def _has_label(window: str, start: int, number_before: int) -> bool:
 
 
 def _international(match: re.Match) -> tuple[int, int] | None:
-    """The span of the number with + that `match` holds, shortened to what E.164 allows; None if it is none."""
+    """Return the span of the number with + in `match`, shortened to the limit of E.164; None if it is not a number."""
     text = match[0]
     digits = "".join(c for c in text if c.isdigit())
     code = _country(digits)
@@ -239,7 +240,7 @@ def _international(match: re.Match) -> tuple[int, int] | None:
 
 
 def _country(digits: str) -> str:
-    """The country code that `digits` begin with, or ""."""
+    """Return the country code that `digits` begin with, or ""."""
     for length in (1, 2):
         if digits[:length] in _CODES_1_2:
             return digits[:length]
@@ -247,7 +248,7 @@ def _country(digits: str) -> str:
 
 
 def _is_decimal(text: str) -> bool:
-    """Whether it reads as +51.507351 or +40.7128-074.0060: a point that is no separator of groups."""
+    """Check whether `text` is a decimal like +51.507351 or +40.7128-074.0060: its point does not separate groups."""
     if "." not in text:
         return False
     points = text.count(".")
@@ -258,7 +259,7 @@ def _is_decimal(text: str) -> bool:
 
 
 def _cut(match: re.Match, most: int) -> tuple[int, int]:
-    """The span of `match` without the groups at its end that make it longer than `most` digits."""
+    """Return the span of `match` without the groups at its end beyond `most` digits."""
     total, end = 0, match.end()
     for group in _DIGITS.finditer(match.string, match.start(), match.end()):
         total += len(group[0])
@@ -271,8 +272,8 @@ def _cut(match: re.Match, most: int) -> tuple[int, int]:
 
 
 def _is_other_number(window: str, match: re.Match) -> bool:
-    """Whether it follows a short number (vol. 12 (345) 678-6790), or without brackets is round (pages 100-200-3000) or,
-    with spaces, one of several (200 300 4000 500)."""
+    """Check whether `match` is no phone number: it follows a short number (vol. 12 (345) 678-6790), or without brackets
+    is round (pages 100-200-3000) or, with spaces, one of several (200 300 4000 500)."""
     if match[0].startswith("("):
         return _VOLUME.search(window, max(match.start() - 6, 0), match.start()) is not None
     if all(group.endswith("00") for group in _DIGITS.findall(match[0])):

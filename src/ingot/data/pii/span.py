@@ -1,4 +1,4 @@
-"""Where in a text personal data stands."""
+"""The spans of personal data in a text."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ EMAIL, PHONE, CARD, IP = "<EMAIL>", "<PHONE>", "<CARD>", "<IP>"
 
 
 class Span(NamedTuple):
-    """text[start:end] becomes `placeholder`."""
+    """A span of personal data: text[start:end] becomes `placeholder`."""
 
     start: int
     end: int
@@ -14,7 +14,7 @@ class Span(NamedTuple):
 
 
 def without_overlaps(spans: list[Span]) -> list[Span]:
-    """`spans` in the text's order; of two that overlap the one that stands earlier in `spans` stays."""
+    """Return `spans` in the order of the text; of two that overlap the one earlier in `spans` stays."""
     if len(spans) < 2:
         return spans
     chosen: list[tuple[int, Span]] = []

@@ -1,9 +1,8 @@
-"""What a word is. The definition decides the quality rules, so it is a setting: `words = "whitespace"` or "spacy".
+"""The definition of a word. It changes the quality rules, so it is a setting: `words = "whitespace"` or "spacy".
 
-whitespace: what stands between whitespace, as `str.split` gives it.
-spacy: what spaCy's `blank("en")` gives, with which datatrove counts English: punctuation marks are words of their own,
-"don't" is two words. For every language it is these rules of English; datatrove takes another splitter per language,
-which this is not.
+whitespace: the words of `str.split`.
+spacy: the words of spaCy's `blank("en")`, with which datatrove counts English: a punctuation mark is a word, "don't" is
+two words. These rules of English are used for every language; datatrove uses another splitter per language.
 """
 
 import os

@@ -180,7 +180,7 @@ def infix_length(text: str, i: int) -> int:
 
 
 def _run(text: str, start: int, end: int) -> int:
-    """How many full stops stand at `start`."""
+    """Count the full stops at `start`."""
     i = start
     while i < end and text[i] == ".":
         i += 1
@@ -188,7 +188,7 @@ def _run(text: str, start: int, end: int) -> int:
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` is a URL, a host with a top-level domain, or an e-mail address, to spaCy."""
+    """Check whether spaCy takes `text` for a URL, a host with a top-level domain, or an e-mail address."""
     starts = {0}
     scheme = 0
     while scheme < len(text) and (FLAGS[text[scheme]] & ALPHANUMERIC or text[scheme] in "_+-."):
@@ -200,7 +200,7 @@ def is_address(text: str) -> bool:
 
 
 def _is_tail(text: str, i: int) -> bool:
-    """Whether text[i:] is what may follow a host: a port, a path, or nothing."""
+    """Check whether text[i:] is a port, a path or nothing, as may follow a host."""
     if i < len(text) and text[i] == ":":
         port = i + 1
         while port < len(text) and FLAGS[text[port]] & DECIMAL:
@@ -257,7 +257,7 @@ def _ip(text: str, start: int) -> int:
 
 @cache
 def joining_cases() -> dict[str, list[int]]:
-    """Special cases that the other rules would cut up: where they would cut, as ends of the words."""
+    """Return the special cases that the other rules would cut -> the end offsets of the words they would give."""
     cases = {}
     for case in SPECIAL:
         infix = any(infix_length(case, i) for i in range(len(case)))
@@ -267,7 +267,7 @@ def joining_cases() -> dict[str, list[int]]:
 
 
 def ends(words) -> list[int]:
-    """Where each of `words`, which follow each other, ends."""
+    """Return the end offset of each of `words`, which follow each other."""
     return list(accumulate(map(len, words)))
 
 

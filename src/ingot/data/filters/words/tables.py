@@ -1,4 +1,4 @@
-"""What the word rules know: classes of characters, and chunks that are split in a way of their own.
+"""Tables of the word rules: classes of characters, and chunks with special splits.
 
 The facts are those of spaCy 3.8 for `blank("en")` (prefixes, suffixes, infixes, exceptions) and of datatrove 0.10
 (punctuation). They are written here as ranges and as the grammar of contractions, not as lists of results.
@@ -16,7 +16,7 @@ SPACE, BREAK, ALPHABETIC, ALPHANUMERIC, DECIMAL = (1 << bit for bit in range(5))
 PUNCTUATION, TERMINAL = 1 << 5, 1 << 6
 # spaCy: cut off at the front, cut off at the end, allow a full stop to be cut off after them.
 PREFIX, SUFFIX, BEFORE_STOP = 1 << 7, 1 << 8, 1 << 9
-# spaCy: what stands left and right of an infix. Scripts without case are both lower and upper.
+# spaCy: characters left and right of an infix. Scripts without case are both lower and upper.
 LETTER, LOWER, UPPER, QUOTE, ICON = (1 << bit for bit in range(10, 15))
 # spaCy's sentences: category P, and the marks that end one.
 CATEGORY_P, SENTENCE = 1 << 15, 1 << 16
