@@ -1,4 +1,4 @@
-"""How evenly causal attention falls on the ranks of a ring, by layout: pairs of query and key, and CPU seconds.
+"""The balance of causal attention over the ranks of a ring, by layout: pairs of query and key, and CPU seconds.
 
 Forward and backward of one layer on gloo ranks of one thread each. CPU seconds of a rank do not depend on what else the
 machine does; waiting for messages is not among them. The figure is the busiest rank over the mean.

@@ -194,7 +194,7 @@ def signature_plain(text: str) -> np.ndarray:
 
 
 def big_buckets(documents: int = 4000, own: int = 24, template: int = 120) -> dict[str, object]:
-    """What the limits of a bucket miss, against comparing all its pairs, in a hard case.
+    """Measure the pairs that the limits of a bucket miss, against comparing all its pairs, in a hard case.
 
     Pages of one template, alike at about 0.71 through it, so that buckets hold thousands of pairs that look similar;
     every third page has a twin at 0.8 or more, anywhere.
@@ -283,7 +283,7 @@ def mixed(x: np.ndarray) -> np.ndarray:
 
 
 def origins(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of documents (uint64): the document whose text each is a version of (itself for most), and the percentage of its
+    """Return for documents (uint64) the document that each is a version of (itself for most), and the percentage of its
     shingles that differ from it."""
     draw = mixed(numbers + np.uint64(1 << 40))
     version, template = draw % np.uint64(100) < 25, draw % np.uint64(100) >= 98
@@ -370,7 +370,7 @@ def grow(count: int) -> dict[str, object]:
 
 
 def recall_of_versions(count: int, roots: np.ndarray) -> float:
-    """Of 20,000 documents that are like the text they were made from, how many share its cluster."""
+    """Return the share of 20,000 documents similar to their original that are in its cluster."""
     numbers = np.unique(np.random.default_rng(1).integers(1, count, 200_000).astype(np.uint64))
     origin, _ = origins(numbers)
     numbers, origin = numbers[origin != numbers][:20_000], origin[origin != numbers][:20_000]

@@ -2,7 +2,7 @@
 
 The command is run once undisturbed. Then it is run again and again, while at random instants the driver, a worker or
 the process that forks workers is killed; a killed driver is started again by the same command, as a person would. Each
-build that comes to its end is compared with the undisturbed one: SHA-256 of every file. A build that takes more than
+build that finishes is compared with the undisturbed one: SHA-256 of every file. A build that takes more than
 twenty times as long as the undisturbed one, and a minute, counts as hung.
 
     python benchmarks/faults_data.py --kills 200 -- ingot data build FILES... --out DIR --workers 2
@@ -78,7 +78,7 @@ def main() -> None:
         "tasks_in_flight_when_killed": tally.in_flight,
         "tasks_redone": tally.redone,
     }
-    sys.argv = [Path(one).name if os.sep in one else one for one in sys.argv]  # the record tells names, not places
+    sys.argv = [Path(one).name if os.sep in one else one for one in sys.argv]  # the record has names, not paths
     print(record("faults_data", results, ["ingot"]), results)
 
 

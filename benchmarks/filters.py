@@ -126,7 +126,8 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 def ours(texts: list[str], preset: str) -> tuple[dict, dict]:
-    """What every filter of `preset` says of every text, and the CPU seconds. datatrove's two Gophers are one here."""
+    """Return the verdict of every filter of `preset` on every text, and CPU seconds. Both Gophers of datatrove are one
+    here."""
     rules = PRESETS[preset]
     stages = [stage for stage in quality_stages(rules).values() if stage]
     alone = {"all": stages}
@@ -164,7 +165,7 @@ def is_kept(answer: str) -> bool:
 
 
 def flips(web: list[str], fineweb: list[str]) -> dict[str, int]:
-    """How many documents only one of the two presets keeps, by the rule of the other."""
+    """Count the documents that only one of the two presets keeps, by the rule of the other."""
     found: Counter = Counter()
     for one, other in zip(web, fineweb, strict=True):
         if is_kept(one) and not is_kept(other):
@@ -198,8 +199,8 @@ def show(results: dict, size: int) -> None:
         for step, seconds in part["seconds"].items():
             rate, per = size / 1e6 / max(seconds, 1e-9), seconds / documents * 1e3
             same = results["agreement"][step] if name == "datatrove" else {}
-            told = f"  same fate {same['same_fate']:.2%}, same text {same['same_text']:.2%}" if same else ""
-            print(f"  {step:20}{rate:9.2f} MB/s {per:9.3f} ms per document{told}")
+            agreement = f"  same fate {same['same_fate']:.2%}, same text {same['same_text']:.2%}" if same else ""
+            print(f"  {step:20}{rate:9.2f} MB/s {per:9.3f} ms per document{agreement}")
     print("\nweb and fineweb decide differently:")
     for which, count in results["web_to_fineweb"].items():
         print(f"  {count:6,}  {which}")

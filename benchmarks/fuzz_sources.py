@@ -156,7 +156,7 @@ def attempt(name: str, data: bytes, folder: Path) -> str:
 
 
 def batch(name: str, data: bytes, seed: int, kept: Path, pipe) -> None:
-    """BATCH attempts in a process of their own; the input is stored in `kept` while it is read."""
+    """BATCH attempts in a process of their own; the input is in `kept` while it is read."""
     resource.setrlimit(resource.RLIMIT_AS, (4 * MEMORY_BYTES, 4 * MEMORY_BYTES))  # libraries map far more than they use
     ends: Counter = Counter()
     with tempfile.TemporaryDirectory() as folder:

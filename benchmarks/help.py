@@ -1,4 +1,4 @@
-"""How long `--help` of every verb takes, beside a bare interpreter and `import torch`. The goal: under 300 ms each.
+"""The wall-clock time of `--help` of every verb, a bare interpreter and `import torch`. The goal: under 300 ms each.
 
 python benchmarks/help.py [--rounds 7]
 """

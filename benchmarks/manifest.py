@@ -1,4 +1,4 @@
-"""What rank 0 does alone in a save and a load of Llama 3 405B's blocks, at tp 8 x dp_shard 128 and ZeRO-3.
+"""The time of rank 0 alone in a save and a load of Llama 3 405B's blocks, at tp 8 x dp_shard 128 and ZeRO-3.
 
     python benchmarks/manifest.py LAYERS STAGES      8 16: 16,384 ranks, 8 layers each
 

@@ -1,4 +1,4 @@
-"""Training speed on one GPU: ingot's step, and the same model from `transformers` with torch.compile beside it.
+"""Training speed on one GPU: ingot's step, and the same model from `transformers` with torch.compile.
 
 Both train in bf16 with float32 master weights, SDPA attention, fused AdamW and clipping, on the same random batch; each
 contestant has a process of its own and they take turns. Printed and written to results/train_gpu.json: tokens/s, MFU
@@ -62,7 +62,7 @@ def ingot_step(run, device) -> Callable[[], Any]:
 
 
 def transformers_step(run, device) -> Callable[[], Any]:
-    """What a careful user writes: autocast over float32 weights, the whole model compiled, fused AdamW."""
+    """The step of a careful user: autocast over float32 weights, the whole model compiled, fused AdamW."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

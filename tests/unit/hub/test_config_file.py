@@ -1,4 +1,4 @@
-"""Which runs may begin with which model: the one that config.json describes, trained as the run likes."""
+"""A run may start from a model whose config.json equals [model]; settings that act in training only are free."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the system says about the machine, and what doctor makes of it."""
+"""The facts of a machine, and the checks of doctor."""
 
 import os
 import shutil

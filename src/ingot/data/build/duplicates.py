@@ -38,11 +38,10 @@ from ingot.data.build.process_input import InputResult
 from ingot.data.build.stages import DUPLICATES, NEAR_DUPLICATES, URL
 from ingot.data.dedup.arrays import ArrayWriter
 from ingot.data.dedup.bands import SignatureFolders, band_candidates, join_folders, merge_candidates, write_bands
-from ingot.data.dedup.clusters import clusters, slices, verify_pairs
+from ingot.data.dedup.clusters import Verification, clusters, slices, verify_pairs
 from ingot.data.dedup.equal import firsts
 from ingot.data.dedup.index import INDEX, Index, add_to_index
 from ingot.data.dedup.minhash import DedupRules, shingle_set
-from ingot.data.dedup.clusters import Verification, slices, verify_pairs
 from ingot.data.tasks.run import RunTasks
 from ingot.data.tasks.store import Store
 from ingot.data.tasks.task import PLACE, Attempt, Task, TaskGroup, TaskRef, task_function

@@ -35,7 +35,8 @@ _KINDS = [
         ),
         (
             2,
-            r"(?:reveal|print|repeat|output|show|leak|tell me|display|recite)\b(?: \w+){0,3} (?:your|the|its) "  # words: ok
+            r"(?:reveal|print|repeat|output|show|leak|tell me|display|recite)\b"  # words: ok
+            r"(?: \w+){0,3} (?:your|the|its) "
             r"(?:hidden |secret |full |entire |exact |initial |original )*"
             r"(?:system prompt|system instructions|initial instructions|hidden instructions|prompt verbatim)",
         ),

@@ -38,7 +38,7 @@ def find_emails(text: str, obfuscated: bool = False) -> list[Span]:
     while at >= 0:
         domain = _domain(text, at + 1)
         if domain:
-            # One character more than the longest name, for the look-behind: a longer run is no name.
+            # One character more than the longest name, for the lookbehind: a longer run is no name.
             low = max(at - _LOCAL_MAX - 1, done)
             before = text[low:at]
             local = _LOCAL.search(before)

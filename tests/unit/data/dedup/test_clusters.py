@@ -190,7 +190,7 @@ def test_few_permutations_only_nominate_and_never_veto(tmp_path, write_folders):
 
 
 def test_clusters_take_twelve_bytes_per_document(tmp_path):
-    """And 16 for each that is dropped; the rest is pieces."""
+    """12 bytes per document, 16 per dropped document, and the pieces that are read."""
     documents, dropped, most = 4 << 20, 1000, 24 * PIECE
     pairs = np.zeros(dropped, VERIFIED)
     pairs["earlier"], pairs["later"] = np.arange(dropped), np.arange(dropped) + 1

@@ -34,7 +34,7 @@ def run(files, rules, partitions, work):
 
 
 def by_hand(files, words):
-    """What is left of each text, as words: no hashes, no files."""
+    """Return the remaining words of each text, without hashes or files."""
     seen, left = set(), []
     for texts in files:
         for text in texts:

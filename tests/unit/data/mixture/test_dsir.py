@@ -1,4 +1,4 @@
-"""Documents like the target are chosen, by weights that are the paper's formula, wherever the documents lie."""
+"""DSIR: documents similar to the target are chosen, by the weights of the paper, in any order of the documents."""
 
 import argparse
 import io
