@@ -18,11 +18,10 @@ from ingot.data.decontaminate import Decontaminate
 from ingot.data.extract.html import Extract
 from ingot.data.filters.blocklist import Blocklist
 from ingot.data.filters.c4 import C4
-from ingot.data.filters.fineweb import FineWeb
 from ingot.data.filters.gopher import Gopher
 from ingot.data.filters.junk import Junk
 from ingot.data.filters.language import Language
-from ingot.data.filters.quality import quality_stages
+from ingot.data.filters.quality import FineWeb, quality_stages
 from ingot.data.filters.toxicity import Toxicity
 from ingot.data.lineage.purge.history import Purged, PurgedList
 from ingot.data.pii import Pii
