@@ -147,7 +147,7 @@ def measure_in_a_process(name: str, args: argparse.Namespace) -> dict:
 
 
 def summarise(runs: list[dict], run, peak: float | None) -> dict:
-    from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
+    from ingot.theory.flops import model_flops_utilization, train_flops_per_token
 
     good = [r for r in runs if "error" not in r]
     if not good:
@@ -158,7 +158,7 @@ def summarise(runs: list[dict], run, peak: float | None) -> dict:
     return {
         "step_seconds": step_seconds,
         "tokens_per_second": rate,
-        "mfu_norm": peak and model_flops_utilisation(rate, flops, peak),
+        "mfu_norm": peak and model_flops_utilization(rate, flops, peak),
         "peak_memory_gib": max(r["peak_memory_bytes"] for r in good) / 2**30,
         "warm_up_seconds": good[0]["warm_up_seconds"],
         "last_loss": good[-1]["last_loss"],

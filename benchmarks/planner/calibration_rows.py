@@ -1,4 +1,4 @@
-"""Writes the calibration rows that ship with the planner, from a file of published runs in its full form.
+"""Write the calibration rows that ship with the planner, from a file of published runs in its full form.
 
     python benchmarks/planner/calibration_rows.py published_runs.json
 

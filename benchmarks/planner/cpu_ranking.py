@@ -1,9 +1,9 @@
-"""Is the planner's order of layouts the real one? A small model on two CPU ranks, one layout after the other.
+"""Compare the planner's order of layouts with the measured one: a small model on two CPU ranks, layout after layout.
 
 The shapes of `doctor --bench` calibrate the machine, and the planner predicts a step of each layout from their timings
 alone. Layouts and shapes are all kept alive and take turns, some steps each, so that other programs disturb all alike;
 of the turns the quieter half counts, in which ranks waited least for a core that other programs had. The figure is
-Kendall's tau between the predicted and the measured order, over pairs that the measurement itself can tell apart:
+Kendall's tau between the predicted and the measured order, over pairs that the measurement itself distinguishes:
 medians that differ by more than the noise, the larger of the two interquartile ranges.
 
     python benchmarks/planner/cpu_ranking.py [--rounds 14] [--steps 3]
@@ -116,7 +116,7 @@ class Job:
                 raise SystemExit(f"{name} did not start; its error is above")
 
     def go(self, steps: int):
-        """What the ranks answer: of a rank that times the step as the others do, any will do."""
+        """Return the answer of the first rank: all ranks time the same step."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -131,7 +131,7 @@ class Job:
 
 
 def measure(names: list[str], rounds: int, steps: int) -> tuple[dict[str, list], dict]:
-    """By layout, and by number for the shapes of the calibration, its turns; and what devices reach alone."""
+    """Return the turns by layout, and by number for the shapes of the calibration; and the rates of devices alone."""
     jobs: dict[str, Job] = {}
     turns: dict[str, list] = {}
     try:
@@ -166,7 +166,7 @@ def noise(turns: list[float]) -> float:
 
 
 def compare(predicted: dict[str, float], turns: dict[str, list[float]]) -> dict:
-    """Kendall's tau over the pairs that can be told apart, and those that cannot."""
+    """Return Kendall's tau over the pairs that the noise does not hide, and the pairs that it hides."""
     middle = {name: statistics.median(own) for name, own in turns.items()}
     agree, differ, ties = 0, [], []
     for a, b in combinations(predicted, 2):
@@ -176,8 +176,8 @@ def compare(predicted: dict[str, float], turns: dict[str, list[float]]) -> dict:
             agree += 1
         else:
             differ.append([a, b])
-    told = agree + len(differ)
-    return {"tau": (agree - len(differ)) / told if told else None, "pairs": told, "wrong": differ, "ties": ties}
+    pairs = agree + len(differ)
+    return {"tau": (agree - len(differ)) / pairs if pairs else None, "pairs": pairs, "wrong": differ, "ties": ties}
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Fits the constants of the time model to the published runs that ship: src/ingot/planner/predict/time/fitted.json.
+"""Fit the constants of the time model to the published runs that ship: src/ingot/planner/predict/time/fitted.json.
 
     python benchmarks/planner/fit.py
 
-Beside them stand the error of each family when it was left out, and the band that these errors make.
+The file also has the error of each family when it was left out, and the error band that follows.
 """
 
 import json
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.planner.published.fit import BAND, FAMILY_ROWS, NOISE, Fit, residuals, timed
-from ingot.planner.published.published import shipped_rows, subjects
+from ingot.planner.published.fit import ERROR_BAND, FAMILY_ROWS, NOISE, Fit, residuals, timed
+from ingot.planner.published.run import published_runs, shipped_rows
 
 TARGET = Path(__file__).parents[2] / "src/ingot/planner/predict/time/fitted.json"
 
 
 def main() -> None:
-    fit = Fit(tuple(timed(subjects(shipped_rows()))))
+    fit = Fit(tuple(timed(published_runs(shipped_rows()))))
     constants, left_out = fit.all(), fit.left_out()
     families = {}
     for family, own in left_out.items():
@@ -37,8 +37,8 @@ def main() -> None:
         "fitted": date.today().isoformat(),
         "command": "python benchmarks/planner/fit.py",
         "constants": {name: round(value, 4) for name, value in asdict(constants).items()},
-        "band": [round(share, 4) for share in fit.band(left_out)],
-        "band_quantiles": BAND,
+        "band": [round(share, 4) for share in fit.error_band(left_out)],
+        "band_quantiles": ERROR_BAND,
         "noise": NOISE,
         "family_rows": FAMILY_ROWS,
         "left_out": families,

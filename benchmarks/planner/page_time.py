@@ -1,6 +1,6 @@
-"""How long the planner's page lets one wait: from the command to the first plan, and for each kind of question.
+"""The waiting times of the planner's page: from the command to the first plan, and for each kind of question.
 
-By the clock, and in CPU time of the server, which other work on the machine does not lengthen.
+In wall-clock time, and in CPU time of the server, which other work on the machine does not lengthen.
 
 python benchmarks/planner/page_time.py [REPEATS]     (Linux)
 """
@@ -39,7 +39,7 @@ def main(repeats: int) -> None:
         _ask(f"{address}/api/options")
         _ask(f"{address}/api/plan?{_PLANS['8B on 8 GPUs, FSDP']}")
         took = f"{time.perf_counter() - begun:.2f} s | {_cpu_seconds(server.pid):.2f} s"
-        print(f"| | by the clock | CPU |\n|---|---|---|\n| from the command to the first plan | {took} |")
+        print(f"| | wall clock | CPU |\n|---|---|---|\n| from the command to the first plan | {took} |")
         for name, query in _PLANS.items():
             print(f"| plan, {name} | {_median(address, server.pid, 'plan', query, repeats)} |")
         query = _PLANS["70B on 1,024 GPUs, interleaved"]
@@ -51,7 +51,7 @@ def main(repeats: int) -> None:
 
 
 def _median(address: str, server: int, kind: str, query: str, repeats: int) -> str:
-    """Each time with another number of tokens, so that no answer is one that was kept."""
+    """Return the median time; each request has another number of tokens, so that no answer is cached."""
     clock, cpu = [], []
     for i in range(repeats + 1):
         before = _cpu_seconds(server)
@@ -61,7 +61,7 @@ def _median(address: str, server: int, kind: str, query: str, repeats: int) -> s
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process and its threads: fields 14 and 15 of /proc/PID/stat, behind the name in parentheses."""
+    """Return the CPU seconds of a process: fields 14 and 15 of /proc/PID/stat, counted after the parenthesized name."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -19,7 +19,7 @@ ENDLESS_GIB = 10**6
 
 
 def refusal(row: dict) -> str:
-    """Why it has no notion of this row, or nothing."""
+    """Return the reasons why Calculon cannot express this row, or ""."""
     reasons = {
         "device": row["device"].split("-")[0] not in SYSTEMS,
         "schedule": row["schedule"] not in ("1f1b", "interleaved"),

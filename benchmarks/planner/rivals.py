@@ -26,7 +26,7 @@ import numpy as np
 from ingot.planner.predict.memory.peak_memory import memory_bill
 from ingot.planner.predict.time.step_time import estimate
 from ingot.planner.published.fit import Fit, timed
-from ingot.planner.published.published import Subject, shipped_rows, subjects
+from ingot.planner.published.run import PublishedRun, published_runs, shipped_rows
 from ingot.theory.flops import TRAIN_TO_FORWARD, forward_attention_flops_per_token, train_flops_per_token
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--llm-analysis", metavar="PYTHON", help="python of an environment that has llm-analysis")
     parser.add_argument("--calculon", metavar="FOLDER", help="folder with calculon's package and systems")
     args = parser.parse_args()
-    everyone = timed(subjects(shipped_rows()))
+    everyone = timed(published_runs(shipped_rows()))
     predictors = {
         "ingot": ingot(everyone),
         "constant": constant(everyone, unseen=True),
@@ -65,8 +65,8 @@ def main() -> None:
         print(f"\n{figure}\n" + table(result[figure]))
 
 
-def errors(everyone: list[Subject], predicted: dict[str, float], what: str) -> dict[str, dict[str, float]]:
-    """Of each family: n, mape and median error, in percent; and of all, as a mean over families."""
+def errors(everyone: list[PublishedRun], predicted: dict[str, float], what: str) -> dict[str, dict[str, float]]:
+    """Return n, mape and median error of each family, in percent, and their mean over families."""
     by_family = defaultdict(list)
     for s in everyone:
         measured = getattr(s.measured, what)
@@ -100,18 +100,18 @@ def table(columns: dict[str, dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def ingot(everyone: list[Subject]) -> dict[str, float]:
+def ingot(everyone: list[PublishedRun]) -> dict[str, float]:
     left_out = Fit(tuple(everyone)).left_out()
     found = {s.id: (estimate(s.run, s.cluster, s.software, left_out[s.family]), s) for s in everyone}
     return {name: time.seconds * s.scale for name, (time, s) in found.items() if time}
 
 
-def _memory(subject: Subject) -> float:
+def _memory(subject: PublishedRun) -> float:
     bill = memory_bill(subject.run, subject.cluster, subject.software)
     return sum(term.value for kind, term in bill.items() if kind not in subject.measured.memory_without)
 
 
-def constant(everyone: list[Subject], *, unseen: bool) -> dict[str, float]:
+def constant(everyone: list[PublishedRun], *, unseen: bool) -> dict[str, float]:
     """A share is the median over families of their medians. unseen: without the family that is predicted."""
     ideal = {s.id: _ideal_seconds(s) for s in everyone}
     bits = {s.id: {"": 16, "nvfp4": 4}.get(s.software.recipe, 8) for s in everyone}
@@ -126,12 +126,12 @@ def constant(everyone: list[Subject], *, unseen: bool) -> dict[str, float]:
     return {s.id: ideal[s.id] / share(bits[s.id], s.family) for s in everyone}
 
 
-def _measured_seconds(subject: Subject) -> float:
+def _measured_seconds(subject: PublishedRun) -> float:
     assert subject.measured.step_seconds is not None  # as of all that are `timed`
     return subject.measured.step_seconds
 
 
-def _ideal_seconds(subject: Subject) -> float:
+def _ideal_seconds(subject: PublishedRun) -> float:
     """At the 16-bit peak."""
     run, arch = subject.run, subject.run.model
     seq_len, parallel = run.train.seq_len, run.parallel
@@ -145,7 +145,7 @@ def _ideal_seconds(subject: Subject) -> float:
     return subject.tokens * flops / peak * (1 + bubble)
 
 
-def rival(everyone: list[Subject], command: list[str]) -> dict[str, dict[str, float]]:
+def rival(everyone: list[PublishedRun], command: list[str]) -> dict[str, dict[str, float]]:
     """Rows that it refuses are left out; its reasons go to standard error."""
     rows = json.dumps([_described(s) for s in everyone])
     done = subprocess.run(command, input=rows, capture_output=True, text=True, check=False)
@@ -155,8 +155,8 @@ def rival(everyone: list[Subject], command: list[str]) -> dict[str, dict[str, fl
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _described(s: Subject) -> dict:
-    """In plain numbers, of everything that a rival may ask for."""
+def _described(s: PublishedRun) -> dict:
+    """Return plain numbers of everything that a rival may need."""
     arch, train, parallel, cluster = s.run.model, s.run.train, s.run.parallel, s.cluster
     return {
         "id": s.id,

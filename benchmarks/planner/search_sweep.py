@@ -1,4 +1,4 @@
-"""Whether the search, which leaves most layouts out, finds the best one.
+"""Check that the search, which leaves most layouts out, finds the best layout.
 
 python benchmarks/planner/search_sweep.py
     works out every legal layout where there are few enough, and writes results/planner_search_sweep.json. On large
@@ -12,16 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 
 from record import record
 from search_time import run_of, shown
+from tests.every_layout import every_candidate
 
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.search.candidates import Candidate, Evaluator, distinct, ranked
 from ingot.planner.search.moves import moves
 from ingot.planner.search.search import search
 from ingot.planner.search.space import Reach, Space
-from ingot.planner.search.sweep import every_candidate
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT

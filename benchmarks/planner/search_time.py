@@ -1,4 +1,4 @@
-"""How long a search takes on one core, and what it finds.
+"""The time of a search on one core, and its result.
 
 python benchmarks/planner/search_time.py [NAME ...]
     writes results/planner_search_time.json; processor seconds, which a busy machine stretches less than the clock's
@@ -54,12 +54,12 @@ def run_of(model: str, global_batch: int, seq_len: int, **changes) -> RunConfig:
 
 
 def shown(candidate: Candidate) -> str:
-    """What is not as in plain data parallelism."""
+    """Return the settings that differ from plain data parallelism."""
     parallel = candidate.run.parallel
     idle = {"schedule": "1f1b", "context": "auto", "recompute": "none"}
     values = {name: getattr(parallel, name) for name in _SHOWN}
-    said = [f"{name}={value}" for name, value in values.items() if value not in (idle.get(name), 0, 1)]
-    return " ".join([*said, f"micro_batch={candidate.run.train.micro_batch}"])
+    shown_settings = [f"{name}={value}" for name, value in values.items() if value not in (idle.get(name), 0, 1)]
+    return " ".join([*shown_settings, f"micro_batch={candidate.run.train.micro_batch}"])
 
 
 def measure(name: str) -> dict[str, object]:

@@ -12,6 +12,8 @@ import re
 import tomllib
 import types
 import typing
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,6 +21,8 @@ from ingot.errors import ConfigError
 from ingot.units import parse_count
 
 T = typing.TypeVar("T")
+# Rules that the dataclass of a configuration does not know. They yield (dotted key, what is wrong) for each problem.
+Rules = Callable[[T], Iterable[tuple[str, str]]]
 
 
 @functools.cache  # a manifest has 10,000 entries of one kind
@@ -35,8 +39,9 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 class _Reader:
     """Builds a dataclass from nested dicts and collects every problem on the way."""
 
-    def __init__(self, where, root: type):
+    def __init__(self, where, root: type, rules: Rules | None = None):
         self.where = where  # dotted key -> "run.toml:14" or "--set"
+        self.rules = rules  # of the whole configuration, checked after the rules of its dataclass
         self.root = root  # the whole configuration, to find a key that stands in the wrong section
         self.problems: list[str] = []
         self.unknown_keys = 0
@@ -72,7 +77,9 @@ class _Reader:
         if any(required and name not in arguments for name, (_, required) in fields.items()):
             return None
         built = kind(**arguments)  # with defaults in place of broken values: the rules between the others still speak
-        for name, message in built.problems() if hasattr(built, "problems") else ():
+        own = built.problems() if hasattr(built, "problems") else ()
+        further = self.rules(built) if self.rules and not prefix else ()
+        for name, message in chain(own, further):
             if name not in broken:
                 self.problem(prefix + name, f"{prefix}{name}: {message}")
         return built if self.broken() == before else None
@@ -185,9 +192,12 @@ def _suggest(name: str, known, prefix: str, root: type) -> str:
     return f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
 
 
-def from_dict(kind: type[T], values: dict, *, where=lambda key: key) -> T:
-    """`values` as a `kind`. Raises ConfigError that lists every problem; `where(key)` names each one's place."""
-    reader = _Reader(where, kind)
+def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rules[T] | None = None) -> T:
+    """Build a `kind` from nested dicts. Raises ConfigError that lists every problem.
+
+    where: the place of a dotted key, for messages. rules: checked after those of `kind` and reported with them.
+    """
+    reader = _Reader(where, kind, rules)
     built = reader.dataclass(kind, values, "")
     if reader.problems:
         raise _listed(reader.problems)
@@ -218,22 +228,24 @@ def _plain(value) -> Any:
     return value
 
 
-def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = ()) -> T:
+def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = (), *, rules: Rules[T] | None = None) -> T:
     """Read TOML `path`, apply `--set` overrides ('train.steps=100'), build a `kind`. Raises ConfigError.
 
-    Without a `path` there are the defaults of `kind` and the overrides only.
+    Without a `path` there are the defaults of `kind` and the overrides only. rules: as for `from_dict`.
     """
     values, where = read(path, overrides)
-    return from_dict(kind, values, where=where)
+    return from_dict(kind, values, where=where, rules=rules)
 
 
-def load_sections(kind: type, path: Path, overrides: typing.Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+def load_sections(
+    kind: type, path: Path, overrides: typing.Sequence[str] = (), *, rules: Rules | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """As `load`, for those who go on in spite of problems: the sound sections by name, and every "place: problem".
 
     A section that the file leaves out has its defaults. Raises ConfigError when the file cannot be read at all.
     """
     values, where = read(path, overrides)
-    reader = _Reader(where, kind)
+    reader = _Reader(where, kind, rules)
     reader.dataclass(kind, values, "")
     left_out = {f.name: f.default_factory for f in dataclasses.fields(kind) if f.name not in values}
     defaults = {name: make() for name, make in left_out.items() if make is not dataclasses.MISSING}

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.schema.arch import Arch, Moe
 from ingot.rehearse.dryrun.tracker import HOST, Tracker
+from ingot.schema.arch import Arch, Moe
 from ingot.theory.layout import positions
 from ingot.theory.memory import shares
-from ingot.theory.state import state_per_parameter
+from ingot.theory.params import state_per_parameter
 from ingot.trainer.parts import build_parts
 from ingot.trainer.step import train_step
 

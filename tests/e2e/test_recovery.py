@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from ingot.config import load
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
@@ -37,7 +36,7 @@ def prove_ledger(project: Project, out: str) -> None:
     folder = project.folder(out)
     newest = list_checkpoints(folder.checkpoints)[0].manifest
     assert newest is not None and newest.step == STEPS
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     tokens = read_token_manifest(folder.root / config.data.tokens)
     order = Order(tokens, config.train.seq_len, config.seed, config.data.weights)
     consumed = list(read_ledger(folder.ledger, newest.ledger))

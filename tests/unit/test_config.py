@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.config import from_dict, load, to_dict, to_toml
+from ingot.config import from_dict, to_dict, to_toml
 from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
 from ingot.schema.run import Data, Evaluate, RunConfig, Train
+from ingot.theory.rules import load_run, run_from_dict
 
 RUN = RunConfig(
     name="demo",
@@ -28,7 +29,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_a_run_file_reads_back_as_it_was_written(run_file):
-    assert load(RunConfig, run_file) == RUN
+    assert load_run(run_file) == RUN
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
@@ -36,7 +37,7 @@ def test_any_string_survives_toml(text):
     import tomllib
 
     config = replace(RUN, evaluate=Evaluate(prompts=(text,)), data=replace(RUN.data, weights={text: 0.5}))
-    read = from_dict(RunConfig, tomllib.loads(to_toml(config)))
+    read = run_from_dict(tomllib.loads(to_toml(config)))
     assert read == config
 
 
@@ -49,7 +50,7 @@ def test_all_problems_are_reported_at_once_with_file_and_line(run_file):
     )
     run_file.write_text(broken)
     with pytest.raises(ConfigError) as caught:
-        load(RunConfig, run_file)
+        load_run(run_file)
     message = str(caught.value)
     for needle, hint in (
         ("weigth_decay", "did you mean 'optim.weight_decay'"),
@@ -63,38 +64,36 @@ def test_all_problems_are_reported_at_once_with_file_and_line(run_file):
 
 def test_rules_between_keys_name_the_way_out(run_file):
     with pytest.raises(ConfigError, match=r"3 does not divide num_heads=4; use one of \[1, 2, 4\]"):
-        load(RunConfig, run_file, ["model.num_kv_heads=3"])
+        load_run(run_file, ["model.num_kv_heads=3"])
     with pytest.raises(ConfigError, match="nearest: 8 or 16"):
-        load(RunConfig, run_file, ["train.global_batch=12"])
+        load_run(run_file, ["train.global_batch=12"])
 
 
 def test_overrides_take_toml_values_and_bare_words(run_file):
-    read = load(
-        RunConfig, run_file, ["train.steps=7", "schedule.kind=wsd", "schedule.decay_steps=3", "data.weights.web=0.5"]
-    )
+    read = load_run(run_file, ["train.steps=7", "schedule.kind=wsd", "schedule.decay_steps=3", "data.weights.web=0.5"])
     assert (read.train.steps, read.schedule.kind, read.data.weights["web"]) == (7, "wsd", 0.5)
 
 
 def test_an_override_is_blamed_on_the_command_line(run_file):
     with pytest.raises(ConfigError, match=r"--set optim\.lrr: unknown key 'optim\.lrr'; did you mean 'optim\.lr'"):
-        load(RunConfig, run_file, ["optim.lrr=1e-3"])
+        load_run(run_file, ["optim.lrr=1e-3"])
 
 
 @pytest.mark.parametrize("value", ["true", '"8"', "[8]", "8.0"])
 def test_an_integer_is_an_integer(run_file, value):
     with pytest.raises(ConfigError, match="must be a whole number"):
-        load(RunConfig, run_file, [f"train.micro_batch={value}"])
+        load_run(run_file, [f"train.micro_batch={value}"])
 
 
 def test_missing_and_unreadable_files_say_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match="no run file"):
-        load(RunConfig, tmp_path / "absent.toml")
+        load_run(tmp_path / "absent.toml")
     (tmp_path / "bad.toml").write_text("a = = 1")
     with pytest.raises(ConfigError, match=r"bad\.toml"):
-        load(RunConfig, tmp_path / "bad.toml")
+        load_run(tmp_path / "bad.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        load(RunConfig, tmp_path / "binary.toml")
+        load_run(tmp_path / "binary.toml")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_missing_and_unreadable_files_say_what_to_do(tmp_path):
 )
 def test_types_are_named_in_words_and_not_in_python(run_file, override, message):
     with pytest.raises(ConfigError) as caught:
-        load(RunConfig, run_file, [override])
+        load_run(run_file, [override])
     assert message in str(caught.value)
 
 
@@ -123,7 +122,7 @@ def test_a_pair_says_how_it_is_written():
 
 def test_a_missing_section_is_called_one_and_a_list_is_indented():
     with pytest.raises(ConfigError) as caught:
-        from_dict(RunConfig, {"name": "demo"})
+        run_from_dict({"name": "demo"})
     first, *more = str(caught.value).splitlines()
     assert "missing section [model]" in first
     assert all(line.startswith("  ") for line in more)
@@ -132,7 +131,7 @@ def test_a_missing_section_is_called_one_and_a_list_is_indented():
 def test_a_line_that_is_no_toml_is_shown(run_file):
     run_file.write_text("seed = 1\nname = demo\n")
     with pytest.raises(ConfigError, match=r"run\.toml:2: .*name = demo") as caught:
-        load(RunConfig, run_file)
+        load_run(run_file)
     assert caught.value.fix
 
 
@@ -140,7 +139,7 @@ def test_missing_keys_are_named():
     values = to_dict(RUN)
     del values["model"]["d_ffn"], values["train"]["steps"]
     with pytest.raises(ConfigError) as caught:
-        from_dict(RunConfig, values)
+        run_from_dict(values)
     assert "missing key 'model.d_ffn'" in str(caught.value)
     assert "missing key 'train.steps'" in str(caught.value)
 
@@ -165,5 +164,5 @@ def test_missing_keys_are_named():
 )
 def test_numbers_out_of_range_are_refused(run_file, override, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        load(RunConfig, run_file, [override])
+        load_run(run_file, [override])
     assert override.partition("=")[0] in str(caught.value)

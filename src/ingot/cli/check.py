@@ -114,14 +114,14 @@ def _say(finding: "Finding", terminal: Terminal) -> None:
 
 def _init_problem(args: argparse.Namespace) -> "list[Finding]":
     """Why the run cannot begin with the model in `init`; nothing of a faulty run file, which has been told."""
-    from ingot.config import key_lines, load
+    from ingot.config import key_lines
     from ingot.errors import ConfigError
     from ingot.hub.config_file import require_fit
     from ingot.planner.run.check import Finding
-    from ingot.schema.run import RunConfig
+    from ingot.theory.rules import load_run
 
     try:
-        config = load(RunConfig, args.run_file, tuple(args.overrides))
+        config = load_run(args.run_file, tuple(args.overrides))
     except ConfigError:
         return []
     folder = args.run_file.parent / config.init
@@ -137,14 +137,13 @@ def _init_problem(args: argparse.Namespace) -> "list[Finding]":
 
 def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:
     """What experts and context parallelism come to; nothing of a run file with a problem, which has been told."""
-    from ingot.config import load
     from ingot.errors import ConfigError
     from ingot.planner.run.advice import notes
-    from ingot.schema.run import RunConfig
     from ingot.theory.layout import require_layout
+    from ingot.theory.rules import load_run
 
     try:
-        config = load(RunConfig, args.run_file, tuple(args.overrides))
+        config = load_run(args.run_file, tuple(args.overrides))
         require_layout(config)
     except ConfigError:
         return {}
@@ -161,17 +160,16 @@ def show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:
 
 def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tuple["Finding | None", "DryRun | None"]:
     """The dry run, or why there is none; neither if the run file does not hold together, which has been told."""
-    from ingot.config import load
     from ingot.errors import ConfigError, IngotError, require
     from ingot.planner.run.check import Finding
     from ingot.rehearse.dryrun.dry_run import simulate
     from ingot.rehearse.dryrun.expert_load import read_loads
-    from ingot.schema.run import RunConfig
     from ingot.theory.layout import require_layout
+    from ingot.theory.rules import load_run
 
     require("torch", "train")
     try:
-        config = load(RunConfig, args.run_file, tuple(args.overrides))
+        config = load_run(args.run_file, tuple(args.overrides))
         require_layout(config)
     except ConfigError:
         return None, None

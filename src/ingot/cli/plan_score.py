@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from ingot.planner.published.score import Score, Scored
+    from ingot.planner.published.score import PlannerScore, RowScore
 
 HELP = "predicts published runs and compares: step time and memory by family"
 EXAMPLES = (
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
-    from ingot.planner.published.published import read_rows, shipped_rows, subjects
+    from ingot.planner.published.run import published_runs, read_rows, shipped_rows
     from ingot.planner.published.score import score
 
     rows = read_rows(args.file) if args.file else shipped_rows()
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         from ingot.planner.published.fit import Fit, timed
 
         terminal.say("fitting without each family in turn; this takes minutes")
-        known = Fit(tuple(timed(subjects(rows)))).left_out()
+        known = Fit(tuple(timed(published_runs(rows)))).left_out()
         found = score(rows, known.get)
     else:
         found = score(rows)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return EXIT_OK
 
 
-def _show_families(found: "Score", terminal: Terminal) -> None:
+def _show_families(found: "PlannerScore", terminal: Terminal) -> None:
     header = ("family", "rows", "step time", "median", "memory", "rank", "oom called", "oom false")
     table = [
         (name, f["n"], _percent(f["step_time_mape"]), _percent(f["step_time_median_error"], "+"),
@@ -66,7 +66,7 @@ def _show_families(found: "Score", terminal: Terminal) -> None:
     terminal.say("of model FLOP/s per device; oom: rows that ran out of memory and were called, that ran and were not")
 
 
-def _show_rows(rows: "Sequence[Scored]", terminal: Terminal) -> None:
+def _show_rows(rows: "Sequence[RowScore]", terminal: Terminal) -> None:
     table = [
         (row.id, _plain(row.measured.get("step_s")), _plain(row.predicted.get("step_s")),
          _percent(None if row.step_error is None else 100 * row.step_error, "+"),

@@ -37,6 +37,7 @@ from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic, write_json
+from ingot.theory.rules import load_run
 from ingot.trainer.launch.train import train
 from ingot.units import format_bytes, format_count, format_seconds
 
@@ -211,7 +212,7 @@ class QuickstartRun:
             cluster = self.measured_machine()
             if not self.paths.run_file.exists():
                 self.write_run_file(prepared, cluster)
-            config = configuration.load(RunConfig, self.paths.run_file)
+            config = load_run(self.paths.run_file)
             plan = make_plan(config, cluster, manifest=prepared.train)
             write_json(self.paths.plan, configuration.to_dict(plan))
             lines.append(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
-from ingot import config as configuration
 from ingot.config import from_dict
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
@@ -22,6 +21,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
+from ingot.theory.rules import load_run
 
 # Fields that an event of a kind must have, as finite numbers, to be told from; and those that may be NaN or infinite.
 _NUMBERS = {
@@ -123,7 +123,7 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
 def _read_artifacts(facts: Facts, corpus: Path | None) -> None:
     folder = facts.folder
     if folder.config.is_file():
-        facts.run = configuration.load(RunConfig, folder.config)
+        facts.run = load_run(folder.config)
         facts.hashes["run.toml"] = sha256_file(folder.config)
         manifest = folder.root / facts.run.data.tokens / "manifest.json"
         if manifest.is_file():

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ingot.config import load
 from ingot.errors import UsageError
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.resilience.lock import is_locked
 
@@ -55,7 +54,7 @@ def read_status(root: Path) -> Status:
     if not folder.config.is_file():
         there = "exists, but holds no run.toml: nothing was started in it yet" if root.is_dir() else "does not exist"
         raise UsageError(f"{root} {there}", rule="status reads a run folder", fix="ingot train RUN_FILE starts a run")
-    run = load(RunConfig, folder.config)
+    run = load_run(folder.config)
     losses: dict[int, float] = {}
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None

@@ -1,1 +1,3 @@
-"""The artifacts between the worlds: frozen, versioned, readable without torch, each with the hash of what made it."""
+"""The artifacts on disk between data, planner and trainer: frozen, versioned, readable without torch, each with the
+hash of its origin.
+"""

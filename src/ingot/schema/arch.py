@@ -14,25 +14,25 @@ class Moe:
     """A mixture of experts in place of the feed-forward (Shazeer et al. 2017); num_experts = 0: a dense model.
 
     top_k: experts of each token. d_expert: width of each expert. shared_experts: every token passes through a
-    feed-forward of shared_experts x d_expert as well. first_dense: blocks before the first one with experts.
-    scores: of a token for the experts, softmax or sigmoid of the router's logits. normalize: the weights of a token's
-      experts sum to 1, before they are multiplied by `scale`.
-    groups, top_groups: experts lie in `groups` equal groups (of nodes), and a token's are taken from the `top_groups`
-      whose top_k / top_groups best scores sum highest (DeepSeek-AI 2024, V3, section 2.1.2).
+      feed-forward of shared_experts x d_expert as well. first_dense: blocks before the first block with experts.
+    scores: a token's scores for the experts, softmax or sigmoid of the router's logits. normalize: the weights of a
+      token's experts sum to 1, before they are multiplied by `scale`.
+    groups, top_groups: experts form `groups` equal groups (of nodes), and a token's experts are taken from the
+      `top_groups` groups whose top_k / top_groups best scores sum highest (DeepSeek-AI 2024, V3, section 2.1.2).
     noise: deviation of normal noise on the logits, in training (Shazeer et al. 2017, eq. 4, with one deviation).
     capacity_factor: an expert takes at most ceil(capacity_factor x top_k x seq_len / num_experts) tokens of each
-      sequence, first choices before second ones, early tokens before late ones; 0: all (dropless). It acts in training
-      only: held-out and generated text goes to all experts that it chose (model/routing.py says why).
-    overflow: tokens beyond that lose this expert ("drop"; the weights of the others stay, Fedus et al. 2021, section
-      2.2) or pass through one dense expert instead ("fallback").
+      sequence, first choices before second ones, early tokens before late ones; 0: all (dropless). The limit acts in
+      training only: held-out and generated text goes to all chosen experts (model/routing.py gives the reason).
+    overflow: a token beyond the capacity loses this expert ("drop"; the weights of its other experts stay, Fedus et al.
+      2021, section 2.2) or passes through one dense expert instead ("fallback").
     sequence_loss, global_loss: weights of load-balancing losses (Fedus et al. 2021, eq. 4; for top_k experts
-      DeepSeek-AI 2024, V3, eq. 17-20), with the loads of each sequence, or of the whole batch of the step before (Qiu
-      et al. 2025 take the batch of the same step); either is 1 x its weight for equal loads. Loads are of those who
-      were chosen, by biases as well (V3, eq. 18 counts whom the scores alone would choose).
+      DeepSeek-AI 2024, V3, eq. 17-20), with the loads of each sequence, or of the whole batch of the previous step (Qiu
+      et al. 2025 take the batch of the same step). For equal loads, each loss is 1 x its weight. Loads count the chosen
+      experts, chosen by biases as well (V3, eq. 18 counts the choices by scores alone).
     z_loss: weight of mean logsumexp^2 (Zoph et al. 2022, eq. 5).
-    bias_rate: loss-free balancing: what a step adds to an expert's bias, which only decides who is chosen, or takes
-      from it (Wang et al. 2024). bias_steps: of the run in which biases move; after them they act as they are (V3,
-      section 4.2, has a rate of 0 in its last 500B tokens); 0: all.
+    bias_rate: loss-free balancing: the amount by which a step changes an expert's bias, which only decides the choice
+      of experts (Wang et al. 2024). bias_steps: the steps of the run in which biases change; after them, biases act
+      unchanged (V3, section 4.2, has a rate of 0 in its last 500B tokens); 0: all steps.
     """
 
     num_experts: int = 0
@@ -59,7 +59,9 @@ class Moe:
         return self.capacity_factor > 0 and self.overflow == "fallback"
 
     def capacity(self, seq_len: int) -> int:
-        """Tokens of one sequence that an expert takes. In fractions: 1.1 x 2 x 80 / 8 is 22, not a little more."""
+        """Return the tokens of one sequence that an expert takes. Fractions are exact: 1.1 x 2 x 80 / 8 is 22, not a
+        little more.
+        """
         return math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * seq_len / self.num_experts)
 
     def problems(self) -> Problems:
@@ -79,7 +81,7 @@ class Moe:
         for name in ("top_k", "groups", "top_groups"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
-        if self.d_expert < 0:  # 0, which is not set, is for Arch to tell: it knows what to propose
+        if self.d_expert < 0:  # Arch reports 0 (not set), because it can propose a value
             yield "d_expert", f"is {self.d_expert}, must be at least 1"
         for name in (
             *("shared_experts", "first_dense", "noise", "capacity_factor"),
@@ -131,9 +133,10 @@ class Moe:
 class Mla:
     """Multi-head latent attention (DeepSeek-AI 2024, V2, section 2.1); kv_rank = 0: ordinary attention.
 
-    q_rank, kv_rank: widths of the latents of queries (0: none) and of keys and values. nope_dim, rope_dim: parts of a
-    query's and key's head without and with rotary positions, the latter shared by all heads of a key; together they are
-    head_dim. v_dim: width of a value's head, at most head_dim.
+    q_rank, kv_rank: widths of the latents of queries (0: none) and of keys and values.
+    nope_dim, rope_dim: parts of a query's and key's head without and with rotary positions, the latter shared by all
+      heads of a key; their sum is head_dim.
+    v_dim: width of a value's head, at most head_dim.
     """
 
     q_rank: int = 0
@@ -160,7 +163,7 @@ class Mla:
 
 
 def _changed(config: Any) -> Iterator[tuple[str, Any]]:
-    """Those settings that are not at their defaults."""
+    """Return (name, value) of the settings that are not at their defaults."""
     pairs = ((f, getattr(config, f.name)) for f in fields(config))
     return ((f.name, value) for f, value in pairs if value != f.default)
 
@@ -169,14 +172,15 @@ def _changed(config: Any) -> Iterator[tuple[str, Any]]:
 class Arch:
     """A decoder-only transformer of the Llama kind: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
 
-    sliding_window: a token looks at that many tokens, itself among them; 0: at all before it.
+    sliding_window: a token attends to this many tokens, itself included; 0: to all earlier tokens.
     logit_softcap: final logits are logit_softcap * tanh(logits / logit_softcap), between -logit_softcap and
       +logit_softcap (Gemma Team 2024, Gemma 2, section 2); 0: no cap.
-    moe: experts in place of the feed-forward, in which d_ffn is that of the blocks before the first one with experts.
+    moe: experts in place of the feed-forward; d_ffn is then the width in the blocks before the first block with
+      experts.
     mla: latent attention in place of grouped-query attention.
 
-    Shape letters used in the code: B batch, T tokens, D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn,
-    V vocab_size, E experts.
+    Shape letters used in the code: B batch, T tokens, D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn, V
+      vocab_size, E experts.
     """
 
     vocab_size: int
@@ -201,7 +205,7 @@ class Arch:
     later_fields: ClassVar[tuple[str, ...]] = ("sliding_window", "logit_softcap", "moe", "mla")
     # Matrices of one feed-forward: gate, up and down. The planner's shapes of other systems may have two (GELU).
     ffn_matrices: ClassVar[int] = 3
-    # How often a token goes through the head; the planner's shapes of other systems may predict several tokens.
+    # How often a token passes the head; the planner's shapes of other systems may predict several tokens.
     head_passes: ClassVar[int] = 1
 
     @property

@@ -1,6 +1,6 @@
-"""The manifest of one checkpoint folder: written last, so a folder without it was never a checkpoint.
+"""The manifest of one checkpoint folder, written last: a folder without a manifest was never a checkpoint.
 
-A run of 16,384 ranks has millions of blocks, so nothing here is said once per block that can be said once per cut.
+A run of 16,384 ranks has millions of blocks, so facts shared by the blocks of a layout are stored once per layout.
 """
 
 from base64 import b64decode, b64encode
@@ -12,33 +12,38 @@ import numpy as np
 
 
 def file_of(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def key_of(name: str, offsets: Sequence[int]) -> str:
-    """A block's name in its file: the tensor's, with the offset where it is a block of a larger one."""
+    """Return a block's key in its file: the tensor's name, with the offset for a block of a larger tensor."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 def pack_crc32(checksums: Sequence[int]) -> str:
+    """Return checksums as base64 of little-endian uint32."""
     return b64encode(np.asarray(checksums, "<u4").tobytes()).decode()
 
 
 def unpack_crc32(text: str) -> list[int]:
-    """Raises ValueError for what `pack_crc32` did not make."""
+    """Return the checksums in the text of `pack_crc32`. Raises ValueError for other text."""
     return np.frombuffer(b64decode(text, validate=True), "<u4").tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
+    """The size and hash of one file of a checkpoint."""
+
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A block of a tensor: stored under `key` in safetensors file `file`, at `offsets` in the whole, with `sizes`."""
+class StoredBlock:
+    """A block of a tensor: stored under `key` in safetensors file `file`, at `offsets` in the whole tensor, with
+    `sizes`.
+    """
 
     file: str
     key: str
@@ -47,10 +52,11 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How tensors are cut: block i starts at offsets[i] of the whole, has sizes[i] and lies in the file of ranks[i].
+class BlockLayout:
+    """The division of tensors into blocks: block i starts at offsets[i] of the whole, has sizes[i] and is in the file
+    of ranks[i].
 
-    A parameter and its moments share one, and so do the layers of a pipeline stage where their blocks are alike.
+    A parameter and its moments share one, and so do the layers of a pipeline stage whose blocks are alike.
     """
 
     ranks: tuple[int, ...]
@@ -60,10 +66,10 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """cut: the number of its Cut in the manifest.
+    """A tensor of a checkpoint. cut: index of its BlockLayout in the manifest's `cuts`.
 
-    crc32: of each block's bytes, as base64 of little-endian uint32. Integrity is the file's SHA-256; this names the
-    tensor when that does not match.
+    crc32: of each block's bytes, as base64 of little-endian uint32. The file's SHA-256 protects the data; these
+      checksums name the damaged tensor when the file's hash differs.
     """
 
     dtype: str  # "float32", "bfloat16", ...
@@ -74,7 +80,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSegment:
-    """Samples consumed in steps first..last (inclusive): `file` below the run's ledger folder."""
+    """The samples consumed in steps first..last (inclusive): `file` below the run's ledger folder."""
 
     file: str
     first_step: int
@@ -84,12 +90,12 @@ class LedgerSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """step: optimizer steps done. settings: RunConfig.training_settings(), config_sha256: their hash.
+    """The contents of a checkpoint.
 
-    data_fingerprint: of the token manifest, tokens: consumed so far.
-
-    layout: mesh degrees it was written on, for people; loading does not depend on it.
-    world: the number of ranks that wrote it; only with as many do the random states in their files come back.
+    step: optimizer steps done. settings: RunConfig.training_settings(); config_sha256: their hash.
+    data_fingerprint: of the token manifest. tokens: consumed so far.
+    layout: mesh degrees at the time of writing, for people; loading does not depend on them.
+    world: the number of ranks that wrote it; the random states in their files are restored only for as many ranks.
     rng: those states in hex, in checkpoints of version 1.
     """
 
@@ -102,18 +108,19 @@ class CheckpointManifest:
     layout: dict[str, int]
     world: int = 1
     files: dict[str, FileEntry]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[BlockLayout, ...] = ()
     tensors: dict[str, TensorEntry]
     rng: tuple[str, ...] = ()
     ledger: tuple[LedgerSegment, ...]
 
-    def chunk(self, name: str, number: int) -> Chunk:
-        """Block `number` of tensor `name`, in the order of its cut."""
+    def chunk(self, name: str, number: int) -> StoredBlock:
+        """Return block `number` of tensor `name`, in the order of its layout."""
         cut = self.cuts[self.tensors[name].cut]
         offsets = cut.offsets[number]
-        return Chunk(
+        return StoredBlock(
             file=file_of(cut.ranks[number]), key=key_of(name, offsets), offsets=offsets, sizes=cut.sizes[number]
         )
 
-    def chunks(self, name: str) -> list[Chunk]:
+    def chunks(self, name: str) -> list[StoredBlock]:
+        """Return all blocks of tensor `name`."""
         return [self.chunk(name, i) for i in range(len(self.cuts[self.tensors[name].cut].ranks))]

@@ -15,24 +15,24 @@ _UNITS = (
 class Cluster:
     """`nodes` x `devices_per_node` equal devices.
 
-    device: "tpu" can be planned for, ingot's trainer does not run on it.
+    device: "tpu" can be planned for, but ingot's trainer does not run on it.
     memory_bytes: of one device (of the machine, shared by its ranks, for "cpu").
     peak_flops: dense matmul peak per device by dtype, FLOP/s; for "cpu" a measured figure (doctor --bench).
-    op_seconds: measured cost of launching one small operation.
-    step_overhead_seconds: measured per step besides (collectives, loop).
+    op_seconds: measured time to launch one small operation.
+    step_overhead_seconds: measured per step, beyond the rest (collectives, loop).
     runtime_bytes: memory of one process before the model (interpreter, libraries, device context).
     device_name: as the driver prints it ("NVIDIA H200"), empty for "cpu".
     matmul_efficiency: share of `peak_flops` that large matrix products reach; 1.0 where the peak itself was measured.
     attention_efficiency: the same for attention (above 1 where the peak was measured on small products).
-    fragmentation: bytes that the allocator holds and cannot use, as a share of the live ones.
+    fragmentation: bytes that the allocator holds and cannot use, as a share of the live bytes.
     link_bandwidth, network_bandwidth: bytes/s of one device in one direction, inside a node and between nodes.
     domain_devices: devices that fast links join, 72 in an NVL72 rack, a whole slice of TPUs; 0: those of a node.
     link_seconds, network_seconds: latency of one message inside of the domain, and between domains.
     link_kind: "nvswitch" (all pairs at full rate), "pairs" (each pair has its own slower link), "pcie", "torus".
     network_kind: "infiniband", "ethernet" (RoCE), "dcn" (between slices of TPUs).
     sharp: switches add up (NVLink SHARP inside of a domain): an all-reduce sends its data once.
-    host_bandwidth: bytes/s of one device to the host's memory. watts: of one device at its limit.
-    price_source: where usd_per_hour is from, with its date.
+    host_bandwidth: bytes/s of one device to the host's memory. watts: power limit of one device.
+    price_source: source and date of usd_per_hour.
     resolution: relative error of the fitted figures on the shapes they were measured with; 0 for published ones.
     measured: date of the calibration, empty for published figures.
     """
@@ -91,7 +91,9 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Devices that fast links join. Racks that the devices do not fill have equal parts of them: of 256 in racks of
-        72, each has 64."""
+        """The number of devices that fast links join.
+
+        Racks that the devices do not fill have equal parts of them: of 256 devices in racks of 72, each rack has 64.
+        """
         most, devices = self.domain_devices or self.devices_per_node, self.devices
         return most if devices <= most else next(size for size in range(most, 0, -1) if devices % size == 0)

@@ -1,4 +1,4 @@
-"""What `data build` made of a crawl: the funnel and the manifest of kept text."""
+"""The result of `data build` on a crawl: the funnel and the manifest of kept text."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 class FunnelStage:
     """One stage: how many documents came in and went out, and how many each rule dropped.
 
-    ran: what exactly ran ("lid.176.ftz, threshold 0.65", "word list, 42 words; no classifier"): a funnel that hides a
-    switched-off part would lie.
+    ran: exactly what ran ("lid.176.ftz, threshold 0.65", "word list, 42 words; no classifier"), so that the funnel
+      shows switched-off parts.
     seconds: CPU seconds spent, summed over workers.
     """
 
@@ -23,7 +23,7 @@ class FunnelStage:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusPart:
-    """A gzip JSONL file of kept documents: id, url, source, file, record_id, language, text and what lineage tells."""
+    """A gzip JSONL file of kept documents: id, url, source, file, record_id, language, text and lineage fields."""
 
     name: str
     source: str
@@ -34,7 +34,7 @@ class CorpusPart:
 
 @dataclass(frozen=True, kw_only=True)
 class LineagePart:
-    """A Parquet file that tells the fate of every record of one input."""
+    """A Parquet file with the decision on every record of one input."""
 
     name: str
     records: int
@@ -43,11 +43,11 @@ class LineagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusManifest:
-    """`corpus.json` of a corpus folder.
+    """The `corpus.json` of a corpus folder.
 
-    inputs: input name -> sha256, or what else identifies a remote one. sources: input name -> source.
+    inputs: input name -> sha256, or another identity of a remote input. sources: input name -> source.
     config_sha256: of the data recipe that was applied, and of the files that it names. recipe: its values.
-    dropped: the files of dropped documents, whose `text_bytes` count the excerpts they hold.
+    dropped: the files of dropped documents; their `text_bytes` count the excerpts in them.
     """
 
     version: int = 1

@@ -1,4 +1,4 @@
-"""One document of a crawl, and the record of one that was dropped."""
+"""One document of a crawl, and the record of a dropped document."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Document:
-    """What flows through the data stages. Stages replace `text` and `language` and add to `notes`; the rest is origin.
+    """The record that data stages pass on. Stages replace `text` and `language` and add to `notes`; all other fields
+    are origin.
 
     id: 32 hex digits, a pure function of origin (`document_id`), so the same crawl always gives the same ids.
     source: the name that mixing weights and evaluation use ("guide", "web", ...).
@@ -30,7 +31,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Why a document left the pipeline. `rule` is stable and dotted ("gopher.word_count"); `value` is the measure."""
+    """The reason for which a document left the pipeline. `rule` is stable and dotted ("gopher.word_count"); `value`
+    is the measure.
+    """
 
     stage: str
     rule: str
@@ -38,5 +41,5 @@ class Drop:
 
 
 def document_id(file: str, record_id: str, url: str) -> str:
-    """The id of the record `record_id` of crawl file `file` (base name)."""
+    """Return the id of the record `record_id` of crawl file `file` (base name)."""
     return hashlib.blake2b(f"{file}\0{record_id}\0{url}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""The kinds of events in a run's `events.jsonl`, and what each one carries. Readers may meet kinds they do not know.
+"""The kinds of events in a run's `events.jsonl`, with the fields of each. Readers must skip unknown kinds.
 
 Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th optimizer step.
 
@@ -11,7 +11,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
                  no experts), dropped, fallback (null: never)        one per log line
-  waits          step, steps, and by what a rank's time went to, data, pipeline, reading, computing, queued, blocked,
+  waits          step, steps, and for each use of a rank's time, data, pipeline, reading, computing, queued, blocked,
                  {mean, least, most, rank}: seconds per step over ranks, and the rank with the most
                  (telemetry/waits.py)                               one per log line
   experts        step, steps (summed up), layers [..], by layer load_cv, max_load, min_load, dropped and fallback
@@ -31,7 +31,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   finished       step, tokens, seconds
   setting_changed  key, old, new, step                                accepted by the user, for the steps after `step`
   exported       path, max_logit_difference
-  stage          name, seconds, summary                               a chapter of quickstart
+  stage          name, seconds, summary                               a stage of quickstart
 """
 
 RUN_STARTED = "run_started"

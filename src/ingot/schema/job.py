@@ -1,4 +1,4 @@
-"""A job: what a launcher turns into processes. Local today; a batch system reads the same four facts."""
+"""A job that a launcher turns into processes: local today; a batch system reads the same four facts."""
 
 from dataclasses import dataclass, field
 

@@ -1,12 +1,14 @@
-"""How a run is split over processes: the degrees of the mesh, and how each form of parallelism behaves."""
+"""The split of a run over processes: the degrees of the mesh, and the settings of each form of parallelism."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# The forms of a pipeline, by the names of their papers (theory/schedule.py makes their tables).
-Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"]
+# Pipeline schedules, by the names of their papers (theory/schedule makes their tables).
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"
+]
 TWO_STAGES = ("interleaved", "looped_bfs", "interleaved_zb", "zb_v", "dualpipe_v")
-# Their backward comes in two halves: gradients of the inputs first, those of the weights when there is time.
+# Schedules whose backward has two halves: gradients of the inputs first, those of the weights when there is time.
 SPLIT_BACKWARD = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 # Rank r holds stages r and 2P-1-r: the data goes down the ranks and comes back up.
 V_SHAPED = ("zb_v", "dualpipe_v")
@@ -19,32 +21,32 @@ class Parallel:
     cp: ranks that share the tokens of each sequence, and state as dp_shard's ranks do (not in canonical sums).
       context: how attention sees all tokens: "ring" passes keys and values on (Liu et al. 2023), "ulysses" deals out
       heads instead of tokens (Jacobs et al. 2023), "usp" does both in a grid (Fang & Zhao 2024) with `ulysses` ranks to
-      a row, 0: as many as suit. "auto": by heads, sequence and links (theory/context.py).
+      a row; 0: the best number. "auto": by heads, sequence and links (theory/context.py).
       context_layout: which tokens the ranks of a ring have. zigzag: the r-th and the r-th last of 2n equal parts,
-      striped: every n-th token, contiguous: the r-th of n parts. It is for "ring" and "usp": "ulysses" has no ring, its
-      ranks have neighbouring tokens, and "auto" may be that.
-    ep: ranks among which experts are divided. They are neighbours among the dp_shard x cp x tp ranks that share a copy
+      striped: every n-th token, contiguous: the r-th of n parts. Only "ring" and "usp" have a ring; the ranks of
+      "ulysses" have neighboring tokens, and "auto" may choose "ulysses".
+    ep: ranks among which experts are divided. They are neighbors among the dp_shard x cp x tp ranks that share a copy
       of the model; ep does not count in the world size. Groups of experts (model.moe.groups) keep a token's experts on
-      few of them (schema/expert_rules.py).
+      few of them (theory/rules/expert.py).
 
     dp_replicate: copies of the model that share each batch. dp_shard: ranks that share one copy, by `zero`:
       1: optimizer state is split, 2: gradients too, 3: parameters too (FSDP2). "auto": 1 for models below 20M
       parameters and in pipelines, else 3. dp_replicate with dp_shard = 1 is DDP; both above 1 is HSDP.
     unit_layers: blocks gathered and reduced together, 0: all; "auto": all of models below 20M parameters, else 1.
-    prefetch: units gathered ahead of the one in use.
+    prefetch: units gathered ahead of the unit in use.
     reshard: zero 3 frees a unit after its forward and gathers it again for the backward.
-    grads: dtype in which gradients are kept and reduced. Bytes per parameter with bf16 weights: 16 with bf16
-      gradients, 18 with fp32 ones. zero 3 keeps shards of them in fp32 and no bf16 weights: 16 either way.
+    grads: dtype in which gradients are kept and reduced. Bytes per parameter with bf16 weights: 16 with bf16 gradients,
+      18 with fp32 ones. zero 3 keeps shards of them in fp32 and no bf16 weights: 16 either way.
     reduce: "canonical" sums gradients of `virtual_ranks` equal parts of the batch in one fixed tree, so that 1, 2, 4..
       copies (dp_replicate) give the same bits.
     sequence: with tp, norms and residuals are split along the sequence. async_tp: overlap tp's collectives with its
       matrix products (GPUs with symmetric memory only).
-    schedule: of the pipeline. stages_per_rank: 0 means what the schedule needs. stage_layers: blocks of each stage;
-      empty means equal parts.
+    schedule: of the pipeline. stages_per_rank: 0 means the number that the schedule needs. stage_layers: blocks of each
+      stage; empty means equal parts.
     recompute: "full" keeps the input of a block only; "selective" keeps the results of matrix products and attention.
-      recompute_every: of every n-th block.
-    offload: where optimizer state lives and is updated: "cpu" memory, or "nvme" files in `offload_folder`,
-      which starts at the run file where it is relative.
+      recompute_every: only every n-th block is recomputed.
+    offload: where optimizer state is kept and updated: "cpu" memory, or "nvme" files in `offload_folder`, a path that
+      starts at the run file if it is relative.
       offload_parameters: with "cpu" and zero 3, parameters as well.
     """
 
@@ -66,7 +68,7 @@ class Parallel:
     virtual_ranks: int = 0
     sequence: bool = True
     async_tp: bool = False
-    schedule: Schedule = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     stages_per_rank: int = 0
     stage_layers: tuple[int, ...] = ()
     recompute: Literal["none", "full", "selective"] = "none"
@@ -76,7 +78,7 @@ class Parallel:
     offload_folder: str = ""
 
     def problems(self):
-        """Values that are wrong whatever the rest of the run is; the other rules are in schema/layout_rules.py."""
+        """Yield values that are wrong in any run; rules that depend on the rest of the run are in theory/rules."""
         for name in ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "recompute_every"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
@@ -86,49 +88,54 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples."""
+        """The number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def token_ranks(self) -> int:
-        """Ranks of one pipeline and tensor position: their losses are of different tokens, and gradients their mean."""
+        """The number of ranks of one pipeline and tensor position: their losses are of different tokens, and
+        gradients are their mean.
+        """
         return self.data_ranks * self.cp
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks among which the state of one copy of the model is divided. A canonical sum divides nothing."""
+        """The number of ranks that divide the state of one copy of the model. A canonical sum divides nothing."""
         return self.dp_shard * (1 if self.reduce == "canonical" else self.cp)
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold the same experts within one copy of the model, and divide their state."""
+        """The number of ranks that hold the same experts within one copy of the model, and divide their state."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
     def ring(self) -> int:
-        """Ranks to a ring of context parallelism; `ulysses` is resolved (theory/layout.py)."""
+        """The number of ranks in a ring of context parallelism; `ulysses` is resolved (theory/layout.py)."""
         return self.cp // max(self.ulysses, 1)
 
     @property
     def context_form(self) -> str:
-        """ "ring", "ulysses" or "usp, ulysses 2", "" without context parallelism; `ulysses` is resolved."""
+        """The form as text: "ring", "ulysses" or "usp, ulysses 2"; "" without context parallelism. `ulysses` is
+        resolved.
+        """
         if self.cp == 1:
             return ""
         return {1: "ulysses", self.cp: "ring"}.get(self.ring, f"usp, ulysses {self.ulysses}")
 
     @property
     def unit_blocks(self) -> int:
-        """`unit_layers`, decided (theory/layout.py)."""
+        """The value of `unit_layers`, resolved (theory/layout.py)."""
         assert self.unit_layers != "auto"
         return self.unit_layers
 
     @property
     def stages(self) -> int:
-        """Pipeline stages in all."""
+        """The number of pipeline stages."""
         return self.pp * self.stages_on_each_rank
 
     @property

@@ -1,4 +1,4 @@
-"""What the planner predicts for a run, kept beside the run file so that the report can hold it against measurements."""
+"""The planner's prediction for a run, stored next to the run file for the report to compare with measurements."""
 
 from dataclasses import dataclass, field
 
@@ -8,10 +8,10 @@ from ingot.schema.software import INGOT, Software
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Of one line of the mesh (an axis, or a view of it) in one optimizer step of the busiest rank.
+    """The traffic of one line of the mesh (an axis, or a view of it) in one optimizer step of the busiest rank.
 
-    sent_bytes: by one rank. seconds: of them alone on their links. exposed_seconds: of those, what a step waits for.
-    crosses: whether it leaves the domain of fast links.
+    sent_bytes: by one rank. seconds: time of the traffic alone on its links. exposed_seconds: the part that a step
+      waits for. crosses: the line leaves the domain of fast links.
     """
 
     sent_bytes: float
@@ -24,10 +24,12 @@ class Communication:
 class Outlook:
     """A whole run of a plan, failures included.
 
-    days: by the clock. productive_days: of steps alone. goodput: their ratio. failures: expected interruptions.
-    failures_per_node_day, restart_seconds: what was assumed. checkpoint_every_seconds: between two checkpoints (Young,
-    Daly). checkpoint_stall_seconds: that one of them stops the steps for. device_hours: by the clock, all devices.
-    storage_bytes: of all checkpoints kept. spare_nodes: with which a failed node rarely waits for another.
+    days: wall-clock days. productive_days: days of steps alone. goodput: their ratio. failures: expected interruptions.
+    failures_per_node_day, restart_seconds: assumptions.
+    checkpoint_every_seconds: time between two checkpoints (Young, Daly). checkpoint_stall_seconds: time that a
+      checkpoint stops the steps.
+    device_hours: wall-clock time of all devices. storage_bytes: of all checkpoints kept.
+    spare_nodes: the number with which a failed node rarely waits for another.
     read_bytes_per_second: of training data, by all loaders.
     usd_by_kind: "devices", "spares", "storage", "egress".
     """
@@ -49,19 +51,20 @@ class Outlook:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """memory_bytes: per rank, by kind: "weights", "gradients", "optimizer", "activations", "logits", "gathered",
-    "fragmentation", "runtime", and on a CPU "loader and buffers". Of the pipeline rank that holds the most.
+    """A prediction of memory, time and cost.
 
+    memory_bytes: per rank, by kind: "weights", "gradients", "optimizer", "activations", "logits", "gathered",
+      "fragmentation", "runtime", and on a CPU "loader and buffers"; of the pipeline rank that holds the most.
     stage_memory_bytes: the same for each pipeline rank. moments_bytes: the peak of that rank at "initialisation",
-    "first step", "steady state" and "save".
-    active_parameters: those that a token meets; all of a dense model, 0 in plans from before there were experts.
+      "first step", "steady state" and "save".
+    active_parameters: those that a token uses; all of a dense model, 0 in plans from before there were experts.
     step_seconds, mfu: predicted; step_seconds is 0.0 when no rate is known, mfu is None on CPU.
-    step_seconds_low, step_seconds_high: the band that the planner's error on published runs allows (80% of them).
-    mfu counts causal attention half; hfu what is recomputed as well (theory/flops.py).
+    step_seconds_low, step_seconds_high: the error band on published runs (80% of them).
+    mfu counts causal attention half; hfu also counts recomputation (theory/flops.py).
     time_seconds: parts that sum to step_seconds. communication: by line. bubble: share of a step that pipeline ranks
-    wait.
+      wait.
     formulas: quantity -> the formula with its numbers filled in.
-    warnings: what a user should know before starting.
+    warnings: notes for the user before starting.
     """
 
     version: int = 1

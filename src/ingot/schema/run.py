@@ -1,6 +1,7 @@
-"""The run file: what `plan` writes and `train` executes. TOML on disk, these dataclasses in memory, no torch.
+"""The run file, which `plan` writes and `train` executes: TOML on disk, these dataclasses in memory, no torch.
 
-It stands here, and not beside the trainer, because planner, `check` and `report` read it without torch.
+The schema is here and not in the trainer, because planner, `check` and `report` read it without torch. To read a run
+file with all its rules, use ingot.theory.rules.load_run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,12 +10,11 @@ from typing import Any, Literal
 
 from ingot.config import to_dict
 from ingot.schema.arch import Arch
-from ingot.schema.layout_rules import layout_rules
 from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
 
-# Changing these leaves the experiment the same: where things lie, how the work is split, what is watched. The token
-# stream itself is compared by its fingerprint, so data paths may move.
+# Changing these settings leaves the experiment the same: paths, the split of the work, logging. The token stream itself
+# is compared by its fingerprint, so data paths may change.
 FREE_SETTINGS = (
     "name",
     "data.tokens",
@@ -34,7 +34,7 @@ FREE_SETTINGS = (
 
 
 def _at_least(config, least: int, *names: str) -> Iterator[tuple[str, str]]:
-    """The problems of those fields `names` that are below `least`."""
+    """Yield the problems of the fields `names` that are below `least`."""
     for name in names:
         if getattr(config, name) < least:
             yield name, f"is {getattr(config, name)}, must be at least {least}"
@@ -42,11 +42,12 @@ def _at_least(config, least: int, *names: str) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """tokens, heldout: token folders, tokenizer: a tokenizer.json; relative to the run file.
+    """The data of a run.
 
+    tokens, heldout: token folders, tokenizer: a tokenizer.json; paths relative to the run file.
     weights: source -> share of the samples; empty means natural shares.
     mask_documents: attention does not cross document borders.
-    prefetch: batches that each rank reads ahead. More of them bridge longer pauses of the storage.
+    prefetch: batches that each rank reads ahead. More batches bridge longer pauses of the storage.
     """
 
     tokens: str
@@ -65,11 +66,12 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Batches count sequences of `seq_len` tokens: global_batch = micro_batch x accumulation x data-parallel ranks.
+    """Steps and batches. Batches count sequences of `seq_len` tokens: global_batch = micro_batch x accumulation x
+    data-parallel ranks.
 
     precision: of the computation; parameters are kept and updated in fp32 (fp64 for "fp64", which serves proofs). fp16
-    scales the loss dynamically. tf32: fp32 products on NVIDIA GPUs round their inputs to 10 bits of mantissa.
-    compile: blocks, one by one; of those with experts attention and shared experts (parallel/apply.py).
+      scales the loss dynamically. tf32: fp32 products on NVIDIA GPUs round their inputs to 10 bits of mantissa.
+    compile: blocks, one by one; in blocks with experts, attention and shared experts (parallel/apply.py).
     """
 
     steps: int
@@ -87,9 +89,9 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
-    """AdamW (Loshchilov & Hutter 2019). Weight decay acts on matrices only.
+    """The optimizer, AdamW (Loshchilov & Hutter 2019). Weight decay acts on matrices only.
 
-    clip_norm: of the global gradient norm; 0 switches clipping off.
+    clip_norm: largest global gradient norm; 0 switches clipping off.
     """
 
     lr: float = 3e-3
@@ -111,9 +113,9 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate by step: linear warm-up, then cosine to `final_fraction` of the peak.
+    """The learning rate by step: linear warm-up, then cosine to `final_fraction` of the peak; or WSD.
 
-    Or WSD: stable after warm-up, then linear decay to `final_fraction` over the last `decay_steps`.
+    WSD is stable after warm-up, then decays linearly to `final_fraction` over the last `decay_steps`.
     """
 
     kind: Literal["cosine", "wsd"] = "cosine"
@@ -129,7 +131,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Every `every_steps` and at the end; the newest `keep` stay."""
+    """When to save: every `every_steps` and at the end; the newest `keep` checkpoints stay."""
 
     every_steps: int = 100
     keep: int = 3
@@ -140,7 +142,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Held-out bits per byte every `every_steps` (0: only at the end) on at most `max_tokens`, and samples."""
+    """Held-out bits per byte on at most `max_tokens`, and samples, every `every_steps` (0: only at the end)."""
 
     every_steps: int = 0
     max_tokens: int = 200_000
@@ -153,8 +155,10 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
-    """log_every: steps per log line; metrics stay on the device in between, and stop requests are read then."""
+class WatchSettings:
+    """Logging. log_every: steps per log line; metrics stay on the device in between, and stop requests are read at
+    each line.
+    """
 
     log_every: int = 10
 
@@ -164,7 +168,9 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """max_restarts: of the job after a lost rank. timeout_seconds: a collective that waits longer is a hung rank."""
+    """Supervision of the job. max_restarts: restarts after a lost rank. timeout_seconds: a collective that waits
+    longer is a hung rank.
+    """
 
     max_restarts: int = 3
     timeout_seconds: float = 120.0
@@ -177,7 +183,9 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """usd_per_hour: price of one GPU (or of the machine, on CPU) per hour. 0 means unknown, and no cost is printed."""
+    """The price. usd_per_hour: of one GPU (or of the machine, on CPU) per hour. 0 means unknown, and no cost is
+    printed.
+    """
 
     usd_per_hour: float = 0.0
 
@@ -187,10 +195,11 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """init: a Hugging Face model folder, relative to the run file, whose weights the run begins with; "": drawn ones.
+    """The settings of a run.
 
-    It acts at step 0 only. Its path is a part of the experiment's identity, its tensors are not hashed: whoever changes
-    them behind the same path starts another experiment under the same identity.
+    init: a Hugging Face model folder, relative to the run file, whose weights the run begins with; "": random weights.
+      It acts at step 0 only. Its path is a part of the experiment's identity, but its tensors are not hashed: other
+      weights at the same path start another experiment under the same identity.
     """
 
     name: str
@@ -204,11 +213,12 @@ class RunConfig:
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluate: Evaluate = field(default_factory=Evaluate)
-    watch: Watch = field(default_factory=Watch)
+    watch: WatchSettings = field(default_factory=WatchSettings)
     launch: Launch = field(default_factory=Launch)
     cost: Cost = field(default_factory=Cost)
 
     def problems(self):
+        """Yield the broken rules between sections; the rules of layouts are in theory/rules."""
         if self.train.seq_len > self.model.max_seq_len:
             yield "train.seq_len", f"{self.train.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}"
         if self.model.sliding_window >= self.model.max_seq_len:
@@ -222,7 +232,6 @@ class RunConfig:
             yield "schedule.warmup_steps", f"warm-up and decay are longer than the {self.train.steps} steps of the run"
         if self.schedule.kind == "wsd" and self.schedule.decay_steps < 1:
             yield "schedule.decay_steps", "WSD needs decay_steps of at least 1 (about 10-20% of the steps)"
-        yield from layout_rules(self)
 
     @property
     def accumulation(self) -> int:
@@ -233,17 +242,19 @@ class RunConfig:
         return self.train.global_batch * self.train.seq_len
 
     def training_settings(self) -> dict[str, Any]:
-        """The settings that decide what is learned, flat: "optim.lr" -> 0.003. All but FREE_SETTINGS, and those of
-        LATER_SETTINGS that are at their defaults."""
+        """Return the settings that decide what is learned, flat: "optim.lr" -> 0.003.
+
+        They are all settings but FREE_SETTINGS, and but those of LATER_SETTINGS that are at their defaults.
+        """
         return essential({k: v for k, v in _flat(to_dict(self)).items() if not k.startswith(FREE_SETTINGS)})
 
     def training_sha256(self) -> str:
-        """Identity of the experiment: equal for two runs that may continue each other's checkpoints."""
+        """Return the identity of the experiment: equal for two runs that may continue each other's checkpoints."""
         return settings_sha256(self.training_settings())
 
 
 def essential(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` (as of `training_settings`) without those of LATER_SETTINGS that are at their defaults."""
+    """Return `settings` (as of `training_settings`) without those of LATER_SETTINGS that are at their defaults."""
     return {k: v for k, v in settings.items() if k not in LATER_SETTINGS or LATER_SETTINGS[k] != v}
 
 
@@ -265,8 +276,8 @@ def _later_model_settings() -> dict[str, Any]:
     return {name: model[name] for name in Arch.later_fields}
 
 
-# Settings that were not there from the beginning, and more may come: at their defaults they are no part of a run's
-# identity, so that it does not change with them. Their defaults have to stay, and mean what there was before them.
+# Settings that were added after the first release: at their defaults they are no part of a run's identity, so that old
+# identities stay valid. Their defaults must not change, and must mean the behavior from before the setting.
 LATER_SETTINGS = {
     "init": "",
     **_flat(_later_model_settings(), "model."),

@@ -1,4 +1,4 @@
-"""Where things lie inside a run folder. One place, so that trainer, supervisor, report and status agree."""
+"""The paths inside a run folder, in one place, so that trainer, supervisor, report and status agree."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The resolved run file of the run that lives here."""
+        """The resolved run file of the run in this folder."""
         return self.root / "run.toml"
 
     @property
@@ -38,15 +38,15 @@ class RunFolder:
 
     @property
     def stop_request(self) -> Path:
-        """Exists while the supervisor asks the ranks to save and stop."""
+        """A file that exists while the supervisor asks the ranks to save and stop."""
         return self.root / "stop-request"
 
     @property
     def accepted(self) -> Path:
-        """Changes of the experiment that the user accepted with --accept-change, oldest first."""
+        """A file of the changes of the experiment that the user accepted with --accept-change, oldest first."""
         return self.root / "accepted-changes.json"
 
     @property
     def logs(self) -> Path:
-        """Standard error of the launcher and its ranks, one file per attempt."""
+        """A folder with the standard error of the launcher and its ranks, one file per attempt."""
         return self.root / "logs"

@@ -1,18 +1,17 @@
-"""Context parallelism in numbers: which tokens a rank has, how much causal work that is, what it sends, which form
-suits a run.
+"""Context parallelism in numbers: the tokens of a rank, its causal work, what it sends, and the form that suits a run.
 
-Shape letters: B micro-batch, T tokens of a sequence, N query heads and G key/value heads of one tensor-parallel rank,
-H head_dim. cp ranks are a grid of `ring` x `ulysses` (Fang & Zhao 2024): index on cp = ring index x ulysses + ulysses
-index. e: bytes of a number in the compute precision, w: of a sum, at least 4.
+Shape letters: B micro-batch, T tokens of a sequence, N query heads and G key/value heads of one tensor-parallel rank, H
+  head_dim. cp ranks are a grid of `ring` x `ulysses` (Fang & Zhao 2024): index on cp = ring index x ulysses + ulysses
+  index. e: bytes of a number in the compute precision, w: bytes of a sum, at least 4.
 
 What one rank exchanges in one layer for one micro-batch (parallel/ring.py, parallel/ulysses.py):
 
-    Ulysses  forward: two all-to-alls, queries, keys and values in one, results in the other; backward the same of their
-             gradients. Each takes B·T/cp·H·e bytes per head, (ulysses-1)/ulysses of them for other ranks. Keys and
-             values are repeated until the degree divides their heads.
-    ring     forward: `ring`-1 messages, keys and values together. Backward: they go round again, and their gradients
-             with them, in w bytes, one rank behind: 2·(ring-1) messages. After the all-to-all a rank has
-             G/ulysses heads of T/ring tokens. Less far where a window ends it (`ring_steps`).
+    Ulysses  forward: two all-to-alls, queries, keys and values in one, results in the other; backward the same for
+             their gradients. Each takes B·T/cp·H·e bytes per head, (ulysses-1)/ulysses of them for other ranks. Keys
+             and values are repeated until the degree divides their heads.
+    ring     forward: `ring`-1 messages, keys and values together. Backward: keys and values go round again, and their
+             gradients one rank later, in w bytes: 2·(ring-1) messages. After the all-to-all a rank has G/ulysses heads
+             of T/ring tokens. A sliding window ends the ring earlier (`ring_steps`).
 """
 
 import math
@@ -23,34 +22,41 @@ from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
-from ingot.theory.state import COMPUTE_BYTES
+from ingot.theory.params import COMPUTE_BYTES
 from ingot.units import format_bytes, format_seconds
 
-# Five products of the size of the forward's two (scores again, and gradients of scores, queries, keys and values).
+# A backward has five products of the size of the forward's two: scores again, and the gradients of scores, queries,
+# keys and values.
 BACKWARD_TO_FORWARD = 2.5
 
 Segments = tuple[range, ...]  # ascending positions
 
 
 def token_multiple(parallel: Parallel) -> int:
-    """What the length of a sequence must divide by, so that all ranks of cp, and of tp with `sequence`, have equal
-    parts. `parallel` is resolved."""
+    """Return the number that must divide the sequence length, so that all ranks have equal parts.
+
+    The ranks are those of cp, and of tp with `sequence`. `parallel` is resolved.
+    """
     halves = 2 * parallel.ring if parallel.context_layout == "zigzag" and parallel.ring > 1 else 1
     return math.lcm(halves, parallel.cp * (parallel.tp if parallel.sequence else 1))
 
 
 def ring_positions(parallel: Parallel, ring_index: int, tokens: int) -> Segments:
-    """Of the tokens of one place of the ring, which its `ulysses` ranks share, in sequences of `tokens`.
+    """Return the positions of the tokens at one place of the ring, which its `ulysses` ranks share.
 
     zigzag: the r-th and the r-th last of 2n equal parts; striped: every n-th token; contiguous: the r-th of n parts.
-    Raises ConfigError for a length that does not divide.
+      Raises ConfigError for a sequence length that cannot be divided.
     """
     ring, layout = parallel.ring, parallel.context_layout
     if tokens % token_multiple(replace(parallel, tp=1)):
         raise ConfigError(
+            "E-SEQUENCE-UNEVEN",
             f"sequences of {tokens} tokens for context parallelism over {parallel.cp} ranks in {layout} layout",
             rule="every rank has equally many tokens of a sequence, in zigzag layout in two equal parts",
             fix=f"use a multiple of {token_multiple(replace(parallel, tp=1))} tokens",
+            tokens=tokens,
+            cp=parallel.cp,
+            multiple=token_multiple(replace(parallel, tp=1)),
         )
     part = tokens // ring
     if layout == "striped":
@@ -62,7 +68,7 @@ def ring_positions(parallel: Parallel, ring_index: int, tokens: int) -> Segments
 
 
 def rank_positions(parallel: Parallel, index: int, tokens: int) -> Segments:
-    """Of the tokens of rank `index` on cp: a contiguous part of those of its place of the ring."""
+    """Return the positions of the tokens of rank `index` on cp: a contiguous part of its place of the ring."""
     ulysses = parallel.cp // parallel.ring
     place, part = divmod(index, ulysses)
     own, start = tokens // parallel.cp, part * (tokens // parallel.cp)
@@ -75,7 +81,10 @@ def rank_positions(parallel: Parallel, index: int, tokens: int) -> Segments:
 
 
 def seen_pairs(positions: Segments, window: int = 0) -> int:
-    """Query-key pairs of queries at `positions`: each looks at itself and all before it, or the `window` last ones."""
+    """Return the number of query-key pairs of queries at `positions`.
+
+    Each query sees itself and all tokens before it, or the last `window` tokens.
+    """
     total = 0
     for segment in positions:
         free = len(segment) if window == 0 else sum(p < window for p in segment)
@@ -85,15 +94,17 @@ def seen_pairs(positions: Segments, window: int = 0) -> int:
 
 
 def imbalance(parallel: Parallel, tokens: int, window: int = 0) -> float:
-    """The most pairs that a place of the ring has, over their mean: 1 is perfect balance."""
+    """Return the most pairs that a place of the ring has, divided by the mean: 1 is perfect balance."""
     pairs = [seen_pairs(ring_positions(parallel, r, tokens), window) for r in range(parallel.ring)]
     return max(pairs) * len(pairs) / sum(pairs)
 
 
 def ring_steps(parallel: Parallel, tokens: int, window: int = 0) -> int:
-    """Steps of a ring over sequences of `tokens` in which some place of it has something to look at, the first one, of
-    own keys, included. In contiguous parts a window ends it. In other layouts the keys of the last step are right
-    before a place's own (zigzag), or not further away than the ring has places (striped)."""
+    """Return the number of ring steps in which some rank has keys to see, the first step (own keys) included.
+
+    A window ends the ring early only in the contiguous layout. In other layouts the keys of the last step are next to a
+    rank's own tokens (zigzag), or no further away than the ring has places (striped).
+    """
     if window == 0 or parallel.context_layout != "contiguous":
         return parallel.ring
     part = tokens // parallel.ring
@@ -102,9 +113,9 @@ def ring_steps(parallel: Parallel, tokens: int, window: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Volume:
-    """Of one rank in one layer for one micro-batch: how many messages or all-to-alls, and the bytes of all together.
+    """Messages or all-to-alls of one rank in one layer for one micro-batch: their number and the bytes of all together.
 
-    Bytes of messages are all sent; of what an all-to-all takes, a rank keeps its own part.
+    Bytes of messages are all sent; of the bytes of an all-to-all, a rank keeps its own part.
     """
 
     forward_calls: int
@@ -114,12 +125,12 @@ class Volume:
 
 
 def local_heads(arch: Arch, parallel: Parallel) -> tuple[int, int]:
-    """Query and key/value heads of a tensor-parallel rank; where the latter are fewer than ranks, each has one."""
+    """Return the query and key/value heads of a tensor-parallel rank, at least one key/value head."""
     return arch.num_heads // parallel.tp, max(arch.num_kv_heads // parallel.tp, 1)
 
 
 def ulysses_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
-    """What all-to-alls take, own parts included."""
+    """Return the volume of Ulysses' all-to-alls, own parts included."""
     degree = parallel.cp // parallel.ring
     if degree == 1:
         return Volume(0, 0.0, 0, 0.0)
@@ -130,7 +141,7 @@ def ulysses_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
 
 
 def ring_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
-    """Messages to the next rank of the ring."""
+    """Return the volume of messages to the next rank of the ring."""
     ring, degree = parallel.ring, parallel.cp // parallel.ring
     heads = math.lcm(local_heads(arch, parallel)[1], degree) // degree
     numbers = 2 * train.micro_batch * heads * (train.seq_len // ring) * arch.head_dim
@@ -141,12 +152,12 @@ def ring_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
 
 @dataclass(frozen=True)
 class Links:
-    """What "auto" reckons with. inside, across: bytes/s that a rank sends in a node and between nodes. flops: of
-    attention, FLOP/s. memory: bytes/s of the device's own.
+    """The rates that "auto" assumes. inside, across: bytes/s that a rank sends within a node and between nodes. flops:
+    FLOP/s of attention. memory: bytes/s of the device's memory.
 
-    A node of eight H100: 450 GB/s of NVLink in one direction and 400 Gbit/s of network for each GPU, half of the dense
-    bf16 peak of 989 TFLOP/s, which attention kernels reach, and 3.35 TB/s of memory. Fixed figures, so that all ranks
-    choose alike.
+    The default is a node of eight H100: 450 GB/s of NVLink in one direction and 400 Gbit/s of network per GPU, half of
+      the dense bf16 peak of 989 TFLOP/s, which attention kernels reach, and 3.35 TB/s of memory. The figures are fixed,
+      so that all ranks choose alike.
     """
 
     ranks_per_node: int = 8
@@ -156,7 +167,7 @@ class Links:
     memory: float = 3.35e12
 
     def rate(self, span: int) -> float:
-        """Of a group that spans so many neighbouring ranks."""
+        """Return bytes/s of a rank in a group that spans `span` neighboring ranks."""
         return self.inside if span <= self.ranks_per_node else self.across
 
 
@@ -164,12 +175,12 @@ H100_NODES = Links()
 
 
 @dataclass(frozen=True)
-class Cost:
+class ContextCost:
     """Seconds of one layer and micro-batch, forward and backward.
 
-    all_to_all: nothing overlaps it. sending, computing: of the ring's messages, and of the attention beside them.
-    waiting: for messages that take longer than that. merging: each step of a ring reads and writes sums of results and
-    gradients, which attention in one piece does not have.
+    all_to_all: time of all-to-alls, which nothing hides. sending, computing: time of the ring's messages, and of the
+      attention that hides them. waiting: the part of the messages that attention does not hide. merging: each ring step
+      reads and writes sums of results and gradients, which attention in one piece does not have.
     """
 
     ulysses: int
@@ -181,17 +192,17 @@ class Cost:
 
     @property
     def added(self) -> float:
-        """What the layer takes longer than attention alone."""
+        """Seconds by which the layer exceeds attention alone."""
         return self.all_to_all + self.waiting + self.merging
 
 
-def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, links: Links = H100_NODES) -> Cost:
-    """Of a grid with `ulysses` ranks to a row."""
+def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, links: Links = H100_NODES) -> ContextCost:
+    """Return the cost of a grid with `ulysses` ranks per row."""
     grid = replace(parallel, ulysses=ulysses)
     ring, dealt = ring_bytes(arch, train, grid), ulysses_bytes(arch, train, grid)
     moved = (dealt.forward + dealt.backward) * (ulysses - 1) / ulysses
     rate = links.rate(parallel.cp * parallel.tp)
-    # Pairs of an even share: the layout decides about the rest, and it is the same for all grids.
+    # Pairs of an even share: the layout decides the imbalance, which is the same for all grids.
     pairs = seen_pairs((range(train.seq_len),), arch.sliding_window) / grid.ring
     queries, keys = (heads / ulysses for heads in local_heads(arch, parallel))
     product = 4 * train.micro_batch * queries * arch.head_dim * pairs
@@ -199,11 +210,11 @@ def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, lin
     forward = product / links.flops * sent / (sent + 1)
     backward = BACKWARD_TO_FORWARD * forward
     waiting = max(ring.forward / rate - forward, 0.0) + max(ring.backward / rate - backward, 0.0)
-    # Results and gradients of queries, keys and values: a sum is read and written, and what is added is read.
+    # Results and gradients of queries, keys and values: a sum is read and written, and its new term is read.
     narrow = COMPUTE_BYTES[train.precision]
     rows = train.micro_batch * train.seq_len / grid.ring * arch.head_dim
     touched = sent * 2 * (queries + max(keys, 1)) * rows * (2 * max(narrow, 4) + narrow)
-    return Cost(
+    return ContextCost(
         ulysses=ulysses,
         all_to_all=moved / links.rate(ulysses * parallel.tp),
         sending=(ring.forward + ring.backward) / rate,
@@ -214,16 +225,16 @@ def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, lin
 
 
 def legal_ulysses(arch: Arch, parallel: Parallel) -> list[int]:
-    """Degrees that divide cp, and the query heads of a tensor-parallel rank."""
+    """Return the degrees that divide both cp and the query heads of a tensor-parallel rank."""
     heads = local_heads(arch, parallel)[0]
     return [u for u in range(1, parallel.cp + 1) if parallel.cp % u == 0 and heads % u == 0]
 
 
 def resolve_context(arch: Arch, train: Train, parallel: Parallel, links: Links = H100_NODES) -> Parallel:
-    """`parallel` with `context` and `ulysses` decided: where the run leaves it open, what adds least to a layer's time.
+    """Return `parallel` with `context` and `ulysses` decided.
 
-    Of equals the larger degree: its products of matrices are larger. "usp" without a degree is a true grid if there is
-    a legal one.
+    Where the run leaves them open, the form that adds least to a layer's time wins; of equal forms, the larger degree,
+    whose matrix products are larger. "usp" without a degree becomes a true grid if there is a legal one.
     """
     if parallel.context == "ring":
         return replace(parallel, ulysses=1)
@@ -244,21 +255,23 @@ def resolve_context(arch: Arch, train: Train, parallel: Parallel, links: Links =
 
 
 def explain_context(arch: Arch, train: Train, parallel: Parallel, links: Links = H100_NODES) -> str:
-    """One sentence: the form of context parallelism that `parallel` has or gets, and what it costs beside others."""
+    """Return one sentence: the form of context parallelism that `parallel` has or gets, and its cost next to other
+    forms.
+    """
     chosen = resolve_context(arch, train, parallel, links)
     cost = context_cost(arch, train, parallel, chosen.ulysses, links)
     others = [
         context_cost(arch, train, parallel, u, links) for u in legal_ulysses(arch, parallel) if u != chosen.ulysses
     ]
     where = "inside a node" if parallel.cp * parallel.tp <= links.ranks_per_node else "across nodes"
-    said = f"{_form(chosen.ulysses, parallel.cp)} {where}: {_spent(arch, train, chosen, cost)}"
-    said = f"{said}, which adds {_ms(cost.added)} to a layer and micro-batch"
+    text = f"{_form(chosen.ulysses, parallel.cp)} {where}: {_spent(arch, train, chosen, cost)}"
+    text = f"{text}, which adds {_ms(cost.added)} to a layer and micro-batch"
     if not others:
-        return f"{said}; {local_heads(arch, parallel)[0]} query heads on a rank cannot be dealt to {parallel.cp} ranks"
-    return f"{said} ({', '.join(f'{_form(o.ulysses, parallel.cp)} {_ms(o.added)}' for o in _best(others))})"
+        return f"{text}; {local_heads(arch, parallel)[0]} query heads on a rank cannot be dealt to {parallel.cp} ranks"
+    return f"{text} ({', '.join(f'{_form(o.ulysses, parallel.cp)} {_ms(o.added)}' for o in _best(others))})"
 
 
-def _best(costs: Sequence[Cost]) -> list[Cost]:
+def _best(costs: Sequence[ContextCost]) -> list[ContextCost]:
     return sorted(costs, key=lambda cost: cost.added)[:2]
 
 
@@ -272,8 +285,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else format_seconds(seconds)
 
 
-def _spent(arch: Arch, train: Train, parallel: Parallel, cost: Cost) -> str:
-    """What is moved, and for how long."""
+def _spent(arch: Arch, train: Train, parallel: Parallel, cost: ContextCost) -> str:
+    """Return what is sent, and how long it takes."""
     parts, ring, dealt = [], ring_bytes(arch, train, parallel), ulysses_bytes(arch, train, parallel)
     if dealt.forward:
         sent = (dealt.forward + dealt.backward) * (cost.ulysses - 1) / cost.ulysses

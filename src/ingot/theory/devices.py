@@ -1,7 +1,7 @@
-"""Accelerators by name: published peaks, memory, links and prices (devices.toml), and clusters put together from them.
+"""Accelerators by name: published peaks, memory, links and prices (devices.toml), and clusters of them.
 
-Peaks are dense and at the full power limit: the denominator of MFU. A card with a lower limit cannot reach them, which
-is its property and stays visible in the MFU.
+Peaks are dense, at the full power limit: the denominator of MFU. A card with a lower limit cannot reach its peak, which
+  stays visible in the MFU.
 """
 
 import re
@@ -20,13 +20,13 @@ _RUNTIME_BYTES = 2 * 1024**3
 _FRAGMENTATION = 0.08
 # Time between two kernels that Python launches one by one.
 _LAUNCH_SECONDS = 6e-6
-# Of one message, with the library's own work: between devices that share fast links, and through network cards.
+# Latency of one message, the library's own work included: over fast links, and through network cards.
 _LINK_SECONDS, _NETWORK_SECONDS = 3e-6, 8e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One entry of devices.toml, which says what its fields mean. key: its name there."""
+    """One entry of devices.toml, which documents its fields. key: the entry's name."""
 
     key: str = ""
     device_name: str
@@ -55,14 +55,14 @@ class Device:
 
     @property
     def peaks(self) -> dict[str, float]:
-        """FLOP/s by dtype, of those that are known."""
+        """FLOP/s by dtype, where known."""
         tera = {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8, "fp4": self.fp4, "fp32": self.fp32}
         return {dtype: rate * 1e12 for dtype, rate in tera.items() if rate}
 
 
 @cache
 def devices() -> dict[str, Device]:
-    """By their short names: "h100"."""
+    """Return all devices by short name, like "h100"."""
     text = resources.files("ingot.theory").joinpath("devices.toml").read_text(encoding="utf-8")
     return {
         key: from_dict(Device, {"key": key, **values}, where=lambda name: f"devices.toml ({name})")
@@ -71,8 +71,11 @@ def devices() -> dict[str, Device]:
 
 
 def find_device(device_name: str) -> Device | None:
-    """By the name that the driver prints ("NVIDIA H100 80GB HBM3"): the entry whose words are in it, the one that says
-    most. None when unknown, or for a MIG slice of a card."""
+    """Return the device whose words are all in `device_name`, the name that the driver prints ("NVIDIA H100 80GB
+    HBM3").
+
+    Of several, the device with the longest words wins. None for an unknown device and for a MIG slice of a card.
+    """
     name = device_name.lower()
     if " mig " in f" {name} ":
         return None
@@ -81,17 +84,19 @@ def find_device(device_name: str) -> Device | None:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak of one device in FLOP/s for dtype "bf16", "fp16", "fp8", "fp4" or "fp32"; None when not published
-    here. None must end as "MFU n/a", never as a guess."""
+    """Return the dense peak of one device in FLOP/s, or None if it is not published here.
+
+    dtype: "bf16", "fp16", "fp8", "fp4" or "fp32". None must be shown as "MFU n/a", never replaced by a guess.
+    """
     device = find_device(device_name)
     return device.peaks.get(dtype) if device else None
 
 
 def cluster_of(device: Device, count: int, *, name: str, per_node: int = 0, domain: int = 0) -> Cluster:
-    """`count` of one kind in nodes of `per_node` (0: as many as its nodes have), with published rates.
+    """Return a cluster of `count` devices in nodes of `per_node` (0: as published), with published rates.
 
-    Nodes are whole: `count` is a multiple of `per_node`, or at most that many. domain: devices that fast links join;
-    0: as published.
+    Nodes are whole: `count` is a multiple of `per_node`, or at most `per_node`. domain: devices that fast links join;
+      0: as published.
     """
     per_node = min(per_node or device.node, count)
     tpu = device.device == "tpu"

@@ -1,9 +1,9 @@
-"""Failures of a job on many nodes: how often it stops, how often to save, and what share of the time is useful.
+"""Failures of a job on many nodes: how often the job stops, how often to save, and what share of the time is useful.
 
-    M  mean time to failure of the whole job       R  from a failure until steps go on, lost work aside
+    M  mean time to failure of the whole job       R  from a failure until steps go on, lost work left out
     w  time that one checkpoint stops the steps    t  time of steps between two checkpoints
 
-Failures are taken to be independent and to strike at a constant rate (exponential times between them). All times are in
+Failures are assumed to be independent, at a constant rate (exponential times between failures). All times are in
 seconds. Sources: Young 1974 (Communications of the ACM 17, 530); Daly 2006 (Future Generation Computer Systems 22,
 303); Kokolis et al. 2025 (arXiv 2410.21680).
 """
@@ -12,24 +12,27 @@ import math
 from dataclasses import dataclass
 
 from ingot.errors import ConfigError
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
 
 DAY_SECONDS = 86_400
-# Sums of first-order losses stand for the whole while they are small; from a half on they are plainly wrong.
+# The sum of first-order losses approximates the total loss while it is small; from a half on it is wrong.
 FIRST_ORDER_LIMIT = 0.5
 
 
 @dataclass(frozen=True)
 class FailureRate:
-    """Events that stop a job, per node and day, as published."""
+    """The published rate of events that stop a job, per node and day."""
 
     per_node_day: float
     devices_per_node: int
     source: str
 
     def of_nodes_with(self, devices: int) -> float:
-        """Per day of a node with that many devices, by their share: most failures are those of devices and of what is
-        beside each of them (59-64% GPU and its memory in Llama 3's table 5)."""
+        """Return the rate per day of a node with `devices` devices, in proportion to their number.
+
+        Most failures are those of devices and of the parts next to each device (59-64% GPU and its memory in Llama 3's
+        table 5).
+        """
         return self.per_node_day * devices / self.devices_per_node
 
 
@@ -43,18 +46,18 @@ PUBLISHED_RATES = {
 
 
 def job_mttf_seconds(nodes: int, failures_per_node_day: float) -> float:
-    """Any node's failure stops the job. Infinite at a rate of 0."""
+    """Return the mean time to failure of a job that any node's failure stops; infinity for a rate of 0."""
     daily = nodes * failures_per_node_day
     return DAY_SECONDS / daily if daily else math.inf
 
 
 def young_interval(mttf: float, stall: float) -> float:
-    """sqrt(2 w M): minimises w/t + t/2M (Young 1974)."""
+    """Return sqrt(2 w M), which minimizes w/t + t/2M (Young 1974)."""
     return math.sqrt(2 * stall * mttf)
 
 
 def daly_interval(mttf: float, stall: float) -> float:
-    """The next orders of the same (Daly 2006, eq. 37); M where a checkpoint takes 2M or more."""
+    """Return the best interval with higher orders (Daly 2006, eq. 37); M where a checkpoint takes 2M or more."""
     if math.isinf(mttf):
         return math.inf
     if stall >= 2 * mttf:
@@ -64,19 +67,25 @@ def daly_interval(mttf: float, stall: float) -> float:
 
 
 def first_order_overhead(mttf: float, stall: float, interval: float, restart: float = 0.0) -> float:
-    """w/t + t/2M + R/M: time lost per time of steps, where losses are small."""
+    """Return w/t + t/2M + R/M: the time lost per time of steps, valid while losses are small."""
     return stall / interval + interval / (2 * mttf) + restart / mttf
 
 
 def ettr(mttf: float, stall: float, interval: float, restart: float) -> float:
-    """Expected effective training time ratio, (1 - (R + t/2)/M) / (1 + w/t), with 1/M = nodes x rate (Kokolis et al.
-    2025). Below 0 where a job fails faster than it restarts: it is of the first order in 1/M."""
+    """Return the expected effective training time ratio, (1 - (R + t/2)/M) / (1 + w/t), with 1/M = nodes x rate
+    (Kokolis et al. 2025).
+
+    The ratio is of the first order in 1/M, and below 0 where a job fails faster than it restarts.
+    """
     return (1 - (restart + interval / 2) / mttf) / (1 + stall / interval)
 
 
 def renewal_ettr(mttf: float, stall: float, interval: float, restart: float) -> float:
-    """t / (M e^(R/M) (e^((t+w)/M) - 1)): the same share without approximation (Daly 2006: the expected time of
-    a segment that is repeated until it succeeds, when failures also strike restarts and checkpoints)."""
+    """Return t / (M e^(R/M) (e^((t+w)/M) - 1)): the effective training time ratio without approximation.
+
+    Daly 2006: the expected time of a segment that is repeated until it succeeds, if failures also hit restarts and
+      checkpoints.
+    """
     if math.isinf(mttf):
         return interval / (interval + stall)
     exponent = (restart + interval + stall) / mttf
@@ -86,13 +95,20 @@ def renewal_ettr(mttf: float, stall: float, interval: float, restart: float) -> 
 
 
 def goodput(mttf: float, stall: float, interval: float, restart: float) -> Term:
-    """Productive share of the clock's time, exact (renewal_ettr), beside the published approximation.
+    """Return the productive share of wall-clock time (renewal_ettr), with the published approximation in its formula.
 
-    One formula for all rates: the approximation falls to 0 and below where the job still advances, and a change from
-    one to the other would let goodput rise with the rate of failures.
+    The exact form serves all rates: the approximation falls to 0 and below where the job still advances, and a switch
+      between the two would let goodput rise with the rate of failures. Raises ConfigError for an interval that is not
+      positive.
     """
     if not interval > 0:
-        raise ConfigError(f"a checkpoint every {interval} s", rule="the time between checkpoints is positive")
+        raise ConfigError(
+            "E-CHECKPOINT-INTERVAL",
+            f"a checkpoint every {interval} s",
+            rule="the time between checkpoints is positive",
+            fix="set a positive number of seconds or steps between two checkpoints",
+            seconds=float(interval),
+        )
     exact = renewal_ettr(mttf, stall, interval, restart)
     if math.isinf(mttf):
         return Term(exact, f"no failures: t/(t + w) = {interval:,.0f} / ({interval:,.0f} + {stall:.3g}) = {exact:.1%}")
@@ -107,7 +123,7 @@ def goodput(mttf: float, stall: float, interval: float, restart: float) -> Term:
 
 
 def poisson_quantile(mean: float, probability: float) -> int:
-    """The least k with P(X <= k) >= probability."""
+    """Return the least k with P(X <= k) >= probability."""
     if mean <= 0:
         return 0
     total, k = math.exp(-mean), 0
@@ -118,8 +134,11 @@ def poisson_quantile(mean: float, probability: float) -> int:
 
 
 def spare_nodes(nodes: int, failures_per_node_day: float, repair_days: float, probability: float = 0.99) -> Term:
-    """So many that a failed node finds a replacement with that probability. Nodes in repair are Poisson distributed
-    with mean nodes x rate x repair time, however long single repairs take (Palm's theorem)."""
+    """Return how many spare nodes let a failed node find a replacement with this probability.
+
+    The number of nodes in repair is Poisson distributed with mean nodes x rate x repair time, for any distribution of
+    repair times (Palm's theorem).
+    """
     mean = nodes * failures_per_node_day * repair_days
     count = poisson_quantile(mean, probability)
     away = f"{nodes:,} nodes x {failures_per_node_day:.3%} a day x {repair_days:g} days = {mean:.2f} in repair"

@@ -1,16 +1,16 @@
-"""Floating-point operations per token, and model FLOPs utilisation (MFU).
+"""Floating-point operations per token, and model FLOPs utilization (MFU).
 
-A multiply and an add are two operations. Conventions differ between systems and move a printed MFU by more than 10%,
-so this module names the two it knows:
+A multiply and an add are two operations. Conventions differ between systems and change a printed MFU by more than 10%.
+This module knows two:
 
   norm   (causal=True, ingot's own): matmul parameters x 6, plus the causal half of attention, 6·L·N·H·T.
-  full   (causal=False): the same with all of attention, 12·L·N·H·T. Megatron-LM's and torchtitan's tables count so.
+  full   (causal=False): the same with all of attention, 12·L·N·H·T, as in Megatron-LM's and torchtitan's tables.
 
-Of experts, the ones that a token is sent to count (count_matrix_parameters), as if none were dropped. With a sliding
-window, T is the number of keys that a token sees; with latent attention, H is the mean of what a head's scores and its
-values are wide. Both leave out the embedding look-up, norms, softmax and the other elementwise work, and count no
-recomputation (Chowdhery et al. 2022, PaLM, appendix B). Backward costs twice the forward: a gradient for the input and
-one for the weight of every multiplication.
+Of experts, the top_k that a token is sent to count (count_matrix_parameters), as if no token were dropped. With a
+sliding window, T is the number of keys that a token sees. With latent attention, H is the mean of the widths of a
+head's scores and values. Both conventions leave out the embedding look-up, norms, softmax, other elementwise work and
+recomputation (Chowdhery et al. 2022, PaLM, appendix B). A backward costs twice its forward: every multiplication has a
+gradient for its input and one for its weight.
 """
 
 from ingot.schema.arch import Arch
@@ -20,42 +20,56 @@ TRAIN_TO_FORWARD = 3
 
 
 def mean_keys(seq_len: int, window: int = 0, causal: bool = True) -> float:
-    """Keys that a token of a sequence sees on average: half of it where all before it are seen (causal), and with a
-    window W below T, W - W²/2T, for the first W tokens see fewer. Not causal: all of T, or of the window."""
+    """Return how many keys a token of a sequence sees on average.
+
+    Causal: half of the sequence; with a window W < T, W - W²/2T, because the first W tokens see fewer. Not causal: the
+      whole sequence, or the whole window.
+    """
     seen = min(window or seq_len, seq_len)
     return seen * (1 - seen / (2 * seq_len)) if causal else float(seen)
 
 
 def forward_attention_flops_per_token(arch: Arch, seq_len: int, causal: bool = True) -> float:
-    """QK^T of width H and PV as wide as values, N heads each, with every key seen, in each layer."""
+    """Return the FLOPs of attention per token, of all layers: QK^T of width H and PV of the width of values, N heads
+    each.
+    """
     widths = arch.num_heads * (arch.head_dim + value_width(arch))
     return arch.num_layers * 2 * widths * mean_keys(seq_len, arch.sliding_window, causal)
 
 
 def forward_matmul_flops_per_token(arch: Arch) -> float:
+    """Return the FLOPs of matrix products per token, attention's core left out."""
     return 2.0 * count_matrix_parameters(arch)
 
 
 def forward_flops_per_token(arch: Arch, seq_len: int, causal: bool = True) -> float:
+    """Return the FLOPs of a forward per token."""
     return forward_matmul_flops_per_token(arch) + forward_attention_flops_per_token(arch, seq_len, causal)
 
 
 def train_flops_per_token(arch: Arch, seq_len: int, causal: bool = True) -> float:
-    """Forward and backward of one token in a sequence of `seq_len`. `causal` picks the convention: see above."""
+    """Return the FLOPs of forward and backward per token of a sequence of `seq_len`. causal: the convention, see
+    above.
+    """
     return TRAIN_TO_FORWARD * forward_flops_per_token(arch, seq_len, causal)
 
 
-def model_flops_utilisation(tokens_per_second: float, flops_per_token: float, peak_flops: float) -> float:
-    """Share of the peak that useful work reached. `peak_flops`: of all devices together, dense, of the dtype used."""
+def model_flops_utilization(tokens_per_second: float, flops_per_token: float, peak_flops: float) -> float:
+    """Return the share of the peak that useful work reached. peak_flops: the dense peak of all devices, in the dtype
+    used.
+    """
     return tokens_per_second * flops_per_token / peak_flops
 
 
 def train_flops_6nd(parameters: float, tokens: float) -> float:
-    """6 N D: of a model of which nothing but its size is known (Kaplan et al. 2020, section 2.1). Attention is left out
-    and the embedding counted, which about cancel in models of 7B to 100B at sequences of 2k to 8k tokens."""
+    """Return 6 N D, the FLOPs of a model of which only the size is known (Kaplan et al. 2020, section 2.1).
+
+    Attention is left out and the embedding counted; both errors about cancel in models of 7B to 100B at sequences of 2k
+    to 8k tokens.
+    """
     return TRAIN_TO_FORWARD * 2.0 * parameters * tokens
 
 
 def training_seconds(flops: float, devices: int, peak_flops: float, mfu: float = 1.0) -> float:
-    """peak_flops: dense, of one device, FLOP/s. A sustained rate already is peak x mfu: it takes mfu = 1."""
+    """Return the time of a training. peak_flops: dense FLOP/s of one device. For a sustained rate, pass mfu = 1."""
     return flops / (devices * peak_flops * mfu)

@@ -1,6 +1,6 @@
-"""How a layout divides a model: what "auto" means, which blocks a stage has, which parameters a rank holds.
+"""The way a layout divides a model: what "auto" means, which blocks a stage has, which parameters a rank holds.
 
-And the rules of layouts that need such figures; those that do not are in schema/layout_rules.py.
+The rules of layouts that need such figures are here too; all other rules of layouts are in theory/rules.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,17 @@ from ingot.theory.params import (
     router_parameters,
     shared_parameters,
 )
-from ingot.theory.schedule import Table, build_table, schedule_problems
+from ingot.theory.rules import run_problems
+from ingot.theory.schedule import ScheduleTable, build_table, schedule_problems
 
-# Below this many parameters, splitting them saves less memory than the collectives cost that bring them together.
+# Below this many parameters, the collectives of split parameters cost more than the memory that splitting saves.
 WHOLE_PARAMETERS = 20_000_000
 
 
 def resolve_parallel(run: RunConfig) -> Parallel:
-    """`run.parallel` with every "auto" decided: `zero`, `unit_layers`, the form of context parallelism, and of a
-    pipeline its stages and their blocks."""
+    """Return `run.parallel` with every "auto" decided: `zero`, `unit_layers`, the form of context parallelism, and a
+    pipeline's stages with their blocks.
+    """
     parallel = run.parallel
     if parallel.zero == "auto":
         parallel = replace(parallel, zero=automatic_zero(run.model, parallel))
@@ -46,13 +48,18 @@ def resolve_parallel(run: RunConfig) -> Parallel:
 
 
 def automatic_zero(arch: Arch, parallel: Parallel) -> int:
-    """3 where parameters are worth splitting. A pipeline would gather them anew for each of its micro-batches."""
+    """Return ZeRO stage 3 where parameters are worth splitting, else 1. A pipeline would gather them for each
+    micro-batch.
+    """
     whole = parallel.shard_ranks == 1 or parallel.pp > 1 or count_parameters(arch) < WHOLE_PARAMETERS
     return 1 if whole else 3
 
 
 def stage_layers(parallel: Parallel, num_layers: int) -> tuple[int, ...]:
-    """Blocks of each stage, in order. What does not divide goes to middle stages: the ends have embedding and head."""
+    """Return the number of blocks of each stage, in order.
+
+    The remainder goes to the middle stages, because the first and last stages have the embedding and the head.
+    """
     if parallel.stage_layers:
         return parallel.stage_layers
     each, left = divmod(num_layers, parallel.stages)
@@ -61,20 +68,22 @@ def stage_layers(parallel: Parallel, num_layers: int) -> tuple[int, ...]:
 
 
 def rank_of_stage(parallel: Parallel) -> tuple[int, ...]:
-    """The pipeline rank that holds each stage, as in the tables of theory/schedule."""
+    """Return the pipeline rank that holds each stage, as in the tables of theory/schedule."""
     last, v_shaped = 2 * parallel.pp - 1, parallel.pp > 1 and parallel.schedule in V_SHAPED
     return tuple(min(s, last - s) if v_shaped else s % parallel.pp for s in range(parallel.stages))
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What one pipeline stage holds of the model on one tp rank, counted in parameters.
+class PipelineStage:
+    """The part of the model that one pipeline stage holds on one tp rank, counted in parameters.
 
-    layers: the numbers of its blocks; expert_layers: of those among them that have experts. block, expert_block:
-    parameters of a block without and with experts, the latter without its routed experts. experts: of the routed
-    experts of one block that this rank has. embedding, norm (the last one), head: 0 where absent.
-    A tied matrix counts on the first stage as embedding and on the last as head, once where one rank has both.
-    partial: those that every tp rank holds alike but applies to its own tokens or heads: their gradients are summed.
+    layers: the numbers of its blocks; expert_layers: the numbers of its blocks with experts.
+    block, expert_block: parameters of a block without and with experts, routed experts left out.
+    experts: parameters of this rank's routed experts of one block.
+    embedding, norm (the last one), head: 0 where absent. A tied matrix counts on the first stage as embedding and on
+    the last as head; once where one rank has both.
+    partial: parameters that every tp rank holds whole but applies to its own tokens or heads: their gradients are
+      summed.
     """
 
     number: int
@@ -96,30 +105,31 @@ class Stage:
         return self.embedding + self.norm + self.head
 
     def block_parameters(self, layers: range) -> int:
-        """Of some of its blocks, routed experts included."""
+        """Return the parameters of some of the stage's blocks, routed experts included."""
         sparse = len([layer for layer in layers if layer in self.expert_layers])
         return (len(layers) - sparse) * self.block + sparse * (self.expert_block + self.experts)
 
     @property
     def common(self) -> int:
-        """All but routed experts: what the ranks of the shard view divide."""
+        """Parameters that the ranks of the shard view divide: all but routed experts."""
         return self.block_parameters(self.layers) - self.routed + self.outside
 
     @property
     def routed(self) -> int:
-        """In routed experts: what the ranks of the expert_shard view divide."""
+        """Parameters that the ranks of the expert_shard view divide: routed experts."""
         return len(self.expert_layers) * self.experts
 
     @property
     def parameters(self) -> int:
+        """All parameters of the stage."""
         return self.block_parameters(self.layers) + self.outside
 
 
 @dataclass(frozen=True)
 class Position:
-    """One pipeline rank of a run: what it holds and does. The other axes differ in nothing that is counted here.
+    """One pipeline rank of a run: what the rank holds and does. Ranks that differ on other axes have the same counts.
 
-    parallel: resolved. accumulation: micro-batches per step. software: what executes the run.
+    parallel: resolved. accumulation: micro-batches per step. software: the system that executes the run.
     """
 
     arch: Arch
@@ -127,7 +137,7 @@ class Position:
     parallel: Parallel
     accumulation: int
     rank: int
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     software: Software = INGOT
 
     @property
@@ -144,18 +154,21 @@ class Position:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on this rank: ranks of context parallelism share its sequences."""
+        """Tokens of one micro-batch on this rank; the ranks of context parallelism share its sequences."""
         return self.train.micro_batch * self.train.seq_len // self.parallel.cp
 
     @property
     def sequence_ranks(self) -> int:
-        """By how many the tokens are cut between the regions of tensor parallelism."""
+        """The number of ranks that divide the tokens between the regions of tensor parallelism."""
         return self.parallel.tp if self.parallel.sequence else 1
 
     @property
     def assignments(self) -> float:
-        """Rows that this rank sends to the experts of one block for one micro-batch, and that its own experts take if
-        all have the same load: top_k for each token, less where the capacity is below such a load (model/moe.py)."""
+        """Rows that this rank sends to the experts of one block for one micro-batch; with equal loads, also the rows
+        that its own experts take.
+
+        There are top_k rows per token, or fewer where the capacity limits them (model/moe.py).
+        """
         moe, seq_len = self.arch.moe, self.train.seq_len
         assignments = self.tokens / self.sequence_ranks * moe.top_k
         if not moe.capacity_factor:
@@ -163,17 +176,17 @@ class Position:
         return assignments * min(1.0, moe.capacity(seq_len) * moe.num_experts / (moe.top_k * seq_len))
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> ScheduleTable:
         parallel = self.parallel
         name = parallel.schedule if parallel.pp > 1 else "1f1b"
         return build_table(name, parallel.pp, self.accumulation, parallel.stages_on_each_rank)
 
-    def recomputed(self, stage: Stage) -> int:
-        """How many blocks of `stage` are recomputed (parallel/recompute.py)."""
+    def recomputed(self, stage: PipelineStage) -> int:
+        """Return how many blocks of `stage` are recomputed (parallel/recompute.py)."""
         return self._recomputed(stage.layers)
 
-    def recomputed_with_experts(self, stage: Stage) -> int:
-        """How many of those have experts."""
+    def recomputed_with_experts(self, stage: PipelineStage) -> int:
+        """Return how many blocks of `stage` with experts are recomputed."""
         return self._recomputed(stage.expert_layers)
 
     def _recomputed(self, layers: range) -> int:
@@ -182,28 +195,32 @@ class Position:
         every = self.parallel.recompute_every
         return len(layers) if every == 1 else sum(layer % every == 0 for layer in layers)
 
-    def groups(self, stage: Stage) -> list[range]:
-        """The blocks of `stage` that are gathered and reduced together; all of them where units are stages."""
+    def groups(self, stage: PipelineStage) -> list[range]:
+        """Return the blocks of `stage` by unit: blocks that are gathered and reduced together. unit_layers = 0: one
+        group.
+        """
         size = self.parallel.unit_blocks or max(len(stage.layers), 1)
         return [stage.layers[i : i + size] for i in range(0, len(stage.layers), size)]
 
-    def common_units(self, stage: Stage) -> int:
-        """Groups of parameters that are gathered and reduced together (parallel/units.py), routed experts aside."""
+    def common_units(self, stage: PipelineStage) -> int:
+        """Return the number of units of `stage` (parallel/units.py), without those of routed experts."""
         if self.parallel.unit_blocks == 0:
             return 1
         return (stage.outside > 0) + len(self.groups(stage))
 
-    def expert_units(self, stage: Stage) -> int:
-        """The same of routed experts, which other ranks divide: one beside each unit that has some."""
+    def expert_units(self, stage: PipelineStage) -> int:
+        """Return the number of units of routed experts, one for each unit of blocks with experts: other ranks divide
+        them.
+        """
         sparse = stage.expert_layers
         return sum(any(layer in sparse for layer in group) for group in self.groups(stage))
 
-    def units(self, stage: Stage) -> int:
+    def units(self, stage: PipelineStage) -> int:
         return self.common_units(stage) + self.expert_units(stage)
 
 
 def positions(run: RunConfig, software: Software = INGOT) -> tuple[Position, ...]:
-    """One for each pipeline rank of a run without problems."""
+    """Return one Position for each pipeline rank of a run that has no problems."""
     parallel = resolve_parallel(run)
     stages = [_stage(run.model, parallel, number) for number in range(parallel.stages)]
     owner = rank_of_stage(parallel)
@@ -221,7 +238,7 @@ def positions(run: RunConfig, software: Software = INGOT) -> tuple[Position, ...
     )
 
 
-def _stage(arch: Arch, parallel: Parallel, number: int) -> Stage:
+def _stage(arch: Arch, parallel: Parallel, number: int) -> PipelineStage:
     layers, tp = stage_layers(parallel, arch.num_layers), parallel.tp
     first, last, owner = number == 0, number == parallel.stages - 1, rank_of_stage(parallel)
     start = sum(layers[:number])
@@ -229,12 +246,12 @@ def _stage(arch: Arch, parallel: Parallel, number: int) -> Stage:
     sparse = range(max(own.start, arch.expert_layers.start), own.stop) if arch.is_moe else range(own.stop, own.stop)
     vocabulary = arch.vocab_size * arch.d_model // tp
     norms = block_norm_parameters(arch)
-    of_heads = _shared_by_heads(arch, tp) + norms - 2 * arch.d_model  # each rank applies them to its own heads
-    stream = arch.d_model if parallel.sequence else 0  # norms between regions see a part of the tokens
+    of_heads = _shared_by_heads(arch, tp) + norms - 2 * arch.d_model  # each rank applies these to its own heads
+    stream = arch.d_model if parallel.sequence else 0  # norms between regions see only a part of the tokens
     routing = _routing_of_rank(arch)
     partial = len(own) * (of_heads + 2 * stream) + len(sparse) * routing + (stream if last else 0)
     around = attention_matrices(arch, tp) + norms
-    return Stage(
+    return PipelineStage(
         number=number,
         first=first,
         last=last,
@@ -251,34 +268,39 @@ def _stage(arch: Arch, parallel: Parallel, number: int) -> Stage:
 
 
 def _shared_by_heads(arch: Arch, tp: int) -> int:
-    """Parameters of one attention's matrices that all tp ranks have alike: those of latents, or of key/value heads that
-    are fewer than ranks."""
+    """Return the parameters of one attention's matrices that all tp ranks hold alike: matrices of latents, or of
+    key/value heads that are fewer than ranks.
+    """
     if arch.is_mla:
         return latent_down_parameters(arch)
     return 2 * arch.d_model * arch.head_dim * arch.num_kv_heads if arch.num_kv_heads % tp else 0
 
 
 def attention_matrices(arch: Arch, tp: int) -> int:
-    """Parameters of the matrices of one attention on a tp rank."""
+    """Return the parameters of one attention's matrices on a tp rank."""
     alike = _shared_by_heads(arch, tp)
     return alike + (block_attention_parameters(arch) - alike) // tp
 
 
 def _routing_of_rank(arch: Arch) -> int:
-    """Router and the expert for overflow: whole on every tp rank, which routes its own tokens."""
+    """Return the parameters of the router and the expert for overflow, which each tp rank holds whole for its own
+    tokens.
+    """
     return router_parameters(arch) + (expert_parameters(arch) if arch.moe.has_fallback else 0)
 
 
 def layout_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """(dotted key, what is wrong and the way out) for every rule of layouts, also those of the run file's reader."""
-    known = [(f"parallel.{name}", message) for name, message in run.parallel.problems()] + list(run.problems())
+    """Yield (dotted key, what is wrong and the way out) for every broken rule of a run, also the rules of the run
+    file.
+    """
+    known = [(f"parallel.{name}", message) for name, message in run.parallel.problems()] + list(run_problems(run))
     yield from known
     if not known:
         yield from derived_problems(run)
 
 
 def derived_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Those of `layout_problems` that only this module sees. `run` has no other problems."""
+    """Yield the problems that need derived figures. `run` has no other problems."""
     parallel = run.parallel
     if parallel.pp > 1:
         name, each = parallel.schedule, parallel.stages_per_rank
@@ -290,7 +312,13 @@ def derived_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def require_layout(run: RunConfig) -> None:
-    """Raises ConfigError with all problems of the layout, before anything is built for it."""
-    problems = [f"{key}: {message}" for key, message in layout_problems(run)]
-    if problems:
-        raise ConfigError("\n".join(problems), fix="`ingot check` shows all problems of a run file with their lines")
+    """Raise ConfigError with all problems of the layout, before anything is built for it."""
+    found = list(layout_problems(run))
+    if found:
+        raise ConfigError(
+            "E-LAYOUT-ILLEGAL",
+            "\n".join(f"{key}: {message}" for key, message in found),
+            rule="a layout divides the model, the batch and the sequences as it needs to; nothing was started",
+            fix="change the settings above; `ingot check RUN_FILE` shows them with their lines",
+            keys=[key for key, _ in found],
+        )

@@ -1,7 +1,8 @@
-"""Memory of one rank of ingot's trainer besides its activations (theory/activations.py), term by term, in bytes.
+"""Memory of one rank of ingot's trainer apart from activations: bytes, term by term, each with its formula.
 
-Everything here is of one Position (theory/layout.py): a pipeline rank, its stages, and its part of them under tensor
-and expert parallelism. e: bytes of one element in the compute precision, g of a kept gradient, s of a master.
+Every function takes one Position (theory/layout.py): a pipeline rank, its stages, and the part of them that tensor and
+expert parallelism leave to the rank. In formulas, e is the bytes of one number in the compute precision, g of a
+gradient, s of a master parameter.
 """
 
 import math
@@ -10,26 +11,38 @@ from dataclasses import dataclass
 
 from ingot.schema.arch import Arch
 from ingot.theory.layout import Position
-from ingot.theory.params import count_parameters
-from ingot.theory.state import (
+from ingot.theory.params import (
     COMPUTE_BYTES,
     STORED_BYTES,
-    State,
+    StateBytes,
+    count_parameters,
     kept_gradient_bytes,
     state_per_parameter,
 )
-from ingot.theory.term import Term
+
+
+@dataclass(frozen=True)
+class Term:
+    """A derived number and its formula: the calculation with its values filled in, so that a reader can check each
+    printed number.
+    """
+
+    value: float
+    formula: str
+
 
 # Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
 # The trainer takes it from here.
 LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30, "tpu": 1 << 30}
-# Gradients kept in another dtype than the masters are converted so much at a time (optim/adamw.py).
+# Gradients whose dtype differs from the masters' are converted in pieces of this size (optim/adamw.py).
 CONVERT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters of this rank's part of the model that `ranks` ranks hold alike, and whose state these divide."""
+    """The parameters of this rank's part of the model that `ranks` ranks hold alike; those ranks divide the optimizer
+    state.
+    """
 
     parameters: int
     ranks: int
@@ -41,13 +54,13 @@ class Share:
 
 
 def shares(position: Position) -> list[Share]:
-    """Routed experts are held by other ranks than the rest."""
+    """Return the shares of a rank's parameters: routed experts are held by other ranks than all other parameters."""
     parallel = position.parallel
     experts = Share(position.routed, parallel.expert_ranks, "parameters of experts")
     return [Share(position.common, parallel.shard_ranks, "parameters"), *([experts] if experts.parameters else [])]
 
 
-def _state(position: Position, share: Share) -> State:
+def _state(position: Position, share: Share) -> StateBytes:
     return state_per_parameter(position.parallel, position.train.precision, share.ranks)
 
 
@@ -57,12 +70,14 @@ def _total(terms: Iterable[Term]) -> Term:
 
 
 def weights(position: Position) -> Term:
-    """The master parameters that this rank updates. In fp32 and fp64 without ZeRO-3 they are the whole parameters."""
+    """Return the bytes of the master parameters that this rank updates: the whole parameters in fp32 and fp64 without
+    ZeRO-3.
+    """
     return _total(_kept(share, _state(position, share).master, "master") for share in shares(position))
 
 
 def optimizer(position: Position) -> Term:
-    """AdamW's two moments of the parameters that this rank updates."""
+    """Return the bytes of AdamW's two moments of the parameters that this rank updates."""
     where = "" if position.parallel.offload == "none" else f"; in {position.parallel.offload} instead"
     return _total(_kept(share, _state(position, share).moments, "2 moments", where) for share in shares(position))
 
@@ -73,10 +88,11 @@ def _kept(share: Share, per: float, what: str, where: str = "") -> Term:
 
 
 def gathered(position: Position) -> Term:
-    """Whole parameters in the compute precision.
+    """Return the bytes of whole parameters in the compute precision.
 
-    Without ZeRO-3, all of them (none beside the master in fp32 and fp64). With it, the outermost unit (embedding, last
-    norm, head), the unit in use and those gathered ahead; all of them where forwards do not free them.
+    Without ZeRO-3: all parameters, or none in fp32 and fp64, where the masters compute. With ZeRO-3: the outermost unit
+      (embedding, last norm, head), the unit in use and the units gathered ahead; all parameters if a forward does not
+      free them.
     """
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     n, unit, outside = position.parameters, _unit(position), sum(stage.outside for stage in position.stages)
@@ -90,14 +106,14 @@ def gathered(position: Position) -> Term:
 
 
 def _unit(position: Position) -> int:
-    """Parameters of the largest unit of blocks."""
+    """Return the parameters of the largest unit of blocks."""
     return max(
         stage.block_parameters(group) for stage in position.stages for group in position.groups(stage) or [range(0)]
     )
 
 
 def gradients_kept(position: Position) -> Term:
-    """From one micro-batch to the next. The buffers of DDP (one rank divides nothing) stay from step to step."""
+    """Return the bytes of gradients between two micro-batches. DDP (ranks = 1) keeps its buffers from step to step."""
     return _total(_gradients_kept(position, share) for share in shares(position))
 
 
@@ -109,19 +125,20 @@ def _gradients_kept(position: Position, share: Share) -> Term:
 
 
 def _buffers_stay(position: Position, share: Share) -> bool:
-    """Megatron has buffers of whole gradients all the time."""
+    """Return whether gradient buffers are never freed: in DDP, and in Megatron always."""
     return position.parallel.zero != 3 and (share.ranks == 1 or position.software.megatron_state)
 
 
 def buffers_that_stay(position: Position) -> Term:
-    """From step to step: the gradients of what a rank divides with nobody."""
+    """Return the bytes of gradient buffers that are kept from step to step, of parameters that no other rank shares."""
     stay = [share for share in shares(position) if _buffers_stay(position, share)]
     return _total(_gradients_kept(position, share) for share in stay) if stay else Term(0.0, "no gradients")
 
 
 def first_units(position: Position) -> Term:
-    """After an update, or the first weights: the first units of whole parameters come in buffers of their own, which
-    the next forward reads (parallel/zero.py)."""
+    """Return the bytes of the first gathered units, which get new buffers after an update for the next forward to read
+    (parallel/zero.py).
+    """
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     apart = [share.ranks > 1 for share in shares(position)]
     if parallel.zero == 3 or not any(apart):
@@ -134,7 +151,7 @@ def first_units(position: Position) -> Term:
 
 
 def gradients_at_update(position: Position) -> Term:
-    """Of the parameters that this rank updates, and as many as are converted to the dtype of the masters at once."""
+    """Return the bytes of gradients at the update, with the part that is converted to the masters' dtype at a time."""
     precision = position.train.precision
     s, g = STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)
     own = [Term(p.parameters * g / p.ranks, f"{p.parameters:,} {p.what} x {g} B{p.divided}") for p in shares(position)]
@@ -144,19 +161,21 @@ def gradients_at_update(position: Position) -> Term:
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:
-    """Tokens whose float32 logits fill LOGITS_CHUNK_BYTES, at least 16."""
+    """Return how many tokens' float32 logits fill LOGITS_CHUNK_BYTES, at least 16."""
     return max(LOGITS_CHUNK_BYTES[device] // (4 * vocab_size), 16)
 
 
 def chunks(vocab_size: int, tokens: int, device: str) -> int:
-    """vocab_size: of this rank's part of the head."""
+    """Return the number of chunks of the loss. vocab_size: ids in this rank's part of the head."""
     return math.ceil(tokens / chunk_tokens(vocab_size, device))
 
 
 def logits(position: Position, device: str = "cpu") -> Term:
-    """At the loss, beside what it leaves for the backward: the hidden states that it reads, the head's gradient summed
-    in float32, and the larger of two: a chunk of logits, twice in float32 and once in compute precision (with tensor
-    parallelism twice), and the gradient of the chunk before; or a chunk's gradient and what it adds to the head's.
+    """Return the peak bytes of the loss, apart from what the loss leaves for the backward.
+
+    The parts are the hidden states that the loss reads, the head's gradient summed in float32, and the larger of two
+    peaks: a chunk of logits (twice in float32, once in compute precision, twice with tensor parallelism) with the
+    gradient of the chunk before; or a chunk's gradient with its contribution to the head's gradient.
     """
     if not any(stage.last for stage in position.stages):
         return Term(0.0, "the last stage is on another rank")
@@ -178,9 +197,12 @@ def logits(position: Position, device: str = "cpu") -> Term:
 
 
 def _whole_logits(position: Position) -> Term:
-    """Of a micro-batch, when their gradient is made: in compute precision they and their gradient. Megatron works on a
-    float32 copy, in place. Eager PyTorch has a copy, log-probabilities and the gradient of these, and another number
-    for each where tensor parallelism sums exponentials."""
+    """Return the bytes of a loss on whole logits at the time their gradient is computed.
+
+    In compute precision there are the logits and their gradient. Megatron also has a float32 copy, changed in place.
+    Eager PyTorch has a float32 copy, log-probabilities and their gradient, and one more number per logit where tensor
+    parallelism sums exponentials.
+    """
     e, tokens, tp = COMPUTE_BYTES[position.train.precision], position.tokens, position.parallel.tp
     vocabulary, wide = position.arch.vocab_size // tp, max(e, 4)
     if position.software.loss == "fused":
@@ -193,6 +215,6 @@ def _whole_logits(position: Position) -> Term:
 
 
 def checkpoint_bytes(arch: Arch, precision: str) -> Term:
-    """Master parameters and both moments of the whole model; gradients are not saved."""
+    """Return the bytes of a checkpoint: master parameters and both moments of the whole model, without gradients."""
     n, s = count_parameters(arch), STORED_BYTES[precision]
     return Term(3 * n * s, f"{n:,} parameters x {3 * s} B (master and two moments)")

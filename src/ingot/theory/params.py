@@ -1,85 +1,117 @@
-"""How many parameters a model has, in all and by part, and how many of them a token meets.
+"""Parameters of a model, in total, by part and per token, and the bytes of training state per parameter.
 
 Shape letters: V vocab_size, D d_model, L num_layers, N num_heads, G num_kv_heads, H head_dim, F width of a
-feed-forward, E experts.
+  feed-forward, E experts.
+
+State per parameter between two optimizer steps (Rajbhandari et al. 2020, section 3.1). AdamW in mixed precision needs 2
+B for the copy that computes, g B for its gradient (2 in bf16, 4 in fp32), 4 B for the float32 master and 8 B for two
+moments: 16 B, or 18 B with fp32 gradients. N ranks share one copy of a parameter: N = dp_shard x cp, and for routed
+experts dp_shard x cp x tp / ep.
+
+    DDP (N = 1)   2 + g + 12      16 or 18
+    ZeRO-1        2 + g + 12/N    4 + 12/N or 6 + 12/N     master and moments are split
+    ZeRO-2        2 + (g + 12)/N  2 + 14/N or 2 + 16/N     gradients too
+    ZeRO-3        16/N            no copy besides the float32 shards, whose gradients are float32 too
+
+In fp32 and fp64 the parameter is its own master, s = 4 or 8 B: no copy, gradients s, moments 2s.
 """
 
+from dataclasses import dataclass
+
 from ingot.schema.arch import Arch
+from ingot.schema.parallel import Parallel
 
 
 def block_attention_parameters(arch: Arch) -> int:
-    """Matrices of one attention: q [N·H, D], k and v [G·H, D] each, o [D, N·H]; or those of latent attention."""
+    """Return the parameters of one attention: q [N·H, D], k and v [G·H, D] each, o [D, N·H]; or of latent attention."""
     if arch.is_mla:
         return latent_down_parameters(arch) + latent_up_parameters(arch)
     return 2 * arch.d_model * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
 
 
 def latent_down_parameters(arch: Arch) -> int:
-    """From tokens to what all heads share (DeepSeek-AI 2024, V2, section 2.1; model/latent.py): q_down [q_rank, D], and
-    kv_down [kv_rank + rope_dim, D], which makes the rotated part of keys as well."""
+    """Return the parameters of the matrices from a token to the latents that all heads share: q_down [q_rank, D] and
+    kv_down [kv_rank + rope_dim, D], which also makes the rotated part of keys.
+
+    Source: DeepSeek-AI 2024, V2, section 2.1; model/latent.py.
+    """
     return arch.d_model * (arch.mla.q_rank + arch.mla.kv_rank + arch.mla.rope_dim)
 
 
 def latent_up_parameters(arch: Arch) -> int:
-    """By heads: q_up [N·H, q_rank], or q [N·H, D] without a latent of queries; kv_up
-    [N·(nope_dim + v_dim), kv_rank]; o [D, N·v_dim]."""
+    """Return the parameters of latent attention's matrices that are divided by heads.
+
+    They are q_up [N·H, q_rank], or q [N·H, D] without a latent of queries; kv_up [N·(nope_dim + v_dim), kv_rank]; o [D,
+    N·v_dim].
+    """
     mla = arch.mla
     queries = arch.head_dim * (mla.q_rank or arch.d_model)
     return arch.num_heads * (queries + (mla.nope_dim + mla.v_dim) * mla.kv_rank + mla.v_dim * arch.d_model)
 
 
 def value_width(arch: Arch) -> int:
-    """Of one head's values, and so of its output."""
+    """Return the width of one head's values, which is also the width of its output."""
     return arch.mla.v_dim if arch.is_mla else arch.head_dim
 
 
 def feed_forward_parameters(arch: Arch, width: int) -> int:
-    """Matrices of one SwiGLU feed-forward: gate and up [F, D], down [D, F] (Shazeer 2020); of GELU's two."""
+    """Return the parameters of one feed-forward: gate and up [F, D], down [D, F] (SwiGLU, Shazeer 2020); two matrices
+    for GELU.
+    """
     return arch.ffn_matrices * arch.d_model * width
 
 
 def block_mlp_parameters(arch: Arch) -> int:
-    """Of a block without experts."""
+    """Return the feed-forward parameters of a block without experts."""
     return feed_forward_parameters(arch, arch.d_ffn)
 
 
 def router_parameters(arch: Arch) -> int:
-    """One row [D] for each expert. The bias of loss-free balancing is no parameter: no gradient trains it."""
+    """Return the parameters of one router: one row [D] per expert. The bias of loss-free balancing has no gradient and
+    is not counted.
+    """
     return arch.moe.num_experts * arch.d_model
 
 
 def expert_parameters(arch: Arch) -> int:
-    """Of one routed expert, and of the dense one that takes overflow."""
+    """Return the parameters of one routed expert, or of the dense expert that takes overflow."""
     return feed_forward_parameters(arch, arch.moe.d_expert)
 
 
 def shared_parameters(arch: Arch) -> int:
-    """Of the shared experts of one block, which are one feed-forward of their common width."""
+    """Return the parameters of the shared experts of one block, which form one feed-forward of their summed width."""
     return feed_forward_parameters(arch, arch.moe.shared_experts * arch.moe.d_expert)
 
 
 def block_moe_parameters(arch: Arch) -> int:
-    """Of a block with experts: router, routed and shared experts, and the one for overflow."""
+    """Return the parameters of a block's mixture: router, routed and shared experts, and the expert for overflow."""
     experts = arch.moe.num_experts + arch.moe.has_fallback
     return router_parameters(arch) + experts * expert_parameters(arch) + shared_parameters(arch)
 
 
 def block_active_moe_parameters(arch: Arch) -> int:
-    """Those that a token of such a block is multiplied with: router, its top_k experts and the shared ones. The expert
-    for overflow stands in for one of them, so it is not counted."""
+    """Return the parameters of a block's mixture that one token is multiplied with: router, top_k experts and shared
+    experts.
+
+    The expert for overflow replaces one of the top_k, so it is not counted.
+    """
     return router_parameters(arch) + arch.moe.top_k * expert_parameters(arch) + shared_parameters(arch)
 
 
 def block_norm_parameters(arch: Arch) -> int:
-    """Two RMSNorm weights [D]; with QK-norm one weight [H] for queries and one for keys; of latent attention one for
-    each latent."""
+    """Return the norm weights of a block: two RMSNorms [D]; with QK-norm one [H] for queries and one for keys; with
+    latent attention one per latent.
+    """
     heads = 2 * arch.head_dim if arch.qk_norm else 0
     return 2 * arch.d_model + heads + (arch.mla.q_rank + arch.mla.kv_rank if arch.is_mla else 0)
 
 
 def parameters_by_part(arch: Arch) -> dict[str, int]:
-    """Parts sum to `count_parameters`. "experts" (with their routers) is there where a block has some. "head" is 0 when
-    it shares the embedding's matrix."""
+    """Return the parameters by part; the parts sum to `count_parameters`.
+
+    "experts" (with their routers) is present if some block has experts. "head" is 0 if it shares the embedding's
+    matrix.
+    """
     embedding, sparse = arch.vocab_size * arch.d_model, len(arch.expert_layers)
     return {
         "embedding": embedding,
@@ -92,16 +124,16 @@ def parameters_by_part(arch: Arch) -> dict[str, int]:
 
 
 def count_parameters(arch: Arch) -> int:
-    """All trainable parameters; a matrix shared by embedding and head counts once."""
+    """Return the number of trainable parameters; a matrix shared by embedding and head counts once."""
     return sum(parameters_by_part(arch).values())
 
 
 def count_active_parameters(arch: Arch, *, embedding: bool = True) -> int:
-    """Those that take part in one token's forward: all of a dense model.
+    """Return the number of parameters that take part in one token's forward: all parameters of a dense model.
 
-    Publishers differ in the embedding, of which a token takes one row: Mistral (Mixtral-8x7B: 12.9B) and Qwen
-    (Qwen3-30B-A3B: 3.3B) count its matrix, DeepSeek's 37B of V3 are without it. embedding: count it; a tied matrix
-    stays, for its use as head.
+    Publishers differ in the embedding, of which a token uses one row: Mistral (Mixtral-8x7B: 12.9B) and Qwen
+    (Qwen3-30B-A3B: 3.3B) count its matrix; DeepSeek's 37B for V3 does not. embedding: count its matrix. A tied matrix
+    is always counted, because the head uses it.
     """
     idle = len(arch.expert_layers) * (block_moe_parameters(arch) - block_active_moe_parameters(arch))
     looked_up = 0 if embedding or arch.tied_embeddings else arch.vocab_size * arch.d_model
@@ -109,15 +141,61 @@ def count_active_parameters(arch: Arch, *, embedding: bool = True) -> int:
 
 
 def active_block_matrices(arch: Arch) -> int:
-    """Parameters of all blocks that a token is multiplied with."""
+    """Return the parameters of all blocks that a token is multiplied with."""
     sparse = len(arch.expert_layers)
     dense = (arch.num_layers - sparse) * block_mlp_parameters(arch)
     return arch.num_layers * block_attention_parameters(arch) + dense + sparse * block_active_moe_parameters(arch)
 
 
 def count_matrix_parameters(arch: Arch) -> int:
-    """Parameters that a token is multiplied with: attention, feed-forward (of experts: its own) and head matrices.
+    """Return the parameters that a token is multiplied with: attention, feed-forward (of experts: the chosen ones) and
+    head.
 
     The embedding look-up is no multiplication; a tied matrix counts once, for its use as head.
     """
     return active_block_matrices(arch) + arch.head_passes * arch.vocab_size * arch.d_model
+
+
+COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+STORED_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter on one rank. copy: the copy that computes; 0 where the master itself computes."""
+
+    copy: float
+    gradient: float
+    master: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        return self.copy + self.gradient + self.master + self.moments
+
+
+def state_per_parameter(parallel: Parallel, precision: str, ranks: int = 0) -> StateBytes:
+    """Return the bytes of state per parameter on the device, for a resolved layout (theory/layout.py).
+
+    ranks: N of the module's table; 0: N of all parameters but routed experts.
+    Offloaded moments are in host memory or files; the masters stay on the device. With `offload_parameters` the shards
+    and their gradients are on the host too.
+    """
+    e, s, n = COMPUTE_BYTES[precision], STORED_BYTES[precision], ranks or parallel.shard_ranks
+    g, moments = kept_gradient_bytes(parallel, precision), 0.0 if parallel.offload != "none" else 2 * s / n
+    if parallel.zero == 3:
+        return StateBytes(0.0, 0.0, 0.0, 0.0) if parallel.offload_parameters else StateBytes(0.0, s / n, s / n, moments)
+    gradient = g / n if parallel.zero == 2 else g
+    return StateBytes(e, gradient, s / n, moments) if e != s else StateBytes(0.0, gradient, s, moments)
+
+
+def kept_gradient_bytes(parallel: Parallel, precision: str) -> int:
+    """Return the bytes of one gradient between micro-batches. FSDP2 (zero 3) keeps shards in the dtype of the
+    master.
+    """
+    return STORED_BYTES[precision] if parallel.zero == 3 else sent_gradient_bytes(parallel, precision)
+
+
+def sent_gradient_bytes(parallel: Parallel, precision: str) -> int:
+    """Return the bytes of one gradient while data-parallel ranks reduce it."""
+    return 2 if parallel.grads == "bf16" else STORED_BYTES[precision]

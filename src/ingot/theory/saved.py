@@ -1,10 +1,10 @@
-"""Bytes that one block leaves for its backward, per token of this rank, tensor by tensor.
+"""Bytes that one block saves for its backward, per token of this rank, tensor by tensor.
 
-The counting of Korthikanti et al. 2022 (section 4) done for this trainer's blocks: RMSNorm instead of LayerNorm,
-grouped heads or latents, SwiGLU or experts, no dropout, no T x T scores. Tensor parallelism cuts what lies inside of a
-region (heads, feed-forward, shared experts), and with `sequence` also norms, residuals and what goes to experts; the
-input of a region is whole on every rank. Context parallelism cuts the number of tokens, and changes nothing else but
-key/value heads that Ulysses repeats. Experts are taken to have the same load.
+This is the counting of Korthikanti et al. 2022 (section 4) for this trainer's blocks: RMSNorm instead of LayerNorm,
+grouped heads or latents, SwiGLU or experts, no dropout, no T x T scores. Tensor parallelism divides the tensors inside
+of a region (heads, feed-forward, shared experts), and with `sequence` also norms, residuals and the rows for experts;
+the input of a region is whole on every rank. Context parallelism divides the tokens; the only other change is that
+Ulysses repeats key/value heads. Experts are assumed to have equal loads.
 
 Shape letters: D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn or d_expert, E experts, K top_k.
 """
@@ -13,26 +13,31 @@ import math
 
 from ingot.schema.arch import Moe
 from ingot.theory.layout import Position
-from ingot.theory.params import value_width
-from ingot.theory.state import COMPUTE_BYTES
+from ingot.theory.params import COMPUTE_BYTES, value_width
 
 _NUMBER_BYTES = 8
 
 
 def degrees(position: Position) -> tuple[int, int, int]:
-    """e; by how many ranks the inside of regions is cut; by how many the rest."""
+    """Return (e, tp, sequence ranks): bytes of a number, and the ranks that divide the inside and the outside of
+    regions.
+    """
     return COMPUTE_BYTES[position.train.precision], position.parallel.tp, position.sequence_ranks
 
 
 def norm_bytes(width: int, e: int, device: str) -> float:
-    """Saved by one RMSNorm per normed vector. CPU: input and normalised input in >= fp32, and 1/rms. CUDA: one kernel,
-    which keeps its input and 1/rms."""
+    """Return the bytes that one RMSNorm saves per normed vector.
+
+    CPU: input and normalized input in at least fp32, and 1/rms. CUDA: one kernel, which keeps its input and 1/rms.
+    """
     wide = max(e, 4)
     return 2 * width * wide + wide if device == "cpu" else width * e + 4
 
 
 def block_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> dict[str, float]:
-    """Saved by one block, without recomputation and with flash attention. experts: by one that has some."""
+    """Return the bytes that one block saves by tensor, without recomputation, with flash attention. experts: the block
+    has experts.
+    """
     e, _, cut = degrees(position)
     norm = norm_bytes(position.arch.d_model, e, device) / cut
     return {
@@ -44,12 +49,12 @@ def block_bytes(position: Position, device: str = "cpu", *, experts: bool = Fals
 
 
 def _key_value_heads(position: Position) -> tuple[float, float]:
-    """How many heads of keys and of values a rank keeps for its own tokens."""
+    """Return the heads of (keys, values) that a rank keeps for its own tokens."""
     groups, (_, tp, _), ulysses = position.arch.num_kv_heads, degrees(position), max(position.parallel.ulysses, 1)
     shared = groups % tp > 0  # a rank computes all key/value heads, and its queries use one
-    if position.parallel.cp > 1:  # they are copied to travel, and repeated for Ulysses
+    if position.parallel.cp > 1:  # heads are copied to be sent, and repeated for Ulysses
         dealt = math.lcm(1 if shared else groups // tp, ulysses)
-        # In a grid, rings pass on a copy of a part of what came for the heads.
+        # In a grid, a ring passes on a copy of a part of the heads that an all-to-all brought.
         return (2 * dealt, 2 * dealt) if 1 < ulysses < position.parallel.cp else (dealt, dealt)
     return (1, groups) if shared else (groups / tp, groups / tp)
 
@@ -62,14 +67,14 @@ def _attention_bytes(position: Position, device: str) -> dict[str, float]:
         "input of q, k, v": arch.d_model * e,
         "QK-norm": normed * norm_bytes(arch.head_dim, e, device) if arch.qk_norm else 0,
         "q, k, v": (heads + k + v) * arch.head_dim * e,
-        # Laid out as the queries, heads first, and kept beside its copy, token by token, that the o matrix takes.
+        # Saved twice: in the layout of queries, heads first, and as the token-by-token copy that the o matrix reads.
         "attention out": 2 * heads * arch.head_dim * e,
         "log-sum-exp": heads * max(e, 4),
     }
 
 
 def _latent_bytes(position: Position, device: str) -> dict[str, float]:
-    """Values, and what attention makes of them, are padded to H in kernels (model/latent.py)."""
+    """Return the bytes that latent attention saves; kernels pad values and their results to H (model/latent.py)."""
     arch, (e, tp, _) = position.arch, degrees(position)
     mla, heads = arch.mla, arch.num_heads / tp
     latents = [width for width in (mla.q_rank, mla.kv_rank) if width]
@@ -90,7 +95,7 @@ def _mlp_bytes(position: Position) -> dict[str, float]:
 
 
 def _expert_bytes(position: Position) -> dict[str, float]:
-    """What model/routing.py and model/experts.py keep."""
+    """Return the bytes that model/routing.py and model/experts.py save."""
     arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
     wide, rows = max(e, 4), position.assignments / position.tokens
     chosen = moe.top_k / cut
@@ -114,8 +119,11 @@ def _expert_bytes(position: Position) -> dict[str, float]:
 
 
 def _scores(moe: Moe) -> int:
-    """How often a number for each expert is kept: where all scores have a gradient, probabilities, and what sigmoids
-    are made from; where those of the chosen alone have one, only what they are made from."""
+    """Return how many numbers are saved per token and expert for the router's scores.
+
+    If all scores have a gradient, probabilities and the inputs of sigmoids are saved; if only the chosen scores have
+    one, only their inputs.
+    """
     balanced = moe.sequence_loss > 0 or moe.global_loss > 0
     sigmoid = 2 + (not moe.normalize) if moe.scores == "sigmoid" else 0
     softmax = balanced or (moe.scores == "softmax" and not moe.normalize)
@@ -123,8 +131,11 @@ def _scores(moe: Moe) -> int:
 
 
 def recomputed_block_bytes(position: Position, *, experts: bool = False) -> float:
-    """Saved by one recomputed block: its input; with "selective" also the results of matrix products and attention. Of
-    o and down, tensor parallelism keeps the sum over ranks instead (parallel/recompute.py)."""
+    """Return the bytes that one recomputed block saves: its input; with "selective" also the results of matrix products
+    and attention.
+
+    With tensor parallelism the sum over ranks is kept in place of the results of o and down (parallel/recompute.py).
+    """
     arch, (e, tp, cut) = position.arch, degrees(position)
     stream = arch.d_model * e / cut
     if position.parallel.recompute == "full":
@@ -137,7 +148,7 @@ def recomputed_block_bytes(position: Position, *, experts: bool = False) -> floa
 
 
 def products_for_attention(position: Position) -> float:
-    """Numbers in the results of the matrices before attention."""
+    """Return the numbers per token in the results of the matrices before attention."""
     arch, tp = position.arch, position.parallel.tp
     queries = arch.num_heads * arch.head_dim / tp
     if arch.is_mla:
@@ -148,7 +159,7 @@ def products_for_attention(position: Position) -> float:
 
 
 def _expert_products(position: Position) -> float:
-    """Bytes of the results of a router, of its experts and of all-to-alls."""
+    """Return the bytes per token of the results of a router, of its experts and of all-to-alls."""
     arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
     rows = position.assignments / position.tokens
     made = moe.num_experts * max(e, 4) / cut + rows * (2 * moe.d_expert + arch.d_model) * e

@@ -1,11 +1,11 @@
-"""Bytes that one rank sends in one optimizer step, collective by collective: what a count of a real step must give.
+"""Bytes that one rank sends in one optimizer step, collective by collective; tests compare them with counted steps.
 
 Rings: of data of S bytes, each of n ranks sends S·(n-1)/n in a gather or a reduce-scatter, and twice that in an
-all-reduce (Patarasuk & Yuan 2009; Rajbhandari et al. 2020, section 7). Rows that pad a matrix to equal parts are left
-out, and so are the few scalars of clipping and logging.
+  all-reduce (Patarasuk & Yuan 2009; Rajbhandari et al. 2020, section 7). Rows that pad a matrix to equal parts are left
+  out, and so are the few scalars of clipping and logging.
 
-P: parameters of this rank's stages, routed experts aside; e bytes of one in the compute precision, g of a gradient on
-its way; X = B·(T/cp)·D·e: the hidden states of one micro-batch.
+P: parameters of this rank's stages, routed experts left out; e bytes of one in the compute precision, g of a gradient
+  on its way; X = B·(T/cp)·D·e: the hidden states of one micro-batch.
 
     DDP      all-reduce P·g                                      once per step
     ZeRO-1   reduce-scatter P·g, gather P·e                      once per step
@@ -13,41 +13,43 @@ its way; X = B·(T/cp)·D·e: the hidden states of one micro-batch.
     ZeRO-3   reduce-scatter P·g, gather 2·P·e                    every micro-batch; one gather without `reshard`
     HSDP     as ZeRO over dp_shard x cp, and over dp_replicate an all-reduce of the shard's gradients, once per step
              (with parameters on the host, every micro-batch)
-    experts  the same as the form above of the experts' parameters on this rank, over the ranks that have the same ones
+    experts  the same for the parameters of the experts on this rank, over the ranks that hold the same experts
     tp       4 gathers and 4 reduce-scatters of X, or 4 all-reduces without `sequence`, every block and micro-batch
              (Korthikanti et al. 2022, section 4.2.2); one of each kind for the embedding and one for the loss. A block
              with experts has 2 and 2, and as many again for shared experts
-    cp       what theory/context.py says, every block and micro-batch
+    cp       as in theory/context.py, every block and micro-batch
     ep       2 all-to-alls forward and 2 backward of K rows of D·e for each token, every block with experts and
-             micro-batch (Lepikhin et al. 2020), and one of counts. All experts are taken to have the same
+             micro-batch (Lepikhin et al. 2020), and one of counts. All experts are assumed to have the same
              load; then (ep-1)/ep of the rows leave
     pp       X forward and X backward, X/tp with `sequence`, every boundary between ranks and micro-batch
 
-An axis is told by the name of those on which the members of a group differ (theory/axes.py).
+The axis of a collective is named by the mesh axes on which the members of its group differ, joined by "+".
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import Literal
 
-from ingot.theory.axes import spanned
+from ingot.schema.parallel import Parallel
 from ingot.theory.context import Volume, ring_bytes, ulysses_bytes
-from ingot.theory.layout import Position, Stage, rank_of_stage
+from ingot.theory.layout import PipelineStage, Position, rank_of_stage
 from ingot.theory.memory import Share, chunks, shares
-from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
+from ingot.theory.params import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-# Of the bytes of an operation, how often (n-1)/n of them leave a rank.
+# How many times (n-1)/n of an operation's bytes leave a rank.
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 _NUMBER_BYTES = 8  # of choices and counts
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """`count` operations of one kind per step over the `ranks` of `axis`, on `bytes` of data all together.
+    """The `count` operations of one kind per step over the `ranks` of `axis`, on `bytes` of data all together.
 
-    bytes: of what a gather returns, of what a reduce-scatter, all-reduce or all-to-all takes on each rank (its own part
-    among them), of messages sent. axis: several are joined by "+".
+    bytes: what a gather returns; what a reduce-scatter, all-reduce or all-to-all takes on each rank, its own part
+      included; what messages send. axis: several axes are joined by "+".
     """
 
     kind: Kind
@@ -59,12 +61,12 @@ class Traffic:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends; collectives but all-to-alls in a ring."""
+        """Bytes that each rank sends; collectives except all-to-alls run in a ring."""
         return self.bytes if self.kind == "send" else _RING[self.kind] * self.bytes * (self.ranks - 1) / self.ranks
 
 
 def step_traffic(position: Position, device: str = "cpu") -> tuple[Traffic, ...]:
-    """Everything this pipeline rank sends in one optimizer step. device: decides the chunks of the loss."""
+    """Return everything that this pipeline rank sends in one optimizer step. device: decides the chunks of the loss."""
     found = [*_tensor_parallel(position, device), *_context_parallel(position), *_experts(position)]
     for share, view in zip(shares(position), ("shard", "expert_shard"), strict=False):
         found += _data_parallel(position, share, view)
@@ -73,7 +75,7 @@ def step_traffic(position: Position, device: str = "cpu") -> tuple[Traffic, ...]
 
 
 def sent_by_axis(traffic: tuple[Traffic, ...]) -> dict[str, float]:
-    """Bytes per step by the name of the axes."""
+    """Return the bytes per step by the name of the axes."""
     axes: dict[str, float] = {}
     for t in traffic:
         axes[t.axis] = axes.get(t.axis, 0.0) + t.sent
@@ -81,7 +83,7 @@ def sent_by_axis(traffic: tuple[Traffic, ...]) -> dict[str, float]:
 
 
 def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traffic]:
-    """Of the parameters that the ranks of a view of the mesh divide."""
+    """Yield the traffic of the parameters that the ranks of a view of the mesh divide."""
     parallel, precision, often = position.parallel, position.train.precision, position.accumulation
     n, e, g = share.parameters, COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision)
     of_experts = view == "expert_shard"
@@ -101,8 +103,8 @@ def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traf
         gathers = (2 if parallel.reshard else 1) * often
         yield Traffic("all_gather", axis, parameters, ranks, gathers * units, gathers * n * e)
         yield Traffic("reduce_scatter", axis, gradients, ranks, often * units, often * whole)
-        meet = often if parallel.offload_parameters else 1  # gradients on the host meet one micro-batch at a time
-        yield Traffic("all_reduce", "dp_replicate", gradients, copies, meet * units, meet * part)
+        sums = often if parallel.offload_parameters else 1  # gradients on the host are summed once per micro-batch
+        yield Traffic("all_reduce", "dp_replicate", gradients, copies, sums * units, sums * part)
         return
     reduced = often if parallel.zero == 2 else 1
     yield Traffic("reduce_scatter", axis, gradients, ranks, reduced * units, reduced * whole)
@@ -111,7 +113,10 @@ def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traf
 
 
 def _context_parallel(position: Position) -> Iterator[Traffic]:
-    """Attention of all blocks. A recompute repeats its forward's, but of a ring "selective" keeps the result."""
+    """Yield the traffic of attention of all blocks.
+
+    A recomputed block repeats the traffic of its forward; with "selective" the result of a ring is kept.
+    """
     parallel, arch = position.parallel, position.arch
     if parallel.cp == 1:
         return
@@ -132,7 +137,7 @@ def _context_parallel(position: Position) -> Iterator[Traffic]:
 
 
 def _experts(position: Position) -> Iterator[Traffic]:
-    """Tokens on their way to experts and back, and what routers tell each other."""
+    """Yield the traffic of tokens to experts and back, and of what routers exchange."""
     parallel, moe, train = position.parallel, position.arch.moe, position.train
     blocks = sum(len(stage.expert_layers) for stage in position.stages) * position.accumulation
     again = sum(map(position.recomputed_with_experts, position.stages)) * position.accumulation
@@ -151,7 +156,7 @@ def _experts(position: Position) -> Iterator[Traffic]:
 
 
 def row_bytes(position: Position) -> float:
-    """What one all-to-all of one block with experts takes on this rank for one micro-batch."""
+    """Return the bytes that one all-to-all of one block with experts takes on this rank for one micro-batch."""
     return position.assignments * position.arch.d_model * COMPUTE_BYTES[position.train.precision]
 
 
@@ -173,7 +178,7 @@ def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:
     if any(stage.last for stage in position.stages):
         wide = max(COMPUTE_BYTES[position.train.precision], 4)
         pieces = chunks(position.arch.vocab_size // parallel.tp, position.tokens, device)
-        # Three numbers per token: the largest logit by itself, then the sum of exponentials and the target's logit.
+        # Three numbers per token: the largest logit alone, then the sum of exponentials and the target's logit.
         numbers = often * position.tokens * 3 * wide
         yield Traffic("all_reduce", "tp", "numbers of the loss", parallel.tp, often * 2 * pieces, numbers)
     partial = sum(stage.partial for stage in position.stages)
@@ -183,8 +188,9 @@ def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:
 
 @dataclass(frozen=True)
 class Regions:
-    """How often one micro-batch enters and leaves regions of tensor parallelism on a stage, in its forward, and what
-    recomputed blocks repeat of it."""
+    """Counts of one micro-batch entering and leaving regions of tensor parallelism on a stage: in its forward, and
+    again in recomputed blocks.
+    """
 
     enters: int
     leaves: int
@@ -192,13 +198,14 @@ class Regions:
     left_again: int
 
 
-def regions_of(position: Position, stage: Stage) -> Regions:
-    """Attention and feed-forward of each block are entered and left; the embedding is left, the loss is entered. Where
-    there are experts, only the shared ones are a region.
+def regions_of(position: Position, stage: PipelineStage) -> Regions:
+    """Return the regions of a stage: attention and feed-forward of each block, the embedding (left only) and the loss
+    (entered only).
 
-    A fully recomputed block stops at the last tensor that its backward needs, which is before it leaves the
-    feed-forward, but behind the shared experts. A selectively recomputed one keeps what left a region, but not what
-    entered it; where that means the core of attention alone, it is inside of a region.
+    In a block with experts, only the shared experts are a region.
+    A fully recomputed block stops at the last tensor that its backward needs, which is before the end of the
+    feed-forward but after the shared experts. A selectively recomputed block keeps what left a region, but not what
+    entered it; where "selective" means the core of attention alone, the recomputation is inside of a region.
     """
     blocks, sparse = len(stage.layers), len(stage.expert_layers)
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
@@ -212,7 +219,7 @@ def regions_of(position: Position, stage: Stage) -> Regions:
 
 
 def hidden_bytes(position: Position) -> int:
-    """Hidden states of all tokens of one micro-batch, in the compute precision."""
+    """Return the bytes of the hidden states of one micro-batch, in the compute precision."""
     return position.tokens * position.arch.d_model * COMPUTE_BYTES[position.train.precision]
 
 
@@ -229,3 +236,41 @@ def _pipeline(position: Position) -> Iterator[Traffic]:
         size = matrix * kept_gradient_bytes(parallel, position.train.precision)
         # Two ranks, whatever the length of the pipeline.
         yield Traffic("all_reduce", "pp", "gradients of the tied matrix", 2, 1, size)
+
+
+# The axes of the ranks that share one copy of the model, outermost first (trainer/mesh).
+_IN_A_COPY = ("dp_shard", "cp", "tp")
+
+
+def spanned(parallel: Parallel, view: str) -> str:
+    """Return the mesh axes that the groups of a view of trainer/mesh span, like "dp_shard+cp"; "" for single ranks.
+
+    ep takes neighbors, expert_shard every ep-th rank. Where ep is neither a divisor nor a multiple of the inner axes,
+    groups may differ; the first group is described.
+    """
+    sizes = tuple(getattr(parallel, axis) for axis in _IN_A_COPY)
+    return _spanned(sizes, parallel.ep, parallel.reduce == "canonical", view)
+
+
+@lru_cache(maxsize=65_536)
+def _spanned(sizes: tuple[int, ...], ep: int, canonical: bool, view: str) -> str:
+    """Return `spanned` of plain values: planners ask for the same ones often, and each answer visits every rank."""
+    _, cp, columns = sizes
+    ranks = range(prod(sizes))
+    line = {
+        "shard": ranks[:: columns * cp] if canonical else ranks[::columns],
+        "sequence": ranks[: cp * columns],
+        "ep": ranks[:ep],
+        "expert_shard": ranks[::ep],
+    }[view]
+    places = [coordinates(rank, sizes) for rank in line]
+    return "+".join(axis for i, axis in enumerate(_IN_A_COPY) if len({place[i] for place in places}) > 1)
+
+
+def coordinates(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the position of `rank` on each axis of a row-major mesh. sizes: degrees, outermost axis first."""
+    found = []
+    for size in reversed(sizes):
+        rank, place = divmod(rank, size)
+        found.append(place)
+    return tuple(reversed(found))

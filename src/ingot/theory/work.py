@@ -1,7 +1,7 @@
-"""The work of one optimizer step on one rank: what a step's time is made of.
+"""The work of one optimizer step on one rank, from which its time follows.
 
-Four quantities that a device does at four different rates: matrix products, attention, bytes moved by everything else,
-and operations started. The planner divides them by rates; calibration fits the rates to timed steps.
+The four quantities are done at four different rates: matrix products, attention, bytes moved by everything else, and
+  operations started. The planner divides them by rates; calibration fits the rates to timed steps.
 """
 
 from dataclasses import dataclass, replace
@@ -10,24 +10,26 @@ from ingot.schema.arch import Arch
 from ingot.theory import memory
 from ingot.theory.context import imbalance
 from ingot.theory.flops import mean_keys
-from ingot.theory.layout import Position, Stage, attention_matrices
+from ingot.theory.layout import PipelineStage, Position, attention_matrices
 from ingot.theory.params import (
+    COMPUTE_BYTES,
+    STORED_BYTES,
     block_mlp_parameters,
     expert_parameters,
+    kept_gradient_bytes,
     router_parameters,
     shared_parameters,
     value_width,
 )
 from ingot.theory.saved import block_bytes as saved_bytes
 from ingot.theory.saved import norm_bytes
-from ingot.theory.state import COMPUTE_BYTES, STORED_BYTES, kept_gradient_bytes
 
 # A saved activation passes through memory five times: written and read forward; read backward, and its gradient
 # written and read once.
 _PASSES_FORWARD, _PASSES_BACKWARD = 2, 3
-# Operations that Python starts, counted on this trainer's step (a test counts again): per block and per chunk of
+# Operations that Python starts, counted on this trainer's step (a test counts them again): per block and per chunk of
 # logits, forward and backward together, and once per micro-batch, per unit of parameters and per step. All experts of a
-# block are one operation; what ranks exchange is left out.
+# block are one operation; collectives are left out.
 _BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 136, 50, 17
 _LATENT_OPERATIONS, _ROUTING_OPERATIONS, _CHOICE_OPERATIONS, _SHARED_OPERATIONS = 62, 61, 8, 20
 _CAPACITY_OPERATIONS, _SOFTCAP_OPERATIONS = 27, 8
@@ -35,11 +37,13 @@ _CAPACITY_OPERATIONS, _SOFTCAP_OPERATIONS = 27, 8
 # compiler elsewhere, where the capped logits are written once and read once more.
 _SOFTCAP_PASSES = {"cpu": 17}
 _MICRO_BATCH_OPERATIONS, _UNIT_OPERATIONS, _STEP_OPERATIONS = 49, 40, 60
-FORWARD_SHARE = 0.4  # of a block's operations, also counted
+FORWARD_SHARE = 0.4  # share of a block's operations that its forward starts, also counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
+    """An amount of work: FLOPs of matrix products and of attention, bytes moved, operations started."""
+
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
@@ -54,6 +58,7 @@ class Work:
         )
 
     def times(self, often: float) -> "Work":
+        """Return this work done `often` times."""
         return Work(
             matmul_flops=often * self.matmul_flops,
             attention_flops=often * self.attention_flops,
@@ -63,7 +68,7 @@ class Work:
 
 
 def step_work(position: Position, device: str = "cpu") -> Work:
-    """Of one optimizer step: every micro-batch on every stage of this rank, and the update."""
+    """Return the work of one optimizer step: every micro-batch on every stage of this rank, and the update."""
     total = update_work(position)
     for stage in position.stages:
         for part in stage_work(position, stage, device):
@@ -71,10 +76,10 @@ def step_work(position: Position, device: str = "cpu") -> Work:
     return total
 
 
-def stage_work(position: Position, stage: Stage, device: str = "cpu") -> tuple[Work, Work, Work]:
-    """Of one micro-batch on one stage: forward, backward for the inputs, backward for the weights.
+def stage_work(position: Position, stage: PipelineStage, device: str = "cpu") -> tuple[Work, Work, Work]:
+    """Return the work of one micro-batch on one stage: (forward, backward for the inputs, backward for the weights).
 
-    The loss computes its gradients in the forward. What is recomputed counts with the backward for the inputs.
+    The loss computes its gradients in the forward. Recomputed work counts with the backward for the inputs.
     """
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
     sparse, forward = len(stage.expert_layers), ends_work(position, stage, device)
@@ -92,7 +97,7 @@ def stage_work(position: Position, stage: Stage, device: str = "cpu") -> tuple[W
 
 
 def block_work(position: Position, device: str, experts: bool) -> tuple[Work, Work, Work]:
-    """Forward, backward for the inputs, backward for the weights of one block, with or without experts."""
+    """Return the work of one block: (forward, backward for the inputs, backward for the weights)."""
     flops = _block_flops(position, experts)
     attention = block_attention_flops(position)
     saved = position.tokens * sum(saved_bytes(position, device, experts=experts).values())
@@ -114,7 +119,9 @@ def block_work(position: Position, device: str, experts: bool) -> tuple[Work, Wo
 
 
 def block_operations(arch: Arch, experts: bool) -> float:
-    """Of one block, forward and backward. A sum over a token's experts takes one after the other."""
+    """Return the operations of one block, forward and backward. A sum over a token's experts is one operation per
+    expert.
+    """
     moe, total = arch.moe, _BLOCK_OPERATIONS
     total += _QK_NORM_OPERATIONS * arch.qk_norm + _LATENT_OPERATIONS * arch.is_mla
     if experts:
@@ -124,11 +131,11 @@ def block_operations(arch: Arch, experts: bool) -> float:
 
 
 def _again(position: Position, forward: Work, experts: bool) -> Work:
-    """Second forward of one recomputed block (parallel/recompute.py), which stops before the last product: that of a
-    feed-forward; experts' results are weighted, so nothing of them is left out.
+    """Return the work of a recomputed block's second forward (parallel/recompute.py).
 
-    A backward in two halves asks for the last product's input only after the product, which is then run for nothing.
-    Systems that recompute the core of attention repeat it alone.
+    The second forward stops before the last product of a feed-forward; experts' results are weighted, so nothing of
+    them is left out. A backward in two halves asks for the last product's input only after the product, which then has
+    no effect. Systems that recompute the core of attention repeat only the core.
     """
     arch, parallel = position.arch, position.parallel
     of_width = 2.0 * position.tokens * arch.d_model / parallel.tp  # of a product from or to D, per column
@@ -139,7 +146,7 @@ def _again(position: Position, forward: Work, experts: bool) -> Work:
     if parallel.recompute == "full":
         left_out = 0.0 if experts or parallel.splits_backward else down
         return replace(forward, matmul_flops=forward.matmul_flops - left_out)
-    # Selective: only what is cut by rows is not kept, and shared experts stand before the end.
+    # Selective: only matrices divided by rows are computed again, and shared experts come before the end.
     down_again = down if experts or parallel.splits_backward else 0.0
     products = o + down_again if parallel.tp > 1 else 0.0
     products = max(products, position.software.products_recomputed * forward.matmul_flops)
@@ -147,8 +154,10 @@ def _again(position: Position, forward: Work, experts: bool) -> Work:
 
 
 def _block_flops(position: Position, experts: bool) -> float:
-    """Forward matrix products of one block on this rank. Ranks of tensor parallelism share heads and widths; latents
-    are computed on all of them, and each routes its own tokens."""
+    """Return the FLOPs of the forward matrix products of one block on this rank.
+
+    Ranks of tensor parallelism share heads and widths; each computes all latents, and routes its own tokens.
+    """
     arch, tp, tokens = position.arch, position.parallel.tp, position.tokens
     products = tokens * attention_matrices(arch, tp)
     if not experts:
@@ -160,11 +169,11 @@ def _block_flops(position: Position, experts: bool) -> float:
 
 
 def block_attention_flops(position: Position) -> float:
-    """QK^T and PV of one block on this rank: 2 products with every key that is seen, values as wide as keys (latent
-    attention pads them). Of contiguous parts of a sequence the last rank's, which has the most to see.
+    """Return the FLOPs of QK^T and PV of one block on this rank, over all keys that are seen, values as wide as keys
+    (latent attention pads values).
 
-    Kernels skip what is later than a token, but not what a mask of documents or of a window hides within a piece that
-    they take at once; that is not counted.
+    Of contiguous parts of a sequence, the last rank counts, which has the most keys to see. Kernels skip keys later
+    than a token, but not keys that a mask of documents or a window hides within one tile; that is not counted.
     """
     arch, parallel, seq_len = position.arch, position.parallel, position.train.seq_len
     width = arch.num_heads * arch.head_dim / parallel.tp
@@ -172,8 +181,10 @@ def block_attention_flops(position: Position) -> float:
     return 4.0 * position.tokens * width * mean_keys(seq_len, arch.sliding_window) * uneven
 
 
-def ends_work(position: Position, stage: Stage, device: str) -> Work:
-    """Embedding, last norm, head and loss of one micro-batch; the last two as often as tokens pass the head."""
+def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
+    """Return the work of embedding, last norm, head and loss of one micro-batch; head and loss once per pass of the
+    head.
+    """
     arch, tokens, e = position.arch, position.tokens, COMPUTE_BYTES[position.train.precision]
     total = Work(operations=_MICRO_BATCH_OPERATIONS / position.parallel.stages)
     if not stage.last:
@@ -198,11 +209,12 @@ def ends_work(position: Position, stage: Stage, device: str) -> Work:
 
 
 def update_work(position: Position, in_place: bool = False) -> Work:
-    """Gather, gradient reduction, clip and AdamW, once per step.
+    """Return the work once per step: gather, gradient reduction, clipping and AdamW.
 
-    Per owned parameter: master, gradient and moments read, three of them written, gradient read for its norm.
-    Per whole parameter: gathered copy written and unpacked, gradient widened, written and summed. in_place: a compiler
-    that sees the whole step gathers to where parameters are used, and reduces gradients from where they are made.
+    Per owned parameter: master, gradient and moments are read, three of them written, and the gradient is read for its
+      norm. Per whole parameter: the gathered copy is written and unpacked; the gradient is widened, written and summed.
+      in_place: a compiler that sees the whole step gathers parameters where they are used, and reduces gradients where
+      they are made.
     """
     precision, n = position.train.precision, position.parameters
     e, s, g = COMPUTE_BYTES[precision], STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)

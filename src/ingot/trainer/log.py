@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ingot.schema import events
-from ingot.theory.flops import model_flops_utilisation
+from ingot.theory.flops import model_flops_utilization
 from ingot.trainer.build import Training
 from ingot.trainer.evaluate import evaluate, sample_prompts
 from ingot.trainer.forward import run_logits, run_nats
@@ -61,7 +61,7 @@ def log_interval(run: Training, recent: list[Facts], interval: Interval, *, save
     tokens_per_second = config.tokens_per_step / step_seconds
     mfu = None
     if run.peak_flops is not None:
-        mfu = model_flops_utilisation(tokens_per_second, run.flops_per_token, run.peak_flops)
+        mfu = model_flops_utilization(tokens_per_second, run.flops_per_token, run.peak_flops)
     progress = Progress(
         step=step,
         steps=steps,

@@ -8,10 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from ingot.config import load
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
-from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import load_run
 from ingot.trainer.mesh.start import start, stop
 from ingot.trainer.resilience.rank import guarded
 
@@ -21,7 +20,7 @@ def run_rank(folder: RunFolder, until_step: int | None, quiet: bool) -> int:
     from ingot.trainer.build import build
     from ingot.trainer.loop import train
 
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
     run = build(config, folder, place, until_step=until_step, say=_say_nothing if quiet else _say)
     try:

@@ -7,7 +7,7 @@ import torch
 
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import require_layout, resolve_parallel
-from ingot.theory.schedule import Table, build_table
+from ingot.theory.schedule import ScheduleTable, build_table
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export.first_weights import first_weights
 from ingot.trainer.mesh.mesh import Mesh, build_mesh
@@ -122,7 +122,7 @@ def _first_value(config: RunConfig, base: Path, continues: bool) -> InitialValue
 
 
 def _build_model(
-    config: RunConfig, mesh: Mesh, table: Table, device: torch.device, first_value: InitialValue | None
+    config: RunConfig, mesh: Mesh, table: ScheduleTable, device: torch.device, first_value: InitialValue | None
 ) -> ShardedModel:
     """The seams of the model, attention and dispatch, get what the mesh asks for."""
     arch = config.model

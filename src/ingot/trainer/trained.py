@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
-from ingot.config import load
 from ingot.errors import ConfigError, UsageError
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
+from ingot.theory.rules import load_run
 from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.build import data_path, open_encoder, open_heldout
 from ingot.trainer.checkpoint.find import find_checkpoint
@@ -38,7 +38,7 @@ class Trained:
 def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") -> Trained:
     """The model of a checkpoint, or of a run's newest one, verified, in the precision it was trained to compute in."""
     folder, checkpoint = find_checkpoint(path)
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     place = choose_device(device, local_rank=0)
     model = Transformer(config.model).to(place, COMPUTE[config.train.precision])
     manifest = load_model(checkpoint, model)

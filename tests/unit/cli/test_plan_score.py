@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ingot.cli.main import main
-from ingot.planner.published.published import shipped_rows
+from ingot.planner.published.run import shipped_rows
 
 
 @pytest.fixture

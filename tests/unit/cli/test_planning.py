@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from ingot.cli.main import main
-from ingot.config import load
 from ingot.hub.arch_config import huggingface_config
 from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Moe
-from ingot.schema.run import RunConfig
+from ingot.theory.rules import load_run
 
 
 def out(capsys):
@@ -96,7 +95,7 @@ def test_a_model_from_elsewhere_is_planned_and_checked(capsys, tmp_path):
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     command = ["plan", "--init", "hf", "--tokens", "1.3M", "--cluster", "8xh100", "--seq", "64"]
     assert main([*command, "--out", "runs/moe.toml"]) == 0
-    planned = load(RunConfig, tmp_path / "runs/moe.toml")
+    planned = load_run(tmp_path / "runs/moe.toml")
     assert planned.init == "../hf" and planned.name == "hf"
     assert planned.model.vocab_size == arch.vocab_size and planned.model.moe.num_experts == 8
     capsys.readouterr()

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from ingot.planner.predict.time.constants import PRIOR
-from ingot.planner.predict.time.exposed import Beside, blocking
+from ingot.planner.predict.time.exposed import Overlappable, blocking
 from ingot.planner.predict.time.links import line_of, line_times, span
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.request.clusters import load_cluster
@@ -14,7 +14,7 @@ from ingot.planner.request.presets import load_model
 from ingot.planner.run.advice import notes
 from ingot.planner.run.plan import make_plan
 from ingot.planner.run.propose import propose
-from ingot.planner.search.context import with_context
+from ingot.planner.search.space import with_context
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
@@ -90,7 +90,7 @@ def test_shared_experts_hide_half_of_the_exchange_and_no_more():
     assert shared == pytest.approx(plain / 2)  # 14336 wide: longer than the exchange takes
     (position,) = positions(run_of(SHARED, dp_shard=8, ep=8))
     times = line_times(position, NODE, PRIOR)
-    little = Beside(1.0, 1.0, shared=0.1 * times["ep"].seconds)
+    little = Overlappable(1.0, 1.0, shared=0.1 * times["ep"].seconds)
     term = blocking(position, NODE, times, little, PRIOR)["tokens to experts"]
     assert term.value == pytest.approx(0.9 * times["ep"].seconds) and "of shared experts" in term.formula
 

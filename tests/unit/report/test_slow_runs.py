@@ -13,7 +13,7 @@ from ingot.report.diagnose.slow import Slowness, explain_slow
 from ingot.report.diagnose.slow_case import Cause
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.run import Checkpoint, Data, Evaluate, Parallel, RunConfig, Train, Watch
+from ingot.schema.run import Checkpoint, Data, Evaluate, Parallel, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
@@ -77,7 +77,7 @@ def trained(tmp_path, tokens, fork_ranks):
             parallel=Parallel(**(parallel or {})),
             checkpoint=Checkpoint(every_steps=checkpoint),
             evaluate=Evaluate(every_steps=heldout),
-            watch=Watch(log_every=4),
+            watch=WatchSettings(log_every=4),
         )
         folder = RunFolder(tmp_path / "run")
         write_atomic(folder.config, to_toml(config))

@@ -1,4 +1,4 @@
-"""Which shapes of a model are refused: each problem names what was found, and the way out."""
+"""The shapes of a model that are refused: each problem names what was found, and the way out."""
 
 from dataclasses import asdict, replace
 
@@ -15,7 +15,7 @@ LATENT = replace(ARCH, num_kv_heads=4, head_dim=12, mla=MLA)
 
 
 def problems(arch: Arch) -> dict[str, str]:
-    """As the reader of a run file finds them, by key."""
+    """Return the problems that the reader of a run file finds, by key."""
     try:
         from_dict(Arch, asdict(arch))
     except ConfigError as error:

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from ingot.config import from_dict, load, to_dict, to_toml
+from ingot.config import to_dict, to_toml
 from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.run import Data, RunConfig, Train, settings_sha256
+from ingot.theory.rules import load_run, run_from_dict
 
 TINY = Arch(
     vocab_size=4096, d_model=128, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=64, d_ffn=344, max_seq_len=256
@@ -27,7 +28,7 @@ def with_model(**changes) -> RunConfig:
 
 def test_a_dense_run_continues_its_earlier_checkpoints():
     assert RUN.training_sha256() == EARLIER
-    assert from_dict(RunConfig, to_dict(RUN)).training_sha256() == EARLIER
+    assert run_from_dict(to_dict(RUN)).training_sha256() == EARLIER
 
 
 def test_what_a_model_uses_is_part_of_the_experiment():
@@ -71,15 +72,15 @@ def test_a_run_file_shows_experts_where_there_are_some(tmp_path):
     assert "moe" not in to_toml(RUN) and "mla" not in to_toml(RUN)
     (tmp_path / "run.toml").write_text(to_toml(with_model(moe=EXPERTS)))
     assert "[model.moe]\nnum_experts = 8" in (tmp_path / "run.toml").read_text()
-    assert load(RunConfig, tmp_path / "run.toml") == with_model(moe=EXPERTS)
+    assert load_run(tmp_path / "run.toml") == with_model(moe=EXPERTS)
 
 
 def test_one_line_gives_a_run_experts(tmp_path):
     line = "moe = { num_experts = 8, top_k = 2, d_expert = 172 }"
     (tmp_path / "run.toml").write_text(to_toml(RUN))
-    assert load(RunConfig, tmp_path / "run.toml", [f"model.{line}"]) == with_model(moe=EXPERTS)
+    assert load_run(tmp_path / "run.toml", [f"model.{line}"]) == with_model(moe=EXPERTS)
     (tmp_path / "run.toml").write_text(to_toml(RUN).replace("[model]\n", f"[model]\n{line}\n"))
-    assert load(RunConfig, tmp_path / "run.toml") == with_model(moe=EXPERTS)
+    assert load_run(tmp_path / "run.toml") == with_model(moe=EXPERTS)
 
 
 def test_the_quickstarts_model_is_the_one_above():

@@ -4,7 +4,7 @@ import pytest
 
 from ingot.rehearse.dryrun.mesh_world import Grid
 from ingot.schema.parallel import Parallel
-from ingot.theory.axes import spanned
+from ingot.theory.traffic import spanned
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

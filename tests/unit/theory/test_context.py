@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
@@ -55,7 +55,7 @@ def test_layouts_are_those_of_the_papers():
 
 
 def test_a_length_that_does_not_divide_names_the_next_legal_ones():
-    with pytest.raises(ConfigError, match="multiple of 8 tokens"):
+    with refused("E-SEQUENCE-UNEVEN", tokens=12, multiple=8):
         ring_positions(grid(4), 0, 12)
     assert token_multiple(grid(4, layout="striped")) == 4
     assert token_multiple(grid(4, 4)) == 4

@@ -14,7 +14,7 @@ from ingot.theory.flops import (
     forward_attention_flops_per_token,
     forward_flops_per_token,
     mean_keys,
-    model_flops_utilisation,
+    model_flops_utilization,
     train_flops_per_token,
 )
 from ingot.theory.params import (
@@ -116,7 +116,7 @@ def test_torchtitans_published_utilisation(tokens_per_second, full, norm):
     assert peak is not None
     for causal, expected in ((False, full), (True, norm)):
         flops = train_flops_per_token(LLAMA3_8B, 8192, causal)
-        assert model_flops_utilisation(tokens_per_second, flops, peak) == pytest.approx(expected, abs=6e-4)
+        assert model_flops_utilization(tokens_per_second, flops, peak) == pytest.approx(expected, abs=6e-4)
 
 
 @given(st.integers(1, 65_536))

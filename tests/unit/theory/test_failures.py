@@ -6,8 +6,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.theory.failures import (
     PUBLISHED_RATES,
     daly_interval,
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_takes_longer_than_jobs_live():
 
 
 def test_no_time_between_checkpoints_is_refused():
-    with pytest.raises(ConfigError, match="the time between checkpoints is positive"):
+    with refused("E-CHECKPOINT-INTERVAL", seconds=0.0):
         goodput(1e5, 30, 0, TEN_MINUTES)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ingot.planner.predict.memory import activations
-from ingot.planner.predict.memory.flights import row_of
+from ingot.planner.predict.memory.in_flight import history_of
 from ingot.planner.predict.memory.peak_memory import position_bill
 from ingot.planner.predict.memory.stage_memory import stage_memories
 from ingot.planner.request.presets import load_model
@@ -37,7 +37,7 @@ def one(arch: Arch, precision="bf16", **more) -> Position:
 
 
 def kept(position: Position, device: str = "cpu") -> float:
-    """Of one micro-batch."""
+    """Return the bytes kept of one micro-batch."""
     return sum(stage.kept for stage in stage_memories(position, device))
 
 
@@ -63,9 +63,9 @@ def saved_bytes(arch: Arch, dtype, sequences: int, seq_len: int, recompute: str 
         return tensor
 
     tokens = torch.randint(0, arch.vocab_size, (sequences, seq_len))
-    told = {"router_loss": RouterLoss(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
+    extra = {"router_loss": RouterLoss(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(tokens, tokens, **told)
+        model(tokens, tokens, **extra)
     return sum(sizes.values())
 
 
@@ -136,7 +136,7 @@ def test_tensor_parallelism_divides_activations_like_korthikanti():
     ("schedule", "expected"), [("gpipe", (8, 8, 8, 8)), ("1f1b", (4, 3, 2, 1)), ("zb_h1", (4, 4, 4, 4))]
 )
 def test_micro_batches_in_flight_are_those_of_the_schedule(schedule, expected):
-    rows = [row_of(schedule, 4, 8, 1, rank) for rank in range(4)]
+    rows = [history_of(schedule, 4, 8, 1, rank) for rank in range(4)]
     assert tuple((row.alive + row.left).sum(1).max() for row in rows) == expected
 
 

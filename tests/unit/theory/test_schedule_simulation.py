@@ -5,13 +5,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.theory.schedule import (
     NAMES,
     PUBLISHED,
     Action,
-    Table,
+    ScheduleTable,
     build_table,
     schedule_problems,
     simulate,
@@ -124,7 +124,9 @@ def test_sends_delay_the_reader_and_without_overlap_the_sender():
     waiting = run("1f1b", 2, 2, 1, 1, 1, send=0.25, overlap_sends=False)
     assert waiting.starts == ((0, 1.25, 4.5, 7.75), (1.25, 2.25, 4.5, 5.5))
     assert waiting.busy == beside.busy == (6, 6)
-    one_rank = Table("v", 2, 1, (0, 0), ((*(Action("F", s, 0) for s in (0, 1)), *(Action("B", s, 0) for s in (1, 0))),))
+    one_rank = ScheduleTable(
+        "v", 2, 1, (0, 0), ((*(Action("F", s, 0) for s in (0, 1)), *(Action("B", s, 0) for s in (1, 0))),)
+    )
     assert simulate(one_rank, forward=1, backward_input=1, backward_weight=1, send=9).step_time == 6
 
 
@@ -133,19 +135,19 @@ def test_stages_can_take_different_times():
     timeline = simulate(table, forward=[1, 2], backward_input=[1, 2], backward_weight=[1, 3])
     assert timeline.busy == (12, 28)
     assert timeline.step_time == 1 + 28 + 2  # the slow rank never waits once it has begun
-    with pytest.raises(ConfigError, match="1 times for 2 stages"):
+    with refused("E-SCHEDULE-TIMES", times=1, stages=2):
         simulate(table, forward=[1], backward_input=1, backward_weight=1)
 
 
 def test_what_cannot_be_played_is_an_error():
     f, b = (lambda s, m: Action("F", s, m)), (lambda s, m: Action("B", s, m))
     rows = ((f(0, 0), b(0, 0)), (f(1, 0), b(1, 0)))
-    stuck = Table("stuck", 2, 1, (0, 1), (rows[0][::-1], rows[1]))
-    with pytest.raises(ConfigError, match="comes before what it needs"):
+    stuck = ScheduleTable("stuck", 2, 1, (0, 1), (rows[0][::-1], rows[1]))
+    with refused("E-SCHEDULE-UNPLAYABLE", schedule="stuck"):
         simulate(stuck, forward=1, backward_input=1, backward_weight=1)
-    paired = Table("paired", 2, 1, (0, 1), rows, overlaps=((0,), ()))
+    paired = ScheduleTable("paired", 2, 1, (0, 1), rows, overlaps=((0,), ()))
     assert simulate(paired, forward=1, backward_input=1, backward_weight=1).step_time == 6
-    with pytest.raises(ConfigError, match="overlaps"):
+    with refused("E-SCHEDULE-OVERLAP", schedule="paired"):
         simulate(paired, forward=1, backward_input=1, backward_weight=1, overlapped=2)
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ingot.theory.schedule import Action, Table, build_table, check_table, simulate
+from ingot.theory.schedule import Action, ScheduleTable, build_table, check_table, simulate
 
 # Not 1F1B: its order is printed with forwards of micro-batches 1 to M on the last rank (torch 2.13).
 SAME = {
@@ -26,7 +26,7 @@ def get_schedule_class():
     return get_schedule_class
 
 
-def torch_table(get_schedule_class, name, ours: Table):
+def torch_table(get_schedule_class, name, ours: ScheduleTable):
     """torch's table of the same shape. Its constructor reads a few attributes of the stages only."""
     stages = [
         SimpleNamespace(num_stages=ours.stages, group_size=ours.ranks, group_rank=0, stage_index=s, submod=None,
@@ -48,7 +48,9 @@ def torch_table(get_schedule_class, name, ours: Table):
             ]
         rows.append(tuple(row))
         overlaps.append(tuple(pairs))
-    return Table(name, ours.stages, ours.micro_batches, ours.rank_of_stage, tuple(rows), overlaps=tuple(overlaps))
+    return ScheduleTable(
+        name, ours.stages, ours.micro_batches, ours.rank_of_stage, tuple(rows), overlaps=tuple(overlaps)
+    )
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ingot.planner.predict.time.bubble import bubble_overhead, bubble_share, micro_batches_for
-from ingot.planner.predict.time.collectives import Group, hierarchical_all_reduce, ring_all_reduce
+from ingot.planner.predict.time.links import CollectiveGroup, hierarchical_all_reduce, ring_all_reduce
 from ingot.planner.predict.time.step_time import estimate
-from ingot.planner.published.foreign.shape import ForeignArch
+from ingot.planner.predict.time.timed_step import bubble_overhead, bubble_share, micro_batches_for
+from ingot.planner.published.shape import ForeignArch
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
 from ingot.planner.run.outlook import device_hours, device_usd, storage_usd
@@ -37,16 +37,14 @@ from ingot.theory.flops import (
     TRAIN_TO_FORWARD,
     forward_attention_flops_per_token,
     mean_keys,
-    model_flops_utilisation,
+    model_flops_utilization,
     train_flops_6nd,
     train_flops_per_token,
     training_seconds,
 )
 from ingot.theory.layout import positions
-from ingot.theory.params import active_block_matrices, count_parameters
-from ingot.theory.published_activations import published_block_bytes
+from ingot.theory.params import COMPUTE_BYTES, StateBytes, active_block_matrices, count_parameters, state_per_parameter
 from ingot.theory.saved import block_bytes, recomputed_block_bytes
-from ingot.theory.state import COMPUTE_BYTES, State, state_per_parameter
 from ingot.theory.traffic import hidden_bytes, regions_of, step_traffic
 from ingot.theory.work import stage_work
 
@@ -66,6 +64,36 @@ GPT3 = replace(WIDE, vocab_size=51_200, d_model=12_288, num_layers=96, num_heads
 MT_NLG = replace(GPT3, d_model=20_480, num_layers=105, num_heads=128, num_kv_heads=128, head_dim=160, d_ffn=81_920)
 
 
+def published_block_bytes(
+    seq_len: int,
+    micro_batch: int,
+    width: int,
+    heads: int,
+    *,
+    tp: int = 1,
+    sequence: bool = False,
+    scores: bool = True,
+    full: bool = False,
+) -> float:
+    """Return the activation bytes of one block on one rank, by table 2 of Korthikanti et al. 2022.
+
+    The block has LayerNorm, a GELU feed-forward of four times the width, dropout and 16-bit numbers.
+    sequence: tensor parallelism is combined with sequence parallelism. scores: attention scores are kept; neither flash
+    attention nor selective recomputation keeps them. full: whole blocks are recomputed.
+
+        none            s b h (34 + 5 a s / h)
+        tp              s b h (10 + 24/t + 5 a s / (h t))
+        tp, sequence    s b h (34/t + 5 a s / (h t))
+        no scores       the same without 5 a s / (h t)
+        full            2 s b h
+    """
+    unit = float(seq_len * micro_batch * width)
+    if full:
+        return 2 * unit
+    kept = 34 / tp if sequence else 10 + 24 / tp
+    return unit * (kept + (5 * heads * seq_len / (width * tp) if scores else 0.0))
+
+
 def run_of(arch: Arch, parallel: Parallel, *, seq_len: int = 4096, micro_batch: int = 1, accumulation: int = 1):
     sequences = micro_batch * accumulation * parallel.data_ranks
     train = Train(steps=1, seq_len=seq_len, global_batch=sequences, micro_batch=micro_batch)
@@ -76,7 +104,7 @@ def days(flops: float, devices: int, mfu: float, peak: float = PEAK) -> float:
     return training_seconds(flops, devices, peak, mfu) / DAY_SECONDS
 
 
-def state(zero: int = 1, ranks: int = 1) -> State:
+def state(zero: int = 1, ranks: int = 1) -> StateBytes:
     """Bytes per parameter with 16-bit weights and gradients."""
     return state_per_parameter(Parallel(dp_shard=ranks, zero=zero, grads="bf16"), "bf16")  # type: ignore[arg-type]
 
@@ -116,8 +144,8 @@ def test_a_sustained_rate_is_not_discounted_again():
     rate = 0.45 * PEAK
     assert rate == pytest.approx(445e12, rel=1e-3)
     assert training_seconds(6.3e23, 1, PEAK, 0.45) == pytest.approx(6.3e23 / rate)
-    assert model_flops_utilisation(400e12, 1, PEAK) == pytest.approx(0.404, abs=5e-4)
-    assert model_flops_utilisation(400e12 * 0.45, 1, PEAK) == pytest.approx(0.182, abs=5e-4)
+    assert model_flops_utilization(400e12, 1, PEAK) == pytest.approx(0.404, abs=5e-4)
+    assert model_flops_utilization(400e12 * 0.45, 1, PEAK) == pytest.approx(0.182, abs=5e-4)
 
 
 @pytest.mark.parametrize(("mfu", "expected"), [(0.45, 16.0), (0.50, 14.4), (0.41, 17.6)])
@@ -337,7 +365,7 @@ def test_state_of_adamw_and_what_zero_saves():
     assert whole.total / state(3, many).total == pytest.approx(many)
 
 
-NODE = Group(ranks=8, near=8, link=H100.link_bandwidth)
+NODE = CollectiveGroup(ranks=8, near=8, link=H100.link_bandwidth)
 
 
 def test_all_reduce_of_7b_gradients_in_a_node():
@@ -350,7 +378,7 @@ def test_all_reduce_of_7b_gradients_in_a_node():
 def test_all_reduce_of_7b_gradients_between_nodes():
     """One ring through one card: 0.56 s at 50 GB/s, 1.12 s at 25. Hierarchical over 8 rails: 0.12 s."""
     gradients, many = 7e9 * state().gradient, 1024
-    flat = Group(ranks=many, near=1, link=H100.link_bandwidth, network=H100.network_bandwidth)
+    flat = CollectiveGroup(ranks=many, near=1, link=H100.link_bandwidth, network=H100.network_bandwidth)
     assert ring_all_reduce(flat, gradients) == pytest.approx(0.56, abs=1e-3)
     assert ring_all_reduce(replace(flat, network=25e9), gradients) == pytest.approx(1.12, abs=2e-3)
     assert hierarchical_all_reduce(replace(flat, near=8), gradients) == pytest.approx(0.124, abs=1e-3)
@@ -469,7 +497,7 @@ def test_tokens_per_second_of_256_a100():
     """Devices x rate / 6 N = 182,857; 300 TFLOP/s of 312 are an MFU of 96%."""
     assert 256 / training_seconds(train_flops_6nd(70e9, 1), 1, 300e12) == pytest.approx(182_857, abs=1)
     assert A100.peak_flops["bf16"] == A100_PEAK
-    assert model_flops_utilisation(300e12, 1, A100_PEAK) == pytest.approx(0.96, abs=2e-3)
+    assert model_flops_utilization(300e12, 1, A100_PEAK) == pytest.approx(0.96, abs=2e-3)
 
 
 def test_text_that_a_disk_must_read():
@@ -486,7 +514,7 @@ def test_mfu_is_40_to_60_per_cent():
     found = estimate(run, load_cluster("8xh100"))
     assert found
     flops = train_flops_per_token(run.model, 8192)
-    assert 0.35 < model_flops_utilisation(run.tokens_per_step / found.seconds, flops, 8 * PEAK) < 0.6
+    assert 0.35 < model_flops_utilization(run.tokens_per_step / found.seconds, flops, 8 * PEAK) < 0.6
 
 
 def test_chinchilla_of_6e23_flops():
@@ -590,7 +618,7 @@ def test_all_reduce_of_405b_gradients():
     """2 B / bandwidth of N / (tp x pp) = 3.17B: 0.51 s in fp32 and 0.25 s in bf16 at 50 GB/s."""
     parameters = count_parameters(load_model("llama3-405b").arch) / (8 * 16)
     assert parameters == pytest.approx(3.17e9, rel=1e-3)
-    copies = Group(ranks=128, near=1, link=H100.link_bandwidth, network=H100.network_bandwidth)
+    copies = CollectiveGroup(ranks=128, near=1, link=H100.link_bandwidth, network=H100.network_bandwidth)
     assert ring_all_reduce(copies, 4 * parameters) == pytest.approx(0.51, abs=0.01)
     assert ring_all_reduce(copies, 2 * parameters) == pytest.approx(0.25, abs=0.01)
 

@@ -31,7 +31,7 @@ def sent(arch: Arch = ARCH, rank: int = 0, **settings) -> dict[str, float]:
 
 
 def by_what(arch: Arch = ARCH, **settings) -> dict[str, Traffic]:
-    """With one kind of traffic for each."""
+    """Return the traffic by name; each name has one kind of traffic."""
     return {traffic.what: traffic for traffic in traffic_of(arch, **settings)}
 
 

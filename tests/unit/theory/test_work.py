@@ -37,9 +37,9 @@ def started_operations(arch: Arch, sequences: int, seq_len: int) -> int:
     torch.set_num_threads(1)
     model = Transformer(arch).bfloat16()
     tokens = torch.randint(0, arch.vocab_size, (sequences, seq_len))
-    told = {"router_loss": RouterLoss(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
+    extra = {"router_loss": RouterLoss(torch.arange(sequences), torch.ones(()))} if arch.is_moe else {}
     with Count() as count:
-        model(tokens, tokens, **told).backward()
+        model(tokens, tokens, **extra).backward()
     return count.operations
 
 
@@ -127,7 +127,7 @@ def test_ranks_of_context_parallelism_share_all_work_evenly(settings):
 
 
 def test_contiguous_parts_leave_the_last_rank_most_of_the_attention():
-    """Its queries are the last quarter and see 7/8 of the keys on average, where the mean over ranks is a half."""
+    """The last rank has the last quarter of queries, which see 7/8 of the keys on average; the mean is half."""
     even, last = (work_of(cp=4, context="ring", context_layout=how) for how in ("zigzag", "contiguous"))
     assert last.attention_flops / even.attention_flops == pytest.approx(7 / 4, rel=0.01)
     # A window of 32 tokens is as long for all ranks but the first, whose first tokens see fewer.
@@ -179,7 +179,7 @@ def test_accumulation_repeats_everything_but_the_update():
 
 
 def test_recomputed_experts_run_whole_and_selectively_not_at_all():
-    """Their results are weighted behind the last product, so full recompute leaves only the dense block's out."""
+    """Results of experts are weighted after the last product, so full recompute leaves only the dense block's out."""
     arch = replace(SPARSE, num_layers=6)
     plain, full, selective = (work_of(arch, recompute=how) for how in ("none", "full", "selective"))
     tokens = 4 * 256

@@ -9,7 +9,7 @@ import pytest
 from ingot.config import to_dict, to_toml
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
-from ingot.schema.run import Checkpoint, Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
+from ingot.schema.run import Checkpoint, Data, Evaluate, Optim, RunConfig, Schedule, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
@@ -139,7 +139,7 @@ def make_run(tmp_path, token_folders):
             schedule=Schedule(warmup_steps=2),
             parallel=Parallel(**sections["parallel"]),
             checkpoint=Checkpoint(**sections["checkpoint"]),
-            watch=Watch(**sections["watch"]),
+            watch=WatchSettings(**sections["watch"]),
             evaluate=Evaluate(**sections["evaluate"]),
         )
         folder = RunFolder(tmp_path / name)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ingot.config import load, to_toml
+from ingot.config import to_toml
 from ingot.errors import CheckpointError, ConfigError
-from ingot.schema.run import RunConfig
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.loading import list_checkpoints
 from ingot.trainer.export.model_folder import write_model
 from ingot.trainer.model.transformer import Transformer
@@ -22,7 +22,7 @@ def begins_elsewhere(make_run, tmp_path):
 
     def make(name: str):
         folder = make_run(name, dp_shard=2)
-        config = load(RunConfig, folder.config)
+        config = load_run(folder.config)
         if not (tmp_path / "hf").exists():
             torch.manual_seed(7)
             (tmp_path / "hf").mkdir()
@@ -54,7 +54,7 @@ def test_a_run_that_has_a_checkpoint_reads_the_folder_no_more(fork_ranks, make_r
 )
 def test_what_does_not_fit_is_refused_before_training(fork_ranks, begins_elsewhere, tmp_path, change, error, says):
     folder = begins_elsewhere("run")
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     if change:
         folder.config.write_text(to_toml(replace(config, model=replace(config.model, **change))))
     else:

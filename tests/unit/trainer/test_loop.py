@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ingot.config import load
 from ingot.errors import ConfigError, RunFailed
 from ingot.events import read_events
-from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
+from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer.build import build
 from ingot.trainer.checkpoint.loading import list_checkpoints
@@ -27,7 +26,7 @@ from ingot.trainer.telemetry.waits import KINDS
 
 def run_rank(rank, ranks, folder, until_step=None, make_policy=None):
     """What worker.py does, without the environment. Returns (ending, lines)."""
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     place = RankInfo(
         rank=rank,
         world_size=ranks,
@@ -100,7 +99,7 @@ def test_a_run_from_start_to_end(fork_ranks, make_run):
     assert set(evaluation["by_source"]) == {"metal", "stone"} and evaluation["bpb"] > 0
     started = by_kind["run_started"][0]
     assert started["world_size"] == 2 and started["from_step"] == 0 and started["peak_flops"] is None
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     assert ledger_proof(folder, config).layout == {"dp_shard": 2}
 
 
@@ -112,7 +111,7 @@ def test_stopping_and_resuming_gives_the_bits_of_an_undisturbed_run(fork_ranks, 
     assert [e for e, _ in fork_ranks(run_rank, 2, broken)] == [(12, False)] * 2
     assert step_facts(broken) == step_facts(whole)
     assert [e["from_step"] for e in read_events(broken.events, "run_started")] == [0, 7]
-    ledger_proof(broken, load(RunConfig, broken.config))
+    ledger_proof(broken, load_run(broken.config))
 
 
 def test_a_run_past_the_step_to_stop_at_stops_again(fork_ranks, make_run):
@@ -148,7 +147,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(fork_ranks, make_
     assert ours.keys() == theirs.keys()
     for step, facts in theirs.items():
         assert ours[step] == pytest.approx(facts, rel=1e-10), step
-    assert ledger_proof(moved, load(RunConfig, moved.config)).layout == {"dp_shard": 4}
+    assert ledger_proof(moved, load_run(moved.config)).layout == {"dp_shard": 4}
 
 
 def test_evaluating_on_the_way_leaves_training_alone(fork_ranks, make_run):
@@ -229,7 +228,7 @@ def test_rolling_back_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run)
     done = [e["step"] for e in read_events(broken.events, "step")]
     assert done == [1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9, 10, 11, 12, 11, 12]
     assert step_facts(broken) == step_facts(whole)
-    ledger_proof(broken, load(RunConfig, broken.config))
+    ledger_proof(broken, load_run(broken.config))
 
 
 def test_rolling_back_from_the_same_step_ends(fork_ranks, make_run):

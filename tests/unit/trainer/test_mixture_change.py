@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.config import load, to_toml
+from ingot.config import to_toml
 from ingot.errors import ConfirmationNeeded
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import write_atomic
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.launch.continuity import record_accepted, require_same_experiment
 from ingot.trainer.loader.history import earlier_weights
@@ -24,7 +25,7 @@ BATCH = 4
 
 def change_weights(folder, weights) -> RunConfig:
     """What `ingot train RUN --set data.weights=... --accept-change data.weights` does before it starts the ranks."""
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     config = replace(config, data=replace(config.data, weights=weights))
     fingerprint = read_token_manifest((folder.root / config.data.tokens).resolve()).fingerprint()
     with pytest.raises(ConfirmationNeeded) as asked:
@@ -62,6 +63,6 @@ def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run):
 
 
 def replace_ranks(folder, ranks: int):
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     write_atomic(folder.config, to_toml(replace(config, parallel=replace(config.parallel, dp_shard=ranks))))
     return folder

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ingot.cli.main import main
-from ingot.config import load, to_toml
+from ingot.config import to_toml
 from ingot.events import read_events
 from ingot.schema.arch import Moe
-from ingot.schema.run import RunConfig
+from ingot.theory.rules import load_run
 from ingot.trainer.build import build
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
@@ -20,7 +20,7 @@ from ingot.trainer.trained import load_trained
 
 def run_rank(rank, ranks, folder):
     place = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=torch.device("cpu"))
-    run = build(load(RunConfig, folder.config), folder, place, say=lambda text: None)
+    run = build(load_run(folder.config), folder, place, say=lambda text: None)
     train(run)
     run.loader.close()
 
@@ -52,7 +52,7 @@ def test_eval_gives_what_training_logged(trained, capsys):
 def test_biases_of_routers_are_as_wide_as_in_training(fork_ranks, make_run, capsys):
     """Multiples of 0.003 are no bfloat16 numbers."""
     folder = make_run(steps=6, precision="bf16")
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     moe = Moe(num_experts=4, d_expert=8, scores="sigmoid", bias_rate=0.003, bias_steps=5)
     folder.config.write_text(to_toml(replace(config, model=replace(config.model, moe=moe))))
     fork_ranks(run_rank, 1, folder)

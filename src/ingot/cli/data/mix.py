@@ -87,16 +87,16 @@ def _show(
     facts: dict,
 ) -> None:
     """The table of the mixture; into the run file with --write."""
-    from ingot.config import load, to_dict
+    from ingot.config import to_dict
     from ingot.data.mixture.run_file import write_weights
     from ingot.data.mixture.shares import mix
-    from ingot.schema.run import RunConfig
+    from ingot.theory.rules import load_run
     from ingot.units import format_count, parse_count
 
     if args.tokens:
         budget = parse_count(args.tokens)
     elif args.write:
-        config = load(RunConfig, Path(args.write))
+        config = load_run(Path(args.write))
         budget = config.train.steps * config.tokens_per_step
     else:
         budget = sum(available[source] for source in weights if source in available)
@@ -155,8 +155,7 @@ def _proxy(args: argparse.Namespace, tokens: Path, manifest: "TokenManifest") ->
     """The run whose model and training stand for the large one, on the tokens in DIR."""
     from dataclasses import replace
 
-    from ingot.config import load
-    from ingot.schema.run import RunConfig
+    from ingot.theory.rules import load_run
     from ingot.trainer.experiments.proxy import proxy_run
 
     heldout, tokenizer = tokens.parent / "heldout", tokens.parent / "tokenizer.json"
@@ -170,7 +169,7 @@ def _proxy(args: argparse.Namespace, tokens: Path, manifest: "TokenManifest") ->
     )
     if not args.proxy:
         return small
-    own = load(RunConfig, Path(args.proxy))
+    own = load_run(Path(args.proxy))
     train = replace(own.train, steps=args.steps or own.train.steps)
     return replace(own, train=train, data=replace(small.data, mask_documents=own.data.mask_documents))
 

@@ -6,10 +6,9 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ingot.config import from_dict, load
 from ingot.errors import ConfigError
-from ingot.schema.run import RunConfig
 from ingot.storage import write_atomic
+from ingot.theory.rules import load_run, run_from_dict
 
 _HEADER = re.compile(r"\s*\[+\s*([^\[\]]+?)\s*\]+\s*(#.*)?$")
 _WEIGHTS = re.compile(r"\s*[\"']?weights[\"']?\s*[=.]")
@@ -21,12 +20,12 @@ def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, flo
     Raises ConfigError, and leaves the file unchanged, when it is not a valid run file, would be invalid with these
     weights, or has a form that must be edited by hand.
     """
-    before = dict(load(RunConfig, run_file).data.weights)
+    before = dict(load_run(run_file).data.weights)
     text = run_file.read_text(encoding="utf-8")
     changed = with_weights(text, weights)
     wanted = tomllib.loads(text)
     wanted["data"]["weights"] = dict(weights)
-    from_dict(RunConfig, wanted)
+    run_from_dict(wanted)
     if not _parses_to(changed, wanted):
         raise ConfigError(
             "E-WEIGHTS-FORM",

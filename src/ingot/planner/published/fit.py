@@ -1,13 +1,13 @@
-"""Moves the constants of the time model from their priors as far as published steps ask for it.
+"""The fit of the time model's constants: they move from their priors as far as published steps require.
 
-Regularised Gauss-Newton in the logarithms of the constants, on the logarithms of step times: what is minimised is, with
-r the residual of a row and k a constant,
+The method is regularized Gauss-Newton in the logarithms of the constants, on the logarithms of step times. With r the
+residual of a row and k a constant, the fit minimizes
 
     sum over families of  mean of weight(r) (r / NOISE)^2 x FAMILY_ROWS   +   sum of ((ln k - ln prior) / sigma)^2
 
-so that every family weighs as FAMILY_ROWS independent rows do, however many it has: rows of one source share what is
-wrong about it. Weights are Huber's (1964): beyond NOISE a row pulls no harder. The derivatives are taken once, by
-finite differences at the priors, and kept (the chord method): residuals are always the model's own.
+so that every family weighs as FAMILY_ROWS independent rows do, however many rows it has: the rows of one source share
+its errors. Weights are Huber's (1964): beyond NOISE, the pull of a row no longer grows. Derivatives are taken once, by
+finite differences at the priors, and kept (the chord method); residuals are always the model's own.
 """
 
 from collections import Counter
@@ -19,34 +19,34 @@ import numpy as np
 
 from ingot.planner.predict.time.constants import PRIOR, Constants
 from ingot.planner.predict.time.step_time import estimate
-from ingot.planner.published.published import Subject
+from ingot.planner.published.run import PublishedRun
 
-# Of one row, in logarithms: what is left of measurements that the model has seen is about 10%.
+# Noise of one row, in logarithms: the residuals of rows that the fit has seen are about 10%.
 NOISE = 0.1
 FAMILY_ROWS = 2
 _DIFFERENCE = 0.05  # of a logarithm, for derivatives
 _ROUNDS = 4
-# Quantiles of the band that a plan prints: 80% of the residuals of families that a fit had not seen lie in it.
-BAND = 0.1, 0.9
+# Quantiles of the error band that a plan prints: the band holds 80% of the residuals of families left out of a fit.
+ERROR_BAND = 0.1, 0.9
 
 NAMES = tuple(f.name for f in fields(Constants))
 
 
-def timed(subjects: Sequence[Subject]) -> list[Subject]:
-    """Those with a measured step, on hardware that has a rate."""
-    known = (s for s in subjects if s.measured.step_seconds is not None)
+def timed(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
+    """Return the runs with a measured step on hardware that has a rate."""
+    known = (s for s in runs if s.measured.step_seconds is not None)
     return [s for s in known if s.cluster.peak_flops.get(s.run.train.precision)]
 
 
-def residuals(subjects: Sequence[Subject], constants: Constants) -> np.ndarray:
-    """ln(measured / predicted) of each."""
-    return np.array([_residual(subject, constants) for subject in subjects])
+def residuals(runs: Sequence[PublishedRun], constants: Constants) -> np.ndarray:
+    """Return ln(measured / predicted) of each run."""
+    return np.array([_residual(run, constants) for run in runs])
 
 
-def _residual(subject: Subject, constants: Constants) -> float:
-    found = estimate(subject.run, subject.cluster, subject.software, constants)
-    assert found is not None and subject.measured.step_seconds is not None
-    return float(np.log(subject.measured.step_seconds / (found.seconds * subject.scale)))
+def _residual(run: PublishedRun, constants: Constants) -> float:
+    found = estimate(run.run, run.cluster, run.software, constants)
+    assert found is not None and run.measured.step_seconds is not None
+    return float(np.log(run.measured.step_seconds / (found.seconds * run.scale)))
 
 
 def _logs(constants: Constants) -> np.ndarray:
@@ -54,7 +54,7 @@ def _logs(constants: Constants) -> np.ndarray:
 
 
 def _constants(logs: np.ndarray) -> Constants:
-    """Within their bounds."""
+    """Return the constants with these logarithms, clipped to their bounds."""
     limits = {f.name: f.metadata for f in fields(Constants)}
     values = zip(NAMES, np.exp(logs), strict=True)
     return Constants(**{n: float(np.clip(v, limits[n]["low"], limits[n]["high"])) for n, v in values})
@@ -62,39 +62,39 @@ def _constants(logs: np.ndarray) -> Constants:
 
 @dataclass(frozen=True)
 class Fit:
-    """subjects: `timed` ones. Derivatives are computed once and serve every family that is left out."""
+    """Fits to `timed` runs. Derivatives are computed once, and serve the fit without each family too."""
 
-    subjects: tuple[Subject, ...]
+    runs: tuple[PublishedRun, ...]
 
     @cached_property
     def families(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(subject.family for subject in self.subjects))
+        return tuple(dict.fromkeys(run.family for run in self.runs))
 
     @cached_property
     def _derivatives(self) -> np.ndarray:
-        """Of the residuals by the logarithm of each constant, at the priors."""
-        base, start = residuals(self.subjects, PRIOR), _logs(PRIOR)
+        """The derivatives of the residuals by the logarithm of each constant, at the priors."""
+        base, start = residuals(self.runs, PRIOR), _logs(PRIOR)
         columns = []
         for index in range(len(NAMES)):
             moved = start.copy()
             moved[index] -= _DIFFERENCE
             constants = _constants(moved)
             change = _logs(constants)[index] - start[index]
-            columns.append((residuals(self.subjects, constants) - base) / change)
+            columns.append((residuals(self.runs, constants) - base) / change)
         return np.stack(columns, axis=1)
 
     def all(self) -> Constants:
-        return self._fit(np.ones(len(self.subjects), dtype=bool))
+        return self._fit(np.ones(len(self.runs), dtype=bool))
 
     def without(self, family: str) -> Constants:
-        return self._fit(np.array([subject.family != family for subject in self.subjects]))
+        return self._fit(np.array([run.family != family for run in self.runs]))
 
     def _fit(self, used: np.ndarray) -> Constants:
-        own = [subject for subject, use in zip(self.subjects, used, strict=True) if use]
+        own = [run for run, use in zip(self.runs, used, strict=True) if use]
         if not own:
             return PRIOR
-        rows = Counter(subject.family for subject in own)
-        weight = np.array([FAMILY_ROWS / rows[subject.family] for subject in own]) / NOISE**2
+        rows = Counter(run.family for run in own)
+        weight = np.array([FAMILY_ROWS / rows[run.family] for run in own]) / NOISE**2
         prior, slope = _logs(PRIOR), self._derivatives[used]
         tight = 1 / np.array([f.metadata["sigma"] for f in fields(Constants)]) ** 2
         logs = prior
@@ -107,22 +107,24 @@ class Fit:
         return _constants(logs)
 
     def left_out(self) -> dict[str, Constants]:
-        """By family: the constants fitted to all others."""
+        """Return for each family the constants fitted to all other families."""
         return {family: self.without(family) for family in self.families}
 
-    def band(self, left_out: dict[str, Constants]) -> tuple[float, float]:
-        """Quantiles of measured over predicted, of families that were left out, each weighing alike."""
+    def error_band(self, left_out: dict[str, Constants]) -> tuple[float, float]:
+        """Return the quantiles of measured over predicted for families left out of the fit; each family weighs
+        alike.
+        """
         ratios, weights = [], []
         for family, constants in left_out.items():
-            own = [subject for subject in self.subjects if subject.family == family]
+            own = [run for run in self.runs if run.family == family]
             ratios += list(np.exp(residuals(own, constants)))
             weights += [1 / len(own)] * len(own)
         order = np.argsort(ratios)
         reached = np.cumsum(np.array(weights)[order]) / sum(weights)
-        low, high = (float(np.array(ratios)[order][np.searchsorted(reached, share)]) for share in BAND)
+        low, high = (float(np.array(ratios)[order][np.searchsorted(reached, share)]) for share in ERROR_BAND)
         return low, high
 
 
-def fit(subjects: Sequence[Subject]) -> Constants:
-    """To all `subjects` with a measured step."""
-    return Fit(tuple(timed(subjects))).all()
+def fit(runs: Sequence[PublishedRun]) -> Constants:
+    """Return the constants fitted to all runs with a measured step."""
+    return Fit(tuple(timed(runs))).all()

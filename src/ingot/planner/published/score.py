@@ -1,7 +1,7 @@
-"""How well the planner predicts published runs: errors by family, and their mean over families.
+"""The planner's accuracy on published runs: errors by family, and their mean over families.
 
-Families differ in size, so each is scored by itself. Step times are compared, never MFU: its denominators and FLOPs
-differ by source. A row without a step time is compared by the one that follows from what it has (planner/published.py).
+Families differ in size, so each is scored alone. Step times are compared, never MFU, whose denominators and FLOPs
+differ by source. A row without a step time is compared by the step time that follows from its other figures.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,17 @@ from ingot.errors import IngotError
 from ingot.planner.predict.memory.peak_memory import memory_bill
 from ingot.planner.predict.time.constants import Constants
 from ingot.planner.predict.time.step_time import estimate
-from ingot.planner.published.published import Row, Skipped, Subject, subject
+from ingot.planner.published.run import PublishedRow, PublishedRun, SkippedRow, published_run
 from ingot.theory.flops import train_flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
-    """One row. step_error, memory_error: predicted over measured, minus 1; None where nothing was measured.
+class RowScore:
+    """The prediction of one row.
 
-    speed: model FLOP/s of one device, (predicted, measured). over: the prediction does not fit. judged: fit can be
-    judged, for the row states its micro-batch and what it recomputes.
+    step_error, memory_error: predicted over measured, minus 1; None where nothing was measured.
+    speed: model FLOP/s of one device, (predicted, measured). over: the prediction does not fit in memory. judged:
+      fitting can be judged, because the row states its micro-batch and its recomputation.
     """
 
     id: str
@@ -44,19 +45,24 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Score:
-    rows: tuple[Scored, ...]
+class PlannerScore:
+    """The scores of all rows."""
+
+    rows: tuple[RowScore, ...]
 
     @cached_property
     def families(self) -> dict[str, dict[str, Any]]:
-        """In percent. n: rows that were compared. rank_correlation: Spearman's, of model FLOP/s per device.
-        oom_called: rows that ran out of memory, or were measured above the device's, and are predicted to;
-        oom_false: rows that ran, state what fills the memory, and are predicted to run out."""
+        """Errors by family, in percent.
+
+        n: rows that were compared. rank_correlation: Spearman's, of model FLOP/s per device. oom_called: rows that ran
+          out of memory, or were measured above the device's memory, and are predicted to run out. oom_false: rows that
+          ran, state what fills the memory, and are predicted to run out.
+        """
         names = dict.fromkeys(row.family for row in self.rows)
         return {name: _family([row for row in self.rows if row.family == name]) for name in names}
 
     def mean(self, figure: str) -> float | None:
-        """Over families."""
+        """Return the mean of a figure over families."""
         known = [family[figure] for family in self.families.values() if family[figure] is not None]
         return _rounded(float(np.mean(known))) if known else None
 
@@ -69,37 +75,41 @@ class Score:
         }
 
 
-def score(rows: Sequence[Row], constants_for: Callable[[str], Constants | None] = lambda family: None) -> Score:
-    """constants_for: a family; None: those that the package ships."""
-    return Score(tuple(scored(row, constants_for(row.family)) for row in rows))
+def score(
+    rows: Sequence[PublishedRow], constants_for: Callable[[str], Constants | None] = lambda family: None
+) -> PlannerScore:
+    """Return the score of all rows. constants_for: the constants for a family; None: those that the package ships."""
+    return PlannerScore(tuple(score_row(row, constants_for(row.family)) for row in rows))
 
 
-def scored(row: Row, constants: Constants | None = None) -> Scored:
-    """A row that cannot be predicted, or has nothing to compare with, is skipped with the reason."""
-    found = subject(row)
-    if isinstance(found, Skipped):
-        return Scored(id=row.id, family=row.family, skipped=found.reason)
+def score_row(row: PublishedRow, constants: Constants | None = None) -> RowScore:
+    """Return the score of a row; a row that cannot be predicted, or has nothing to compare with, is skipped with the
+    reason.
+    """
+    found = published_run(row)
+    if isinstance(found, SkippedRow):
+        return RowScore(id=row.id, family=row.family, skipped=found.reason)
     step, memory = found.measured.step_seconds, found.measured.memory_bytes
     if step is None and memory is None and not found.measured.ran_out:
         reason = "has no step time, throughput, device-hours or memory to compare with"
-        return Scored(id=row.id, family=row.family, skipped=reason)
+        return RowScore(id=row.id, family=row.family, skipped=reason)
     try:
         return _compared(found, constants)
     except (IngotError, ArithmeticError, LookupError, ValueError) as error:
-        return Scored(id=row.id, family=row.family, skipped=f"cannot be predicted: {error!r}")
+        return RowScore(id=row.id, family=row.family, skipped=f"cannot be predicted: {error!r}")
 
 
-def _compared(found: Subject, constants: Constants | None) -> Scored:
+def _compared(found: PublishedRun, constants: Constants | None) -> RowScore:
     time = estimate(found.run, found.cluster, found.software, constants)
     if time is None:
         why = f"no rate is known for {found.run.train.precision} on {found.cluster.device_name}"
-        return Scored(id=found.id, family=found.family, skipped=why)
+        return RowScore(id=found.id, family=found.family, skipped=why)
     seconds, measured = time.seconds * found.scale, found.measured
     bill = memory_bill(found.run, found.cluster, found.software)
     counted = sum(term.value for kind, term in bill.items() if kind not in measured.memory_without)
     step, memory = measured.step_seconds, measured.memory_bytes
     flops = train_flops_per_token(found.run.model, found.run.train.seq_len) * found.tokens / found.devices
-    return Scored(
+    return RowScore(
         id=found.id,
         family=found.family,
         predicted=_figures(found, seconds, counted)
@@ -115,9 +125,12 @@ def _compared(found: Subject, constants: Constants | None) -> Scored:
     )
 
 
-def _figures(found: Subject, seconds: float, memory: float) -> dict[str, float]:
-    """In the units of the file. MFU counts causal attention half, over the 16-bit peak; but what the row itself prints
-    is told in its own convention, in which FLOPs are as many for the predicted time as for the measured one."""
+def _figures(found: PublishedRun, seconds: float, memory: float) -> dict[str, float]:
+    """Return the predicted figures in the units of the file.
+
+    MFU counts causal attention half, over the 16-bit peak. Figures that the row itself prints follow its own
+    convention, in which FLOPs are the same for the predicted and the measured time.
+    """
     speed = found.tokens / seconds / found.devices
     flops = train_flops_per_token(found.run.model, found.run.train.seq_len)
     peak = found.cluster.peak_flops[found.run.train.precision]
@@ -137,11 +150,11 @@ def _figures(found: Subject, seconds: float, memory: float) -> dict[str, float]:
     return own | {name: _rounded(value * faster[name]) for name, value in printed.items() if value}
 
 
-def _memory_unit(row: Row) -> float:
+def _memory_unit(row: PublishedRow) -> float:
     return 2**30 if "gib" in row.text("measured", "mem_kind") else 1e9
 
 
-def _as_measured(found: Subject) -> dict[str, Any]:
+def _as_measured(found: PublishedRun) -> dict[str, Any]:
     names = ("step_s", "tok_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "gpu_hours")
     given = {name: value for name in names if (value := found.row.number("measured", name)) is not None}
     if found.measured.derived and found.measured.step_seconds is not None:
@@ -149,7 +162,7 @@ def _as_measured(found: Subject) -> dict[str, Any]:
     return given | ({"bubble": found.measured.bubble} if found.measured.bubble is not None else {})
 
 
-def _family(rows: Sequence[Scored]) -> dict[str, Any]:
+def _family(rows: Sequence[RowScore]) -> dict[str, Any]:
     steps = [row.step_error for row in rows if row.step_error is not None]
     memory = [row.memory_error for row in rows if row.memory_error is not None]
     speeds = [row.speed for row in rows if row.speed is not None]
@@ -165,7 +178,7 @@ def _family(rows: Sequence[Scored]) -> dict[str, Any]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's; ties share their mean rank. None where one side is all ties."""
+    """Return Spearman's correlation, ties at their mean rank; None where one side is all ties."""
     one, other = _ranks(first), _ranks(second)
     if np.ptp(one) == 0 or np.ptp(other) == 0:
         return None

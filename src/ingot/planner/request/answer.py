@@ -11,16 +11,16 @@ from ingot.planner.request.plan_request import PlanRequest, base_run, plan_of
 from ingot.planner.run.advice import loses_time
 from ingot.planner.run.outlook import Assumptions
 from ingot.planner.run.plan import PlannedRun, RankedPlans, write_plan
-from ingot.planner.search.context import with_context
 from ingot.planner.search.search import Candidate, Found, search
+from ingot.planner.search.space import with_context
 from ingot.planner.show.alternatives import DecisionContext
 from ingot.planner.show.decisions import decision_lines
 from ingot.planner.show.explain import explain
 from ingot.planner.show.plans import plans_html, plans_text, wrapped
-from ingot.schema.nearest import divisors, nearest
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import layout_problems
+from ingot.theory.rules.nearest import divisors, nearest
 from ingot.units import format_seconds
 
 # The number of layouts that a search returns: those that are shown, and their runners-up.

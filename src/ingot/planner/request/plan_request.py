@@ -13,11 +13,11 @@ from ingot.planner.run.outlook import Assumptions
 from ingot.planner.run.plan import make_plan
 from ingot.planner.run.propose import NO_HINTS, Hints, ProposedRun, propose
 from ingot.schema.cluster import Cluster
-from ingot.schema.nearest import shareable_batch
 from ingot.schema.plan import Plan
 from ingot.schema.run import Data, RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest, training_tokens
+from ingot.theory.rules.nearest import shareable_batch
 from ingot.units import format_count
 
 NOWHERE = Data(tokens="data/tokens/train")

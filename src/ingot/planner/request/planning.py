@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from ingot.config import load, to_toml
+from ingot.config import to_toml
 from ingot.errors import UsageError
 from ingot.planner.request.amounts import (
     Budget,
@@ -33,14 +33,15 @@ from ingot.planner.run.outlook import Assumptions
 from ingot.planner.run.plan import PlannedRun, make_plan
 from ingot.planner.run.propose import Hints, propose
 from ingot.planner.run.scaling import compute_optimal_tokens
-from ingot.planner.search.context import with_context
+from ingot.planner.search.space import with_context
 from ingot.schema.cluster import Cluster
-from ingot.schema.run import Data, RunConfig
+from ingot.schema.run import Data
 from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import write_atomic
 from ingot.theory.layout import require_layout
 from ingot.theory.params import count_active_parameters
+from ingot.theory.rules import load_run
 
 NO_PINS: Mapping[str, object] = MappingProxyType({})
 _GITIGNORE = "/data/\n/runs/\n/machine.json\n"
@@ -120,7 +121,7 @@ def plan(
 def _plan_file(path: Path, overrides: tuple[str, ...], conditions: _Conditions) -> PlannedRun:
     """Return the plan of a run file. It counts the file's checkpoint interval unless one is assumed, and the passes
     over the data if the token folder exists."""
-    run = load(RunConfig, path, overrides)
+    run = load_run(path, overrides)
     if conditions.usd_per_hour:
         run = replace(run, cost=replace(run.cost, usd_per_hour=conditions.usd_per_hour))
     require_layout(run)

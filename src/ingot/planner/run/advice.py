@@ -9,10 +9,8 @@ from ingot.planner.predict.time.step_time import simulated
 from ingot.planner.run.outlook import Assumptions, device_usd
 from ingot.planner.run.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
 from ingot.planner.run.storage import data_reading
-from ingot.planner.search.context import links_of
+from ingot.planner.search.space import links_of
 from ingot.schema.cluster import Cluster
-from ingot.schema.expert_rules import legal_ep
-from ingot.schema.nearest import nearest
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
@@ -22,9 +20,10 @@ from ingot.theory.context import explain_context, imbalance
 from ingot.theory.failures import DAY_SECONDS, daly_interval, goodput
 from ingot.theory.flops import train_flops_6nd, training_seconds
 from ingot.theory.layout import Position, layout_problems, positions, resolve_parallel
-from ingot.theory.params import count_active_parameters, count_parameters
-from ingot.theory.state import kept_gradient_bytes
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
+from ingot.theory.params import count_active_parameters, count_parameters, kept_gradient_bytes
+from ingot.theory.rules.expert import legal_ep
+from ingot.theory.rules.nearest import nearest
 from ingot.theory.traffic import step_traffic
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from ingot.config import key_lines, load_sections
+from ingot.config import key_lines
 from ingot.errors import ConfigError, DataError
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.step_time import step_seconds
@@ -23,6 +23,7 @@ from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 from ingot.theory.layout import derived_problems
 from ingot.theory.memory import checkpoint_bytes
+from ingot.theory.rules import load_run_sections, run_problems
 from ingot.units import format_bytes
 
 _HIGH_LEARNING_RATE = 0.1
@@ -45,7 +46,7 @@ class Finding:
 def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str, ...] = ()) -> list[Finding]:
     """Return the problems of the run file at `path`, for training on `machine` with `cores` usable CPU cores."""
     try:
-        sections, problems = load_sections(RunConfig, path, overrides)
+        sections, problems = load_run_sections(path, overrides)
     except ConfigError as error:
         return [Finding("error", "", error.found, error.fix)]
     findings = [_config_finding(line) for line in problems]
@@ -71,7 +72,7 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
 
 def _whole(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> Iterator[Finding]:
     """Yield the findings that need all sections: derived layout problems, memory, warnings."""
-    if any(run.problems()):
+    if any(run_problems(run)):
         return  # these problems are reported already, and an impossible layout would only cause more
     problems = list(derived_problems(run))
     for key, message in problems:

@@ -21,7 +21,7 @@ from ingot.theory.failures import (
     job_mttf_seconds,
     spare_nodes,
 )
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 _DEFAULT_RATE = PUBLISHED_RATES["llama3"]

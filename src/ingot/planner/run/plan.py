@@ -8,7 +8,7 @@ from typing import Any
 from ingot.config import to_dict, to_toml
 from ingot.errors import ConfigError, UsageError
 from ingot.planner.predict.memory.peak_memory import moments, rank_memory_bytes, stage_bills
-from ingot.planner.predict.time.band import error_band
+from ingot.planner.predict.time.constants import error_band
 from ingot.planner.predict.time.step_time import StepTime, estimate
 from ingot.planner.run.advice import double_discount, outlook_warnings, warnings
 from ingot.planner.run.outlook import Assumptions, outlook
@@ -19,11 +19,10 @@ from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.schema.tokens import TokenManifest
 from ingot.storage import write_atomic, write_json
-from ingot.theory.flops import mean_keys, model_flops_utilisation, train_flops_per_token
+from ingot.theory.flops import mean_keys, model_flops_utilization, train_flops_per_token
 from ingot.theory.layout import positions
-from ingot.theory.memory import checkpoint_bytes
+from ingot.theory.memory import Term, checkpoint_bytes
 from ingot.theory.params import count_active_parameters, count_matrix_parameters, count_parameters, value_width
-from ingot.theory.term import Term
 from ingot.theory.work import step_work
 from ingot.units import format_bytes, format_count, format_flops, format_seconds
 
@@ -300,7 +299,7 @@ def _mfu(run: RunConfig, cluster: Cluster, flops: float, seconds: float) -> Term
     if cluster.device == "cpu" or not peak or not seconds:
         return None
     speed = run.tokens_per_step / seconds
-    mfu = model_flops_utilisation(speed, flops, peak)
+    mfu = model_flops_utilization(speed, flops, peak)
     return Term(mfu, f"{format_count(speed)} tokens/s x {format_flops(flops)} / {format_flops(peak)}/s = {mfu:.1%}")
 
 

@@ -15,11 +15,11 @@ from ingot.planner.search.candidates import MEMORY_SHARE
 from ingot.planner.search.space import MICRO_BATCH_TOKENS
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.expert_rules import legal_ep
 from ingot.schema.parallel import Parallel
-from ingot.schema.run import Checkpoint, Cost, Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
+from ingot.schema.run import Checkpoint, Cost, Data, Evaluate, Optim, RunConfig, Schedule, Train, WatchSettings
 from ingot.theory.layout import WHOLE_PARAMETERS
 from ingot.theory.params import count_active_parameters, count_parameters
+from ingot.theory.rules.expert import legal_ep
 from ingot.units import format_count
 
 
@@ -92,7 +92,7 @@ def propose(
         parallel=Parallel(dp_shard=ranks, ep=_expert_ranks(arch, cluster, reasons)),
         checkpoint=Checkpoint(every_steps=min(max(steps // 10, 1), 1000)),
         evaluate=Evaluate(every_steps=max(steps // 4, 1) if data.heldout else 0),
-        watch=Watch(log_every=min(max(steps // 40, 1), 20)),
+        watch=WatchSettings(log_every=min(max(steps // 40, 1), 20)),
         cost=Cost(usd_per_hour=usd_per_hour or cluster.usd_per_hour),
     )
     return ProposedRun(run=_fit_micro_batch(run, cluster, reasons), reasons=reasons)

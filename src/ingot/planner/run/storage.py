@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ingot.errors import ConfigError
 from ingot.schema.run import RunConfig
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
 from ingot.units import format_bytes, format_count, format_seconds
 
 # The number of ids that two bytes can distinguish (schema/tokens.py refuses more in uint16).

@@ -1,4 +1,4 @@
-"""One layout of a search: what it needs and how long it takes, worked out when somebody asks for it and then kept."""
+"""One layout of a search: its memory and its time, computed on demand and then cached."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,27 +10,30 @@ from ingot.schema.parallel import SPLIT_BACKWARD, V_SHAPED, Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.software import Software
 from ingot.theory import memory
-from ingot.theory.flops import model_flops_utilisation, train_flops_per_token
+from ingot.theory.flops import model_flops_utilization, train_flops_per_token
 from ingot.theory.layout import Position, layout_problems, positions
+from ingot.theory.memory import Term
 from ingot.theory.schedule import PUBLISHED
-from ingot.theory.term import Term
 
 # Room kept free on a device: the next allocation must not be the last.
 MEMORY_SHARE = 0.9
-# Layouts whose times differ by less are equally fast, as far as a prediction can tell: the simpler one goes first.
+# Layouts whose times differ by less than this share are equally fast within a prediction's accuracy; the simpler one
+# goes first.
 EQUAL = 0.02
 _DISTINCT = ("tp", "cp", "context", "pp", "ep", "zero", "schedule", "recompute", "offload", "offload_parameters")
 _DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload", "offload_parameters")
-# Of the schedules without a published formula, the one whose formula holds for each of their stages.
+# For schedules without a published formula, the schedule whose formula holds for each of their stages.
 _BUBBLE_LIKE = {"interleaved_zb": "zb_h1"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """run: with this layout. step_seconds: 0.0 on a cluster whose rate is unknown. memory_bytes: of the fullest rank.
+    """A layout with its predicted memory and time.
 
-    mfu: causal attention counted half (theory/flops.py), 0.0 where there is no peak. bubble: share of a step that
-    pipeline ranks wait.
+    run: the run with this layout. step_seconds: 0.0 on a cluster whose rate is unknown. memory_bytes: of the fullest
+      rank.
+    mfu: with causal attention counted half (theory/flops.py); 0.0 without a known peak. bubble: share of a step that
+      pipeline ranks wait.
     """
 
     run: RunConfig
@@ -42,8 +45,11 @@ class Candidate:
 
 
 def complexity(run: RunConfig) -> int:
-    """Of a layout, to break ties: two for each way of cutting a model or its sequences, one for each thing else that is
-    not as in plain data parallelism."""
+    """Return the complexity of a layout, to break ties.
+
+    It is two for each way of dividing a model or its sequences, and one for each other difference from plain data
+    parallelism.
+    """
     parallel = run.parallel
     cuts = sum(degree > 1 for degree in (parallel.pp, parallel.cp, parallel.tp, parallel.ep))
     copies = (parallel.dp_replicate > 1) + (parallel.dp_shard > 1)
@@ -52,7 +58,7 @@ def complexity(run: RunConfig) -> int:
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Fastest first; those as fast as the fastest that is left, simplest first."""
+    """Return the candidates, fastest first; those as fast as the fastest remaining one go simplest first."""
     waiting, found = sorted(candidates, key=lambda candidate: candidate.step_seconds), []
     while waiting:
         limit = waiting[0].step_seconds * (1 + EQUAL)
@@ -63,7 +69,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of those that differ only in how data-parallel ranks are dealt out, or in virtual stages."""
+    """Return the first of the candidates that differ only in the split of data-parallel ranks or in virtual stages."""
     first: dict[tuple, Candidate] = {}
     for candidate in candidates:
         key = tuple(getattr(candidate.run.parallel, name) for name in _DISTINCT)
@@ -79,9 +85,12 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, float]:
 
 
 def _unfilled(schedule: str, pp: int, micro_batches: int) -> float:
-    """Of ranks with fewer micro-batches than published bubbles take for granted: how long they wait besides, in units
-    of one micro-batch on one rank, F = I = W. In V-shaped ones a rank goes forward alone until its first micro-batch
-    has passed all 2 pp stages, and the last one backward again; in looped ones each round takes as long as pp."""
+    """Return the extra waiting of ranks with fewer micro-batches than published bubbles assume.
+
+    The unit is one micro-batch on one rank, F = I = W. In V-shaped schedules a rank goes forward alone until its first
+    micro-batch has passed all 2 pp stages, and so does the last one backward; in looped ones each round takes as long
+    as pp micro-batches.
+    """
     if schedule in V_SHAPED:
         return max(2 * pp - micro_batches, 0) / 3
     if schedule == "looped_bfs":
@@ -94,7 +103,7 @@ def _total(bill: dict[str, Term]) -> float:
 
 
 class Evaluator:
-    """Bills and times of layouts of one run on one cluster, each worked out once."""
+    """Bills and times of layouts of one run on one cluster, each computed once."""
 
     def __init__(self, run: RunConfig, cluster: Cluster, software: Software):
         self.run, self.cluster, self.software = run, cluster, software
@@ -120,8 +129,11 @@ class Evaluator:
         return self.memory_bytes(run) <= self.limit_bytes(run)
 
     def least_bytes(self, run: RunConfig) -> float:
-        """No more than `memory_bytes`, which is that of the fullest pipeline rank: of the first one, where most
-        schedules keep the most micro-batches, and of the one with the most parameters."""
+        """Return a lower bound of `memory_bytes`, which is that of the fullest pipeline rank.
+
+        The bound is the larger bill of the first rank, which keeps the most micro-batches in most schedules, and of the
+        rank with the most parameters.
+        """
         key = run.parallel, run.train.micro_batch
         if key not in self._least:
             first, _, most = self._places(run)
@@ -131,12 +143,15 @@ class Evaluator:
         return self._least[key]
 
     def least_state_bytes(self, run: RunConfig) -> float:
-        """No more than `memory_bytes`, whatever the schedule (looped_bfs aside, whose gradients never are there all at
-        once): without activations, and of the rank with the fewest parameters, because no schedule deals out stages so
-        that all ranks have fewer."""
+        """Return a lower bound of `memory_bytes` for every schedule except looped_bfs, whose gradients never all exist
+        at once.
+
+        The bound has no activations, and takes the rank with the fewest parameters, because no schedule assigns stages
+        so that all ranks have fewer.
+        """
         place = self._places(run)[1]
         parts = [memory.weights(place), memory.optimizer(place)]
-        if place.parallel.zero != 3:  # which gathers what it needs
+        if place.parallel.zero != 3:  # ZeRO-3 gathers only the units in use
             parts.append(memory.gathered(place))
         if run.accumulation > (1 if place.parallel.pp == 1 else 2 * place.parallel.pp):
             parts.append(memory.gradients_kept(place))
@@ -146,8 +161,9 @@ class Evaluator:
         return held * (1 + self.cluster.fragmentation) + self.cluster.runtime_bytes
 
     def _places(self, run: RunConfig) -> tuple[Position, Position, Position]:
-        """The first pipeline rank, and those with the fewest and the most parameters. Data-parallel ranks do not choose
-        them."""
+        """Return the first pipeline rank, and the ranks with the fewest and the most parameters. Data-parallel
+        degrees do not change the choice.
+        """
         settings = {name: getattr(run.parallel, name) for name in _DIVIDES_STATE}
         plain = {"recompute": "none", "offload": "none", "offload_parameters": False}
         key = replace(run.parallel, dp_replicate=1, dp_shard=1, zero=1, **plain)
@@ -165,7 +181,7 @@ class Evaluator:
         return self._timed(run)[0]
 
     def _timed(self, run: RunConfig) -> tuple[float, float]:
-        """Of a step, and the share of it that pipeline ranks wait."""
+        """Return (seconds of a step, the share of the step that pipeline ranks wait)."""
         key = run.parallel, run.train.micro_batch
         if key not in self._seconds:
             time = estimate(run, self.cluster, self.software)
@@ -173,8 +189,11 @@ class Evaluator:
         return self._seconds[key]
 
     def coarse_seconds(self, run: RunConfig) -> float:
-        """Of a step, without playing a schedule: the model on one rank instead of `pp`, shared by all of these, and the
-        published bubble. Uneven stages take as long as the longest."""
+        """Return the seconds of a step without playing a schedule.
+
+        The time is that of the model on one rank instead of `pp`, shared by all pipeline ranks, with the published
+        bubble. Uneven stages take as long as the longest.
+        """
         parallel = run.parallel
         if parallel.pp == 1:
             return self.seconds(run)
@@ -190,7 +209,7 @@ class Evaluator:
         seconds, bubble = self._timed(run)
         peak = self.cluster.peak_flops.get(run.train.precision, 0.0) * run.parallel.world_size
         known = seconds and peak and self.cluster.device != "cpu"
-        mfu = model_flops_utilisation(run.tokens_per_step / seconds, self._flops, peak) if known else 0.0
+        mfu = model_flops_utilization(run.tokens_per_step / seconds, self._flops, peak) if known else 0.0
         return Candidate(
             run=run,
             software=self.software,

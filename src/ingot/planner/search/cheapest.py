@@ -1,5 +1,7 @@
-"""What would help a run that fits nowhere. Each change is tried, in the order of what it costs: a wish less, more or
-larger devices, and last what changes the experiment."""
+"""The changes that would make a run fit that fits nowhere, in the order of their cost.
+
+The order is: one pinned setting less, more or larger devices, and last a change of the experiment.
+"""
 
 import math
 import time
@@ -7,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ingot.planner.search.candidates import Candidate, Evaluator, ranked
-from ingot.planner.search.look import Look
+from ingot.planner.search.layout_search import LayoutSearch
 from ingot.planner.search.space import OFFLOADED, WIDE, Reach, Space
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
@@ -15,19 +17,20 @@ from ingot.schema.software import Software
 from ingot.theory.devices import Device, cluster_of, devices, find_device
 from ingot.units import format_bytes, format_seconds, parse_bytes
 
-# Beyond so many times the devices, another model is cheaper.
+# Beyond this many times the devices, another model is cheaper.
 _MOST_TIMES_DEVICES = 64
 _SHORTEST_SEQUENCE = 512
-# Layouts whose bill is looked at for the one that needs least.
+# Layouts whose bill is computed to find the layout that needs least.
 _LEAST_STATE = 200
 _NODE = 8
-# Changes are tried one after the other; where a model is a thousand times too large, most of them help nothing.
+# Changes are tried in turn; where a model is a thousand times too large, most of them do not help.
 _PATIENCE_SECONDS = 10.0
 
 
 def least_memory(evaluator: Evaluator, space: Space) -> Candidate | None:
-    """The layout that needs least, recomputing all it may, of those with the least state; None where the rules allow
-    none."""
+    """Return the layout that needs the least memory, of those with the least state and all legal recomputation; None
+    without a legal layout.
+    """
     frugal = sorted(
         enumerate(_frugal(evaluator, space)), key=lambda entry: (evaluator.least_state_bytes(entry[1]), entry[0])
     )
@@ -42,7 +45,7 @@ def least_memory(evaluator: Evaluator, space: Space) -> Candidate | None:
 
 
 def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
-    """Of each sharding, the smallest micro-batch and the form of recomputation that keeps least."""
+    """Yield for each sharding the smallest micro-batch with the recomputation that keeps least."""
     for mesh in space.meshes():
         for parallel in space.shardings(mesh):
             for micro_batch in space.micro_batches(parallel)[:1]:
@@ -54,8 +57,9 @@ def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """What does not fit: a run on a cluster, with pins. offload: optimizer state may go to the host. until: when no
-    other change is begun."""
+    """A run on a cluster, with pins, that does not fit. offload: optimizer state may be on the host. until: the time
+    after which no further change is tried.
+    """
 
     run: RunConfig
     cluster: Cluster
@@ -65,7 +69,9 @@ class _Wish:
     until: float
 
     def fastest(self) -> Candidate | None:
-        """Layout that fits, None where none does: a search is made where the one that needs least fits."""
+        """Return the fastest layout that fits, or None; a search is made only where the layout that needs least
+        fits.
+        """
         if time.monotonic() > self.until:
             return None
         there = Evaluator(self.run, self.cluster, self.software)
@@ -73,15 +79,17 @@ class _Wish:
             space = Space(run=self.run, cluster=self.cluster, pinned=self.pinned, reach=reach)
             least = least_memory(there, space)
             if least and there.fits(least.run):
-                return ranked([least, *Look(there, space).fastest()])[0]
+                return ranked([least, *LayoutSearch(there, space).fastest()])[0]
         return None
 
 
 def cheapest_fix(
     evaluator: Evaluator, pinned: Mapping[str, object], nearest: Candidate | None, *, offload: bool = False
 ) -> str:
-    """One sentence, "" where nothing of all this helps. nearest: the layout that needs least. offload: of optimizer
-    state to the host is no change."""
+    """Return one sentence, or "" where no change helps.
+
+    nearest: the layout that needs least. offload: offloading optimizer state to the host is no change.
+    """
     run, cluster = evaluator.run, evaluator.cluster
     wish = _Wish(
         run=run,
@@ -94,13 +102,13 @@ def cheapest_fix(
     for name, value in pinned.items():
         others = {key: value for key, value in pinned.items() if key != name}
         if best := replace(wish, pinned=others).fastest():
-            return f"leave {name} = {value} to the search: {_said(best, name)}"
+            return f"leave {name} = {value} to the search: {_described(best, name)}"
     if nearest is None:
         return _legal_batch(run, cluster, pinned)
     return "; or ".join(text for text in (*_other_devices(wish), _shorter(wish)) if text)
 
 
-def _said(best: Candidate, name: str = "") -> str:
+def _described(best: Candidate, name: str = "") -> str:
     found = f"{format_bytes(best.memory_bytes)} per device"
     if best.run.parallel.offload != "none":
         found += ", optimizer state on the host"
@@ -111,13 +119,13 @@ def _said(best: Candidate, name: str = "") -> str:
 
 
 def _other_devices(wish: _Wish) -> list[str]:
-    """More of them, or larger ones; what a step costs decides which goes first, where both prices are known."""
+    """Return sentences on more devices and on larger ones; the cheaper step goes first where both prices are known."""
     found = [(cost, text) for cost, text in (_more(wish), _larger(wish)) if text]
     return [text for _, text in (sorted(found) if all(cost for cost, _ in found) else found)]
 
 
 def _cost(cluster: Cluster, best: Candidate) -> float:
-    """US dollars of an hour's devices, times seconds of a step."""
+    """Return US dollars per hour of the devices, times seconds of a step."""
     return cluster.usd_per_hour * cluster.devices * best.step_seconds
 
 
@@ -126,7 +134,7 @@ def _more(wish: _Wish) -> tuple[float, str]:
     while cluster.devices < _MOST_TIMES_DEVICES * wish.cluster.devices:
         cluster = _doubled(cluster)
         if best := replace(wish, cluster=cluster).fastest():
-            return _cost(cluster, best), f"use {cluster.devices} of these devices ({cluster.name}): {_said(best)}"
+            return _cost(cluster, best), f"use {cluster.devices} of these devices ({cluster.name}): {_described(best)}"
     return 0.0, ""
 
 
@@ -143,14 +151,14 @@ def _doubled(cluster: Cluster) -> Cluster:
 
 
 def _larger(wish: _Wish) -> tuple[float, str]:
-    """As many devices of another kind, the cheapest kind first."""
+    """Return the cost and a sentence on as many devices of another kind, the cheapest kind that helps."""
     cluster = wish.cluster
     kinds = [device for device in devices().values() if device.device == cluster.device]
     larger = [device for device in kinds if parse_bytes(device.memory) > cluster.memory_bytes]
     for device in sorted(larger, key=lambda device: (device.usd_per_hour or math.inf, parse_bytes(device.memory))):
         other = _same_size(cluster, device)
         if other and (best := replace(wish, cluster=other).fastest()):
-            return _cost(other, best), f"use {other.name} ({format_bytes(other.memory_bytes)} each): {_said(best)}"
+            return _cost(other, best), f"use {other.name} ({format_bytes(other.memory_bytes)} each): {_described(best)}"
     return 0.0, ""
 
 
@@ -168,13 +176,13 @@ def _shorter(wish: _Wish) -> str:
     while seq_len >= _SHORTEST_SEQUENCE:
         run = replace(wish.run, train=replace(wish.run.train, seq_len=seq_len))
         if best := replace(wish, run=run).fastest():
-            return f"shorten train.seq_len to {seq_len}: {_said(best)}"
+            return f"shorten train.seq_len to {seq_len}: {_described(best)}"
         seq_len //= 2
     return ""
 
 
 def _legal_batch(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object]) -> str:
-    """The batch next to the run's that some mesh can share."""
+    """Return a sentence with the batch nearest to the run's that some mesh can share."""
     batch = run.train.global_batch
     for size in sorted(_shareable(run, cluster, pinned), key=lambda size: (abs(size - batch), size)):
         other = replace(run, train=replace(run.train, global_batch=size))
@@ -184,7 +192,7 @@ def _legal_batch(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object])
 
 
 def _shareable(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object]) -> set[int]:
-    """Multiples, next to the batch, of the numbers of data-parallel ranks that there can be."""
+    """Return the multiples, next to the batch, of each possible number of data-parallel ranks."""
     whole = replace(run, train=replace(run.train, global_batch=cluster.devices))
     space = Space(run=whole, cluster=cluster, pinned=pinned, reach=WIDE)
     ranks = {mesh.dp_shard for mesh in space.meshes()}

@@ -1,4 +1,4 @@
-"""What a layout becomes by one step along one axis; what is left over goes to the data-parallel ranks."""
+"""The layouts one step from a layout along one axis; the remaining ranks become data-parallel."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,16 +6,18 @@ from dataclasses import dataclass, replace
 from ingot.planner.search.candidates import Candidate, Evaluator
 from ingot.planner.search.space import RECOMPUTE, WIDE, Space
 from ingot.schema.cluster import Cluster
-from ingot.schema.expert_rules import legal_ep
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
+from ingot.theory.rules.expert import legal_ep
 
 _DEGREES = ("tp", "pp", "cp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """key: of the run file, without "parallel."; before, after: its values. fits: the memory of a device."""
+class LayoutChange:
+    """A step from a layout. key: setting of the run file, without "parallel."; before, after: its values. fits: the
+    layout fits in a device's memory.
+    """
 
     key: str
     before: object
@@ -24,13 +26,16 @@ class Change:
     fits: bool
 
 
-def neighbours(candidate: Candidate, cluster: Cluster) -> tuple[Change, ...]:
-    """One for each legal step from `candidate`, whether it fits or not: a degree twice or half as large, a micro-batch
-    too, another ZeRO stage, form of recomputation, schedule or kind of offload. All devices stay in use."""
+def neighbors(candidate: Candidate, cluster: Cluster) -> tuple[LayoutChange, ...]:
+    """Return one change for each legal step from `candidate`, whether it fits or not.
+
+    A step is a degree or a micro-batch twice or half as large, or another ZeRO stage, recomputation, schedule or
+    offload. All devices stay in use.
+    """
     run = candidate.run
     evaluator = Evaluator(run, cluster, candidate.software)
     return tuple(
-        Change(
+        LayoutChange(
             key=key,
             before=_value(run, key),
             after=_value(other, key),
@@ -47,7 +52,7 @@ def _value(run: RunConfig, key: str) -> object:
 
 
 def moves(run: RunConfig, space: Space, *, offload: bool = False) -> Iterator[tuple[str, RunConfig]]:
-    """(what changes, the run with it), which may be illegal. Nothing pinned is moved."""
+    """Yield (setting that changes, the run with it), legal or not. Pinned settings do not change."""
     for key, other in _all_moves(run, space, offload):
         if all(_value(other, name) == _value(run, name) for name in space.pinned):
             yield key, other
@@ -87,7 +92,7 @@ def _twice_and_half(degree: int) -> list[int]:
 
 
 def _degree(run: RunConfig, space: Space, key: str, degree: int) -> Iterator[Parallel]:
-    """With another degree of an axis of the mesh; shards make room before copies do."""
+    """Yield the layouts with another degree of a mesh axis; shards make room before copies do."""
     old = run.parallel
     inner = {name: getattr(old, name) for name in _DEGREES} | {key: degree}
     ranks, rest = divmod(old.world_size, inner["tp"] * inner["pp"] * inner["cp"])

@@ -1,28 +1,35 @@
-"""The fastest layouts of a run on a cluster that fit, and what would help where none does."""
+"""The fastest layouts of a run on a cluster that fit, what would help where none does, and whether idle devices
+would help.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ingot.planner.search.candidates import Candidate, Evaluator, distinct, ranked
+from ingot.planner.search.candidates import EQUAL, Candidate, Evaluator, distinct, ranked
 from ingot.planner.search.cheapest import cheapest_fix, least_memory
-from ingot.planner.search.idle import better_idle
-from ingot.planner.search.look import Look
+from ingot.planner.search.layout_search import LayoutSearch
 from ingot.planner.search.space import NARROW, OFFLOADED, PATIENT, WIDE, Space
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Recipe, Software
+from ingot.theory.devices import find_device
+from ingot.theory.rules.nearest import shareable_batch
 
 NO_PINS: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """best: fastest first, one of those that hardly differ. considered: layouts whose memory was compared. fitting: of
-    those, the ones that fit. seconds: that the search took. nearest: where nothing fits, the layout that needs least
-    (None where the rules allow no layout at all); fix: then, the cheapest change with which one would fit. idle: what
-    would be faster with devices of each rack left idle, "" where nothing is."""
+    """The result of a search.
+
+    best: fastest first, one of each group that hardly differs. considered: layouts whose memory was compared. fitting:
+      the number of them that fit. seconds: duration of the search.
+    nearest: where nothing fits, the layout that needs least (None without a legal layout); fix: the cheapest change
+      with which a layout would fit.
+    idle: what would be faster with idle devices in each rack, or "".
+    """
 
     best: tuple[Candidate, ...]
     considered: int
@@ -43,12 +50,13 @@ def search(
     recipes: Sequence[Recipe] = (),
     offload: bool = True,
 ) -> Found:
-    """run: model, sequence, global batch and steps; its layout and micro-batch are searched for, but for those settings
-    of Parallel, and "micro_batch", that are `pinned`. All devices of the cluster take part, unless the pins say
-    otherwise. recipes: of low-precision products, tried beside the software's own. offload: of optimizer state to the
-    host, where nothing fits without.
+    """Search the fastest layouts and micro-batches of a run.
 
-    Raises ConfigError where a pin has no such name.
+    run: model, sequence length, global batch and steps. pinned: settings of Parallel, or "micro_batch", that are not
+      searched. All devices of the cluster take part, unless the pins say otherwise. recipes: low-precision recipes to
+      try besides the software's own. offload: optimizer state may go to the host where nothing fits without.
+
+    Raises ConfigError for an unknown pin.
     """
     start, considered, fitting = time.perf_counter(), 0, 0
     systems = [software, *(replace(software, recipe=recipe) for recipe in recipes if recipe != software.recipe)]
@@ -59,7 +67,7 @@ def search(
     while reaches and not found and (reaches[0] != PATIENT or left_out):
         reach = reaches.pop(0)
         for evaluator in evaluators:
-            look = Look(evaluator, Space(run=run, cluster=cluster, pinned=pinned, reach=reach))
+            look = LayoutSearch(evaluator, Space(run=run, cluster=cluster, pinned=pinned, reach=reach))
             found += look.fastest()
             considered, fitting = considered + look.considered, fitting + look.fitting
             left_out += look.left_out
@@ -79,3 +87,47 @@ def search(
         fix=fix,
         idle=idle,
     )
+
+
+_OF_ALL = ("dp_shard", "dp_replicate")
+
+
+def better_idle(
+    run: RunConfig, cluster: Cluster, software: Software, pinned: Mapping[str, object], best: Candidate
+) -> str:
+    """Return a sentence on what is faster, by tokens per second, if only a power of two of each domain's devices is
+    used.
+
+    The result is "" where all devices are better, or every domain is a power of two. best: the layout on all devices.
+    Only models with experts are tried: other groups of ranks are small enough to divide a rack.
+    """
+    smaller = _power_of_two(cluster)
+    if not smaller or not run.model.is_moe or not best.step_seconds or any(name in pinned for name in _OF_ALL):
+        return ""
+    batch = shareable_batch(run.train.global_batch, smaller.devices)
+    fewer = replace(run, train=replace(run.train, global_batch=batch))
+    space = Space(run=fewer, cluster=smaller, pinned=pinned)
+    speeds = [_speed(candidate) for candidate in LayoutSearch(Evaluator(fewer, smaller, software), space).fastest()]
+    gain = max(speeds, default=0.0) / _speed(best) - 1
+    if gain <= EQUAL:
+        return ""
+    few, all_of_them = smaller.domain, cluster.domain
+    return (
+        f"{few} of the {all_of_them} devices of each domain of fast links would be {gain:.0%} faster than all of them:"
+        f" groups of ranks are powers of two, and then no group crosses a border. --cluster {smaller.name} plans that;"
+        f" the price of the {all_of_them - few} idle ones comes on top"
+    )
+
+
+def _speed(candidate: Candidate) -> float:
+    return candidate.run.tokens_per_step / candidate.step_seconds if candidate.step_seconds else 0.0
+
+
+def _power_of_two(cluster: Cluster) -> Cluster | None:
+    """Return the cluster with as many domains, each cut to the largest power of two."""
+    domain, node, device = cluster.domain, cluster.devices_per_node, find_device(cluster.device_name)
+    few = 1 << (domain.bit_length() - 1)
+    if few == domain or cluster.devices <= domain or few % node or not device:
+        return None
+    domains = cluster.devices // domain
+    return replace(cluster, name=f"{domains}x{few}x{device.key}", nodes=domains * few // node, domain_devices=few)

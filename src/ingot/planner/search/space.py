@@ -1,29 +1,30 @@
 """The layouts that a run could have on a cluster: a degree for each axis, and the form of each.
 
-What is left out of a narrow search is either never better (a test holds each such rule against a search that leaves
-nothing out) or looked at when nothing else fits:
+A narrow search leaves out what is never better (a test compares each such rule with a search that leaves nothing out)
+or what is tried when nothing else fits:
 
     tp         within the domain of fast links, and in equal groups of it
     cp         while a rank keeps `rank_tokens` tokens of a sequence; in the form that theory/context.py chooses
     dp_shard   from the domain on, in steps of eight, or none at all
-    ep         in steps of four, what fills the domain or divides it, and the most
+    ep         in steps of four, degrees that fill the domain or divide it, and the largest
     schedule   without gpipe (1f1b waits as long and keeps less), and without looped_bfs where micro-batches are a
                multiple of the ranks (interleaved waits as long and keeps less)
     recompute  the least that fits
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from ingot.errors import ConfigError
-from ingot.planner.search.context import with_context
 from ingot.schema.cluster import Cluster
-from ingot.schema.context_rules import legal_forms
-from ingot.schema.expert_rules import legal_ep
-from ingot.schema.layout_rules import legal_tp
-from ingot.schema.nearest import divisors
 from ingot.schema.parallel import SPLIT_BACKWARD, TWO_STAGES, V_SHAPED, Parallel
 from ingot.schema.run import RunConfig
+from ingot.theory.context import H100_NODES, Links, explain_context, resolve_context
+from ingot.theory.rules.context import legal_forms
+from ingot.theory.rules.expert import legal_ep
+from ingot.theory.rules.layout import legal_tp
+from ingot.theory.rules.nearest import divisors
 from ingot.theory.schedule import schedule_problems
 
 # More tokens per micro-batch than this make no product faster.
@@ -31,7 +32,7 @@ MICRO_BATCH_TOKENS = 65_536
 RECOMPUTE = ("none", "selective", "full")
 _STEPS_OF_FOUR = tuple(4**n for n in range(6))
 _SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v", "interleaved_zb", "dualpipe_v", "looped_bfs", "gpipe")
-# What a search decides; other settings of a layout stay as the run has them.
+# The settings that a search decides; other settings of a layout stay as in the run.
 SEARCHED = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "context", "ulysses", "zero", "schedule", "stages_per_rank",
     "recompute", "offload", "offload_parameters",
@@ -41,8 +42,9 @@ PINS = (*(field.name for field in fields(Parallel)), "micro_batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """How far a search looks. rank_tokens: of a sequence, that a rank keeps. shardings: whose micro-batches and
-    schedules are looked at. every: nothing legal is left out."""
+    """The extent of a search. rank_tokens: tokens of a sequence that a rank keeps. shardings: the number of
+    shardings whose micro-batches and schedules are tried. every: nothing legal is left out.
+    """
 
     rank_tokens: int = 4096
     shardings: int = 48
@@ -59,7 +61,11 @@ PATIENT = replace(WIDE, shardings=1000)
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """run: model, sequence, batch and what is not searched. pinned: by names of Parallel's fields, or "micro_batch"."""
+    """The layouts of a run on a cluster.
+
+    run: model, sequence length, batch and the settings that are not searched. pinned: by names of Parallel's fields, or
+      "micro_batch".
+    """
 
     run: RunConfig
     cluster: Cluster
@@ -70,7 +76,11 @@ class Space:
         for name in self.pinned:
             if name not in PINS:
                 raise ConfigError(
-                    f"cannot pin {name!r}", rule=f"a layout has {', '.join(PINS)}", fix="use one of these"
+                    "E-PIN-UNKNOWN",
+                    f"cannot pin {name!r}",
+                    rule=f"a layout has {', '.join(PINS)}",
+                    fix="use one of these",
+                    pin=name,
                 )
 
     def free(self, name: str, values: Iterable) -> list:
@@ -78,7 +88,7 @@ class Space:
 
     @property
     def devices(self) -> int:
-        """All of the cluster, unless every degree is pinned."""
+        """The number of devices: all of the cluster, unless every degree is pinned."""
         degrees = [self.pinned.get(name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
         found = 1
         for degree in degrees:
@@ -88,7 +98,9 @@ class Space:
         return found
 
     def meshes(self) -> Iterator[Parallel]:
-        """tp, cp and pp; what is left over is dp_shard for now. Each data-parallel rank has sequences of the batch."""
+        """Yield meshes of tp, cp and pp; the remaining ranks are dp_shard for now. Each data-parallel rank has
+        sequences of the batch.
+        """
         base = self._plain()
         for tp in self.free("tp", self._tensor_degrees()):
             for cp in self.free("cp", self._context_degrees(tp)):
@@ -100,7 +112,7 @@ class Space:
                         yield from self.contexts(mesh)
 
     def _plain(self) -> Parallel:
-        """The run's layout, with everything that is searched for as if it were not there, and what is pinned."""
+        """Return the run's layout with its searched settings at their defaults, and the pinned settings."""
         idle = {field.name: field.default for field in fields(Parallel) if field.name in SEARCHED}
         fixed = {name: value for name, value in self.pinned.items() if name not in SEARCHED and name != "micro_batch"}
         idle |= {"offload": self.pinned.get("offload", "cpu" if self.reach.offload else "none")}
@@ -118,7 +130,7 @@ class Space:
         return [cp for cp in divisors(self.devices // tp) if cp == 1 or cp <= most]
 
     def contexts(self, mesh: Parallel) -> Iterator[Parallel]:
-        """The forms of context parallelism, written out."""
+        """Yield the mesh with each form of context parallelism, written out."""
         train = self.run.train
         if mesh.cp == 1 or "context" in self.pinned:
             settings = {name: self.pinned[name] for name in ("context", "ulysses") if name in self.pinned}
@@ -132,7 +144,7 @@ class Space:
             yield with_context(replace(self.run, parallel=mesh), self.cluster)[0].parallel
 
     def shardings(self, mesh: Parallel) -> Iterator[Parallel]:
-        """dp_shard and dp_replicate, the stage of ZeRO, and the ranks that divide experts."""
+        """Yield the mesh with each dp_shard and dp_replicate, ZeRO stage, and number of ranks that divide experts."""
         moe, ranks = self.run.model.moe, mesh.dp_shard
         for shard in self.free("dp_shard", self._shards(mesh)):
             if ranks % shard or self.pinned.get("dp_replicate", ranks // shard) != ranks // shard:
@@ -167,14 +179,14 @@ class Space:
         return [shard for shard in found if shard in (1, within, mesh.dp_shard) or shard in steps]
 
     def micro_batches(self, parallel: Parallel) -> list[int]:
-        """Sequences, ascending."""
+        """Return the sizes of micro-batches in sequences, ascending."""
         of_rank = self.run.train.global_batch // parallel.data_ranks
         most = max(MICRO_BATCH_TOKENS * parallel.cp // self.run.train.seq_len, 1)
         sizes = [size for size in divisors(of_rank) if size <= most]
         return [size for size in self.free("micro_batch", sizes) if isinstance(size, int) and of_rank % size == 0]
 
     def recomputes(self, parallel: Parallel) -> list[Parallel]:
-        """From the fastest to the one that keeps least."""
+        """Return the layout with each form of recomputation, from the fastest to the one that keeps least."""
         return [replace(parallel, recompute=form) for form in self.free("recompute", RECOMPUTE)]
 
     def schedules(self, parallel: Parallel, micro_batches: int) -> Iterator[Parallel]:
@@ -196,10 +208,42 @@ class Space:
         return name == "gpipe" or (name == "looped_bfs" and micro_batches % parallel.pp == 0)
 
     def _stages(self, name: str, pp: int) -> list[int]:
-        """Stages on each rank; 0 is what the schedule has."""
+        """Return the possible stages per rank; 0 is the schedule's own number."""
         if name not in TWO_STAGES:
             return [0]
         layers = self.run.model.num_layers
         if name in V_SHAPED:
             return [0] if 2 * pp <= layers else []
         return [v for v in range(2, layers // pp + 1) if self.reach.every or layers % (pp * v) == 0 or v in (2, 4, 8)]
+
+
+def with_context(run: RunConfig, cluster: Cluster) -> tuple[RunConfig, dict[str, str]]:
+    """Return `run`, which has no problems, with context "auto" decided by the links of `cluster`; and dotted key ->
+    reason.
+
+    The trainer decides by fixed figures, so that all ranks decide alike; a plan knows its cluster.
+    """
+    parallel = run.parallel
+    if parallel.cp == 1 or parallel.context != "auto":
+        return run, {}
+    links = links_of(cluster, run.train.precision)
+    decided = resolve_context(run.model, run.train, parallel, links)
+    why, _, _ = explain_context(run.model, run.train, parallel, links).partition(":")
+    degree = decided.ulysses if decided.context == "usp" else 0
+    chosen = replace(parallel, context=decided.context, ulysses=degree)
+    return replace(run, parallel=chosen), {"parallel.context": f"{why}: what adds least to a layer on {cluster.name}"}
+
+
+def links_of(cluster: Cluster, precision: str) -> Links:
+    """Return the links of the cluster, with defaults for unknown rates.
+
+    One machine is one node, however many ranks share it; where fast links join several nodes, they count as one node.
+    """
+    flops = cluster.peak_flops.get(precision, 0.0) * cluster.attention_efficiency
+    return Links(
+        ranks_per_node=cluster.domain if cluster.nodes > 1 else sys.maxsize,
+        inside=cluster.link_bandwidth or H100_NODES.inside,
+        across=cluster.network_bandwidth or H100_NODES.across,
+        flops=flops or H100_NODES.flops,
+        memory=cluster.memory_bandwidth or H100_NODES.memory,
+    )

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ingot.planner.run.plan import PlannedRun
 from ingot.planner.search.candidates import Candidate, Evaluator
-from ingot.planner.search.moves import Change, neighbours
+from ingot.planner.search.moves import LayoutChange, neighbors
 from ingot.planner.search.search import Found, search
 from ingot.planner.show.layout import layout_text, settings_text
 from ingot.schema.arch import Arch, Moe
@@ -88,8 +88,8 @@ class DecisionContext:
         return seen or Evaluator(self.run, self.cluster, self.planned.plan.software).candidate(self.run)
 
     @cached_property
-    def _one_change_away(self) -> tuple[Change, ...]:
-        return neighbours(self.own_layout, self.cluster)
+    def _one_change_away(self) -> tuple[LayoutChange, ...]:
+        return neighbors(self.own_layout, self.cluster)
 
     def _distance(self, candidate: Candidate) -> float:
         """Return the step time of a layout, increased for each setting in which it differs from the plan's."""

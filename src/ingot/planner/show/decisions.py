@@ -9,7 +9,7 @@ from ingot.planner.show.alternatives import Decision, DecisionContext, dense_vs_
 from ingot.schema.parallel import Parallel
 from ingot.theory.flops import train_flops_per_token
 from ingot.theory.layout import resolve_parallel
-from ingot.theory.state import state_per_parameter
+from ingot.theory.params import state_per_parameter
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 # Sequences of this length need context parallelism, or a reason for not using it (Llama team 2024, section 3.3.2, uses

@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 from ingot.errors import ConfigError, UsageError
-from ingot.planner.predict.time.bubble import bubble_overhead, bubble_share
 from ingot.planner.predict.time.step_time import simulated
+from ingot.planner.predict.time.timed_step import bubble_overhead, bubble_share
 from ingot.planner.run.hyperparameters import (
     ProposedValue,
     inference_aware,
@@ -15,9 +15,9 @@ from ingot.planner.run.hyperparameters import (
 )
 from ingot.planner.run.plan import PlannedRun
 from ingot.schema.cluster import Cluster
-from ingot.schema.nearest import divisors
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import positions, resolve_parallel
+from ingot.theory.rules.nearest import divisors
 from ingot.theory.schedule import NAMES, PUBLISHED, build_table, schedule_problems, simulate, timeline_text
 from ingot.units import format_bytes, format_count, format_seconds
 

@@ -16,12 +16,12 @@ from ingot.planner.web.settings import KEEPABLE, WORDS, PageSettings, link_pairs
 from ingot.planner.web.settle import data_ranks, settle
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.nearest import divisors
 from ingot.schema.parallel import TWO_STAGES, V_SHAPED
 from ingot.schema.run import RunConfig
 from ingot.schema.software import Software
 from ingot.theory.devices import devices
 from ingot.theory.params import count_active_parameters, count_parameters
+from ingot.theory.rules.nearest import divisors
 from ingot.units import format_bytes, format_count, format_seconds
 
 # The number of values of one control; a slider with more would be hard to set.

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from ingot.errors import ConfigError, IngotError, UsageError
 from ingot.planner.request.amounts import parse_failures, parse_parameters, parse_share, parse_tokens
-from ingot.schema.parallel import Schedule
+from ingot.schema.parallel import PipelineSchedule
 from ingot.schema.software import Recipe
 from ingot.units import parse_count
 
@@ -77,7 +77,7 @@ _PARSERS: dict[str, Callable[[str], int | float]] = {
 }
 WORDS: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
-    "schedule": get_args(Schedule),
+    "schedule": get_args(PipelineSchedule),
     "context": ("auto", "ring", "ulysses", "usp"),
     "offload": ("none", "cpu", "all"),
     "recipe": get_args(Recipe),

@@ -9,8 +9,8 @@ from dataclasses import replace
 from ingot.planner.web.settings import PageSettings
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.expert_rules import legal_ep
 from ingot.schema.parallel import SPLIT_BACKWARD, TWO_STAGES, V_SHAPED, Parallel
+from ingot.theory.rules.expert import legal_ep
 from ingot.theory.schedule import schedule_problems
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from ingot.errors import ResourceError
 from ingot.machine.facts import usable_cores
 from ingot.planner.predict.memory.peak_memory import live_bill
-from ingot.planner.predict.time.exposed import in_turn
+from ingot.planner.predict.time.exposed import cpu_collectives
 from ingot.planner.predict.time.step_time import rank_work
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
@@ -194,8 +194,8 @@ def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) 
 def _features(run: RunConfig) -> list[float]:
     """Return the amounts of a step that take time: FLOPs, bytes, operations, the step itself, bytes sent and hops."""
     work, position = rank_work(run, "cpu"), positions(run)[0]
-    sent = in_turn(position, _UNIT_LINKS).value
-    hops = in_turn(position, replace(_UNIT_LINKS, link_seconds=1.0)).value - sent
+    sent = cpu_collectives(position, _UNIT_LINKS).value
+    hops = cpu_collectives(position, replace(_UNIT_LINKS, link_seconds=1.0)).value - sent
     return [work.matmul_flops, work.attention_flops, work.moved_bytes, work.operations, 1.0, sent, hops]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ingot.planner.predict.time.collectives import SECONDS, Group
+from ingot.planner.predict.time.links import SECONDS, CollectiveGroup
 from ingot.rehearse.calibrate.calibrate import shapes
 from ingot.schema.run import RunConfig
 from ingot.theory.devices import peak_flops
@@ -210,9 +210,9 @@ def measure_links(device: torch.device) -> dict[str, float]:
 
 def features(kind: str, ranks: int, size: float) -> list[float]:
     """Return the bytes over the link and the hops of one operation on `size` bytes, from the planner's formula."""
-    alone = Group(ranks, ranks, link=1.0)
+    alone = CollectiveGroup(ranks, ranks, link=1.0)
     sent = SECONDS[kind](alone, size)
-    hops = SECONDS[kind](Group(ranks, ranks, link=1.0, link_seconds=1.0), size) - sent
+    hops = SECONDS[kind](CollectiveGroup(ranks, ranks, link=1.0, link_seconds=1.0), size) - sent
     return [sent, hops]
 
 

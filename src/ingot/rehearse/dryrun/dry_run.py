@@ -23,11 +23,10 @@ from ingot.planner.predict.memory.peak_memory import position_bill
 from ingot.rehearse.dryrun.mesh_world import Grid, WorldCheck, check_world
 from ingot.rehearse.dryrun.rendezvous import ISEND, SEND, Call
 from ingot.schema.run import RunConfig
-from ingot.theory.axes import spanned
 from ingot.theory.context import BACKWARD_TO_FORWARD, imbalance
 from ingot.theory.flops import mean_keys
 from ingot.theory.layout import Position, positions, require_layout, resolve_parallel
-from ingot.theory.traffic import sent_by_axis, step_traffic
+from ingot.theory.traffic import sent_by_axis, spanned, step_traffic
 from ingot.theory.work import Work, step_work
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, product
 
 from ingot.rehearse.dryrun.rendezvous import Call, Fault, Image, first_fault
-from ingot.theory.axes import coordinates
+from ingot.theory.traffic import coordinates
 
 # On these axes a rank sends to the rank a fixed number of places further, cyclically; on others to fixed coordinates.
 RINGS = ("cp",)

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ingot.config import from_dict
 from ingot.errors import IngotError
 from ingot.rehearse.dryrun.fake import FakeProgram, Known
 from ingot.rehearse.dryrun.rendezvous import Call
@@ -35,6 +34,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.layout import resolve_parallel
+from ingot.theory.rules import run_from_dict
 from ingot.trainer import parts
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.mesh import build_mesh
@@ -314,7 +314,7 @@ def _whole(tokens: int, window: int, masks: int, masked: bool) -> AttendedPairs:
 def main() -> None:
     """Trace the ranks of the request on standard input in `jobs` processes at a time; a rank that fails ends it."""
     request = json.load(sys.stdin)
-    config = from_dict(RunConfig, request["config"])
+    config = run_from_dict(request["config"])
     torch.set_num_threads(1)
     FakeProgram()  # imports modules lazily
     gc.freeze()  # the collector skips imported objects, which it would scan again every few thousand tensors

@@ -12,10 +12,10 @@ from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_by
 from ingot.planner.predict.time.exposed import NAMES
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.schema.cluster import Cluster
-from ingot.schema.parallel import Schedule
+from ingot.schema.parallel import PipelineSchedule
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import layout_problems, resolve_parallel
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
 from ingot.units import format_bytes, format_seconds
 
 LEAST_GAIN = 0.01  # of the planned step: less is below what a plan can tell
@@ -131,7 +131,7 @@ def larger_micro_batches(run: RunConfig) -> Iterator[dict[str, Any]]:
 def shorter_bubbles(run: RunConfig) -> Iterator[dict[str, Any]]:
     """More micro-batches, and every schedule."""
     smaller = [m for m in range(1, run.train.micro_batch + 1) if run.train.micro_batch % m == 0]
-    for schedule in get_args(Schedule):
+    for schedule in get_args(PipelineSchedule):
         other = {} if schedule == run.parallel.schedule else {"parallel.schedule": schedule}
         if other and (run.parallel.stages_per_rank or run.parallel.stage_layers):
             other |= {"parallel.stages_per_rank": 0, "parallel.stage_layers": ()}

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.config import load
 from ingot.data.lineage.purge.history import TokenLayout, find_layout
 from ingot.errors import ConfigError, DataError, UsageError
-from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import Listed, list_checkpoints
 from ingot.trainer.loader.history import earlier_weights
 from ingot.trainer.loader.ledger import read_ledger
@@ -82,7 +81,7 @@ def runs_on(data: Path, named: Sequence[Path] = ()) -> list[Path]:
 
 def _tokens_of(run: Path) -> Path | None:
     try:
-        return (run / load(RunConfig, RunFolder(run).config).data.tokens).resolve()
+        return (run / load_run(RunFolder(run).config).data.tokens).resolve()
     except (ConfigError, OSError):  # a run file of another version, or one that is being written
         return None
 
@@ -135,7 +134,7 @@ class RunTokens:
 
     def __init__(self, run: Path):
         self.folder = RunFolder(run)
-        self.config = load(RunConfig, self.folder.config)
+        self.config = load_run(self.folder.config)
         self.tokens = (run / self.config.data.tokens).resolve()
         self.manifest: TokenManifest = read_token_manifest(self.tokens)
         self.checkpoints: list[Listed] = list_checkpoints(self.folder.checkpoints)

@@ -1,13 +1,20 @@
-"""Pipeline schedules as tables: for every rank, what it does in which order. The planner simulates a table, the trainer
-plays the same one."""
+"""Pipeline schedules as tables: the actions of every rank in order. The planner simulates a table, the trainer plays
+it.
+"""
 
-from ingot.theory.schedule.build import NAMES, build_table, schedule_problems
-from ingot.theory.schedule.check import check_table
+from ingot.theory.schedule.build import NAMES, PUBLISHED, Published, build_table, schedule_problems
 from ingot.theory.schedule.program import pipeline_seconds
-from ingot.theory.schedule.published import PUBLISHED, Published
-from ingot.theory.schedule.simulate import Timeline, simulate
-from ingot.theory.schedule.table import Action, Channel, Kind, Message, Table, channel_order, peak_in_flight
-from ingot.theory.schedule.text import timeline_text
+from ingot.theory.schedule.simulate import Timeline, simulate, timeline_text
+from ingot.theory.schedule.table import (
+    Action,
+    Channel,
+    Kind,
+    Message,
+    ScheduleTable,
+    channel_order,
+    check_table,
+    peak_in_flight,
+)
 
 __all__ = [
     "NAMES",
@@ -17,7 +24,7 @@ __all__ = [
     "Kind",
     "Message",
     "Published",
-    "Table",
+    "ScheduleTable",
     "Timeline",
     "build_table",
     "channel_order",

@@ -1,10 +1,16 @@
-"""The tables of the published schedules, from their descriptions. Sources: published.py."""
+"""The tables of the published schedules, built from their descriptions, and their bubbles as the authors give them.
+
+In a published bubble, the times F, I, W are those of one stage and one micro-batch, B = I + W; P ranks. Where a rank
+holds v stages, a paper's F and B of all its layers are v times the times here.
+"""
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from ingot.errors import ConfigError
-from ingot.theory.schedule.table import Action, Table
+from ingot.theory.schedule.table import Action, ScheduleTable
 from ingot.theory.schedule.v_shaped import dualpipe, dualpipe_v, zb_v
 
 Slot = tuple[int, int]  # stage, micro-batch
@@ -14,23 +20,29 @@ NAMES = (
     "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "zb_h2", "zb_2p",
     "dualpipe",
 )  # fmt: skip
-# Of zb_2p: how many W per rank are left behind. The last ranks give back as many I as the first ones need to go on, and
-# put off W meanwhile: (F+I)/W for each rank above them, which is 2 without attention and nearly 4 with much of it.
+# The number of W that zb_2p delays per rank. The last ranks return as many I as the first ranks need to go on, and
+# delay W meanwhile: (F+I)/W for each rank above them, which is 2 without attention and nearly 4 with much of it.
 _PUT_OFF = 3.5
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_2p")
 _TWO_STAGES = ("zb_v", "dualpipe_v", "dualpipe")
 
 
-def build_table(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0) -> Table:
-    """The table of a schedule on `pp` ranks; one rank alone does F and B in turn, whatever the schedule.
+def build_table(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0) -> ScheduleTable:
+    """Return the table of a schedule on `pp` ranks; a single rank does F and B in turn, whatever the schedule.
 
-    stages_per_rank: 0 means 1 or 2, what the schedule needs. Raises ConfigError where schedule_problems finds any.
+    stages_per_rank: 0 means the number that the schedule needs, 1 or 2. Raises ConfigError with the first of
+      `schedule_problems`.
     """
     for problem in schedule_problems(name, pp, micro_batches, stages_per_rank):
         raise ConfigError(
+            "E-SCHEDULE-ILLEGAL",
             f"no table {name!r} for pp={pp}, micro_batches={micro_batches}, stages_per_rank={stages_per_rank}",
             rule=problem,
             fix="choose other values, or the schedule 1f1b, which takes any number",
+            schedule=name,
+            pp=pp,
+            micro_batches=micro_batches,
+            stages_per_rank=stages_per_rank,
         )
     if pp == 1:
         return _looped(name, 1, 1, micro_batches, lambda rank: 0)
@@ -64,7 +76,7 @@ def build_table(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0
 
 
 def schedule_problems(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0) -> Iterator[str]:
-    """Why there is no such table, with the nearest values that have one."""
+    """Yield each reason why there is no such table, with the nearest values that have one."""
     if name not in NAMES:
         yield f"there is no pipeline schedule {name!r}; use one of {', '.join(NAMES)}"
         return
@@ -108,12 +120,12 @@ def _looped(
     warmup: Callable[[int], int],
     delay: Callable[[int], int] | None = None,
     group: int = 0,
-) -> Table:
-    """Rank r holds stages r, r + P, r + 2P ..
+) -> ScheduleTable:
+    """Return the table in which rank r holds stages r, r + P, r + 2P ...
 
-    A group of micro-batches (P of them if not said) passes all of a rank's stages before the next group starts.
-    warmup: forwards before the first backward, by rank. delay: backwards come in halves, and this many W are left
-    behind.
+    A group of micro-batches passes all of a rank's stages before the next group starts. group: micro-batches of a
+    group; 0: P. warmup: forwards before the first backward, by rank. delay: backwards come in halves, and this many W
+    are delayed, by rank; None: whole backwards.
     """
     rows = []
     for rank in range(pp):
@@ -122,10 +134,11 @@ def _looped(
         backwards = list(_grouped(stages[::-1], micro_batches, group or pp))
         rows.append(tuple(_row(forwards, backwards, warmup(rank), None if delay is None else delay(rank))))
     stages = stages_per_rank * pp
-    return Table(name, stages, micro_batches, tuple(stage % pp for stage in range(stages)), tuple(rows))
+    return ScheduleTable(name, stages, micro_batches, tuple(stage % pp for stage in range(stages)), tuple(rows))
 
 
 def _grouped(stages: range, micro_batches: int, group: int) -> Iterator[Slot]:
+    """Yield the slots of a rank in order: group by group, stage by stage."""
     for first in range(0, micro_batches, group):
         for stage in stages:
             for m in range(first, min(first + group, micro_batches)):
@@ -133,7 +146,7 @@ def _grouped(stages: range, micro_batches: int, group: int) -> Iterator[Slot]:
 
 
 def _row(forwards: list[Slot], backwards: list[Slot], warmup: int, delay: int | None) -> Iterator[Action]:
-    """Warm-up, then one forward and one backward in turn, then the backwards that are left."""
+    """Yield the warm-up, then one forward and one backward in turn, then the remaining backwards."""
     ahead = min(warmup, len(forwards))
     yield from (Action("F", *slot) for slot in forwards[:ahead])
     for done, slot in enumerate(backwards):
@@ -144,3 +157,95 @@ def _row(forwards: list[Slot], backwards: list[Slot], warmup: int, delay: int | 
             yield Action("W", *backwards[done - delay])
     if delay is not None:
         yield from (Action("W", *slot) for slot in backwards[max(len(backwards) - delay, 0) :])
+
+
+@dataclass(frozen=True)
+class Published:
+    """The published bubble of a schedule.
+
+    bubble(ranks, F, I, W, F&B): the time in which a rank idles; F&B: time of a forward and a backward that run
+    together.
+    of: what the bubble is measured in: the whole step, or the longest span of one rank (Timeline.step_time, .span).
+    exact: when the table's bubble equals the formula; elsewhere `otherwise` holds.
+    """
+
+    formula: str
+    source: str
+    bubble: Callable[[int, float, float, float, float], float]
+    of: Literal["step", "span"] = "step"
+    exact: str = "always"
+    otherwise: str = ""
+
+
+_GPIPE = "Huang et al. 2019, arXiv 1811.06965"
+_MEGATRON = "Narayanan et al. 2021, arXiv 2104.04473, section 2.2"
+_ZERO_BUBBLE = "Qi et al. 2023, arXiv 2401.10241"
+_DUALPIPE = "DeepSeek-AI 2024, arXiv 2412.19437, and github.com/deepseek-ai/DualPipe"
+
+
+def _one_forward_one_backward(ranks: int, f: float, i: float, w: float, fb: float) -> float:
+    return (ranks - 1) * (f + i + w)
+
+
+def _dualpipe(pairs: int, i: float, w: float, fb: float) -> float:
+    return (pairs - 1) * (fb + i + w - 3 * w)
+
+
+PUBLISHED: dict[str, Published] = {
+    "gpipe": Published("(P-1)(F+B)", _GPIPE, _one_forward_one_backward),
+    "1f1b": Published("(P-1)(F+B)", _MEGATRON, _one_forward_one_backward),
+    "interleaved": Published("(P-1)(F+B), F and B of one of the v stages", _MEGATRON, _one_forward_one_backward),
+    "looped_bfs": Published(
+        "(P-1)(F+B), F and B of one of the v stages",
+        "Lamy-Poirier 2022, arXiv 2211.05953",
+        _one_forward_one_backward,
+        exact="from P micro-batches on",
+        otherwise="more",
+    ),
+    "zb_h1": Published(
+        "(P-1)(F+I-W)",
+        f"{_ZERO_BUBBLE}, section 2",
+        lambda p, f, i, w, fb: (p - 1) * (f + i - w),
+        of="span",
+        exact="W <= F, from P micro-batches on",
+        otherwise="more",
+    ),
+    "zb_h2": Published(
+        "(P-1)(F+I-2W)",
+        f"{_ZERO_BUBBLE}, section 2",
+        lambda p, f, i, w, fb: (p - 1) * (f + i - 2 * w),
+        of="span",
+        exact="W <= F and 2W <= F+I, from 2P-1 micro-batches on",
+        otherwise="more; never below 0",
+    ),
+    "zb_2p": Published(
+        "0",
+        f"{_ZERO_BUBBLE}, section 3 (found by search there, and nearly so by the delays of this table)",
+        lambda p, f, i, w, fb: 0.0,
+        of="span",
+        exact="(F+I)/W <= 3.5, from 3P micro-batches on",
+        otherwise="more",
+    ),
+    "zb_v": Published(
+        "0",
+        _ZERO_BUBBLE,
+        lambda p, f, i, w, fb: 0.0,
+        of="span",
+        exact="F = I = W, from 2P-1 micro-batches on",
+        otherwise="more",
+    ),
+    "dualpipe": Published(
+        "(P/2-1)(F&B+B-3W)",
+        _DUALPIPE,
+        lambda p, f, i, w, fb: _dualpipe(p // 2, i, w, fb),
+        exact="F = I = W and F&B = F+B",
+        otherwise="with F = I = W and a shorter F&B, at most this",
+    ),
+    "dualpipe_v": Published(
+        "(P-1)(F&B+B-3W)",
+        f"{_DUALPIPE}, where P counts stages, 2 per rank; Qi et al. 2025, huggingface.co/blog/ufotalent/cut-in-half",
+        lambda p, f, i, w, fb: _dualpipe(p, i, w, fb),
+        exact="F = I = W and F&B = F+B",
+        otherwise="with F = I = W and a shorter F&B, at most this",
+    ),
+}

@@ -1,7 +1,7 @@
-"""How long a schedule takes, without its timeline: a table turned once into a list that is played with any times.
+"""The time of a schedule without its timeline: a table, turned once into a list, is played with any times.
 
-A planner asks for thousands of pipelines that differ in their times alone. And in a long step most micro-batches pass
-like those before them, so a short step and a longer one tell what each further micro-batch takes.
+A planner asks for thousands of pipelines that differ only in their times. In a long step most micro-batches pass like
+the micro-batches before them, so a short step and a longer one give the time of each further micro-batch.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ingot.theory.schedule.build import build_table
-from ingot.theory.schedule.table import Table
+from ingot.theory.schedule.table import ScheduleTable
 
 Times = tuple[Sequence[float], Sequence[float], Sequence[float]]  # F, I and W of every stage
 
 _KINDS = "FBIW"
-# Their ranks check the norm of the gradient after the update, and start the next step at different times (Qi et al.
-# 2023, section 4).
+# Schedules whose ranks check the norm of the gradient after the update, and start the next step at different times (Qi
+# et al. 2023, section 4).
 _APART = ("zb_h2", "zb_2p")
 # Groups of micro-batches (pairs in dualpipe) that are played, in units of ranks, before the rest is extended.
 _PLAYED = 4
@@ -23,9 +23,12 @@ _PLAYED = 4
 
 @dataclass(frozen=True)
 class Program:
-    """waits: ranks wait for each other at the end of a step. rows: of every action, in an order in which all can be
-    played, its rank, which time it takes (kind x stages + stage), the position of the action that it needs and -1
-    without one, and whether that is on another rank."""
+    """A compiled table.
+
+    waits: ranks wait for each other at the end of a step.
+    rows: one entry per action, in an order in which all can be played: its rank, the index of its time (kind x stages +
+      stage), the position of the action that it needs (-1: none), and whether that action is on another rank.
+    """
 
     ranks: int
     stages: int
@@ -33,7 +36,9 @@ class Program:
     waits: bool = True
 
     def play(self, times: Times, send: float = 0.0) -> float:
-        """step_time of theory/schedule/simulate.py, or span where ranks do not wait for each other at the end."""
+        """Return step_time of theory/schedule/simulate.py, or span where ranks do not wait for each other at the
+        end.
+        """
         forward, inputs, weights = times
         both = [i + w for i, w in zip(inputs, weights, strict=True)]
         seconds = [*forward, *both, *inputs, *weights]
@@ -54,13 +59,13 @@ class Program:
         return max(end - begin for end, begin in zip(free, self._begins(ends, seconds), strict=True))
 
     def _begins(self, ends: list[float], seconds: list[float]) -> list[float]:
-        """When each rank starts."""
+        """Return the start time of each rank."""
         first = {rank: i for i, (rank, *_) in reversed(list(enumerate(self.rows)))}
         return [ends[first[rank]] - seconds[self.rows[first[rank]][1]] for rank in range(self.ranks)]
 
 
-def compile_table(table: Table) -> Program:
-    """`table` can be played (theory/schedule/check.py)."""
+def compile_table(table: ScheduleTable) -> Program:
+    """Return the program of a table that can be played (`check_table`)."""
     stages, owner = table.stages, table.rank_of_stage
     sources = {"F": [table.before(s) for s in range(stages)], "B": [table.after(s) for s in range(stages)]}
     sources["I"] = sources["B"]
@@ -101,10 +106,10 @@ def program(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0) ->
 def pipeline_seconds(
     name: str, pp: int, micro_batches: int, stages_per_rank: int, times: Times, send: float = 0.0
 ) -> float:
-    """What simulate() gives as step_time, of zb_h2 and zb_2p as span.
+    """Return the step_time of `simulate`, or the span for zb_h2 and zb_2p.
 
-    Beyond some rounds of `pp` micro-batches each further one takes what those of the last round took: exact for equal
-    stages, within 2% for others (a test compares).
+    After some rounds of `pp` micro-batches, each further micro-batch is assumed to take the time of the last round:
+    exact for equal stages, within 2% for others (a test compares).
     """
     period = pp if name != "dualpipe" or pp % 2 == 0 else 2 * pp
     long = (_PLAYED if name != "zb_2p" else 2 * _PLAYED) * period

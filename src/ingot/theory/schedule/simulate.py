@@ -1,36 +1,40 @@
-"""When a table's actions start and end, given how long each takes."""
+"""Start and end of a table's actions, given the time of each, and the timeline as lines of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ingot.errors import ConfigError
-from ingot.theory.schedule.check import check_table
-from ingot.theory.schedule.table import Action, Table, peak_in_flight, sent_by
+from ingot.theory.schedule.table import Action, ScheduleTable, check_table, peak_in_flight, sent_by
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """starts[r][i], ends[r][i]: of action i in row r, in the unit of the given times, from the start of the step."""
+    """The simulated times of a table. starts[r][i], ends[r][i]: of action i in row r, in the unit of the given times,
+    from the start of the step.
+    """
 
-    table: Table
+    table: ScheduleTable
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     busy: tuple[float, ...] = field(repr=False)
 
     @property
     def step_time(self) -> float:
-        """Until the last rank is done: all wait for each other before the optimizer step (norm of the gradient)."""
+        """The time until the last rank is done: all ranks wait for each other before the optimizer step (norm of the
+        gradient).
+        """
         return max(ends[-1] for ends in self.ends)
 
     @property
     def span(self) -> float:
-        """The longest time between a rank's first start and last end: what a step costs if ranks need not wait for
-        each other after it. Zero-bubble schedules are published in this sense (Qi et al. 2023)."""
+        """The longest time between a rank's first start and last end: the cost of a step if ranks need not wait for
+        each other after it. Zero-bubble schedules are published in this sense (Qi et al. 2023).
+        """
         return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the ranks' time in step_time in which they do nothing."""
+        """The share of the ranks' time in step_time in which the ranks are idle."""
         return 1 - sum(self.busy) / (len(self.busy) * self.step_time)
 
     @property
@@ -39,7 +43,7 @@ class Timeline:
 
 
 def simulate(
-    table: Table,
+    table: ScheduleTable,
     *,
     forward: float | Sequence[float],
     backward_input: float | Sequence[float],
@@ -48,19 +52,20 @@ def simulate(
     overlap_sends: bool = True,
     overlapped: float | None = None,
 ) -> Timeline:
-    """Plays the table: every action starts when its rank is free and what it needs has arrived.
+    """Play the table: every action starts when its rank is free and its input has arrived.
 
-    forward, backward_input, backward_weight: time of one micro-batch on one stage, or a time for each stage; B takes
-    the sum of the last two. send: from the end of an action until its result is on another rank; with overlap_sends
-    the sender goes on meanwhile. Messages do not share the bandwidth of a link.
-    overlapped: time of a forward and a backward that the table runs together (DualPipe's F&B; two stages at a time, so
-    given for all); None: one after the other.
-    Raises ConfigError where the table cannot be played. About 3 microseconds per action.
+    forward, backward_input, backward_weight: the time of one micro-batch on one stage, or one time per stage; B takes
+      the sum of the last two.
+    send: from the end of an action until its result is on another rank; with overlap_sends the sender goes on
+      meanwhile. Messages do not share the bandwidth of a link.
+    overlapped: the time of a forward and a backward that the table runs together (DualPipe's F&B, the same for all
+      pairs); None: one after the other.
+    Raises ConfigError where the table cannot be played. One action takes about 3 microseconds.
     """
     f, i, w = (_per_stage(table, time) for time in (forward, backward_input, backward_weight))
     times = {"F": f, "B": [a + b for a, b in zip(i, w, strict=True)], "I": i, "W": w}
     together = tuple(frozenset(row) for row in table.overlaps) if overlapped is not None else ()
-    clock = _Clock(table, send)
+    clock = _Playback(table, send)
     starts: list[list[float]] = [[] for _ in table.rows]
     ends: list[list[float]] = [[] for _ in table.rows]
     busy = [0.0] * table.ranks
@@ -87,17 +92,19 @@ def simulate(
     if any(len(done) < len(row) for done, row in zip(ends, table.rows, strict=True)):
         check_table(table)
         raise ConfigError(
+            "E-SCHEDULE-OVERLAP",
             f"the pipeline schedule {table.name!r} cannot be played with its overlaps",
             rule="a forward and a backward that run together must not need each other's results",
             fix="simulate it without a time for overlapped pairs",
+            schedule=table.name,
         )
     return Timeline(table, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(busy))
 
 
-class _Clock:
-    """What has been computed when, and which rank waits for what."""
+class _Playback:
+    """The state of a simulation: the time at which each result is ready, and which rank waits for which result."""
 
-    def __init__(self, table: Table, send: float):
+    def __init__(self, table: ScheduleTable, send: float):
         self.free = [0.0] * table.ranks
         ranks, stages = table.rank_of_stage, range(table.stages)
         self._source = {True: [table.before(s) for s in stages], False: [table.after(s) for s in stages]}
@@ -110,7 +117,9 @@ class _Clock:
         self._table = table
 
     def ready(self, rank: int, actions: tuple[Action, ...], free: float) -> float | None:
-        """When all these can start; None if something has not been computed yet (the rank then waits for it)."""
+        """Return the time when all actions can start, or None (and note the waiting rank) if an input has not been
+        computed yet.
+        """
         for action in actions:
             if action.kind == "W":
                 continue
@@ -127,7 +136,7 @@ class _Clock:
         return free
 
     def finish(self, action: Action, end: float) -> tuple[int, ...]:
-        """Notes the end; returns the rank that waited for it, if any."""
+        """Record the end of an action, and return the rank that waited for it, if any."""
         if action.kind == "W":
             return ()
         key = (action.kind == "F", action.stage, action.micro_batch)
@@ -139,9 +148,74 @@ class _Clock:
         return sent_by(self._table, action) is not None
 
 
-def _per_stage(table: Table, time: float | Sequence[float]) -> list[float]:
+def _per_stage(table: ScheduleTable, time: float | Sequence[float]) -> list[float]:
     if isinstance(time, int | float):
         return [float(time)] * table.stages
     if len(time) != table.stages:
-        raise ConfigError(f"{len(time)} times for {table.stages} stages", rule="one time, or one for each stage")
+        raise ConfigError(
+            "E-SCHEDULE-TIMES",
+            f"{len(time)} times for {table.stages} stages",
+            rule="one time, or one for each stage",
+            fix=f"give one number, or {table.stages}",
+            times=len(time),
+            stages=table.stages,
+        )
     return [float(t) for t in time]
+
+
+_IDLE, _BUSY = ".", "-"
+
+
+def timeline_text(timeline: Timeline | ScheduleTable, width: int = 120) -> str:
+    """Return one line of at most `width` columns per rank.
+
+    F0, B0, I0, W0 mark the column where an action starts; dashes show how long it lasts, dots that the rank is idle;
+    F4&b1 run together. Every second stage of a rank is in lower case. Numbers that do not fit are left out. A table is
+    drawn with F = I = W.
+    """
+    if isinstance(timeline, ScheduleTable):
+        timeline = simulate(timeline, forward=1.0, backward_input=1.0, backward_weight=1.0)
+    names = [f"rank {rank}" for rank in range(timeline.table.ranks)]
+    margin = max(map(len, names)) + 1
+    scale = _columns_per_time(timeline, max(width - margin, 1))
+    lines = [_line(timeline, rank, scale) for rank in range(timeline.table.ranks)]
+    return "\n".join(f"{name:<{margin}}{line}" for name, line in zip(names, lines, strict=True))
+
+
+def _columns_per_time(timeline: Timeline, columns: int) -> float:
+    """Return the largest scale that fits; a whole number of columns for the shortest action where there is room, so
+    that equal actions look equal.
+    """
+    scale = columns / timeline.step_time
+    times = [
+        end - start
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    shortest = min(time for time in times if time > 0)
+    # Sums of times are off by rounding: 2.9999999 columns are 3.
+    return int(scale * shortest + 1e-6) / shortest if scale * shortest >= 2 else scale
+
+
+def _line(timeline: Timeline, rank: int, scale: float) -> str:
+    local = {stage: index for index, stage in enumerate(timeline.table.stages_of(rank))}
+    cells = [_IDLE] * max(round(timeline.step_time * scale), 1)
+    pair = ""
+    for action, start, end, after in zip(
+        timeline.table.rows[rank],
+        timeline.starts[rank],
+        timeline.ends[rank],
+        (*timeline.starts[rank][1:], None),
+        strict=True,
+    ):
+        kind = action.kind.lower() if local[action.stage] % 2 else action.kind
+        label = f"{pair}{kind}{action.micro_batch}"
+        if start == after and end > start:  # the next one runs at the same time
+            pair = f"{label}&"
+            continue
+        first = min(round(start * scale), len(cells) - 1)
+        size = max(round(end * scale) - first, 1)
+        short = pair[:1] or kind
+        cells[first : first + size] = (label if len(label) <= size else short).ljust(size, _BUSY)
+        pair = ""
+    return "".join(cells)

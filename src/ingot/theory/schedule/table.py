@@ -1,7 +1,11 @@
-"""What a schedule is: rows of actions, and the messages that they imply."""
+"""A schedule as a table: rows of actions, the messages that they imply, and the check that the ranks can play it."""
 
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from ingot.errors import ConfigError
 
 # F forward; B backward, whole; I backward for the inputs only; W the weights' gradients that I left.
 Kind = Literal["F", "B", "I", "W"]
@@ -9,6 +13,8 @@ Kind = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
+    """One action of a rank: kind F, B, I or W of one micro-batch on one stage."""
+
     kind: Kind
     stage: int
     micro_batch: int
@@ -18,12 +24,13 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Table:
-    """rows[r]: the actions of pipeline rank r, in order. rank_of_stage[s]: the rank that holds stage s.
+class ScheduleTable:
+    """The rows of a schedule.
 
-    copies: of the model, each a chain of stages / copies stages with its own equal part of the micro-batches, in
-    order; 2 for the bidirectional DualPipe only, whose second copy runs from the last rank to the first.
-    overlaps[r]: positions in rows[r] of forwards that are meant to run at the same time as the action after them.
+    rows[r]: the actions of pipeline rank r, in order. rank_of_stage[s]: the rank that holds stage s.
+    copies: copies of the model, each a chain of stages / copies stages with its own equal part of the micro-batches, in
+      order; 2 only for the bidirectional DualPipe, whose second copy runs from the last rank to the first.
+    overlaps[r]: positions in rows[r] of forwards that are meant to run at the same time as the next action.
     """
 
     name: str
@@ -42,21 +49,23 @@ class Table:
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def before(self, stage: int) -> int | None:
-        """The stage whose output this one reads; None for the first."""
+        """Return the stage whose output this stage reads; None for the first."""
         return stage - 1 if stage % (self.stages // self.copies) else None
 
     def after(self, stage: int) -> int | None:
-        """The stage that reads the output of this one; None for the last."""
+        """Return the stage that reads the output of this stage; None for the last."""
         return stage + 1 if (stage + 1) % (self.stages // self.copies) else None
 
     def source_of(self, action: Action) -> int | None:
-        """The stage whose F (for F) or B or I (for B and I) of the same micro-batch has to come first."""
+        """Return the stage whose F (for F) or B or I (for B and I) of the same micro-batch has to come first, or
+        None.
+        """
         if action.kind == "W":
             return None
         return self.before(action.stage) if action.kind == "F" else self.after(action.stage)
 
     def micro_batches_of(self, stage: int) -> range:
-        """The micro-batches that pass this stage."""
+        """Return the micro-batches that pass this stage."""
         share = self.micro_batches // self.copies
         first = stage // (self.stages // self.copies) * share
         return range(first, first + share)
@@ -71,27 +80,27 @@ class Channel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """stage: the receiving rank's, which needs the message: the input of its F, or its output's gradient for B or I."""
+    """A message that the receiving rank's `stage` needs: the input of its F, or its output's gradient for B or I."""
 
     stage: int
     micro_batch: int
 
 
-def sent_by(table: Table, action: Action) -> tuple[Channel, Message] | None:
-    """The message that another rank needs and that this action produces."""
+def sent_by(table: ScheduleTable, action: Action) -> tuple[Channel, Message] | None:
+    """Return the message that this action produces for another rank, or None."""
     if action.kind == "W":
         return None
     reader = table.after(action.stage) if action.kind == "F" else table.before(action.stage)
     return None if reader is None else _message(table, action, action.stage, reader)
 
 
-def needed_by(table: Table, action: Action) -> tuple[Channel, Message] | None:
-    """The message from another rank without which this action cannot start."""
+def needed_by(table: ScheduleTable, action: Action) -> tuple[Channel, Message] | None:
+    """Return the message from another rank without which this action cannot start, or None."""
     source = table.source_of(action)
     return None if source is None else _message(table, action, source, action.stage)
 
 
-def _message(table: Table, action: Action, source: int, reader: int) -> tuple[Channel, Message] | None:
+def _message(table: ScheduleTable, action: Action, source: int, reader: int) -> tuple[Channel, Message] | None:
     sender, receiver = table.rank_of_stage[source], table.rank_of_stage[reader]
     if sender == receiver:
         return None
@@ -99,11 +108,11 @@ def _message(table: Table, action: Action, source: int, reader: int) -> tuple[Ch
     return Channel(kind, sender, receiver), Message(reader, action.micro_batch)
 
 
-def channel_order(table: Table) -> dict[Channel, tuple[Message, ...]]:
-    """For every channel its messages in the order in which the sender sends them.
+def channel_order(table: ScheduleTable) -> dict[Channel, tuple[Message, ...]]:
+    """Return for every channel its messages in the order in which the sender sends them.
 
-    Sends carry no tags, so the receiver has to post its receives in this order: before an action, all up to the one
-    that it needs. Sends must not block the sender's later actions. Stages of one rank exchange no messages.
+    Sends carry no tags, so the receiver has to post its receives in this order: before an action, all receives up to
+    the message that it needs. Sends must not block the sender's later actions. Stages of one rank exchange no messages.
     """
     orders: dict[Channel, list[Message]] = {}
     for row in table.rows:
@@ -113,11 +122,12 @@ def channel_order(table: Table) -> dict[Channel, tuple[Message, ...]]:
     return {channel: tuple(messages) for channel, messages in orders.items()}
 
 
-def peak_in_flight(table: Table) -> tuple[int, ...]:
-    """Per rank, the most (stage, micro-batch) pairs whose activations are alive at once: from F to the end of B or W.
+def peak_in_flight(table: ScheduleTable) -> tuple[int, ...]:
+    """Return per rank the most (stage, micro-batch) pairs whose activations are alive at once: from F to the end of B
+    or W.
 
-    One unit is one stage's activations of one micro-batch: with two stages per rank, half of the rank's layers. After
-    I a part of them could be freed already; they are counted in full until W.
+    One unit is one stage's activations of one micro-batch: with two stages per rank, half of the rank's layers. After I
+    a part of them could be freed; they are counted in full until W.
     """
     peaks = []
     for row in table.rows:
@@ -130,3 +140,79 @@ def peak_in_flight(table: Table) -> tuple[int, ...]:
                 alive -= 1
         peaks.append(peak)
     return tuple(peaks)
+
+
+def check_table(table: ScheduleTable) -> None:
+    """Raise ConfigError unless the table is a schedule.
+
+    Every stage must do F, then B or I and W, once for each of its micro-batches, on the rank that holds it, and the
+    rows must be playable with blocking receives on FIFO channels.
+    """
+    problems = list(_row_problems(table)) or list(_play_problems(table))
+    if problems:
+        shown = "\n".join(problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else []))
+        raise ConfigError(
+            "E-SCHEDULE-UNPLAYABLE",
+            f"the pipeline schedule {table.name!r} ({table.ranks} ranks, {table.stages} stages, "
+            f"{table.micro_batches} micro-batches) cannot be played:\n{shown}",
+            rule="every stage does F, then B (or I, then W) once for each micro-batch, after its neighbours",
+            fix="take a table of ingot.theory.schedule.build_table",
+            schedule=table.name,
+            problems=problems,
+        )
+
+
+def _row_problems(table: ScheduleTable) -> Iterator[str]:
+    """Yield the problems of single rows."""
+    for rank, row in enumerate(table.rows):
+        counts = Counter((action.kind, action.stage, action.micro_batch) for action in row)
+        expected = {(stage, m) for stage in table.stages_of(rank) for m in table.micro_batches_of(stage)}
+        for kind, stage, m in counts:
+            if (stage, m) not in expected:
+                yield f"rank {rank}: {kind} of micro-batch {m} on stage {stage} has no place there"
+        for stage, m in sorted(expected):
+            done = "".join(kind * counts[kind, stage, m] for kind in "FBIW")
+            if done not in ("FB", "FIW"):
+                yield f"rank {rank}: micro-batch {m} on stage {stage} is given {done or 'nothing'} instead of FB or FIW"
+        yield from _order_problems(table, rank)
+
+
+def _order_problems(table: ScheduleTable, rank: int) -> Iterator[str]:
+    """Yield the actions that come before their input from the same rank."""
+    done: set[tuple[str, int, int]] = set()
+    for action in table.rows[rank]:
+        way, stage, m = action.kind.replace("I", "B"), action.stage, action.micro_batch
+        source = table.source_of(action)
+        needs = [("B", stage, m)] if way == "W" else [("F", stage, m)] if way == "B" else []
+        if source is not None and table.rank_of_stage[source] == rank:
+            needs.append((way, source, m))
+        if not done.issuperset(needs):
+            yield f"rank {rank}: {action} comes before what it needs"
+        done.add((way, stage, m))
+
+
+def _play_problems(table: ScheduleTable) -> Iterator[str]:
+    """Yield the ranks that would wait for ever, after playing the rows with first-in, first-out channels."""
+    waiting = {channel: deque[Message]() for channel in channel_order(table)}
+    held: set[tuple[Channel, Message]] = set()
+    left = [deque(row) for row in table.rows]
+
+    def ready(action: Action) -> bool:
+        need = needed_by(table, action)
+        if need is None:
+            return True
+        while need not in held and waiting[need[0]]:
+            held.add((need[0], waiting[need[0]].popleft()))
+        return need in held
+
+    moved = True
+    while moved:
+        moved = False
+        for row in left:
+            while row and ready(row[0]):
+                if sent := sent_by(table, row.popleft()):
+                    waiting[sent[0]].append(sent[1])
+                moved = True
+    for rank, row in enumerate(left):
+        if row:
+            yield f"rank {rank} waits for ever before {row[0]}"

@@ -1,12 +1,12 @@
-"""Schedules in which a rank serves both ends of the model: ZB-V, DualPipeV and DualPipe."""
+"""Schedules in which a rank holds stages of both ends of the model: ZB-V, DualPipeV and DualPipe."""
 
 from collections import Counter, deque
 
-from ingot.theory.schedule.table import Action, Kind, Table
+from ingot.theory.schedule.table import Action, Kind, ScheduleTable
 
 
 class _Row:
-    """Writes one rank's row; each call takes the next micro-batch of a stage, from its first one on."""
+    """A writer of one rank's row; each call takes the next micro-batch of a stage."""
 
     def __init__(self, first_micro_batch: dict[int, int]):
         self.actions: list[Action] = []
@@ -26,11 +26,11 @@ class _Row:
         self._weights.append(Action("W", stage, self.actions[-1].micro_batch))
 
     def backward_weight(self) -> None:
-        """Of the oldest I that has none yet."""
+        """Add W of the oldest I that has no W yet."""
         self.actions.append(self._weights.popleft())
 
     def forward_and_backward(self, forward: int, backward: int) -> None:
-        """Two stages at the same time."""
+        """Add a forward and a backward, of two stages, that run at the same time."""
         self.overlaps.append(len(self.actions))
         self.forward(forward)
         self.backward(backward)
@@ -40,18 +40,23 @@ class _Row:
         self._count[way, stage] += 1
 
 
-def zb_v(pp: int, micro_batches: int) -> Table:
-    """Rank r holds stages r and 2P-1-r. With fewer than 2P-1 micro-batches, the table of 2P-1 without the others."""
+def zb_v(pp: int, micro_batches: int) -> ScheduleTable:
+    """Return ZB-V: rank r holds stages r and 2P-1-r. Fewer than 2P-1 micro-batches take the table of 2P-1, without the
+    rest.
+    """
     rows = []
     for rank in range(pp):
         row = _zb_v_row(pp, rank, max(micro_batches, 2 * pp - 1))
         rows.append(tuple(action for action in row if action.micro_batch < micro_batches))
-    return Table("zb_v", 2 * pp, micro_batches, _v_ranks(pp), tuple(rows))
+    return ScheduleTable("zb_v", 2 * pp, micro_batches, _v_ranks(pp), tuple(rows))
 
 
 def _zb_v_row(pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """The rank fills the time until the first gradient returns with forwards, as many as 1F1B's first rank holds, then
-    repeats F I W on both stages; in the end it leaves out the W that the last I of other ranks would wait for."""
+    """Return the row of one rank.
+
+    Until the first gradient returns, the rank runs forwards, as many as 1F1B's first rank holds. Then it repeats F I W
+    on both stages. At the end it leaves out each W that the last I of other ranks would wait for.
+    """
     lower, upper = rank, 2 * pp - 1 - rank
     row = _Row({lower: 0, upper: 0})
     forwards = 2 * (pp - rank) - 1 + rank  # of the lower stage
@@ -84,18 +89,21 @@ def _zb_v_row(pp: int, rank: int, micro_batches: int) -> list[Action]:
     return row.actions
 
 
-def dualpipe_v(pp: int, micro_batches: int) -> Table:
-    """Rank r holds stages r and 2P-1-r: DualPipe cut in half (Qi et al. 2025)."""
+def dualpipe_v(pp: int, micro_batches: int) -> ScheduleTable:
+    """Return DualPipeV: rank r holds stages r and 2P-1-r; it is DualPipe cut in half (Qi et al. 2025)."""
     rows = [_dualpipe_row(pp, rank, micro_batches, rank, 2 * pp - 1 - rank) for rank in range(pp)]
-    return Table(
+    return ScheduleTable(
         "dualpipe_v", 2 * pp, micro_batches, _v_ranks(pp),
         tuple(tuple(row.actions) for row in rows), overlaps=tuple(tuple(row.overlaps) for row in rows),
     )  # fmt: skip
 
 
-def dualpipe(pp: int, micro_batches: int) -> Table:
-    """Two copies of the model: stages 0..P-1 go down the ranks, stages P..2P-1 come up, from rank P-1 to rank 0. Half
-    of the micro-batches take each way. Both halves of the ranks play the same rows, seen from their own end."""
+def dualpipe(pp: int, micro_batches: int) -> ScheduleTable:
+    """Return DualPipe: two copies of the model, each with half of the micro-batches.
+
+    Stages 0..P-1 go down the ranks, stages P..2P-1 come up, from rank P-1 to rank 0. Both halves of the ranks play the
+    same rows, seen from their own end.
+    """
     half, share = pp // 2, micro_batches // 2
     rows = []
     for rank in range(pp):
@@ -103,7 +111,7 @@ def dualpipe(pp: int, micro_batches: int) -> Table:
         near, far = (down, up) if rank < half else (up, down)
         first = {down: 0, up: share}
         rows.append(_dualpipe_row(half, min(rank, pp - 1 - rank), share, near, far, first))
-    return Table(
+    return ScheduleTable(
         "dualpipe", 2 * pp, micro_batches, _v_ranks(pp), tuple(tuple(row.actions) for row in rows),
         copies=2, overlaps=tuple(tuple(row.overlaps) for row in rows),
     )  # fmt: skip
@@ -112,9 +120,10 @@ def dualpipe(pp: int, micro_batches: int) -> Table:
 def _dualpipe_row(
     ranks: int, rank: int, micro_batches: int, near: int, far: int, first: dict[int, int] | None = None
 ) -> _Row:
-    """The eight phases of DeepSeek-V3's figure 5, one loop each, for ranks counted from one end to the middle.
+    """Return the row of one rank, in the eight phases of DeepSeek-V3's figure 5, one loop each; ranks count from one
+    end to the middle.
 
-    near: the stage closer to the input of its micro-batches; far: the one closer to the loss of its own.
+    near: the stage closer to the input of its micro-batches; far: the stage closer to the loss of its micro-batches.
     """
     row = _Row(first or {near: 0, far: 0})
     for _ in range(2 * (ranks - rank - 1)):
@@ -128,7 +137,7 @@ def _dualpipe_row(
         row.forward(far)
     for index in range(micro_batches - 2 * ranks + rank + 1):
         if index == 0 and rank == ranks - 1:
-            # The first gradient of all: in turn, since others wait for it.
+            # The very first gradient: not overlapped, because other ranks wait for it.
             row.forward(near)
             row.backward(far)
         else:
@@ -137,7 +146,7 @@ def _dualpipe_row(
     for _ in range(ranks - rank - 1):
         row.backward(far)
         row.forward_and_backward(far, near)
-    # From the middle of this phase on, the weights' gradients are left for the end.
+    # From the middle of this phase on, the weights' gradients are delayed until the end.
     for index in range(2 * (rank + 1)):
         stage = near if index % 2 else far
         if index < rank + 1:

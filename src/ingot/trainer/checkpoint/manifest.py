@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ingot.config import from_dict, to_dict
 from ingot.errors import CheckpointError, ConfigError, IngotError, require
-from ingot.schema.checkpoint import CheckpointManifest, Cut, FileEntry, file_of, unpack_crc32
+from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, file_of, unpack_crc32
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.blocks import tiling_problem
 from ingot.trainer.checkpoint.version1 import upgraded
@@ -168,7 +168,7 @@ def _check_tensors(folder: Path, manifest: CheckpointManifest) -> None:
             raise _damaged(folder, f"tensor {name} has not one checksum per block")
 
 
-def _cut_problem(manifest: CheckpointManifest, cut: Cut, shape: tuple[int, ...]) -> str:
+def _cut_problem(manifest: CheckpointManifest, cut: BlockLayout, shape: tuple[int, ...]) -> str:
     blocks = list(zip(cut.offsets, cut.sizes, strict=True))
     if not all(_inside(*block, shape) for block in blocks) or not {*map(file_of, cut.ranks)} <= manifest.files.keys():
         return "{name} has a block outside the tensor or its files"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import Cut, FileEntry, TensorEntry, pack_crc32
+from ingot.schema.checkpoint import BlockLayout, FileEntry, TensorEntry, pack_crc32
 from ingot.trainer.checkpoint.blocks import tiling_problem
 
 Numbers = tuple[int, ...]
@@ -51,7 +51,7 @@ class Part:
         return Part(file, zlib.compress(json.dumps(kinds).encode(), 1), places)
 
 
-def assemble(parts: Sequence[Part]) -> tuple[tuple[Cut, ...], dict[str, TensorEntry]]:
+def assemble(parts: Sequence[Part]) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:
     """The cuts and tensors of all ranks' parts. Raises CheckpointError unless each element was written exactly once."""
     names = cache(lambda packed: tuple(json.loads(zlib.decompress(packed))))
     kinds = _same_kinds(parts)
@@ -85,7 +85,7 @@ def _same_kinds(parts: Sequence[Part]) -> dict[str, Kind]:
 
 def _tensors(
     kinds: dict[str, Kind], rows: dict[str, list[Row]], checksums: dict[str, array]
-) -> tuple[tuple[Cut, ...], dict[str, TensorEntry]]:
+) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:
     orders: dict[tuple[Row, ...], list[int]] = {}  # as gathered, by rank -> how to sort by place
     numbers: dict[tuple[Row, ...], int] = {}  # as gathered -> which cut
     tiled: dict[tuple[int, Numbers], str] = {}
@@ -98,7 +98,7 @@ def _tensors(
                 zip(*(gathered[i] for i in orders[gathered]), strict=True) if gathered else ((),) * 3
             )
             numbers[gathered] = len(cuts)
-            cuts.append(Cut(ranks=ranks, offsets=offsets, sizes=sizes))
+            cuts.append(BlockLayout(ranks=ranks, offsets=offsets, sizes=sizes))
         number = numbers[gathered]
         if (number, shape) not in tiled:
             tiled[number, shape] = tiling_problem(shape, [(offsets, sizes) for offsets, sizes, _ in gathered])

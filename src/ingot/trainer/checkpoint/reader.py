@@ -8,7 +8,7 @@ import safetensors
 import torch
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import CheckpointManifest, Chunk
+from ingot.schema.checkpoint import CheckpointManifest, StoredBlock
 from ingot.trainer.checkpoint.blocks import overlap, slices
 from ingot.trainer.checkpoint.state import Block
 
@@ -18,7 +18,7 @@ def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[Block
 
     The tensors keep their device and dtype. One file is open at a time. Raises CheckpointError.
     """
-    wanted: dict[str, list[tuple[Block, Chunk]]] = defaultdict(list)
+    wanted: dict[str, list[tuple[Block, StoredBlock]]] = defaultdict(list)
     meeting: dict[tuple, list[int]] = {}  # weights, moments and layers are cut alike: each cut is searched once
     for block in blocks:
         entry = manifest.tensors[block.name]
@@ -39,7 +39,7 @@ def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[Block
 
 
 @torch.no_grad()
-def _copy(file, chunk: Chunk, block: Block) -> None:
+def _copy(file, chunk: StoredBlock, block: Block) -> None:
     shared = overlap((block.offsets, block.sizes), (chunk.offsets, chunk.sizes))
     if shared is None:
         return

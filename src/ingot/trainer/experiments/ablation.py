@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, variance
 
-from ingot.config import load, to_dict, to_toml
+from ingot.config import to_dict, to_toml
 from ingot.errors import ConfigError, RunFailed
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import exclusive, write_atomic, write_json
+from ingot.theory.rules import load_run
 from ingot.trainer.main import run_rank
 from ingot.trainer.mesh.start import stop
 
@@ -158,7 +159,7 @@ def _prepared(config: RunConfig, folder: Path, name: str, weights: Weights, seed
     run = RunFolder(folder / name / f"seed-{seed}")
     data = replace(config.data, weights=dict(weights))
     wanted = replace(config, name=f"{name}-seed-{seed}", seed=seed, data=data)
-    if run.config.exists() and load(RunConfig, run.config) != wanted:
+    if run.config.exists() and load_run(run.config) != wanted:
         raise ConfigError(
             f"{run.root} holds another run",
             rule="trainings that are compared differ in mixture and seed alone",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ingot.errors import ConfigError
 from ingot.schema.arch import Arch
-from ingot.schema.run import Data, Evaluate, Optim, RunConfig, Schedule, Train, Watch
+from ingot.schema.run import Data, Evaluate, Optim, RunConfig, Schedule, Train, WatchSettings
 from ingot.schema.tokens import TokenManifest, check_vocabulary
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader
@@ -71,7 +71,7 @@ def proxy_run(
         optim=Optim(lr=3e-3),
         schedule=Schedule(warmup_steps=max(steps // 20, 1) if steps > 1 else 0),
         evaluate=Evaluate(sample_tokens=1),
-        watch=Watch(log_every=max(steps // 10, 1)),
+        watch=WatchSettings(log_every=max(steps // 10, 1)),
     )
 
 

@@ -12,13 +12,12 @@ from typing import Literal
 
 import torch
 
-from ingot import config as configuration
 from ingot.errors import CheckpointError, UsageError
 from ingot.events import EventLog
 from ingot.schema.events import EXPORTED
-from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import fsync_dir, require_free, sha256_file, write_atomic, write_json
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.find import find_checkpoint
 from ingot.trainer.checkpoint.loading import load_model
 from ingot.trainer.export.card import model_card
@@ -53,7 +52,7 @@ def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", 
     """
     folder, checkpoint = find_checkpoint(run_or_checkpoint)
     _require_replaceable(out)
-    run = configuration.load(RunConfig, folder.config)
+    run = load_run(folder.config)
     tokens = read_token_manifest(folder.root / run.data.tokens)
     model = Transformer(run.model)
     manifest = load_model(checkpoint, model)

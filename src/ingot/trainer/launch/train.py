@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ingot.config import load, to_toml
+from ingot.config import to_toml
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, ConfigError, ConfirmationNeeded, UsageError
 from ingot.events import read_events
 from ingot.schema import events
@@ -17,6 +17,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import verify_checkpoint
 from ingot.trainer.checkpoint.retention import remove_leftovers
 from ingot.trainer.launch.continuity import record_accepted, require_same_experiment
@@ -64,7 +65,7 @@ def train(
         step = newest_step(folder)
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")
-            if changes or (folder.config.exists() and load(RunConfig, folder.config) != config):
+            if changes or (folder.config.exists() and load_run(folder.config) != config):
                 say("its settings stay as they were; to train on with others, raise train.steps or take another --out")
             return Outcome(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
         if past := _past_step(folder, config, until_step):
@@ -111,7 +112,7 @@ def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunCo
     path = run_file / "run.toml" if run_file.is_dir() else run_file
     if not path.exists() and run_file.is_dir():
         raise UsageError(f"{run_file} has no run.toml", rule="ingot train takes a run file or the folder of a run")
-    return path, load(RunConfig, path, overrides)
+    return path, load_run(path, overrides)
 
 
 def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig) -> RunFolder:
@@ -144,7 +145,7 @@ def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
 
 
 def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:
-    if not folder.config.exists() or load(RunConfig, folder.config) != config:
+    if not folder.config.exists() or load_run(folder.config) != config:
         write_atomic(folder.config, to_toml(config))
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingot.theory.schedule import Channel, Message, Table, channel_order
+from ingot.theory.schedule import Channel, Message, ScheduleTable, channel_order
 from ingot.theory.schedule.table import needed_by, sent_by
 from ingot.trainer.mesh.mesh import Mesh, own_group
 
@@ -26,7 +26,7 @@ class Channels:
     arrived. waited_seconds: the time that the host has waited in `receive` so far; close to 0 on GPUs.
     """
 
-    def __init__(self, table: Table, mesh: Mesh, dtype: torch.dtype, device: torch.device):
+    def __init__(self, table: ScheduleTable, mesh: Mesh, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device = dtype, device
         self.waited_seconds = 0.0
         self.order = channel_order(table)
@@ -106,7 +106,7 @@ class Channels:
         return work
 
 
-def _positions(table: Table) -> tuple[dict[Parcel, int], dict[Parcel, int]]:
+def _positions(table: ScheduleTable) -> tuple[dict[Parcel, int], dict[Parcel, int]]:
     """Return for every message the position of its creation in the sender's row and of its use in the receiver's."""
     made, used = {}, {}
     for row in table.rows:

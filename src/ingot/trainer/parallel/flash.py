@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ingot.errors import ConfigError
-from ingot.schema.nearest import nearest
+from ingot.theory.rules.nearest import nearest
 from ingot.trainer.torch_private import attention_kernels
 
 _kernels = attention_kernels()

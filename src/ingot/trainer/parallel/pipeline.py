@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ingot.errors import ConfigError
 from ingot.theory.context import token_multiple
-from ingot.theory.schedule import Action, Channel, Table
+from ingot.theory.schedule import Action, Channel, ScheduleTable
 from ingot.theory.schedule.table import needed_by, sent_by
 from ingot.trainer.mesh.mesh import Mesh, own_group
 from ingot.trainer.parallel.channels import Channels
@@ -91,7 +91,7 @@ class PipelineExecutor:
     def __init__(
         self,
         stages: dict[int, nn.Module],
-        table: Table,
+        table: ScheduleTable,
         mesh: Mesh,
         data: DataParallel,
         *,

@@ -1,10 +1,9 @@
 import pytest
 from tests.expect import refused
 
-from ingot.config import load
 from ingot.data.mixture.run_file import with_weights, write_weights
 from ingot.errors import ConfigError
-from ingot.schema.run import RunConfig
+from ingot.theory.rules import load_run
 
 RUN = """# my run
 name = "demo"
@@ -43,9 +42,9 @@ micro_batch = 1
 def test_only_the_weights_change(tmp_path, inside, after, before):
     path = tmp_path / "run.toml"
     path.write_text(RUN.format(inside=inside, after=after))
-    old = load(RunConfig, path)
+    old = load_run(path)
     assert write_weights(path, {"web": 0.7, "a b": 0.3}) == before
-    new = load(RunConfig, path)
+    new = load_run(path)
     assert new.data.weights == {"web": 0.7, "a b": 0.3}
     assert new.train == old.train and new.data.mask_documents == old.data.mask_documents
     text = path.read_text()

@@ -5,11 +5,10 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from ingot.planner.predict.time.band import error_band, ratios
-from ingot.planner.predict.time.constants import PRIOR, Constants, fitted
+from ingot.planner.predict.time.constants import PRIOR, Constants, error_band, error_ratios, fitted
 from ingot.planner.predict.time.step_time import estimate
 from ingot.planner.published.fit import NAMES, Fit, fit, residuals, timed
-from ingot.planner.published.published import shipped_rows, subjects
+from ingot.planner.published.run import published_runs, shipped_rows
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +16,13 @@ def few():
     """Small runs of three families, without pipelines, so that a prediction takes no time."""
     wanted = ("mpt-7b-a100-80-8-s2048", "mpt-1b-h100-8-s2048", "tt-8b-fsdp-8", "nemo2407-llama2-7b", "nemo2407-gpt3-5b")
     found = [row for row in shipped_rows() if row.id.startswith(wanted)]
-    return timed(subjects(found))
+    return timed(published_runs(found))
 
 
-def as_made_by(subjects, constants):
+def as_made_by(published_runs, constants):
     """The same runs, timed by the model itself."""
     made = []
-    for one in subjects:
+    for one in published_runs:
         time = estimate(one.run, one.cluster, one.software, constants)
         assert time is not None
         made.append(replace(one, measured=replace(one.measured, step_seconds=time.seconds * one.scale)))
@@ -78,12 +77,12 @@ def test_a_family_that_is_left_out_has_no_say(few):
 
 def test_the_band_holds_most_of_what_was_left_out(few):
     whole = Fit(tuple(few))
-    low, high = whole.band(dict.fromkeys(whole.families, PRIOR))
+    low, high = whole.error_band(dict.fromkeys(whole.families, PRIOR))
     ratio = np.exp(residuals(few, PRIOR))
     assert min(ratio) <= low < high <= max(ratio)
 
 
 def test_the_band_that_ships():
-    low, high = ratios()
+    low, high = error_ratios()
     assert 0.7 < low < 1 < high < 1.5
     assert error_band(10.0) == pytest.approx((10 * low, 10 * high))

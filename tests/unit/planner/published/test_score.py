@@ -2,18 +2,18 @@
 
 import pytest
 
-from ingot.planner.published.published import shipped_rows
-from ingot.planner.published.score import Score, Scored, rank_correlation, score, scored
+from ingot.planner.published.run import shipped_rows
+from ingot.planner.published.score import PlannerScore, RowScore, rank_correlation, score, score_row
 
 
-def rows() -> Score:
-    return Score(
+def rows() -> PlannerScore:
+    return PlannerScore(
         (
-            Scored(id="a", family="one", step_error=0.1, speed=(1.0, 2.0)),
-            Scored(id="b", family="one", step_error=-0.3, speed=(2.0, 3.0), memory_error=0.2),
-            Scored(id="c", family="one", step_error=0.2, speed=(3.0, 1.0), over=True, judged=True),
-            Scored(id="d", family="two", step_error=0.5, ran_out=True, over=True),
-            Scored(id="e", family="two", skipped="nothing to compare with"),
+            RowScore(id="a", family="one", step_error=0.1, speed=(1.0, 2.0)),
+            RowScore(id="b", family="one", step_error=-0.3, speed=(2.0, 3.0), memory_error=0.2),
+            RowScore(id="c", family="one", step_error=0.2, speed=(3.0, 1.0), over=True, judged=True),
+            RowScore(id="d", family="two", step_error=0.5, ran_out=True, over=True),
+            RowScore(id="e", family="two", skipped="nothing to compare with"),
         )
     )
 
@@ -61,9 +61,9 @@ def test_a_few_shipped_rows_from_end_to_end():
 
 
 def test_what_a_row_prints_is_predicted_in_the_rows_own_convention():
-    """Its TFLOP/s may count recomputation, its MFU attention in full: their error is that of the step."""
+    """A row's TFLOP/s may count recomputation, its MFU attention in full: their error is that of the step."""
     rows = [row for row in shipped_rows() if row.number("measured", "tflops_gpu")][:40]
-    for row, found in ((row, scored(row)) for row in rows):
+    for row, found in ((row, score_row(row)) for row in rows):
         assert found.step_error is not None
         printed = row.number("measured", "tflops_gpu")
         assert printed and found.predicted["tflops_gpu"] == pytest.approx(printed / (1 + found.step_error), rel=1e-3)

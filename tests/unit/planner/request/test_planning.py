@@ -9,15 +9,14 @@ import pytest
 from tests.expect import refused
 
 from ingot import plan
-from ingot.config import load
 from ingot.errors import ConfigError, UsageError
 from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
 from ingot.planner.request.answer import PlanResult
 from ingot.planner.request.clusters import load_cluster
 from ingot.schema.cluster import Cluster
-from ingot.schema.run import RunConfig
 from ingot.theory.layout import layout_problems
 from ingot.theory.params import count_parameters
+from ingot.theory.rules import load_run
 
 # Pins of which one layout or a few are left, so that a search is instant.
 PINNED: dict[str, object] = {
@@ -216,7 +215,7 @@ def test_where_nothing_fits_the_cheapest_change_is_told():
 
 def test_a_plan_becomes_a_run_file_once(small, tmp_path):
     small.write(tmp_path / "run.toml")
-    assert load(RunConfig, tmp_path / "run.toml") == small.best.run
+    assert load_run(tmp_path / "run.toml") == small.best.run
     assert (tmp_path / "plan.json").exists() and "the fastest of" in (tmp_path / "run.toml").read_text()
     with refused("E-FILE-EXISTS", path=str(tmp_path / "run.toml")):
         small.write(tmp_path / "run.toml")

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 from tests.expect import refused
 
-from ingot.config import from_dict, load, to_toml
+from ingot.config import from_dict, to_toml
 from ingot.errors import ConfigError
 from ingot.hub.kinds import kind_of
 from ingot.machine.cluster_file import write_cluster
@@ -16,8 +16,8 @@ from ingot.planner.request.presets import ModelPreset, choose_model, load_model,
 from ingot.planner.run.plan import write_plan
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
-from ingot.schema.run import RunConfig
 from ingot.theory.params import count_active_parameters, count_parameters
+from ingot.theory.rules import load_run
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -98,7 +98,7 @@ def test_known_gpus_get_their_published_rates_and_keep_their_memory():
 
 def test_a_project_folder_holds_a_run_file_that_loads(tmp_path):
     files = make_project(tmp_path / "mine", "tiny")
-    run = load(RunConfig, tmp_path / "mine/run.toml")
+    run = load_run(tmp_path / "mine/run.toml")
     assert run.name == "mine" and run.model == load_model("tiny").arch
     assert "# " in files[0].read_text() and (tmp_path / "mine/.gitignore").exists()
     with refused("E-FILE-EXISTS"):
@@ -114,7 +114,7 @@ def test_a_project_folder_holds_a_run_file_that_loads(tmp_path):
 def test_a_plan_is_written_once_and_read_back(tmp_path):
     planned = plan("smollm2-135m", tokens="2B", cluster="8xh100", relative_to=tmp_path).best
     plan_file = write_plan(tmp_path / "run.toml", planned)
-    assert load(RunConfig, tmp_path / "run.toml") == planned.run
+    assert load_run(tmp_path / "run.toml") == planned.run
     assert from_dict(Plan, json.loads(plan_file.read_text())) == planned.plan
     text = (tmp_path / "run.toml").read_text()
     assert "DeepSeek" in text and tomllib.loads(text)["train"]["steps"] == planned.run.train.steps

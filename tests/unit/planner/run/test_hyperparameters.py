@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.expect import refused
 
 from ingot.errors import ConfigError
-from ingot.planner.predict.time.bubble import bubble_share
+from ingot.planner.predict.time.timed_step import bubble_share
 from ingot.planner.request.presets import load_model, model_names
 from ingot.planner.run.hyperparameters import (
     ProposedValue,

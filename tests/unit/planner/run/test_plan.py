@@ -6,12 +6,12 @@ import pytest
 
 from ingot.config import from_dict, to_dict
 from ingot.planner.predict.memory.peak_memory import memory_bill
-from ingot.planner.predict.time.band import error_band
+from ingot.planner.predict.time.constants import error_band
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
 from ingot.planner.run.plan import GIVEN_MFU, make_plan
-from ingot.planner.search.context import links_of
+from ingot.planner.search.space import links_of
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel

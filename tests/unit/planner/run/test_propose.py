@@ -7,15 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.expect import refused
 
-from ingot.config import from_dict, to_dict
+from ingot.config import to_dict
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model, model_names
 from ingot.planner.run.propose import Hints, propose
 from ingot.schema.cluster import Cluster
-from ingot.schema.nearest import shareable_batch
-from ingot.schema.run import Data, RunConfig
+from ingot.schema.run import Data
 from ingot.theory.params import count_parameters
+from ingot.theory.rules import run_from_dict
+from ingot.theory.rules.nearest import shareable_batch
 
 DATA = Data(tokens="tokens")
 CPU = Cluster(name="here", device="cpu", devices_per_node=2, memory_bytes=8 << 30)
@@ -35,7 +36,7 @@ def proposed(preset, cluster, tokens, **more):
 )
 def test_whatever_is_proposed_obeys_the_rules_of_a_run(name, cluster, tokens, seq_len):
     proposal = proposed(load_model(name), load_cluster(cluster), tokens, wanted=Hints(seq_len=seq_len))
-    assert from_dict(RunConfig, to_dict(proposal.run)) == proposal.run
+    assert run_from_dict(to_dict(proposal.run)) == proposal.run
     assert proposal.run.train.seq_len == seq_len or not seq_len
 
 

@@ -28,9 +28,9 @@ from ingot.planner.run.scaling import (
     token_factor,
     warmup_steps,
 )
-from ingot.schema.layout_rules import legal_tp
 from ingot.theory.flops import train_flops_6nd
 from ingot.theory.params import count_parameters
+from ingot.theory.rules.layout import legal_tp
 
 # Hoffmann et al.'s fit with the third digit of its exponents, which Sardana et al. use.
 THREE_DIGITS = LossFit(1.69, 406.4, 410.7, 0.336, 0.283, "Sardana et al. 2024")

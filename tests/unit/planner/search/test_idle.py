@@ -1,4 +1,4 @@
-"""Racks of nine: experts in groups of eight lie across a border, unless one device of each stays idle."""
+"""Racks of nine: experts in groups of eight cross a border, unless one device of each stays idle."""
 
 from dataclasses import replace
 

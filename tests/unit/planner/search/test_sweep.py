@@ -5,14 +5,14 @@ import zlib
 from dataclasses import replace
 
 import pytest
+from tests.every_layout import every_candidate, every_layout
 
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
 from ingot.planner.search.candidates import EQUAL, Evaluator, distinct, ranked
-from ingot.planner.search.look import SLACK
+from ingot.planner.search.layout_search import SLACK
 from ingot.planner.search.search import search
 from ingot.planner.search.space import Reach, Space
-from ingot.planner.search.sweep import every_candidate, every_layout
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.software import INGOT

@@ -8,8 +8,7 @@ import pytest
 
 import ingot.planner.web
 from ingot import plan
-from ingot.config import from_dict
-from ingot.schema.run import RunConfig
+from ingot.theory.rules import run_from_dict
 
 STATIC = Path(ingot.planner.web.__file__).parent / "static"
 SMALL = "model=llama3-8b&cluster=8xh100&batch=64"
@@ -214,7 +213,7 @@ def test_the_run_file_is_the_one_of_the_command_line(client):
     asked = {"model": "llama3-8b", "cluster": "8x8xh100", "tokens": "1T", "batch": "512", "recompute": "full"}
     pins = {"tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1, "zero": 3, "micro_batch": 1, "recompute": "full"}
     mine = plan("llama3-8b", cluster="8x8xh100", tokens="1T", batch=512, pinned=pins).best
-    served = from_dict(RunConfig, tomllib.loads(client.get("/api/run.toml", params=asked).text), where=str)
+    served = run_from_dict(tomllib.loads(client.get("/api/run.toml", params=asked).text), where=str)
     assert served == mine.run
 
 

@@ -21,7 +21,7 @@ from ingot.report.facts import gather
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
-from ingot.schema.run import Checkpoint, Data, Evaluate, RunConfig, Train, Watch
+from ingot.schema.run import Checkpoint, Data, Evaluate, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic, write_json
 from ingot.trainer.telemetry.waits import KINDS
@@ -45,7 +45,7 @@ START = 1_780_000_000.0
 def run_config(**sections) -> RunConfig:
     train = {"steps": 100, "seq_len": 64, "global_batch": 16, "micro_batch": 8} | sections.pop("train", {})
     return RunConfig(
-        name="told", model=ARCH, data=Data(tokens="tokens"), train=Train(**train), watch=Watch(log_every=10),
+        name="told", model=ARCH, data=Data(tokens="tokens"), train=Train(**train), watch=WatchSettings(log_every=10),
         checkpoint=Checkpoint(every_steps=20), **sections,
     )  # fmt: skip
 

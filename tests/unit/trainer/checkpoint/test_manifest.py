@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from ingot.config import to_dict
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import Cut, FileEntry, TensorEntry, pack_crc32, unpack_crc32
+from ingot.schema.checkpoint import BlockLayout, FileEntry, TensorEntry, pack_crc32, unpack_crc32
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_json
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -107,7 +107,7 @@ def test_a_foreign_file_name_is_refused(saved, name):
 )
 def test_blocks_must_tile_their_tensor(saved, shape, offsets, sizes):
     manifest = read_manifest(saved)
-    cuts = (*manifest.cuts, Cut(ranks=(0,), offsets=(offsets,), sizes=(sizes,)))
+    cuts = (*manifest.cuts, BlockLayout(ranks=(0,), offsets=(offsets,), sizes=(sizes,)))
     x = TensorEntry(dtype="float32", shape=shape, cut=len(cuts) - 1, crc32=pack_crc32([0]))
     forge(saved, cuts=cuts, tensors=manifest.tensors | {"x": x})
     with pytest.raises(CheckpointError, match="tensor"):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import Cut, pack_crc32
+from ingot.schema.checkpoint import BlockLayout, pack_crc32
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_json
 from ingot.trainer.checkpoint.loading import resume
 from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
@@ -110,7 +110,7 @@ def test_overlapping_blocks_in_a_manifest_are_refused(folder, training):
     """As many elements as the tensor has, but one row twice and one never."""
     path = save(folder, 10, *training).path
     manifest = read_manifest(path)
-    cuts = (*manifest.cuts, Cut(ranks=(0, 0), offsets=((0, 0), (1, 0)), sizes=((3, 6), (2, 6))))
+    cuts = (*manifest.cuts, BlockLayout(ranks=(0, 0), offsets=((0, 0), (1, 0)), sizes=((3, 6), (2, 6))))
     entry = dataclasses.replace(manifest.tensors["model.0.weight"], cut=len(cuts) - 1, crc32=pack_crc32([0, 0]))
     tensors = manifest.tensors | {"model.0.weight": entry}
     write_manifest(path, dataclasses.replace(manifest, cuts=cuts, tensors=tensors))

@@ -6,13 +6,12 @@ import traceback
 
 import pytest
 
-from ingot.config import load
 from ingot.errors import ConfigError
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
+from ingot.theory.rules import load_run
 from ingot.trainer.experiments.ablation import ablate, compare, student_t95
 from ingot.trainer.experiments.proxy import proxy_run
 
@@ -73,7 +72,7 @@ def test_every_mixture_is_trained_with_every_seed_and_ranked(token_folders, tmp_
     assert set(best.by_source) == {"metal", "stone"} and len(best.by_seed) == 2 and found.noise > 0
     runs = {(n, s): RunFolder(tmp_path / n / f"seed-{s}") for n in MIXTURES for s in (1, 2)}
     for (name, seed), run in runs.items():
-        own = load(RunConfig, run.config)
+        own = load_run(run.config)
         assert own.data.weights == MIXTURES[name] and own.seed == seed
     assert json.loads((tmp_path / "ablation.json").read_text())["noise"] == found.noise
 

@@ -7,9 +7,8 @@ import pytest
 
 from ingot.cli.data import mix
 from ingot.cli.terminal import Terminal
-from ingot.config import load
 from ingot.errors import ConfigError, UsageError
-from ingot.schema.run import RunConfig
+from ingot.theory.rules import load_run
 
 from .test_ablation import forked
 
@@ -53,7 +52,7 @@ def test_it_is_printed_for_people(token_folders, capsys):
 def test_the_run_file_gets_the_weights_and_says_the_budget(verb, make_run):
     folder = make_run(steps=10)
     written = verb("--weights", "metal=1", "stone=1", "--write", folder.config)
-    config = load(RunConfig, folder.config)
+    config = load_run(folder.config)
     assert config.data.weights == written["weights"] == {"metal": 0.5, "stone": 0.5}
     assert written["mixture"]["tokens"] == 10 * config.tokens_per_step
     again = verb("--weights-from", folder.config, "--tokens", 100)

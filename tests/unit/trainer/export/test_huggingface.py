@@ -113,10 +113,10 @@ def make_run(root: Path, arch: Arch) -> Path:
 
 
 def trained_model(run: Path) -> Transformer:
-    from ingot.config import load
+    from ingot.theory.rules import load_run
     from ingot.trainer.checkpoint.loading import load_model
 
-    model = Transformer(load(RunConfig, run / "run.toml").model)
+    model = Transformer(load_run(run / "run.toml").model)
     load_model(run / "checkpoints" / "step-00000020", model)
     return model.eval()
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from ingot.config import load, to_dict
+from ingot.config import to_dict
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
 from ingot.storage import write_json
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import write_manifest
 
 RUN_FILE = """name = "demo"
@@ -76,7 +77,7 @@ def run_file(tmp_path) -> Path:
 
 @pytest.fixture
 def config(run_file) -> RunConfig:
-    return load(RunConfig, run_file)
+    return load_run(run_file)
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@ from dataclasses import replace
 import pytest
 
 import ingot.trainer.launch.train as launch_train
-from ingot.config import load
 from ingot.errors import ConfigError, ConfirmationNeeded, DataError, ResourceError, RunBusyError, UsageError
 from ingot.events import EventLog
 from ingot.hub.arch_config import huggingface_config
-from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import shutil as storage_shutil
+from ingot.theory.rules import load_run
 from ingot.trainer.launch.supervise import Outcome
 from ingot.trainer.resilience.lock import RunLock, is_locked
 
@@ -42,16 +41,16 @@ def test_a_run_lives_in_runs_name_beside_its_file(run_file, jobs, tmp_path):
 
 def test_relative_data_paths_still_lead_to_the_data(run_file, jobs, tmp_path):
     run = launch_train.train(run_file, tmp_path / "deep" / "er").run
-    kept = load(RunConfig, run / "run.toml")
+    kept = load_run(run / "run.toml")
     assert kept.data.tokens == "../../tokens"
     assert (run / kept.data.tokens).resolve() == tmp_path / "tokens"
     assert launch_train.train(run).run == run  # the folder alone continues it
-    assert load(RunConfig, run / "run.toml") == kept
+    assert load_run(run / "run.toml") == kept
 
 
 def test_absolute_data_paths_stay(run_file, jobs, tmp_path):
     run = launch_train.train(run_file, overrides=[f"data.tokens={tmp_path / 'tokens'}"]).run
-    assert load(RunConfig, run / "run.toml").data.tokens == str(tmp_path / "tokens")
+    assert load_run(run / "run.toml").data.tokens == str(tmp_path / "tokens")
 
 
 def test_the_file_inside_a_run_means_that_run(run_file, jobs):
@@ -257,9 +256,9 @@ def test_a_model_to_begin_with_is_looked_at_before_anything_starts(run_file, job
                 launch_train.train(run_file, overrides=["init=hf"])
             assert not jobs
     assert launch_train.train(run_file, overrides=["init=hf"]).run == folder.root and jobs
-    assert load(RunConfig, folder.config).init == "../../hf"
+    assert load_run(folder.config).init == "../../hf"
     (there / "config.json").unlink()
-    begun = load(RunConfig, folder.config)
+    begun = load_run(folder.config)
     write_checkpoint(folder, 3, begun, read_token_manifest(tmp_path / "tokens").fingerprint())
     launch_train.train(folder.root)  # it goes on from step 3
     assert len(jobs) == 2

@@ -1,21 +1,38 @@
-"""Bytes that micro-batches leave in memory between their forward and their backward, on one rank. What one block
-leaves per token is in theory/saved.py.
+"""Bytes that micro-batches leave in memory between their forward and their backward, on one rank.
+
+theory/saved.py has the bytes per token of ingot's own blocks. This module adds blocks of Megatron's kind (Korthikanti
+et al. 2022, sections 4, 5). Their table 2, of s tokens, b sequences, h d_model, a heads on t tensor-parallel ranks, in
+16 bits:
+
+    nothing divided                 s b h (34 + 5 a s / h)
+    tensor parallelism              s b h (10 + 24 / t + 5 a s / (h t))
+    and sequence parallelism        s b h (34 / t + 5 a s / (h t))
+    attention core computed again   the same without 5 a s / (h t)
+    all computed again              2 s b h
+
+Here its parts serve other shapes than 4 h, grouped heads, SwiGLU, and flash attention, which keeps its output and one
+number per query instead of scores. Inputs of regions are kept divided and gathered again, unlike ingot's. Low-precision
+products keep their inputs as they read them, in 8 or 4 bits with scales (Transformer Engine), and attention keeps its
+output in 16 bits next to the copy that the next matrix reads.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ingot.planner.predict.memory.saved_megatron import is_megatrons, megatron_block_bytes, megatron_recomputed_bytes
-from ingot.theory.layout import Position, Stage
-from ingot.theory.params import value_width
+from ingot.theory.layout import PipelineStage, Position
+from ingot.theory.params import COMPUTE_BYTES, value_width
 from ingot.theory.saved import block_bytes, degrees, norm_bytes, products_for_attention, recomputed_block_bytes
 
 
 @dataclass(frozen=True)
 class BlockSize:
-    """Bytes per token of one block. kept, recomputed: from forward to backward, without and with recomputation;
-    attention: of `kept`, what is left when the backward has got to attention. fed_backward, attended_backward: buffers
-    of the backward of the feed-forward and of attention. left: between the two halves of a split backward."""
+    """Bytes per token of one block.
+
+    kept, recomputed: kept from forward to backward, without and with recomputation.
+    attention: the part of `kept` that is left when the backward reaches attention.
+    fed_backward, attended_backward: buffers of the backward of the feed-forward and of attention.
+    left: kept between the two halves of a split backward.
+    """
 
     kept: float = 0.0
     recomputed: float = 0.0
@@ -26,7 +43,7 @@ class BlockSize:
 
 
 def block_sizes(position: Position, device: str = "cpu", *, experts: bool = False) -> BlockSize:
-    """experts: of a block that has some."""
+    """Return the sizes of a block, with or without experts."""
     if experts and not position.arch.is_moe:
         return BlockSize()
     megatrons, again = is_megatrons(position), position.parallel.recompute != "none"
@@ -44,22 +61,28 @@ def block_sizes(position: Position, device: str = "cpu", *, experts: bool = Fals
     )
 
 
-def input_bytes(position: Position, stage: Stage) -> float:
-    """Of a stage, per token: token ids on the first one. Hidden states are the first block's to keep."""
+def input_bytes(position: Position, stage: PipelineStage) -> float:
+    """Return the bytes per token of a stage's input: token ids on the first stage. Hidden states belong to the first
+    block.
+    """
     return 8.0 if stage.first else 0.0
 
 
-def output_bytes(position: Position, stage: Stage, device: str = "cpu") -> float:
-    """Per token: hidden states, which the backward starts from; on the last stage those of the last norm, the gradient
-    of its output (which the loss computes ahead), and target ids."""
+def output_bytes(position: Position, stage: PipelineStage, device: str = "cpu") -> float:
+    """Return the bytes per token of a stage's output.
+
+    They are hidden states, from which the backward starts; on the last stage those of the last norm, the gradient of
+    its output (which the loss computes ahead), and target ids.
+    """
     e, _, cut = degrees(position)
     stream = position.arch.d_model * e
     return norm_bytes(position.arch.d_model, e, device) / cut + stream + 8 if stage.last else stream / cut
 
 
-def head_gradient_bytes(position: Position, stage: Stage) -> float:
-    """Of one micro-batch: the loss computes the head's gradient ahead and keeps it until the backward. A loss of whole
-    logits does not."""
+def head_gradient_bytes(position: Position, stage: PipelineStage) -> float:
+    """Return the bytes of the head's gradient of one micro-batch, which a chunked loss computes ahead and keeps
+    until the backward.
+    """
     e, tp, _ = degrees(position)
     if position.software.loss != "chunked":
         return 0.0
@@ -67,15 +90,18 @@ def head_gradient_bytes(position: Position, stage: Stage) -> float:
 
 
 def attention_names(saved: Mapping[str, float]) -> list[str]:
-    """Of what a block keeps, in order: that before its second norm."""
+    """Return the names of what a block keeps before its second norm, in order."""
     names = list(saved)
     return names[: names.index("mlp norm")]
 
 
 def fed_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:
-    """Buffers while a feed-forward runs backward, per token: the gradient of the residual stream, and once more where
-    tensor parallelism gathers it; three inside, when the product is not needed any more. Of experts the
-    same and rows; or rows in two orders, as they have them on their way back to tokens in the forward already."""
+    """Return the bytes per token of buffers while a feed-forward runs backward.
+
+    They are the gradient of the residual stream, once more where tensor parallelism gathers it, and gradients inside of
+    the feed-forward, once the product is not needed any more. Experts have the same and rows; or rows in two orders, as
+    on the way back to tokens in the forward.
+    """
     e, tp, cut = degrees(position)
     arch, rows = position.arch, position.assignments / position.tokens
     inside = rows * max(2 * arch.d_model, 2 * arch.moe.d_expert + arch.d_model) if experts else 2 * arch.d_ffn / tp
@@ -84,9 +110,11 @@ def fed_backward_bytes(position: Position, device: str = "cpu", *, experts: bool
 
 
 def attended_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:
-    """The same as it comes to attention: of its queries, keys and values, and of the rotated ones in float32; of its
-    input, whose gradients come from each of the three and are added up; or what the feed-forward has at its end, its
-    input, two gradients of that and one of its inside."""
+    """Return the bytes per token of buffers when the backward reaches attention: the largest of three peaks.
+
+    1. Queries, keys and values, with rotated ones in float32. 2. The input of attention, whose three gradients are
+    added up. 3. The end of the feed-forward: its input, two gradients of the input and one of its inside.
+    """
     e, tp, cut = degrees(position)
     arch, wide = position.arch, position.arch.d_model * e
     core = products_for_attention(position) * e + arch.num_heads * arch.head_dim / tp * (e + 4)
@@ -101,8 +129,11 @@ def _stream_backward(position: Position, device: str) -> float:
 
 
 def left_bytes(position: Position, *, experts: bool = False) -> float:
-    """What I leaves of one block for W, per token: inputs of matrices and gradients of their outputs
-    (parallel/split_backward.py). Routed experts have their whole backward in I."""
+    """Return the bytes per token that I keeps of one block for W: inputs of matrices and gradients of their outputs
+    (parallel/split_backward.py).
+
+    Routed experts have their whole backward in I.
+    """
     e, tp, _ = degrees(position)
     arch = position.arch
     inputs = arch.d_model + arch.num_heads * value_width(arch) / tp
@@ -116,8 +147,8 @@ def left_bytes(position: Position, *, experts: bool = False) -> float:
     return (inputs + gradients) * e
 
 
-def blocks_text(position: Position, stage: Stage, device: str = "cpu") -> str:
-    """What a stage keeps per token, by kind: "9 blocks x 168,072 B + 1 recomputed blocks x 8,192 B + ends"."""
+def blocks_text(position: Position, stage: PipelineStage, device: str = "cpu") -> str:
+    """Return what a stage keeps per token, by kind: "9 blocks x 168,072 B + 1 recomputed blocks x 8,192 B + ends"."""
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
     sparse, parts = len(stage.expert_layers), []
     for experts, blocks, recomputed in (
@@ -129,3 +160,91 @@ def blocks_text(position: Position, stage: Stage, device: str = "cpu") -> str:
         parts += [f"{blocks - recomputed} {what} x {size.kept:,.0f} B"] if blocks > recomputed else []
         parts += [f"{recomputed} recomputed {what} x {size.recomputed:,.0f} B"] if recomputed else []
     return " + ".join([*parts, "ends"])
+
+
+_MASK_BYTES = 1
+# Bytes of one number of a matrix's input, with its share of the scales: of 128 in fp32, of 32 and of 16 in 8 bits.
+_INPUT_BYTES = {"tensorwise": 1, "rowwise": 1, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+
+
+def is_megatrons(position: Position) -> bool:
+    """Return whether the software has blocks of Megatron's kind, not eager PyTorch's, which theory/saved.py counts."""
+    software = position.software
+    return software.core_recompute or software.attention == "unfused" or position.arch.ffn_matrices == 2
+
+
+def megatron_block_bytes(position: Position, *, experts: bool = False) -> dict[str, float]:
+    """Return the bytes per token that a Megatron block keeps by tensor, without recomputation of whole blocks."""
+    arch, e, cut = position.arch, COMPUTE_BYTES[position.train.precision], position.sequence_ranks
+    stream = arch.d_model * e / cut
+    mask = arch.d_model * _MASK_BYTES / cut if position.software.dropout else 0.0
+    read = 0.0 if position.software.parts_recomputed else arch.d_model * _input_bytes(position) / cut
+    return {
+        "attention norm": stream,
+        "input of q, k, v": read,
+        **_attention_bytes(position),
+        "dropout after attention": mask,
+        "mlp norm": stream,
+        "input of the feed-forward": stream if experts else read,  # a router reads 16 bits
+        **(_expert_bytes(position) if experts else {"feed-forward": _inside(position, arch.d_ffn)}),
+        "dropout after the feed-forward": mask,
+    }
+
+
+def megatron_recomputed_bytes(position: Position, *, experts: bool = False) -> float:
+    """Return the bytes per token that a recomputed Megatron block keeps: "full" its input; "selective" all but the
+    attention core.
+    """
+    arch, e = position.arch, COMPUTE_BYTES[position.train.precision]
+    if position.parallel.recompute == "full":
+        return arch.d_model * e / position.sequence_ranks
+    saved = megatron_block_bytes(position, experts=experts)
+    return sum(saved.values()) - saved.get("scores", 0.0)
+
+
+def _input_bytes(position: Position) -> float:
+    """Return the bytes of one number that a matrix product reads and keeps for the gradient of the matrix."""
+    return _INPUT_BYTES.get(position.software.recipe, COMPUTE_BYTES[position.train.precision])
+
+
+def _attention_bytes(position: Position) -> dict[str, float]:
+    """Return q, k, v (or the latents that make them again), the input of the output matrix, and for unfused
+    attention the softmax of its scores, with dropout its result and mask: 5 a s.
+    """
+    arch, software, e = position.arch, position.software, COMPUTE_BYTES[position.train.precision]
+    heads = arch.num_heads / position.parallel.tp
+    groups = max(arch.num_kv_heads / position.parallel.tp, 1)
+    made = (heads * arch.head_dim + groups * (arch.head_dim + value_width(arch))) * e
+    if arch.is_mla and software.parts_recomputed:
+        made = float(arch.mla.q_rank + arch.mla.kv_rank + arch.mla.rope_dim) * e
+    read = heads * value_width(arch) * _input_bytes(position) if software.recipe else 0.0
+    saved = {"q, k, v": made, "attention out": heads * value_width(arch) * e + read}
+    if software.attention != "unfused":
+        return saved | {"log-sum-exp": heads * 4}
+    per_score = 2 * e + _MASK_BYTES if software.dropout else e
+    keys = position.train.seq_len / position.parallel.cp
+    return saved | {"scores": heads * keys * per_score}
+
+
+def _inside(position: Position, width: float) -> float:
+    """Return the bytes inside of a feed-forward: the input of GELU, or gate and up; and the input of the last
+    matrix.
+    """
+    before = 1 if position.arch.ffn_matrices == 2 else 2
+    after = 0.0 if position.software.parts_recomputed else _input_bytes(position)
+    return width / position.parallel.tp * (before * COMPUTE_BYTES[position.train.precision] + after)
+
+
+def _expert_bytes(position: Position) -> dict[str, float]:
+    """Return the bytes of experts: permuted rows, returned rows (unless tuned kernels weigh rows inside of experts),
+    shared experts, and the router's scores in float32.
+    """
+    arch, moe, e = position.arch, position.arch.moe, COMPUTE_BYTES[position.train.precision]
+    rows, tp = position.assignments / position.tokens, position.parallel.tp
+    back = 0 if position.software.kernels == "tuned" else e
+    return {
+        "rows of experts": rows * arch.d_model * (_input_bytes(position) + back),
+        "experts": rows * tp * _inside(position, moe.d_expert),  # an expert is on one rank, whole
+        "shared experts": _inside(position, moe.shared_experts * moe.d_expert),
+        "scores of the router": 2 * moe.num_experts * 4 / position.sequence_ranks,
+    }

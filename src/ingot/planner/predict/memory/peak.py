@@ -1,22 +1,26 @@
-"""The largest moment of one pipeline rank in an optimizer step: what is alive, kind by kind, at the places where a
-forward or a backward can be largest, for everything its schedule has under way (theory/flights.py).
+"""The peak of memory of one pipeline rank in an optimizer step, kind by kind.
+
+The peak is searched at the places where a forward or a backward can be largest, for every state of the schedule
+(in_flight.py).
 """
 
 import math
 from dataclasses import dataclass, replace
 
-from ingot.planner.predict.memory.flights import Doing, Situation, row_of
-from ingot.planner.predict.memory.stage_memory import AtBlock, StageMemory, Unit, stage_memories
+from ingot.planner.predict.memory.in_flight import InFlight, MemoryAction, history_of
+from ingot.planner.predict.memory.stage_memory import BlockBackward, ParameterUnit, StageMemory, stage_memories
 from ingot.theory import memory
 from ingot.theory.layout import Position
-from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
+from ingot.theory.params import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
 
-_NOTHING = Unit(0)
+_NOTHING = ParameterUnit(0)
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Bytes besides weights, optimizer state and what does not change. place: where in the program."""
+class LiveBytes:
+    """Bytes alive at one place of the program, without weights, optimizer state and constant buffers. place: a
+    description.
+    """
 
     place: str
     activations: float = 0.0
@@ -31,19 +35,24 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """moment: of a whole rank, everything under way included. own: of that, the action's alone, beside what its stages
-    have under way, `situation`. stays: gradients whose buffers are never freed."""
+class MemoryPeak:
+    """The largest of a rank's live bytes.
 
-    moment: Moment
-    own: Moment
-    situation: Situation
+    moment: bytes of the whole rank, everything in flight included. own: the part of the action alone, without what its
+      stages have in flight (`situation`). stays: gradients whose buffers are never freed.
+    """
+
+    moment: LiveBytes
+    own: LiveBytes
+    situation: InFlight
     stages: tuple[StageMemory, ...]
     stays: float
 
 
 class Gradients:
-    """Bytes of gradients by how far they are: whole ones as they come, and the shards that ranks keep of a sum."""
+    """Bytes of gradients by their progress: whole gradients as they are computed, and the shards of sums that ranks
+    keep.
+    """
 
     def __init__(self, position: Position, stages: tuple[StageMemory, ...]):
         parallel, precision = position.parallel, position.train.precision
@@ -52,39 +61,41 @@ class Gradients:
         self.kept, self.sent = kept_gradient_bytes(parallel, precision), sent_gradient_bytes(parallel, precision)
         self.ranks = parallel.shard_ranks
         self.expert_ranks = parallel.expert_ranks
-        # Buffers of what a rank divides with nobody stay from step to step, Megatron's all do.
+        # Gradient buffers that a rank shares with no other stay from step to step; Megatron's all stay.
         always = position.software.megatron_state
         self.common_stays = self.zero != 3 and (self.ranks == 1 or always)
         self.routed_stays = self.zero != 3 and (self.expert_ranks == 1 or always)
-        # Where no unit of blocks is gathered or reduced at once, but a matrix.
+        # Some systems gather and reduce one matrix at a time, not units of blocks.
         matrix = max(stage.matrix for stage in stages) / self.element
         self.most = matrix if self.zero == 3 and position.software.gathers_matrices else math.inf
         self.stays = self.kept * (position.common * self.common_stays + position.routed * self.routed_stays)
 
-    def whole(self, *units: Unit) -> float:
+    def whole(self, *units: ParameterUnit) -> float:
+        """Return the bytes of these units' whole gradients, in the dtype in which they are kept or reduced."""
         common = 0 if self.common_stays else sum(unit.common for unit in units)
         routed = 0 if self.routed_stays else sum(unit.routed for unit in units)
         return float(min(common + routed, self.most) * (self.sent if self.zero == 3 else self.kept))
 
-    def shards(self, *units: Unit) -> float:
+    def shards(self, *units: ParameterUnit) -> float:
+        """Return the bytes of this rank's shards of these units' gradients."""
         common = 0 if self.common_stays else sum(unit.common for unit in units) / self.ranks
         routed = 0 if self.routed_stays else sum(unit.routed for unit in units) / self.expert_ranks
         return (common + routed) * self.kept
 
-    def computed(self, *units: Unit) -> float:
-        """In the dtype that computes, as FSDP2 gathers them before it sends a unit's."""
+    def computed(self, *units: ParameterUnit) -> float:
+        """Return the bytes of gradients in the compute dtype, which FSDP2 gathers before it reduces a unit."""
         return float(min(sum(unit.common + unit.routed for unit in units), self.most) * self.element)
 
     @property
     def keeps_whole(self) -> bool:
-        """Between a stage's first backward and its last."""
+        """Return whether whole gradients are kept between a stage's first backward and its last."""
         return self.zero == 1 or (self.zero == 2 and self.holds)
 
 
-def peak(position: Position, device: str) -> Peak:
-    """Of all situations the one with the most bytes."""
+def peak(position: Position, device: str) -> MemoryPeak:
+    """Return the state with the most bytes."""
     parallel = position.parallel
-    row = row_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
+    row = history_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
     stages = stage_memories(position, device)
     gradients = Gradients(position, stages)
     inside = [max(_moments(position, stages, doing, gradients, device), key=lambda m: m.bytes) for doing in row.doings]
@@ -104,11 +115,11 @@ def peak(position: Position, device: str) -> Peak:
         activations=own.activations + float(held[at]) + messages(position),
         gradients=own.gradients + float(summed[at]) + gradients.stays,
     )
-    return Peak(moment, own, row.situations[at], stages, gradients.stays)
+    return MemoryPeak(moment, own, row.situations[at], stages, gradients.stays)
 
 
 def messages(position: Position) -> float:
-    """Hidden states and their gradients between stages: one that comes, one that is expected, one that leaves."""
+    """Return the bytes of messages between stages: one that is received, one that is expected, one that is sent."""
     if position.parallel.pp == 1:
         return 0.0
     e = COMPUTE_BYTES[position.train.precision]
@@ -116,44 +127,50 @@ def messages(position: Position) -> float:
 
 
 def _moments(
-    position: Position, stages: tuple[StageMemory, ...], doing: Doing, gradients: Gradients, device: str
-) -> list[Moment]:
-    """Where one action can be largest, beside what is kept anyway (which counts this action's micro-batch whole)."""
+    position: Position, stages: tuple[StageMemory, ...], doing: MemoryAction, gradients: Gradients, device: str
+) -> list[LiveBytes]:
+    """Return the places where one action can be largest, besides what is kept anyway (which counts this action's
+    micro-batch whole).
+    """
     stage = stages[doing.stage]
-    flying = _flying(stages, doing, gradients)
+    sending = _sending(stages, doing, gradients)
     if doing.kind == "F":
-        return [_forward(position, stage, flying, device)]
+        return [_forward(position, stage, sending, device)]
     if doing.kind == "W":
-        return [Moment("the gradients of weights", backward=stage.matrix, gathered=_gathered(position, stage, -1))]
-    found = [_at_head(position, stage, doing, gradients, flying)]
+        return [LiveBytes("the gradients of weights", backward=stage.matrix, gathered=_gathered(position, stage, -1))]
+    found = [_at_head(position, stage, doing, gradients, sending)]
     for at in stage.blocks:
-        found += _at_block(position, stage, doing, gradients, at, flying)
+        found += _at_block(position, stage, doing, gradients, at, sending)
     if gradients.zero == 3:
         found += [_unit_done(position, stage, doing, gradients, at) for at in stage.blocks]
     if stage.first:
         found += _at_embedding(position, stage, doing, gradients)
-    return found or [Moment(f"the backward of stage {stage.number}, which has no blocks")]
+    return found or [LiveBytes(f"the backward of stage {stage.number}, which has no blocks")]
 
 
-def _forward(position: Position, stage: StageMemory, flying: float, device: str) -> Moment:
+def _forward(position: Position, stage: StageMemory, sending: float, device: str) -> LiveBytes:
     gathered = _gathered_at_end(position, stage)
     if not stage.last:
-        return Moment(f"the forward of stage {stage.number}", gathered=gathered, gradients=flying)
+        return LiveBytes(f"the forward of stage {stage.number}", gathered=gathered, gradients=sending)
     logits = memory.logits(position, device).value
-    return Moment("the loss", activations=-stage.head, logits=logits, gradients=flying, gathered=gathered)
+    return LiveBytes("the loss", activations=-stage.head, logits=logits, gradients=sending, gathered=gathered)
 
 
-def _at_head(position: Position, stage: StageMemory, doing: Doing, gradients: Gradients, flying: float) -> Moment:
-    """As a backward begins: those that the loss made move to where gradients are kept."""
+def _at_head(
+    position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients, sending: float
+) -> LiveBytes:
+    """Return the bytes at the start of a backward: the gradients that the loss made move to where gradients are
+    kept.
+    """
     gathered = _gathered(position, stage, len(stage.units) - 1)
     if gradients.zero == 3 or not stage.last:
-        return Moment(f"the backward of stage {stage.number}", gathered=gathered, gradients=flying)
+        return LiveBytes(f"the backward of stage {stage.number}", gathered=gathered, gradients=sending)
     own = gradients.whole(stage.outer) if doing.first or not gradients.keeps_whole else 0.0
-    return Moment("the backward of the head", gathered=gathered, gradients=own + flying)
+    return LiveBytes("the backward of the head", gathered=gathered, gradients=own + sending)
 
 
-def _flying(stages: tuple[StageMemory, ...], doing: Doing, gradients: Gradients) -> float:
-    """The last unit of the backward before, which is on its way until the next one is ready."""
+def _sending(stages: tuple[StageMemory, ...], doing: MemoryAction, gradients: Gradients) -> float:
+    """Return the bytes of the previous backward's last unit, which is being reduced until the next unit is ready."""
     if gradients.zero != 2 or gradients.holds or doing.before < 0:
         return 0.0
     unit = stages[doing.before].last_unit
@@ -161,18 +178,23 @@ def _flying(stages: tuple[StageMemory, ...], doing: Doing, gradients: Gradients)
 
 
 def _at_block(
-    position: Position, stage: StageMemory, doing: Doing, gradients: Gradients, at: AtBlock, flying: float
-) -> list[Moment]:
-    """As its backward begins, and as it gets to attention."""
-    own = _gradients_at_block(stage, doing, gradients, at, flying)
-    begins = Moment(
+    position: Position,
+    stage: StageMemory,
+    doing: MemoryAction,
+    gradients: Gradients,
+    at: BlockBackward,
+    sending: float,
+) -> list[LiveBytes]:
+    """Return the bytes at the start of a block's backward, and when the backward reaches attention."""
+    own = _gradients_at_block(stage, doing, gradients, at, sending)
+    begins = LiveBytes(
         f"the backward of block {at.layer}",
         activations=at.before + at.kept - stage.kept,
         backward=at.fed + _left(position, doing, at.left),
         gradients=own,
         gathered=_gathered(position, stage, at.unit),
     )
-    # FSDP2 has gradients in the dtype that computes until the unit is done: of its last matrix, of the feed-forward.
+    # FSDP2 keeps gradients in the compute dtype until the unit is done: of its last matrix, then of the feed-forward.
     computed = gradients.computed(at.fed_unit) if gradients.zero == 3 else 0.0
     if gradients.zero == 3:
         begins = replace(begins, gradients=own + stage.matrix)
@@ -186,44 +208,50 @@ def _at_block(
     return [begins, attends]
 
 
-def _gradients_at_block(stage: StageMemory, doing: Doing, gradients: Gradients, at: AtBlock, flying: float) -> float:
-    """Its own have a buffer, and those of the unit after it are on their way."""
-    behind = stage.units[at.unit + 1 :]
-    growing = gradients.shards(*behind) if doing.first else 0.0
+def _gradients_at_block(
+    stage: StageMemory, doing: MemoryAction, gradients: Gradients, at: BlockBackward, sending: float
+) -> float:
+    """Return the bytes of gradients at a block: its own unit has a buffer, and the unit after it is being reduced."""
+    after = stage.units[at.unit + 1 :]
+    growing = gradients.shards(*after) if doing.first else 0.0
     if gradients.zero == 3:
-        return gradients.whole(*behind[:1]) + stage.head + growing  # the head's waits for the end of the stage
+        return gradients.whole(*after[:1]) + stage.head + growing  # the head's waits for the end of the stage
     outer = [stage.outer] if stage.last else []
     if gradients.keeps_whole and not _sends_at_once(doing, gradients):
-        return gradients.whole(*outer, stage.units[at.unit], *behind) if doing.first else 0.0
-    return gradients.whole(*outer, stage.units[at.unit], *behind[:1]) + growing + (0.0 if behind else flying)
+        return gradients.whole(*outer, stage.units[at.unit], *after) if doing.first else 0.0
+    return gradients.whole(*outer, stage.units[at.unit], *after[:1]) + growing + (0.0 if after else sending)
 
 
-def _left(position: Position, doing: Doing, left: float) -> float:
-    """Where a schedule has backwards in halves, a whole one is both of them, one after the other."""
+def _left(position: Position, doing: MemoryAction, left: float) -> float:
+    """Return the bytes kept for W; in a schedule with split backwards, a whole backward is both halves in turn."""
     return left if doing.kind == "I" or position.parallel.splits_backward else 0.0
 
 
-def _sends_at_once(doing: Doing, gradients: Gradients) -> bool:
-    """ZeRO-1 with one micro-batch never has all of its whole gradients."""
+def _sends_at_once(doing: MemoryAction, gradients: Gradients) -> bool:
+    """Return whether each unit is reduced at once: ZeRO-1 with one micro-batch never has all of its whole gradients."""
     return doing.first and doing.last and not gradients.holds
 
 
-def _unit_done(position: Position, stage: StageMemory, doing: Doing, gradients: Gradients, at: AtBlock) -> Moment:
-    """FSDP2, as the last block of a unit has run backward: its gradients are there, those of the next unit leave."""
-    unit, behind = stage.units[at.unit], stage.units[at.unit + 1 :]
-    own = gradients.computed(unit) + gradients.whole(*behind[:1]) + stage.head
-    return Moment(
+def _unit_done(
+    position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients, at: BlockBackward
+) -> LiveBytes:
+    """Return the bytes when the last block of a unit has run backward under FSDP2: its gradients exist, those of the
+    next unit are being reduced.
+    """
+    unit, after = stage.units[at.unit], stage.units[at.unit + 1 :]
+    own = gradients.computed(unit) + gradients.whole(*after[:1]) + stage.head
+    return LiveBytes(
         f"the end of the backward of block {at.layer}",
         activations=-stage.kept + stage.input,
         backward=_left(position, doing, at.left),
-        gradients=own + (gradients.shards(*behind) if doing.first else 0.0),
+        gradients=own + (gradients.shards(*after) if doing.first else 0.0),
         gathered=_gathered(position, stage, at.unit),
     )
 
 
-def _at_embedding(position: Position, stage: StageMemory, doing: Doing, gradients: Gradients) -> list[Moment]:
-    """The gradient of the embedding comes whole, before it joins others."""
-    alive = Moment(
+def _at_embedding(position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients) -> list[LiveBytes]:
+    """Return the bytes at the backward of the embedding, whose gradient is computed whole before others are added."""
+    alive = LiveBytes(
         "the backward of the embedding",
         activations=stage.input - stage.kept,
         backward=stage.embedding + _left(position, doing, stage.left),
@@ -241,8 +269,11 @@ def _at_embedding(position: Position, stage: StageMemory, doing: Doing, gradient
 
 
 def _gathered(position: Position, stage: StageMemory, unit: int) -> float:
-    """Parameters that ZeRO-3 has brought together: what lies outside of blocks, this unit (-1: none) and those ahead of
-    it. All of the rank's where forwards do not free them."""
+    """Return the bytes of parameters that ZeRO-3 has gathered: those outside of blocks, unit `unit` (-1: none) and the
+    units gathered ahead.
+
+    All parameters of the rank where forwards do not free them.
+    """
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     if parallel.zero != 3:
         return 0.0
@@ -255,7 +286,9 @@ def _gathered(position: Position, stage: StageMemory, unit: int) -> float:
 
 
 def _gathered_at_end(position: Position, stage: StageMemory) -> float:
-    """At the end of a forward: FSDP2 keeps the buffer that the last unit came in, its parameters are freed or not."""
+    """Return the bytes of gathered parameters at the end of a forward: FSDP2 keeps the last unit's buffer, even if
+    freed.
+    """
     if position.parallel.zero != 3:
         return 0.0
     if position.software.gathers_matrices:
@@ -266,4 +299,5 @@ def _gathered_at_end(position: Position, stage: StageMemory) -> float:
 
 
 def _stay(position: Position) -> bool:
+    """Return whether gathered parameters are never freed."""
     return not position.parallel.reshard or position.parallel.unit_blocks == 0

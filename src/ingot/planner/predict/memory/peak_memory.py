@@ -1,42 +1,42 @@
-"""The memory bill of one rank at the moment of its peak, by kind; of every pipeline rank; and at every moment of a run.
+"""The memory bill of one rank at its peak, by kind; the bill of every pipeline rank; and the peak of each phase of a
+run.
 
-What is alive comes from theory/: state (theory/memory.py), and what forwards and backwards of the schedule hold
-(theory/peak.py). Here it becomes terms with their formulas, and what no formula of the model gives is added: what the
-allocator loses, and the process.
+The bytes alive come from theory/memory.py (state) and peak.py (what forwards and backwards hold). This module turns
+them into terms with formulas, and adds what no formula of the model gives: the allocator's loss, and the process.
 """
 
 from dataclasses import replace
 
-from ingot.planner.predict.memory.memory_text import activations_formula, gathered_formula, gradients_formula
-from ingot.planner.predict.memory.peak import peak
+from ingot.planner.predict.memory.activations import blocks_text
+from ingot.planner.predict.memory.peak import MemoryPeak, messages, peak
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.theory import memory
 from ingot.theory.layout import Position, positions
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
 
-# Loader, tokenizer, held-out text and checkpoint buffers of a rank: seen from 13 MiB at the start of a quickstart run
-# to 60 MiB at its end. With a GPU they lie on the host, not on the device.
+# Loader, tokenizer, held-out text and checkpoint buffers of a rank: 13 MiB at the start of a quickstart run, 60 MiB at
+# its end, both measured. With a GPU they are on the host, not on the device.
 _HOST_PARTS_BYTES = 32 * 1024**2
 
 
 def memory_bill(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term]:
-    """Terms that sum to the peak memory of one rank: what is alive then, what the allocator loses, and the process."""
+    """Return terms that sum to the peak memory of one rank: tensors alive, the allocator's loss, and the process."""
     return _with_process(live_bill(run, cluster.device, software), run, cluster)
 
 
 def stage_bills(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> tuple[dict[str, Term], ...]:
-    """The same of each pipeline rank, in order."""
+    """Return the memory bill of each pipeline rank, in order."""
     bills = (position_bill(position, cluster.device) for position in positions(run, software))
     return tuple(_with_process(bill, run, cluster) for bill in bills)
 
 
 def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term]:
-    """The peak of the rank that needs the most, with fragmentation and process: at "initialisation", "first step",
-    "steady state" and "save".
+    """Return the peak of each phase of a run, for the rank that needs the most, with fragmentation and process.
 
-    The trainer makes both moments of AdamW as zeros at its start, so its first step is as large as any other.
+    The phases are "initialisation", "first step", "steady state" and "save". The trainer makes both moments of AdamW as
+    zeros at its start, so its first step is as large as any other.
     """
     device = cluster.device
     position = max(positions(run, software), key=lambda position: _live_bytes(position, device))
@@ -60,14 +60,17 @@ def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dic
 
 
 def live_bill(run: RunConfig, device: str, software: Software = INGOT) -> dict[str, Term]:
-    """Tensors that are alive at the peak, by kind, on the pipeline rank that holds the most."""
+    """Return the tensors alive at the peak, by kind, on the pipeline rank that holds the most."""
     places = positions(run, software)
     return position_bill(places[0] if len(places) == 1 else max(places, key=lambda p: _live_bytes(p, device)), device)
 
 
 def position_bill(position: Position, device: str) -> dict[str, Term]:
-    """Tensors of one pipeline rank that are alive at the largest of its moments, or at the update, where gradients of
-    another dtype are converted. Held-out scoring passes its logits in the same chunks and saves nothing."""
+    """Return the tensors of one pipeline rank that are alive at its peak, by kind.
+
+    The peak may be at the update, where gradients of another dtype are converted. Held-out scoring passes its logits in
+    the same chunks and saves nothing.
+    """
     if device == "cpu":
         position = _without_host_offload(position)
     found = peak(position, device)
@@ -90,7 +93,7 @@ def position_bill(position: Position, device: str) -> dict[str, Term]:
 
 
 def _live_bytes(position: Position, device: str) -> float:
-    """The sum of `position_bill`, sooner: only one rank's formulas are read."""
+    """Return the sum of `position_bill` faster, because only one rank's formulas are read."""
     if device == "cpu":
         position = _without_host_offload(position)
     state = memory.weights(position).value + memory.optimizer(position).value
@@ -118,7 +121,7 @@ def _runtime(run: RunConfig, cluster: Cluster) -> Term:
 
 
 def _without_host_offload(position: Position) -> Position:
-    """On a CPU the host's memory is the device's."""
+    """Return the position without offload to the host: on a CPU the host's memory is the device's."""
     if position.parallel.offload != "cpu":
         return position
     return replace(position, parallel=replace(position.parallel, offload="none", offload_parameters=False))
@@ -134,8 +137,56 @@ def _total(bill: dict[str, Term]) -> float:
 
 
 def rank_memory_bytes(cluster: Cluster, ranks: int) -> float:
-    """What one rank may use. The processes of one CPU machine share its memory."""
+    """Return the memory that one rank may use. The processes of one CPU machine share its memory."""
     if cluster.device != "cpu":
         return cluster.memory_bytes
     on_one_machine = -(-ranks // cluster.nodes)
     return cluster.memory_bytes / on_one_machine
+
+
+def activations_formula(position: Position, peak: MemoryPeak, device: str) -> str:
+    """Return the formula of activations: micro-batches in flight by stage, what each keeps, and the buffers at the
+    peak.
+    """
+    situation, parts = peak.situation, []
+    stages = zip(position.stages, peak.stages, situation.alive, situation.left, strict=True)
+    for stage, bytes_of, alive, left in stages:
+        named = f" of stage {stage.number}" if position.parallel.pp > 1 else ""
+        if alive:
+            batches = f"{alive} micro-batch{'es' * (alive > 1)}{named}"
+            per_token = blocks_text(position, stage, device)
+            parts.append(f"{batches} x {bytes_of.kept:,.0f} B ({position.tokens:,} tokens x ({per_token}))")
+        if left:
+            parts.append(f"{left} left for W{named} x {bytes_of.left:,.0f} B")
+    own = peak.own.activations + peak.own.backward
+    if own:
+        parts.append(f"{own:+,.0f} B at {peak.own.place}")
+    if sent := messages(position):
+        parts.append(f"{sent:,.0f} B of messages")
+    return " + ".join(parts)
+
+
+def gradients_formula(position: Position, peak: MemoryPeak) -> str:
+    """Return the formula of gradients: those of stages whose backwards have begun, and those added at the peak."""
+    parallel, total = position.parallel, peak.moment.gradients
+    ranks = f"zero {parallel.zero} over {parallel.shard_ranks}" if parallel.shard_ranks > 1 else "whole"
+    held = total - peak.own.gradients
+    parts = [f"{held:,.0f} B of {position.parameters:,} parameters, {ranks}"] if held else []
+    if peak.own.gradients:
+        parts.append(f"{peak.own.gradients:,.0f} B on their way at {peak.own.place}")
+    return " + ".join(parts) or f"0 B of {position.parameters:,} parameters yet: {ranks}, at {peak.own.place}"
+
+
+def gathered_formula(position: Position, peak: MemoryPeak) -> str:
+    """Return the formula of ZeRO-3's gathered parameters: those outside of blocks and units of blocks, or single
+    matrices.
+    """
+    stage = peak.stages[peak.situation.doing.stage]
+    if position.software.gathers_matrices:
+        return f"{1 + position.parallel.prefetch} matrices x {stage.matrix:,.0f} B"
+    sizes = sorted({unit.common + unit.routed for unit in stage.units})
+    units = " or ".join(f"{size:,}" for size in sizes) or "0"
+    if not position.parallel.reshard or position.parallel.unit_blocks == 0:
+        return f"{position.parameters:,} parameters whole, and a unit of {units} coming"
+    outer = f"outer unit {stage.outer.common:,}"
+    return f"{peak.moment.gathered:,.0f} B: {outer} + up to {1 + position.parallel.prefetch} units x {units} parameters"

@@ -1,8 +1,8 @@
-"""What one pipeline stage keeps of a micro-batch, and needs while it runs it backward, in bytes of one rank.
+"""Bytes that one pipeline stage keeps of a micro-batch, and needs while the stage runs backward, on one rank.
 
-The backward goes from the last block to the first: what blocks keep becomes less, gradients of parameters, and in a
-split backward what is left for W, become more. All three change evenly from block to block, so that a backward is
-largest at one of its ends: at its last block, the one before it (from when on the last one's gradients travel), or its
+The backward goes from the last block to the first. Saved activations become less; gradients of parameters, and in a
+split backward the inputs kept for W, become more. All three change evenly from block to block, so a backward is largest
+at one of its ends: at its last block, at the block before (where the last block's gradients are reduced), or at its
 first.
 """
 
@@ -15,16 +15,19 @@ from ingot.planner.predict.memory.activations import (
     input_bytes,
     output_bytes,
 )
-from ingot.theory.layout import Position, Stage, attention_matrices
-from ingot.theory.params import block_norm_parameters
-from ingot.theory.state import COMPUTE_BYTES
+from ingot.theory.layout import PipelineStage, Position, attention_matrices
+from ingot.theory.params import COMPUTE_BYTES, block_norm_parameters
 
 
 @dataclass(frozen=True)
-class AtBlock:
-    """As the backward of block `layer` begins. before: kept by the stage's input and the blocks before it; kept: by it,
-    with what it computes again; attention: of that, once its backward has got to attention. fed, attended: buffers of
-    either part. left: by blocks after it for W. fed_unit: parameters of its feed-forward; unit: the one it is in."""
+class BlockBackward:
+    """Bytes at the start of the backward of block `layer`.
+
+    before: kept by the stage's input and the earlier blocks. kept: kept by this block, recomputed parts included.
+    attention: the part of `kept` that is left when the backward reaches attention.
+    fed, attended: buffers of the backward of the feed-forward and of attention. left: kept by later blocks for W.
+    fed_unit: parameters of the block's feed-forward. unit: index of the block's unit in the stage.
+    """
 
     layer: int
     before: float
@@ -33,13 +36,13 @@ class AtBlock:
     fed: float
     attended: float
     left: float
-    fed_unit: "Unit"
+    fed_unit: "ParameterUnit"
     unit: int
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters that are gathered and reduced together: routed experts, and the rest."""
+class ParameterUnit:
+    """Parameters that are gathered and reduced together. common: all but routed experts. routed: routed experts."""
 
     common: int
     routed: int = 0
@@ -47,9 +50,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """kept: of one micro-batch from F to B or I. input, head: of that, what stays longest, the stage's input, and what
-    goes first, the gradients that the loss makes ahead. left: between I and W. blocks: see above. units: of its blocks.
-    embedding: the gradient of the embedding, whole; matrix: that of the largest other matrix."""
+    """Bytes and parameters of one stage.
+
+    kept: bytes of one micro-batch from F to B or I. input: the part of `kept` that stays longest, the stage's input.
+      head: the part that is freed first, the gradients that the loss makes ahead.
+    left: bytes between I and W. blocks: the blocks at which a backward can be largest.
+    units: the units of its blocks; outer: the unit outside of blocks.
+    embedding: bytes of the embedding's whole gradient; matrix: bytes of the gradient of the largest other matrix.
+    """
 
     number: int
     first: bool
@@ -58,25 +66,26 @@ class StageMemory:
     input: float
     head: float
     left: float
-    blocks: tuple[AtBlock, ...]
-    units: tuple[Unit, ...]
-    outer: Unit
+    blocks: tuple[BlockBackward, ...]
+    units: tuple[ParameterUnit, ...]
+    outer: ParameterUnit
     embedding: float
     matrix: float
 
     @property
-    def whole(self) -> Unit:
+    def whole(self) -> ParameterUnit:
+        """All parameters of the stage as one unit."""
         units = [self.outer, *self.units]
-        return Unit(sum(unit.common for unit in units), sum(unit.routed for unit in units))
+        return ParameterUnit(sum(unit.common for unit in units), sum(unit.routed for unit in units))
 
     @property
-    def last_unit(self) -> Unit:
-        """Whose gradients are complete last: the embedding's, or the first blocks'."""
+    def last_unit(self) -> ParameterUnit:
+        """The unit whose gradients are complete last: the embedding's, or the first blocks'."""
         return self.outer if self.first or not self.units else self.units[0]
 
 
 def stage_memories(position: Position, device: str) -> tuple[StageMemory, ...]:
-    """Of all stages of a rank."""
+    """Return the memory of each stage of a rank."""
     sizes = block_sizes(position, device), block_sizes(position, device, experts=True)
     return tuple(_stage_memory(_Blocks(position, stage, *sizes), device) for stage in position.stages)
 
@@ -98,7 +107,7 @@ def _stage_memory(blocks: "_Blocks", device: str) -> StageMemory:
         left=tokens * blocks.left(layers),
         blocks=tuple(blocks.at(layer, incoming) for layer in sorted({*layers[-2:], *ends}, reverse=True)),
         units=tuple(_unit(stage, group) for group in position.groups(stage) if len(group)),
-        outer=Unit(stage.outside),
+        outer=ParameterUnit(stage.outside),
         embedding=float(embedding * e),
         matrix=float(matrix * e),
     )
@@ -106,15 +115,15 @@ def _stage_memory(blocks: "_Blocks", device: str) -> StageMemory:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Of one stage. dense, sparse: sizes of a block without and with experts."""
+    """The blocks of one stage. dense, sparse: sizes of a block without and with experts."""
 
     position: Position
-    stage: Stage
+    stage: PipelineStage
     dense: BlockSize
     sparse: BlockSize
 
     def kept(self, layers: range) -> float:
-        """By those blocks, per token."""
+        """Return the bytes per token that these blocks keep."""
         parallel, experts = self.position.parallel, _common(layers, self.stage.expert_layers)
         every, recomputed = parallel.recompute_every, parallel.recompute != "none"
         sparse_again = _multiples(experts, every) if recomputed else 0
@@ -123,17 +132,20 @@ class _Blocks:
         return dense + (len(experts) - sparse_again) * self.sparse.kept + sparse_again * self.sparse.recomputed
 
     def left(self, layers: range) -> float:
-        """By those blocks, per token, for W."""
+        """Return the bytes per token that these blocks keep for W."""
         experts = len(_common(layers, self.stage.expert_layers))
         return experts * self.sparse.left + (len(layers) - experts) * self.dense.left
 
-    def at(self, layer: int, incoming: float) -> AtBlock:
+    def at(self, layer: int, incoming: float) -> BlockBackward:
+        """Return the bytes at the start of the backward of block `layer`."""
         stage, position = self.stage, self.position
         tokens, has_experts = position.tokens, layer in stage.expert_layers
         size = self.sparse if has_experts else self.dense
         around = attention_matrices(position.arch, position.parallel.tp) + block_norm_parameters(position.arch)
-        fed = Unit((stage.expert_block if has_experts else stage.block) - around, stage.experts if has_experts else 0)
-        return AtBlock(
+        fed = ParameterUnit(
+            (stage.expert_block if has_experts else stage.block) - around, stage.experts if has_experts else 0
+        )
+        return BlockBackward(
             layer=layer,
             before=incoming + tokens * self.kept(range(stage.layers.start, layer)),
             kept=tokens * size.kept,
@@ -152,7 +164,7 @@ def _common(layers: range, others: range) -> range:
 
 
 def block_matrix(position: Position, experts: bool) -> int:
-    """Elements of the largest matrix of a block on this rank; experts of a rank are one matrix."""
+    """Return the elements of the largest matrix of a block on this rank; the experts of a rank are one matrix."""
     arch, tp = position.arch, position.parallel.tp
     around = max(arch.num_heads * arch.head_dim, 1) * arch.d_model // tp
     if not experts:
@@ -161,10 +173,10 @@ def block_matrix(position: Position, experts: bool) -> int:
 
 
 def _multiples(layers: range, every: int) -> int:
-    """How many of them divide by `every`."""
+    """Return how many of the layers divide by `every`."""
     return max(-(-layers.stop // every) - -(-layers.start // every), 0) if len(layers) else 0
 
 
-def _unit(stage: Stage, group: range) -> Unit:
+def _unit(stage: PipelineStage, group: range) -> ParameterUnit:
     routed = stage.experts * len(_common(group, stage.expert_layers))
-    return Unit(stage.block_parameters(group) - routed, routed)
+    return ParameterUnit(stage.block_parameters(group) - routed, routed)

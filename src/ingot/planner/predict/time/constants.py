@@ -1,7 +1,9 @@
-"""The few numbers of the time model that no data sheet states: fitted once, to all published runs together.
+"""The few numbers of the time model that no data sheet states, fitted once to all published runs together, and the
+error band.
 
-Each has a meaning of its own, a prior from what is known of hardware, and bounds beyond which it would mean nothing.
-planner/fit.py moves them from the priors as far as published steps ask for; fitted.json has the result.
+Each constant has a meaning of its own, a prior from what is known of hardware, and bounds beyond which it would have no
+meaning. planner/published/fit.py moves them from the priors as far as published steps require; fitted.json has the
+result.
 """
 
 import json
@@ -12,26 +14,29 @@ from typing import Any
 
 
 def _fitted(prior: float, sigma: float, low: float, high: float) -> Any:
-    """sigma: of the logarithm, how far the prior may be off. low, high: bounds."""
+    """Return a field with its prior. sigma: deviation of the prior's logarithm. low, high: bounds."""
     return field(default=prior, metadata={"sigma": sigma, "low": low, "high": high})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """matmul_share: of the best measured rate of a 16-bit product, what large ones sustain inside of a step.
-    throttle: what is lost of it where the power limit is below 1 W for each TFLOP/s of the 16-bit peak, or unknown.
-    low_share: the same of products in 8 and 4 bits, of their own peak.
+    """The constants of the time model.
+
+    matmul_share: share of the best measured rate of a 16-bit product that large products sustain inside of a step.
+    throttle: share of that rate that is lost where the power limit is unknown or below 1 W per TFLOP/s of the 16-bit
+      peak.
+    low_share: like matmul_share, for products in 8 and 4 bits, of their own peak.
     tile_depth: k, in 16-bit numbers, whose multiplication takes as long as a tile's start and end.
-    attention_share: of Cluster.attention_efficiency, what flash attention reaches in a step, forward.
+    attention_share: share of Cluster.attention_efficiency that flash attention reaches in a step, forward.
     tuned_attention: share of the peak that kernels written for the very device reach, forward.
-    bandwidth_share: of the memory's bandwidth, what elementwise kernels reach.
-    eager_bytes, tuned_bytes: bytes that unfused and hand-fused kernels move, over those of compiled ones.
-    cast_bytes: of low-precision products, bytes moved to quantise their inputs, over the least (efficiency.py).
-    launch_share: of Cluster.op_seconds per operation, what a system without graphs takes of the host.
-    link_share, network_share: of link and network bandwidth, what collectives of large messages reach.
-    interference: of a collective beside computation, by how much of its time it slows that down.
-    tensor_exposed: of tensor-parallel collectives that overlap products, the share that is waited for.
-    expert_bytes: bytes moved to bring rows to experts and back, over the least.
+    bandwidth_share: share of the memory's bandwidth that elementwise kernels reach.
+    eager_bytes, tuned_bytes: bytes that unfused and hand-fused kernels move, divided by those of compiled kernels.
+    cast_bytes: bytes moved to quantize the inputs of low-precision products, divided by the least (efficiency.py).
+    launch_share: host time per operation in a system without graphs, as a share of Cluster.op_seconds.
+    link_share, network_share: shares of link and network bandwidth that collectives of large messages reach.
+    interference: slow-down of computation by a concurrent collective, as a share of the collective's time.
+    tensor_exposed: exposed share of tensor-parallel collectives that overlap products.
+    expert_bytes: bytes moved to bring rows to experts and back, divided by the least.
     """
 
     matmul_share: float = _fitted(0.93, 0.05, 0.6, 1.0)
@@ -57,10 +62,30 @@ PRIOR = Constants()
 
 @cache
 def fitted() -> Constants:
-    """What the package ships; the priors of those that fitted.json does not have."""
+    """Return the constants that the package ships; priors for those that fitted.json does not have."""
     source = resources.files("ingot.planner.predict.time").joinpath("fitted.json")
     if not source.is_file():
         return PRIOR
     values = json.loads(source.read_text(encoding="utf-8")).get("constants", {})
     known = {f.name for f in fields(Constants)}
     return Constants(**{name: float(value) for name, value in values.items() if name in known})
+
+
+@cache
+def error_ratios() -> tuple[float, float]:
+    """Return the (low, high) quantiles of measured over predicted step time that hold 80% of the rows of families left
+    out of the fit.
+
+    Both are 1.0 without a fit. Source: planner/published/fit.py.
+    """
+    source = resources.files("ingot.planner.predict.time").joinpath("fitted.json")
+    if not source.is_file():
+        return 1.0, 1.0
+    low, high = json.loads(source.read_text(encoding="utf-8"))["band"]
+    return float(low), float(high)
+
+
+def error_band(seconds: float) -> tuple[float, float]:
+    """Return the (low, high) seconds of a step that is predicted to take `seconds`."""
+    low, high = error_ratios()
+    return low * seconds, high * seconds

@@ -1,10 +1,11 @@
-"""Communication that a step waits for, by what it is for. What computation hides slows that computation down a little.
+"""Communication and host transfers that a step waits for, by purpose. Hidden communication slows computation down a
+little.
 
 tensor parallel    in the way of the next product: all of it, unless products and collectives are cut to overlap
 Ulysses            attention waits for its heads: all of it
-ring               keys and values travel beside attention: what takes longer than that
-experts            a block waits for its tokens; the half that brings them to experts travels beside the shared ones
-data parallel      what exceeds the computation beside it, and always the first gather and the last reduction
+ring               keys and values travel during attention: the part that takes longer
+experts            a block waits for its tokens; the half that brings them to experts overlaps the shared experts
+data parallel      the part that exceeds the concurrent computation, and always the first gather and last reduction
 """
 
 from dataclasses import dataclass
@@ -12,14 +13,16 @@ from dataclasses import dataclass
 from ingot.planner.predict.time.constants import Constants, fitted
 from ingot.planner.predict.time.links import LineTime, bandwidth_of, counted_as, line_of, traffic_seconds
 from ingot.schema.cluster import Cluster
+from ingot.theory import memory
 from ingot.theory.context import ring_steps
 from ingot.theory.layout import Position
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
+from ingot.theory.params import STORED_BYTES
 from ingot.theory.traffic import step_traffic
 from ingot.units import format_bytes, format_seconds
 
 DATA_PARALLEL = ("shard", "expert_shard", "dp_replicate")
-# What blocks wait for, by line.
+# The communication that blocks wait for, by line.
 NAMES = {
     "tp": "tensor-parallel collectives",
     "sequence": "choices of experts",
@@ -31,9 +34,10 @@ TIED = "tied matrix"
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Seconds of computation of one rank and step that collectives can run beside: all of it, attention, and the shared
-    experts' products."""
+class Overlappable:
+    """Seconds of computation of one rank and step that can overlap collectives: all computation, attention, and the
+    shared experts' products.
+    """
 
     busy: float
     attention: float
@@ -41,56 +45,59 @@ class Beside:
 
 
 def blocking(
-    position: Position, cluster: Cluster, times: dict[str, LineTime], beside: Beside, constants: Constants
+    position: Position, cluster: Cluster, times: dict[str, LineTime], beside: Overlappable, constants: Constants
 ) -> dict[str, Term]:
-    """What blocks of a pipeline rank wait for in their forward and backward, in one step."""
+    """Return what blocks of a pipeline rank wait for in forward and backward, in one step."""
     found = {}
     for line, name in NAMES.items():
         if line in times:
-            said = _sent(line, position, times, cluster)
+            sent = _sent(line, position, times, cluster)
             if line == "tp":
-                found[name] = _tensor(position, times[line], said, constants)
+                found[name] = _tensor(position, times[line], sent, constants)
             elif line == "ring":
-                found[name] = _ring(position, times[line], said, beside.attention)
+                found[name] = _ring(position, times[line], sent, beside.attention)
             elif line == "ep":
-                found[name] = _experts(position, times[line], said, beside, constants)
+                found[name] = _experts(position, times[line], sent, beside, constants)
             else:
-                found[name] = Term(times[line].seconds, said)
+                found[name] = Term(times[line].seconds, sent)
     return found
 
 
-def _tensor(position: Position, time: LineTime, said: str, constants: Constants) -> Term:
+def _tensor(position: Position, time: LineTime, sent: str, constants: Constants) -> Term:
     if not (position.parallel.async_tp or position.software.overlap_tensor):
-        return Term(time.seconds, said)
-    return _partly(time.seconds, said, constants)
+        return Term(time.seconds, sent)
+    return _partly(time.seconds, sent, constants)
 
 
-def _partly(seconds: float, said: str, constants: Constants) -> Term:
+def _partly(seconds: float, sent: str, constants: Constants) -> Term:
     share = constants.tensor_exposed
-    return Term(seconds * share, f"{said}, {share:.0%} of it not hidden")
+    return Term(seconds * share, f"{sent}, {share:.0%} of it not hidden")
 
 
-def _ring(position: Position, time: LineTime, said: str, attention: float) -> Term:
-    """The last of a ring's steps computes and sends nothing."""
+def _ring(position: Position, time: LineTime, sent: str, attention: float) -> Term:
+    """Return the exposed time of a ring, whose last step computes and sends nothing."""
     steps = ring_steps(position.parallel, position.train.seq_len, position.arch.sliding_window)
     beside = attention * (steps - 1) / steps
-    return Term(max(time.seconds - beside, 0.0), f"{said}, beside {format_seconds(beside)} of attention")
+    return Term(max(time.seconds - beside, 0.0), f"{sent}, beside {format_seconds(beside)} of attention")
 
 
-def _experts(position: Position, time: LineTime, said: str, beside: Beside, constants: Constants) -> Term:
+def _experts(position: Position, time: LineTime, sent: str, beside: Overlappable, constants: Constants) -> Term:
     if position.software.overlap_experts:
-        return _partly(time.seconds, said, constants)
+        return _partly(time.seconds, sent, constants)
     if not beside.shared:
-        return Term(time.seconds, said)
-    formula = f"{said}, half of it beside {format_seconds(beside.shared)} of shared experts"
+        return Term(time.seconds, sent)
+    formula = f"{sent}, half of it beside {format_seconds(beside.shared)} of shared experts"
     return Term(time.seconds / 2 + max(time.seconds / 2 - beside.shared, 0.0), formula)
 
 
 def data_parallel(
     position: Position, cluster: Cluster, times: dict[str, LineTime], busy: float, constants: Constants
 ) -> Term:
-    """ZeRO-2 and 3 have every micro-batch to hide behind, the others the last ones (and the next forward). Copies of
-    the model (HSDP) meet once per step, behind the last ones, in what the shards leave of them."""
+    """Return the exposed time of data-parallel collectives.
+
+    ZeRO-2 and 3 overlap every micro-batch, other stages the last ones (and the next forward). Copies of the model
+    (HSDP) are reduced once per step, after the last ones, in the computation that the shards leave.
+    """
     lines = [line for line in DATA_PARALLEL if line in times]
     if not lines:
         return Term(0.0, "one data-parallel rank")
@@ -99,7 +106,7 @@ def data_parallel(
     if not position.software.overlap_data:
         return Term(total, f"{formula}, nothing beside it")
     each, units = busy / position.accumulation, sum(map(position.units, position.stages))
-    every, last = _beside(position), _last(position)
+    every, last = _overlapped_batches(position), _last(position)
     copies = times["dp_replicate"].seconds if "dp_replicate" in times and every > last else 0.0
     shards = total - copies
     exposed = max(shards - each * every, shards / units / every)
@@ -109,9 +116,11 @@ def data_parallel(
     return Term(exposed + slowed, f"{formula}, {format_seconds(exposed)} not hidden, the rest slows its computation")
 
 
-def in_turn(position: Position, cluster: Cluster) -> Term:
-    """Of one step on a CPU, where nothing hides them: the collectives of a pipeline rank. What it sends along the
-    pipeline is in the simulated schedule. 0 where the links were not measured; then they are in the cost of a step.
+def cpu_collectives(position: Position, cluster: Cluster) -> Term:
+    """Return the time of a pipeline rank's collectives in one step on a CPU, where nothing hides them.
+
+    Messages of the pipeline are in the simulated schedule. The time is 0 where the links were not measured; collectives
+    are then in the fixed cost of a step.
     """
     constants, lines = fitted(), {}
     for traffic in step_traffic(position, counted_as(cluster)):
@@ -123,14 +132,17 @@ def in_turn(position: Position, cluster: Cluster) -> Term:
     return Term(sum(seconds for _, seconds in lines.values()), formula or "none")
 
 
-def _beside(position: Position) -> int:
-    """Micro-batches whose computation is beside what data-parallel ranks divide."""
+def _overlapped_batches(position: Position) -> int:
+    """Return the micro-batches whose computation overlaps what data-parallel ranks divide."""
     return position.accumulation if position.parallel.zero in (2, 3) else _last(position)
 
 
 def _last(position: Position) -> int:
-    """Micro-batches behind which collectives run that come once per step. With several stages on a rank, those of one
-    are reduced while a round of micro-batches passes the next one."""
+    """Return the micro-batches whose computation overlaps collectives that run once per step.
+
+    With several stages on a rank, the collectives of one stage run while a round of micro-batches passes the next
+    stage.
+    """
     parallel = position.parallel
     return min(parallel.pp, position.accumulation) if parallel.stages_on_each_rank > 1 else 1
 
@@ -141,3 +153,37 @@ def _sent(line: str, position: Position, times: dict[str, LineTime], cluster: Cl
         return f"{line}: {format_bytes(times[line].sent)}, no bandwidth known"
     where = "the network" if times[line].crosses else "fast links"
     return f"{line}: {format_bytes(times[line].sent)} over {where} in {format_seconds(times[line].seconds)}"
+
+
+# Numbers per parameter that cross the link: master and gradient go to the host, the new master comes back
+# (optim/offload.py).
+_TRAVEL = 3
+# AdamW on the host reads master, gradient and both moments, and writes three of them. The devices share the host's
+# memory, which is assumed to be as fast for each device as the link to it.
+_UPDATED = 7
+
+
+def host_update(position: Position, cluster: Cluster, busy: float, constants: Constants) -> Term | None:
+    """Return the seconds that offloading adds to a step, or None without offloading or without a known link to the
+    host.
+
+    busy: seconds of computation. Where parameters are on the host, every gather reads them from there and every
+      gradient goes there, concurrent with computation, which they slow down as collectives do.
+    """
+    parallel = position.parallel
+    if parallel.offload == "none" or not cluster.host_bandwidth:
+        return None
+    owned = (
+        sum(share.parameters / share.ranks for share in memory.shares(position))
+        * STORED_BYTES[position.train.precision]
+    )
+    travel = 0 if parallel.offload_parameters else _TRAVEL * owned
+    waited = (travel + _UPDATED * owned) / cluster.host_bandwidth
+    formula = f"{format_bytes(travel + _UPDATED * owned)} / {format_bytes(cluster.host_bandwidth)}/s on the host"
+    if parallel.offload_parameters:
+        often = (2 if parallel.reshard else 1) + 1
+        beside = position.accumulation * often * owned / cluster.host_bandwidth
+        exposed = max(beside - busy, 0.0)
+        waited += exposed + constants.interference * (beside - exposed)
+        formula += f" + {format_seconds(beside)} of parameters and gradients, {format_seconds(exposed)} not hidden"
+    return Term(waited, formula)

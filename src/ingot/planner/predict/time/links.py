@@ -1,20 +1,152 @@
-"""Which links the traffic of each line of the mesh uses, and how long it takes there.
+"""The links that the traffic of each line of the mesh uses, and the time of collectives on them.
 
-A line is an axis of the mesh or a view of it (dist/mesh.py): ranks that differ on it alone. Its neighbours are `stride`
-ranks apart, so that of its ranks as many are in one domain of fast links as strides fit there.
+A line is an axis of the mesh or a view of it (trainer/mesh): ranks that differ on it alone. Its neighbors are `stride`
+ranks apart, so that one domain of fast links holds as many of its ranks as strides fit there.
+
+The time of a collective is a latency for every hop, and bytes over the narrowest link. S bytes over n ranks, g of which
+share a domain of fast links (n/g domains), b_l and b_n bytes/s of one rank inside and between domains, a_l and a_n
+seconds of a hop (Thakur et al. 2005; Patarasuk & Yuan 2009; NCCL's own choices):
+
+    ring          gather or reduce-scatter S(n-1)/n / min(b_l, g b_n) + (n - n/g) a_l + n/g a_n; all-reduce twice that.
+                  Rings run over all network cards of a node at once, so g ranks share g cards
+    tree          all-reduce 2 S / min(b_l, g b_n) + 2 log2(n) a; the least latency
+    hierarchical  all-reduce: reduce-scatter in the domain, all-reduce of S/g between domains, gather in the domain
+    switch        all-reduce inside of a domain whose switches add up (SHARP): S / b_l
+    all-to-all    the larger of S(g-1)/n / b_l and S(n-g)/n / b_n
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ingot.planner.predict.time.collectives import SECONDS, Group
 from ingot.planner.predict.time.constants import Constants, fitted
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.theory.layout import Position
 from ingot.theory.traffic import Traffic, step_traffic
 
-# Traffic between ranks of a copy of the model, by what travels (theory/traffic.py).
+# The share of a link that a message between two ranks reaches, which has few of the channels of a ring through all
+# ranks. Of an A100's 300 GB/s, 47 are published (Qi et al. 2023, table 4: 28 MB of hidden states in 0.6 ms).
+PAIR_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """The ranks of one collective.
+
+    near: ranks of the group in one domain of fast links. link, network: bytes/s that one rank sends there in one
+      direction.
+    link_seconds, network_seconds: latency of a hop. sharp: the domain's switches add up.
+    across: share of an all-to-all's bytes between domains that is sent, where rows for one domain travel together.
+    """
+
+    ranks: int
+    near: int
+    link: float
+    network: float = 0.0
+    link_seconds: float = 0.0
+    network_seconds: float = 0.0
+    sharp: bool = False
+    across: float = 1.0
+
+    @property
+    def crosses(self) -> bool:
+        return self.ranks > self.near
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of a ring through all ranks."""
+        return min(self.link, self.near * self.network) if self.crosses and self.near > 1 else self._outer
+
+    @property
+    def _outer(self) -> float:
+        return self.network if self.crosses else self.link
+
+    @property
+    def domains(self) -> int:
+        return -(-self.ranks // self.near)
+
+    @property
+    def ring_latency(self) -> float:
+        """Latency of one round of the ring."""
+        if not self.crosses:
+            return (self.ranks - 1) * self.link_seconds
+        return (self.ranks - self.domains) * self.link_seconds + (self.domains - 1) * self.network_seconds
+
+    @property
+    def tree_latency(self) -> float:
+        """Latency of one pass up or down the tree."""
+        inside = math.ceil(math.log2(self.near)) * self.link_seconds
+        return inside + math.ceil(math.log2(self.domains)) * self.network_seconds
+
+
+def all_gather(group: CollectiveGroup, size: float) -> float:
+    """Return the seconds until every rank has `size` bytes. Large groups of recent libraries use trees."""
+    if group.ranks == 1:
+        return 0.0
+    return size * (group.ranks - 1) / group.ranks / group.bandwidth + group.ring_latency
+
+
+reduce_scatter = all_gather
+
+
+def ring_all_reduce(group: CollectiveGroup, size: float) -> float:
+    return 2 * all_gather(group, size)
+
+
+def tree_all_reduce(group: CollectiveGroup, size: float) -> float:
+    return 2 * size / group.bandwidth + 2 * group.tree_latency
+
+
+def hierarchical_all_reduce(group: CollectiveGroup, size: float) -> float:
+    """Return the seconds of the three phases in turn: within a domain, between domains, within a domain."""
+    inside = CollectiveGroup(group.near, group.near, group.link, link_seconds=group.link_seconds)
+    between = CollectiveGroup(group.domains, 1, group.link, group.network, group.link_seconds, group.network_seconds)
+    return ring_all_reduce(inside, size) + ring_all_reduce(between, size / group.near)
+
+
+def all_reduce(group: CollectiveGroup, size: float) -> float:
+    """Return the seconds of the fastest algorithm, for which libraries tune."""
+    if group.ranks == 1:
+        return 0.0
+    ways = [ring_all_reduce(group, size), tree_all_reduce(group, size)]
+    if group.crosses:
+        ways.append(hierarchical_all_reduce(group, size))
+    elif group.sharp:
+        ways.append(size / group.link + 2 * group.link_seconds)
+    return min(ways)
+
+
+def all_to_all(group: CollectiveGroup, size: float) -> float:
+    """Return the seconds of an all-to-all. size: bytes that each rank has, its own part included."""
+    if group.ranks == 1:
+        return 0.0
+    inside = size * (group.near - 1) / group.ranks / group.link
+    if not group.crosses:
+        return inside + 2 * group.link_seconds
+    across = group.across * size * (group.ranks - group.near) / group.ranks / group.network
+    return max(inside, across) + 2 * group.network_seconds
+
+
+def send(group: CollectiveGroup, size: float) -> float:
+    """Return the seconds of a message to the next rank. The last rank of a domain sends over the network, and others
+    wait for it.
+    """
+    if group.crosses:
+        return size / min(group.network, PAIR_SHARE * group.link) + group.network_seconds
+    return size / (PAIR_SHARE * group.link) + group.link_seconds
+
+
+SECONDS: dict[str, Callable[[CollectiveGroup, float], float]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+    "all_to_all": all_to_all,
+    "send": send,
+}
+
+
+# Lines of the traffic between ranks of one copy of the model, by Traffic.what (theory/traffic.py).
 _LINES = {
     "hidden states": "tp",
     "numbers of the loss": "tp",
@@ -32,16 +164,17 @@ _LINES = {
 
 
 def counted_as(cluster: Cluster) -> str:
-    """For theory/, a TPU has the chunks and norms of a GPU."""
+    """Return the device kind that theory/ counts for: a TPU has the chunks and norms of a GPU."""
     return "cpu" if cluster.device == "cpu" else "cuda"
 
 
 def line_of(traffic: Traffic) -> str:
+    """Return the line of the mesh that the traffic goes over."""
     return traffic.axis if traffic.axis in ("pp", "dp_replicate") else _LINES[traffic.what]
 
 
 def stride(parallel: Parallel, line: str) -> int:
-    """How many ranks lie between neighbours on a line, one of them included. `parallel` is resolved."""
+    """Return the distance in ranks between neighbors on a line. `parallel` is resolved."""
     copy = parallel.dp_shard * parallel.cp * parallel.tp
     return {
         "tp": 1,
@@ -57,7 +190,9 @@ def stride(parallel: Parallel, line: str) -> int:
 
 
 def span(parallel: Parallel, line: str) -> int:
-    """Over how many neighbouring ranks a line stretches: neighbours share a node. `parallel` is resolved."""
+    """Return the number of neighboring ranks that a line stretches over: neighbors share a node. `parallel` is
+    resolved.
+    """
     copy = parallel.dp_shard * parallel.cp * parallel.tp
     return {
         "tp": parallel.tp,
@@ -73,34 +208,42 @@ def span(parallel: Parallel, line: str) -> int:
 
 
 def crosses_nodes(parallel: Parallel, line: str, cluster: Cluster) -> bool:
-    """Whether a line can have ranks in different domains of fast links, which mostly are nodes. One of a single rank
-    sends nothing anywhere."""
+    """Return whether a line can have ranks in different domains of fast links, which mostly are nodes.
+
+    A line of a single rank sends nothing.
+    """
     reach = span(parallel, line)
     return cluster.devices > cluster.domain and reach > 1 and cluster.domain % reach != 0
 
 
 def least_in_domain(parallel: Parallel, line: str, cluster: Cluster) -> int:
-    """Of the neighbouring ranks that a line stretches over, those in one domain; the fewest, where domains do not end
-    where lines do: of 64 ranks in racks of 72 the second line has 8 in the first rack, and the others wait for them."""
+    """Return the fewest ranks of a line's span that are in one domain.
+
+    Domains may not end where lines do: of 64 ranks in racks of 72, the second line has 8 ranks in the first rack, and
+      the others wait for them.
+    """
     reach, domain = span(parallel, line), cluster.domain
     return domain if reach % domain == 0 else math.gcd(reach, domain)
 
 
 def bandwidth_of(parallel: Parallel, line: str, cluster: Cluster) -> float:
-    """Bytes/s that one rank sends to the next on `line`; 0 when unknown."""
+    """Return the bytes/s that one rank sends to the next on `line`; 0 when unknown."""
     return cluster.network_bandwidth if crosses_nodes(parallel, line, cluster) else cluster.link_bandwidth
 
 
-def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, constants: Constants) -> Group:
-    """`ranks` of a line, with what its links reach. On a CPU, links were measured with the library that uses them."""
+def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, constants: Constants) -> CollectiveGroup:
+    """Return the group of `ranks` ranks of a line, with the rates that its links reach.
+
+    On a CPU, links were measured with the library that uses them, so their rates are taken whole.
+    """
     reached = 1.0 if cluster.device == "cpu" else constants.link_share
     network = 1.0 if cluster.device == "cpu" else constants.network_share
     near = ranks
     if crosses_nodes(parallel, line, cluster):
         near = min(max(least_in_domain(parallel, line, cluster) // stride(parallel, line), 1), ranks)
         if line == "pp" and near > 1:
-            near = 1  # some rank's neighbour is in another domain, and the others wait for it
-    return Group(
+            near = 1  # some rank's neighbor is in another domain, and the others wait for it
+    return CollectiveGroup(
         ranks=ranks,
         near=near,
         link=cluster.link_bandwidth * reached,
@@ -113,8 +256,9 @@ def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, consta
 
 @dataclass(frozen=True)
 class LineTime:
-    """sent: bytes per step of one rank. seconds: of them alone on the links, 0 when a bandwidth is unknown. crosses:
-    the domain of fast links."""
+    """The traffic of a line. sent: bytes per step of one rank. seconds: time of the line alone on its links, 0 when
+    a bandwidth is unknown. crosses: the line leaves the domain of fast links.
+    """
 
     sent: float
     seconds: float
@@ -122,7 +266,7 @@ class LineTime:
 
 
 def line_times(position: Position, cluster: Cluster, constants: Constants | None = None) -> dict[str, LineTime]:
-    """By line, for those that send anything."""
+    """Return the time of each line that sends anything."""
     constants = constants or fitted()
     sent: dict[str, float] = {}
     seconds: dict[str, float] = {}
@@ -134,15 +278,17 @@ def line_times(position: Position, cluster: Cluster, constants: Constants | None
     return {line: LineTime(sent[line], seconds[line], crosses_nodes(parallel, line, cluster)) for line in sent}
 
 
-def dispatched_once(position: Position, group: Group) -> float:
-    """Of the rows that leave a domain, the expected share that is left when those of one token to one other domain are
-    sent as one: d domains and k experts, drawn alike, d (1 - (1 - 1/d)^k) / k."""
+def dispatched_once(position: Position, group: CollectiveGroup) -> float:
+    """Return the share of rows between domains that is sent if a token's rows for one other domain are sent as one row.
+
+    With d domains and k experts drawn alike, the expected share is d (1 - (1 - 1/d)^k) / k.
+    """
     d, k = group.domains, position.arch.moe.top_k
     return d * (1 - (1 - 1 / d) ** k) / k
 
 
 def traffic_seconds(position: Position, traffic: Traffic, cluster: Cluster, constants: Constants) -> float:
-    """Of all its operations together."""
+    """Return the seconds of all operations of a Traffic together."""
     parallel, software, line = position.parallel, position.software, line_of(traffic)
     if not bandwidth_of(parallel, line, cluster):
         return 0.0

@@ -1,6 +1,6 @@
 """Seconds of one micro-batch on one stage: forward, backward for the inputs, backward for the weights, by kind of work.
 
-Blocks of a stage are alike, so one without and one with experts are timed, and counted.
+All blocks of a stage are alike, so one block without and one with experts are timed, and the times multiplied.
 """
 
 from collections.abc import Iterable
@@ -9,32 +9,34 @@ from functools import cached_property
 
 from ingot.planner.predict.time.constants import Constants
 from ingot.planner.predict.time.efficiency import (
+    Product,
     Rates,
     attention_seconds,
+    block_products,
     cast_seconds,
+    head_product,
     moved_seconds,
     product_seconds,
     rates_of,
+    repeated_products,
 )
 from ingot.planner.predict.time.links import counted_as
-from ingot.planner.predict.time.matmuls import Product, block_products, head_product, repeated_products
 from ingot.schema.cluster import Cluster
 from ingot.theory import work
-from ingot.theory.layout import Position, Stage
-from ingot.theory.params import value_width
-from ingot.theory.state import COMPUTE_BYTES, kept_gradient_bytes
+from ingot.theory.layout import PipelineStage, Position
+from ingot.theory.params import COMPUTE_BYTES, kept_gradient_bytes, value_width
 
 PRODUCTS, ATTENTION, MOVED, CASTS = "matrix products", "attention", "everything elementwise", "low-precision casts"
 ROUTING, LAUNCHES = "rows of experts", "launches"
 KINDS = (PRODUCTS, ATTENTION, MOVED, CASTS, ROUTING, LAUNCHES)
 
-# Of the operations that Python starts, those that are left where a compiler or hand-written kernels join them.
+# Share of the operations that Python starts that is left where a compiler or hand-written kernels join operations.
 _JOINED = {"eager": 1.0, "compiled": 0.6, "tuned": 0.6}
 _IN_GRAPHS = 0.02
 _LOSS_BYTES = {"eager": 1.0, "compiled": 0.6, "tuned": 0.5}
 # Passes over scores [T, T] of unfused attention: softmax reads and writes them; its gradient reads two and writes one.
 _SCORE_PASSES, _SCORE_GRADIENT_PASSES = 2, 3
-# With dropout: read, written, and a mask of one byte; and again backward.
+# Passes of dropout, forward and again backward: read, written, and a mask of one byte.
 _DROPOUT_PASSES = 2.5
 
 # Operations that quantise the inputs of an expert's two products; block scales need more.
@@ -44,30 +46,34 @@ Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of one direction of one block or stage: seconds of the device by kind, and of the host that starts its work."""
+class WorkTime:
+    """The time of one direction of one block or stage: seconds of the device by kind, and of the host that starts
+    the work.
+    """
 
     device: Seconds
     host: float = 0.0
 
-    def plus(self, other: "Part", times: float = 1.0) -> "Part":
+    def plus(self, other: "WorkTime", times: float = 1.0) -> "WorkTime":
+        """Return the sum of this time and `times` times the other."""
         device = dict(self.device)
         for kind, seconds in other.device.items():
             device[kind] = device.get(kind, 0.0) + times * seconds
-        return Part(device, self.host + times * other.host)
+        return WorkTime(device, self.host + times * other.host)
 
     @property
     def busy(self) -> float:
+        """Seconds of the device."""
         return sum(self.device.values())
 
     @property
     def seconds(self) -> float:
-        """Operations are started ahead, so the slower of the two decides."""
+        """Seconds of the slower of device and host: operations are started ahead."""
         return max(self.busy, self.host)
 
 
 class StageTimer:
-    """Times the stages of one run: all positions of it have the same blocks."""
+    """A timer of the stages of one run, whose positions all have the same blocks."""
 
     def __init__(self, position: Position, cluster: Cluster, constants: Constants):
         self._position, self._cluster, self._constants = position, cluster, constants
@@ -75,10 +81,13 @@ class StageTimer:
             cluster, position.software, position.train.precision, constants, position.arch.ffn_matrices == 3
         )
 
-    def stage(self, position: Position, stage: Stage) -> tuple[Part, Part, Part]:
-        """As theory/work.py divides it: what is recomputed counts with the backward for the inputs."""
+    def stage(self, position: Position, stage: PipelineStage) -> tuple[WorkTime, WorkTime, WorkTime]:
+        """Return the times of (forward, backward for the inputs, backward for the weights).
+
+        As in theory/work.py, recomputed work counts with the backward for the inputs.
+        """
         sparse, again = len(stage.expert_layers), position.recomputed_with_experts(stage)
-        forward, inputs, weights = self._ends(position, stage), Part({}), Part({})
+        forward, inputs, weights = self._ends(position, stage), WorkTime({}), WorkTime({})
         dense = len(stage.layers) - sparse
         for experts, blocks, repeated in ((False, dense, position.recomputed(stage) - again), (True, sparse, again)):
             if blocks:
@@ -90,15 +99,15 @@ class StageTimer:
         return forward, inputs, weights
 
     @cached_property
-    def _dense_block(self) -> tuple[Part, Part, Part, Part]:
+    def _dense_block(self) -> tuple[WorkTime, WorkTime, WorkTime, WorkTime]:
         return self._block(False)
 
     @cached_property
-    def _sparse_block(self) -> tuple[Part, Part, Part, Part]:
+    def _sparse_block(self) -> tuple[WorkTime, WorkTime, WorkTime, WorkTime]:
         return self._block(True)
 
-    def _block(self, experts: bool) -> tuple[Part, Part, Part, Part]:
-        """Forward, backward for inputs and for weights, and what a recomputed block repeats."""
+    def _block(self, experts: bool) -> tuple[WorkTime, WorkTime, WorkTime, WorkTime]:
+        """Return the times of a block's forward, backward for inputs, backward for weights, and recomputation."""
         position = self._position
         products = block_products(position, experts)
         forward, inputs, _ = work.block_work(position, counted_as(self._cluster), experts)
@@ -116,31 +125,31 @@ class StageTimer:
             alone = self._host(self._one_by_one())
             host = [host[0] + alone, host[1] + 2 * alone]
         weights = self._products(p.for_weights for p in products) | self._accumulated(products)
-        again = self._again(experts, Part(ahead, host[0]))
-        return Part(ahead, host[0]), Part(back, host[1]), Part(weights), again
+        again = self._again(experts, WorkTime(ahead, host[0]))
+        return WorkTime(ahead, host[0]), WorkTime(back, host[1]), WorkTime(weights), again
 
-    def _again(self, experts: bool, forward: Part) -> Part:
+    def _again(self, experts: bool, forward: WorkTime) -> WorkTime:
         position = self._position
         if position.parallel.recompute == "none":
-            return Part({})
+            return WorkTime({})
         if position.parallel.recompute == "selective" and position.software.core_recompute:
-            return Part({ATTENTION: forward.device[ATTENTION]}, forward.host / 3)
+            return WorkTime({ATTENTION: forward.device[ATTENTION]}, forward.host / 3)
         products = self._products(repeated_products(position, experts))
         if position.parallel.recompute == "selective":
-            return Part(products | {MOVED: forward.device[MOVED]}, forward.host)
-        return Part(forward.device | products, forward.host)
+            return WorkTime(products | {MOVED: forward.device[MOVED]}, forward.host)
+        return WorkTime(forward.device | products, forward.host)
 
-    def _ends(self, position: Position, stage: Stage) -> Part:
-        """Embedding, last norm, head and loss."""
+    def _ends(self, position: Position, stage: PipelineStage) -> WorkTime:
+        """Return the time of embedding, last norm, head and loss."""
         ends = work.ends_work(position, stage, counted_as(self._cluster))
-        part = Part({}, self._host(ends.operations))
+        part = WorkTime({}, self._host(ends.operations))
         if not stage.last:
             return part
         head = head_product(position)
         seconds = sum(product_seconds(self.rates, p) for p in (head, head.for_inputs, head.for_weights))
-        # The count is that of single operations (theory/work.py); fused losses leave out some of the passes.
+        # theory/work.py counts single operations; fused losses leave out some of the passes.
         moved = ends.moved_bytes * _LOSS_BYTES[position.software.kernels] / self.rates.memory
-        return Part({PRODUCTS: seconds * position.arch.head_passes, MOVED: moved}, part.host)
+        return WorkTime({PRODUCTS: seconds * position.arch.head_passes, MOVED: moved}, part.host)
 
     def _products(self, products: Iterable[Product]) -> Seconds:
         products = tuple(products)
@@ -160,7 +169,7 @@ class StageTimer:
         return {ATTENTION: attention_seconds(self.rates, flops, tokens, arch.head_dim, backward=backward)}
 
     def _unfused(self, backward: bool) -> float:
-        """All scores, masked ones too, are multiplied, written and read."""
+        """Return the seconds of unfused attention: all scores, masked ones too, are multiplied, written and read."""
         position = self._position
         arch, t, e = position.arch, position.train.seq_len, COMPUTE_BYTES[position.train.precision]
         heads = position.train.micro_batch * arch.num_heads // position.parallel.tp
@@ -175,14 +184,19 @@ class StageTimer:
         return products / position.parallel.cp + moved_seconds(self.rates, written)
 
     def _routing(self) -> float:
-        """Rows are gathered for experts and scattered back: each once read and once written, twice."""
+        """Return the seconds of gathering rows for experts and scattering them back: each is read and written once,
+        twice.
+        """
         position = self._position
         row = position.arch.d_model * COMPUTE_BYTES[position.train.precision]
         return 4 * position.assignments * row * self._constants.expert_bytes / self.rates.memory
 
     def _accumulated(self, products: Iterable[Product]) -> Seconds:
-        """Gradients of weights are added to those of the micro-batches before: read and written once more.
-        ZeRO-3 adds up its own part alone."""
+        """Return the seconds of adding weights' gradients to those of earlier micro-batches: read and written once
+        more.
+
+        ZeRO-3 adds up only the rank's own part.
+        """
         position = self._position
         parts = position.parallel.zero == 3 and position.parallel.shard_ranks > 1
         if parts or position.software.fused_gradients:
@@ -192,14 +206,19 @@ class StageTimer:
         return {MOVED: 2 * kept * numbers / self.rates.memory}
 
     def _one_by_one(self) -> float:
-        """Operations of a forward that are started for each expert: two products with views of their inputs and, in low
-        precision, casts of these. A backward has twice as many."""
+        """Return the operations of a forward that are started for each expert: two products with views of their inputs
+        and, in low precision, casts of the inputs.
+
+        A backward has twice as many.
+        """
         position, software = self._position, self._position.software
         local = position.arch.moe.num_experts // position.parallel.ep
         return local * (4 + _CAST_OPERATIONS.get(software.recipe, 4 if software.recipe else 0))
 
     def _waits(self) -> float:
-        """Without graphs the host reads how many rows each expert has, and then starts what follows one by one."""
+        """Return the seconds that the device waits for the host: without graphs, the host reads the rows of each
+        expert, then starts the following operations one by one.
+        """
         position = self._position
         if position.software.graphs or not position.software.dropless:
             return 0.0
@@ -213,16 +232,17 @@ class StageTimer:
 
 
 class MeasuredTimer(StageTimer):
-    """Where the rates themselves were measured (doctor --bench), each kind of work has one."""
+    """A timer for clusters whose rates were measured (doctor --bench), one rate per kind of work."""
 
     def __init__(self, position: Position, cluster: Cluster):
         self._position, self._cluster = position, cluster
 
-    def stage(self, position: Position, stage: Stage) -> tuple[Part, Part, Part]:
+    def stage(self, position: Position, stage: PipelineStage) -> tuple[WorkTime, WorkTime, WorkTime]:
         forward, inputs, weights = (self.part(p) for p in work.stage_work(position, stage, counted_as(self._cluster)))
         return forward, inputs, weights
 
-    def part(self, done: work.Work) -> Part:
+    def part(self, done: work.Work) -> WorkTime:
+        """Return the time of an amount of work."""
         cluster = self._cluster
         peak = cluster.peak_flops[self._position.train.precision]
         device = {
@@ -230,4 +250,4 @@ class MeasuredTimer(StageTimer):
             ATTENTION: done.attention_flops / (peak * cluster.attention_efficiency),
             MOVED: done.moved_bytes / cluster.memory_bandwidth,
         }
-        return Part(device, done.operations * cluster.op_seconds)
+        return WorkTime(device, done.operations * cluster.op_seconds)

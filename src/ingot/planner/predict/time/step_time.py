@@ -1,22 +1,28 @@
-"""How long one optimizer step takes: what its blocks compute, what they wait for, and what pipeline ranks wait."""
+"""The time of one optimizer step: what its blocks compute, what they wait for, and what pipeline ranks wait."""
 
-from ingot.planner.predict.time.collectives import send
 from ingot.planner.predict.time.constants import Constants, fitted
-from ingot.planner.predict.time.exposed import DATA_PARALLEL, NAMES, Beside, blocking, data_parallel
-from ingot.planner.predict.time.host_time import host_update
-from ingot.planner.predict.time.in_turn import estimate_in_turn, timeline_in_turn
-from ingot.planner.predict.time.links import LineTime, counted_as, group_of, line_times
-from ingot.planner.predict.time.stage_time import ATTENTION, KINDS, LAUNCHES, PRODUCTS, MeasuredTimer, Part, StageTimer
-from ingot.planner.predict.time.timed_step import Pipeline, StepTime
+from ingot.planner.predict.time.cpu_step_time import cpu_timeline, estimate_cpu_step
+from ingot.planner.predict.time.exposed import DATA_PARALLEL, NAMES, Overlappable, blocking, data_parallel, host_update
+from ingot.planner.predict.time.links import LineTime, counted_as, group_of, line_times, send
+from ingot.planner.predict.time.stage_time import (
+    ATTENTION,
+    KINDS,
+    LAUNCHES,
+    PRODUCTS,
+    MeasuredTimer,
+    StageTimer,
+    WorkTime,
+)
+from ingot.planner.predict.time.timed_step import StepTime, TimedPipeline
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Communication
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT, Software
 from ingot.theory.flops import TRAIN_TO_FORWARD
-from ingot.theory.layout import Position, Stage, positions
+from ingot.theory.layout import PipelineStage, Position, positions
+from ingot.theory.memory import Term
 from ingot.theory.params import shared_parameters
 from ingot.theory.schedule import Timeline, simulate
-from ingot.theory.term import Term
 from ingot.theory.traffic import hidden_bytes
 from ingot.theory.work import Work, step_work, update_work
 from ingot.units import format_bytes, format_flops, format_seconds
@@ -25,12 +31,12 @@ __all__ = ["StepTime", "estimate", "rank_work", "simulated", "step_seconds"]
 
 
 def rank_work(run: RunConfig, device: str) -> Work:
-    """Of the pipeline rank that multiplies most."""
+    """Return the work of the pipeline rank that multiplies most."""
     return max((step_work(p, device) for p in positions(run)), key=lambda work: work.matmul_flops)
 
 
 def step_seconds(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term] | None:
-    """The terms of `estimate`."""
+    """Return the terms of `estimate`."""
     found = estimate(run, cluster, software)
     return found.terms if found else None
 
@@ -38,24 +44,24 @@ def step_seconds(run: RunConfig, cluster: Cluster, software: Software = INGOT) -
 def estimate(
     run: RunConfig, cluster: Cluster, software: Software = INGOT, constants: Constants | None = None
 ) -> StepTime | None:
-    """None when the cluster has no rate for the run's precision.
+    """Return the predicted time of a step, or None when the cluster has no rate for the run's precision.
 
-    On a GPU, operations are started ahead of their execution and some communication runs beside it, so each counts only
-    by what it exceeds the device's own work (planner/exposed.py). On a CPU everything happens in turn, and where
-    links were not measured, collectives are part of the cost per step. Experts are taken to have the same load each.
+    On a GPU, operations are started ahead of their execution and some communication overlaps them, so each counts only
+    by the part that exceeds the device's own work (exposed.py). On a CPU everything happens in turn, and where links
+    were not measured, collectives are part of the fixed cost per step. Experts are assumed to have equal loads.
     """
     if _rate(run, cluster) <= 0 or cluster.memory_bandwidth <= 0:
         return None
     if cluster.device == "cpu":
-        return estimate_in_turn(run, cluster, software)
-    return _Step(run, cluster, software, constants or fitted()).time()
+        return estimate_cpu_step(run, cluster, software)
+    return _OverlappedStep(run, cluster, software, constants or fitted()).time()
 
 
 def _rate(run: RunConfig, cluster: Cluster) -> float:
     return cluster.peak_flops.get(run.train.precision, 0.0)
 
 
-class _Step:
+class _OverlappedStep:
     """One step on devices that compute and communicate at the same time."""
 
     def __init__(self, run: RunConfig, cluster: Cluster, software: Software, constants: Constants):
@@ -64,7 +70,7 @@ class _Step:
         first = self.everyone[0]
         self.parallel, self.accumulation = first.parallel, first.accumulation
         self.timer = MeasuredTimer(first, cluster) if cluster.measured else StageTimer(first, cluster, constants)
-        self._parts: dict[tuple, tuple[Part, Part, Part]] = {}
+        self._parts: dict[tuple, tuple[WorkTime, WorkTime, WorkTime]] = {}
         self._lines: dict[tuple, tuple[dict[str, LineTime], dict[str, Term]]] = {}
 
     def time(self) -> StepTime:
@@ -82,22 +88,25 @@ class _Step:
         terms["optimizer step"] = self._update(busiest)
         return StepTime(terms, self._communication(times, waits, terms["collectives"]), bubble, pipeline)
 
-    def parts(self, position: Position, stage: Stage) -> tuple[Part, Part, Part]:
+    def parts(self, position: Position, stage: PipelineStage) -> tuple[WorkTime, WorkTime, WorkTime]:
         key = _kind_of(position, stage)
         if key not in self._parts:
             self._parts[key] = self.timer.stage(position, stage)
         return self._parts[key]
 
     def lines(self, position: Position) -> tuple[dict[str, LineTime], dict[str, Term]]:
-        """Of one step of a rank: what its lines take, and what blocks wait for."""
+        """Return (time of each line, what blocks wait for) of a rank in one step."""
         key = tuple(_kind_of(position, stage) for stage in position.stages)
         if key not in self._lines:
             times = line_times(position, self.cluster, self.constants)
-            self._lines[key] = times, blocking(position, self.cluster, times, self._beside(position), self.constants)
+            self._lines[key] = (
+                times,
+                blocking(position, self.cluster, times, self._overlappable(position), self.constants),
+            )
         return self._lines[key]
 
     def _compute(self, position: Position) -> dict[str, float]:
-        """Seconds of the device by kind, of all micro-batches."""
+        """Return the device's seconds by kind, of all micro-batches."""
         total: dict[str, float] = {}
         for stage in position.stages:
             for part in self.parts(position, stage):
@@ -105,21 +114,23 @@ class _Step:
                     total[kind] = total.get(kind, 0.0) + seconds * self.accumulation
         return total
 
-    def _beside(self, position: Position) -> Beside:
+    def _overlappable(self, position: Position) -> Overlappable:
         compute = self._compute(position)
         blocks = sum(len(stage.expert_layers) for stage in position.stages)
         products = 2.0 * position.tokens * shared_parameters(position.arch) / self.parallel.tp
         flops = TRAIN_TO_FORWARD * products * blocks * self.accumulation
         rate = _rate(self.run, self.cluster) * self.cluster.matmul_efficiency
-        return Beside(sum(compute.values()), compute.get(ATTENTION, 0.0), flops / rate)
+        return Overlappable(sum(compute.values()), compute.get(ATTENTION, 0.0), flops / rate)
 
     def micro_batch_seconds(self, position: Position) -> float:
         work = sum(part.seconds for stage in position.stages for part in self.parts(position, stage))
         return work + sum(term.value for term in self.lines(position)[1].values()) / self.accumulation
 
     def stage_times(self) -> tuple[list[float], list[float], list[float]]:
-        """Of every stage, forward, backward for the inputs and for the weights. Blocks wait in both directions, for
-        the same."""
+        """Return the seconds of every stage: forward, backward for the inputs, backward for the weights.
+
+        Blocks wait the same time in both directions.
+        """
         times: dict[int, tuple[float, float, float]] = {}
         for position in self.everyone:
             waiting = sum(term.value for term in self.lines(position)[1].values()) / self.accumulation
@@ -132,22 +143,24 @@ class _Step:
         return list(forward), list(inputs), list(weights)
 
     def send_seconds(self) -> float:
-        """Of hidden states to the next stage; with sequences cut, ranks of tensor parallelism send a part each."""
+        """Return the seconds of hidden states to the next stage; with divided sequences, each tensor-parallel rank
+        sends a part.
+        """
         position = self.everyone[0]
         group = group_of(self.parallel, "pp", self.parallel.pp, self.cluster, self.constants)
         parts = self.parallel.tp if position.software.scatter_sends else position.sequence_ranks
         known = group.network if group.crosses else group.link
         return send(group, hidden_bytes(position) / parts) if known else 0.0
 
-    def _pipeline(self) -> tuple[float, float, Pipeline]:
-        """Seconds of all micro-batches, and the share of them that ranks wait."""
+    def _pipeline(self) -> tuple[float, float, TimedPipeline]:
+        """Return (seconds of all micro-batches, the share of them that ranks wait, the pipeline)."""
         parallel, times, message = self.parallel, self.stage_times(), self.send_seconds()
         played = times
         if not self.everyone[0].software.overlap_pipeline:  # both wait until a message has arrived
             played = [f + 2 * message for f in times[0]], [i + 2 * message for i in times[1]], times[2]
             message = 0.0
         each = parallel.stages_on_each_rank
-        pipeline = Pipeline(parallel.schedule, parallel.pp, self.accumulation, each, played, message)
+        pipeline = TimedPipeline(parallel.schedule, parallel.pp, self.accumulation, each, played, message)
         whole = pipeline.seconds(played)
         work = sum(sum(part) for part in times) * self.accumulation
         return whole, max(1 - work / (parallel.pp * whole), 0.0), pipeline
@@ -166,7 +179,7 @@ class _Step:
         waits = compute.pop(LAUNCHES, 0.0)
         amounts = {**compute, LAUNCHES: waits + max(late, 0.0)}
         done = step_work(position, counted_as(self.cluster))
-        said = {
+        amounts_text = {
             PRODUCTS: f"{format_flops(done.matmul_flops)}, by their shapes",
             ATTENTION: format_flops(done.attention_flops),
             LAUNCHES: f"{format_seconds(host * self.accumulation)} of the host's, where the device waits for it",
@@ -174,8 +187,8 @@ class _Step:
         terms = {}
         for kind in KINDS:
             seconds = amounts.get(kind, 0.0)
-            if seconds or kind in said:
-                amount = said.get(kind, f"of {format_bytes(done.moved_bytes)} in all")
+            if seconds or kind in amounts_text:
+                amount = amounts_text.get(kind, f"of {format_bytes(done.moved_bytes)} in all")
                 each = format_seconds(seconds / self.accumulation)
                 terms[kind] = Term(seconds, f"{amount}: {self.accumulation} micro-batches x {each}")
         return terms
@@ -191,7 +204,9 @@ class _Step:
     def _communication(
         self, times: dict[str, LineTime], waits: dict[str, Term], data: Term
     ) -> dict[str, Communication]:
-        """Of data-parallel lines, what is waited for is shared out by how long they take."""
+        """Return the communication by line; the exposed time of data-parallel lines is divided in proportion to
+        their seconds.
+        """
         total = sum(times[line].seconds for line in DATA_PARALLEL if line in times)
         found = {}
         for line, time in times.items():
@@ -208,8 +223,8 @@ class _Step:
         return found
 
 
-def _kind_of(position: Position, stage: Stage) -> tuple:
-    """Stages of the same kind take the same time."""
+def _kind_of(position: Position, stage: PipelineStage) -> tuple:
+    """Return a key that is equal for stages that take the same time."""
     again = position.recomputed(stage), position.recomputed_with_experts(stage)
     return len(stage.layers), len(stage.expert_layers), stage.first, stage.last, *again
 
@@ -217,12 +232,13 @@ def _kind_of(position: Position, stage: Stage) -> tuple:
 def simulated(
     run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...], constants: Constants | None = None
 ) -> Timeline:
-    """The run's pipeline, action by action, with the time of each stage, or its matrix products where the cluster has
-    no rate."""
+    """Return the run's pipeline, action by action, with the time of each stage, or its FLOPs where the cluster has
+    no rate.
+    """
     known = _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
     if not known or cluster.device == "cpu":
-        return timeline_in_turn(run, cluster, everyone, known)
-    step = _Step(run, cluster, everyone[0].software, constants or fitted())
+        return cpu_timeline(run, cluster, everyone, known)
+    step = _OverlappedStep(run, cluster, everyone[0].software, constants or fitted())
     (forward, inputs, weights), message = step.stage_times(), step.send_seconds()
     table = everyone[0].table
     return simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=message)

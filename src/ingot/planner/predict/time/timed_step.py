@@ -1,22 +1,31 @@
-"""What a step's time is made of, and the pipeline in it."""
+"""The result of a step-time prediction: its terms, its pipeline, and the bubble of 1F1B in closed form.
 
+Texts print two different numbers under the name "bubble": the share of a step in which ranks wait, (p-1)/(v m + p-1),
+and the time that waiting adds to the ideal step, (p-1)/(v m). theory/schedule/build.py has the bubbles of the other
+schedules.
+"""
+
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from ingot.schema.plan import Communication
-from ingot.theory.schedule import pipeline_seconds
-from ingot.theory.term import Term
+from ingot.theory.memory import Term
+from ingot.theory.schedule import PUBLISHED, pipeline_seconds
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """terms: parts that sum to `seconds`, each with its formula, of the busiest pipeline rank and the time it waits for
-    others. communication: by line of the mesh. bubble: share of a step that pipeline ranks wait for each other."""
+    """A predicted step time.
+
+    terms: parts that sum to `seconds`, each with its formula, of the busiest pipeline rank and its waiting for others.
+    communication: by line of the mesh. bubble: share of a step that pipeline ranks wait for each other.
+    """
 
     terms: dict[str, Term]
     communication: dict[str, Communication]
     bubble: float = 0.0
-    pipeline: "Pipeline | None" = None
+    pipeline: "TimedPipeline | None" = None
 
     @cached_property
     def seconds(self) -> float:
@@ -24,14 +33,15 @@ class StepTime:
 
     @cached_property
     def schedule_bubble(self) -> float:
-        """What `bubble` would be if all stages took as long as the median one: the figure that authors of schedules
-        print. The rest is that stages are uneven."""
+        """The bubble if all stages took as long as the median stage: the figure that authors of schedules print. The
+        rest of `bubble` comes from uneven stages.
+        """
         return self.pipeline.even_bubble if self.pipeline else 0.0
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """A schedule and what it is played with: seconds of F, I and W of every stage, and of a message."""
+class TimedPipeline:
+    """A schedule and its times: seconds of F, I and W of every stage, and of a message."""
 
     schedule: str
     ranks: int
@@ -50,3 +60,21 @@ class Pipeline:
         stages = len(by_work)
         work = self.micro_batches * (f + i + w) * stages / self.ranks
         return 1 - work / self.seconds(([f] * stages, [i] * stages, [w] * stages))
+
+
+def bubble_overhead(ranks: int, micro_batches: float, stages_per_rank: int = 1) -> float:
+    """Return the time of waiting over the time of work, (p-1)/(v m), for stages of equal time."""
+    stage = 1 / stages_per_rank
+    return PUBLISHED["1f1b"].bubble(ranks, stage / 3, stage / 3, stage / 3, 2 * stage / 3) / micro_batches
+
+
+def bubble_share(ranks: int, micro_batches: float, stages_per_rank: int = 1) -> float:
+    """Return the share of a step in which ranks wait, (p-1)/(v m + p-1)."""
+    overhead = bubble_overhead(ranks, micro_batches, stages_per_rank)
+    return overhead / (1 + overhead)
+
+
+def micro_batches_for(ranks: int, share: float, stages_per_rank: int = 1) -> int:
+    """Return the fewest micro-batches with which ranks wait at most `share` of a step."""
+    exact = bubble_overhead(ranks, 1, stages_per_rank) * (1 - share) / share
+    return max(math.ceil(exact - 1e-9), 1)

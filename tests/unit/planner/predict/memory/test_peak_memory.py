@@ -8,7 +8,7 @@ import pytest
 
 from ingot.planner.predict.memory.activations import block_sizes
 from ingot.planner.predict.memory.peak_memory import live_bill, memory_bill, moments, position_bill, stage_bills
-from ingot.planner.published.published import Skipped, shipped_rows, subject
+from ingot.planner.published.run import SkippedRow, published_run, shipped_rows
 from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
@@ -140,8 +140,8 @@ def test_published_peaks(family):
     """Peak memory of one GPU as published, mean absolute error; nothing is fitted to a row."""
     errors = defaultdict(list)
     for row in shipped_rows():
-        found = subject(row)
-        if row.family != family or isinstance(found, Skipped) or not found.measured.memory_bytes:
+        found = published_run(row)
+        if row.family != family or isinstance(found, SkippedRow) or not found.measured.memory_bytes:
             continue
         bill = memory_bill(found.run, found.cluster, found.software)
         counted = sum(term.value for kind, term in bill.items() if kind not in found.measured.memory_without)
@@ -150,12 +150,12 @@ def test_published_peaks(family):
     assert sum(errors[family]) / len(errors[family]) <= 0.06
 
 
-def test_runs_that_ran_are_said_to_fit():
-    """Of the shipped ones on GPUs that state a micro-batch; NVIDIA's tables do not say what they recompute."""
+def test_runs_that_ran_are_predicted_to_fit():
+    """Shipped runs on GPUs that state a micro-batch are tested; NVIDIA's tables do not say what they recompute."""
     over, many = defaultdict(int), defaultdict(int)
     for row in shipped_rows():
-        found = subject(row)
-        if isinstance(found, Skipped) or found.part or found.measured.ran_out or found.cluster.device != "cuda":
+        found = published_run(row)
+        if isinstance(found, SkippedRow) or found.part or found.measured.ran_out or found.cluster.device != "cuda":
             continue
         if row.count("plan", "micro_batch") and (found.measured.memory_bytes or 0) <= found.cluster.memory_bytes:
             many[row.family] += 1

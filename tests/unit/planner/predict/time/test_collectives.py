@@ -4,19 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.planner.predict.time.collectives import (
+from ingot.planner.predict.time.constants import PRIOR
+from ingot.planner.predict.time.links import (
     PAIR_SHARE,
-    Group,
+    CollectiveGroup,
     all_gather,
     all_reduce,
     all_to_all,
+    dispatched_once,
+    group_of,
     hierarchical_all_reduce,
+    line_times,
     ring_all_reduce,
     send,
     tree_all_reduce,
 )
-from ingot.planner.predict.time.constants import PRIOR
-from ingot.planner.predict.time.links import dispatched_once, group_of, line_times
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
 from ingot.schema.parallel import Parallel
@@ -24,8 +26,8 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.software import INGOT
 from ingot.theory.layout import positions
 
-NODE = Group(8, 8, 450e9)  # eight H100, one direction of NVLink
-NODES = Group(1024, 8, 450e9, 50e9)  # 128 of them, 400 Gbit/s for each GPU
+NODE = CollectiveGroup(8, 8, 450e9)  # eight H100, one direction of NVLink
+NODES = CollectiveGroup(1024, 8, 450e9, 50e9)  # 128 of them, 400 Gbit/s for each GPU
 BF16_GRADIENTS = 7e9 * 2
 
 
@@ -44,7 +46,7 @@ def test_over_128_nodes_they_take_an_eighth_of_a_second_by_rails_and_more_than_h
 
 def test_a_gather_is_half_of_an_all_reduce_and_nothing_is_sent_to_oneself():
     assert 2 * all_gather(NODE, 1e9) == ring_all_reduce(NODE, 1e9)
-    alone = Group(1, 1, 450e9)
+    alone = CollectiveGroup(1, 1, 450e9)
     assert all_gather(alone, 1e9) == all_reduce(alone, 1e9) == all_to_all(alone, 1e9) == 0.0
 
 
@@ -63,7 +65,7 @@ def test_switches_that_add_up_send_data_once():
 
 
 def test_an_all_to_all_waits_for_its_network_cards():
-    group = Group(16, 8, 450e9, 50e9)
+    group = CollectiveGroup(16, 8, 450e9, 50e9)
     assert all_to_all(group, 1e9) == pytest.approx(1e9 * 8 / 16 / 50e9)
     assert all_to_all(replace(group, across=0.5), 1e9) == pytest.approx(1e9 * 8 / 16 / 100e9)
     assert all_to_all(NODE, 1e9) == pytest.approx(1e9 * 7 / 8 / 450e9)
@@ -72,7 +74,9 @@ def test_an_all_to_all_waits_for_its_network_cards():
 
 def test_a_message_between_two_ranks_takes_what_was_published_of_it():
     """Qi et al. 2023, table 4: 6 x 1024 tokens of 2304 numbers in 0.601 ms on A100."""
-    assert send(Group(8, 8, PRIOR.link_share * 300e9), 6 * 1024 * 2304 * 2) == pytest.approx(0.601e-3, rel=0.2)
+    assert send(CollectiveGroup(8, 8, PRIOR.link_share * 300e9), 6 * 1024 * 2304 * 2) == pytest.approx(
+        0.601e-3, rel=0.2
+    )
 
 
 def run_of(arch, **settings) -> RunConfig:

@@ -6,6 +6,7 @@ import pytest
 
 from ingot.planner.predict.time.constants import PRIOR, Constants, fitted
 from ingot.planner.predict.time.efficiency import (
+    Product,
     attention_seconds,
     cast_seconds,
     clock_share,
@@ -14,7 +15,6 @@ from ingot.planner.predict.time.efficiency import (
     sustained_share,
     tile_share,
 )
-from ingot.planner.predict.time.matmuls import Product
 from ingot.planner.request.clusters import load_cluster
 from ingot.schema.software import INGOT
 

@@ -1,4 +1,4 @@
-"""Which links a line uses, where racks do not end where lines do."""
+"""The links that a line uses, where racks do not end where lines do."""
 
 from dataclasses import replace
 

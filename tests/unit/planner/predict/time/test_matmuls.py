@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ingot.planner.predict.time.matmuls import Product, block_products, stage_products, total_flops
+from ingot.planner.predict.time.efficiency import Product, block_products, stage_products, total_flops
 from ingot.planner.request.presets import load_model
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train

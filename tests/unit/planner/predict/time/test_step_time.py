@@ -129,8 +129,8 @@ def test_the_lower_bound_of_any_step_is_its_products_at_the_peak():
         assert work < seconds(run) < 4 * work, settings
 
 
-def test_copies_meet_behind_the_last_micro_batch_only():
-    """With more micro-batches shards have more to hide behind; the all-reduce between copies has not."""
+def test_copies_overlap_the_last_micro_batch_only():
+    """More micro-batches hide more of the shards' traffic, but not of the all-reduce between copies."""
     slow = replace(NODES, network_bandwidth=1e9)
     few, many = (estimate(run_of(LLAMA8, dp_shard=8, dp_replicate=4, zero=3, micro_batches=n), slow) for n in (1, 16))
     assert few and many

@@ -1,0 +1,220 @@
+"""The software of a published run, derived from its source: words, year, precision. Properties only.
+
+Rules apply in order; later rules refine earlier ones. A system that no rule knows gets the usual properties of its
+year.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ingot.planner.published.layout import recomputed_share
+from ingot.planner.published.row import PublishedRow
+from ingot.schema.software import Recipe, Software
+
+# FlashAttention appeared in May 2022 (Dao et al. 2022), and was in common systems a year later.
+_FLASH_YEAR = 2023
+_MEGATRON = r"megatron|nemo|mt-nlg"
+_LARGE = 256
+
+
+@dataclass(frozen=True)
+class SoftwareRule:
+    """`properties` hold for rows for which `applies` is true. why: the reason, shown with a prediction."""
+
+    why: str
+    applies: Callable[[PublishedRow], bool]
+    properties: dict[str, Any]
+
+
+def _says(pattern: str) -> Callable[[PublishedRow], bool]:
+    return lambda row: re.search(pattern, row.words) is not None
+
+
+def _says_of_itself(pattern: str) -> Callable[[PublishedRow], bool]:
+    """Return a test of the row's own id and note, not of the table that contains the row."""
+    return lambda row: re.search(pattern, f"{row.id.lower()} {row.text('note')}") is not None
+
+
+def _since(year: int, pattern: str = "") -> Callable[[PublishedRow], bool]:
+    return lambda row: row.year >= year and re.search(pattern, row.words) is not None
+
+
+def _precision(pattern: str) -> Callable[[PublishedRow], bool]:
+    return lambda row: re.search(pattern, row.text("plan", "precision")) is not None
+
+
+def _tpu(row: PublishedRow) -> bool:
+    return "tpu" in row.text("cluster", "gpu")
+
+
+def _old_halves(row: PublishedRow) -> bool:
+    """Return whether the row is in fp16 without a word of flash: systems of that time that had not moved to bf16 had
+    not moved to flash attention either.
+    """
+    return row.year <= _FLASH_YEAR and row.text("plan", "precision") == "fp16" and "flash" not in row.words
+
+
+def _of_megatron(row: PublishedRow) -> bool:
+    """Return whether the system is Megatron, by name; until 2023, all that divided layers over GPUs was Megatron or
+    a descendant.
+    """
+    cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
+    return re.search(_MEGATRON, row.words) is not None or (cut and row.year <= _FLASH_YEAR and not _tpu(row))
+
+
+def _first_megatron(row: PublishedRow) -> bool:
+    return row.year < _FLASH_YEAR and _of_megatron(row)
+
+
+def _cut_at_scale(row: PublishedRow) -> bool:
+    """Return whether a model is divided over hundreds of devices since FlashAttention: such systems tune the kernels
+    between products.
+    """
+    cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
+    return cut and row.year >= _FLASH_YEAR and (row.count("cluster", "n_gpus") or 0) >= _LARGE
+
+
+def _says_recompute(pattern: str) -> Callable[[PublishedRow], bool]:
+    return lambda row: re.search(pattern, row.text("plan", "recompute")) is not None
+
+
+def _early_experts(row: PublishedRow) -> bool:
+    """Return whether the row has experts and an early container; containers are named by year and month."""
+    named = re.search(r"\b(\d\d)\.(\d\d)", row.words)
+    early = named is None or (int(named[1]), int(named[2])) < (26, 7)
+    return row.count("model", "moe", "experts") is not None and early
+
+
+def _experts_over_nodes(row: PublishedRow) -> bool:
+    over = (row.count("plan", "ep") or 1) > 8 and not row.text("cluster", "gpu").startswith("gb")
+    return over and (row.count("plan", "vpp") or 1) > 1 and _since(2025, r"nemo|megatron-bridge")(row)
+
+
+def _first_zero3(row: PublishedRow) -> bool:
+    dated = re.search(r"20(?:19|20|21|22)", row.words) is not None
+    return dated and row.count("plan", "fsdp_zero") == 3 and not _tpu(row)
+
+
+_HALF = {"products_recomputed": 0.5}
+
+RULES = (
+    SoftwareRule("eager kernels are PyTorch's default", lambda row: True, {"name": "unknown", "kernels": "eager"}),
+    SoftwareRule("a loss of whole logits is PyTorch's default", lambda row: True, {"loss": "whole"}),
+    SoftwareRule("torchtitan compiles its loss since the end of 2024", _since(2025, r"torchtitan"), {"loss": "fused"}),
+    SoftwareRule("cut over many devices, with kernels of its own", _cut_at_scale, {"kernels": "compiled"}),
+    SoftwareRule(
+        "says that its kernels are fused", _says(r"\bfused?\b|\bfusion|liger|apex\b"), {"kernels": "compiled"}
+    ),
+    SoftwareRule("before FlashAttention was common", lambda row: row.year < _FLASH_YEAR, {"attention": "unfused"}),
+    SoftwareRule("in fp16, and nobody says flash", _old_halves, {"attention": "unfused", "dropout": True}),
+    SoftwareRule(
+        "Megatron fuses its own kernels, and keeps 18 bytes of state per parameter",
+        _of_megatron,
+        {
+            "name": "megatron",
+            "kernels": "compiled",
+            "core_recompute": True,
+            "megatron_state": True,
+            "scatter_sends": True,
+        },
+    ),
+    SoftwareRule(
+        "Megatron of its first papers waits for every collective",
+        _first_megatron,
+        {"overlap_data": False, "overlap_pipeline": False, "dropout": True},
+    ),
+    SoftwareRule(
+        "Megatron's products of gradients add up themselves since 2022; DeepSpeed's pipeline has a kernel for it",
+        lambda row: row.year >= 2022 and _of_megatron(row) and not _says(r"mt-nlg")(row),
+        {"fused_gradients": True},
+    ),
+    SoftwareRule(
+        "Megatron-Core and NeMo: Transformer Engine's kernels; collectives of tensor parallelism run beside products",
+        _since(2023, r"megatron-core|megatron_core|nemo|megatron-bridge"),
+        {"kernels": "tuned", "overlap_tensor": True, "attention": "flash", "dropout": False},
+    ),
+    SoftwareRule(
+        "NVIDIA's tables since 2025 record graphs, have attention kernels of the device's generation and fused losses",
+        _since(2025, r"nemo|megatron-bridge"),
+        {"graphs": True, "attention": "tuned", "dispatch_once": True, "loss": "fused"},
+    ),
+    SoftwareRule(
+        "NVIDIA's recipes with experts over the network: all-to-alls run beside another micro-batch of the pipeline",
+        _experts_over_nodes,
+        {"overlap_experts": True},
+    ),
+    SoftwareRule(
+        "experts whose rows the host has to count were not in graphs before the summer of 2026",
+        _early_experts,
+        {"graphs": False},
+    ),
+    SoftwareRule("says flash attention", _says(r"flash"), {"attention": "flash"}),
+    SoftwareRule("positions as biases of scores", _says(r"alibi"), {"biased_scores": True}),
+    SoftwareRule(
+        "compiled", _says(r"compile|maxtext|jax|xla|levanter|pax"), {"name": "compiled", "kernels": "compiled"}
+    ),
+    SoftwareRule("TPUs run one compiled program", _tpu, {"kernels": "compiled", "attention": "flash", "graphs": True}),
+    SoftwareRule(
+        "XLA schedules collectives beside products",
+        lambda row: _tpu(row) or re.search(r"maxtext|jax|xla", row.words) is not None,
+        {"overlap_tensor": True, "overlap_data": True, "overlap_pipeline": True, "megatron_state": False},
+    ),
+    SoftwareRule(
+        "its loss is one fused kernel, with gradients in place", _says(r"llm-foundry|flash-attn"), {"loss": "fused"}
+    ),
+    SoftwareRule("eager", _says(r"\beager\b"), {"kernels": "eager"}),
+    SoftwareRule(
+        "per-operation recomputation keeps every other product", _says_recompute(r"per-op|default config"), _HALF
+    ),
+    SoftwareRule(
+        "DeepSpeed's pipeline sends whole activations from every rank",
+        _says(r"mt-nlg|deepspeed|neox"),
+        {"scatter_sends": False, "fused_gradients": False},
+    ),
+    SoftwareRule(
+        "ZeRO-3 of DeepSpeed in 2021: one ring through one card", _first_zero3, {"rails": False, "overlap_data": True}
+    ),
+    SoftwareRule("DeepSpeed gathers matrix by matrix", _first_zero3, {"gathers_matrices": True}),
+    SoftwareRule("asynchronous tensor parallelism", _says_of_itself(r"async"), {"overlap_tensor": True}),
+    SoftwareRule("gradients are reduced after the backward", _says(r"not overlapped"), {"overlap_data": False}),
+    SoftwareRule(
+        "says which collectives it overlaps", _says(r"overlaps dp"), {"overlap_data": True, "overlap_pipeline": True}
+    ),
+    SoftwareRule(
+        "says that it overlaps, and not what: all of them",
+        lambda row: re.search(r"(?<!not )\boverlap(?!s dp|\w* all)", row.words) is not None,
+        {"overlap_data": True, "overlap_pipeline": True, "overlap_tensor": True},
+    ),
+    SoftwareRule("experts drop what is beyond their capacity", _says(r"token ?drop"), {"dropless": False}),
+    SoftwareRule(
+        "DeepSeek's way: all-to-alls beside computation, once over the network for a node's experts; its own kernels",
+        lambda row: re.search(r"dualpipe|deepep", f"{row.words} {row.text('plan', 'schedule')}") is not None,
+        {"overlap_experts": True, "dispatch_once": True, "kernels": "tuned"},
+    ),
+)
+
+# Recipes by words in the precision; the first match wins.
+_RECIPES: tuple[tuple[str, Recipe], ...] = (
+    ("nvfp4|fp4", "nvfp4"),
+    ("mx", "mxfp8"),
+    ("rowwise", "rowwise"),
+    ("block|-sc", "blockwise"),
+    ("fp8", "tensorwise"),
+)
+
+
+def software_of(row: PublishedRow) -> tuple[Software, tuple[str, ...]]:
+    """Return the software, and the reasons in the order in which their rules apply."""
+    found, why = Software(), []
+    for rule in RULES:
+        if rule.applies(row):
+            found = replace(found, **rule.properties)
+            why.append(rule.why)
+    precision = row.text("plan", "precision")
+    recipe = next((recipe for words, recipe in _RECIPES if re.search(words, precision)), "")
+    if share := recomputed_share(row):
+        found = replace(found, products_recomputed=share)
+        why.append("hardware FLOPs exceed model FLOPs by what is recomputed")
+    return replace(found, recipe=recipe), tuple(why)
