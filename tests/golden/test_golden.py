@@ -1,0 +1,100 @@
+"""Artifacts of an earlier version are read, verified, reported, exported and trained on by this one."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ingot.cli.main import main
+
+HERE = Path(__file__).parent
+RUNS = json.loads((HERE / "expected.json").read_text())  # run -> [loss, gradient norm] of each step, never stopped
+STOP, STEPS = 4, 6
+CLOSE = 1e-4  # relative: another processor or torch version adds in another order
+
+
+@pytest.fixture
+def golden(tmp_path) -> Path:
+    """A copy of the artifacts, which a test may change."""
+    return Path(shutil.copytree(HERE, tmp_path / "golden", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
+
+
+def ingot(capsys, *arguments: str | Path) -> dict:
+    """Run one command in this process. Returns what it prints with --json."""
+    capsys.readouterr()
+    code = main([*map(str, arguments), "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.out + printed.err
+    return json.loads(printed.out)
+
+
+def steps_of(run: Path) -> list[list[float]]:
+    """[loss, gradient norm] of each step in the event log of `run`, in order."""
+    log = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [[event["loss"], event["grad_norm"]] for event in log if event["kind"] == "step"]
+
+
+def assert_close(found: list[list[float]], expected: list[list[float]]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=CLOSE)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_checkpoints_and_runs_are_read(name, golden, capsys):
+    checked = ingot(capsys, "ckpt", "verify", golden / name)
+    assert [(c["step"], c["state"]) for c in checked["checkpoints"]] == [(STOP, "yes")]
+    assert ingot(capsys, "status", golden / name)["step"] == STOP
+    report = ingot(capsys, "report", golden / name)
+    assert Path(report["html"]).stat().st_size and Path(report["markdown"]).stat().st_size
+
+
+@pytest.mark.parametrize("name", ["dense-2-ranks", "experts-2-ranks"])
+def test_a_checkpoint_is_exported(name, golden, tmp_path, capsys):
+    pytest.importorskip("torch")
+    exported = ingot(capsys, "export", golden / name, "--out", tmp_path / "model")
+    assert exported["step"] == STOP and (tmp_path / "model" / "model.safetensors").is_file()
+    assert exported["max_logit_difference"] <= 1e-5
+
+
+def test_corpus_and_tokens_verify(golden, capsys):
+    checked = ingot(capsys, "data", "verify", golden / "data")["verified"]
+    assert sorted(Path(one["folder"]).name for one in checked) == ["corpus", "heldout", "train"]
+
+
+@pytest.mark.parametrize("name", ["dense-1-rank", "experts-2-ranks"])
+def test_a_step_is_traced_to_documents(name, golden, capsys):
+    traced = ingot(capsys, "data", "trace", "--run", golden / name, "--step", "2")
+    assert traced["step"] == 2 and traced["documents"]
+
+
+def continue_alone(run: Path, capsys) -> list[list[float]]:
+    """Train the run of `run` to its end in this process, on one rank. Returns its steps after the checkpoint."""
+    pytest.importorskip("torch")
+    from ingot.schema.run_folder import RunFolder
+    from ingot.trainer.mesh.start import stop
+    from ingot.trainer.main import run_rank
+
+    try:
+        assert run_rank(RunFolder(run), None, quiet=True) == 0
+    finally:
+        stop()
+    return steps_of(run)[STOP:]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_rank_continues_whatever_wrote_the_checkpoint(name, golden, capsys):
+    run_file = golden / name / "run.toml"
+    run_file.write_text(run_file.read_text().replace("dp_shard = 2", "dp_shard = 1").replace("ep = 2", "ep = 1"))
+    assert_close(continue_alone(golden / name, capsys), RUNS[name][STOP:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_command_continues(name, golden, capsys, monkeypatch):
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    ended = ingot(capsys, "train", golden / name)
+    assert (ended["finished"], ended["step"], ended["saved_step"]) == (True, STEPS, STEPS)
+    assert_close(steps_of(golden / name), RUNS[name])
