@@ -57,7 +57,7 @@ def sharded_step() -> Callable[[], float]:
 
     from ingot.trainer.loader.loader import Batch
     from ingot.trainer.mesh.start import start
-    from ingot.trainer.parts import build_parts
+    from ingot.trainer.run import build_parts
     from ingot.trainer.step import train_step
 
     place = start("cpu", 120)

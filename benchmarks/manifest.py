@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ingot.schema.checkpoint import CheckpointManifest, FileEntry, file_of
 from ingot.trainer.checkpoint.manifest import MANIFEST, is_finished, read_manifest, write_manifest
-from ingot.trainer.checkpoint.part import Part, assemble
+from ingot.trainer.checkpoint.part import RankBlocks, assemble
 
 T = TypeVar("T")
 TP, DP = 8, 128
@@ -51,12 +51,12 @@ def blocks(rank: int, layers: int) -> Iterator[tuple[str, tuple[int, ...], tuple
             yield f"optim.step.{name}", (), (), (), written and not any(offsets)
 
 
-def make_part(rank: int, layers: int) -> Part:
+def make_part(rank: int, layers: int) -> RankBlocks:
     held = list(blocks(rank, layers))
     written = [(name, offsets, sizes) for name, _, offsets, sizes, mine in held if mine]
     checksums = [hash(block) & 0xFFFFFFFF for block in written]
     kinds = {name: ("float32", shape) for name, shape, *_ in held}
-    return Part.pack(FileEntry(bytes=1 << 40, sha256="0" * 64), kinds, written, checksums)
+    return RankBlocks.pack(FileEntry(bytes=1 << 40, sha256="0" * 64), kinds, written, checksums)
 
 
 def timed(label: str, do: Callable[[], T]) -> T:

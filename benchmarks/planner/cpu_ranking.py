@@ -74,7 +74,7 @@ def calibrate() -> None:
     from ingot.rehearse.calibrate.calibrate import shapes
     from ingot.rehearse.calibrate.rank import measure_device, measure_links, timed_step
     from ingot.trainer.mesh.start import start
-    from ingot.trainer.telemetry.memory import peak_memory_bytes
+    from ingot.trainer.telemetry.usage import peak_memory_bytes
 
     place, steps, peaks = start("cpu", 600), [], []
     for run in shapes(RANKS):

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.trainer.mesh.mesh import Mesh
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Optim, RunConfig, Train
 from ingot.theory.layout import layout_problems
-from ingot.trainer.parts import Parts, build_parts
+from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.parts import StepParts
+from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 ARCH = Arch(vocab_size=48, d_model=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, d_ffn=32, qk_norm=True)
@@ -60,12 +61,12 @@ def batch_of(run: RunConfig, mesh: Mesh, step: int) -> SimpleNamespace:
 class Trained:
     """losses: of this rank's part of the batch, None where the last stage is on another rank. norms: global ones."""
 
-    parts: Parts
+    parts: StepParts
     losses: list[float] | None
     norms: list[float]
 
 
-def train(run: RunConfig, steps: Iterable[int], parts: Parts | None = None, base: Path = Path()) -> Trained:
+def train(run: RunConfig, steps: Iterable[int], parts: StepParts | None = None, base: Path = Path()) -> Trained:
     """Do `steps` with `parts`, or with new ones."""
     parts = parts or build_parts(run, CPU, base)
     facts = [train_step(parts, batch_of(run, parts.mesh, step), run.optim.lr) for step in steps]
@@ -106,7 +107,7 @@ def same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def state_of(parts: Parts) -> Iterator[tuple[Any, Tensor]]:
+def state_of(parts: StepParts) -> Iterator[tuple[Any, Tensor]]:
     """Master weights and moments, as blocks of tensors with names of their own."""
     moments = parts.optimizer.moments()
     for piece in parts.model.shards:

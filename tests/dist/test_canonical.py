@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ingot.trainer.checkpoint.loading import resume
-from ingot.trainer.checkpoint.saving import CheckpointFacts, save_checkpoint
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.parts import build_parts
+from ingot.trainer.checkpoint.load import resume
+from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
+from ingot.trainer.run import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, same_bits, state_of, train
 

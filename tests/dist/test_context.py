@@ -16,9 +16,9 @@ from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
-from ingot.trainer.evaluate import Heldout, evaluate
-from ingot.trainer.forward import run_logits, run_nats
-from ingot.trainer.heldout import SourceText
+from ingot.trainer.evaluate import evaluate
+from ingot.trainer.evaluate import run_logits, run_nats
+from ingot.trainer.heldout import Heldout, SourceText
 from ingot.trainer.mesh.mesh import build_mesh
 from ingot.trainer.model.attention import AttentionMaskSpec, attend_locally
 from ingot.trainer.model.generate import generate
@@ -29,7 +29,7 @@ from ingot.trainer.parallel.apply import compile_blocks
 from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.flash import attend_part
 from ingot.trainer.parallel.recompute import recompute
-from ingot.trainer.parts import build_parts
+from ingot.trainer.run import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, train
 

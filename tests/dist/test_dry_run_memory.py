@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 
 from ingot.planner.predict.memory.peak_memory import live_bill, memory_bill, moments, position_bill  # noqa: E402
 from ingot.planner.request.presets import load_model  # noqa: E402
+from ingot.rehearse.dryrun import role  # noqa: E402
 from ingot.schema.arch import Arch  # noqa: E402
 from ingot.schema.cluster import Cluster  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
 from ingot.theory.layout import positions  # noqa: E402
-from ingot.rehearse.dryrun import role  # noqa: E402
 
 DENSE = replace(load_model("llama3-8b").arch, num_layers=6, vocab_size=32_000)
 SPARSE = replace(load_model("qwen3-30b-a3b").arch, num_layers=4, vocab_size=32_000)

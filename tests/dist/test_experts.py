@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ingot.trainer.parallel import expert
-from ingot.schema.arch import Moe
 from ingot.rehearse.dryrun.tracker import Tracker
-from ingot.trainer.parts import build_parts
+from ingot.schema.arch import Moe
+from ingot.trainer.parallel import expert
+from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of

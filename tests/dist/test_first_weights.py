@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from ingot.schema.arch import Arch
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
-from ingot.schema.arch import Arch
-from ingot.trainer.parts import build_parts
+from ingot.trainer.run import build_parts
 
 from .steps import CPU, join, keep, run_of, same_bits
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from ingot.schema.arch import Mla
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
-from ingot.schema.arch import Mla
-from ingot.trainer.parts import build_parts
+from ingot.trainer.run import build_parts
 
 from . import steps
 from .steps import CPU, batch_of, join, keep, mean_losses, run_of

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ingot.trainer.checkpoint.loading import resume
-from ingot.trainer.checkpoint.saving import CheckpointFacts, save_checkpoint
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.parts import build_parts
+from ingot.trainer.checkpoint.load import resume
+from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
+from ingot.trainer.run import build_parts
 
 from .steps import ARCH, CPU, join, keep, mean_losses, run_of, same_bits, state_of, train
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ingot.trainer.checkpoint.loading import load_model, resume
-from ingot.trainer.checkpoint.manifest import verify_checkpoint
-from ingot.trainer.checkpoint.saving import CheckpointFacts, save_checkpoint
-from ingot.trainer.checkpoint.state import TrainingState
 from ingot.errors import CheckpointError, ResourceError
 from ingot.schema.checkpoint import file_of
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.load import load_model, resume
+from ingot.trainer.checkpoint.manifest import verify_checkpoint
+from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
+from ingot.trainer.checkpoint.state import TrainingState
 
 # Name -> shape, the dim that tensor parallelism cuts, the layer. Rows that no number of ranks divides, and too few.
 MODEL = {
@@ -286,8 +286,8 @@ def test_what_only_rank_0_reads_fails_on_all(fork_ranks, tmp_path):
 def save_with_trouble(rank, ranks, root, trouble):
     import errno
 
+    import ingot.trainer.checkpoint.save as writer
     import ingot.trainer.checkpoint.tensor_file as tensor_file
-    import ingot.trainer.checkpoint.writer as writer
 
     layout = Layout(dp_shard=2)
     state = fill(empty_state(rank, layout))

@@ -8,7 +8,7 @@ import pytest
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.trainer.checkpoint.manifest import list_checkpoints
-from ingot.trainer.telemetry.line import LINE_PATTERN
+from ingot.trainer.telemetry.progress import LINE_PATTERN
 
 from .conftest import RUN_FILE, Project, ended, write_tokens
 

@@ -96,7 +96,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     process = project.start(out)
     project.wait_for_step(out, 30, process)
     second = project.train(out, code=30)
-    assert "E-BUSY" in second and f":{process.pid} " in second
+    assert "E-RUN-BUSY" in second and f":{process.pid} " in second
     process.send_signal(signal.SIGINT)
     output = ended(process, 10)
     assert "Next:" in output and f"ingot train {project.folder(out).root}" in output

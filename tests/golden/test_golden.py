@@ -75,10 +75,10 @@ def continue_alone(run: Path, capsys) -> list[list[float]]:
     pytest.importorskip("torch")
     from ingot.schema.run_folder import RunFolder
     from ingot.trainer.mesh.start import stop
-    from ingot.trainer.main import run_rank
+    from ingot.trainer.run import run_rank
 
     try:
-        assert run_rank(RunFolder(run), None, quiet=True) == 0
+        assert run_rank(RunFolder(run)) == 0
     finally:
         stop()
     return steps_of(run)[STOP:]

@@ -12,7 +12,7 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.start import start, stop
 from ingot.trainer.model.generate import cached, generate
-from ingot.trainer.parts import build_parts
+from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

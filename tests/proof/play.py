@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.parts import build_parts
+from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .cases import MICRO_BATCH, STEPS, Case

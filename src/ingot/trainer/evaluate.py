@@ -1,4 +1,4 @@
-"""Held-out bits per byte by source, beside a unigram model on the same tokens, and samples from fixed prompts.
+"""Held-out bits per byte by source, with a unigram model on the same tokens for comparison; samples from prompts.
 
 Bits per byte compare models with different tokenizers: nats of all text tokens / ln 2 / UTF-8 bytes of the text.
 """
@@ -9,22 +9,25 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ingot.schema.arch import Arch
 from ingot.tokenizer.encoder import Encoder
-from ingot.trainer.heldout import SourceText, Windows, cut_windows
+from ingot.trainer.heldout import Heldout
 from ingot.trainer.loader.reader import document_numbers
 from ingot.trainer.mesh.collectives import gather_from
-from ingot.trainer.model.generate import NextLogits, generate
+from ingot.trainer.model.generate import NextLogits, cached, generate
+from ingot.trainer.parts import Trainer
 
 # Samples for people to read: lively, but without the long tail of unlikely tokens.
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 
 
 @dataclass(frozen=True)
-class Score:
-    """loss: nats per token; bpb: bits per byte; unigram_bpb: of token frequencies alone, on the same tokens."""
+class TextScore:
+    """The score of some text. loss: nats per token. bpb: bits per byte. unigram_bpb: bits per byte of a model that
+    knows token frequencies only, on the same tokens."""
 
     bpb: float
     loss: float
@@ -34,37 +37,22 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    total: Score
-    by_source: dict[str, Score]
+    """The scores of the held-out text, in total and by source."""
+
+    total: TextScore
+    by_source: dict[str, TextScore]
 
     def facts(self) -> dict:
-        """The fields of an `evaluation` event (schema/events.py) besides the step."""
+        """Return the fields of an `evaluation` event (schema/events.py), without the step."""
         return asdict(self.total) | {"by_source": {name: asdict(score) for name, score in self.by_source.items()}}
 
 
-@dataclass(frozen=True)
-class Heldout:
-    """What is scored, ready to be scored many times. unigram: nats per token id, float64 [vocab_size]."""
-
-    texts: list[SourceText]
-    windows: Windows
-    unigram: np.ndarray
-    eot_id: int
-    mask_documents: bool
-
-    @classmethod
-    def prepare(
-        cls, texts: list[SourceText], unigram: np.ndarray, *, seq_len: int, eot_id: int, mask_documents: bool
-    ) -> "Heldout":
-        return cls(texts, cut_windows(texts, seq_len, eot_id), unigram, eot_id, mask_documents)
-
-
-# (inputs, targets int64 [B, T], document ids or None) -> nats of every target [B, T]; where this rank has no result, 0
+# (inputs, targets int64 [B, T], document ids or None) -> nats of every target [B, T]; zeros on a rank without results
 Nats = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def local_nats(model: torch.nn.Module) -> Nats:
-    """Of a model that this process can run by itself."""
+    """Return the scoring function of a model that this process holds whole."""
     return lambda inputs, targets, documents: model(inputs, targets, documents, per_token=True).view(inputs.shape)
 
 
@@ -79,47 +67,45 @@ def evaluate(
 ) -> Evaluation:
     """Score the held-out text; every rank gets the result. Collective if there are `readers`.
 
-    readers: the ranks whose results count, by the part of the text that they score; this rank scores `part`.
+    part: the part of the text that this rank scores. readers: the rank that scores each part, in order.
     """
-    windows = heldout.windows
-    rows, parts = len(windows.source), len(readers or [0])
+    cut = heldout.rows
+    rows, parts = len(cut.source), len(readers or [0])
     # Every rank makes the same number of forwards: a sharded model gathers its weights in each.
     per_rank = -(-rows // parts)
-    mine = np.arange(part * per_rank, (part + 1) * per_rank).clip(max=rows - 1)
-    nats = score_windows(nats_of, heldout, mine, micro_batch, device)
+    own = np.arange(part * per_rank, (part + 1) * per_rank).clip(max=rows - 1)
+    nats = score_rows(nats_of, heldout, own, micro_batch, device)
     everyone = gather_from(readers, nats).reshape(-1)[:rows] if readers else nats
-    base = (heldout.unigram[windows.targets] * windows.counted).sum(axis=1)
-    tokens = windows.counted.sum(axis=1)
+    base = (heldout.unigram[cut.targets] * cut.counted).sum(axis=1)
+    tokens = cut.counted.sum(axis=1)
 
-    def score(chosen: np.ndarray, text_bytes: int) -> Score:
+    def score(chosen: np.ndarray, text_bytes: int) -> TextScore:
         bits = 1 / (math.log(2) * text_bytes)
         total = float(everyone[chosen].sum())
-        return Score(
+        return TextScore(
             bpb=total * bits,
             loss=total / int(tokens[chosen].sum()),
             tokens=int(tokens[chosen].sum()),
             unigram_bpb=float(base[chosen].sum()) * bits,
         )
 
-    by_source = {t.source: score(windows.source == i, t.text_bytes) for i, t in enumerate(heldout.texts)}
+    by_source = {t.source: score(cut.source == i, t.text_bytes) for i, t in enumerate(heldout.texts)}
     whole = score(np.ones(rows, bool), sum(t.text_bytes for t in heldout.texts))
     return Evaluation(whole, by_source)
 
 
-def score_windows(
-    nats_of: Nats, heldout: Heldout, rows: np.ndarray, micro_batch: int, device: torch.device
-) -> np.ndarray:
-    """Nats of the counted targets of each row, float64 [len(rows)]."""
+def score_rows(nats_of: Nats, heldout: Heldout, rows: np.ndarray, micro_batch: int, device: torch.device) -> np.ndarray:
+    """Return the nats of the counted targets of each row, float64 [len(rows)]."""
     nats = np.zeros(len(rows))
     for start in range(0, len(rows), micro_batch):
         batch = rows[start : start + micro_batch]
-        inputs = heldout.windows.inputs[batch]
+        inputs = heldout.rows.inputs[batch]
         documents = None
         if heldout.mask_documents:
             documents = torch.from_numpy(document_numbers(inputs, heldout.eot_id)).to(device)
-        targets_BT = torch.from_numpy(heldout.windows.targets[batch]).to(device)
+        targets_BT = torch.from_numpy(heldout.rows.targets[batch]).to(device)
         nats_BT = nats_of(torch.from_numpy(inputs).to(device), targets_BT, documents)
-        counted_BT = torch.from_numpy(heldout.windows.counted[batch]).to(device)
+        counted_BT = torch.from_numpy(heldout.rows.counted[batch]).to(device)
         nats[start : start + len(batch)] = (nats_BT.double() * counted_BT).sum(dim=1).cpu().numpy()
     return nats
 
@@ -133,10 +119,10 @@ def sample_prompts(
     max_tokens: int,
     seed: int,
 ) -> list[tuple[str, str]]:
-    """(prompt, continuation) for each prompt; the continuation ends before the first end of text. Collective.
+    """Return (prompt, continuation) for each prompt; a continuation ends before the first end of text. Collective.
 
-    next_logits: makes one for a new text. All ranks draw the same tokens and make the same number of forwards, so none
-    stops early.
+    next_logits: makes the function of the next token's logits for a new text. All ranks draw the same tokens and run
+    the same number of forwards, so none stops early.
     """
     samples = []
     for number, prompt in enumerate(prompts):
@@ -152,3 +138,41 @@ def sample_prompts(
         text = ids[: ids.index(encoder.eot_id)] if encoder.eot_id in ids else ids
         samples.append((prompt, encoder.decode(text)))
     return samples
+
+
+def run_nats(trainer: Trainer) -> Nats:
+    """Return the scoring function of a run's model; only the last pipeline stage has results. Collective over pp, cp
+    and tp."""
+
+    def nats_of(inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
+        found = trainer.program.forward_only(inputs_BT, targets_BT, documents_BT, per_token=True)
+        return torch.zeros(inputs_BT.shape, device=inputs_BT.device) if found is None else found.view(inputs_BT.shape)
+
+    return nats_of
+
+
+def run_logits(trainer: Trainer, capacity: int) -> NextLogits:
+    """Return the function of the next token's logits for one text of at most `capacity` tokens. Collective.
+
+    All ranks get the same logits. A rank that has all stages, heads and tokens keeps keys and values. Other ranks run
+    the whole text through the pipeline for every token, padded to a length that the ranks can divide; causal attention
+    keeps the padding from changing the result.
+    """
+    mesh, arch, device = trainer.mesh, trainer.config.model, trainer.place.device
+    if mesh.size("pp") == mesh.size("cp") == mesh.size("tp") == 1:
+        return cached(trainer.model.stages[0], arch, capacity)
+    last = trainer.program.table.rank_of_stage[-1]
+    source, multiple = mesh.ranks("pp")[last], trainer.program.token_multiple
+
+    def next_logits(ids: Sequence[int]) -> Tensor:
+        padded = [*ids, *[ids[-1]] * (-len(ids) % multiple)]
+        logits_BTV = trainer.program.forward_only(torch.tensor([padded], device=device), None, None, per_token=False)
+        if logits_BTV is None:
+            logits_V = torch.empty(arch.vocab_size, dtype=trainer.model.hidden, device=device)
+        else:
+            logits_V = logits_BTV[0, len(ids) - 1].contiguous()
+        if mesh.size("pp") > 1:
+            dist.broadcast(logits_V, source, group=mesh.group("pp"))
+        return logits_V
+
+    return next_logits

@@ -1,7 +1,4 @@
-"""Held-out text to be scored: whole documents with their exact number of bytes, and a unigram model to compare with.
-
-No torch here.
-"""
+"""The text of a run besides its batches: the tokenizer, prompts, held-out documents and a unigram model. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from ingot.errors import ConfigError, DataError
-from ingot.schema.tokens import Shard, TokenManifest
-from ingot.tokenizer.encoder import Encoder
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import Shard, TokenManifest, read_token_manifest
+from ingot.tokenizer.encoder import Encoder, load_encoder
 from ingot.trainer.loader.reader import TokenReader
 
-# Enough for the counts of every token that matters; of a larger corpus the starts of evenly chosen shards are counted.
-# Few shards, because the first token of a shard costs the hash of a whole block.
+# Enough to count every token that matters. In a larger corpus only the starts of evenly chosen shards are counted; few
+# shards, because reading the first token of a shard costs the hash of a whole block.
 UNIGRAM_TOKENS, UNIGRAM_SHARDS = 20_000_000, 64
 
 
@@ -23,7 +22,7 @@ UNIGRAM_TOKENS, UNIGRAM_SHARDS = 20_000_000, 64
 class SourceText:
     """Whole held-out documents of one source, each followed by the end of text.
 
-    ids: int64. text_bytes: UTF-8 bytes that the ids encode (the end of text encodes none).
+    ids: int64. text_bytes: the UTF-8 bytes that the ids encode (the end of text encodes none).
     """
 
     source: str
@@ -32,18 +31,19 @@ class SourceText:
 
 
 def first_tokens(folder: Path, manifest: TokenManifest, shard: Shard, count: int) -> np.ndarray:
-    """The first `count` tokens (at least 2, at most all) of `shard`, int64, checked against their hashes."""
+    """Return the first `count` tokens (at least 2, at most all) of `shard`, int64, checked against their hashes."""
     count = min(max(count, 2), shard.tokens)
-    # One window that is as long as the wish: reading and checking blocks has one home.
+    # One window of this length, so that only TokenReader reads and checks blocks.
     reader = TokenReader(folder, count - 1, manifest=replace(manifest, shards=(shard,)))
     return reader.read(np.zeros(1, np.int64))[0]
 
 
 def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder: Encoder | None) -> list[SourceText]:
-    """Per source an equal share of `max_tokens`, rounded to whole documents, at least one.
+    """Read an equal share of `max_tokens` from each source, rounded to whole documents, at least one.
 
-    Documents lie shuffled in their shards, so the first ones are a fair sample. encoder: needed to count the bytes
-    where a shard is read in part; raises ConfigError without it. Raises DataError when there is nothing to score.
+    Documents are shuffled within their shards, so the first ones are a fair sample. encoder: counts the bytes of a
+    shard that is read in part; ConfigError is raised where it is needed and None. Raises DataError when there is
+    nothing to score.
     """
     share = max_tokens // len(manifest.sources)
     texts = []
@@ -59,12 +59,18 @@ def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder
         if ids:
             texts.append(SourceText(source, np.concatenate(ids), text_bytes))
     if not texts:
-        raise DataError(f"{folder} holds no held-out text", rule="a shard has at least two tokens")
+        raise DataError(
+            "E-HELDOUT-EMPTY",
+            f"{folder} has no shard with at least two tokens",
+            rule="held-out text is scored, so there has to be some",
+            fix="build the tokens again with more held-out documents: ingot data build",
+            folder=str(folder),
+        )
     return texts
 
 
 def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted: int) -> np.ndarray:
-    """The documents that end within the first `wanted` tokens of `shard`, or its first document."""
+    """Read the documents that end within the first `wanted` tokens of `shard`, or its first document."""
     count = wanted
     while True:
         ids = first_tokens(folder, manifest, shard, count)
@@ -74,30 +80,35 @@ def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted:
             return ids[: within[-1] if len(within) else ends[0]]
         if len(ids) == shard.tokens:
             raise DataError(
-                f"shard {shard.name} in {folder} holds no end of text (token {manifest.eot_id})",
+                "E-SHARD-NO-EOT",
+                f"shard {shard.name} in {folder} has no end of text (token {manifest.eot_id})",
                 rule="every document is followed by the end of text",
                 fix="build the tokens again: ingot data build",
+                shard=shard.name,
+                eot_id=manifest.eot_id,
             )
         count = 2 * len(ids)
 
 
 def count_bytes(ids: np.ndarray, manifest: TokenManifest, encoder: Encoder | None) -> int:
-    """UTF-8 bytes of the documents in `ids`. Decoded document by document: a token may be part of a character."""
+    """Count the UTF-8 bytes of the documents in `ids`, one by one, because a token may be part of a character."""
     if encoder is None:
         raise ConfigError(
+            "E-TOKENIZER-UNSET",
             "data.tokenizer is not set, but only a part of the held-out tokens is scored",
             rule="bits per byte need the exact number of bytes of the documents that were scored",
             fix="set data.tokenizer, or raise evaluate.max_tokens above the held-out tokens",
+            needed_for="evaluate.max_tokens",
         )
     documents = np.split(ids, np.flatnonzero(ids == manifest.eot_id) + 1)
     return sum(len(encoder.decode(d[d != manifest.eot_id]).encode()) for d in documents)
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Documents of all sources cut into rows for the model: inputs, targets int64 [W, T].
+class HeldoutRows:
+    """Documents of all sources, cut into W rows of T tokens for the model. inputs, targets: int64 [W, T].
 
-    counted: bool [W, T], targets that are text; source: int64 [W], index into the texts.
+    counted: bool [W, T], True for targets that are text. source: int64 [W], the index into the texts.
     """
 
     inputs: np.ndarray
@@ -106,10 +117,11 @@ class Windows:
     source: np.ndarray
 
 
-def cut_windows(texts: Sequence[SourceText], seq_len: int, eot_id: int) -> Windows:
-    """Every token is a target exactly once; a row begins with the token before its first target, a source with EOT.
+def cut_rows(texts: Sequence[SourceText], seq_len: int, eot_id: int) -> HeldoutRows:
+    """Cut texts into rows, so that every token is a target exactly once.
 
-    The end of text is fed to the model, but not counted: it stands for no byte of text. Short rows are filled with it.
+    A row begins with the token before its first target, the first row of a source with the end of text. The end of
+    text is input to the model but is not counted, because it encodes no byte of text. It also pads short rows.
     """
     inputs, targets, source = [], [], []
     for number, text in enumerate(texts):
@@ -120,11 +132,11 @@ def cut_windows(texts: Sequence[SourceText], seq_len: int, eot_id: int) -> Windo
         targets.append(padded[1:].reshape(rows, seq_len))
         source.append(np.full(rows, number, np.int64))
     all_targets = np.concatenate(targets)
-    return Windows(np.concatenate(inputs), all_targets, all_targets != eot_id, np.concatenate(source))
+    return HeldoutRows(np.concatenate(inputs), all_targets, all_targets != eot_id, np.concatenate(source))
 
 
 def unigram_nats(folder: Path, manifest: TokenManifest) -> np.ndarray:
-    """-log p of every token id under its frequency in the training tokens, add-one smoothed: float64 [vocab_size]."""
+    """Return -log p of every token id by its smoothed frequency in the training tokens: float64 [vocab_size]."""
     shards = manifest.shards[:: -(-len(manifest.shards) // UNIGRAM_SHARDS) or 1]
     share = max(UNIGRAM_TOKENS // max(len(shards), 1), 2)
     counts = np.ones(manifest.vocab_size, np.int64)
@@ -132,3 +144,100 @@ def unigram_nats(folder: Path, manifest: TokenManifest) -> np.ndarray:
         if shard.tokens >= 2:
             counts += np.bincount(first_tokens(folder, manifest, shard, share), minlength=manifest.vocab_size)
     return np.log(counts.sum()) - np.log(counts)
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """The held-out text, prepared to be scored many times. unigram: nats per token id, float64 [vocab_size]."""
+
+    texts: list[SourceText]
+    rows: HeldoutRows
+    unigram: np.ndarray
+    eot_id: int
+    mask_documents: bool
+
+    @classmethod
+    def prepare(
+        cls, texts: list[SourceText], unigram: np.ndarray, *, seq_len: int, eot_id: int, mask_documents: bool
+    ) -> "Heldout":
+        """Cut `texts` into rows of `seq_len` tokens."""
+        return cls(texts, cut_rows(texts, seq_len, eot_id), unigram, eot_id, mask_documents)
+
+
+def open_heldout(
+    config: RunConfig, folder: RunFolder, encoder: Encoder | None, *, tokens: Path | None = None, max_tokens: int
+) -> Heldout | None:
+    """Open the held-out text of the run file, or of the token folder `tokens`. Returns None if there is neither.
+
+    Raises ConfigError for tokens of another tokenizer than that of the training tokens.
+    """
+    if tokens is None:
+        if not config.data.heldout:
+            return None
+        tokens = data_path(folder, config.data.heldout)
+    manifest, train_path = read_token_manifest(tokens), data_path(folder, config.data.tokens)
+    train = read_token_manifest(train_path)
+    if manifest.tokenizer_sha256 != train.tokenizer_sha256:
+        raise ConfigError(
+            "E-TOKENIZER-MISMATCH",
+            f"the tokens in {tokens} were encoded with another tokenizer than data.tokens",
+            rule="held-out text is scored in the tokens that the model was trained on",
+            fix="build both from one corpus: ingot data build",
+            path=str(tokens),
+        )
+    return Heldout.prepare(
+        read_heldout(tokens, manifest, max_tokens, encoder),
+        unigram_nats(train_path, train),
+        seq_len=config.train.seq_len,
+        eot_id=manifest.eot_id,
+        mask_documents=config.data.mask_documents,
+    )
+
+
+def data_path(folder: RunFolder, path: str) -> Path:
+    """Resolve a path of the run file, which may be relative to the folder of the run file."""
+    return (folder.config.parent / path).resolve()
+
+
+def open_encoder(config: RunConfig, folder: RunFolder, manifest: TokenManifest) -> Encoder | None:
+    """Open the run's tokenizer, None if the run names none. Raises ConfigError if it did not make the run's tokens."""
+    if not config.data.tokenizer:
+        if config.evaluate.prompts:
+            raise ConfigError(
+                "E-TOKENIZER-UNSET",
+                "evaluate.prompts is set, but data.tokenizer is not",
+                rule="a prompt is encoded with the tokenizer of the training tokens",
+                fix="set data.tokenizer to the tokenizer.json of the tokens",
+                needed_for="evaluate.prompts",
+            )
+        return None
+    path = data_path(folder, config.data.tokenizer)
+    encoder = load_encoder(path, eot=manifest.eot_id)
+    if encoder.sha256 != manifest.tokenizer_sha256:
+        raise ConfigError(
+            "E-TOKENIZER-MISMATCH",
+            f"data.tokenizer = {path} is not the tokenizer that encoded {config.data.tokens}",
+            rule="samples and bytes are decoded with the tokenizer of the training tokens",
+            fix="set data.tokenizer to the tokenizer.json that the tokens were built with",
+            path=str(path),
+        )
+    return encoder
+
+
+def check_prompts(config: RunConfig, encoder: Encoder | None) -> None:
+    """Raise ConfigError for a prompt too long for the model, before training: samples are drawn after the last step."""
+    if encoder is None:
+        return
+    positions, wanted = config.model.max_seq_len, config.evaluate.sample_tokens
+    for prompt in config.evaluate.prompts:
+        own = max(len(encoder.encode(prompt)), 1)
+        if own + wanted > positions:
+            raise ConfigError(
+                "E-PROMPT-LENGTH",
+                f"evaluate.prompts: {prompt[:40]!r} has {own} tokens, and {wanted} more are to be generated",
+                rule=f"the model has {positions} positions (model.max_seq_len)",
+                fix="shorten the prompt or lower evaluate.sample_tokens",
+                tokens=own,
+                wanted=wanted,
+                positions=positions,
+            )

@@ -1,31 +1,38 @@
-"""What a run tells the world: events for machines, one line per interval for people. Only rank 0 writes."""
+"""The record of a run: events for machines, one line per interval for people. Only rank 0 writes."""
 
 import math
+import os
+import platform
+import socket
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from ingot.schema import events
+from ingot.schema.parallel import Parallel
+from ingot.schema.run import RunConfig
+from ingot.theory.devices import peak_flops
 from ingot.theory.flops import model_flops_utilization
-from ingot.trainer.build import Training
-from ingot.trainer.evaluate import evaluate, sample_prompts
-from ingot.trainer.forward import run_logits, run_nats
+from ingot.theory.params import count_parameters
+from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts
 from ingot.trainer.mesh.collectives import gather_from
-from ingot.trainer.resilience.policy import Facts, Reading, read_steps
-from ingot.trainer.telemetry.experts import expert_load
-from ingot.trainer.telemetry.line import Progress, format_line
-from ingot.trainer.telemetry.memory import peak_memory_bytes
+from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.parts import Trainer
+from ingot.trainer.resilience.policy import StepNumbers, StepResult, read_steps
+from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
+from ingot.trainer.telemetry.usage import peak_memory_bytes
 from ingot.trainer.telemetry.waits import ThreadTime, Waits, summary
 
 
 @dataclass
 class Interval:
-    """What passed between two log lines, on this rank's clocks. Saving and evaluating lie outside of it.
+    """The steps between two log lines, on this rank's clocks. Saving and evaluation are not part of an interval.
 
-    pipeline_before: how long this rank had waited for neighbours in the pipeline when it began.
+    pipeline_before: seconds that this rank had waited for neighbors in the pipeline before the interval began.
     """
 
     began: ThreadTime
@@ -34,40 +41,40 @@ class Interval:
     data_wait_seconds: float = 0.0
 
     @classmethod
-    def begin(cls, run: Training) -> "Interval":
-        return cls(ThreadTime.now(), run.program.channels.waited_seconds)
+    def begin(cls, trainer: Trainer) -> "Interval":
+        return cls(ThreadTime.now(), trainer.program.channels.waited_seconds)
 
     def add(self, data_wait_seconds: float) -> None:
         self.steps += 1
         self.data_wait_seconds += data_wait_seconds
 
 
-def log_interval(run: Training, recent: list[Facts], interval: Interval, *, saves: bool) -> list[Reading]:
-    """A `step` event for each step, one `progress` event and the line; for experts, how they were used. Collective.
+def log_interval(trainer: Trainer, recent: list[StepResult], interval: Interval, *, saves: bool) -> list[StepNumbers]:
+    """Write a `step` event for each step, one `progress` event, one line, and the load of experts. Collective.
 
-    Here the host waits for the device. saves: a checkpoint follows, so the load of every expert is written, too.
-    Returns the numbers of the steps, which a policy has not judged yet.
+    The host waits for the device here. saves: a checkpoint follows, so the load of every expert is written, too.
+    Returns the numbers of the steps, which the policy has not judged yet.
     """
-    reading_began = time.monotonic()
-    readings = read_steps(recent)
+    read_at = time.monotonic()
+    numbers = read_steps(recent)
     passed = ThreadTime.now().since(interval.began)
     step_seconds = passed.wall / interval.steps
-    for facts, reading in zip(recent, readings, strict=True):
-        run.log(events.STEP, step=facts.step, loss=reading.loss, grad_norm=reading.grad_norm, lr=facts.lr)
-    if skipped := [reading.step for reading in readings if reading.skipped]:
-        run.log(events.SKIPPED, steps=skipped)
-        run.say(f"skipped   the update of step {', '.join(map(str, skipped))}")
-    config, step, steps = run.config, recent[-1].step, run.config.train.steps
+    for result, own in zip(recent, numbers, strict=True):
+        trainer.log(events.STEP, step=result.step, loss=own.loss, grad_norm=own.grad_norm, lr=result.lr)
+    if skipped := [own.step for own in numbers if own.skipped]:
+        trainer.log(events.SKIPPED, steps=skipped)
+        trainer.say(f"skipped   the update of step {', '.join(map(str, skipped))}")
+    config, step, steps = trainer.config, recent[-1].step, trainer.config.train.steps
     tokens_per_second = config.tokens_per_step / step_seconds
     mfu = None
-    if run.peak_flops is not None:
-        mfu = model_flops_utilization(tokens_per_second, run.flops_per_token, run.peak_flops)
-    progress = Progress(
+    if trainer.peak_flops is not None:
+        mfu = model_flops_utilization(tokens_per_second, trainer.flops_per_token, trainer.peak_flops)
+    progress = ProgressLine(
         step=step,
         steps=steps,
-        loss=readings[-1].loss,
-        bpb=readings[-1].loss / math.log(2) * run.tokens_per_byte,
-        grad_norm=readings[-1].grad_norm,
+        loss=numbers[-1].loss,
+        bpb=numbers[-1].loss / math.log(2) * trainer.tokens_per_byte,
+        grad_norm=numbers[-1].grad_norm,
         lr=recent[-1].lr,
         tokens=step * config.tokens_per_step,
         tokens_per_second=tokens_per_second,
@@ -75,80 +82,129 @@ def log_interval(run: Training, recent: list[Facts], interval: Interval, *, save
         data_wait_seconds=interval.data_wait_seconds / interval.steps,
         step_seconds=step_seconds,
         eta_seconds=(steps - step) * step_seconds,
-        cost_usd=run.cost.usd(),
-        peak_memory_bytes=peak_memory_bytes(run.place.device),
-        **log_experts(run, recent, with_loads=saves),
+        cost_usd=trainer.cost.usd(),
+        peak_memory_bytes=peak_memory_bytes(trainer.place.device),
+        **log_experts(trainer, recent, with_loads=saves),
     )
-    run.log(events.PROGRESS, **asdict(progress))
+    trainer.log(events.PROGRESS, **asdict(progress))
     waits = Waits.of(
         passed,
         data=interval.data_wait_seconds,
-        pipeline=run.program.channels.waited_seconds - interval.pipeline_before,
-        reading=interval.began.wall + passed.wall - reading_began,
+        pipeline=trainer.program.channels.waited_seconds - interval.pipeline_before,
+        reading=interval.began.wall + passed.wall - read_at,
     )
-    log_waits(run, step, interval.steps, waits)
-    run.say(format_line(progress))
-    return readings
+    log_waits(trainer, step, interval.steps, waits)
+    trainer.say(format_line(progress))
+    return numbers
 
 
-def log_waits(run: Training, step: int, steps: int, mine: Waits) -> None:
-    """One `waits` event, of all ranks. Collective."""
-    rows = gather_from(range(run.place.world_size), mine.row())
-    run.log(events.WAITS, step=step, steps=steps, **summary(rows, steps))
+def log_waits(trainer: Trainer, step: int, steps: int, own: Waits) -> None:
+    """Write one `waits` event about all ranks. Collective."""
+    rows = gather_from(range(trainer.place.world_size), own.row())
+    trainer.log(events.WAITS, step=step, steps=steps, **summary(rows, steps))
 
 
-def log_experts(run: Training, recent: list[Facts], *, with_loads: bool) -> dict[str, Any]:
-    """An `experts` event, if there are any, over all tokens of `recent`. Returns what a progress line says of it."""
-    tables = [facts.experts for facts in recent if facts.experts is not None]
-    if run.balance is None or not tables:
+def log_experts(trainer: Trainer, recent: list[StepResult], *, with_loads: bool) -> dict[str, Any]:
+    """Write an `experts` event over all tokens of `recent`, if there are experts. Collective.
+
+    Returns the fields of the progress line about experts.
+    """
+    tables = [result.experts for result in recent if result.experts is not None]
+    if trainer.balance is None or not tables:
         return {}
-    moe = run.config.model.moe
+    moe = trainer.config.model.moe
     found = expert_load(
         torch.stack(tables).sum(0).cpu().numpy(),
-        run.balance.layers,
+        trainer.balance.layers,
         step=recent[-1].step,
         steps=len(tables),
         overflow=moe.overflow if moe.capacity_factor else "",
         with_loads=with_loads,
     )
-    run.log(events.EXPERTS, **asdict(found))
+    trainer.log(events.EXPERTS, **asdict(found))
     beyond = {"dropped": found.dropped, "fallback": found.fallback}
     means = {name: fmean(shares) if shares else None for name, shares in beyond.items()}
     return {"load_cv": fmean(found.load_cv), "max_load": max(found.max_load), **means}
 
 
-def log_evaluation(run: Training, step: int) -> None:
+def log_evaluation(trainer: Trainer, step: int) -> None:
     """Score the held-out text, if the run has one. Collective."""
-    if run.heldout is None:
+    if trainer.heldout is None:
         return
     began = time.monotonic()
     found = evaluate(
-        run_nats(run),
-        run.heldout,
-        micro_batch=run.config.train.micro_batch,
-        device=run.place.device,
-        part=run.mesh.data_rank,
-        readers=run.readers,
+        run_nats(trainer),
+        trainer.heldout,
+        micro_batch=trainer.config.train.micro_batch,
+        device=trainer.place.device,
+        part=trainer.mesh.data_rank,
+        readers=trainer.readers,
     )
     seconds = round(time.monotonic() - began, 6)
-    run.log(events.EVALUATION, step=step, **found.facts(), seconds=seconds)
-    run.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
+    trainer.log(events.EVALUATION, step=step, **found.facts(), seconds=seconds)
+    trainer.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
 
 
-def log_samples(run: Training, step: int) -> None:
+def log_samples(trainer: Trainer, step: int) -> None:
     """Continue the prompts of the run file, if it has any. Collective."""
-    wanted = run.config.evaluate
-    if run.encoder is None or not wanted.prompts:
+    wanted = trainer.config.evaluate
+    if trainer.encoder is None or not wanted.prompts:
         return
-    arch = run.config.model
+    arch = trainer.config.model
     samples = sample_prompts(
-        lambda: run_logits(run, arch.max_seq_len),
+        lambda: run_logits(trainer, arch.max_seq_len),
         arch,
-        run.encoder,
+        trainer.encoder,
         wanted.prompts,
         max_tokens=wanted.sample_tokens,
-        seed=run.config.seed,
+        seed=trainer.config.seed,
     )
     for prompt, text in samples:
-        run.log(events.SAMPLE, step=step, prompt=prompt, text=text)
-        run.say(f"sample    {prompt!r} {text!r}")
+        trainer.log(events.SAMPLE, step=step, prompt=prompt, text=text)
+        trainer.say(f"sample    {prompt!r} {text!r}")
+
+
+def log_start(trainer: Trainer) -> None:
+    """Write the `run_started` event: layout, model size, versions, hardware and the step to start from."""
+    config, place, facts = trainer.config, trainer.place, trainer.checkpoint_facts
+    on_gpu = place.device.type == "cuda"
+    trainer.log(
+        events.RUN_STARTED,
+        run=config.name,
+        attempt=place.attempt,
+        world_size=place.world_size,
+        layout=trainer.mesh.layout | _extra_layout(trainer.mesh.parallel),
+        device=place.device.type,
+        precision=config.train.precision,
+        parameters=count_parameters(config.model),
+        flops_per_token=trainer.flops_per_token,
+        peak_flops=trainer.peak_flops,
+        versions={name: version(name) for name in ("ingot", "torch", "numpy")} | {"python": platform.python_version()},
+        hardware={
+            "device_name": torch.cuda.get_device_name(place.device) if on_gpu else platform.processor() or "cpu",
+            "cores": len(os.sched_getaffinity(0)),
+            "host": socket.gethostname(),
+        },
+        from_step=trainer.first_step - 1,
+        config_sha256=facts.config_sha256,
+        data_fingerprint=facts.data_fingerprint,
+    )
+
+
+def _extra_layout(parallel: Parallel) -> dict[str, int | str]:
+    """Return extra fields logged with a layout: expert degree, context form. parallel: resolved."""
+    experts: dict[str, int | str] = {"ep": parallel.ep} if parallel.ep > 1 else {}
+    return experts | ({"context": parallel.context_form} if parallel.cp > 1 else {})
+
+
+def devices_in_use(place: RankInfo) -> int:
+    """Return the factor of a price per hour: the number of GPUs, or of machines on a CPU."""
+    return place.world_size if place.device.type == "cuda" else max(place.world_size // place.local_world_size, 1)
+
+
+def total_peak(config: RunConfig, place: RankInfo) -> float | None:
+    """Return the published peak of all GPUs of the run for its precision, FLOP/s; None on a CPU or an unknown GPU."""
+    if place.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(place.device), config.train.precision)
+    return peak and peak * place.world_size

@@ -1,4 +1,4 @@
-"""One checkpoint of a run: the samples consumed since the last one go to the ledger, then everything is saved."""
+"""One checkpoint of a run: the samples consumed since the last one go to the ledger, then the state is saved."""
 
 import time
 from collections.abc import Sequence
@@ -10,39 +10,41 @@ import torch.distributed as dist
 
 from ingot.schema import events
 from ingot.schema.checkpoint import LedgerSegment
-from ingot.trainer.build import Training
-from ingot.trainer.checkpoint.saving import save_checkpoint
+from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.loader.ledger import write_segment
+from ingot.trainer.parts import Trainer
 from ingot.units import format_bytes, format_seconds
 
 
-def save(run: Training, step: int) -> None:
-    """Save and verify the checkpoint of `step`, and say so. Collective."""
+def save(trainer: Trainer, step: int) -> None:
+    """Save and verify the checkpoint of `step`, and report it. Collective."""
     began = time.monotonic()
-    run.segments.append(next_segment(run, step))
-    facts = replace(run.checkpoint_facts, step=step, tokens=step * run.config.tokens_per_step)
-    saved = save_checkpoint(run.folder, facts, run.state, tuple(run.segments), keep=run.config.checkpoint.keep)
-    run.ledger.forget(step)
-    path, stall_seconds = saved.path.relative_to(run.folder.root), time.monotonic() - began
-    run.log(events.CHECKPOINT, step=step, bytes=saved.bytes, stall_seconds=stall_seconds, path=str(path))
-    run.say(f"saved     step {step}  {format_bytes(saved.bytes)}  stall {format_seconds(stall_seconds)}  verified")
+    trainer.segments.append(next_segment(trainer, step))
+    facts = replace(trainer.checkpoint_facts, step=step, tokens=step * trainer.config.tokens_per_step)
+    keep = trainer.config.checkpoint.keep
+    saved = save_checkpoint(trainer.folder, facts, trainer.state, tuple(trainer.segments), keep=keep)
+    trainer.ledger.forget(step)
+    path, stall_seconds = saved.path.relative_to(trainer.folder.root), time.monotonic() - began
+    trainer.log(events.CHECKPOINT, step=step, bytes=saved.bytes, stall_seconds=stall_seconds, path=str(path))
+    trainer.say(f"saved     step {step}  {format_bytes(saved.bytes)}  stall {format_seconds(stall_seconds)}  verified")
 
 
-def next_segment(run: Training, step: int) -> LedgerSegment:
-    """The samples of all ranks since the last segment, as one file. Collective."""
-    first = run.segments[-1].last_step + 1 if run.segments else 1
-    mine = run.ledger.segment(first, step)
-    if not run.place.is_first:
-        if run.place.rank in run.readers:
-            dist.send(torch.from_numpy(np.ascontiguousarray(mine)), dst=0)
+def next_segment(trainer: Trainer, step: int) -> LedgerSegment:
+    """Write the samples of all ranks since the last segment as one file. Collective."""
+    first = trainer.segments[-1].last_step + 1 if trainer.segments else 1
+    own = trainer.ledger.segment(first, step)
+    if not trainer.place.is_first:
+        if trainer.place.rank in trainer.readers:
+            dist.send(torch.from_numpy(np.ascontiguousarray(own)), dst=0)
         return LedgerSegment(file="", first_step=first, last_step=step, sha256="")
-    # Data rank r read the r-th part of each global batch, so their parts side by side are the batch.
-    return write_segment(run.folder.ledger, first, step, np.concatenate(_of_readers(mine, run.readers), axis=1))
+    # Data rank r read the r-th part of each global batch, so the parts side by side are the batch.
+    ids = np.concatenate(_of_readers(own, trainer.readers), axis=1)
+    return write_segment(trainer.folder.ledger, first, step, ids)
 
 
-def _of_readers(mine: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
-    """On rank 0: what each of `readers` sends, all of the shape of `mine`. The others have nothing that is new."""
-    parts = [torch.from_numpy(mine) if rank == 0 else torch.empty(mine.shape, dtype=torch.int64) for rank in readers]
+def _of_readers(own: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
+    """Receive on rank 0 the samples of each of `readers`, all of the shape of `own`; other ranks have no new ones."""
+    parts = [torch.from_numpy(own) if rank == 0 else torch.empty(own.shape, dtype=torch.int64) for rank in readers]
     arriving = [dist.irecv(part, src=rank) for rank, part in zip(readers, parts, strict=True) if rank != 0]
     for work in arriving:
         if work is not None:

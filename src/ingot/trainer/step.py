@@ -1,29 +1,25 @@
-"""One optimizer step. Nothing in it waits for the device: what it measures stays there until the log wants it."""
-
-from typing import TYPE_CHECKING
+"""One optimizer step. It never waits for the device: the measured values stay there until the log reads them."""
 
 from ingot.trainer.optim.clip import clip_factor, gradient_norm
-from ingot.trainer.resilience.policy import Facts
-
-if TYPE_CHECKING:
-    from ingot.trainer.parallel.pipeline import MicroBatches
-    from ingot.trainer.parts import Parts
+from ingot.trainer.parallel.pipeline import MicroBatches
+from ingot.trainer.parts import StepParts
+from ingot.trainer.resilience.policy import StepResult
 
 
-def train_step(run: "Parts", batch: "MicroBatches", lr: float) -> Facts:
-    """Forward and backward of every micro-batch, reduce, clip, update, balance experts.
+def train_step(parts: StepParts, batch: MicroBatches, lr: float) -> StepResult:
+    """Run forward and backward of every micro-batch, reduce, clip, update, balance experts. Collective.
 
-    Each rank that reads tokens divides its loss by its own number of them, and gradients are averaged over these ranks
-    (data x cp); all have equally many tokens, so this is the gradient of the mean over the global batch.
+    Each rank that reads tokens divides its loss by its own number of tokens, and gradients are averaged over these
+    ranks (data x cp). All have equally many tokens, so this is the gradient of the mean over the global batch.
     """
-    scale = run.loss_scale.scale if run.loss_scale else None
-    loss = run.program.train(batch, scale)
-    run.model.reduce()
-    grad_norm = gradient_norm(run.model.shards, scale=scale)
-    veto = run.policy.veto(loss, grad_norm)
-    run.optimizer.step(lr, scale=clip_factor(grad_norm, run.config.optim.clip_norm, scale=scale), found_inf=veto)
-    if run.loss_scale and veto is not None:
-        run.loss_scale.update(veto)
-    run.model.publish()
-    experts = run.balance.step(batch.step, veto) if run.balance else None
-    return Facts(batch.step, lr, loss, grad_norm, veto, run.token_readers, experts=experts)
+    scale = parts.loss_scale.scale if parts.loss_scale else None
+    loss = parts.program.train(batch, scale)
+    parts.model.reduce()
+    grad_norm = gradient_norm(parts.model.shards, scale=scale)
+    veto = parts.policy.veto(loss, grad_norm)
+    parts.optimizer.step(lr, scale=clip_factor(grad_norm, parts.config.optim.clip_norm, scale=scale), found_inf=veto)
+    if parts.loss_scale and veto is not None:
+        parts.loss_scale.update(veto)
+    parts.model.publish()
+    experts = parts.balance.step(batch.step, veto) if parts.balance else None
+    return StepResult(batch.step, lr, loss, grad_norm, veto, parts.token_readers, experts=experts)

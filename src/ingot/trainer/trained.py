@@ -1,4 +1,4 @@
-"""A trained model in one process, without a job around it: to be scored, or to be asked for text."""
+"""A trained model in one process, outside of a training job: load it, score it, sample from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.tokenizer.encoder import Encoder
-from ingot.trainer.build import data_path, open_encoder, open_heldout
-from ingot.trainer.checkpoint.find import find_checkpoint
-from ingot.trainer.checkpoint.loading import load_model
+from ingot.trainer.checkpoint.folders import find_checkpoint
+from ingot.trainer.checkpoint.load import load_model
 from ingot.trainer.evaluate import Evaluation, evaluate, local_nats
+from ingot.trainer.heldout import data_path, open_encoder, open_heldout
 from ingot.trainer.mesh.start import choose_device
 from ingot.trainer.model.generate import cached, generate
 from ingot.trainer.model.transformer import Transformer
@@ -25,7 +25,7 @@ from ingot.trainer.parallel.apply import COMPUTE
 
 @dataclass(frozen=True)
 class Trained:
-    """encoder: None if the run file names no tokenizer."""
+    """The model of a checkpoint with its run. encoder: None if the run file names no tokenizer."""
 
     config: RunConfig
     folder: RunFolder
@@ -36,32 +36,40 @@ class Trained:
 
 
 def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") -> Trained:
-    """The model of a checkpoint, or of a run's newest one, verified, in the precision it was trained to compute in."""
+    """Load and verify a checkpoint, or the newest one of a run, in the precision that its run computes in."""
     folder, checkpoint = find_checkpoint(path)
     config = load_run(folder.config)
-    place = choose_device(device, local_rank=0)
-    model = Transformer(config.model).to(place, COMPUTE[config.train.precision])
+    chosen = choose_device(device, local_rank=0)
+    model = Transformer(config.model).to(chosen, COMPUTE[config.train.precision])
     manifest = load_model(checkpoint, model)
     tokens = read_token_manifest(data_path(folder, config.data.tokens))
-    return Trained(config, folder, manifest.step, model, open_encoder(config, folder, tokens), place)
+    return Trained(config, folder, manifest.step, model, open_encoder(config, folder, tokens), chosen)
 
 
 def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: int | None = None) -> Evaluation:
-    """Score the run's held-out tokens, or those in the folder `tokens`. The unigram model is that of its training data.
+    """Score the run's held-out tokens, or the tokens in the folder `tokens`. Training tokens make the unigram model.
 
-    Raises ConfigError when there are none, or when another tokenizer made them.
+    Raises ConfigError when the run names no held-out tokens, or when another tokenizer made them.
     """
     config, folder = trained.config, trained.folder
     if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}", rule="at least one token is scored")
+        raise UsageError(
+            "E-EVAL-TOKENS",
+            f"the number of tokens to score is {max_tokens}",
+            rule="at least one token is scored",
+            fix="pass --max-tokens N with a positive N, or leave it out",
+            max_tokens=max_tokens,
+        )
     heldout = open_heldout(
         config, folder, trained.encoder, tokens=tokens, max_tokens=max_tokens or config.evaluate.max_tokens
     )
     if heldout is None:
         raise ConfigError(
+            "E-HELDOUT-UNSET",
             f"{folder.config} names no data.heldout",
             rule="bits per byte are measured on text that the model was not trained on",
             fix="name a token folder with --tokens DIR",
+            run_file=str(folder.config),
         )
     return evaluate(local_nats(trained.model), heldout, micro_batch=config.train.micro_batch, device=trained.device)
 
@@ -69,13 +77,15 @@ def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: i
 def sample_trained(
     trained: Trained, prompts: Sequence[str], *, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> list[str]:
-    """What the model writes after each prompt, until the end of text or `max_tokens`."""
+    """Return the model's continuation of each prompt, up to the end of text or `max_tokens`."""
     encoder = trained.encoder
     if encoder is None:
         raise ConfigError(
+            "E-TOKENIZER-UNSET",
             f"{trained.folder.config} names no data.tokenizer",
             rule="a prompt is encoded with the tokenizer of the training tokens",
             fix="set data.tokenizer in the run file",
+            needed_for="prompts",
         )
     texts = []
     for prompt in prompts:

@@ -19,7 +19,7 @@ from ingot.report.story import tell
 from ingot.report.write import write_report
 from ingot.schema.arch import Mla, Moe
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.telemetry.experts import expert_load
+from ingot.trainer.telemetry.progress import expert_load
 
 
 def experts_event(time: float, step: int, counts, dropped=0.0, with_loads=True, overflow="drop") -> dict:

@@ -91,16 +91,16 @@ def trained(tmp_path, tokens, fork_ranks):
 def train_rank(rank, ranks, folder, config, spoil):
     import torch
 
-    from ingot.trainer.build import build
     from ingot.trainer.loop import train
     from ingot.trainer.mesh.start import RankInfo
+    from ingot.trainer.run import build_trainer
 
     if spoil:
         spoil(rank)
     place = RankInfo(
         rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, attempt=0, device=torch.device("cpu")
     )
-    run = build(config, folder, place, say=lambda text: None)
+    run = build_trainer(config, folder, place, say=lambda text: None)
     try:
         train(run)
     finally:

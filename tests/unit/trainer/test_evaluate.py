@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ingot.schema.arch import Arch
-from ingot.trainer.evaluate import Heldout, evaluate, sample_prompts
-from ingot.trainer.heldout import SourceText
+from ingot.trainer.evaluate import evaluate, sample_prompts
+from ingot.trainer.heldout import Heldout, SourceText
 from ingot.trainer.model.generate import cached
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer

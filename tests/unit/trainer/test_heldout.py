@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.expect import refused
 
-from ingot.errors import ConfigError, DataError
 from ingot.schema.tokens import read_token_manifest
 from ingot.tokenizer.encoder import load_encoder
 from ingot.trainer import heldout as heldout_module
-from ingot.trainer.heldout import SourceText, cut_windows, first_tokens, read_heldout, unigram_nats
+from ingot.trainer.heldout import SourceText, cut_rows, first_tokens, read_heldout, unigram_nats
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_part_is_whole_documents_and_counts_their_bytes(heldout, max_tokens):
 
 def test_a_part_needs_the_tokenizer(heldout):
     folder, manifest, _ = heldout
-    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+    with refused("E-TOKENIZER-UNSET"):
         read_heldout(folder, manifest, 100, None)
 
 
@@ -51,13 +51,13 @@ def test_damage_is_noticed(heldout, tmp_path):
     data = bytearray(path.read_bytes())
     data[5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match="metal"):
+    with refused("E-SHARD-HASH"):
         first_tokens(copy, manifest, manifest.shards[0], 10)
 
 
 def test_every_text_token_is_a_target_once():
     texts = [SourceText("a", np.array([5, 6, 7, 0, 8, 9, 0]), 20), SourceText("b", np.array([4, 0]), 3)]
-    windows = cut_windows(texts, seq_len=3, eot_id=0)
+    windows = cut_rows(texts, seq_len=3, eot_id=0)
     assert windows.inputs.tolist() == [[0, 5, 6], [7, 0, 8], [9, 0, 0], [0, 4, 0]]
     assert windows.targets.tolist() == [[5, 6, 7], [0, 8, 9], [0, 0, 0], [4, 0, 0]]
     assert windows.targets[windows.counted].tolist() == [5, 6, 7, 8, 9, 4]
@@ -86,5 +86,5 @@ def test_unigram_of_many_shards_opens_few(token_folders, monkeypatch):
 
 def test_a_shard_without_an_end_of_text_is_an_error(heldout):
     folder, manifest, encoder = heldout
-    with pytest.raises(DataError, match="no end of text"):
+    with refused("E-SHARD-NO-EOT"):
         read_heldout(folder, replace(manifest, eot_id=999, vocab_size=1000), 10, encoder)

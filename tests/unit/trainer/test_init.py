@@ -9,7 +9,7 @@ import torch
 from ingot.config import to_toml
 from ingot.errors import CheckpointError, ConfigError
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.loading import list_checkpoints
+from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.export.model_folder import write_model
 from ingot.trainer.model.transformer import Transformer
 

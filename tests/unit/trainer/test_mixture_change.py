@@ -13,10 +13,9 @@ from ingot.schema.tokens import read_token_manifest
 from ingot.storage import write_atomic
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
-from ingot.trainer.launch.continuity import record_accepted, require_same_experiment
-from ingot.trainer.loader.history import earlier_weights
+from ingot.trainer.launch.checks import record_accepted, require_same_experiment
 from ingot.trainer.loader.ledger import prove, read_ledger
-from ingot.trainer.loader.order import Order
+from ingot.trainer.loader.order import Order, earlier_weights
 
 from .test_loop import run_rank
 

@@ -12,15 +12,15 @@ from ingot.config import to_toml
 from ingot.events import read_events
 from ingot.schema.arch import Moe
 from ingot.theory.rules import load_run
-from ingot.trainer.build import build
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.run import build_trainer
 from ingot.trainer.trained import load_trained
 
 
 def run_rank(rank, ranks, folder):
     place = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=torch.device("cpu"))
-    run = build(load_run(folder.config), folder, place, say=lambda text: None)
+    run = build_trainer(load_run(folder.config), folder, place, say=lambda text: None)
     train(run)
     run.loader.close()
 
@@ -86,7 +86,7 @@ def test_sample_repeats_by_seed(trained, capsys):
     "words, code, message",
     [
         (("eval", "nowhere"), 2, "neither a run folder nor a checkpoint"),
-        (("eval", "RUN", "--max-tokens", "0"), 2, "max_tokens is 0"),
+        (("eval", "RUN", "--max-tokens", "0"), 2, "number of tokens to score is 0"),
         (("sample", "RUN", "--temperature", "-1"), 2, "temperature=-1"),
         (("sample", "RUN", "--max-tokens", "1000"), 2, "positions"),
         (("eval", "RUN", "--tokens", "nowhere"), 3, "nowhere"),

@@ -22,9 +22,9 @@ from ingot.theory.devices import peak_flops
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.collectives import all_sum, any_rank, gather, scatter_sum
 from ingot.trainer.mesh.start import start, stop
-from ingot.trainer.parts import build_parts
+from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
-from ingot.trainer.telemetry.memory import peak_memory_bytes
+from ingot.trainer.telemetry.usage import peak_memory_bytes
 from ingot.trainer.telemetry.waits import ThreadTime
 
 # Seconds of measuring: on a quiet machine, and on one where ranks wait for cores for more than a twentieth of the time.

@@ -35,13 +35,13 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import run_from_dict
-from ingot.trainer import parts
+from ingot.trainer import run as trainer_run
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.mesh import build_mesh
 from ingot.trainer.model import attention
 from ingot.trainer.parallel.ring import AttentionTile, masked_tiles, plain_tiles
 from ingot.trainer.parallel.zero import Zero
-from ingot.trainer.parts import Parts
+from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import DefaultPolicy
 from ingot.trainer.step import train_step
 from ingot.trainer.torch_private import fake_store
@@ -81,8 +81,8 @@ def trace_rank(
             mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe)
         with (
             replaced(dist, "new_group", new_group),
-            replaced(parts, "build_mesh", lambda *_, **__: mesh),
-            replaced(parts, "build_optimizer", within_state(parts.build_optimizer)),
+            replaced(trainer_run, "build_mesh", lambda *_, **__: mesh),
+            replaced(trainer_run, "build_optimizer", within_state(trainer_run.build_optimizer)),
             dealt_to_experts(config, mesh, loads),
             as_on_cuda() if device == "cuda" else nullcontext(),
             fakes,
@@ -91,7 +91,7 @@ def trace_rank(
             tracker.begin(BUILD)
             with tracker.within("parameters", "build"):
                 policy = DefaultPolicy(RunFolder(Path()), scaled_loss=train.precision == "fp16")
-                run = parts.build_parts(config, _CPU, Path(), policy, first_values=False)
+                run = trainer_run.build_parts(config, _CPU, Path(), policy, first_values=False)
             _follow(run, tracker)
             for moment in (FIRST, STEADY):
                 tracker.begin(moment)
@@ -124,7 +124,7 @@ def empty_batch(config: RunConfig) -> Batch:
 # ------------------------------------------------------------------------------
 
 
-def _follow(run: Parts, tracker: Tracker) -> None:
+def _follow(run: StepParts, tracker: Tracker) -> None:
     """Make the tracker follow the places of the program (modules, parts of a step) and the kinds of memory."""
     for stage in run.model.stages.values():
         names = [

@@ -18,12 +18,10 @@ from ingot.data.lineage.purge.history import TokenLayout, find_layout
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
-from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.manifest import Listed, list_checkpoints
-from ingot.trainer.loader.history import earlier_weights
+from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from ingot.trainer.loader.ledger import read_ledger
-from ingot.trainer.loader.order import Order
-from ingot.trainer.loader.windows import Windows
+from ingot.trainer.loader.order import Order, earlier_weights
+from ingot.trainer.loader.reader import Windows
 
 _DATA = "data.tokens"  # the key under which a change of the token stream is accepted (launch/continuity.py)
 _CHUNK_SAMPLES = 1 << 18
@@ -137,7 +135,7 @@ class RunTokens:
         self.config = load_run(self.folder.config)
         self.tokens = (run / self.config.data.tokens).resolve()
         self.manifest: TokenManifest = read_token_manifest(self.tokens)
-        self.checkpoints: list[Listed] = list_checkpoints(self.folder.checkpoints)
+        self.checkpoints: list[ListedCheckpoint] = list_checkpoints(self.folder.checkpoints)
         newest = next((c.manifest for c in self.checkpoints if c.manifest), None)
         self.ledger = newest.ledger if newest else ()
         self.trained_steps = newest.step if newest else 0

@@ -1,4 +1,4 @@
-"""One answer for all ranks: what rank 0 finds out, or the error that any rank met, is what every rank gets."""
+"""One answer for all ranks: every rank gets the result of rank 0, or the error that any rank raised."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,21 +12,23 @@ P = TypeVar("P")
 
 
 class RankError(RuntimeError):
-    """What another rank met, and no error of ours: its rank, kind and message."""
+    """An error of another rank that is no IngotError: its rank, kind and message."""
 
 
 def rank() -> int:
+    """Return this process's global rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def from_rank_zero(find: Callable[[], T]) -> T:
-    """`find()` of rank 0, on every rank; what it raises is raised on every rank. Collective.
+    """Return the result of `find()` on rank 0 to every rank, or raise its error on every rank. Collective.
 
-    An IngotError, OSError or ValueError comes as it is, anything else as a RankError that names it.
+    An IngotError, OSError or ValueError is raised unchanged, any other error as a RankError that names it.
     """
     if not dist.is_initialized():
         return find()
@@ -43,22 +45,22 @@ def from_rank_zero(find: Callable[[], T]) -> T:
 
 
 def from_all_ranks(part: Callable[[], P], combine: Callable[[list[P]], T]) -> T:
-    """`combine([part() of rank 0, of rank 1, ...])`, computed on rank 0 and given to all. Collective.
+    """Return `combine([part() of rank 0, part() of rank 1, ...])`, computed on rank 0, to every rank. Collective.
 
-    What `part` raises on any rank (of several, that of the lowest), or `combine`, is raised on every rank. What `part`
-    returns travels to rank 0: small, and picklable.
+    An error of `combine`, or of `part` on any rank (the lowest rank if there are several), is raised on every rank.
+    The results of `part` are sent to rank 0, so they are small and picklable.
     """
     if not dist.is_initialized():
         return combine([part()])
-    mine: list = [None, None]
+    own: list = [None, None]
     cause = None
     try:
-        mine[0] = part()
+        own[0] = part()
     except Exception as error:
-        mine[1] = _portable(error)
+        own[1] = _portable(error)
         cause = error
     parts: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, parts, dst=0)
+    dist.gather_object(own, parts, dst=0)
 
     def on_rank_zero() -> T:
         for _, error in parts or []:
@@ -75,14 +77,14 @@ def from_all_ranks(part: Callable[[], P], combine: Callable[[list[P]], T]) -> T:
 
 
 def on_all_ranks(part: Callable[[], P]) -> P:
-    """This rank's own `part()`; what it raises on any rank is raised on every rank. Collective."""
+    """Return this rank's own `part()`; an error on any rank is raised on every rank. Collective."""
     results: list[P] = []
     from_all_ranks(lambda: results.append(part()), lambda _: None)
     return results[0]
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself if it survives the way to other ranks and says by itself what is wrong."""
+    """Return the error itself if other ranks can unpickle and understand it, else a RankError with its message."""
     if isinstance(error, IngotError | OSError | ValueError | RankError):
         return error
     return RankError(f"rank {rank()}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Rectangular blocks of tensors: where two of them meet, and whether some of them make up a whole. No torch.
+"""Rectangular blocks of tensors: the overlap of two, and whether several make up the whole tensor. No torch.
 
 A block is (offsets, sizes), one number per dim each. A scalar has no dims, and its one block is ((), ()).
 """
@@ -10,27 +10,27 @@ Block = tuple[Sequence[int], Sequence[int]]
 
 
 def overlap(a: Block, b: Block) -> Block | None:
-    """The block that `a` and `b` share, placed in the whole; None if they share no element."""
+    """Return the block that `a` and `b` share, with offsets in the whole; None if they share no element."""
     offsets = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
     sizes = [min(x + m, y + n) - o for x, m, y, n, o in zip(a[0], a[1], b[0], b[1], offsets, strict=True)]
     return (offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 def slices(block: Block, origin: Sequence[int]) -> tuple[slice, ...]:
-    """How to index `block` in an array whose first element lies at `origin` in the whole."""
+    """Return the slices of `block` in an array whose first element is at `origin` in the whole."""
     return tuple(slice(o - z, o - z + size) for o, size, z in zip(*block, origin, strict=True))
 
 
 def tiling_problem(shape: Sequence[int], blocks: Sequence[Block]) -> str:
-    """What keeps `blocks`, all inside `shape`, from holding each element exactly once: "overlap", a hole, or ""."""
+    """Return why `blocks`, all inside `shape`, do not hold each element exactly once; "" if they do."""
     if sum(math.prod(sizes) for _, sizes in blocks) != math.prod(shape):
         return f"do not cover its shape {list(shape)}"
     return "overlap" if len(blocks) > 1 and _some_overlap(len(shape), blocks) else ""
 
 
 def _some_overlap(dims: int, blocks: Sequence[Block]) -> bool:
-    # Swept along the dim with the most cuts, where only few blocks are open at a time: for rows inside columns as many
-    # as there are columns.
+    # A sweep along the dim with the most cuts, where few blocks are open at a time: for rows inside columns, as many as
+    # there are columns.
     if dims == 0:
         return True
     along = max(range(dims), key=lambda dim: len({offsets[dim] for offsets, _ in blocks}))

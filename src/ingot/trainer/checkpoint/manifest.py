@@ -1,11 +1,11 @@
-"""What makes a folder a checkpoint: its manifest, and files that hold exactly the bytes the manifest names.
+"""The manifest of a checkpoint, and the check that its files hold exactly the bytes that the manifest names.
 
     checkpoints/step-00000400/
         rank-00000.safetensors    what one rank wrote; plain safetensors
         rank-00001.safetensors
         manifest.json             written last, carries a hash of itself
 
-No torch here: listing and verifying must work where nothing is trained. Nothing is ever unpickled.
+No torch: listing and verifying work on machines that do not train. Nothing is ever unpickled.
 """
 
 import json
@@ -19,14 +19,21 @@ from pathlib import Path
 
 from ingot.config import from_dict, to_dict
 from ingot.errors import CheckpointError, ConfigError, IngotError, require
-from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, file_of, unpack_crc32
+from ingot.schema.checkpoint import (
+    BlockLayout,
+    CheckpointManifest,
+    FileEntry,
+    file_of,
+    key_of,
+    pack_crc32,
+    unpack_crc32,
+)
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.blocks import tiling_problem
-from ingot.trainer.checkpoint.version1 import upgraded
 
 MANIFEST = "manifest.json"
 VERSION = 2
-# Bytes per element, by torch's name and safetensors' name of the type.
+# torch's name of a type -> bytes per element, safetensors' name.
 DTYPES = {
     "float64": (8, "F64"),
     "float32": (4, "F32"),
@@ -43,12 +50,12 @@ DTYPES = {
 }
 _FOLDER = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
-_NEXT_OLDER = "delete or restore this folder; training falls back to the next older checkpoint by itself"
+_NEXT_OLDER = "delete or restore this folder; training then continues from the next older checkpoint"
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A folder named like a checkpoint. `manifest` is None and `damage` says why when it cannot be one."""
+class ListedCheckpoint:
+    """A folder with the name of a checkpoint. If it is damaged, `manifest` is None and `damage` names the reason."""
 
     path: Path
     step: int
@@ -61,7 +68,7 @@ class Listed:
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """One line per key, without spaces: people can find their way, and `is_finished` one line."""
+    """Write the manifest as one line per key, which people can read and `is_finished` can search."""
     values = to_dict(manifest)
     lines = [f"{canonical_json(k)}:{canonical_json(v)}" for k, v in (values | {"sha256": _hash(values)}).items()]
     write_atomic(folder / MANIFEST, "{\n" + ",\n".join(lines) + "\n}\n")
@@ -72,23 +79,23 @@ def _hash(values: dict) -> str:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of checkpoint `folder`. Raises CheckpointError when it is missing, damaged or breaks a rule.
+    """Read the manifest of checkpoint `folder`. Raises CheckpointError when it is missing, damaged or breaks a rule.
 
-    Tensor files are looked at by name and size only; `verify_checkpoint` reads them.
+    Only names and sizes of tensor files are checked; `verify_checkpoint` reads the files.
     """
     values = _read_values(folder)
     try:
         manifest = from_dict(CheckpointManifest, upgraded(values) if values["version"] == 1 else values)
     except ConfigError as error:
-        raise _damaged(folder, f"manifest.json: {error.found}") from None
+        raise damaged(folder, f"manifest.json: {error.found}", "E-CKPT-MANIFEST") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, f"manifest.json of version 1: {error}") from None
+        raise damaged(folder, f"manifest.json of version 1: {error}", "E-CKPT-MANIFEST") from None
     _check_rules(folder, manifest)
     return manifest
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether `folder` has a manifest, and files of the sizes it names. A quick look: no hash is computed."""
+    """Return whether `folder` has a manifest and files of the sizes in it. No hash is computed."""
     try:
         files = _read_files(folder)
         return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
@@ -97,46 +104,54 @@ def is_finished(folder: Path) -> bool:
 
 
 def _read_files(folder: Path) -> dict:
-    """The manifest's `files` alone, which is one short line of it."""
+    """Read the `files` of the manifest alone, which are one short line."""
     mark = b'"files":'
     with (folder / MANIFEST).open("rb") as file:
         line = next((line for line in file if line.startswith(mark)), None)
         file.seek(-3, 2)
         if line is not None and file.read() == b"\n}\n":
             return json.loads(line.removeprefix(mark).rstrip(b",\n"))
-    return _read_values(folder)["files"]  # of version 1, or torn
+    return _read_values(folder)["files"]  # a version 1 manifest, or a torn one
 
 
 def _read_values(folder: Path) -> dict:
-    """The manifest's values, without its own hash, which was right. Raises CheckpointError."""
+    """Read the values of the manifest, without its hash, after checking the hash. Raises CheckpointError."""
     try:
         values = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
-        raise _damaged(folder, "it has no manifest.json, so it was never finished") from None
+        raise damaged(folder, "it has no manifest.json, so it was never finished", "E-CKPT-UNFINISHED") from None
     except OSError as error:
-        raise _damaged(folder, f"manifest.json cannot be read ({error.strerror})") from None
+        raise damaged(
+            folder, f"manifest.json cannot be read ({error.strerror})", "E-CKPT-READ", file=MANIFEST
+        ) from None
     except (ValueError, RecursionError):
-        raise _damaged(folder, "manifest.json is not JSON") from None
+        raise damaged(folder, "manifest.json is not JSON", "E-CKPT-MANIFEST") from None
     claimed = values.pop("sha256", "") if isinstance(values, dict) else ""
     if _hash(values) != claimed:
-        raise _damaged(folder, "manifest.json does not match its own hash")
+        raise damaged(folder, "manifest.json does not match its own hash", "E-CKPT-MANIFEST-HASH")
     if values.get("version") not in (1, VERSION):
-        raise _damaged(folder, f"its format is version {values.get('version')!r}, this ingot reads 1 to {VERSION}")
+        found = values.get("version")
+        raise damaged(
+            folder,
+            f"its format is version {found!r}, this ingot reads 1 to {VERSION}",
+            "E-CKPT-VERSION",
+            version=found if isinstance(found, int | str) else repr(found),
+        )
     return values
 
 
 def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:
-    # Everything that could make a reader open a foreign file, allocate without bound, or leave a hole.
+    # The rules keep a reader from opening a foreign file, allocating without bound, or leaving a hole.
     named = _FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
-        raise _damaged(folder, f"its manifest is of step {manifest.step}")
+        raise damaged(folder, f"its manifest is of step {manifest.step}", "E-CKPT-STEP", step=manifest.step)
     for name, entry in manifest.files.items():
         if not _FILE.fullmatch(name):
-            raise _damaged(folder, f"manifest.json names the file {name!r}")
+            raise damaged(folder, f"manifest.json names the file {name!r}", "E-CKPT-MANIFEST", file=name)
         _check_size(folder, name, entry)
     for cut in manifest.cuts:
         if not len(cut.ranks) == len(cut.offsets) == len(cut.sizes):
-            raise _damaged(folder, "a cut has not as many ranks as blocks")
+            raise damaged(folder, "a cut has not as many ranks as blocks", "E-CKPT-MANIFEST")
     _check_tensors(folder, manifest)
     stored: Counter[int] = Counter()
     for (number, dtype), tensors in Counter((t.cut, t.dtype) for t in manifest.tensors.values()).items():
@@ -145,27 +160,35 @@ def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:
             stored[rank] += tensors * math.prod(sizes) * DTYPES[dtype][0]
     for rank, total in stored.items():
         if total > manifest.files[file_of(rank)].bytes:
-            raise _damaged(folder, f"the tensors in {file_of(rank)} are larger than the file")
+            raise damaged(
+                folder,
+                f"the tensors in {file_of(rank)} are larger than the file",
+                "E-CKPT-MANIFEST",
+                file=file_of(rank),
+            )
 
 
 def _check_tensors(folder: Path, manifest: CheckpointManifest) -> None:
     problems: dict[tuple[int, tuple[int, ...]], str] = {}  # thousands of tensors share few cuts
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
-            raise _damaged(folder, f"tensor {name} has the unknown type {tensor.dtype!r}")
+            raise damaged(
+                folder, f"tensor {name} has the unknown type {tensor.dtype!r}", "E-CKPT-MANIFEST", tensor=name
+            )
         if not 0 <= tensor.cut < len(manifest.cuts):
-            raise _damaged(folder, f"tensor {name} names a cut that is not there")
+            raise damaged(folder, f"tensor {name} names a cut that does not exist", "E-CKPT-MANIFEST", tensor=name)
         cut, kind = manifest.cuts[tensor.cut], (tensor.cut, tensor.shape)
         if kind not in problems:
             problems[kind] = _cut_problem(manifest, cut, tensor.shape)
         if problems[kind]:
-            raise _damaged(folder, problems[kind].format(name=f"tensor {name}"))
+            problem = problems[kind].format(name=f"tensor {name}")
+            raise damaged(folder, problem, "E-CKPT-MANIFEST", tensor=name)
         try:
             complete = len(unpack_crc32(tensor.crc32)) == len(cut.ranks)
         except ValueError:
             complete = False
         if not complete:
-            raise _damaged(folder, f"tensor {name} has not one checksum per block")
+            raise damaged(folder, f"tensor {name} has not one checksum per block", "E-CKPT-MANIFEST", tensor=name)
 
 
 def _cut_problem(manifest: CheckpointManifest, cut: BlockLayout, shape: tuple[int, ...]) -> str:
@@ -186,30 +209,37 @@ def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
     try:
         size = (folder / name).stat().st_size
     except FileNotFoundError:
-        raise _damaged(folder, f"{name} is missing") from None
+        raise damaged(folder, f"{name} is missing", "E-CKPT-FILE-MISSING", file=name) from None
     except OSError as error:
-        raise _damaged(folder, f"{name} cannot be read ({error.strerror})") from None
+        raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
     if size != entry.bytes:
-        raise _damaged(folder, f"{name} has {size:,} bytes, {entry.bytes:,} were saved")
+        raise damaged(
+            folder,
+            f"{name} has {size:,} bytes, {entry.bytes:,} were saved",
+            "E-CKPT-SIZE",
+            file=name,
+            bytes=size,
+            expected=entry.bytes,
+        )
 
 
-Stored = tuple[str, int]  # tensor, number of the block
+_BlockNumber = tuple[str, int]  # tensor, number of the block
 
 
 def verify_files(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> None:
-    """Read the files `names` and hold them against the manifest. CheckpointError names the file and the tensor."""
+    """Read the files `names` and compare them with the manifest. Raises CheckpointError naming file and tensor."""
     names = sorted(names)
     blocks = _blocks_by_file(manifest, set(names))
     for name in names:
         _verify_file(folder, manifest, name, blocks[name])
 
 
-def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[Stored]]:
-    """Of the files `names` only: one rank verifies a few of thousands."""
+def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[_BlockNumber]]:
+    """Return the blocks in each of the files `names`: one rank verifies a few of thousands of files."""
     tensors = defaultdict(list)
     for name, entry in manifest.tensors.items():
         tensors[entry.cut].append(name)
-    blocks: dict[str, list[Stored]] = {name: [] for name in names}
+    blocks: dict[str, list[_BlockNumber]] = {name: [] for name in names}
     for number, cut in enumerate(manifest.cuts):
         for i, rank in enumerate(cut.ranks):
             if (file := file_of(rank)) in blocks:
@@ -217,22 +247,24 @@ def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, 
     return blocks
 
 
-def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[Stored]) -> None:
+def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> None:
     entry = manifest.files[name]
     _check_size(folder, name, entry)
     try:
         same = sha256_file(folder / name) == entry.sha256
     except OSError as error:
-        raise _damaged(folder, f"{name} cannot be read ({error.strerror})") from None
+        raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
     if not same:
-        raise _damaged(
+        raise damaged(
             folder,
-            f"{name} does not hold the bytes that were saved ({_where_it_differs(folder, manifest, name, blocks)})",
+            f"{name} does not hold the bytes that were saved ({_damaged_part(folder, manifest, name, blocks)})",
+            "E-CKPT-HASH",
+            file=name,
         )
     _check_header(folder, manifest, name, blocks)
 
 
-def _check_header(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[Stored]) -> None:
+def _check_header(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> None:
     safetensors = require("safetensors", "train")
     try:
         with safetensors.safe_open(folder / name, framework="np") as file:
@@ -240,16 +272,17 @@ def _check_header(folder: Path, manifest: CheckpointManifest, name: str, blocks:
             for tensor, number in blocks:
                 chunk, dtype = manifest.chunk(tensor, number), manifest.tensors[tensor].dtype
                 if chunk.key not in keys:
-                    raise _damaged(folder, f"{name} does not hold tensor {tensor}")
+                    raise damaged(folder, f"{name} does not hold tensor {tensor}", "E-CKPT-HEADER", file=name)
                 part = file.get_slice(chunk.key)
                 if tuple(part.get_shape()) != chunk.sizes or part.get_dtype() != DTYPES[dtype][1]:
-                    raise _damaged(folder, f"{name} holds tensor {tensor} in another shape or type")
+                    problem = f"{name} holds tensor {tensor} in another shape or type"
+                    raise damaged(folder, problem, "E-CKPT-HEADER", file=name)
     except safetensors.SafetensorError as error:
-        raise _damaged(folder, f"{name} is not a safetensors file ({error})") from None
+        raise damaged(folder, f"{name} is not a safetensors file ({error})", "E-CKPT-HEADER", file=name) from None
 
 
-def _where_it_differs(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[Stored]) -> str:
-    """The tensor that was damaged, by the checksum of each block; the header itself may be the damage."""
+def _damaged_part(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> str:
+    """Name the damaged tensor by the checksum of each block, or the header if it is damaged."""
     try:
         with (folder / name).open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
@@ -278,28 +311,60 @@ def verify_checkpoint(path: Path) -> CheckpointManifest:
 
 
 def candidate_folders(checkpoints: Path) -> list[Path]:
-    """Folders named like checkpoints, newest first. Says nothing about what is in them."""
+    """Return the folders with names of checkpoints, newest first, without opening them."""
     if not checkpoints.is_dir():
         return []
     found = [p for p in checkpoints.iterdir() if _FOLDER.fullmatch(p.name)]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
 
-def list_checkpoints(checkpoints: Path) -> list[Listed]:
-    """Every checkpoint below `checkpoints`, newest first: manifests are read, tensor files only measured."""
+def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
+    """List the checkpoints in `checkpoints`, newest first: manifests are read, tensor files only measured."""
     listed = []
     for path in candidate_folders(checkpoints):
         step = int(path.name.removeprefix("step-"))
         try:
-            listed.append(Listed(path, step, read_manifest(path), ""))
+            listed.append(ListedCheckpoint(path, step, read_manifest(path), ""))
         except IngotError as error:
-            listed.append(Listed(path, step, None, error.found.partition(": ")[2] or error.found))
+            listed.append(ListedCheckpoint(path, step, None, error.found.partition(": ")[2] or error.found))
     return listed
 
 
-def _damaged(folder: Path, what: str) -> CheckpointError:
+def damaged(folder: Path, what: str, code: str = "E-CKPT-DAMAGED", **facts: object) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be used. what: the damage. facts: of the error."""
     return CheckpointError(
+        code,
         f"checkpoint {folder}: {what}",
         rule="a checkpoint is used only if every byte is what was saved",
         fix=_NEXT_OLDER,
+        path=str(folder),
+        **facts,
     )
+
+
+def upgraded(values: dict) -> dict:
+    """Return the values of a version 1 manifest, which named file, key, offsets and sizes per block, as version 2.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for values that version 1 never wrote.
+    """
+    numbers: dict[tuple, int] = {}
+    tensors = {}
+    for name, entry in values["tensors"].items():
+        rows, checksums = [], []
+        for chunk in entry["chunks"]:
+            rank = int(chunk["file"].removeprefix("rank-").removesuffix(".safetensors"))
+            if chunk["file"] != file_of(rank) or chunk["key"] != key_of(name, chunk["offsets"]):
+                raise ValueError(f"tensor {name} has a block {chunk['key']!r} in {chunk['file']!r}")
+            rows.append((tuple(chunk["offsets"]), tuple(chunk["sizes"]), rank))
+            checksums.append(chunk["crc32"])
+        tensors[name] = {
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "cut": numbers.setdefault(tuple(rows), len(numbers)),
+            "crc32": pack_crc32(checksums),
+        }
+    cuts = [
+        {"offsets": [row[0] for row in rows], "sizes": [row[1] for row in rows], "ranks": [row[2] for row in rows]}
+        for rows in numbers
+    ]
+    return values | {"version": 2, "world": len(values["rng"]), "cuts": cuts, "tensors": tensors}

@@ -1,7 +1,7 @@
-"""What each rank tells rank 0 about the blocks it wrote, and how thousands of such parts become cuts. No torch.
+"""The list of blocks that each rank sends to rank 0, and how rank 0 makes the cuts of the manifest from it. No torch.
 
-A rank of a 405B model holds a few hundred tensors, all layers cut alike: it sends each block's place once and the
-names as numbers, so that rank 0 unpacks a few thousand objects and not millions.
+A rank of a 405B model holds a few hundred tensors, with the same cut in all layers. It sends each block's place once
+and the names as numbers, so rank 0 unpacks a few thousand objects instead of millions.
 """
 
 import json
@@ -22,8 +22,10 @@ Row = tuple[Numbers, Numbers, int]  # offsets, sizes, rank
 
 
 @dataclass(frozen=True)
-class Part:
-    """kinds: dtype and whole shape of all tensors that the rank holds, compressed; alike on ranks of one stage.
+class RankBlocks:
+    """The blocks that one rank wrote.
+
+    kinds: dtype and whole shape of all tensors that the rank holds, compressed; equal on all ranks of a stage.
 
     places: (offsets, sizes, numbers of the tensors in `kinds`, CRC-32 of the block of each), the two last as bytes of
     unsigned 32-bit integers.
@@ -39,8 +41,8 @@ class Part:
         kinds: Mapping[str, Kind],
         written: Sequence[tuple[str, Numbers, Numbers]],
         checksums: Sequence[int],
-    ) -> "Part":
-        """written: (tensor, offsets, sizes) of each block, with one CRC-32 each."""
+    ) -> "RankBlocks":
+        """Pack the blocks of a rank. written: (tensor, offsets, sizes) of each block. checksums: a CRC-32 per block."""
         number = {name: i for i, name in enumerate(kinds)}
         by_place = defaultdict(lambda: (array("I"), array("I")))
         for (name, offsets, sizes), crc32 in zip(written, checksums, strict=True):
@@ -48,11 +50,11 @@ class Part:
             numbers.append(number[name])
             crcs.append(crc32)
         places = [(*place, numbers.tobytes(), crcs.tobytes()) for place, (numbers, crcs) in by_place.items()]
-        return Part(file, zlib.compress(json.dumps(kinds).encode(), 1), places)
+        return RankBlocks(file, zlib.compress(json.dumps(kinds).encode(), 1), places)
 
 
-def assemble(parts: Sequence[Part]) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:
-    """The cuts and tensors of all ranks' parts. Raises CheckpointError unless each element was written exactly once."""
+def assemble(parts: Sequence[RankBlocks]) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:
+    """Make the cuts and tensors of the manifest. Raises CheckpointError unless each element was written once."""
     names = cache(lambda packed: tuple(json.loads(zlib.decompress(packed))))
     kinds = _same_kinds(parts)
     rows: dict[str, list[Row]] = {name: [] for name in kinds}
@@ -67,7 +69,7 @@ def assemble(parts: Sequence[Part]) -> tuple[tuple[BlockLayout, ...], dict[str, 
     return _tensors(kinds, rows, checksums)
 
 
-def _same_kinds(parts: Sequence[Part]) -> dict[str, Kind]:
+def _same_kinds(parts: Sequence[RankBlocks]) -> dict[str, Kind]:
     kinds: dict[str, Kind] = {}
     first_rank: dict[bytes, int] = {}
     for rank, part in enumerate(parts):
@@ -77,8 +79,12 @@ def _same_kinds(parts: Sequence[Part]) -> dict[str, Kind]:
             kind = (dtype, tuple(shape))
             if kinds.setdefault(name, kind) != kind:
                 raise CheckpointError(
-                    f"{name} is {dtype}{list(shape)} on rank {rank}, and another shape or type before",
+                    "E-STATE-RANKS",
+                    f"{name} is {dtype}{list(shape)} on rank {rank}, and another shape or type on a lower rank",
                     rule="all ranks have blocks of the same tensors",
+                    fix="start all ranks with the same run file and the same version of ingot",
+                    tensor=name,
+                    rank=rank,
                 )
     return kinds
 
@@ -104,8 +110,11 @@ def _tensors(
             tiled[number, shape] = tiling_problem(shape, [(offsets, sizes) for offsets, sizes, _ in gathered])
         if problem := tiled[number, shape]:
             raise CheckpointError(
+                "E-STATE-OWNERS",
                 f"the blocks of {name} that the ranks own {problem}",
                 rule="every element is saved by exactly one rank",
+                fix="this is a defect of ingot: please report it with the run's run.toml",
+                tensor=name,
             )
         crc32 = pack_crc32([checksums[name][i] for i in orders[gathered]])
         entries[name] = TensorEntry(dtype=dtype, shape=shape, cut=number, crc32=crc32)

@@ -12,25 +12,29 @@ state: they are a function of the step.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
+import safetensors
+import torch
 from torch import Tensor
 
 from ingot.errors import CheckpointError
 
 MODEL, OPTIM, EXTRA = "model.", "optim.", "extra."
-# The end of the names of experts' loads in the step before. Only a balance loss looks at them, which a run may begin or
-# cease to have; what the model computes is the same without them.
+CPU, CUDA = "random.cpu", "random.cuda"
+# The end of the names of experts' loads in the step before. Only a balance loss reads them, and a run may start or stop
+# to have one; the model computes the same without them.
 LOAD = ".router.load"
 # The end of the names of the biases of routers; a model that never had any computes as one with zeros.
 BIAS = ".router.bias"
 Moments = Mapping[str, Mapping[str, Tensor]]  # parameter -> "exp_avg", "exp_avg_sq", "step" -> tensor
 
 
-class Piece(Protocol):
+class SavedShard(Protocol):
     """A block of the parameter `name`: `value`, of shape `sizes`, at `offsets` in the whole of shape `shape`.
 
-    owner: True on exactly one of the ranks that hold this block; it writes the block, all of them read it.
+    owner: True on exactly one of the ranks that hold this block: it writes the block, all of them read it.
     """
 
     @property
@@ -47,24 +51,27 @@ class Piece(Protocol):
     def owner(self) -> bool: ...
 
 
-class Optimizer(Protocol):
-    def moments(self) -> Moments:
-        """Of every piece that is not empty; zeros if it never stepped. Saving reads them, loading writes into them.
+class MomentStore(Protocol):
+    """The part of an optimizer that checkpoints use."""
 
-        All of them are held at once while a checkpoint is saved or loaded: moments on a disk are best mapped.
+    def moments(self) -> Moments:
+        """Return the moments of every shard that is not empty; zeros before the first step.
+
+        Saving reads the tensors, loading writes into them. All are held at once meanwhile, so moments on a disk are
+        best memory-mapped.
         """
         ...
 
     def put_moments(self, moments: Moments) -> None:
-        """Called after loading with what `moments` gave, filled."""
+        """Take back the tensors that `moments` returned, after loading has filled them."""
         ...
 
 
 @dataclass(frozen=True)
-class Block:
-    """`tensor` is the part that starts at `offsets` of the tensor `name`, whose whole shape is `shape`.
+class StateBlock:
+    """The block `tensor` of the stored tensor `name`, which has the shape `shape`; the block begins at `offsets`.
 
-    written: this rank is the one that saves it. optional: it keeps its value where a checkpoint lacks it.
+    written: True on the one rank that saves the block. optional: the block keeps its value where a checkpoint lacks it.
     """
 
     name: str
@@ -81,58 +88,97 @@ class Block:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """References, not copies: loading fills these tensors in place.
+    """The tensors of this rank that a checkpoint holds: references, so loading fills them in place.
 
-    pieces: of this rank; a pipeline stage has only its own parameters.
-    extras: the same names and values on every rank. optional_extras: those that a checkpoint may lack (they keep their
-    value) or hold in vain (they are not read), because the run may have been without them.
-    buffers: more of the model, which no optimizer updates. A checkpoint may lack them, as that of a run whose experts
-    were not balanced then: they begin as in a new run. It may hold loads in vain; one that holds biases in vain is of
-    another model: without them a router chooses other experts.
+    pieces: the parameter shards of this rank; a pipeline stage has only its own parameters.
+    extras: small tensors with the same names and values on every rank. optional_extras: the names of extras that a
+    checkpoint may lack (they keep their value) or hold in addition (they are ignored).
+    buffers: shards of the model that no optimizer updates. A checkpoint may lack them, for example if its run did not
+    balance experts; then they begin as in a new run. Additional loads in a checkpoint are ignored. Additional biases
+    make it a checkpoint of another model: without them a router chooses other experts.
     """
 
-    pieces: Sequence[Piece]
-    optimizer: Optimizer
+    pieces: Sequence[SavedShard]
+    optimizer: MomentStore
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     optional_extras: frozenset[str] = frozenset()
-    buffers: Sequence[Piece] = ()
+    buffers: Sequence[SavedShard] = ()
 
-    def blocks(self, moments: Moments, *, first_rank: bool) -> list[Block]:
-        """This rank's blocks, `moments` being the optimizer's. Raises CheckpointError where a tensor does not fit."""
+    def blocks(self, moments: Moments, *, first_rank: bool) -> list[StateBlock]:
+        """Return this rank's blocks. moments: of the optimizer. Raises CheckpointError if a tensor does not fit."""
         blocks = [block for piece in self.pieces for block in _blocks_of(piece, moments)]
         blocks += [_block(MODEL + piece.name, piece.value, piece, optional=True) for piece in self.buffers]
         for name, tensor in self.extras.items():
             optional = name in self.optional_extras
             place = tuple(tensor.shape), (0,) * tensor.dim()
-            blocks.append(Block(EXTRA + name, *place, tensor, written=first_rank, optional=optional))
+            blocks.append(StateBlock(EXTRA + name, *place, tensor, written=first_rank, optional=optional))
         return blocks
 
     def is_skipped(self, name: str) -> bool:
-        """Whether a checkpoint may hold it in vain. The same answer on every rank, whatever it has of the model."""
+        """Return whether loading ignores the stored tensor `name`. The answer is the same on every rank."""
         if name.startswith(MODEL):
             return name.endswith(LOAD)
         return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.optional_extras
 
 
-def _block(name: str, tensor: Tensor, piece: Piece, *, optional: bool = False) -> Block:
+def _block(name: str, tensor: Tensor, piece: SavedShard, *, optional: bool = False) -> StateBlock:
     if tuple(tensor.shape) != tuple(piece.sizes):
         raise CheckpointError(
-            f"{name} has the shape {list(tensor.shape)}, its piece is {list(piece.sizes)}",
-            rule="a piece's value and its moments are one block",
+            "E-STATE-SHAPE",
+            f"{name} has the shape {list(tensor.shape)}, its parameter shard {list(piece.sizes)}",
+            rule="the value and the moments of a parameter shard have one shape",
+            fix="let `moments` of the optimizer return tensors of the shard's shape",
+            tensor=name,
+            shape=list(tensor.shape),
+            expected=list(piece.sizes),
         )
-    return Block(name, tuple(piece.shape), tuple(piece.offsets), tensor, written=piece.owner, optional=optional)
+    return StateBlock(name, tuple(piece.shape), tuple(piece.offsets), tensor, written=piece.owner, optional=optional)
 
 
-def _blocks_of(piece: Piece, moments: Moments) -> Iterator[Block]:
+def _blocks_of(piece: SavedShard, moments: Moments) -> Iterator[StateBlock]:
     yield _block(MODEL + piece.name, piece.value, piece)
     if piece.value.numel() == 0:
         return
     if piece.name not in moments:
         raise CheckpointError(
-            f"the optimizer has no state of {piece.name}", rule="what was trained is saved with its moments"
+            "E-STATE-MOMENTS",
+            f"the optimizer has no state for {piece.name}",
+            rule="a trained parameter is saved with its moments",
+            fix="let `moments` of the optimizer return every parameter",
+            tensor=piece.name,
         )
     # The scalar is on every rank that has a block; the owner of the block at the origin is one rank.
     first = piece.owner and not any(piece.offsets)
     for kind, tensor in moments[piece.name].items():
         name = f"{OPTIM}{kind}.{piece.name}"
-        yield Block(name, (), (), tensor.reshape(()), written=first) if kind == "step" else _block(name, tensor, piece)
+        yield (
+            StateBlock(name, (), (), tensor.reshape(()), written=first)
+            if kind == "step"
+            else _block(name, tensor, piece)
+        )
+
+
+def random_state() -> list[tuple[str, Tensor]]:
+    """Return the state of this rank's random generators, as tensors of its own file."""
+    states = [(CPU, torch.get_rng_state())]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append((CUDA, torch.cuda.get_rng_state()))
+    return states
+
+
+def restore_random_state(file: Path) -> None:
+    """Restore the random state from the verified safetensors file of this rank."""
+    with safetensors.safe_open(file, framework="pt", device="cpu") as tensors:
+        keys = set(tensors.keys())
+        if CPU in keys:
+            torch.set_rng_state(tensors.get_tensor(CPU))
+        if CUDA in keys and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors.get_tensor(CUDA))
+
+
+def restore_random_text(state: str) -> None:
+    """Restore the random state from a version 1 manifest: hex of the CPU state, then a colon and the GPU state."""
+    cpu, _, cuda = state.partition(":")
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(cpu), dtype=torch.uint8))
+    if cuda and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(cuda), dtype=torch.uint8))

@@ -1,8 +1,8 @@
-"""A safetensors file, hashed while it is written and read back from the disk before it is believed.
+"""Write a safetensors file, hash it while it is written, and read it back from the disk.
 
-The layout is that of safetensors (8 bytes header length, JSON header, raw little-endian data); the library's own writer
-gives no way to hash what leaves memory, and hashing only what comes back would bless a bad write. Reading is the
-library's.
+The layout is that of safetensors (8 bytes header length, JSON header, raw little-endian data). The library's own writer
+cannot hash the bytes that leave memory, and a hash of only the bytes read back would accept a bad write. Reading uses
+the library.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _CHUNK = 64 << 20
 
 
 class _HashedFile:
-    """Counts and hashes on the way to the disk."""
+    """A file that counts and hashes the bytes written to it."""
 
     def __init__(self, path: Path):
         self._file = path.open("xb", buffering=0)
@@ -48,14 +48,15 @@ class _HashedFile:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a type without the module, like "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileEntry, list[int]]:
-    """Write `tensors` (key, tensor on any device) to the new file `path`; it is on the disk and verified on return.
+    """Write `tensors` (key, tensor on any device) to the new file `path`, durably, and verify it.
 
     Returns the file's entry and the CRC-32 of each tensor's bytes. Raises CheckpointError for a value that is not
-    finite (a checkpoint is what a run goes back to) and when the disk does not return what was written.
+    finite (a run goes back to its checkpoints) and when the data read back differs from the data written.
     """
     file = _HashedFile(path)
     file.write(_header(tensors))
@@ -63,9 +64,11 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Fi
     for key, tensor in tensors:
         if tensor.is_floating_point() and not _finite(tensor):
             raise CheckpointError(
+                "E-STATE-NOT-FINITE",
                 f"tensor {key} holds NaN or infinity",
                 rule="only finite weights and moments are saved, so that going back always helps",
                 fix="lower optim.lr or raise schedule.warmup_steps, and continue from the last checkpoint",
+                tensor=key,
             )
         checksum = 0
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -77,14 +80,17 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Fi
     sha256 = file.close_durably()
     if sha256_file(path) != sha256:
         raise CheckpointError(
-            f"{path} was written, but reads back different", rule="nothing is called saved before it was read back",
+            "E-CKPT-READ-BACK",
+            f"the data read back from {path} differs from the data written",
+            rule="a checkpoint counts as saved after its files were read back and compared",
             fix="check this disk; the last checkpoint is untouched",
-        )  # fmt: skip
+            path=str(path),
+        )
     return FileEntry(bytes=file.bytes, sha256=sha256), checksums
 
 
 def _finite(tensor: Tensor) -> bool:
-    # The extremes carry NaN and infinity with them, without a mask as large as the tensor.
+    # Minimum and maximum show NaN and infinity without a mask as large as the tensor.
     return tensor.numel() == 0 or all(bool(torch.isfinite(x)) for x in torch.aminmax(tensor.detach()))
 
 

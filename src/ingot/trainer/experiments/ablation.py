@@ -1,8 +1,8 @@
-"""Which of several mixtures is better? The same small model is trained on each, with equal tokens and several seeds.
+"""Compare mixtures: train the same small model on each, with equal tokens and several seeds, and rank the results.
 
-A difference between two mixtures says something only if it is larger than what the seed alone makes, so every mixture
-is trained at least twice, and the ranking names what is within that noise. Each training is a run of its own in a
-folder of its own: what was interrupted goes on, what is finished stays.
+A difference between two mixtures is meaningful only if it exceeds the difference between seeds. So every mixture is
+trained with at least two seeds, and the ranking marks differences within that noise. Each training is a run in a folder
+of its own: an interrupted one continues, a finished one is kept.
 """
 
 import math
@@ -19,8 +19,8 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import exclusive, write_atomic, write_json
 from ingot.theory.rules import load_run
-from ingot.trainer.main import run_rank
 from ingot.trainer.mesh.start import stop
+from ingot.trainer.run import run_rank
 
 RESULT = "ablation.json"
 # Two-sided 95% points of Student's t by degrees of freedom; between two of them the lower one is used.
@@ -31,10 +31,10 @@ Weights = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class MixtureScore:
     """A mixture's result, means over the seeds. bpb: held-out bits per byte, every source counting the same.
 
-    by_seed: of each seed. behind: bpb above the best mixture's. within_noise: behind by no more than the noise.
+    by_seed: the bpb of each seed. behind: bpb minus that of the best mixture. within_noise: `behind` <= the noise.
     """
 
     name: str
@@ -48,10 +48,12 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """mixtures: best first. deviation: of bpb between seeds of one mixture, pooled. noise: the difference between two
-    mixtures' means that seeds alone exceed in 5% of cases. tokens: that each training saw."""
+    """The ranking. mixtures: best first. deviation: the pooled standard deviation of bpb between seeds of a mixture.
 
-    mixtures: tuple[Compared, ...]
+    noise: the difference between two mixtures' means that seeds alone exceed in 5% of cases. tokens: per training.
+    """
+
+    mixtures: tuple[MixtureScore, ...]
     seeds: tuple[int, ...]
     tokens: int
     deviation: float
@@ -59,7 +61,7 @@ class Ablation:
 
     @property
     def verdict(self) -> str:
-        """One sentence: what can be said."""
+        """Return the result in one sentence."""
         best, *others = self.mixtures
         tied = [one.name for one in others if one.within_noise]
         if not tied:
@@ -80,9 +82,9 @@ def ablate(
 ) -> Ablation:
     """Train `config` once per mixture and seed in folder/NAME/seed-N, and compare on its held-out text.
 
-    mixtures: name -> weights (data.weights). The result is also written as folder/ablation.json. The same call goes on
-    where it was interrupted. Raises ConfigError for fewer than two mixtures or seeds, without held-out text, and for a
-    folder with other runs.
+    mixtures: name -> weights (data.weights). The result is also written as folder/ablation.json. The same call
+    continues after an interruption. Raises ConfigError for fewer than two mixtures or seeds, without held-out text,
+    and for a folder with other runs.
     """
     _check(config, mixtures, seeds)
     say, runs = progress or (lambda fraction, text: None), []
@@ -119,7 +121,7 @@ def compare(
     noise = student_t95(len(by_seed) * (count - 1)) * deviation * math.sqrt(2 / count)
     best = min(fmean(values) for values in by_seed.values())
     compared = [
-        Compared(
+        MixtureScore(
             name=name,
             weights=dict(weights),
             bpb=fmean(by_seed[name]),
@@ -135,23 +137,33 @@ def compare(
 
 
 def student_t95(degrees: int) -> float:
-    """Not below the two-sided 95% point of Student's t."""
+    """Return the two-sided 95% point of Student's t, or the next larger one in the table."""
     return _T95[max(listed for listed in _T95 if listed <= degrees)]
 
 
 def _check(config: RunConfig, mixtures: Mapping[str, Weights], seeds: Sequence[int]) -> None:
     if len(mixtures) < 2:
-        raise ConfigError(f"{len(mixtures)} mixture to compare", rule="at least two")
+        raise ConfigError(
+            "E-MIXTURE-COUNT",
+            f"{len(mixtures)} mixture to compare",
+            rule="at least two mixtures are compared",
+            fix="name more mixtures",
+            mixtures=len(mixtures),
+        )
     if len(set(seeds)) < 2 or len(set(seeds)) < len(seeds):
         raise ConfigError(
+            "E-SEEDS",
             f"seeds {list(seeds)}",
-            rule="at least two, each once: without a second seed nothing says how large the noise is",
+            rule="at least two seeds, each once: a single seed does not show how large the noise is",
+            fix="pass two or more different seeds",
+            seeds=list(seeds),
         )
     if not config.data.heldout:
         raise ConfigError(
+            "E-HELDOUT-UNSET",
             "the run names no data.heldout",
             rule="mixtures are compared on text that none was trained on",
-            fix="build the tokens with ingot data build, which holds some out",
+            fix="build the tokens with ingot data build, which writes held-out tokens",
         )
 
 
@@ -161,9 +173,11 @@ def _prepared(config: RunConfig, folder: Path, name: str, weights: Weights, seed
     wanted = replace(config, name=f"{name}-seed-{seed}", seed=seed, data=data)
     if run.config.exists() and load_run(run.config) != wanted:
         raise ConfigError(
-            f"{run.root} holds another run",
+            "E-ABLATION-FOLDER",
+            f"{run.root} contains another run",
             rule="trainings that are compared differ in mixture and seed alone",
-            fix="another folder (--out DIR), or remove this one",
+            fix="use another folder (--out DIR), or remove this one",
+            run=str(run.root),
         )
     if not run.config.exists():
         write_atomic(run.config, to_toml(wanted))
@@ -171,13 +185,19 @@ def _prepared(config: RunConfig, folder: Path, name: str, weights: Weights, seed
 
 
 def _evaluated(run: RunFolder, steps: int) -> dict[str, float]:
-    """Bits per byte by held-out source after the last step of `run`, which is trained if it is not."""
+    """Return bits per byte by held-out source after the last step of `run`; train it first if necessary."""
     if not any(True for _ in read_events(run.events, events.FINISHED)):
         try:
-            run_rank(run, None, quiet=True)
+            run_rank(run)
         finally:
-            stop()  # also where it failed: the next training joins a job of its own
+            stop()  # also after a failure: the next training starts a job of its own
     scores = [e["by_source"] for e in read_events(run.events, events.EVALUATION) if e["step"] == steps]
     if not scores:
-        raise RunFailed(f"{run.root} ended without an evaluation", rule="a run is scored after its last step")
+        raise RunFailed(
+            "E-RUN-NO-EVALUATION",
+            f"{run.root} ended without an evaluation",
+            rule="a run is scored after its last step",
+            fix=f"remove {run.root}, then run the same command again",
+            run=str(run.root),
+        )
     return {source: score["bpb"] for source, score in scores[-1].items()}

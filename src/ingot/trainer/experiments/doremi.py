@@ -1,9 +1,9 @@
-"""DoReMi: which mixture lets a model learn everything that can be learned (Xie et al. 2023, arXiv:2305.10429).
+"""DoReMi: tune the mixture of a large model with two small ones (Xie et al. 2023, arXiv:2305.10429).
 
 A small reference is trained on a base mixture. Then a small proxy of the same size is trained by group DRO (Sagawa et
 al. 2020): a source on which the proxy is worse than the reference, so where there is something left to learn, gets more
-weight; noise, which no one learns, and what is learned already, do not. The mean of the weights over the steps is the
-mixture for the large model.
+weight. Noise, which no model learns, and text that is learned already get less. The mean of the weights over the steps
+is the mixture for the large model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DoremiRules:
-    """step_size: of the exponentiated gradient, eta. smoothing: share c of the uniform mixture in every step's weights.
+    """The settings of DoReMi. step_size: eta of the exponentiated gradient. smoothing: share c of the uniform mixture.
 
     Both as in the paper (section 2, "Practical details").
     """
@@ -36,6 +36,7 @@ class DoremiRules:
     smoothing: float = 1e-3
 
     def problems(self):
+        """Yield (setting, problem)."""
         if not 0 < self.step_size < float("inf"):
             yield "step_size", f"is {self.step_size}, must be positive"
         if not 0 <= self.smoothing <= 1:
@@ -43,7 +44,7 @@ class DoremiRules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class DoremiStep:
     """A step of the proxy. excess: nats per token above the reference, clipped at 0 for every token."""
 
     step: int
@@ -53,7 +54,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Doremi:
-    """base, weights: shares by source, before and after. history: some of the steps, evenly chosen."""
+    """The result. base, weights: shares by source before and after. history: evenly chosen steps."""
 
     base: dict[str, float]
     weights: dict[str, float]
@@ -62,20 +63,20 @@ class Doremi:
     parameters: int
     data_fingerprint: str
     rules: DoremiRules
-    history: tuple[Moment, ...]
+    history: tuple[DoremiStep, ...]
 
 
 def updated_weights(weights: np.ndarray, excess: np.ndarray, rules: DoremiRules) -> np.ndarray:
-    """One step of group DRO on the weights (algorithm 1, lines 5 to 7): all float64 [sources]."""
+    """Return the weights after one step of group DRO (algorithm 1, lines 5 to 7): all float64 [sources]."""
     logits = np.log(weights) + rules.step_size * excess
     grown = np.exp(logits - logits.max())
     return (1 - rules.smoothing) * grown / grown.sum() + rules.smoothing / len(weights)
 
 
 def excess_nats(proxy: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> np.ndarray:
-    """By source the mean over its tokens of max(proxy - reference, 0), float64 [sources]."""
+    """Return the mean over each source's tokens of max(proxy - reference, 0), float64 [sources]."""
     pairs = zip(proxy, reference, strict=True)
-    return np.array([float((mine - its).clamp(min=0).double().mean()) for mine, its in pairs])
+    return np.array([float((ours - theirs).clamp(min=0).double().mean()) for ours, theirs in pairs])
 
 
 def doremi(
@@ -94,19 +95,34 @@ def doremi(
     """
     rules = rules or DoremiRules()
     for name, problem in rules.problems():
-        raise ConfigError(f"{name} {problem}", rule="settings of DoReMi")
+        raise ConfigError(
+            "E-DOREMI-SETTING",
+            f"{name} {problem}",
+            rule="step_size is positive, smoothing in [0, 1]",
+            fix=f"change {name}",
+            setting=name,
+        )
     tokens = Path(config.data.tokens)
     manifest = read_token_manifest(tokens)
     sources = manifest.sources
     if len(sources) < 2:
         raise ConfigError(
+            "E-MIXTURE-SOURCES",
             f"the tokens have no two sources ({', '.join(sources)})",
-            rule="a mixture has at least two",
-            fix="build them with --source NAME FILES",
+            rule="a mixture has at least two sources",
+            fix="build the tokens with --source NAME FILES",
+            sources=list(sources),
         )
     natural = {source: sum(s.tokens for s in manifest.shards if s.source == source) for source in sources}
     if unknown := set(base or ()) - set(sources):
-        raise ConfigError(f"the tokens have no source {min(unknown)!r}", rule=f"sources here: {', '.join(sources)}")
+        raise ConfigError(
+            "E-SOURCE-UNKNOWN",
+            f"the tokens have no source {min(unknown)!r}",
+            rule=f"the tokens have these sources: {', '.join(sources)}",
+            fix="take it out of the weights",
+            source=min(unknown),
+            sources=list(sources),
+        )
     shares = as_array(base or natural, sources)
     device, say = choose_device(config.train.device, 0), progress or (lambda fraction, text: None)
     steps, per_source = config.train.steps, max(config.train.global_batch // len(sources), 1)
@@ -126,7 +142,9 @@ def doremi(
         total += weights
         proxy.train(step, batch, weights)
         if step % max(steps // _HISTORY_LINES, 1) == 0:
-            history.append(Moment(step=step, weights=_by_source(sources, weights), excess=_by_source(sources, excess)))
+            history.append(
+                DoremiStep(step=step, weights=_by_source(sources, weights), excess=_by_source(sources, excess))
+            )
         say(0.4 + 0.6 * step / steps, "proxy")
     result = Doremi(
         base=_by_source(sources, shares),

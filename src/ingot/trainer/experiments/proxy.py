@@ -1,6 +1,6 @@
-"""A small model that stands for a large one while mixtures are compared, and its training in one process.
+"""A small model as a proxy for a large one while mixtures are compared, and its training in one process.
 
-Here a step is told how much each source counts, which a run does not know (its mixture decides what it reads).
+A training step here takes a weight per source. A run has none: its mixture decides which samples it reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def proxy_run(
     global_batch: int = 16,
     seed: int = 1234,
 ) -> RunConfig:
-    """A run on `tokens` that a laptop finishes in minutes: a dense model of `layers` x `width` in fp32 on the CPU."""
+    """Return a run on `tokens` that takes a laptop minutes: a dense model of `layers` x `width` in fp32 on the CPU."""
     heads = max(width // HEAD_DIM, 1)
     return RunConfig(
         name="proxy",
@@ -76,7 +76,7 @@ def proxy_run(
 
 
 class SourceBatches:
-    """Equally many samples of every source for each step: a function of (seed, tokens, step), like a run's batches."""
+    """Batches with equally many samples of every source: a function of (seed, tokens, step), like a run's batches."""
 
     def __init__(self, tokens: Path, manifest: TokenManifest, seq_len: int, seed: int, per_source: int):
         self.sources, self.per_source = manifest.sources, per_source
@@ -84,19 +84,20 @@ class SourceBatches:
         self._orders = [Order(manifest, seq_len, seed, {source: 1.0}) for source in manifest.sources]
 
     def step(self, step: int) -> list[Tensor]:
-        """Tokens of step `step` (from 1), int64 [per_source, seq_len + 1], in the order of `sources`."""
+        """Return the tokens of step `step` (from 1) by source, each int64 [per_source, seq_len + 1]."""
         return [torch.from_numpy(self._reader.read(order.step(step, self.per_source))) for order in self._orders]
 
 
 class Proxy:
-    """A dense model of `config` with its optimizer. It starts from the weights that a run of `config` starts from."""
+    """A dense model of `config` with its optimizer, with the same first weights as a run of `config`."""
 
     def __init__(self, config: RunConfig, manifest: TokenManifest, device: torch.device):
         if config.model.is_moe:
             raise ConfigError(
+                "E-PROXY-EXPERTS",
                 "the proxy has experts",
-                rule="a proxy is a small dense model: what it learns of the mixture carries over (Xie et al. 2023)",
-                fix="give a run file with a dense model",
+                rule="a proxy is a small dense model, whose mixture transfers to the large one (Xie et al. 2023)",
+                fix="use a run file with a dense model",
             )
         check_vocabulary(manifest, config.model.vocab_size)
         self.config, self.device = config, device
@@ -112,11 +113,11 @@ class Proxy:
 
     @torch.no_grad()
     def nats(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """-log p of every target of every source, [per_source * seq_len] each."""
+        """Return -log p of every target by source, each [per_source * seq_len]."""
         return [torch.cat([self._forward(part, per_token=True) for part in self._parts(batch)]) for batch in batches]
 
     def train(self, step: int, batches: Sequence[Tensor], weights: np.ndarray) -> None:
-        """One update on sum over sources of weight x mean nats. weights: float64 [sources]."""
+        """Make one update on the sum over sources of weight x mean nats. weights: float64 [sources]."""
         for batch, weight in zip(batches, weights.tolist(), strict=True):
             targets = batch[:, 1:].numel()
             for part in self._parts(batch):
@@ -137,6 +138,6 @@ class Proxy:
 
 
 def as_array(weights: Mapping[str, float], sources: Sequence[str]) -> np.ndarray:
-    """Shares of `sources`, float64 that add up to one; 0 for a source that is not named."""
+    """Return the shares of `sources`, float64 with the sum 1; 0 for a source without a weight."""
     values = np.array([weights.get(source, 0.0) for source in sources], np.float64)
     return values / values.sum()

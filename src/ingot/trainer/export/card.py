@@ -1,4 +1,4 @@
-"""The model card (README.md of an export): what the model is, what it was trained on, how well it does, and hashes."""
+"""The model card (README.md of an export): the model, its training data, its evaluation, and hashes."""
 
 import re
 
@@ -20,7 +20,7 @@ _FRONT = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\
 def model_card(
     folder: RunFolder, run: RunConfig, tokens: TokenManifest, checkpoint: CheckpointManifest, dtype: str
 ) -> str:
-    """Markdown. Every number comes from the run's own artifacts; a part without data is left out."""
+    """Return the card as Markdown. All numbers are from the run's artifacts; sections without data are left out."""
     sections = [
         _FRONT + f"# {_plain(run.name)}",
         _introduction(run, checkpoint),
@@ -75,7 +75,7 @@ def _experts(arch: Arch) -> list[tuple[str, str]]:
 
 
 def _balance(arch: Arch) -> list[tuple[str, str]]:
-    """What trained the routers and filled experts. It is no part of the exported model, which only has its results."""
+    """Return the rows about training routers and filling experts; the exported model has only the results."""
     moe = arch.moe
     kept = {
         "balance loss by sequence": moe.sequence_loss,
@@ -121,7 +121,7 @@ def _sources(tokens: TokenManifest) -> str:
 
 
 def _evaluation(folder: RunFolder, step: int) -> str:
-    """The newest evaluation that was made at this checkpoint's step."""
+    """Return the section of the newest evaluation at this checkpoint's step, "" if there is none."""
     found = [event for event in read_events(folder.events, EVALUATION) if event.get("step") == step]
     if not found:
         return ""
@@ -147,6 +147,6 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Names come from run files and crawls: nothing in them may become markup or break a table."""
+    """Escape names of run files and crawls, so that they neither become markup nor break a table."""
     flat = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\|\[\]*_])", r"\\\1", flat)

@@ -1,9 +1,10 @@
-"""A checkpoint becomes a Hugging Face model folder.
+"""Export a checkpoint as a Hugging Face model folder.
 
-Nothing is called exported before the written folder was read back by our own importer and gave the logits of the
-trained model. The folder appears under its name only then.
+The written folder is read back by our own importer and has to give the logits of the trained model; only then it gets
+its name.
 """
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -12,29 +13,29 @@ from typing import Literal
 
 import torch
 
-from ingot.errors import CheckpointError, UsageError
+from ingot.errors import CheckpointError, DataError, UsageError
 from ingot.events import EventLog
 from ingot.schema.events import EXPORTED
-from ingot.schema.tokens import read_token_manifest
+from ingot.schema.run import Data
+from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import fsync_dir, require_free, sha256_file, write_atomic, write_json
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.find import find_checkpoint
-from ingot.trainer.checkpoint.loading import load_model
+from ingot.trainer.checkpoint.folders import find_checkpoint
+from ingot.trainer.checkpoint.load import load_model
 from ingot.trainer.export.card import model_card
 from ingot.trainer.export.model_folder import DTYPES, import_huggingface, write_model
-from ingot.trainer.export.tokenizer import tokenizer_file, write_tokenizer
 from ingot.trainer.model.transformer import Transformer
 
 MAX_LOGIT_DIFFERENCE = 1e-5
-RECORD = "ingot.json"  # marks a folder as an export of ours: what it was made from, and the hashes of its files
+RECORD = "ingot.json"  # marks a folder as an export: its checkpoint, and the hashes of its files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """path: the folder. step: of the checkpoint. files: name -> bytes.
+    """A finished export. path: the folder. step: the step of the checkpoint. files: name -> bytes.
 
-    max_logit_difference: the folder, read back, against the trained weights in the exported dtype.
-    rounding_logit_difference: the same against the trained fp32 weights; above 0 only for bfloat16.
+    max_logit_difference: between the folder, read back, and the trained weights in the exported dtype.
+    rounding_logit_difference: the same with the trained fp32 weights; above 0 only for bfloat16.
     """
 
     path: Path
@@ -86,18 +87,26 @@ def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", 
 
 def _require_replaceable(out: Path) -> None:
     if out.name in ("", ".."):
-        raise UsageError(f"{out} cannot be written", rule="an export is a folder of its own", fix="name it: --out DIR")
+        raise UsageError(
+            "E-EXPORT-FOLDER",
+            f"{out} cannot be written",
+            rule="an export is a folder of its own",
+            fix="name it: --out DIR",
+            path=str(out),
+        )
     if out.exists() and not (out.is_dir() and ((out / RECORD).is_file() or not any(out.iterdir()))):
         raise UsageError(
+            "E-EXPORT-FOLDER",
             f"{out} exists and is not an earlier export",
             rule="an export replaces only what ingot exported",
             fix="choose another --out, or remove it yourself",
+            path=str(out),
         )
 
 
 @torch.no_grad()
 def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[float, float]:
-    """Largest logit difference of the folder to `trained` rounded to `dtype`, and to `trained` as it is.
+    """Return the largest logit difference of the folder to `trained` rounded to `dtype`, and to `trained` itself.
 
     Both sides compute in fp32 on fixed tokens. Raises CheckpointError above MAX_LOGIT_DIFFERENCE.
     """
@@ -118,15 +127,18 @@ def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[flo
     difference = (found - rounded).abs().max().item()
     if not difference <= MAX_LOGIT_DIFFERENCE:  # NaN must fail too
         raise CheckpointError(
+            "E-EXPORT-LOGITS",
             f"the exported model's logits differ by {difference:.3g} from the trained model's",
             rule=f"at most {MAX_LOGIT_DIFFERENCE:g} on the same tokens; nothing was exported",
             fix="this is a defect of ingot or of the disk: please report it with the run's run.toml",
+            difference=difference,
+            limit=MAX_LOGIT_DIFFERENCE,
         )
     return difference, (found - exact).abs().max().item()
 
 
 def _logits(model: Transformer) -> torch.Tensor:
-    """Logits [2, T, V] in fp32 on tokens that only depend on the shape."""
+    """Return logits [2, T, V] in fp32 on tokens that depend only on the shape."""
     arch = model.arch
     T = min(64, arch.max_seq_len)
     tokens_BT = (torch.arange(2 * T) * 7919 + 17).remainder(arch.vocab_size).view(2, T)
@@ -144,3 +156,67 @@ def _write_record(folder: Path, checkpoint: Path, step: int, difference: float) 
     }
     write_json(folder / RECORD, facts)
     return {p.name: p.stat().st_size for p in paths}
+
+
+def tokenizer_file(run: Path, data: Data) -> Path:
+    """Return the path of data.tokenizer, or of the tokenizer.json next to the token folders of a data build."""
+    return run / data.tokenizer if data.tokenizer else run / Path(data.tokens).parent / "tokenizer.json"
+
+
+def write_tokenizer(folder: Path, tokenizer: Path, tokens: TokenManifest, max_seq_len: int) -> None:
+    """Copy `tokenizer` (a tokenizer.json) into `folder` with its two side files.
+
+    Raises DataError when it is not the tokenizer that made `tokens`.
+    """
+    if not tokenizer.is_file():
+        raise DataError(
+            "E-TOKENIZER-UNSET",
+            f"no tokenizer at {tokenizer}",
+            rule="a model is exported with the tokenizer it was trained on",
+            fix="set data.tokenizer in the run's run.toml to that tokenizer.json",
+            path=str(tokenizer),
+        )
+    found_sha256 = sha256_file(tokenizer)
+    if found_sha256 != tokens.tokenizer_sha256:
+        raise DataError(
+            "E-TOKENIZER-MISMATCH",
+            f"{tokenizer} has SHA-256 {found_sha256[:12]}..., the training tokens were made with "
+            f"{tokens.tokenizer_sha256[:12]}...",
+            rule="a model is exported with the tokenizer it was trained on",
+            fix="set data.tokenizer in the run's run.toml to that tokenizer.json",
+            path=str(tokenizer),
+        )
+    eot = _token_text(tokenizer, tokens.eot_id)
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    # Documents are separated by EOT, so EOT both precedes and ends a document.
+    special = {"bos_token": eot, "eos_token": eot}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_seq_len,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+    }
+    write_json(folder / "tokenizer_config.json", special | settings)
+    write_json(folder / "special_tokens_map.json", special)
+
+
+def _token_text(tokenizer: Path, token_id: int) -> str:
+    definition = json.loads(tokenizer.read_bytes())
+    for token in definition.get("added_tokens", ()):
+        if token["id"] == token_id:
+            return token["content"]
+    vocabulary = definition.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        for text, i in vocabulary.items():
+            if i == token_id:
+                return text
+    elif 0 <= token_id < len(vocabulary):  # Unigram: [text, score] by id
+        return vocabulary[token_id][0]
+    raise DataError(
+        "E-TOKENIZER-NO-EOT",
+        f"{tokenizer} has no token with id {token_id}, the end-of-text token of the training tokens",
+        rule="the tokenizer has every id of the manifest",
+        fix="set data.tokenizer to the tokenizer.json that the tokens were built with",
+        path=str(tokenizer),
+        eot_id=token_id,
+    )

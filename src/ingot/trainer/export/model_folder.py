@@ -1,6 +1,6 @@
 """The model part of a Hugging Face folder: config.json, generation_config.json and safetensors, written and read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ingot.errors import CheckpointError, UsageError
 from ingot.hub.arch_config import arch_of, huggingface_config
-from ingot.hub.config_file import CONFIG, read_config
+from ingot.hub.config_file import CONFIG, read_config, require_fit
 from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch
 from ingot.storage import write_json
@@ -21,6 +21,7 @@ from ingot.trainer.export.tensors import (
     to_huggingface,
 )
 from ingot.trainer.export.weights import StoredWeights, write_weights
+from ingot.trainer.model.init import ROUTER_BIAS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,20 +35,29 @@ def write_model(
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write `state` (ingot's names; what serves training only is left out) as `dtype` into the existing `folder`.
+    """Write `state` (under ingot's names) as `dtype` into the existing `folder`, without tensors that only train.
 
-    Raises CheckpointError when `state` is not what `arch` says, ConfigError for a shape Hugging Face has no class for.
+    Raises CheckpointError when `state` does not fit `arch`, ConfigError for a shape without a Hugging Face class.
     """
     if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} cannot be exported", rule=f"one of {', '.join(DTYPES)}")
+        raise UsageError(
+            "E-EXPORT-DTYPE",
+            f"dtype {dtype!r} cannot be exported",
+            rule=f"the type is one of {', '.join(DTYPES)}",
+            fix="choose it with --dtype",
+            dtype=dtype,
+        )
     config = huggingface_config(arch, eot_id=eot_id, dtype=dtype)
     expected = tensor_shapes(arch)
     state = {name: tensor for name, tensor in state.items() if not name.endswith(TRAINING_ONLY)}
     if expected.keys() != state.keys():
         odd = sorted(expected.keys() ^ state.keys())
         raise CheckpointError(
+            "E-CKPT-OTHER-MODEL",
             f"{len(odd)} parameters differ from the architecture: {', '.join(odd[:5])}",
             rule="a checkpoint holds exactly the parameters of the run's [model]",
+            fix="use the run file that the checkpoint was trained with",
+            tensor=odd[0],
         )
     write_json(folder / CONFIG, config)
     write_json(folder / "generation_config.json", {"bos_token_id": eot_id, "eos_token_id": eot_id, "do_sample": False})
@@ -55,7 +65,7 @@ def write_model(
 
 
 class ModelFolder:
-    """A Hugging Face folder of one of the classes in huggingface/kinds.py: its shape, and its parameters by our names.
+    """A Hugging Face folder of one of the classes in hub/kinds.py: its shape, and its parameters by our names.
 
     Raises ConfigError for a model that ingot does not compute exactly, CheckpointError for damaged files.
     """
@@ -71,7 +81,7 @@ class ModelFolder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of everything that logits depend on."""
+        """Return name -> shape of all tensors that logits depend on."""
         return self._shapes
 
     def read(self, name: str) -> Tensor:
@@ -93,6 +103,28 @@ class ModelFolder:
 
 
 def import_huggingface(folder: Path) -> tuple[Arch, dict[str, Tensor]]:
-    """The shape and all parameters of a folder (ingot's names, dtypes as stored). Raises as ModelFolder does."""
+    """Read the shape and all parameters of a folder (ingot's names, stored dtypes). Raises like ModelFolder."""
     there = ModelFolder(folder)
     return there.arch, {name: there.read(name) for name in there.shapes}
+
+
+# (name, whole shape, offsets, sizes) -> that block of a parameter or buffer
+FirstValue = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
+
+
+def first_weights(folder: Path, arch: Arch, drawn: FirstValue) -> FirstValue:
+    """Return the function of a run's first weights, read from the Hugging Face folder `folder` in its dtypes.
+
+    A call reads only the requested block. drawn: the function for tensors that the folder lacks: those that only train
+    (loads, the fallback expert), and router biases. Raises ConfigError unless the folder fits a model of `arch`,
+    CheckpointError for damaged files.
+    """
+    require_fit(folder, arch)
+    there = ModelFolder(folder)
+
+    def value(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if name.endswith(TRAINING_ONLY) or (name.endswith(ROUTER_BIAS) and name not in there.shapes):
+            return drawn(name, shape, offsets, sizes)
+        return there.read_block(name, offsets, sizes)
+
+    return value

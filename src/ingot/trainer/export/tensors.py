@@ -12,27 +12,27 @@ from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch
 from ingot.trainer.model.transformer import Transformer
 
-# Ends of names that logits do not depend on: the loads of the step before, which a balance loss weighs scores with, and
-# the expert of tokens beyond a capacity, which acts in training only.
+# Suffixes of names that logits do not depend on: the loads of the step before, which a balance loss uses, and the
+# fallback expert of tokens beyond a capacity, which is used in training only.
 TRAINING_ONLY = (
     "moe.router.load",
     "moe.fallback.gate.weight",
     "moe.fallback.up.weight",
     "moe.fallback.down.weight",
 )
-# Stored as float32 whatever the rest is: rounded, it could choose other experts.
+# Always stored as float32: rounded biases could choose other experts.
 WIDE = ".e_score_correction_bias"
 
 
 def tensor_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """Our name of everything that a model of `arch` computes logits with -> its shape."""
+    """Return our name -> shape of all tensors that a model of `arch` computes logits with."""
     with torch.device("meta"):
         state = Transformer(arch).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if not name.endswith(TRAINING_ONLY)}
 
 
 def huggingface_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """Their name -> its shape on the disk."""
+    """Return the Hugging Face name -> shape on disk of all tensors."""
     shapes = tensor_shapes(arch)
     return {
         theirs: (shapes[ours][0] // len(names), *shapes[ours][1:])
@@ -42,29 +42,29 @@ def huggingface_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
 
 
 def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state`, of `tensor_shapes(arch)`, under their names; views where nothing moves."""
+    """Return `state`, of `tensor_shapes(arch)`, under Hugging Face names; views where no element moves."""
     found = {}
     for ours, names in huggingface_names(arch, state).items():
         parts = _turned(arch, ours, state[ours], _pairs).chunk(len(names))
         found |= dict(zip(names, parts, strict=True))
         if arch.is_mla and ours.endswith("moe.router.weight") and not arch.moe.bias_rate:
-            # Their class always has a bias; one that was never moved changes nothing.
+            # The Hugging Face class always has a bias; zeros change nothing.
             bias = names[0].removesuffix(".weight") + WIDE
             found[bias] = torch.zeros(arch.moe.num_experts)
     return found
 
 
 def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: bool) -> Tensor:
-    """Our tensor `ours` of those of theirs that it is made of, in their order; of a stack any run of them will do.
+    """Return our tensor `ours` made of its Hugging Face `parts`, in order; of a stack, any consecutive parts.
 
-    pairs: rotary rows of latent attention lie in pairs (config.json: rope_interleave).
+    pairs: rotary rows of latent attention are stored in pairs (config.json: rope_interleave).
     """
     whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
     return _turned(arch, ours, whole, _halves) if pairs else whole
 
 
 def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
-    """`order` applied to the rows of latent attention that take part in the rotation, the last R of what has them."""
+    """Apply `order` to the rotated rows of latent attention, the last R rows of each head."""
     if not arch.is_mla or not ours.endswith(
         ("attention.q.weight", "attention.q_up.weight", "attention.kv_down.weight")
     ):
@@ -76,9 +76,10 @@ def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
 
 
 def _pairs(rows_NRD: Tensor) -> Tensor:
-    """Rows i and i + R/2, which we rotate together, side by side at 2i and 2i + 1 as in published checkpoints."""
+    """Move rows i and i + R/2, which we rotate together, to 2i and 2i + 1, as in published checkpoints."""
     return rows_NRD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _halves(rows_NRD: Tensor) -> Tensor:
+    """Invert `_pairs`."""
     return rows_NRD.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

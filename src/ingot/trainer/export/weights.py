@@ -1,7 +1,7 @@
-"""Tensors in a folder as Hugging Face lays them out: `model.safetensors`, or numbered files and an index above a size.
+"""Tensors in a Hugging Face folder: `model.safetensors`, or numbered files and an index above a size.
 
-Reading trusts nothing: names, shapes and dtypes are compared with what the model needs before a tensor is loaded, and
-only safetensors is read (never pickle).
+Before a tensor is loaded, names, shapes and dtypes are compared with those of the model. Only safetensors files are
+read, never pickle.
 """
 
 import json
@@ -27,7 +27,7 @@ def write_weights(
 ) -> list[str]:
     """Write `tensors` as `dtype` into `folder`; no file exceeds `max_file_bytes` unless one tensor does.
 
-    wide: the end of the names that are float32 in any case. Returns the file names. One file's worth of cast tensors is
+    wide: the suffix of names that are always float32. Returns the file names. One file's worth of cast tensors is
     in memory at a time.
     """
     dtypes = {name: torch.float32 if name.endswith(wide) else dtype for name in tensors}
@@ -72,10 +72,10 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 class StoredWeights:
-    """The tensors of `folder`, which must be exactly those of `shapes`, each read when it is asked for.
+    """The tensors of `folder`, which must be exactly those of `shapes`; each is read on request.
 
-    copies: tensors that may be there as well when they equal another one ({"lm_head.weight": embedding} when tied).
-    Raises ConfigError when there is no safetensors file, CheckpointError when the files are not what `shapes` says.
+    copies: tensors that may be stored in addition if they equal another one ({"lm_head.weight": embedding} when tied).
+    Raises ConfigError when there is no safetensors file, CheckpointError when the files differ from `shapes`.
     """
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], copies: dict[str, str] | None = None):
@@ -88,7 +88,7 @@ class StoredWeights:
         self._copies = {original: copy for copy, original in copies.items() if copy in self._places}
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, in the dtype on disk."""
+        """Read a whole tensor in the dtype on disk."""
         tensor = self._load(name)
         copy = self._copies.get(name)
         if copy is not None and not torch.equal(self._load(copy), tensor):
@@ -102,7 +102,7 @@ class StoredWeights:
 
 
 def _places(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
-    """Tensor name -> file, from the headers alone. Raises CheckpointError for every tensor that does not belong."""
+    """Return tensor name -> file, from the headers alone. Raises CheckpointError naming all tensors that do not fit."""
     problems, places = [], {}
     for path in _files(folder):
         for name, found_shape, dtype in _headers(path):
@@ -123,7 +123,12 @@ def _places(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]
 def _mismatch(folder: Path, problems: list[str]) -> CheckpointError:
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
     return CheckpointError(
-        f"{folder}: " + "\n".join(problems[:8]) + more, rule="the tensors are exactly those that config.json describes"
+        "E-WEIGHTS-MISMATCH",
+        f"{folder}: " + "\n".join(problems[:8]) + more,
+        rule="the tensors are exactly those that config.json describes",
+        fix="copy or export the folder again",
+        path=str(folder),
+        problems=problems,
     )
 
 
@@ -135,31 +140,45 @@ def _headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
                 yield name, tuple(part.get_shape()), part.get_dtype()
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
+            "E-WEIGHTS-READ",
             f"{path} cannot be read: {error}",
             rule="weights are whole safetensors files",
             fix="copy or export the folder again",
+            path=str(path),
         ) from None
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`; names in an index may not leave it."""
+    """Return the safetensors files of `folder`; an index may not name files outside of it."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
         pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
         raise ConfigError(
+            "E-WEIGHTS-NONE",
             f"{folder} has no {SINGLE}" + (f", only {', '.join(pickled[:3])}" if pickled else ""),
             rule="ingot reads safetensors only: a pickled file can run code when it is opened",
-            fix="take the model's safetensors files",
+            fix="use the model's safetensors files",
+            path=str(folder),
         )
     names = _index_names(folder / INDEX)
     for name in names:
         if not name.endswith(".safetensors") or Path(name).name != name:
             raise CheckpointError(
-                f"{folder / INDEX} points to {name!r}", rule="an index names safetensors files beside it, no paths"
+                "E-WEIGHTS-INDEX",
+                f"{folder / INDEX} points to {name!r}",
+                rule="an index names safetensors files in its own folder, no paths",
+                fix="copy or export the folder again",
+                path=str(folder / INDEX),
             )
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing", rule=f"every file that {INDEX} names is there")
+            raise CheckpointError(
+                "E-WEIGHTS-FILE-MISSING",
+                f"{folder / name} is missing",
+                rule=f"every file that {INDEX} names exists",
+                fix="copy or export the folder again",
+                path=str(folder / name),
+            )
     return [folder / name for name in names]
 
 
@@ -170,4 +189,10 @@ def _index_names(path: Path) -> list[str]:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         return sorted({str(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not an index of weights: {error}") from None
+        raise CheckpointError(
+            "E-WEIGHTS-INDEX",
+            f"{path} is not an index of weights: {error}",
+            rule="an index maps tensor names to safetensors files",
+            fix="copy or export the folder again",
+            path=str(path),
+        ) from None

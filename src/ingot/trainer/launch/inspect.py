@@ -1,11 +1,11 @@
-"""The checkpoints of a run as a table: what is there, what is damaged, where training would resume. No torch."""
+"""The checkpoints of a run as a table: which exist, which are damaged, where training would resume. No torch."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.manifest import MANIFEST, Listed, list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints, verify_checkpoint
 from ingot.units import format_bytes
 
 RESUMES_HERE = "<- training resumes here"
@@ -13,7 +13,10 @@ RESUMES_HERE = "<- training resumes here"
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedCheckpoint:
-    """saved_at: Unix seconds. state: "yes" or "NO"; note: the damage, or where training resumes."""
+    """A row of the table. saved_at: Unix seconds. state: "yes" if whole, else "NO".
+
+    note: the damage, or a mark on the checkpoint that training resumes from.
+    """
 
     step: int
     path: str
@@ -29,7 +32,7 @@ class InspectedCheckpoint:
 
 @dataclass(frozen=True)
 class Inspected:
-    """Newest last, as people read a history. exit_code: 0, or 21 if one of them is damaged."""
+    """The checkpoints, newest last. exit_code: 0, or 21 if one is damaged."""
 
     checkpoints: tuple[InspectedCheckpoint, ...]
 
@@ -42,7 +45,7 @@ class Inspected:
 
 
 def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
-    """Of a run folder all checkpoints, of a checkpoint folder that one. hash_files: read every byte.
+    """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read every byte.
 
     Raises UsageError when `path` is neither, or a run without a checkpoint.
     """
@@ -51,10 +54,14 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
     else:
         listed = list_checkpoints(RunFolder(path).checkpoints)
     if not listed:
-        what = (
-            "has no checkpoint yet" if RunFolder(path).events.exists() else "is not the folder of a run or checkpoint"
+        is_run = RunFolder(path).events.exists()
+        raise UsageError(
+            "E-CKPT-NONE" if is_run else "E-RUN-NOT-FOUND",
+            f"{path} {'has no checkpoint yet' if is_run else 'is not the folder of a run or of a checkpoint'}",
+            rule="the folder of a run with a checkpoint, or of one checkpoint, is inspected",
+            fix=f"ingot status {path} shows the progress of a run; ingot train writes checkpoints",
+            path=str(path),
         )
-        raise UsageError(f"{path} {what}", fix="ingot train writes checkpoints; ingot status RUN shows where it stands")
     damage = {c.path: c.damage or (_hash_damage(c.path) if hash_files else "") for c in listed}
     resume = next((c.path for c in listed if not damage[c.path]), None)
     return Inspected(tuple(_inspected(c, damage[c.path], c.path == resume) for c in reversed(listed)))
@@ -68,7 +75,7 @@ def _hash_damage(path: Path) -> str:
     return ""
 
 
-def _inspected(listed: Listed, damage: str, resumes: bool) -> InspectedCheckpoint:
+def _inspected(listed: ListedCheckpoint, damage: str, resumes: bool) -> InspectedCheckpoint:
     manifest = listed.path / MANIFEST
     return InspectedCheckpoint(
         step=listed.step,

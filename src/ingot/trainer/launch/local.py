@@ -1,8 +1,8 @@
-"""A Job on this machine: torchrun starts the ranks, and no process of it outlives this one.
+"""A Job on this machine: torchrun starts the ranks, and no process of the job outlives this one.
 
-torchrun puts every rank into a session of its own, so a process group does not reach them. Each process of a job
-therefore carries the job's id in its environment, by which all of them are found and killed; and if this process dies
-by SIGKILL, the kernel kills torchrun, and then the ranks (resilience/rank.py).
+torchrun puts every rank into a session of its own, so a signal to a process group does not reach them. Each process of
+a job therefore has the job's id in its environment, by which all are found and killed. If this process is killed by
+SIGKILL, the kernel kills torchrun, and then the ranks (resilience/endings.py).
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import IO
 
 from ingot.errors import ResourceError
 from ingot.schema.job import Job
-from ingot.trainer.resilience.rank import SUPERVISOR_VARIABLE, die_with_parent
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, die_with_parent
 
 JOB_VARIABLE = "INGOT_JOB"
 ATTEMPT_VARIABLE = "INGOT_ATTEMPT"
@@ -28,7 +28,7 @@ _EXIT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*
 
 
 def torchrun_command(job: Job) -> list[str]:
-    """One node, a rendezvous on a free port of loopback, and no restarts: those are the supervisor's decision."""
+    """Return the command line: one node, a rendezvous on a free loopback port, no restarts by torchrun itself."""
     return [
         sys.executable,
         "-m",
@@ -51,7 +51,7 @@ class LocalJob:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         marks = {JOB_VARIABLE: self.id, SUPERVISOR_VARIABLE: str(os.getpid()), ATTEMPT_VARIABLE: str(attempt)}
-        # What the user set in the environment goes before our defaults.
+        # The user's environment takes precedence over our defaults.
         env = job.env | dict(os.environ) | marks
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -65,16 +65,16 @@ class LocalJob:
             )
 
     def poll(self) -> int | None:
-        """torchrun's exit code, None while it runs."""
+        """Return torchrun's exit code, None while it runs."""
         return self._process.poll()
 
     def processes(self) -> list[int]:
-        """Every living process of the job, torchrun included."""
+        """Return every living process of the job, torchrun included."""
         mark = f"{JOB_VARIABLE}={self.id}".encode()
         return [pid for pid in _own_processes() if mark in _environment(pid)]
 
     def kill(self) -> None:
-        """SIGKILL all of them and wait until they are gone. Raises ResourceError if the kernel cannot end them."""
+        """Kill all processes and wait until they are gone. Raises ResourceError if the kernel cannot end them."""
         deadline = time.monotonic() + _KILL_SECONDS
         while left := self.processes():
             for pid in left:
@@ -85,15 +85,17 @@ class LocalJob:
             self._process.poll()
             if time.monotonic() > deadline:
                 raise ResourceError(
-                    f"processes {left} of the job do not die",
+                    "E-JOB-UNKILLABLE",
+                    f"processes {left} of the job do not end after SIGKILL",
                     rule=f"a killed process is gone within {_KILL_SECONDS:.0f} s",
                     fix="they hang in the kernel (a dead disk or network mount, or a GPU driver); see dmesg",
+                    processes=left,
                 )
             time.sleep(0.02)
         self._process.wait(timeout=_KILL_SECONDS)
 
     def last_words(self) -> str:
-        """The last line of the log; if it is empty, how torchrun itself ended ("" while it runs)."""
+        """Return the last line of the log; if there is none, how torchrun itself ended ("" while it runs)."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), self._ended())
 
@@ -104,7 +106,7 @@ class LocalJob:
         return f"torchrun was killed (signal {-code})" if code < 0 else f"torchrun exited with code {code}"
 
     def exit_codes(self) -> dict[int, int]:
-        """By rank, from torchrun's summary; negative numbers are signals. Empty while there is none."""
+        """Return exit codes by rank from torchrun's summary; negative numbers are signals. Empty without a summary."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         return {int(rank): int(code) for rank, code in _EXIT.findall(text)}
 
@@ -117,7 +119,7 @@ class ProcessEnd:
 
 
 def end_of(pid: int) -> ProcessEnd | None:
-    """None while `pid` runs. A process that ended and was not yet waited for (a zombie) still tells its exit code."""
+    """Return the end of process `pid`, None while it runs. The exit code is known while the process is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -144,4 +146,4 @@ def _environment(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
-        return b""  # gone, or not ours to look at
+        return b""  # gone, or not readable

@@ -1,17 +1,18 @@
-"""Keep a job running: start it, notice what goes wrong, start it again where that helps, stop it on request.
+"""Keep a job running: start it, detect failures, start it again where that helps, stop it on request.
 
-The supervisor starts torchrun with no restarts of its own and starts it again itself. That costs torchrun's import
-(1.3 s) per restart; for it, every decision is taken in one place, after the dead attempt is gone, with its cause known:
-a restart inside torchrun begins before anybody could say that it will not help, and it waits 30 s for a hung peer.
+The supervisor runs torchrun without restarts of its own and starts it again itself. That costs torchrun's import
+(1.3 s) per restart. In return every decision is made in one place, after the dead attempt is gone and its cause is
+known: a restart inside torchrun begins before its cause is known, and it waits 30 s for a hung peer.
 """
 
 import contextlib
+import json
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
@@ -22,21 +23,75 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints
 from ingot.trainer.launch.local import LocalJob, end_of
-from ingot.trainer.launch.watch import Watch
-from ingot.trainer.resilience.incident import Incident, explain, refuse_restart
-from ingot.trainer.resilience.rank import clear_endings, read_endings
+from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
 
 _POLL_SECONDS = 0.05
-# After a rank was lost whose exit code was not seen, torchrun has this long to report it; then everything is killed.
+# The time that torchrun has to report the exit code of a lost rank; then everything is killed.
 _REPORT_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a job ended. exit_code: 0 finished, 10 stopped on request.
+@dataclass
+class EventLogReader:
+    """The event log of a running job, read line by line from its present end. `read` adds the lines written since.
 
-    step: the last one done; saved_step: of the newest verified checkpoint, lower only if stopping itself went wrong.
+    ranks: rank -> process id. step: the last step logged. saved: the step of the newest checkpoint that was verified,
+    on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished" or "stopped".
+    refused: why checkpoints were not used; the reader of this list empties it.
+    """
+
+    path: Path
+    ranks: dict[int, int] = field(default_factory=dict)
+    step: int = 0
+    saved: int | None = None
+    ended: str = ""
+    refused: list[str] = field(default_factory=list)
+    _position: int = -1
+
+    def __post_init__(self):
+        self._position = self.path.stat().st_size if self.path.exists() else 0
+
+    def read(self) -> None:
+        """Take in the whole lines that were added to the log."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            try:
+                self._take(json.loads(line))
+            except ValueError:
+                continue  # the torn line of a killed writer
+
+    def new_attempt(self) -> None:
+        """Forget the ranks of the last attempt."""
+        self.ranks.clear()
+
+    def _take(self, event: dict) -> None:
+        kind = event.get("kind")
+        if kind == events.RANK_STARTED:
+            self.ranks[event["rank"]] = event["pid"]
+        elif kind == events.RUN_STARTED:
+            self.step = self.saved = event["from_step"]
+        elif kind == events.PROGRESS:
+            self.step = event["step"]
+        elif kind == events.CHECKPOINT:
+            self.saved = event["step"]
+        elif kind == events.CHECKPOINT_REFUSED:
+            self.refused.append(event["reason"])
+        elif kind in (events.FINISHED, events.STOPPED):
+            self.ended, self.step = kind, event["step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """The end of a job. exit_code: 0 finished, 10 stopped on request.
+
+    step: the last step done. saved_step: the step of the newest verified checkpoint; lower than `step` only if the stop
+    itself failed.
     """
 
     exit_code: int
@@ -53,28 +108,28 @@ class Outcome:
 
 def supervise(
     folder: RunFolder, job: Job, *, max_restarts: int, say: Callable[[str], None], show_output: bool = True
-) -> Outcome:
+) -> JobResult:
     """Run `job` to its end. The caller holds the run's lock.
 
     The first SIGINT, SIGTERM or SIGHUP asks the ranks to save and stop; the second kills them and raises
-    KeyboardInterrupt. Raises the IngotError a rank ended with, or RunFailed when starting again does not help. No
-    process of the job is left when it returns or raises.
+    KeyboardInterrupt. Raises the IngotError that a rank ended with, or RunFailed when a restart does not help. No
+    process of the job is left when this function returns or raises.
     """
     started = time.monotonic()
     folder.stop_request.unlink(missing_ok=True)
     log = EventLog(folder.events)
-    watch = Watch(folder.events)
-    incidents: list[Incident] = []
+    log_reader = EventLogReader(folder.events)
+    incidents: list[JobIncident] = []
     stdout = None if show_output else subprocess.DEVNULL
     try:
         with _signals_counted() as signals:
             while True:
                 attempt = len(incidents)
                 clear_endings(folder)
-                watch.new_attempt()
+                log_reader.new_attempt()
                 running = LocalJob(job, attempt=attempt, log=_attempt_log(folder), stdout=stdout)
                 try:
-                    incident = _attend(folder, job, running, watch, signals, say)
+                    incident = _follow(folder, job, running, log_reader, signals, say)
                 finally:
                     running.kill()
                 if incident is None:
@@ -87,60 +142,65 @@ def supervise(
                 if signals.count:
                     break
                 log.write(events.RESTART, attempt=attempt + 1, of=max_restarts)
-                _tell(say, _fault_line(incident, _saved_step(folder, watch), attempt + 1, max_restarts))
+                _report(say, _fault_line(incident, _saved_step(folder, log_reader), attempt + 1, max_restarts))
     finally:
         log.close()
         folder.stop_request.unlink(missing_ok=True)
-    return Outcome(
-        exit_code=EXIT_OK if watch.ended == events.FINISHED else EXIT_PREEMPTED,
-        step=watch.step if watch.ended else _saved_step(folder, watch),
-        saved_step=_saved_step(folder, watch),
+    return JobResult(
+        exit_code=EXIT_OK if log_reader.ended == events.FINISHED else EXIT_PREEMPTED,
+        step=log_reader.step if log_reader.ended else _saved_step(folder, log_reader),
+        saved_step=_saved_step(folder, log_reader),
         restarts=len(incidents),
         seconds=time.monotonic() - started,
         run=folder.root,
     )
 
 
-def _attend(
-    folder: RunFolder, job: Job, running: LocalJob, watch: Watch, signals: "_Signals", say: Callable[[str], None]
-) -> Incident | None:
-    """Watch one attempt until it ends. None when it finished or stopped on request, else what went wrong."""
+def _follow(
+    folder: RunFolder,
+    job: Job,
+    running: LocalJob,
+    log_reader: EventLogReader,
+    signals: "_Signals",
+    say: Callable[[str], None],
+) -> JobIncident | None:
+    """Follow one attempt until it ends. Returns None when it finished or stopped on request, else the incident."""
     asked, dead, lost_at = False, {}, 0.0
     while running.poll() is None:
-        watch.read()
-        while watch.refused:
-            _tell(say, f"refused   {watch.refused.pop(0)}; trying the next older one")
+        log_reader.read()
+        while log_reader.refused:
+            _report(say, f"refused   {log_reader.refused.pop(0)}; trying the next older one")
         if signals.count >= 2:
             raise KeyboardInterrupt
         if signals.count and not asked:
             asked = True
             write_atomic(folder.stop_request, "save and stop\n")
-            _tell(say, "stopping at the next log line, saving first; once more stops now and loses what is not saved")
-        if not lost_at and (dead := _lost_ranks(folder, watch)):
+            _report(say, "stopping at the next log line, saving first; once more stops now and loses what is not saved")
+        if not lost_at and (dead := _lost_ranks(folder, log_reader)):
             lost_at = time.monotonic()
         if lost_at and (None not in dead.values() or time.monotonic() - lost_at > _REPORT_SECONDS):
             break
-        if watch.ended and len(read_endings(folder)) == job.processes:
-            break  # all is saved and said; what is left is Python and torchrun tearing down
+        if log_reader.ended and len(read_endings(folder)) == job.processes:
+            break  # everything is saved and reported; only Python and torchrun still shut down
         time.sleep(_POLL_SECONDS)
-    watch.read()
-    if watch.ended:
+    log_reader.read()
+    if log_reader.ended:
         return None
     endings = read_endings(folder)
     codes = running.exit_codes() | {rank: code for rank, code in dead.items() if code is not None}
-    return explain(job.processes, endings, list(dead), codes, watch.step, running.last_words())
+    return explain(job.processes, endings, list(dead), codes, log_reader.step, running.last_words())
 
 
 def newest_step(folder: RunFolder) -> int:
-    """Step of the newest checkpoint, 0 if there is none."""
+    """Return the step of the newest checkpoint, 0 if there is none."""
     newest = candidate_folders(folder.checkpoints)[:1]
     return int(newest[0].name.removeprefix("step-")) if newest else 0
 
 
 def resume_step(folder: RunFolder) -> int:
-    """Step of the newest checkpoint that is not known to be damaged, 0 if there is none. Tensors are not hashed.
+    """Return the step of the newest checkpoint without known damage, 0 if there is none. Tensors are not hashed.
 
-    Known: its manifest says so, or it was refused on loading and not saved anew since.
+    Damage is known if the manifest is damaged, or if the checkpoint was refused on loading and not saved again since.
     """
     refused: set[int] = set()
     for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
@@ -149,21 +209,21 @@ def resume_step(folder: RunFolder) -> int:
     return next(good, 0)
 
 
-def _saved_step(folder: RunFolder, watch: Watch) -> int:
-    return resume_step(folder) if watch.saved is None else watch.saved
+def _saved_step(folder: RunFolder, log_reader: EventLogReader) -> int:
+    return resume_step(folder) if log_reader.saved is None else log_reader.saved
 
 
-def _tell(say: Callable[[str], None], text: str) -> None:
+def _report(say: Callable[[str], None], text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone (SIGHUP); the run goes on
         say(text)
 
 
-def _lost_ranks(folder: RunFolder, watch: Watch) -> dict[int, int | None]:
-    """Ranks whose process is gone, but not because they came to a good end, with their exit codes where seen."""
-    ends = {rank: end for rank, pid in watch.ranks.items() if (end := end_of(pid))}
+def _lost_ranks(folder: RunFolder, log_reader: EventLogReader) -> dict[int, int | None]:
+    """Return the ranks whose process is gone without a good end, with their exit codes where known."""
+    ends = {rank: end for rank, pid in log_reader.ranks.items() if (end := end_of(pid))}
     if not ends:
         return {}
-    endings = read_endings(folder)  # read after the processes: a rank that ended well has left word by now
+    endings = read_endings(folder)  # read after the processes: a rank that ended well has recorded it by now
     return {rank: end.exit_code for rank, end in ends.items() if rank not in endings or endings[rank].kind}
 
 
@@ -174,7 +234,7 @@ def _attempt_log(folder: RunFolder) -> Path:
     return path
 
 
-def _record_fault(log: EventLog, incident: Incident) -> None:
+def _record_fault(log: EventLog, incident: JobIncident) -> None:
     log.write(
         events.FAULT,
         rank=incident.rank if incident.rank >= 0 else None,
@@ -184,7 +244,7 @@ def _record_fault(log: EventLog, incident: Incident) -> None:
     )
 
 
-def _fault_line(incident: Incident, saved_step: int, attempt: int, max_restarts: int) -> str:
+def _fault_line(incident: JobIncident, saved_step: int, attempt: int, max_restarts: int) -> str:
     who = f"rank {incident.rank}" if incident.rank >= 0 else "the job:"
     return (
         f"{time.strftime('%H:%M:%S')} {who} {incident.cause} near step {incident.step}; "
@@ -194,12 +254,14 @@ def _fault_line(incident: Incident, saved_step: int, attempt: int, max_restarts:
 
 @dataclass
 class _Signals:
+    """The number of requests to stop."""
+
     count: int = 0
 
 
 @contextlib.contextmanager
 def _signals_counted() -> Iterator[_Signals]:
-    """Count requests to stop instead of dying of them. Those that the caller ignores (nohup) stay ignored."""
+    """Count signals to stop instead of ending on them. Signals that the caller ignores (nohup) stay ignored."""
     signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals  # Python delivers signals to the main thread only

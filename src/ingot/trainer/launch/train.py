@@ -1,4 +1,4 @@
-"""`ingot train` as a function: find the run, check everything, then keep it running until it ends."""
+"""`ingot train` as a function: find the run, check everything, then keep its job running until it ends."""
 
 import os
 import re
@@ -9,22 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from ingot.config import to_toml
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, ConfigError, ConfirmationNeeded, UsageError
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, ConfirmationNeeded, UsageError
 from ingot.events import read_events
+from ingot.machine.facts import usable_cores
 from ingot.schema import events
+from ingot.schema.job import Job
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.manifest import verify_checkpoint
-from ingot.trainer.checkpoint.retention import remove_leftovers
-from ingot.trainer.launch.continuity import record_accepted, require_same_experiment
-from ingot.trainer.launch.job import training_job
-from ingot.trainer.launch.preflight import preflight
-from ingot.trainer.launch.supervise import Outcome, newest_step, resume_step, supervise
+from ingot.trainer.checkpoint.folders import remove_leftovers
+from ingot.trainer.launch.checks import check_until_step, past_step, preflight, record_accepted, require_same_experiment
+from ingot.trainer.launch.supervise import JobResult, newest_step, resume_step, supervise
+from ingot.trainer.mesh.start import worker_environment
 from ingot.trainer.resilience.lock import RunLock
+
+WORKER = "ingot.trainer.main"  # the module that torchrun starts on every rank
 
 
 def train(
@@ -38,20 +40,25 @@ def train(
     until_step: int | None = None,
     quiet: bool = False,
     say: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> JobResult:
     """Start the run of `run_file` in folder `out`, or continue what is there: the same call does both.
 
-    run_file: a run file, or the folder of a run. out: default `runs/NAME` beside the run file. overrides: "a.b=c".
-    accept: changed settings that may apply to the running experiment. fresh: start at step 0; what is there is moved
-    aside if `archive`, else it is refused. until_step: save and stop there, as if asked to.
-    quiet: the ranks print nothing. say: gets what happens, a line at a time.
+    run_file: a run file, or the folder of a run. out: the run folder (default: `runs/NAME` next to the run file).
+    overrides: settings as "a.b=c". accept: the keys of changed settings that may apply to the existing run.
+    fresh: start at step 0; an existing run is moved aside if `archive`, else refused. until_step: save and stop there.
+    quiet: the ranks print nothing. say: receives the progress, a line at a time.
 
-    Returns how it ended (see Outcome). Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
+    Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
     """
     if archive and not fresh:
-        raise UsageError("--archive without --fresh", rule="a run that continues is not moved", fix="add --fresh")
+        raise UsageError(
+            "E-ARCHIVE-ALONE",
+            "--archive is given without --fresh",
+            rule="a run that continues is not moved",
+            fix="add --fresh",
+        )
     path, config = read_run(run_file, overrides)
-    _check_until_step(until_step, config)
+    check_until_step(until_step, config)
     folder = find_folder(run_file, path, out, config)
     config = _with_paths_from(config, path.parent, folder.root)
     with RunLock(folder.lock):
@@ -66,16 +73,16 @@ def train(
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")
             if changes or (folder.config.exists() and load_run(folder.config) != config):
-                say("its settings stay as they were; to train on with others, raise train.steps or take another --out")
-            return Outcome(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
-        if past := _past_step(folder, config, until_step):
-            say(f"{folder.root} is already past it: step {past} is saved, --until-step {until_step} starts nothing")
-            return Outcome(
+                say("its settings stay as they were; to continue with others, raise train.steps or change --out")
+            return JobResult(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
+        if past := past_step(folder, config, until_step):
+            say(f"{folder.root} is already past step {until_step}: step {past} is saved, nothing is started")
+            return JobResult(
                 exit_code=EXIT_PREEMPTED, step=past, saved_step=past, restarts=0, seconds=0.0, run=folder.root
             )
         record_accepted(folder, config, tokens.fingerprint(), changes)
         _keep_run_file(folder, config)
-        # A plan is of the run file as it stands: what --set makes of it takes other time and memory.
+        # The plan describes the run file without --set: a changed run takes other time and memory.
         changed = any(override.startswith(("model.", "train.", "parallel")) for override in overrides)
         if plan.exists() and not changed and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
@@ -84,54 +91,39 @@ def train(
         return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
 
 
-def _check_until_step(until_step: int | None, config: RunConfig) -> None:
-    if until_step is not None and not 1 <= until_step <= config.train.steps:
-        raise UsageError(
-            f"--until-step {until_step}",
-            rule=f"a run stops at one of its steps: 1 to {config.train.steps} (train.steps)",
-            fix="name one of them, or leave it out to train to the end",
-        )
-
-
-def _past_step(folder: RunFolder, config: RunConfig, until_step: int | None) -> int:
-    """The step that is saved, verified and not before `until_step`; 0 if there is still something to do."""
-    if until_step is None or until_step == config.train.steps:
-        return 0  # to the end: after the last step comes the evaluation
-    step = resume_step(folder)
-    if step < until_step:
-        return 0
-    try:
-        verify_checkpoint(folder.checkpoint(step))
-    except CheckpointError:
-        return 0  # the ranks will refuse it, and train on from an older one
-    return step
-
-
 def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunConfig]:
-    """The run file that `run_file` (itself, or the folder of a run) means, and what is in it."""
+    """Load the run file that `run_file` names: itself, or that of a run folder. Returns its path and the config."""
     path = run_file / "run.toml" if run_file.is_dir() else run_file
     if not path.exists() and run_file.is_dir():
-        raise UsageError(f"{run_file} has no run.toml", rule="ingot train takes a run file or the folder of a run")
+        raise UsageError(
+            "E-RUN-NOT-FOUND",
+            f"{run_file} has no run.toml",
+            rule="ingot train takes a run file or the folder of a run",
+            fix="ingot init DIR starts a project with a run file",
+            path=str(run_file),
+        )
     return path, load_run(path, overrides)
 
 
 def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig) -> RunFolder:
-    """Where the run lives: `out`, or the folder that was given, or `runs/NAME` beside the run file."""
+    """Return the run folder: `out`, else the folder that was given, else `runs/NAME` next to the run file."""
     if out is not None:
         return RunFolder(out)
     if run_file.is_dir() or RunFolder(path.parent).events.exists():
         return RunFolder(path.parent)
     if not re.fullmatch(r"[\w][\w.-]*", config.name):
         raise ConfigError(
-            f"{path}: name = {config.name!r} cannot name a folder",
-            rule="letters, digits, '_', '-' and '.'",
-            fix="change name, or say where the run shall live: --out DIR",
+            "E-RUN-NAME",
+            f"{path}: name = {config.name!r} cannot be the name of a folder",
+            rule="a name has letters, digits, '_', '-' and '.'",
+            fix="change name, or choose the run folder with --out DIR",
+            name=config.name,
         )
     return RunFolder(path.parent / "runs" / config.name)
 
 
 def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
-    """Relative paths start at the run file; the run's own copy of it lies elsewhere. Absolute ones stay."""
+    """Rewrite relative paths, which start at the run file in `base`, for the copy of the run file in `root`."""
 
     def moved(value: str) -> str:
         if not value or Path(value).is_absolute():
@@ -150,15 +142,18 @@ def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
-    """Empty the run folder, but for its lock. Returns where the old run is now, None if there was none."""
+    """Empty the run folder except for its lock. Returns the new folder of the old run, None if there was no run."""
     old = [p for p in folder.root.iterdir() if p != folder.lock]
     if not any(p in (folder.events, folder.checkpoints) for p in old):
         return None
     if not archive:
         raise ConfirmationNeeded(
+            "E-FRESH-EXISTS",
             f"--fresh: there is a run in {folder.root}, at step {newest_step(folder)}",
             rule="a run is never overwritten",
             fix="add --archive to move it aside, or train into another folder (--out DIR)",
+            run=str(folder.root),
+            step=newest_step(folder),
         )
     target = folder.root.with_name(f"{folder.root.name}.{time.strftime('%Y%m%d-%H%M%S')}")
     target.mkdir()
@@ -176,7 +171,7 @@ def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
 
 
 def _ranks(parallel: Parallel) -> str:
-    """ "ranks 8: dp_shard 2 x cp 2 (ring) x tp 2, ep 2"; data-parallel ranks alone are only counted.
+    """Return the layout, like "ranks 8: dp_shard 2 x cp 2 (ring) x tp 2, ep 2"; only "ranks 8" if purely data-parallel.
 
     parallel: resolved.
     """
@@ -188,3 +183,29 @@ def _ranks(parallel: Parallel) -> str:
     if not experts and divided in ([], [f"dp_shard {parallel.dp_shard}"]):
         return count
     return f"{count}: {' x '.join(divided)}{experts}"
+
+
+def training_job(folder: RunFolder, config: RunConfig, *, until_step: int | None = None, quiet: bool = False) -> Job:
+    """Describe the job that trains the run in `folder`, to its end or `until_step`, independent of a launcher.
+
+    Rank 0 prints, unless `quiet`.
+    """
+    processes = config.parallel.world_size
+    until = [] if until_step is None else ["--until-step", str(until_step)]
+    arguments = (str(folder.root), *until, *(["--quiet"] if quiet else []))
+    env = worker_environment(most_ranks(config.parallel), usable_cores())  # includes a container's CPU quota
+    if Path("/sys/class/net/lo").exists():
+        # Ranks of one machine communicate over loopback: the host's name does not matter, no other host can connect.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return Job(module=WORKER, arguments=arguments, processes=processes, env=env)
+
+
+def most_ranks(parallel: Parallel) -> int:
+    """Return the number of ranks that share the cores.
+
+    A matrix product of few rows has other bits with another number of threads. So with canonical sums a rank gets the
+    number of threads that it has with the largest number of replicas.
+    """
+    if parallel.reduce != "canonical":
+        return parallel.world_size
+    return parallel.world_size // parallel.dp_replicate * parallel.virtual_ranks

@@ -1,8 +1,8 @@
-"""The ledger: which samples a run really consumed, and the proof that it is what the order says.
+"""The ledger: the samples that a run consumed, and the proof that they follow the order.
 
-Ranks remember the samples of their steps; at a checkpoint the parts are put together and written as a segment. The
-checkpoint names its segments with their hashes, so a run that was killed, resumed or moved to another number of ranks
-can show that no sample was lost and none came twice.
+Ranks keep the samples of their steps; at a checkpoint the parts are joined and written as a segment. The checkpoint
+names its segments with their hashes, so a run that was killed, resumed or moved to another number of ranks can prove
+that no sample was lost or repeated.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from ingot.trainer.loader.order import Order
 
 
 class Ledger:
-    """What one rank consumed since the last checkpoint: steps without a gap."""
+    """The samples that one rank consumed since the last checkpoint, in steps without a gap."""
 
     def __init__(self):
         self._first_step = 0
@@ -27,19 +27,29 @@ class Ledger:
         """Remember this rank's samples (int64 [n]) of a step that was trained. Raises DataError on a gap."""
         expected = self._first_step + len(self._ids)
         if self._ids and step != expected:
-            raise DataError(f"step {step} follows step {expected - 1}", rule="steps are recorded one by one, in order")
+            raise DataError(
+                "E-LEDGER-GAP",
+                f"step {step} follows step {expected - 1}",
+                rule="steps are recorded one by one, in order",
+                fix="this is a defect of ingot: please report it with the run's events.jsonl",
+                step=step,
+                expected=expected,
+            )
         if not self._ids:
             self._first_step = step
         self._ids.append(np.asarray(sample_ids, np.int64))
 
     def segment(self, first_step: int, last_step: int) -> np.ndarray:
-        """This rank's samples of the steps first..last: int64 [steps, n]. Raises DataError when some are not here."""
+        """Return this rank's samples of steps first..last: int64 [steps, n]. Raises DataError when some are missing."""
         begin, end = first_step - self._first_step, last_step - self._first_step + 1
         if not 0 <= begin < end <= len(self._ids):
             held = f"{self._first_step} to {self._first_step + len(self._ids) - 1}" if self._ids else "none"
             raise DataError(
-                f"steps {first_step} to {last_step} are asked for, recorded: {held}",
-                rule="a segment holds steps that were recorded and not yet forgotten",
+                "E-LEDGER-GAP",
+                f"steps {first_step} to {last_step} are requested, recorded: {held}",
+                rule="a segment holds steps that were recorded and not yet dropped",
+                fix="this is a defect of ingot: please report it with the run's events.jsonl",
+                step=first_step,
             )
         return np.stack(self._ids[begin:end])
 
@@ -51,14 +61,17 @@ class Ledger:
 
 
 def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np.ndarray) -> LedgerSegment:
-    """Write the samples of steps first..last, all ranks side by side in rank order: int64 [steps, global_batch].
+    """Write the samples of steps first..last of all ranks, in rank order: int64 [steps, global_batch].
 
-    The file is these numbers, little-endian, row by row. It is whole or absent.
+    The file has these numbers, little-endian, row by row. It is written atomically.
     """
     if ids_by_step.ndim != 2 or len(ids_by_step) != last_step - first_step + 1:
         raise DataError(
+            "E-LEDGER-SHAPE",
             f"ids of shape {ids_by_step.shape} for the steps {first_step} to {last_step}",
-            rule="one row of samples per step",
+            rule="a segment has one row of samples per step",
+            fix="this is a defect of ingot: please report it with the run's events.jsonl",
+            shape=list(ids_by_step.shape),
         )
     name = f"steps-{first_step:08d}-{last_step:08d}.i64"
     data = np.ascontiguousarray(ids_by_step, "<i8").tobytes()
@@ -67,19 +80,27 @@ def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np
 
 
 def read_ledger(folder: Path, segments: Sequence[LedgerSegment]) -> Iterator[tuple[int, np.ndarray]]:
-    """(step, samples int64 [global_batch]) of all segments in order. Raises DataError when one is not as written."""
+    """Yield (step, samples int64 [global_batch]) of all segments in order. Raises DataError for a damaged segment."""
     for segment in segments:
         path = folder / segment.file
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise DataError(f"ledger segment {path} cannot be read ({error.strerror})", fix=_FIX) from None
+            raise DataError(
+                "E-LEDGER-READ",
+                f"ledger segment {path} cannot be read ({error.strerror})",
+                rule="a checkpoint names the ledger segments of its run",
+                fix=_FIX,
+                path=str(path),
+            ) from None
         steps = segment.last_step - segment.first_step + 1
         if sha256_bytes(data) != segment.sha256 or steps < 1 or len(data) % (8 * steps):
             raise DataError(
-                f"ledger segment {path} is not as it was written",
-                rule="its checkpoint holds its SHA-256",
+                "E-LEDGER-HASH",
+                f"ledger segment {path} differs from the segment that was written",
+                rule="the checkpoint holds the SHA-256 of the segment",
                 fix=_FIX,
+                path=str(path),
             )
         for row, ids in enumerate(np.frombuffer(data, "<i8").reshape(steps, -1)):
             yield segment.first_step + row, ids
@@ -89,22 +110,37 @@ _FIX = "resume from an older checkpoint (ingot ckpt ls), whose segments are whol
 
 
 def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: int) -> None:
-    """Hold what was consumed, from step 1 on, against the order; DataError names the first step that differs."""
+    """Compare the consumed samples, from step 1, with the order. Raises DataError naming the first difference."""
     expected = 1
     for step, ids in ledger:
         if step != expected:
             what = "was consumed twice" if step < expected else f"is missing: the ledger goes on with step {step}"
             raise DataError(
-                f"step {min(step, expected)} {what}", rule="every step from 1 on was consumed exactly once, in order"
+                "E-LEDGER-STEP",
+                f"step {min(step, expected)} {what}",
+                rule="every step from 1 on was consumed exactly once, in order",
+                fix="ingot ckpt ls lists older checkpoints to resume from",
+                step=min(step, expected),
             )
         wanted = order.step(step, global_batch)
         if len(ids) != global_batch:
-            raise DataError(f"step {step} consumed {len(ids)} samples, not {global_batch}", rule="one global batch")
+            raise DataError(
+                "E-LEDGER-BATCH",
+                f"step {step} consumed {len(ids)} samples, not {global_batch}",
+                rule="a step consumes one global batch",
+                fix="compare with the train.global_batch that the run was trained with",
+                step=step,
+                samples=len(ids),
+            )
         if (wrong := np.flatnonzero(ids != wanted)).size:
             at = int(wrong[0])
             raise DataError(
-                f"step {step}: sample {at} was window {ids[at]}, the order says {wanted[at]} "
+                "E-LEDGER-SAMPLE",
+                f"step {step}: sample {at} was window {ids[at]}, the order has {wanted[at]} "
                 f"({wrong.size} of {global_batch} differ)",
                 rule="samples are a function of seed, tokens and step alone",
+                fix="compare with the seed, tokens and weights that the run was trained with",
+                step=step,
+                sample=at,
             )
         expected = step + 1

@@ -1,4 +1,4 @@
-"""Batches for one rank, some steps ahead of the trainer: read by a thread, copied to the device on a side stream."""
+"""Batches for one rank: a thread reads them some steps ahead, and a side stream copies them to the device."""
 
 import queue
 import threading
@@ -15,7 +15,7 @@ from ingot.schema.tokens import read_token_manifest
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader, document_numbers
 
-_POLL_SECONDS = 0.1  # how often the thread looks whether it was told to stop
+_POLL_SECONDS = 0.1  # how often the thread checks for a request to stop
 _CLOSE_SECONDS = 10.0
 
 
@@ -24,7 +24,7 @@ class Batch:
     """This rank's part of one optimizer step: A micro-batches of B sequences of T tokens, on the loader's device.
 
     inputs, targets: int64 [A, B, T], views of one buffer (not contiguous: use reshape, not view).
-    document_ids: int32 [A, B, T], the number of the document within its sequence; None unless asked for.
+    document_ids: int32 [A, B, T], the number of the document within its sequence; None unless documents are masked.
     sample_ids: int64 [A * B], window ids for the ledger. wait_seconds: how long the trainer waited for this batch.
     """
 
@@ -46,14 +46,14 @@ class _Prepared:
 
 
 class Loader:
-    """Iterates over the batches of the steps first_step..last_step (inclusive, counted from 1).
+    """The batches of the steps first_step..last_step (inclusive, counted from 1), as an iterator.
 
-    Rank r of `ranks` reads samples r*n..(r+1)*n-1 of each step's global batch: all ranks together read exactly what
-    one rank would. Raises ConfigError at once when the batch cannot be divided so; damage in the data is raised by
-    next(). Close it, or use it as a context manager, to end its thread.
+    Rank r of `ranks` reads samples r*n..(r+1)*n-1 of each step's global batch: all ranks together read exactly the
+    samples that one rank would. Raises ConfigError when the batch cannot be divided so; next() raises damage in the
+    data. Close the loader, or use it as a context manager, to end its thread.
 
-    prefetch: batches that are read ahead and wait for the trainer.
-    earlier: the weights before, as (last step, weights), oldest first (loader/history.py).
+    prefetch: the number of batches read ahead.
+    earlier: the earlier weights as (last step, weights), oldest first (loader/order.py).
     """
 
     def __init__(
@@ -77,8 +77,13 @@ class Loader:
     ):
         if global_batch % (ranks * micro_batch):
             raise ConfigError(
+                "E-BATCH-DIVIDE",
                 f"global_batch {global_batch} is not micro_batch {micro_batch} x accumulation x {ranks} ranks",
                 rule="every rank reads the same number of micro-batches",
+                fix="set train.global_batch to a multiple of train.micro_batch x the number of data-parallel ranks",
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                ranks=ranks,
             )
         self.manifest = read_token_manifest(folder)
         mixes = [(step * global_batch, own) for step, own in earlier]
@@ -101,7 +106,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next step's batch. Raises what the thread met, and ResourceError after `deadline_seconds` of nothing."""
+        """Return the next step's batch. Raises an error of the thread, or ResourceError after `deadline_seconds`."""
         if self._next_step not in self._steps:
             raise StopIteration
         started = time.perf_counter()
@@ -115,7 +120,7 @@ class Loader:
             stream.wait_event(prepared.ready)
             for tensor in (prepared.tokens, prepared.documents):
                 if tensor is not None:
-                    tensor.record_stream(stream)  # made on the side stream, freed after this one is done with it
+                    tensor.record_stream(stream)  # allocated on the side stream, freed after this stream has used it
         return self._batch(prepared, time.perf_counter() - started)
 
     def _batch(self, prepared: _Prepared, wait_seconds: float) -> Batch:
@@ -132,14 +137,22 @@ class Loader:
 
     def _get(self) -> "_Prepared | BaseException":
         if self._stop.is_set():
-            raise ResourceError("the loader is closed", rule="batches are taken before close()")
+            raise ResourceError(
+                "E-LOADER-CLOSED",
+                "the loader is closed",
+                rule="batches are taken before close()",
+                fix="this is a defect of ingot or of the program that uses it: please report it",
+            )
         try:
             return self._queue.get(timeout=self.deadline_seconds)
         except queue.Empty:
             raise ResourceError(
+                "E-LOADER-TIMEOUT",
                 f"no batch for step {self._next_step} within {self.deadline_seconds:.0f} s",
                 rule="reading a batch takes milliseconds; the disk or mount of the token folder hangs",
-                fix="look at the storage, then run the same command again: it continues",
+                fix="check the storage, then run the same command again: it continues",
+                step=self._next_step,
+                seconds=self.deadline_seconds,
             ) from None
 
     def close(self) -> None:
@@ -147,7 +160,13 @@ class Loader:
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            raise ResourceError(f"the loader's thread still reads after {_CLOSE_SECONDS:.0f} s", rule="storage answers")
+            raise ResourceError(
+                "E-LOADER-TIMEOUT",
+                f"the loader's thread still reads after {_CLOSE_SECONDS:.0f} s",
+                rule="reading a batch takes milliseconds; the disk or mount of the token folder hangs",
+                fix="check the storage, then run the same command again: it continues",
+                seconds=_CLOSE_SECONDS,
+            )
 
     def __enter__(self) -> "Loader":
         return self
@@ -155,7 +174,7 @@ class Loader:
     def __exit__(self, *_) -> None:
         self.close()
 
-    # What follows runs in the thread.
+    # The methods below run in the thread.
 
     def _prepare_all(self) -> None:
         try:
@@ -166,7 +185,7 @@ class Loader:
                 documents = document_numbers(host[:, :-1], self.manifest.eot_id) if self._mask_documents else None
                 if not self._put(_Prepared(step, ids, *place.send(documents))):
                     return
-        except BaseException as error:  # whatever it is, the trainer has to know
+        except BaseException as error:  # the trainer raises every error of the thread
             self._put(error)
 
     def _put(self, item: "_Prepared | BaseException") -> bool:
@@ -181,7 +200,7 @@ class Loader:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The current device is a property of the thread: "cuda" would be another one in the loader's."""
+    """Return `device` with its index, because the current device is a property of the thread."""
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
@@ -200,10 +219,10 @@ class _Host:
 
 
 class _Device:
-    """Pinned buffers, used in turn, and copies on a stream of their own, beside the trainer's kernels."""
+    """Two pinned buffers in alternation, and copies on a stream of their own, parallel to the trainer's kernels."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device):
-        torch.cuda.set_device(device)  # of this thread; without it, pinning would open the first GPU on every rank
+        torch.cuda.set_device(device)  # for this thread; otherwise pinning would open the first GPU on every rank
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
         self.copied: list[torch.cuda.Event | None] = [None, None]

@@ -1,11 +1,12 @@
-"""Which samples a step trains on: a pure function of (seed, token manifest, step), on any number of ranks.
+"""The order of samples: a pure function of (seed, token manifest, step), on any number of ranks.
 
-Without weights all windows are one stream, shuffled anew every epoch. With weights every source is a stream of its
-own, and each cycle of 4,096 samples holds exactly its quota of every source. When the weights of a run change, every
-source's stream goes on where the mixture before left it: nothing of an epoch is skipped or comes twice.
+Without weights all windows are one stream, shuffled again every epoch. With weights every source is a stream of its
+own, and each cycle of 4,096 samples contains exactly the quota of every source. When the weights of a run change, every
+source's stream continues where the earlier mixture left it: no window of an epoch is skipped or repeated.
 """
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,21 +14,24 @@ import numpy as np
 
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
+from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
+from ingot.trainer.loader.reader import Windows
 from ingot.trainer.loader.shuffle import Shuffle, permuted_range
-from ingot.trainer.loader.windows import Windows
 
-CYCLE = 4096  # samples in which the quotas of weighted sources are exact
-_ALL = ""  # the stream over all windows, which is used without weights
+CYCLE = 4096  # the number of samples after which the quotas of weighted sources are exact
+_ALL = ""  # the name of the stream over all windows, used without weights
+KEY = "data.weights"
+Weights = Mapping[str, float]
 
 
 class Order:
-    """The order of samples over one token folder. Memory is O(shards). Not for several threads.
+    """The order of samples over one token folder. Memory is O(shards). Not thread-safe.
 
-    weights: source -> share of the samples; a source that is not named is not used. earlier: what the weights were
-    before, as (samples up to which they held, weights), oldest first; samples are counted from 0 over the whole run.
-    Between weights and none at all the streams are others, so there an epoch starts anew. Sources of earlier weights
-    that are not there any more are left out: the run went over to other tokens as well.
+    weights: source -> share of the samples; other sources are not used. earlier: the earlier weights, oldest first, as
+    (number of samples of the run up to which they held, weights). A change between weights and no weights changes the
+    streams, so an epoch starts again. Sources of earlier weights that the tokens lack are ignored: the tokens of the
+    run changed, too.
     Raises DataError when no shard is long enough for a window, ConfigError when weights do not fit the sources.
     """
 
@@ -49,7 +53,7 @@ class Order:
         begin = 0
         for end, own in (*((end, self._known(own)) for end, own in earlier), (None, weights or {})):
             if own is None or (end is not None and end <= begin):
-                continue  # nothing of it is there, or it never held
+                continue  # the tokens have none of its sources, or it held for no sample
             self._mixes.append(mix := self._mix(begin, end, own))
             for name in mix.names:
                 if name not in self._streams:
@@ -58,11 +62,11 @@ class Order:
 
     @property
     def epoch_windows(self) -> int:
-        """Windows in one pass over all shards."""
+        """The number of windows in one pass over all shards."""
         return self.windows.count
 
     def samples(self, first: int, count: int) -> np.ndarray:
-        """Window ids (int64) of the samples first..first+count-1, counted from 0 over the whole run."""
+        """Return the window ids (int64) of samples first..first+count-1, counted from 0 over the whole run."""
         out = np.empty(count, np.int64)
         done = 0
         while done < count:
@@ -73,15 +77,15 @@ class Order:
         return out
 
     def step(self, step: int, global_batch: int) -> np.ndarray:
-        """Window ids (int64 [global_batch]) of optimizer step `step`, counted from 1."""
+        """Return the window ids (int64 [global_batch]) of optimizer step `step`, counted from 1."""
         return self.samples((step - 1) * global_batch, global_batch)
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(index of the shard in the manifest, first token in it) per window id, both int64."""
+        """Return per window id the index of its shard in the manifest and its first token there, both int64."""
         return self.windows.locate(ids)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often `samples` samples pass over each source: what a run repeats, or does not reach."""
+        """Return how often the first `samples` samples pass over each source; below 1, a part of it is not reached."""
         mix = self._mix_at(samples)
         now = {name: (samples - mix.begin) * int(q) / CYCLE for name, q in zip(mix.names, mix.quotas, strict=True)}
         found: dict[str, float] = {}
@@ -92,7 +96,7 @@ class Order:
         return found
 
     def _known(self, weights: Mapping[str, float]) -> Mapping[str, float] | None:
-        """Without sources that these tokens do not have; None if that leaves none."""
+        """Return `weights` without sources that the tokens lack; None if no source is left."""
         known = {name: weight for name, weight in weights.items() if name in self.manifest.sources}
         return known if known or not weights else None
 
@@ -106,14 +110,14 @@ class Order:
         return next(mix for mix in self._mixes if mix.end is None or sample < mix.end)
 
     def _taken(self, mix: "_Mix", samples: int) -> dict[str, int]:
-        """How many windows each stream has given, in all mixes, once `samples` samples of `mix` are done."""
+        """Count the windows taken from each stream, in all mixes, after `samples` samples of `mix`."""
         cycles, rest = divmod(samples, CYCLE)
         labels = self._labels(mix, cycles)[:rest] if rest else np.empty(0, np.int64)
         now = cycles * mix.quotas + np.bincount(labels, minlength=len(mix.names))
         return mix.taken | {n: mix.taken.get(n, 0) + int(k) for n, k in zip(mix.names, now, strict=True)}
 
     def _of_mix(self, mix: "_Mix", first: int, count: int) -> np.ndarray:
-        """Window ids of samples first..first+count-1 of a mix, counted from its begin."""
+        """Return the window ids of samples first..first+count-1, counted from the begin of `mix`."""
         starts = [mix.taken.get(name, 0) for name in mix.names]
         if len(mix.names) == 1:
             return self._streams[mix.names[0]].take(starts[0] + first, starts[0] + first + count)
@@ -126,14 +130,14 @@ class Order:
             for number, name in enumerate(mix.names):
                 before = starts[number] + cycle * int(mix.quotas[number])
                 before += int(np.count_nonzero(labels[:offset] == number))
-                mine = here == number
-                taken = self._streams[name].take(before, before + int(np.count_nonzero(mine)))
-                out[done : done + len(here)][mine] = taken
+                own = here == number
+                taken = self._streams[name].take(before, before + int(np.count_nonzero(own)))
+                out[done : done + len(here)][own] = taken
             done += len(here)
         return out
 
     def _labels(self, mix: "_Mix", cycle: int) -> np.ndarray:
-        """Which source each sample of a cycle is from: the quotas, shuffled. Of the first mix as without any other."""
+        """Return the source number of each sample of a cycle: the quotas, shuffled. Later mixes have other keys."""
         if self._cycle_at != (mix.number, cycle):
             labels = np.repeat(np.arange(len(mix.quotas)), mix.quotas)
             names = (cycle,) if not mix.begin else ("from", mix.begin, cycle)
@@ -144,7 +148,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Mix:
-    """Weights that hold for the samples begin..end-1 (None: for all that follow). taken: by streams before it."""
+    """The weights of samples begin..end-1 (end None: of all later ones). taken: windows by stream before `begin`."""
 
     number: int
     begin: int
@@ -162,44 +166,86 @@ class _Stream:
         of_source = [not name or shard.source == name for shard in order.manifest.shards]
         counts = np.where(of_source, order.windows.counts, 0)
         self._ends = np.cumsum(counts)
-        self._shift = (order.windows.ends - order.windows.counts) - (
-            self._ends - counts
-        )  # source's window number -> window id
+        # The difference of a window id and the window's number within the source, by shard.
+        self._shift = (order.windows.ends - order.windows.counts) - (self._ends - counts)
         self.windows = int(self._ends[-1])
         if not self.windows:
             raise DataError(
-                f"source {name!r} holds no {seq_len + 1:,} consecutive tokens",
+                "E-TOKENS-TOO-FEW",
+                f"source {name!r} has no {seq_len + 1:,} consecutive tokens in a shard",
                 rule="a source with a weight gives at least one sample",
                 fix=f"use a shorter train.seq_len, give more data for it, or take {name!r} out of data.weights",
+                source=name,
+                seq_len=seq_len,
             )
         self._shuffle = Shuffle(self.windows, seq_len, key)
 
     def take(self, first: int, last: int) -> np.ndarray:
+        """Return the window ids of samples first..last-1 of this stream, int64."""
         windows = self._shuffle.take(first, last)
         return windows + self._shift[np.searchsorted(self._ends, windows, side="right")]
 
 
 def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManifest) -> np.ndarray:
-    """Samples per cycle of each source, int64 that add up to CYCLE: largest remainders (Hamilton's method)."""
+    """Return the samples per cycle of each source, int64 with the sum CYCLE, by largest remainders (Hamilton)."""
     for name in names:
         if name not in manifest.sources:
             close = difflib.get_close_matches(name, manifest.sources, n=1)
             raise ConfigError(
+                "E-SOURCE-UNKNOWN",
                 f"data.weights names the source {name!r}, which the tokens do not have",
-                rule=f"sources here: {', '.join(manifest.sources)}",
+                rule=f"the tokens have these sources: {', '.join(manifest.sources)}",
                 fix=f"did you mean {close[0]!r}?" if close else "take it out of data.weights",
+                source=name,
+                sources=list(manifest.sources),
             )
     values = np.array([weights[name] for name in names], np.float64)
     if not (np.isfinite(values) & (values > 0)).all():
-        raise ConfigError(f"data.weights = {dict(weights)}", rule="weights are positive shares")
+        raise ConfigError(
+            "E-WEIGHTS-VALUE",
+            f"data.weights = {dict(weights)}",
+            rule="weights are positive shares",
+            fix="give every source a positive weight, or take it out",
+        )
     shares = values / values.sum() * CYCLE
     quotas = np.floor(shares).astype(np.int64)
     quotas[np.argsort(quotas - shares, kind="stable")[: CYCLE - int(quotas.sum())]] += 1
     if (too_small := shares < 1).any():
         name = names[int(np.argmax(too_small))]
         raise ConfigError(
+            "E-WEIGHT-TOO-SMALL",
             f"data.weights gives {name!r} a share of {weights[name] / values.sum():.6f}",
             rule=f"a source has at least one sample in {CYCLE:,}",
             fix="raise its weight, or take it out",
+            source=name,
         )
     return quotas
+
+
+def earlier_weights(folder: RunFolder, weights: Weights) -> list[tuple[int, dict[str, float]]]:
+    """Return (last step, weights) of every mixture before `weights`, oldest first; empty if the weights never changed.
+
+    weights: those of the run file, which are the last ones. The run folder records accepted changes, but not every
+    record was trained on: a change may be taken back, or replaced, before the next step. So the search goes backward
+    from `weights` over the records that led to them. Raises DataError when the records cannot be read.
+    """
+    if not folder.accepted.exists():
+        return []
+    try:
+        records = json.loads(folder.accepted.read_text(encoding="utf-8"))
+        changes = [(int(one["step"]), *one["changes"][KEY]) for one in records if KEY in one["changes"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "E-RUN-CHANGES-READ",
+            f"{folder.accepted} cannot be read ({error})",
+            rule="this file records the mixtures that the steps of the run were trained on",
+            fix="restore it from a copy of the run folder",
+            path=str(folder.accepted),
+        ) from None
+    found: list[tuple[int, dict[str, float]]] = []
+    now, before_step = dict(weights), float("inf")
+    for step, old, new in reversed(changes):
+        if new == now and step < before_step:
+            found.append((step, dict(old)))
+            now, before_step = dict(old), step
+    return found[::-1]

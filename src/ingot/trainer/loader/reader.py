@@ -1,7 +1,12 @@
-"""Windows of tokens out of memory-mapped shards; every block is checked against its hash when it is first touched.
+"""Samples cut from token shards, by number, and read from memory-mapped files with checked hashes.
 
-Opening a folder reads its manifest and nothing else. A shard is mapped when a window needs it; the least recently used
-ones are unmapped again, so ten thousand shards need no ten thousand open files.
+A sample is a window of seq_len + 1 tokens of one shard: the first seq_len tokens are inputs, the last seq_len targets.
+Windows of a shard begin seq_len apart, so every token but a shard's first is a target exactly once (less than a window
+remains at a shard's end). Window ids count over the shards in the manifest's order.
+
+Opening a folder reads only its manifest. A shard is mapped when a window needs it; the least recently used ones are
+unmapped, so ten thousand shards do not need ten thousand open files. A block is checked against its hash when it is
+first read.
 """
 
 import hashlib
@@ -12,25 +17,70 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.errors import DataError
+from ingot.errors import ConfigError, DataError
 from ingot.schema.tokens import TokenManifest, read_token_manifest
-from ingot.trainer.loader.windows import Windows
 
 _FIX = "copy the shard again from its origin, or build the tokens again; ingot data verify DIR finds all damage"
 
 
 def document_numbers(inputs: np.ndarray, eot_id: int) -> np.ndarray:
-    """Which document of its window each token belongs to, counted from 0: int32, the shape of `inputs` [..., T].
+    """Return the number of each token's document within its window, from 0: int32, the shape of `inputs` [..., T].
 
-    The end of text belongs to the document that it ends; plain text cannot contain it (data/tokenizer/encoder.py).
+    The end of text belongs to the document that it ends; plain text cannot contain it (tokenizer/encoder.py).
     """
     ends = inputs == eot_id
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
 
+class Windows:
+    """The windows of `seq_len` + 1 tokens in a token folder. Memory is O(shards).
+
+    counts, ends: the windows per shard and their running sum, int64. Raises DataError when there is no window.
+    """
+
+    def __init__(self, manifest: TokenManifest, seq_len: int):
+        if seq_len < 1:
+            raise ConfigError(
+                "E-SEQ-LEN",
+                f"seq_len = {seq_len}",
+                rule="a sample has at least one token",
+                fix="set train.seq_len to 1 or more",
+                seq_len=seq_len,
+            )
+        self.seq_len = seq_len
+        tokens = np.array([shard.tokens for shard in manifest.shards], np.int64)
+        self.counts = np.maximum((tokens - 1) // seq_len, 0)
+        self.ends = np.cumsum(self.counts)
+        self.count = int(self.counts.sum())
+        if not self.count:
+            raise DataError(
+                "E-TOKENS-TOO-FEW",
+                f"no shard holds {seq_len + 1:,} tokens (longest: {max(tokens.tolist(), default=0):,})",
+                rule="a sample is seq_len + 1 consecutive tokens of one shard",
+                fix="use a shorter train.seq_len, or more data",
+                seq_len=seq_len,
+                longest=max(tokens.tolist(), default=0),
+            )
+
+    def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return per window id the index of its shard in the manifest and its first token in that shard, both int64."""
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.count:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise DataError(
+                "E-WINDOW-UNKNOWN",
+                f"window {wrong} does not exist",
+                rule=f"the tokens have {self.count:,} windows of {self.seq_len + 1} tokens",
+                fix="use the tokens and train.seq_len that the ids were made for",
+                window=wrong,
+                windows=self.count,
+            )
+        shards = np.searchsorted(self.ends, ids, side="right")
+        return shards, (ids - self.ends[shards] + self.counts[shards]) * self.seq_len
+
+
 @dataclass
-class _Open:
-    """A mapped shard. verified: one byte per block, 1 once its hash was found right."""
+class _MappedShard:
+    """A mapped shard. digests: the SHA-256 of each block. verified: one byte per block, 1 once its hash was checked."""
 
     tokens: np.ndarray
     digests: bytes
@@ -38,9 +88,9 @@ class _Open:
 
 
 class TokenReader:
-    """Reads windows of `seq_len` + 1 tokens. Not for several threads.
+    """Reads windows of `seq_len` + 1 tokens of `folder`. Not thread-safe.
 
-    manifest: of `folder`, when the caller has read it already.
+    manifest: the manifest of `folder`, if the caller has read it. open_shards: the most shards mapped at once.
     """
 
     def __init__(self, folder: Path, seq_len: int, *, manifest: TokenManifest | None = None, open_shards: int = 64):
@@ -48,15 +98,14 @@ class TokenReader:
         self.windows, self.seq_len, self.open_shards = Windows(self.manifest, seq_len), seq_len, open_shards
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._block_tokens = self.manifest.block_bytes // self._dtype.itemsize
-        self._open: OrderedDict[int, _Open] = OrderedDict()
-        self._verified: dict[
-            int, bytearray
-        ] = {}  # of shards seen so far: a block is checked once, not once per opening
+        self._open: OrderedDict[int, _MappedShard] = OrderedDict()
+        # By shard, kept when a shard is unmapped: a block is checked once, not once per mapping.
+        self._verified: dict[int, bytearray] = {}
 
     def read(self, window_ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Tokens of the windows, int64 [n, seq_len + 1], into `out` if given.
+        """Read windows as int64 [n, seq_len + 1], into `out` if given.
 
-        Raises DataError naming shard, block and byte offset when what is on disk is not what was built.
+        Raises DataError naming shard, block and byte offset when the data on disk differs from the data built.
         """
         if out is None:
             out = np.empty((len(window_ids), self.seq_len + 1), np.int64)
@@ -72,7 +121,7 @@ class TokenReader:
             out[row] = shard.tokens[start:stop]
         return out
 
-    def _open_shard(self, number: int) -> _Open:
+    def _open_shard(self, number: int) -> _MappedShard:
         shard = self.manifest.shards[number]
         path = self.folder / f"{shard.name}.tokens"
         expected = shard.tokens * self._dtype.itemsize
@@ -84,38 +133,53 @@ class TokenReader:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
             raise DataError(
+                "E-SHARD-READ",
                 f"shard {shard.name}: {error.filename} cannot be read ({error.strerror})",
-                rule="every shard in the manifest lies in its folder",
+                rule="every shard in the manifest is in its folder",
                 fix=_FIX,
+                shard=shard.name,
+                path=str(path),
             ) from None
         if size != expected:
             raise DataError(
+                "E-SHARD-SIZE",
                 f"shard {shard.name}: {path} has {size:,} bytes, not {expected:,}",
-                rule=f"the manifest says {shard.tokens:,} tokens of {self.manifest.dtype}: cut short, or another dtype",
+                rule=f"the manifest lists {shard.tokens:,} tokens of {self.manifest.dtype}",
                 fix=_FIX,
+                shard=shard.name,
+                path=str(path),
+                bytes=size,
+                expected=expected,
             )
         if hashlib.sha256(digests).hexdigest() != shard.blocks_sha256 or len(digests) != 32 * blocks:
             raise DataError(
-                f"shard {shard.name}: the block hashes in {shard.name}.blocks are not those that were built",
+                "E-SHARD-HASH",
+                f"shard {shard.name}: the block hashes in {shard.name}.blocks differ from those that were built",
                 rule="the manifest holds the SHA-256 of .blocks",
                 fix=_FIX,
+                shard=shard.name,
+                path=str(path.with_suffix(".blocks")),
             )
         verified = self._verified.setdefault(number, bytearray(blocks))
-        opened = _Open(np.frombuffer(mapped, self._dtype), digests, verified)
+        opened = _MappedShard(np.frombuffer(mapped, self._dtype), digests, verified)
         self._open[number] = opened
         if len(self._open) > self.open_shards:
             self._open.popitem(last=False)
         return opened
 
-    def _verify(self, number: int, shard: _Open, block: int) -> None:
+    def _verify(self, number: int, shard: _MappedShard, block: int) -> None:
         first = block * self._block_tokens
         data = shard.tokens[first : first + self._block_tokens]
         if hashlib.sha256(data.data).digest() != shard.digests[32 * block : 32 * block + 32]:
             name, at = self.manifest.shards[number].name, first * self._dtype.itemsize
             raise DataError(
+                "E-SHARD-HASH",
                 f"shard {name}: block {block} (bytes {at:,} to {at + data.nbytes:,} of {self.folder / name}.tokens) "
                 "has another SHA-256 than at build",
-                rule="training never sees a token that was not built",
+                rule="training reads only tokens that were built",
                 fix=_FIX,
+                shard=name,
+                path=f"{self.folder / name}.tokens",
+                block=block,
             )
         shard.verified[block] = 1

@@ -1,8 +1,8 @@
-"""A shuffle of n windows that needs no memory of n: a bijection, computed where it is looked at.
+"""A shuffle of n windows in O(1) memory: a bijection, computed only at the requested positions.
 
-Two levels keep reads near each other. Blocks of consecutive windows are permuted among themselves; then the windows of
-GROUP consecutive permuted blocks are permuted among each other. So any stretch of samples comes from a few blocks,
-each of them one sequential read, while every window of a group may come next to every other.
+Two levels keep reads near each other. Blocks of consecutive windows are permuted; then the windows within each group of
+GROUP_BLOCKS consecutive permuted blocks are permuted. So any range of samples comes from a few blocks, each a
+sequential read, while any two windows of a group may be neighbors.
 """
 
 import numpy as np
@@ -11,28 +11,28 @@ from ingot.rng import derive
 
 BLOCK_TOKENS = 1 << 19  # a block of windows is about this long: 1 MiB of uint16, one sequential read
 MAX_BLOCK_WINDOWS = 1024
-GROUP_BLOCKS = 32  # permuted together; with blocks of 2**19 tokens a group is 16.8M tokens
+GROUP_BLOCKS = 32  # blocks per group; with blocks of 2**19 tokens a group is 16.8M tokens
 _ROUNDS = 6
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele et al. 2014): uint64 -> uint64, a bijection that looks random."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014): uint64 -> uint64, a bijection that looks random."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def permuted_range(n: int, key: int) -> np.ndarray:
-    """The numbers 0..n-1 in an order given by `key`, int64. O(n) memory, for n that is bounded."""
+    """Return the numbers 0..n-1 in an order given by `key`, int64. O(n) memory: only for bounded n."""
     keys = mix(np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key))
     return np.argsort(keys, kind="stable")
 
 
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where `positions` (int64, all below n) go in a permutation of 0..n-1 given by `key`. O(1) memory in n.
+    """Return the images of `positions` (int64, all below n) in a permutation of 0..n-1 given by `key`.
 
     A balanced Feistel network over the next even number of bits is a bijection for any round function (Luby & Rackoff
-    1988); results outside 0..n-1 are sent through again (cycle walking, Black & Rogaway 2002), which keeps it one.
+    1988); results outside 0..n-1 go through it again (cycle walking, Black & Rogaway 2002), which is still a bijection.
     """
     half = np.uint64(max((max(n - 1, 1).bit_length() + 1) // 2, 1))
     low = (np.uint64(1) << half) - np.uint64(1)
@@ -49,9 +49,9 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
 
 
 class Shuffle:
-    """Windows 0..n-1 of one source, epoch after epoch; `take(first, last)` are samples first..last-1 of that stream.
+    """The windows 0..n-1 of one source, epoch after epoch, each epoch in a permutation of its own.
 
-    Every epoch is its own permutation. Not for several threads: the group in use is remembered.
+    Not thread-safe: the group in use is cached.
     """
 
     def __init__(self, windows: int, seq_len: int, key: int):
@@ -63,7 +63,7 @@ class Shuffle:
         self._group_ids = np.empty(0, np.int64)
 
     def take(self, first: int, last: int) -> np.ndarray:
-        """Windows of samples first..last-1 (int64); the sample i is in epoch i // windows."""
+        """Return the windows of samples first..last-1 (int64); sample i is in epoch i // windows."""
         parts = [np.empty(0, np.int64)]
         while first < last:
             epoch, position = divmod(first, self.windows)
@@ -74,7 +74,7 @@ class Shuffle:
         return np.concatenate(parts)
 
     def _group(self, epoch: int, group: int) -> np.ndarray:
-        """All windows of one group, in order: the second level, applied to the blocks that the first one gives."""
+        """Return all windows of one group in order: the second level, applied to the blocks of the first level."""
         if self._group_at != (epoch, group):
             key = derive(self.key, "epoch", epoch)
             begin = group * self.group_windows
@@ -85,15 +85,15 @@ class Shuffle:
         return self._group_ids
 
     def _windows_at(self, positions: np.ndarray, key: int) -> np.ndarray:
-        """The first level: which window stands at each position once the blocks are permuted.
+        """Return the window at each position after the first level, the permutation of blocks.
 
-        The last, short block stands at a random place between the full ones, which are permuted among themselves.
+        The last, short block is at a random place between the full ones, which are permuted.
         """
         full, tail = divmod(self.windows, self.block_windows)
         tail_begin = derive(key, "tail") % (full + 1) * self.block_windows
         in_tail = (positions >= tail_begin) & (positions < tail_begin + tail)
         in_full = np.where(positions < tail_begin, positions, positions - tail)
-        in_full[in_tail] = 0  # unused, but must be a legal position
+        in_full[in_tail] = 0  # unused, but it must be a legal position
         blocks, which = np.unique(in_full // self.block_windows, return_inverse=True)
         if full:
             blocks = permute(blocks, full, derive(key, "blocks"))

@@ -1,6 +1,6 @@
 """One owner per run folder: two runs in one folder would overwrite each other's checkpoints.
 
-The lock is the kernel's (flock), so it goes when its owner dies, however it dies; nobody has to clean up after a crash.
+The kernel holds the lock (flock), so it is released when its owner ends in any way; a crash leaves nothing to clean up.
 """
 
 import fcntl
@@ -15,9 +15,9 @@ from ingot.units import format_seconds
 
 
 class RunLock:
-    """Held from construction until `release` (or the end of a with block, or of the process).
+    """The lock of a run folder, held from construction until `release`, or the end of a with block or of the process.
 
-    Raises RunBusyError, naming host, process and age of the owner, when somebody else holds it.
+    Raises RunBusyError with host, process and age of the owner when another process holds it.
     """
 
     def __init__(self, path: Path):
@@ -26,7 +26,11 @@ class RunLock:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ResourceError(
-                f"cannot open the lock {path} ({error.strerror})", rule="a run folder is written by one owner"
+                "E-RUN-LOCK",
+                f"cannot open the lock {path} ({error.strerror})",
+                rule="a run folder is written by one owner, which holds its lock",
+                fix="make the run folder writable, or train into another folder (--out DIR)",
+                path=str(path),
             ) from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,15 +38,19 @@ class RunLock:
             owner = _describe(os.pread(self._fd, 4096, 0))
             os.close(self._fd)
             raise RunBusyError(
+                "E-RUN-BUSY",
                 f"{path.parent} is in use by {owner}",
                 rule="one run at a time writes to a run folder",
                 fix=f"ingot status {path.parent} shows it; stop it first, or train into another folder (--out)",
+                run=str(path.parent),
+                owner=owner,
             ) from None
         facts = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(facts).encode(), 0)
 
     def release(self) -> None:
+        """Release the lock; a second call has no effect."""
         if self._fd >= 0:
             os.ftruncate(self._fd, 0)
             os.close(self._fd)
@@ -56,7 +64,7 @@ class RunLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process owns the run folder of lock `path`."""
+    """Return whether a living process holds the lock `path`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

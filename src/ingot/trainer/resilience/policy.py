@@ -1,8 +1,9 @@
-"""What the loop asks about every step: keep its update, and what to do next.
+"""The policy of a run: decide for every step whether to keep its update, and how to continue.
 
 A policy sees a step twice. Before the update, `veto` decides on the device, without waiting, whether the update is
-skipped. After it, `verdict` says how to go on; the facts stay on the device until a policy reads them. All ranks must
-reach the same verdict, so a rule uses what is the same on all of them: the gradient norm, and what was read.
+skipped. After it, `verdict` decides how to continue; the results stay on the device until a policy reads them. All
+ranks must reach the same verdict, so a policy uses values that are equal on all ranks: the gradient norm, and numbers
+that were read.
 """
 
 import enum
@@ -18,11 +19,11 @@ from ingot.errors import RunFailed
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.mesh.collectives import any_rank, mean_over_ranks
 
-VETOES_IN_A_ROW = 50  # a loss scale halves with each: after 50, 2^-34 of 2^16 is left, and the fault lies elsewhere
+VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 of them leave 2^-34 of 2^16, so the cause is not the scale
 
 
 class Verdict(enum.Enum):
-    """SKIP: this step's update was vetoed, go on and say so. ROLL_BACK: go on from the newest checkpoint.
+    """SKIP: this step's update was vetoed; report it and continue. ROLL_BACK: continue from the newest checkpoint.
 
     STOP: save and end, as on request.
     """
@@ -34,8 +35,8 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The facts of a step as numbers, the same on every rank. loss: nats per token, mean over the global batch."""
+class StepNumbers:
+    """The result of a step as numbers, equal on every rank. loss: nats per token, mean over the global batch."""
 
     step: int
     loss: float
@@ -44,19 +45,20 @@ class Reading:
 
     @property
     def is_finite(self) -> bool:
+        """True if loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A step as it is known without waiting for it. Scalars on the device.
+class StepResult:
+    """The result of a step, known without waiting for the device: loss, grad_norm and skipped are scalars on it.
 
-    loss: of the tokens that this rank reads, known on ranks that hold the last pipeline stage. grad_norm: global,
-    before clipping. skipped: whether the update was vetoed; None if nothing can be.
-    readers: the global ranks whose losses make the loss of the step, each of other tokens and all of equally many;
-    None: all.
-    experts: float64 [L, E + 3], what the routers of the whole batch saw (parallel/balance.py); None without experts.
-    line: at a log line, all steps since the line before, which were read for it; empty between lines.
+    loss: the loss of the tokens that this rank reads, known on ranks with the last pipeline stage. grad_norm: global,
+    before clipping. skipped: whether the update was vetoed; None if the policy never vetoes.
+    readers: the global ranks whose losses make the loss of the step, each from its own tokens and all from equally
+    many; None means all ranks.
+    experts: float64 [L, E + 3], the router statistics of the whole batch (parallel/balance.py); None without experts.
+    line: at a log line, the numbers of all steps since the last line; empty between lines.
     """
 
     step: int
@@ -65,16 +67,16 @@ class Facts:
     grad_norm: Tensor
     skipped: Tensor | None = None
     readers: Sequence[int] | None = None
-    line: Sequence[Reading] = ()
+    line: Sequence[StepNumbers] = ()
     experts: Tensor | None = None
 
-    def read(self) -> Reading:
-        """The host waits for the step, unless it was read for a log line. Collective."""
+    def read(self) -> StepNumbers:
+        """Return the numbers of the step; the host waits for it, unless it was read for a log line. Collective."""
         return self.line[-1] if self.line else read_steps([self])[0]
 
 
-def read_steps(steps: Sequence[Facts]) -> list[Reading]:
-    """The numbers of `steps`: one transfer from the device, which the host waits for, and one collective."""
+def read_steps(steps: Sequence[StepResult]) -> list[StepNumbers]:
+    """Return the numbers of `steps`: one transfer from the device, which the host waits for, and one collective."""
     kept = torch.zeros((), dtype=torch.bool, device=steps[0].loss.device)
     columns = (
         [s.loss for s in steps],
@@ -82,44 +84,46 @@ def read_steps(steps: Sequence[Facts]) -> list[Reading]:
         [kept if s.skipped is None else s.skipped.reshape(()) for s in steps],
     )
     # With parameters on the host the norm is there, too.
-    facts_of_steps = [torch.stack(column).double().to(kept.device) for column in columns]
-    losses, norms, skipped = torch.stack(facts_of_steps).cpu().numpy()
+    values = [torch.stack(column).double().to(kept.device) for column in columns]
+    losses, norms, skipped = torch.stack(values).cpu().numpy()
     losses = mean_over_ranks(losses, steps[0].readers)
     return [
-        Reading(facts.step, float(loss), float(norm), bool(was_skipped))
-        for facts, loss, norm, was_skipped in zip(steps, losses, norms, skipped, strict=True)
+        StepNumbers(result.step, float(loss), float(norm), bool(was_skipped))
+        for result, loss, norm, was_skipped in zip(steps, losses, norms, skipped, strict=True)
     ]
 
 
 class Policy(Protocol):
+    """The two decisions about each step."""
+
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
-        """Whether to skip the update of this step: a bool scalar on the device, or None for never. Must not wait.
+        """Return whether to skip this step's update, a bool scalar on the device; None means never. Must not wait.
 
         Called on every rank, after gradients were reduced and before the update. grad_norm is the same on all ranks,
-        loss is not (Facts); the answer must be.
+        loss is not (see StepResult); the answer must be.
         """
         ...
 
-    def verdict(self, facts: Facts) -> Verdict:
-        """What to do after this step; any other than CONTINUE is acted on at once. The same on every rank.
+    def verdict(self, result: StepResult) -> Verdict:
+        """Return how to continue after this step. The same on every rank; any verdict but CONTINUE is acted on at once.
 
-        Called on every rank after every step. Nothing is saved before it was heard. Raises RunFailed to give up.
+        Called on every rank after every step, and before the step is saved. Raises RunFailed to end the run.
         """
         ...
 
 
 class Unwatched:
-    """Goes on whatever happens: for benchmarks and traces, which have no run folder."""
+    """A policy that always continues: for benchmarks and traces, which have no run folder."""
 
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         return None
 
-    def verdict(self, facts: Facts) -> Verdict:
+    def verdict(self, result: StepResult) -> Verdict:
         return Verdict.CONTINUE
 
 
 class DefaultPolicy:
-    """Stop on request; give up at the first loss or gradient norm that is not finite. Reads at log lines only.
+    """Stop on request, and end the run at the first loss or gradient norm that is not finite. Reads at log lines only.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then: such a step is skipped, and only
     VETOES_IN_A_ROW of them in a row are a failure.
@@ -127,35 +131,42 @@ class DefaultPolicy:
 
     def __init__(self, folder: RunFolder, *, scaled_loss: bool = False):
         self.folder, self.scaled_loss = folder, scaled_loss
-        self._vetoes = 0  # in a row, up to the last line
+        self._vetoes = 0  # skipped steps in a row, up to the last line
 
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         return ~torch.isfinite(grad_norm) if self.scaled_loss else None
 
-    def verdict(self, facts: Facts) -> Verdict:
-        if not facts.line:
+    def verdict(self, result: StepResult) -> Verdict:
+        if not result.line:
             return Verdict.CONTINUE
-        for reading in facts.line:
-            self._judge(reading)
-        # Ranks that read the file at different moments agree.
+        for numbers in result.line:
+            self._judge(numbers)
+        # Ranks that read the file at different times agree.
         stop = any_rank(self.folder.stop_request.exists())
         return Verdict.STOP if stop else Verdict.CONTINUE
 
-    def _judge(self, reading: Reading) -> None:
+    def _judge(self, numbers: StepNumbers) -> None:
         """Raise RunFailed for a step after which nothing may be saved."""
-        self._vetoes = self._vetoes + 1 if reading.skipped else 0
-        values = f"loss {reading.loss} and gradient norm {reading.grad_norm} at step {reading.step}"
+        self._vetoes = self._vetoes + 1 if numbers.skipped else 0
+        values = f"loss {numbers.loss} and gradient norm {numbers.grad_norm} at step {numbers.step}"
         if self._vetoes >= VETOES_IN_A_ROW:
             raise RunFailed(
+                "E-LOSS-SCALE",
                 f"{values}, the {self._vetoes}th step in a row that was skipped",
-                rule="gradients that stay not finite at every loss scale are not an overflow",
+                rule="gradients that are not finite at every loss scale are no overflow",
                 fix="lower optim.lr, or set train.precision = 'bf16', then run the same command: it continues from the "
                 "last checkpoint",
+                step=numbers.step,
+                skipped=self._vetoes,
             )
-        if not reading.skipped and not reading.is_finite:
+        if not numbers.skipped and not numbers.is_finite:
             raise RunFailed(
+                "E-LOSS-NOT-FINITE",
                 values,
                 rule="training stops at the first value that is not finite; no such weights were saved",
                 fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run "
                 "the same command: it continues from the last checkpoint",
+                step=numbers.step,
+                loss=numbers.loss,
+                grad_norm=numbers.grad_norm,
             )

@@ -1,8 +1,9 @@
-"""Where a rank's time goes between two log lines, from clocks that cost nothing: no device is asked, nothing is traced.
+"""Where a rank's time goes between two log lines, measured with clocks that cost nothing: no device query, no tracing.
 
-The kernel knows how long a thread computed and how long it was ready but had no core; what is left of the wall clock it
-was blocked. Two of the reasons to block have clocks of their own: the loader's next batch, and the neighbour in the
-pipeline. On a CPU the rest are collectives. On a GPU the host only starts work: it blocks where it reads results.
+The kernel counts how long a thread computed and how long it was ready but had no core; the rest of the wall-clock time
+it was blocked. Two reasons to block have clocks of their own: the loader's next batch, and the neighbor in the
+pipeline. On a CPU the other reasons are collectives. On a GPU the host only starts work, and blocks where it reads
+results.
 """
 
 import time
@@ -16,7 +17,7 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and r
 
 @dataclass(frozen=True)
 class ThreadTime:
-    """Clocks of the calling thread, in seconds since some moment. queued: ready to run, but without a core."""
+    """The clocks of the calling thread, seconds since an arbitrary origin. queued: ready to run, but without a core."""
 
     wall: float
     computing: float
@@ -24,14 +25,16 @@ class ThreadTime:
 
     @classmethod
     def now(cls) -> "ThreadTime":
+        """Read the clocks."""
         return cls(time.monotonic(), time.thread_time(), _queued_seconds())
 
     def since(self, before: "ThreadTime") -> "ThreadTime":
+        """Return the time that passed since `before`."""
         return ThreadTime(self.wall - before.wall, self.computing - before.computing, self.queued - before.queued)
 
 
 def _queued_seconds() -> float:
-    """0 where the kernel does not count it."""
+    """Return the seconds without a core, 0 if the kernel does not count them."""
     try:
         return int(_SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -40,10 +43,11 @@ def _queued_seconds() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Seconds of one rank in one interval, which add up to `wall`.
+    """The wall-clock seconds of one rank in one interval, by reason.
 
-    data: for the loader. pipeline: for a neighbour's message (0 on GPUs, where the host does not wait for it). reading:
-    for the results of the interval: on a GPU until the device has come this far. blocked: for anything else.
+    data: waiting for the loader. pipeline: waiting for a neighbor's message (0 on GPUs, where the host does not wait
+    for messages). reading: waiting for the results of the interval, on a GPU until the device has computed them.
+    computing: on a core. queued: ready, but without a core. blocked: waiting for anything else.
     """
 
     data: float
@@ -55,6 +59,7 @@ class Waits:
 
     @classmethod
     def of(cls, passed: ThreadTime, *, data: float, pipeline: float, reading: float) -> "Waits":
+        """Divide the time that passed; the remainder is `blocked`."""
         known = passed.computing + passed.queued + data + pipeline + reading
         return cls(
             data=data,
@@ -66,6 +71,7 @@ class Waits:
         )
 
     def row(self) -> np.ndarray:
+        """Return the seconds in the order of KINDS, float64 [kinds]."""
         return np.array([getattr(self, name) for name in KINDS])
 
 
@@ -73,7 +79,7 @@ KINDS = tuple(Waits.__dataclass_fields__)
 
 
 def summary(rows: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
-    """Facts of a `waits` event: by kind, seconds per step. rows: [ranks, kinds], of one interval."""
+    """Return the fields of a `waits` event: seconds per step by kind. rows: [ranks, kinds] of one interval."""
     found = {}
     for kind, column in zip(KINDS, (rows / steps).T, strict=True):
         found[kind] = {"mean": _rounded(column.mean()), "least": _rounded(column.min()), "most": _rounded(column.max())}

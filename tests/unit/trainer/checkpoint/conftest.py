@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.saving import CheckpointFacts, save_checkpoint
+from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
 from ingot.trainer.checkpoint.state import TrainingState
 
 

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.expect import refused
 
 from ingot.config import to_dict
 from ingot.errors import CheckpointError
@@ -70,20 +71,20 @@ def test_a_truncated_manifest_is_refused(saved):
 
 def test_a_folder_without_manifest_was_never_finished(saved):
     (saved / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="never finished"):
+    with refused("E-CKPT-UNFINISHED"):
         read_manifest(saved)
 
 
 def test_a_newer_format_is_refused_by_name(saved):
     forge(saved, version=3)
-    with pytest.raises(CheckpointError, match="version 3"):
+    with refused("E-CKPT-VERSION"):
         read_manifest(saved)
 
 
 def test_a_renamed_folder_is_refused(saved):
     moved = saved.with_name("step-00000099")
     saved.rename(moved)
-    with pytest.raises(CheckpointError, match="step 40"):
+    with refused("E-CKPT-STEP"):
         read_manifest(moved)
 
 
@@ -91,7 +92,7 @@ def test_a_renamed_folder_is_refused(saved):
 def test_a_foreign_file_name_is_refused(saved, name):
     entry = next(iter(read_manifest(saved).files.values()))
     forge(saved, files={name: entry})
-    with pytest.raises(CheckpointError, match="names the file"):
+    with refused("E-CKPT-MANIFEST"):
         read_manifest(saved)
 
 
@@ -110,7 +111,7 @@ def test_blocks_must_tile_their_tensor(saved, shape, offsets, sizes):
     cuts = (*manifest.cuts, BlockLayout(ranks=(0,), offsets=(offsets,), sizes=(sizes,)))
     x = TensorEntry(dtype="float32", shape=shape, cut=len(cuts) - 1, crc32=pack_crc32([0]))
     forge(saved, cuts=cuts, tensors=manifest.tensors | {"x": x})
-    with pytest.raises(CheckpointError, match="tensor"):
+    with refused("E-CKPT-MANIFEST"):
         read_manifest(saved)
 
 
@@ -127,7 +128,7 @@ def test_blocks_must_tile_their_tensor(saved, shape, offsets, sizes):
 def test_a_tensor_has_a_cut_and_a_checksum_per_block(saved, change, what):
     tensors = read_manifest(saved).tensors
     forge(saved, tensors=tensors | {"model.0.weight": dataclasses.replace(tensors["model.0.weight"], **change)})
-    with pytest.raises(CheckpointError, match=what):
+    with refused("E-CKPT-MANIFEST"):
         read_manifest(saved)
 
 
@@ -135,7 +136,7 @@ def test_a_tensor_has_a_cut_and_a_checksum_per_block(saved, change, what):
 def test_a_cut_lies_in_the_files(saved, change):
     manifest = read_manifest(saved)
     forge(saved, cuts=tuple(dataclasses.replace(cut, **change) for cut in manifest.cuts))
-    with pytest.raises(CheckpointError, match=r"as many ranks as blocks|outside the tensor or its files"):
+    with refused("E-CKPT-MANIFEST"):
         read_manifest(saved)
 
 
@@ -176,7 +177,7 @@ def test_a_manifest_of_version_1_that_it_never_wrote_is_refused(saved, change):
     values = version_1(saved)
     values["tensors"]["model.0.weight"]["chunks"][0] |= change
     write_version_1(saved, values)
-    with pytest.raises(CheckpointError, match="version 1"):
+    with refused("E-CKPT-MANIFEST"):
         read_manifest(saved)
 
 
@@ -191,7 +192,7 @@ def test_a_torn_manifest_is_not_finished(saved):
 def test_an_unknown_dtype_is_refused(saved):
     tensors = dict(read_manifest(saved).tensors, x=TensorEntry(dtype="object", shape=(), cut=0, crc32=""))
     forge(saved, tensors=tensors)
-    with pytest.raises(CheckpointError, match="object"):
+    with refused("E-CKPT-MANIFEST"):
         read_manifest(saved)
 
 
@@ -202,7 +203,7 @@ def test_a_hash_that_fits_does_not_make_another_file_right(saved):
     save_file({"other": np.zeros(path.stat().st_size // 4, np.float32)}, path)
     entry = FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
     write_manifest(saved, dataclasses.replace(manifest, files={path.name: entry}))
-    with pytest.raises(CheckpointError, match="does not hold tensor"):
+    with refused("E-CKPT-HEADER"):
         verify_checkpoint(saved)
 
 

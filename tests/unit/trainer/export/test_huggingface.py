@@ -15,8 +15,9 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import Shard, TokenManifest
 from ingot.storage import sha256_file, write_json
+from ingot.theory.rules import load_run
 from ingot.tokenizer.byte_bpe import train_bpe
-from ingot.trainer.checkpoint.saving import CheckpointFacts, save_checkpoint
+from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export import huggingface
 from ingot.trainer.export.huggingface import export_run
@@ -113,8 +114,7 @@ def make_run(root: Path, arch: Arch) -> Path:
 
 
 def trained_model(run: Path) -> Transformer:
-    from ingot.theory.rules import load_run
-    from ingot.trainer.checkpoint.loading import load_model
+    from ingot.trainer.checkpoint.load import load_model
 
     model = Transformer(load_run(run / "run.toml").model)
     load_model(run / "checkpoints" / "step-00000020", model)

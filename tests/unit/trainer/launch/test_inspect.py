@@ -1,9 +1,9 @@
 import json
 
 import pytest
+from tests.expect import refused
 
 from ingot.cli.main import main
-from ingot.errors import UsageError
 from ingot.trainer.launch.inspect import RESUMES_HERE, inspect_checkpoints
 
 from .conftest import write_checkpoint
@@ -31,10 +31,10 @@ def test_one_checkpoint_can_be_asked_for(three):
 
 
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="not the folder of a run"):
+    with refused("E-RUN-NOT-FOUND"):
         inspect_checkpoints(tmp_path, hash_files=False)
     (tmp_path / "events.jsonl").touch()
-    with pytest.raises(UsageError, match="no checkpoint yet"):
+    with refused("E-CKPT-NONE"):
         inspect_checkpoints(tmp_path, hash_files=False)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ingot.schema.parallel import Parallel
-from ingot.trainer.launch.job import most_ranks
+from ingot.trainer.launch.train import most_ranks
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])

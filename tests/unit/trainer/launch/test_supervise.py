@@ -22,7 +22,7 @@ import os, signal, sys, time
 from pathlib import Path
 from ingot.errors import DataError
 from ingot.events import EventLog
-from ingot.trainer.resilience.rank import guarded
+from ingot.trainer.resilience.endings import guarded
 from ingot.schema.run_folder import RunFolder
 
 folder, deeds = RunFolder(Path(sys.argv[1])), sys.argv[2].split(",")

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from tests.expect import refused
 
-from ingot.errors import DataError
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.loader.history import earlier_weights
+from ingot.trainer.loader.order import earlier_weights
 
 A, B, C = {}, {"web": 0.7, "my.source": 0.3}, {"web": 1.0}
 
@@ -50,5 +50,5 @@ def test_a_mixture_that_comes_back(history):
 def test_what_cannot_be_read_is_an_error(tmp_path, text):
     folder = RunFolder(tmp_path)
     folder.accepted.write_text(text)
-    with pytest.raises(DataError, match="cannot be read"):
+    with refused("E-RUN-CHANGES-READ"):
         earlier_weights(folder, A)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError
 from ingot.trainer.loader.order import CYCLE, Order
 
 SHARDS = [("web", 16 * 500 + 1), ("books", 16 * 120 + 5), ("web", 16 * 333 + 2), ("code", 16 * 61 + 1)]
@@ -123,7 +124,7 @@ def test_weights_that_make_no_sense_are_refused(make_manifest, weights, message)
 
 
 def test_a_weighted_source_without_a_window_is_an_error(make_manifest):
-    with pytest.raises(DataError, match="'code' holds no 17 consecutive"):
+    with refused("E-TOKENS-TOO-FEW"):
         Order(make_manifest([("web", 100), ("code", 16)]), 16, 3, {"web": 1, "code": 1})
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from tests.expect import refused
 
-from ingot.errors import ConfigError, DataError
-from ingot.trainer.loader.windows import Windows
+from ingot.trainer.loader.reader import Windows
 
 
 def test_windows_tile_every_shard(make_manifest):
@@ -15,16 +15,16 @@ def test_windows_tile_every_shard(make_manifest):
 
 @pytest.mark.parametrize("ids", [[9], [-1, 3]])
 def test_a_window_that_does_not_exist_is_an_error(make_manifest, ids):
-    with pytest.raises(DataError, match="does not exist"):
+    with refused("E-WINDOW-UNKNOWN"):
         Windows(make_manifest([("a", 16 * 9 + 1)]), 16).locate(np.array(ids))
 
 
 @pytest.mark.parametrize("shards", [[], [("a", 16)], [("a", 0), ("b", 10)]])
 def test_no_window_at_all_is_an_error(make_manifest, shards):
-    with pytest.raises(DataError, match="no shard holds 17 tokens"):
+    with refused("E-TOKENS-TOO-FEW"):
         Windows(make_manifest(shards), 16)
 
 
 def test_a_length_below_one_is_refused(make_manifest):
-    with pytest.raises(ConfigError, match="seq_len"):
+    with refused("E-SEQ-LEN"):
         Windows(make_manifest([("a", 100)]), 0)

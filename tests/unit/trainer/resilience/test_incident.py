@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from ingot.errors import DataError, RunFailed
-from ingot.trainer.resilience.incident import Incident, explain, refuse_restart
-from ingot.trainer.resilience.rank import RankEnding
+from ingot.trainer.resilience.endings import JobIncident, RankEnding, explain, refuse_restart
 
 LOST = "Connection closed by peer [127.0.0.1]:3899"
 HUNG = "gloo: Timed out waiting 5000ms for recv operation to complete"
@@ -16,7 +15,7 @@ def failed(rank: int, found: str, kind: str = "RuntimeError", time: float = 1.0)
     return RankEnding(rank=rank, time=time, kind=kind, found=found)
 
 
-def find(endings, dead=(), exit_codes=None, ranks=3, last_words="boom") -> Incident:
+def find(endings, dead=(), exit_codes=None, ranks=3, last_words="boom") -> JobIncident:
     return explain(ranks, {e.rank: e for e in endings}, list(dead), exit_codes or {}, 7, last_words)
 
 
@@ -50,7 +49,7 @@ def test_the_first_real_error_is_the_cause():
 
 def test_the_silent_rank_of_a_timeout_hung():
     incident = find([failed(0, HUNG), failed(2, HUNG)], dead=[0])
-    assert (incident.rank, incident.cause) == (1, "hung: its peers waited for it in vain")
+    assert (incident.rank, incident.cause) == (1, "hung: its peers waited for it until the timeout")
 
 
 def test_what_the_user_has_to_mend_is_handed_on():
@@ -70,8 +69,8 @@ def test_a_rank_that_left_without_starting_is_named():
     assert find([], exit_codes={1: 1}).cause == "ended with exit code 1"
 
 
-def incident(cause="was killed (SIGKILL)", signature="", step=7) -> Incident:
-    return Incident(rank=1, cause=cause, signature=signature, step=step)
+def incident(cause="was killed (SIGKILL)", signature="", step=7) -> JobIncident:
+    return JobIncident(rank=1, cause=cause, signature=signature, step=step)
 
 
 def test_accidents_use_up_the_budget():

@@ -5,7 +5,7 @@ import torch
 
 from ingot.errors import RunFailed
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.resilience.policy import VETOES_IN_A_ROW, DefaultPolicy, Facts, Reading, Verdict, read_steps
+from ingot.trainer.resilience.policy import VETOES_IN_A_ROW, DefaultPolicy, StepNumbers, StepResult, Verdict, read_steps
 
 
 def scalar(value):
@@ -13,9 +13,9 @@ def scalar(value):
 
 
 def line(*values, skipped=False):
-    """Facts at a log line, whose readings from step 41 on have these (loss, gradient norm)."""
-    readings = [Reading(41 + i, loss, norm, skipped) for i, (loss, norm) in enumerate(values)]
-    return Facts(readings[-1].step, 1e-3, scalar(0), scalar(0), line=readings)
+    """StepResult at a log line, whose readings from step 41 on have these (loss, gradient norm)."""
+    readings = [StepNumbers(41 + i, loss, norm, skipped) for i, (loss, norm) in enumerate(values)]
+    return StepResult(readings[-1].step, 1e-3, scalar(0), scalar(0), line=readings)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_between_lines_nothing_is_read(tmp_path):
     """No process group, and values that no line may have: nobody looks."""
     policy = DefaultPolicy(RunFolder(tmp_path))
     policy.folder.stop_request.touch()
-    assert policy.verdict(Facts(1, 1e-3, scalar(math.nan), scalar(math.nan))) is Verdict.CONTINUE
+    assert policy.verdict(StepResult(1, 1e-3, scalar(math.nan), scalar(math.nan))) is Verdict.CONTINUE
 
 
 def test_only_a_scaled_loss_is_vetoed(tmp_path):
@@ -89,16 +89,16 @@ def test_reading_takes_the_mean_of_the_ranks_that_know_the_loss(fork_ranks):
     def read(rank, ranks):
         loss = [math.nan, 1.0, math.nan, 4.0][rank]  # ranks 0 and 2 are an earlier pipeline stage
         steps = [
-            Facts(step, 1e-3, scalar(step * loss), scalar(step), torch.tensor(step == 2), readers=[1, 3])
+            StepResult(step, 1e-3, scalar(step * loss), scalar(step), torch.tensor(step == 2), readers=[1, 3])
             for step in (1, 2)
         ]
         return read_steps(steps), steps[1].read()
 
-    expected = [Reading(1, 2.5, 1.0, False), Reading(2, 5.0, 2.0, True)]
+    expected = [StepNumbers(1, 2.5, 1.0, False), StepNumbers(2, 5.0, 2.0, True)]
     assert fork_ranks(read, 4) == [(expected, expected[1])] * 4
 
 
 def test_facts_at_a_line_are_not_read_again():
     """No process group: reading would fail."""
     facts = line((1.0, 2.0), (3.0, 4.0))
-    assert facts.read() == Reading(42, 3.0, 4.0, False)
+    assert facts.read() == StepNumbers(42, 3.0, 4.0, False)

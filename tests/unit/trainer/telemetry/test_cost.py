@@ -4,7 +4,7 @@ import pytest
 
 from ingot.events import EventLog
 from ingot.schema import events
-from ingot.trainer.telemetry.cost import CostMeter
+from ingot.trainer.telemetry.usage import CostMeter
 
 
 def test_an_unknown_price_costs_nothing_known(tmp_path):

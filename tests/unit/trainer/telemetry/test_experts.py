@@ -4,7 +4,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from ingot.trainer.telemetry.experts import expert_load
+from ingot.trainer.telemetry.progress import expert_load
 
 
 def table(*rows) -> np.ndarray:

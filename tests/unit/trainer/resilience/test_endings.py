@@ -8,7 +8,7 @@ import pytest
 
 from ingot.errors import DataError
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.resilience.rank import RankEnding, clear_endings, guarded, read_endings
+from ingot.trainer.resilience.endings import RankEnding, clear_endings, guarded, read_endings
 
 GLOO_LOST = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3899"
 GLOO_TIMEOUT = "[/src/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
@@ -95,7 +95,7 @@ def test_a_rank_dies_with_its_parent(tmp_path):
     """parent -> rank; the parent is killed, and the kernel kills the rank."""
     rank = f"""
 import time
-from ingot.trainer.resilience.rank import guarded
+from ingot.trainer.resilience.endings import guarded
 from ingot.schema.run_folder import RunFolder
 from pathlib import Path
 with guarded(RunFolder(Path({str(tmp_path)!r})), 0):

@@ -4,7 +4,7 @@ import sys
 # A process of its own: the peak of this one already includes every other test.
 SCRIPT = """
 import torch
-from ingot.trainer.telemetry.memory import peak_memory_bytes
+from ingot.trainer.telemetry.usage import peak_memory_bytes
 before = peak_memory_bytes(torch.device("cpu"))
 held = torch.ones(256 << 20, dtype=torch.uint8)
 del held

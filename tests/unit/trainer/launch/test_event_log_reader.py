@@ -1,5 +1,5 @@
 from ingot.events import EventLog
-from ingot.trainer.launch.watch import Watch
+from ingot.trainer.launch.supervise import EventLogReader
 
 
 def test_reads_what_is_added_and_only_that(tmp_path):
@@ -7,7 +7,7 @@ def test_reads_what_is_added_and_only_that(tmp_path):
     log = EventLog(path)
     log.write("rank_started", rank=0, pid=1)
     log.write("finished", step=9)
-    watch = Watch(path)
+    watch = EventLogReader(path)
     watch.read()
     assert watch.ranks == {} and watch.ended == ""
     log.write("rank_started", rank=1, pid=12)
@@ -24,7 +24,7 @@ def test_reads_what_is_added_and_only_that(tmp_path):
 
 def test_half_a_line_waits_for_its_end(tmp_path):
     path = tmp_path / "events.jsonl"
-    watch = Watch(path)
+    watch = EventLogReader(path)
     watch.read()  # no file yet
     with path.open("w") as file:
         file.write('{"kind": "progress", "st')
@@ -39,7 +39,7 @@ def test_half_a_line_waits_for_its_end(tmp_path):
 
 def test_knows_the_checkpoint_that_was_verified_last(tmp_path):
     path = tmp_path / "events.jsonl"
-    log, watch = EventLog(path), Watch(path)
+    log, watch = EventLog(path), EventLogReader(path)
     watch.read()
     assert watch.saved is None
     for kind, facts in (

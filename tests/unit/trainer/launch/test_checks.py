@@ -2,12 +2,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.expect import refused
 
-from ingot.errors import ConfigError, ConfirmationNeeded
+from ingot.errors import ConfirmationNeeded
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.arch import Moe
-from ingot.trainer.launch.continuity import record_accepted, require_same_experiment
+from ingot.trainer.launch.checks import record_accepted, require_same_experiment
 
 from .conftest import write_checkpoint
 
@@ -72,7 +73,7 @@ def test_free_settings_change_without_a_word(folder, trained, key, value):
 @pytest.mark.parametrize(("key", "value"), NEEDS_CONSENT)
 def test_what_changes_training_needs_consent(folder, trained, key, value):
     config = changed(trained, key, value)
-    with pytest.raises(ConfirmationNeeded, match="step 40") as asked:
+    with refused("E-RUN-CHANGED") as asked:
         require_same_experiment(folder, config, DATA, ())
     assert key in asked.value.found and f"--accept-change {key}" in asked.value.fix
     assert not folder.accepted.exists()
@@ -94,7 +95,7 @@ def test_what_changes_training_needs_consent(folder, trained, key, value):
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_another_model_is_refused_even_with_consent(folder, trained, key, value):
-    with pytest.raises(ConfigError, match="another model"):
+    with refused("E-RUN-OTHER-MODEL"):
         require_same_experiment(folder, changed(trained, key, value), DATA, (key,))
 
 
@@ -138,15 +139,15 @@ def test_how_experts_are_trained_changes_with_consent(folder, sparse, name, valu
 )
 def test_what_experts_are_stays(folder, sparse, name, value):
     config = with_moe(sparse, bias_rate=1e-3, **{name: value})
-    with pytest.raises(ConfigError, match="another model") as refused:
+    with refused("E-RUN-OTHER-MODEL") as caught:
         require_same_experiment(folder, config, DATA, (f"model.moe.{name}",))
-    assert "--accept-change does not allow" in refused.value.rule
+    assert "--accept-change does not allow" in caught.value.rule
 
 
 def test_biases_may_come_and_not_go(folder, sparse, config):
-    with pytest.raises(ConfigError, match="the run file has none") as refused:
+    with refused("E-RUN-OTHER-MODEL") as caught:
         require_same_experiment(folder, with_moe(sparse), DATA, ("model.moe.bias_rate",))
-    assert "keep model.moe.bias_rate = 0.001 and set model.moe.bias_steps = 40" in refused.value.fix
+    assert "keep model.moe.bias_rate = 0.001 and set model.moe.bias_steps = 40" in caught.value.fix
     write_checkpoint(folder, 50, with_moe(config), DATA)
     (change,) = require_same_experiment(folder, with_moe(config, bias_rate=1e-3), DATA, ("model.moe.bias_rate",))
     assert (change.before, change.after) == (0.0, 1e-3)
@@ -161,7 +162,7 @@ def test_defaults_that_a_checkpoint_wrote_out_are_no_change(folder, sparse):
 
 
 def test_other_tokens_need_consent_wherever_they_lie(folder, trained):
-    with pytest.raises(ConfirmationNeeded, match=r"data\.tokens"):
+    with refused("E-RUN-CHANGED"):
         require_same_experiment(folder, trained, "e" * 64, ())
     require_same_experiment(folder, trained, "e" * 64, ("data.tokens",))
 

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from ingot.trainer.telemetry.line import LINE_PATTERN, Progress, format_line
+from ingot.trainer.telemetry.progress import LINE_PATTERN, ProgressLine, format_line
 
 USUAL = {
     "step": 100,
@@ -23,7 +23,7 @@ USUAL = {
 
 
 def line(**changes):
-    return format_line(Progress(**(USUAL | changes)))
+    return format_line(ProgressLine(**(USUAL | changes)))
 
 
 EVEN = {"load_cv": 0.31, "max_load": 2.149}

@@ -1,0 +1,82 @@
+"""The folders of checkpoints: publish a new one, remove old ones, find the one that a path means. No torch.
+
+A folder is renamed before it is removed, so that a half-removed one is never taken for a checkpoint.
+"""
+
+import shutil
+from pathlib import Path
+
+from ingot.errors import CheckpointError, UsageError
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import fsync_dir
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished
+
+SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
+REMOVED = ".removed-"  # a folder with this prefix is no checkpoint any more
+
+
+def publish(folder: RunFolder, step: int) -> None:
+    """Make the complete temporary folder of `step` the checkpoint of that step."""
+    path = folder.checkpoint(step)
+    if path.exists():  # a checkpoint of this step that did not verify, which is why the step was made again
+        aside = path.with_name(REMOVED + path.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    path.with_name(SAVING + path.name).rename(path)
+    fsync_dir(path.parent)
+
+
+def prune(folder: RunFolder, step: int, keep: int) -> None:
+    """Remove the checkpoints older than the newest `keep` whole ones. The newest is that of `step`, just saved.
+
+    A folder of a later step was refused when this run resumed (a flipped bit keeps its size). It does not count, or it
+    would displace checkpoints that can be used.
+    """
+    whole = 0
+    for path in candidate_folders(folder.checkpoints):
+        if int(path.name.removeprefix("step-")) > step:
+            continue
+        if whole >= keep:
+            path.rename(path.with_name(REMOVED + path.name))
+        else:
+            whole += path == folder.checkpoint(step) or is_finished(path)
+    remove_leftovers(folder)
+
+
+def remove_leftovers(folder: RunFolder) -> list[str]:
+    """Remove the remains of killed saves and prunes. Only for the owner of the run's lock, while nothing is saved."""
+    removed = []
+    for prefix in (SAVING, REMOVED):
+        for path in sorted(folder.checkpoints.glob(prefix + "*")):
+            shutil.rmtree(path)
+            removed.append(path.name)
+    return removed
+
+
+def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
+    """Return the run folder and the checkpoint that `path` names; a run folder means its newest checkpoint.
+
+    Raises UsageError when `path` is neither a run folder nor a checkpoint in one, CheckpointError when there is none.
+    """
+    folder = RunFolder(path)
+    if folder.config.is_file():
+        candidates = candidate_folders(folder.checkpoints)
+        if not candidates:
+            raise CheckpointError(
+                "E-CKPT-NONE",
+                f"{path} has no checkpoint yet",
+                rule="a run saves its first checkpoint after checkpoint.every_steps steps",
+                fix=f"ingot train {path}",
+                run=str(path),
+            )
+        return folder, candidates[0]
+    run = RunFolder(path.resolve().parent.parent)
+    if run.config.is_file() and path.resolve().parent == run.checkpoints.resolve() and path.is_dir():
+        return run, path
+    raise UsageError(
+        "E-RUN-NOT-FOUND",
+        f"{path} is neither a run folder nor a checkpoint in one",
+        rule="a run folder contains run.toml, and its checkpoints are checkpoints/step-*",
+        fix="name the folder that ingot train wrote",
+        path=str(path),
+    )

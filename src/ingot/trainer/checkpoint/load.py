@@ -1,0 +1,223 @@
+"""Resume from the newest checkpoint that verifies, or load one for a single process."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import safetensors
+import torch
+from torch.nn import Module
+
+from ingot.errors import CheckpointError, ConfirmationNeeded
+from ingot.schema.checkpoint import CheckpointManifest, StoredBlock, file_of
+from ingot.schema.run import settings_sha256
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank, world
+from ingot.trainer.checkpoint.blocks import overlap, slices
+from ingot.trainer.checkpoint.manifest import (
+    candidate_folders,
+    damaged,
+    read_manifest,
+    verify_checkpoint,
+    verify_files,
+)
+from ingot.trainer.checkpoint.state import (
+    BIAS,
+    LOAD,
+    MODEL,
+    StateBlock,
+    TrainingState,
+    restore_random_state,
+    restore_random_text,
+)
+from ingot.trainer.checkpoint.tensor_file import dtype_name
+
+
+def resume(
+    folder: RunFolder,
+    state: TrainingState,
+    *,
+    config_sha256: str,
+    data_fingerprint: str,
+    on_refused: Callable[[int, Path, str], None],
+) -> CheckpointManifest | None:
+    """Fill `state` from the newest checkpoint of `folder` that verifies. Returns None if there is none. Collective.
+
+    Only master weights are filled; the caller updates the parameters in compute precision.
+
+    A checkpoint that does not verify is reported by `on_refused(step, path, reason)` on every rank, and the next older
+    one is tried. Random states are restored if the number of ranks is the same. Raises CheckpointError if there are
+    checkpoints and none can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
+    """
+    candidates = from_rank_zero(lambda: candidate_folders(folder.checkpoints))
+    refused = []
+    for path in candidates:
+        try:
+            manifest = _verified_by_all(path)
+            _check_same_experiment(folder, manifest, config_sha256, data_fingerprint)
+            _load(path, manifest, state)
+        except CheckpointError as error:
+            step = int(path.name.removeprefix("step-"))
+            on_refused(step, path, error.found)
+            refused.append(error.found)
+            continue
+        if manifest.world == world():
+            if manifest.rng:
+                restore_random_text(manifest.rng[rank()])
+            else:
+                restore_random_state(path / file_of(rank()))
+        return manifest
+    if candidates:
+        raise CheckpointError(
+            "E-CKPT-NONE-USABLE",
+            f"none of the {len(candidates)} checkpoints in {folder.checkpoints} can be used:\n  "
+            + "\n  ".join(refused),
+            rule="a run that has checkpoints never starts again from step 0 on its own",
+            fix="restore one of them, or start again and keep the old run: ingot train ... --fresh --archive",
+            folder=str(folder.checkpoints),
+            checkpoints=len(candidates),
+        )
+    return None
+
+
+def _verified_by_all(path: Path) -> CheckpointManifest:
+    """Verify `path` with all ranks, each hashing its share of the files. A problem on one rank is raised on all."""
+    manifest = from_rank_zero(lambda: read_manifest(path))
+    on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank() :: world()]))
+    return manifest
+
+
+def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, config_sha256: str, data: str) -> None:
+    # The launcher compares key by key and records the changes that the user accepted; this is the last check before
+    # weights are loaded.
+    def check() -> None:
+        # A hash from a version that hashed more settings differs, though the settings themselves are equal.
+        same = config_sha256 in (manifest.config_sha256, settings_sha256(manifest.settings))
+        if same and manifest.data_fingerprint == data:
+            return
+        accepted = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
+        if not any((a["config_sha256"], a["data_fingerprint"]) == (config_sha256, data) for a in accepted):
+            what = "data" if same else "settings"
+            raise ConfirmationNeeded(
+                "E-RUN-CHANGED",
+                f"the run's {what} differ from those of its checkpoint at step {manifest.step}",
+                rule="a changed setting must be confirmed with --accept-change",
+                fix="ingot train shows the changed keys and the flags that accept them",
+                step=manifest.step,
+                changed=what,
+            )
+
+    from_rank_zero(check)
+
+
+def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> None:
+    """Load all blocks, after all ranks compared names, shapes and types: another model is never loaded in part."""
+    names = sorted(name for name in manifest.tensors if not state.is_skipped(name))
+    moments = on_all_ranks(state.optimizer.moments)
+    blocks: list[StateBlock] = []
+
+    def own_names() -> int:
+        every = state.blocks(moments, first_rank=rank() == 0)
+        blocks.extend(b for b in every if b.name in manifest.tensors or not b.optional)
+        _check_fits(path, manifest, blocks)
+        own = {block.name for block in blocks}
+        return sum(1 << i for i, name in enumerate(names) if name in own)  # one bit per name: cheap from 16k ranks
+
+    def covered(by_rank: list[int]) -> None:
+        for i, name in enumerate(names):
+            if not any(bits >> i & 1 for bits in by_rank):
+                raise _other_model(path, name, "the model has no such tensor")
+
+    def fill() -> None:
+        read_blocks(path, manifest, blocks)
+        state.optimizer.put_moments(moments)
+
+    from_all_ranks(own_names, covered)
+    on_all_ranks(fill)
+
+
+def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[StateBlock]) -> None:
+    for block in blocks:
+        if block.name not in manifest.tensors:
+            raise _other_model(path, block.name, "the checkpoint lacks it")
+        entry, dtype = manifest.tensors[block.name], dtype_name(block.tensor.dtype)
+        if (entry.shape, entry.dtype) != (block.shape, dtype):
+            found, wanted = f"{entry.dtype}{list(entry.shape)}", f"{dtype}{list(block.shape)}"
+            raise _other_model(path, block.name, f"it is {found} in the checkpoint, {wanted} in the model")
+
+
+def _other_model(path: Path, name: str, difference: str) -> CheckpointError:
+    return CheckpointError(
+        "E-CKPT-OTHER-MODEL",
+        f"checkpoint {path} is of another model: {name}: {difference}",
+        rule="a checkpoint is loaded into a model with the same tensors",
+        fix="use the run file that the checkpoint was trained with",
+        path=str(path),
+        tensor=name,
+    )
+
+
+def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
+    """Verify `checkpoint` and load its weights into `model` in this one process; no process group, any device.
+
+    The tensors of `model` keep their type: fp32 master weights become bf16 where the model is bf16. The loads of
+    experts, which only training uses, are not loaded. Router biases that the checkpoint lacks keep their value: the run
+    began to use them later. Raises CheckpointError when the checkpoint does not verify or is of another model.
+    """
+    manifest = verify_checkpoint(checkpoint)
+    targets = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(LOAD)}
+    stored = {k.removeprefix(MODEL): v for k, v in manifest.tensors.items() if k.startswith(MODEL)}
+    stored = {name: entry for name, entry in stored.items() if not name.endswith(LOAD)}
+    if not any(name.endswith(BIAS) for name in stored):
+        targets = {name: tensor for name, tensor in targets.items() if not name.endswith(BIAS)}
+    for name in sorted(targets.keys() ^ stored.keys()):
+        where = "the model has no such tensor" if name in stored else "the checkpoint lacks it"
+        raise _other_model(checkpoint, name, where)
+    blocks = []
+    for name, entry in stored.items():
+        target = targets[name]
+        if tuple(target.shape) != entry.shape:
+            difference = f"it is {list(entry.shape)} in the checkpoint, {list(target.shape)} in the model"
+            raise _other_model(checkpoint, name, difference)
+        blocks.append(StateBlock(MODEL + name, entry.shape, (0,) * target.dim(), target))
+    read_blocks(checkpoint, manifest, blocks)
+    return manifest
+
+
+def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[StateBlock]) -> None:
+    """Fill the tensor of each block from checkpoint `path`, whatever blocks its files hold.
+
+    manifest: verified, and with every block's name. Only the bytes that a block needs are read. The tensors keep their
+    device and dtype. One file is open at a time. Raises CheckpointError.
+    """
+    wanted: dict[str, list[tuple[StateBlock, StoredBlock]]] = defaultdict(list)
+    shared: dict[tuple, list[int]] = {}  # weights, moments and layers share cuts: each cut is searched once
+    for block in blocks:
+        entry = manifest.tensors[block.name]
+        place = (entry.cut, block.offsets, block.sizes)
+        if place not in shared:
+            stored = zip(manifest.cuts[entry.cut].offsets, manifest.cuts[entry.cut].sizes, strict=True)
+            shared[place] = [i for i, other in enumerate(stored) if overlap(place[1:], other)]
+        for number in shared[place]:
+            chunk = manifest.chunk(block.name, number)
+            wanted[chunk.file].append((block, chunk))
+    for name in sorted(wanted):
+        try:
+            with safetensors.safe_open(path / name, framework="pt", device="cpu") as file:
+                for block, chunk in wanted[name]:
+                    _copy(file, chunk, block)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise damaged(path, f"{name} cannot be read ({error})", code="E-CKPT-READ", file=name) from None
+
+
+@torch.no_grad()
+def _copy(file, chunk: StoredBlock, block: StateBlock) -> None:
+    shared = overlap((block.offsets, block.sizes), (chunk.offsets, chunk.sizes))
+    if shared is None:
+        return
+    if tuple(shared[1]) == chunk.sizes:
+        source = file.get_tensor(chunk.key)
+    else:
+        source = file.get_slice(chunk.key)[slices(shared, chunk.offsets)]
+    block.tensor[slices(shared, block.offsets)].copy_(source)

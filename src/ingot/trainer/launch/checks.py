@@ -1,0 +1,240 @@
+"""The checks before any process starts: the settings, data, devices and disk; and that a continued run is the same.
+
+Each check here would otherwise fail minutes later, on every rank. No torch.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.errors import CheckpointError, ConfigError, ConfirmationNeeded, IngotError, MissingPartError, UsageError
+from ingot.events import EventLog
+from ingot.hub.config_file import require_fit
+from ingot.machine.facts import find_gpus, usable_cores
+from ingot.schema import events
+from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.run import LATER_SETTINGS, RunConfig, essential
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest
+from ingot.storage import require_free, write_json
+from ingot.theory.layout import require_layout
+from ingot.theory.memory import checkpoint_bytes
+from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, verify_checkpoint
+from ingot.trainer.launch.supervise import resume_step
+
+DATA = "data.tokens"  # the token stream: its fingerprint is compared, not its path
+MIXTURE = "data.weights"  # one decision, however many sources it names
+# Settings of the training of experts, which add or remove no parameters; except that router biases may be added, and
+# never removed.
+BIAS_RATE = "model.moe.bias_rate"
+TRAINING_ONLY = {
+    *("model.moe.noise", "model.moe.capacity_factor", "model.moe.sequence_loss", "model.moe.global_loss"),
+    *("model.moe.z_loss", BIAS_RATE, "model.moe.bias_steps"),
+}
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A setting whose value differs between the newest checkpoint and the run file."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}   {self.before} -> {self.after}"
+
+
+def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerprint: str) -> list[SettingChange]:
+    """Return the settings that differ between checkpoint `manifest` and `config` with its data."""
+    before, after = _with_one_mixture(essential(manifest.settings)), _with_one_mixture(config.training_settings())
+    keys = [k for k in before | after if before.get(k) != after.get(k)]
+    changes = [SettingChange(key, _value(before, key), _value(after, key)) for key in sorted(keys)]
+    if manifest.data_fingerprint != data_fingerprint:
+        changes.append(SettingChange(DATA, manifest.data_fingerprint[:12], data_fingerprint[:12]))
+    return changes
+
+
+def _with_one_mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` with "data.weights.web", "data.weights.code" and so on as one setting."""
+    prefix = f"{MIXTURE}."
+    weights = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    return {key: value for key, value in settings.items() if not key.startswith(prefix)} | {MIXTURE: weights}
+
+
+def _value(settings: Mapping[str, Any], key: str) -> Any:
+    return settings.get(key, LATER_SETTINGS.get(key, "not set"))
+
+
+def require_same_experiment(
+    folder: RunFolder, config: RunConfig, data_fingerprint: str, accepted: Collection[str]
+) -> list[SettingChange]:
+    """Compare with the newest readable checkpoint. Returns the changes, which are all accepted. Writes nothing.
+
+    Raises ConfirmationNeeded for changes that were not accepted, ConfigError for another model.
+    """
+    newest = _newest_manifest(folder)
+    changes = changes_since(newest, config, data_fingerprint) if newest else []
+    if newest is None or not changes:
+        return []
+    _require_same_model(changes, newest.step)
+    unconfirmed = [c for c in changes if c.key not in accepted]
+    if unconfirmed:
+        flags = " ".join(f"--accept-change {c.key}" for c in unconfirmed)
+        raise ConfirmationNeeded(
+            "E-RUN-CHANGED",
+            f"the run file differs from the checkpoint of step {newest.step} in settings that change training:\n  "
+            + "\n  ".join(map(str, unconfirmed)),
+            rule="a changed setting must be confirmed with --accept-change; nothing was started",
+            fix=f"{flags}, or train into another folder (--out DIR)",
+            step=newest.step,
+            keys=[c.key for c in unconfirmed],
+        )
+    return changes
+
+
+def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
+    reshaped = [c for c in changes if c.key.startswith("model.") and c.key not in TRAINING_ONLY]
+    if reshaped:
+        raise ConfigError(
+            "E-RUN-OTHER-MODEL",
+            "the checkpoints are of another model:\n  " + "\n  ".join(map(str, reshaped)),
+            rule="a run keeps its model, and --accept-change does not allow another one",
+            fix="train the new model in another folder (--out DIR), or start again: --fresh --archive",
+            keys=[c.key for c in reshaped],
+        )
+    for change in changes:
+        if change.key == BIAS_RATE and not change.after:
+            raise ConfigError(
+                "E-RUN-OTHER-MODEL",
+                f"the checkpoints have router biases, and the run file has none:\n  {change}",
+                rule="without its biases a model chooses other experts, and --accept-change does not allow that",
+                fix=f"keep {BIAS_RATE} = {change.before} and set model.moe.bias_steps = {step}: the biases then stay",
+                keys=[BIAS_RATE],
+            )
+
+
+def record_accepted(
+    folder: RunFolder, config: RunConfig, data_fingerprint: str, changes: Collection[SettingChange]
+) -> None:
+    """Record accepted changes in the folder, where the ranks read them, and in the event log, for the report.
+
+    A second call before the next checkpoint records nothing twice.
+    """
+    newest = _newest_manifest(folder)
+    if newest is None or not changes:
+        return
+    record = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
+    accepted = {
+        "step": newest.step,
+        "config_sha256": config.training_sha256(),
+        "data_fingerprint": data_fingerprint,
+        "changes": {c.key: [c.before, c.after] for c in changes},
+    }
+    if record and record[-1] == json.loads(json.dumps(accepted)):
+        return
+    write_json(folder.accepted, [*record, accepted])
+    log = EventLog(folder.events)
+    for change in changes:
+        log.write(events.SETTING_CHANGED, key=change.key, old=change.before, new=change.after, step=newest.step)
+    log.close()
+
+
+def _newest_manifest(folder: RunFolder) -> CheckpointManifest | None:
+    return next((c.manifest for c in list_checkpoints(folder.checkpoints) if c.manifest), None)
+
+
+def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> TokenManifest:
+    """Check that the run can start. Returns the manifest of its training tokens, or raises the reason as IngotError."""
+    for package in ("torch", "safetensors"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingPartError(
+                "E-PACKAGE-MISSING",
+                f"training needs the package {package!r}, which is not installed",
+                rule="the package is part of 'ingot[train]'",
+                fix="pip install 'ingot[train]'",
+                package=package,
+            )
+    require_layout(config)
+    if config.init and not candidate_folders(folder.checkpoints):
+        require_fit((folder.root / config.init).resolve(), config.model)
+    tokens = _checked_tokens(folder, config, "data.tokens", config.data.tokens)
+    if config.data.heldout:
+        _checked_tokens(folder, config, "data.heldout", config.data.heldout)
+    _check_devices(config, say)
+    _check_disk(folder, config)
+    return tokens
+
+
+def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) -> TokenManifest:
+    try:
+        manifest = read_token_manifest((folder.root / value).resolve())
+        check_vocabulary(manifest, config.model.vocab_size)
+    except IngotError as error:
+        error.found = f"{key}: {error.found}"
+        raise
+    return manifest
+
+
+def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
+    ranks = config.parallel.world_size
+    gpus = () if config.train.device == "cpu" else find_gpus()
+    if (gpus or config.train.device == "cuda") and len(gpus) < ranks:
+        raise ConfigError(
+            "E-GPU-COUNT",
+            f"{_degrees(config)} needs {ranks} GPUs, this machine has {len(gpus)}",
+            rule="one process per GPU",
+            fix=f"{_fewer(config, max(len(gpus), 1))}, or --set train.device=cpu",
+            needed=ranks,
+            available=len(gpus),
+        )
+    if not gpus and ranks > usable_cores():
+        say(f"note: {ranks} ranks share {usable_cores()} cores; {usable_cores()} ranks would be faster")
+
+
+def _degrees(config: RunConfig) -> str:
+    """Return the degrees above 1, like "parallel.pp=2 x parallel.tp=4"."""
+    named = {name: getattr(config.parallel, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    return " x ".join(f"parallel.{name}={n}" for name, n in named.items() if n > 1) or "parallel.dp_shard=1"
+
+
+def _fewer(config: RunConfig, ranks: int) -> str:
+    only_shards = config.parallel.world_size == config.parallel.dp_shard
+    return f"--set parallel.dp_shard={ranks}" if only_shards else f"degrees that multiply to at most {ranks}"
+
+
+def _check_disk(folder: RunFolder, config: RunConfig) -> None:
+    """Check that the disk has room for `keep` checkpoints and the one being written."""
+    one = round(checkpoint_bytes(config.model, config.train.precision).value)
+    there = sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
+    needed = one * (config.checkpoint.keep + 1) - there
+    require_free(folder.checkpoints, max(needed, 0), f"{config.checkpoint.keep + 1} checkpoints")
+
+
+def check_until_step(until_step: int | None, config: RunConfig) -> None:
+    """Raise UsageError unless `until_step` is None or a step of the run."""
+    if until_step is not None and not 1 <= until_step <= config.train.steps:
+        raise UsageError(
+            "E-UNTIL-STEP",
+            f"--until-step {until_step}",
+            rule=f"a run stops at one of its steps: 1 to {config.train.steps} (train.steps)",
+            fix="name one of these steps, or leave the flag out to train to the end",
+            until_step=until_step,
+            steps=config.train.steps,
+        )
+
+
+def past_step(folder: RunFolder, config: RunConfig, until_step: int | None) -> int:
+    """Return a step that is saved, verified and not before `until_step`; 0 if there are steps left to do."""
+    if until_step is None or until_step == config.train.steps:
+        return 0  # to the end: after the last step comes the evaluation
+    step = resume_step(folder)
+    if step < until_step:
+        return 0
+    try:
+        verify_checkpoint(folder.checkpoint(step))
+    except CheckpointError:
+        return 0  # the ranks will refuse this checkpoint and continue from an older one
+    return step

@@ -1,0 +1,220 @@
+"""A run on one rank, top to bottom: config -> mesh -> model -> parallelize -> optimizer -> loader -> resume -> loop."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED
+from ingot.events import EventLog
+from ingot.schema import events
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import check_vocabulary, read_token_manifest
+from ingot.theory.flops import train_flops_per_token
+from ingot.theory.layout import require_layout, resolve_parallel
+from ingot.theory.rules import load_run
+from ingot.theory.schedule import ScheduleTable, build_table
+from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.save import CheckpointFacts
+from ingot.trainer.checkpoint.state import TrainingState
+from ingot.trainer.export.model_folder import first_weights
+from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
+from ingot.trainer.loader.ledger import Ledger
+from ingot.trainer.log import devices_in_use, log_start, total_peak
+from ingot.trainer.loop import train
+from ingot.trainer.mesh.mesh import Mesh, build_mesh
+from ingot.trainer.mesh.start import RankInfo, start, stop
+from ingot.trainer.model.attention import attend_locally
+from ingot.trainer.model.experts import LocalDispatch
+from ingot.trainer.model.init import initial_value
+from ingot.trainer.model.routing import RouterLoss
+from ingot.trainer.model.transformer import SHARDING, Transformer
+from ingot.trainer.optim.loss_scale import STATE as LOSS_SCALE
+from ingot.trainer.optim.loss_scale import LossScale
+from ingot.trainer.optim.offload import build_optimizer
+from ingot.trainer.parallel.apply import COMPUTE, InitialValue, ShardedModel, parallelize
+from ingot.trainer.parallel.balance import Balance
+from ingot.trainer.parallel.context import ContextParallelism
+from ingot.trainer.parallel.expert import dispatch_of
+from ingot.trainer.parallel.flash import require_kernels
+from ingot.trainer.parallel.pipeline import PipelineExecutor
+from ingot.trainer.parts import StepParts, Trainer
+from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
+from ingot.trainer.resume import load_newest, open_loader
+from ingot.trainer.telemetry.usage import CostMeter
+
+
+def run_rank(folder: RunFolder, until_step: int | None = None, say: Callable[[str], None] | None = None) -> int:
+    """Train the run in `folder` as the rank that the environment names. Returns the exit code.
+
+    until_step: save and stop there. say: receives the lines for people, on rank 0.
+    """
+    config = load_run(folder.config)
+    place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
+    trainer = build_trainer(config, folder, place, until_step=until_step, say=say or _silent)
+    try:
+        ending = train(trainer)
+    finally:
+        trainer.loader.close()
+        trainer.optimizer.close()
+    stop()
+    return EXIT_PREEMPTED if ending.stopped else EXIT_OK
+
+
+def build_trainer(
+    config: RunConfig, folder: RunFolder, place: RankInfo, *, until_step: int | None = None, say: Callable[[str], None]
+) -> Trainer:
+    """Build the model, load the newest good checkpoint of `folder` into it, and open the data where the run stopped.
+
+    Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
+    """
+    event_log = EventLog(folder.events)
+    event_log.write(
+        events.RANK_STARTED, rank=place.rank, pid=os.getpid(), host=socket.gethostname(), attempt=place.attempt
+    )
+    log = event_log.write if place.is_first else _silent
+    tokens = data_path(folder, config.data.tokens)
+    manifest = read_token_manifest(tokens)
+    check_vocabulary(manifest, config.model.vocab_size)
+    encoder = open_encoder(config, folder, manifest)
+    check_prompts(config, encoder)
+
+    policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16")
+    continues = bool(candidate_folders(folder.checkpoints))
+    parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues)
+    facts = CheckpointFacts(
+        step=0,
+        tokens=0,
+        settings=config.training_settings(),
+        config_sha256=config.training_sha256(),
+        data_fingerprint=manifest.fingerprint(),
+        layout=parts.mesh.layout,
+    )
+    restored = load_newest(parts, folder, facts, log)
+    first_step = restored.step + 1 if restored else 1
+    trainer = Trainer(
+        **vars(parts),
+        folder=folder,
+        place=place,
+        loader=open_loader(config, folder, parts.mesh, place.device, first_step),
+        ledger=Ledger(),
+        segments=list(restored.ledger) if restored else [],
+        checkpoint_facts=facts,
+        heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
+        encoder=encoder,
+        cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
+        tokens_per_byte=manifest.tokens / max(manifest.text_bytes, 1),
+        flops_per_token=train_flops_per_token(config.model, config.train.seq_len),
+        peak_flops=total_peak(config, place),
+        first_step=first_step,
+        until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
+        log=log,
+        say=say if place.is_first else _silent,
+    )
+    log_start(trainer)
+    return trainer
+
+
+def build_parts(
+    config: RunConfig,
+    device: torch.device,
+    base: Path,
+    policy: Policy | None = None,
+    *,
+    first_values: bool = True,
+    continues: bool = False,
+) -> StepParts:
+    """Build the model on this rank's place in the mesh, with its first weights and its optimizer. Collective.
+
+    base: the folder that relative paths of the run file start from. policy: None in a benchmark or a trace.
+    first_values: False leaves weights unset, for a trace. continues: a checkpoint will replace the weights, so the
+    folder of config.init is not read and need not exist any more.
+    Raises ConfigError with every problem of the layout, or if the model in config.init has another shape.
+    """
+    require_layout(config)
+    settings, arch = resolve_parallel(config), config.model
+    mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe)
+    table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
+    first_value = _first_value(config, base, continues) if first_values else None
+    model = _build_model(config, mesh, table, device, first_value)
+    program = PipelineExecutor(
+        model.stages,
+        table,
+        mesh,
+        model.data,
+        d_model=arch.d_model,
+        dtype=model.hidden,
+        device=device,
+        sequence_ranks=settings.tp if settings.sequence else 1,
+        router_loss=RouterLoss if arch.is_moe else None,
+        split=model.split,
+    )
+    optimizer = build_optimizer(model.shards, config.optim, settings, base)
+    loss_scale = LossScale(device) if config.train.precision == "fp16" else None
+    balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
+    if balance and first_value and config.init and not continues:
+        for buffer in balance.shards:
+            buffer.value.copy_(first_value(buffer.name, buffer.shape, buffer.offsets, buffer.sizes))
+    state = TrainingState(
+        model.shards,
+        optimizer,
+        extras=loss_scale.state() if loss_scale else {},
+        optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
+        buffers=balance.shards if balance else (),
+    )
+    return StepParts(
+        config=config,
+        mesh=mesh,
+        model=model,
+        program=program,
+        optimizer=optimizer,
+        loss_scale=loss_scale,
+        state=state,
+        policy=policy or Unwatched(),
+        readers=mesh.one_per_data_rank(table.rank_of_stage[-1]),
+        token_readers=mesh.one_per_token_rank(table.rank_of_stage[-1]),
+        balance=balance,
+    )
+
+
+def _first_value(config: RunConfig, base: Path, continues: bool) -> InitialValue:
+    """Return the function of a weight's first value: drawn from the seed, or read from the model in config.init."""
+
+    def drawn(name: str, shape, offsets, sizes) -> torch.Tensor:
+        return initial_value(name, shape, config.model, config.seed, offsets, sizes)
+
+    return first_weights(base / config.init, config.model, drawn) if config.init and not continues else drawn
+
+
+def _build_model(
+    config: RunConfig, mesh: Mesh, table: ScheduleTable, device: torch.device, first_value: InitialValue | None
+) -> ShardedModel:
+    """Build the model with the attention and the expert dispatch that the mesh needs, and distribute it."""
+    arch = config.model
+    if mesh.parallel.ring > 1:
+        require_kernels(device, COMPUTE[config.train.precision], arch.head_dim)
+    context = ContextParallelism(mesh, attend_locally)
+    dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # a dense mesh has no expert groups
+
+    def make() -> Transformer:
+        with torch.device("meta"):
+            return Transformer(arch, context.attend, dispatch)
+
+    return parallelize(
+        make,
+        mesh,
+        config.train,
+        device,
+        sharding=SHARDING,
+        rank_of_stage=table.rank_of_stage,
+        micro_batches=config.accumulation,
+        initial_value=first_value,
+        kept=context.kept,
+    )
+
+
+def _silent(*_, **__) -> None:
+    """Drop events and lines, on every rank but the first."""
