@@ -95,7 +95,7 @@ def test_weights_that_are_not_finite_are_refused_and_the_last_good_stays(folder,
 def test_no_space_is_said_before_anything_is_written(folder, training, monkeypatch):
     save(folder, 10, *training)
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
-    with refused("E-RESOURCE"):
+    with refused("E-DISK-SPACE"):
         save(folder, 20, *training)
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00000010"]
 

@@ -139,7 +139,7 @@ def test_a_step_that_is_already_past_starts_nothing(run_file, jobs, config, fold
         said = []
         outcome = launch_train.train(run_file, until_step=until, say=said.append)
         assert (outcome.exit_code, outcome.step, outcome.saved_step) == (10, 60, 60)
-        assert "already past it" in said[0] and not jobs
+        assert "is already past step" in said[0] and not jobs
     launch_train.train(run_file, until_step=61)
     assert len(jobs) == 1
 
@@ -233,7 +233,7 @@ def test_a_missing_part_is_named(run_file, jobs, monkeypatch):
 def test_a_full_disk_is_noticed_first(run_file, jobs, monkeypatch):
     usage = storage_shutil._ntuple_diskusage(1 << 40, 1 << 40, 10)
     monkeypatch.setattr("ingot.storage.shutil.disk_usage", lambda path: usage)
-    with refused("E-RESOURCE"):
+    with refused("E-DISK-SPACE"):
         launch_train.train(run_file)
 
 
