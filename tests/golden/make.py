@@ -14,7 +14,27 @@ import sys
 from pathlib import Path
 
 STEPS, STOP = 6, 4
-WORDS = ["stone", "iron", "copper", "ingot", "molten", "bar", "stamp", "furnace", "flame", "ore", "slag", "café", "weight", "pour", "cool", "ring", "the", "of", "and"]
+WORDS = (
+    "stone",
+    "iron",
+    "copper",
+    "ingot",
+    "molten",
+    "bar",
+    "stamp",
+    "furnace",
+    "flame",
+    "ore",
+    "slag",
+    "café",
+    "weight",
+    "pour",
+    "cool",
+    "ring",
+    "the",
+    "of",
+    "and",
+)
 DENSE = """
 [model]
 vocab_size = 300
