@@ -1,4 +1,4 @@
-"""How ranks end, why an attempt of a job ended, and whether another attempt can help. No torch.
+"""The ends of ranks, the cause of an attempt's end, and whether another attempt can help. No torch.
 
 A rank ends with its launcher and records its ending in the run folder. A killed rank records nothing; from that the
 supervisor concludes that it was killed. Not to restart is a verdict, too: the same error at the same step is no
