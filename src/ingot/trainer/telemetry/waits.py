@@ -1,4 +1,4 @@
-"""The places where a rank's time goes between two log lines, measured with clocks that cost nothing: no device query, no tracing.
+"""The places where a rank spends its time between two log lines, measured with clocks that cost nothing.
 
 The kernel counts how long a thread computed and how long it was ready but had no core; the rest of the wall-clock time
 it was blocked. Two reasons to block have clocks of their own: the loader's next batch, and the neighbor in the
