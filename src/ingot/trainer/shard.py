@@ -1,7 +1,7 @@
 """A rank's block of one parameter: the only thing that optimizer, clipping, checkpoints and offload know of a layout.
 
 Tensor parallelism splits a parameter along one dim and data parallelism splits its rows, so a rank has one rectangular
-block of the whole parameter. PipelineExecutor stages have different parameters. Ranks that hold the same block (replicas) all
+block of the whole parameter. Pipeline stages have different parameters. Ranks that hold the same block (replicas) all
 update it; one of them, the owner, saves it and counts it in the gradient norm.
 """
 

@@ -18,6 +18,7 @@ from ingot.data.lineage.purge.history import TokenLayout, find_layout
 from ingot.errors import ConfigError, DataError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from ingot.trainer.loader.ledger import read_ledger
 from ingot.trainer.loader.order import Order, earlier_weights
