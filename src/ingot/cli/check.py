@@ -1,4 +1,4 @@
-"""`ingot check RUN_FILE`: every problem at once, before anything starts."""
+"""`ingot check RUN_FILE`: report every problem of a run file at once, before anything starts."""
 
 import argparse
 import textwrap
@@ -7,15 +7,15 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from ingot.cli.options import add_cluster, add_overrides
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from ingot.planner.run.check import Finding
-    from ingot.rehearse.dryrun.dry_run import DryRun
+    from ingot.rehearse.dryrun.dry_run import DryRun, Trace
     from ingot.schema.cluster import Cluster
 
-HELP = "every problem of a run file at once, with file and line; starts nothing"
-BALANCED = "balanced"
+_BALANCED = "balanced"
 EXAMPLES = (
     "ingot check run.toml",
     "ingot check run.toml --set optim.lr=1e-3",
@@ -27,30 +27,26 @@ EXAMPLES = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", type=Path, nargs="?", default=Path("run.toml"), help="run file (default: run.toml)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one value; repeatable"
-    )
-    parser.add_argument(
-        "--cluster", metavar="NAME|FILE", help="check for 8xh100, 128x8xh100 or a machine.json (default: this machine)"
-    )
+    add_overrides(parser)
+    add_cluster(parser, "check for this cluster")
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="dry run: trace what every rank of the job would do, without its devices: memory, traffic, collectives. "
-        "Then data and disk space that are not here are told, but do not count for the exit code",
+        help="dry run: trace memory, traffic and collectives of every rank, without its devices; missing data and disk "
+        "space are then reported, but do not change the exit code",
     )
     parser.add_argument(
         "--expert-load",
         metavar="balanced|FILE",
-        default=BALANCED,
-        help="with --simulate, the load of each expert: all alike (default), or a JSON list of numbers",
+        default=_BALANCED,
+        help="with --simulate: the load of each expert, a JSON list of numbers (default: balanced, equal loads)",
     )
     parser.add_argument(
         "--timeline",
         nargs="?",
         const="",
         metavar="SCHEDULE",
-        help="draw the run's pipeline, or how it would look under another schedule (zb_v, dualpipe, ...)",
+        help="draw the pipeline of the run, under its own schedule or another one (zb_v, dualpipe, ...)",
     )
 
 
@@ -62,41 +58,46 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.request.clusters import find_cluster
     from ingot.planner.run.check import check_run
 
-    if args.expert_load != BALANCED and not args.simulate:
+    if args.expert_load != _BALANCED and not args.simulate:
         raise ConfigError(
-            "--expert-load without --simulate", rule="it tells a dry run", fix="add --simulate, or leave it"
+            "E-EXPERT-LOAD-ALONE",
+            "--expert-load without --simulate",
+            rule="--expert-load is a setting of the dry run",
+            fix="add --simulate, or leave --expert-load out",
         )
     cluster = find_cluster(args.cluster, args.run_file.parent)
     cores = usable_cores()
     findings = check_run(args.run_file, cluster, cores=cores, overrides=tuple(args.overrides))
-    findings += _init_problem(args)
+    findings += _init_problems(args)
     for finding in findings:
-        _say(finding, terminal)
-    said = _notes(args, cluster)
-    show_notes(said.items(), terminal)
-    facts, faulty = {"notes": said}, False
+        _show_finding(finding, terminal)
+    notes = _notes(args, cluster)
+    _show_notes(notes.items(), terminal)
+    facts: dict = {"notes": notes}
+    faulty = False
+    if args.timeline is not None:
+        facts["timeline"] = _timeline(args, cluster)
+        for line in facts["timeline"]:
+            terminal.say(line)
     if args.simulate:
         problem, simulated = _simulate(args, cluster.device, terminal)
         if problem is not None:
             findings.append(problem)
-            _say(problem, terminal)
+            _show_finding(problem, terminal)
         elif simulated is not None:
-            from ingot.cli.simulated import facts as facts_of
-            from ingot.cli.simulated import show
-
-            facts["simulated"], faulty = facts_of(simulated), simulated.problems
-            show(simulated, terminal)
+            facts["simulated"], faulty = _dry_run_facts(simulated), simulated.problems
+            _show_dry_run(simulated, terminal)
         else:
-            terminal.say("Not simulated: the run file has to hold together first.")
+            terminal.say("Not simulated: repair the run file first.")
     errors = sum(f.severity == "error" for f in findings)
-    # A dry run needs neither data nor disk.
+    # A dry run needs neither data nor disk space.
     wrong = faulty or any(f.severity == "error" and not (args.simulate and f.missing_here) for f in findings)
     facts |= {"errors": errors, "findings": [asdict(f) for f in findings]}
     if wrong:
-        facts |= {"error": ConfigError.kind, "exit_code": ConfigError.exit_code}
+        facts |= {"error": "E-CHECK-FAILED", "kind": ConfigError.kind, "exit_code": ConfigError.exit_code}
     terminal.result(facts)
     counts = ((errors, "error"), (len(findings) - errors, "warning"))
-    summary = ", ".join(f"{n} {what}{'s' if n != 1 else ''}" for n, what in counts if n)
+    summary = ", ".join(f"{n} {kind}{'s' if n != 1 else ''}" for n, kind in counts if n)
     terminal.say(f"{summary}. Nothing was started." if findings else f"{args.run_file}: no problem found")
     if wrong:
         return ConfigError.exit_code
@@ -105,15 +106,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return EXIT_OK
 
 
-def _say(finding: "Finding", terminal: Terminal) -> None:
+def _show_finding(finding: "Finding", terminal: Terminal) -> None:
     mark = terminal.style(f"{finding.severity:<7}", "red" if finding.severity == "error" else "yellow")
     terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
     if finding.fix:
         terminal.say(f"{'':<9}fix: {finding.fix}")
 
 
-def _init_problem(args: argparse.Namespace) -> "list[Finding]":
-    """Why the run cannot begin with the model in `init`; nothing of a faulty run file, which has been told."""
+def _init_problems(args: argparse.Namespace) -> "list[Finding]":
+    """Return a finding if the run cannot start from the model in `init`; none for a run file with problems, reported
+    before."""
     from ingot.config import key_lines
     from ingot.errors import ConfigError
     from ingot.hub.config_file import require_fit
@@ -136,7 +138,7 @@ def _init_problem(args: argparse.Namespace) -> "list[Finding]":
 
 
 def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:
-    """What experts and context parallelism come to; nothing of a run file with a problem, which has been told."""
+    """Return notes on experts and context parallelism, by name; none for a run file with problems, reported before."""
     from ingot.errors import ConfigError
     from ingot.planner.run.advice import notes
     from ingot.theory.layout import require_layout
@@ -150,7 +152,7 @@ def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:
     return dict(notes(config, cluster))
 
 
-def show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:
+def _show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:
     for name, text in notes:
         first, *more = textwrap.wrap(text, 108, break_long_words=False)
         terminal.say(f"{name:<9} {first}")
@@ -158,8 +160,26 @@ def show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:
             terminal.say(f"{'':<9} {line}")
 
 
+def _timeline(args: argparse.Namespace, cluster: "Cluster") -> list[str]:
+    """Return the drawing of the pipeline, empty for a run file with problems. Raises ConfigError without a pipeline."""
+    import shutil
+
+    from ingot.errors import ConfigError
+    from ingot.planner.show.explain import timeline_lines
+    from ingot.theory.layout import require_layout
+    from ingot.theory.rules import load_run
+
+    try:
+        config = load_run(args.run_file, tuple(args.overrides))
+        require_layout(config)
+    except ConfigError:
+        return []
+    width = max(shutil.get_terminal_size((120, 24)).columns, 80)
+    return timeline_lines(config, cluster, args.timeline, width)
+
+
 def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tuple["Finding | None", "DryRun | None"]:
-    """The dry run, or why there is none; neither if the run file does not hold together, which has been told."""
+    """Return the dry run, or a finding with the reason that it failed; neither for a run file with problems."""
     from ingot.errors import ConfigError, IngotError, require
     from ingot.planner.run.check import Finding
     from ingot.rehearse.dryrun.dry_run import simulate
@@ -180,7 +200,135 @@ def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tupl
         terminal.progress(done / ranks, f"traced {done} of {ranks} ranks")
 
     try:
-        loads = () if args.expert_load == BALANCED else read_loads(Path(args.expert_load), config.model)
+        loads = () if args.expert_load == _BALANCED else read_loads(Path(args.expert_load), config.model)
         return None, simulate(config, device=device, loads=loads, progress=progress)
     except IngotError as error:
         return Finding("error", "--simulate", error.found, error.fix), None
+
+
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "communication", "logits", "backward", "other", "host")
+
+
+def _show_dry_run(found: "DryRun", terminal: Terminal) -> None:
+    from ingot.rehearse.dryrun.dry_run import MOMENTS, STEADY
+    from ingot.units import format_bytes
+
+    first = [trace for trace in found.traces if trace.rank == found.bases[trace.position]]
+    terminal.say(
+        f"\n{found.grid.world_size:,} ranks, followed through {len(found.traces)}. Memory of tensors at the peak, by "
+        "phase (planner: the prediction of `ingot plan`):"
+    )
+    rows = [
+        [t.name, *(format_bytes(t.moments[m].bytes) for m in MOMENTS), format_bytes(found.bills[t.position])]
+        for t in first
+    ]
+    terminal.table(rows, ("rank", *MOMENTS, "planner"), right=range(1, len(MOMENTS) + 2))
+    _show_over_bill(found, terminal)
+    terminal.say("\nPeak of the steady step, by kind of memory, and the place where it is reached:")
+    kinds = [kind for kind in _KINDS if any(t.moments[STEADY].by_kind.get(kind) for t in first)]
+    rows = [
+        [t.name, *(format_bytes(t.moments[STEADY].by_kind.get(kind, 0)) for kind in kinds), t.moments[STEADY].place]
+        for t in first
+    ]
+    terminal.table(rows, ("rank", *kinds, "at"), right=range(1, len(kinds) + 1))
+    terminal.say(
+        "\nOne optimizer step, per rank: work (computed includes recomputation), collectives and bytes sent by axis:"
+    )
+    axes = sorted({axis for t in first for axis in t.counts}, key=lambda axis: _outermost(axis, found))
+    rows = [
+        [
+            t.name,
+            _tera(found.useful[t.position]),
+            _tera(t.matmul_flops + t.attention_flops),
+            *(_sent(t, a) for a in axes),
+        ]
+        for t in first
+    ]
+    terminal.table(rows, ("rank", "useful TFLOP", "computed TFLOP", *axes), right=range(1, len(axes) + 3))
+    if found.overlap_left_out:
+        terminal.say("The overlap of parallel.async_tp is not followed: collectives are shown as without it.")
+    _verdicts(found, terminal)
+
+
+def _show_over_bill(found: "DryRun", terminal: Terminal) -> None:
+    from ingot.units import format_bytes
+
+    if not found.over_bill:
+        return
+    worst, *others = found.over_bill
+    phase, peak = worst.peak
+    bill = found.bills[worst.position]
+    more = f"; {len(others)} more of the {len(found.traces)} ranks followed are above their bills" if others else ""
+    terminal.say(
+        f"More memory than planned: {worst.name} peaks at {format_bytes(peak)} ({phase}), the planner bills"
+        f" {format_bytes(bill)}: {peak / bill - 1:.0%} above it{more}."
+    )
+
+
+def _outermost(axis: str, found: "DryRun") -> tuple[bool, int, int]:
+    """Return a sort key: axes in mesh order, combined axes after their first one, the whole world last."""
+    from ingot.rehearse.dryrun.dry_run import WORLD
+
+    order, names = list(found.grid.sizes), axis.split("+")
+    return axis == WORLD, order.index(names[0]) if axis != WORLD else 0, len(names)
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:,.0f}"
+
+
+def _sent(trace: "Trace", axis: str) -> str:
+    from ingot.rehearse.dryrun.rendezvous import ISEND, MESSAGES, SEND
+    from ingot.units import format_bytes
+
+    counts = trace.counts.get(axis, {})
+    collectives = sum(n for op, n in counts.items() if op not in MESSAGES)
+    sends = sum(counts.get(op, 0) for op in (SEND, ISEND))
+    calls = f"{collectives} calls" if collectives else f"{sends} sends"
+    return f"{calls}, {format_bytes(trace.sent.get(axis, 0))}"
+
+
+def _verdicts(found: "DryRun", terminal: Terminal) -> None:
+    world, wrong = found.world, [c for c in found.compared if not c.agrees]
+    if world.fault:
+        terminal.say(terminal.style(f"\nCollectives: {world.fault.kind}", "red"))
+        terminal.say("\n".join(f"  {line}" for line in world.fault.message.splitlines()))
+    else:
+        calls = sum(len(trace.calls) for trace in found.traces)
+        terminal.say(f"\nCollectives: {calls:,} calls of {len(found.traces)} ranks match; no mismatch, no deadlock.")
+    if not world.alike:
+        terminal.say(f"First and last ranks differ, so {world.followed} corners of the mesh were followed.")
+    names = {trace.rank: trace.name for trace in found.traces}
+    for c in wrong:
+        terminal.say(
+            f"{names[c.rank]}: {c.what}: traced {c.traced:.4g}, by formula {c.formula:.4g} ({c.deviation:.1%})"
+        )
+    _other_loads(found, names, terminal)
+    if not wrong:
+        worst = max((c.deviation for c in found.compared if not c.other_loads), default=0.0)
+        terminal.say(f"Work and traffic agree with the formulas of the planner within {max(worst, 1e-4):.2%}.")
+
+
+def _other_loads(found: "DryRun", names: dict[int, str], terminal: Terminal) -> None:
+    """Print the work and traffic that change with the given loads of experts."""
+    changed = [c for c in found.compared if c.other_loads and c.formula]
+    if changed:
+        terminal.say("\nWith these loads of experts, compared with equal loads:")
+        rows = [[names[c.rank], c.what, f"{c.traced:.4g}", f"{c.traced / c.formula:.2f} times"] for c in changed]
+        terminal.table(rows, ("rank", "what", "traced", "of balanced"), right=(2, 3))
+
+
+def _dry_run_facts(found: "DryRun") -> dict:
+    """Return the dry run as JSON values."""
+    from dataclasses import asdict, replace
+
+    return {
+        "world_size": found.grid.world_size,
+        "ranks": [asdict(replace(trace, calls=[])) | {"calls": len(trace.calls)} for trace in found.traces],
+        "fault": found.world.fault and asdict(found.world.fault),
+        "alike": found.world.alike,
+        "compared": [asdict(c) | {"deviation": c.deviation, "agrees": c.agrees} for c in found.compared],
+        "planner_bytes": found.bills,
+        "over_bill": [trace.rank for trace in found.over_bill],
+        "useful_flops": found.useful,
+    }

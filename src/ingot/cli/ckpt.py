@@ -1,4 +1,4 @@
-"""`ingot ckpt`: what is saved, and whether every byte of it is what was written."""
+"""`ingot ckpt ls` and `ingot ckpt verify`: list checkpoints, and compare bytes with the manifest's hashes."""
 
 import argparse
 import time
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-HELP = "list and verify checkpoints"
 EXAMPLES = (
     "ingot ckpt ls runs/demo",
     "ingot ckpt verify runs/demo",
@@ -16,11 +15,11 @@ EXAMPLES = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    ls = actions.add_parser("ls", help="the checkpoints of a run; reads manifests and file sizes only")
-    ls.add_argument("run", metavar="RUN", help="folder of the run")
+    ls = actions.add_parser("ls", help="list the checkpoints of a run from manifests and file sizes")
+    ls.add_argument("run", metavar="RUN", help="run folder")
     verify = actions.add_parser("verify", help="read every byte and compare it with the hashes in the manifest")
     verify.add_argument(
-        "path", metavar="RUN|CHECKPOINT", help="folder of a run (all its checkpoints), or of one checkpoint"
+        "path", metavar="RUN|CHECKPOINT", help="run folder (all its checkpoints), or a checkpoint folder"
     )
 
 

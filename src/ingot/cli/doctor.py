@@ -1,36 +1,39 @@
-"""`ingot doctor`: is this machine fit to train, and how fast is it?"""
+"""`ingot doctor`: check whether this machine can train, and with --bench measure its speed."""
 
 import argparse
 from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-HELP = "is this machine fit to train? With --bench: how fast is it?"
 EXAMPLES = ("ingot doctor", "ingot doctor --bench --out machine.json", "ingot doctor --json")
 
-# A fit that misses its own timings by more than this was disturbed.
+# A fit that deviates from its own timings by more than this was disturbed by other load.
 _ROUGH = 0.15
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path(), help="where runs will live; its disk is checked (default: .)"
+        "folder", nargs="?", type=Path, default=Path(), help="folder for runs; its disk is checked (default: .)"
     )
     parser.add_argument(
         "--bench",
         action="store_true",
-        help="time the trainer's own step for `ingot plan`: about 15 s, on a busy machine a minute or more",
+        help="time a training step for `ingot plan`: about 15 s, on a busy machine a minute or more",
     )
     parser.add_argument(
         "--ranks",
         type=int,
         default=0,
         metavar="N",
-        help="processes that will train (default: every GPU, or 2 on the CPU)",
+        help="training processes (default: one per GPU, or 2 on the CPU)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("machine.json"), metavar="FILE", help="of --bench (default: machine.json)"
+        "--out",
+        type=Path,
+        default=Path("machine.json"),
+        metavar="FILE",
+        help="file for the result of --bench (default: machine.json)",
     )
 
 
@@ -43,7 +46,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.request.clusters import with_published_rates
 
     if args.ranks < 0:
-        raise UsageError(f"--ranks {args.ranks}", rule="a number of processes, at least 1")
+        raise UsageError(
+            "E-OPTION-RANGE",
+            f"--ranks {args.ranks}",
+            rule="--ranks is a number of processes, at least 1",
+            fix="--ranks 2, or leave the option out",
+            option="ranks",
+            value=args.ranks,
+        )
     machine = read_machine()
     checks = examine(machine, args.folder)
     rows = [(terminal.style(f"{c.status:<4}", _STYLE[c.status]), c.name, c.found) for c in checks]
@@ -59,7 +69,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.result(facts)
     if failed:
         raise ResourceError(
-            f"not fit to train: {', '.join(failed)}", rule="every check passes or only warns", fix="see the lines above"
+            "E-MACHINE-UNFIT",
+            f"this machine cannot train; failed checks: {', '.join(failed)}",
+            rule="every check passes, or only warns",
+            fix="follow the fix lines above, then run `ingot doctor` again",
+            failed=failed,
         )
     terminal.next(f"ingot plan --cluster {args.out}" if args.bench else "ingot doctor --bench", "ingot quickstart")
     return EXIT_OK
@@ -83,11 +97,11 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
     terminal.say(f"  memory traffic    {format_bytes(cluster.memory_bandwidth)}/s per rank")
     terminal.say(f"  one operation     {cluster.op_seconds * 1e6:.1f} µs")
     if cluster.measured and cluster.link_seconds:
-        link = f"{format_bytes(cluster.link_bandwidth)}/s, {format_seconds(cluster.link_seconds)} to begin with"
+        link = f"{format_bytes(cluster.link_bandwidth)}/s, {format_seconds(cluster.link_seconds)} latency"
         terminal.say(f"  collectives       {link}")
-    terminal.say(f"  a bare process    {format_bytes(cluster.runtime_bytes)}")
+    terminal.say(f"  an idle process   {format_bytes(cluster.runtime_bytes)}")
     if cluster.resolution:
-        terminal.say(f"  fits the timings  within {cluster.resolution:.0%} on average")
+        terminal.say(f"  fit of timings    within {cluster.resolution:.0%} on average")
     if cluster.resolution > _ROUGH:
         terminal.say("  the timings scatter: measure again when the machine is idle")
     terminal.say(f"wrote {args.out} after {format_seconds(time.monotonic() - began)}")

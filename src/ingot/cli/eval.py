@@ -1,11 +1,11 @@
-"""`ingot eval`: bits per byte of a checkpoint on held-out text, by source, beside a unigram model."""
+"""`ingot eval`: bits per byte of a checkpoint on held-out text, by source, next to a unigram baseline."""
 
 import argparse
 from pathlib import Path
 
+from ingot.cli.options import add_checkpoint
 from ingot.cli.terminal import Terminal
 
-HELP = "held-out bits per byte of a checkpoint, by source, beside a unigram baseline"
 EXAMPLES = (
     "ingot eval runs/demo",
     "ingot eval runs/demo/checkpoints/step-00000400",
@@ -14,18 +14,15 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run folder (its newest checkpoint is taken) or one checkpoint folder")
+    add_checkpoint(parser)
     parser.add_argument(
-        "--tokens", type=Path, metavar="DIR", help="token folder to score (default: data.heldout of the run file)"
+        "--tokens", type=Path, metavar="DIR", help="token folder to evaluate (default: data.heldout of the run file)"
     )
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="score at most about N tokens, an equal share per source (default: evaluate.max_tokens of the run file)",
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: a GPU if any)"
+        help="evaluate about N tokens, an equal share per source (default: evaluate.max_tokens of the run file)",
     )
 
 

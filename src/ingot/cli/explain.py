@@ -1,82 +1,153 @@
-"""`ingot explain TOPIC`: the formulas behind a plan, with their numbers, or why a run is slow."""
+"""`ingot explain TOPIC`: an error code, a slow run, or the formulas of a plan with their numbers."""
 
 import argparse
 from pathlib import Path
 
+from ingot.cli.options import add_budget, add_cluster, add_overrides
 from ingot.cli.terminal import Terminal
 
-HELP = "why a run is slow, from its event log; or the formulas behind a plan, with their numbers"
 EXAMPLES = (
+    "ingot explain",
+    "ingot explain E-RUN-FOLDER",
+    "ingot explain E-",
     "ingot explain slow runs/demo",
     "ingot explain mem run.toml",
     "ingot explain comms --model llama3-8b --tokens 1.5T --cluster 128x8xh100",
 )
-TOPICS = {
-    "mem": "memory of a rank, by kind, pipeline rank and moment",
-    "time": "where a step's time goes",
-    "comms": "who sends how much over which links, and what a step waits for",
-    "bubble": "what pipeline ranks wait for, and what other schedules would",
+_PLAN_TOPICS = {
+    "mem": "memory of a rank, by kind, pipeline rank and phase",
+    "time": "time of a step, by part",
+    "comms": "bytes that ranks send over each kind of link, and the time that a step waits for them",
+    "bubble": "idle time of pipeline ranks, under this schedule and others",
     "lr": "the learning rate and its schedule",
-    "batch": "the global batch, and how it is divided",
+    "batch": "the global batch, and its division over ranks and micro-batches",
     "size": "tokens and parameters: compute-optimal, over-trained, cheapest to serve",
-    "failures": "failures, checkpoints, goodput, spares, reading and money of the whole run",
+    "failures": "failures, checkpoints, goodput, spare nodes, reading and cost of the whole run",
+}
+TOPICS = {
+    "slow": "why a run is slow: measured and planned step time, causes by milliseconds per step, remedies",
+    **_PLAN_TOPICS,
+    "code": "an error code: meaning, usual causes and fix (also: ingot explain E-CODE); E- lists all codes",
+    "topics": "list the topics (also: ingot explain)",
 }
 
 
+def normalize(arguments: list[str]) -> list[str]:
+    """Return the arguments with the topic spelled out: "E-CODE" becomes "code E-CODE", no topic becomes "topics"."""
+    words = [word for word in arguments if not word.startswith("-")]
+    if words and words[0].upper().startswith("E-"):
+        return ["code", *arguments]
+    return arguments if words or {"-h", "--help"} & {*arguments} else ["topics", *arguments]
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
-    text = "why a run is slow: measured against planned, causes by milliseconds per step, remedies"
-    slow = verbs.add_parser("slow", help=text, description=text)
-    slow.add_argument("run", type=Path, help="the run folder (made by ingot train); the run may still go on")
-    slow.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="compare with this machine (default: the one that the run was planned for)",
+    topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
+    parsers = {topic: topics.add_parser(topic, help=text, description=text) for topic, text in TOPICS.items()}
+    parsers["code"].add_argument("code", metavar="E-CODE", help="an error code; E- alone lists all codes")
+    parsers["slow"].add_argument("run", type=Path, metavar="RUN", help="run folder; the run may still be training")
+    add_cluster(parsers["slow"], "compare with this cluster", "the cluster of the run's plan")
+    for topic in _PLAN_TOPICS:
+        _configure_plan_topic(parsers[topic])
+
+
+def _configure_plan_topic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN.toml", help="run file; without one, give --model or --params"
     )
-    for topic, text in TOPICS.items():
-        _configure_topic(verbs.add_parser(topic, help=text, description=text))
-
-
-def _configure_topic(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN.toml", help="a run file; or describe a run instead:")
-    parser.add_argument("--model", default="", metavar="PRESET|FILE", help="a model preset, or a TOML file with [arch]")
-    parser.add_argument("--params", metavar="COUNT", help="instead of --model: a size, like 70b")
-    parser.add_argument("--tokens", metavar="DIR|COUNT", help="a folder of tokens, or a count like 1.5T")
-    parser.add_argument("--budget", metavar="AMOUNT", help="instead of --tokens: 6e23flop, $2M or 24h")
+    parser.add_argument("--model", default="", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
+    parser.add_argument("--params", metavar="COUNT", help="dense model given by its size alone, like 70b")
+    add_budget(parser)
     parser.add_argument("--seq", type=int, default=0, metavar="T", help="sequence length in tokens")
-    parser.add_argument("--batch", default=0, metavar="N", help="global batch")
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="8xh100, 128x8xh100, or a machine.json (default: ./machine.json, or this)",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="with RUN.toml"
-    )
+    parser.add_argument("--batch", default=0, metavar="N", help="global batch in sequences, or in tokens like 4M")
+    add_cluster(parser)
+    add_overrides(parser, "with RUN.toml: ")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
 
-    if args.topic == "slow":
+    if args.topic == "topics":
+        _list_topics(terminal)
+    elif args.topic == "code":
+        _explain_code(args.code.upper(), terminal)
+    elif args.topic == "slow":
         _explain_slow(args, terminal)
     else:
         _explain_plan(args, terminal)
     return EXIT_OK
 
 
+def _list_topics(terminal: Terminal) -> None:
+    terminal.table(list(TOPICS.items()), ("topic", "explains"))
+    terminal.result({"topics": TOPICS})
+    terminal.next(
+        "ingot explain TOPIC --help", "ingot explain E-CODE   (the code of an error message)", "ingot explain E-"
+    )
+
+
+def _explain_code(code: str, terminal: Terminal) -> None:
+    import difflib
+
+    from ingot.errors import UsageError, describe
+
+    if code == "E-":
+        _list_codes(terminal)
+        return
+    entry = describe(code)
+    if entry is None:
+        known = [one for codes in _catalogs().values() for one in codes]
+        near = sorted({*difflib.get_close_matches(code, known, n=5), *(one for one in known if one.startswith(code))})
+        raise UsageError(
+            "E-CODE-UNKNOWN",
+            f"there is no error code {code}" + (f"; similar codes: {', '.join(near)}" if near else ""),
+            rule="a code is the first word of an error message, like E-RUN-FOLDER",
+            fix=f"ingot explain {near[0]}" if near else "ingot explain E- lists all codes",
+            given=code,
+            similar=near,
+        )
+    terminal.say(f"{terminal.style(code, 'bold')}  {entry['meaning']}")
+    for cause in entry["causes"]:
+        terminal.say(f"  cause: {cause}")
+    terminal.say(f"  fix:   {entry['fix']}")
+    terminal.result({"code": code} | entry)
+
+
+def _list_codes(terminal: Terminal) -> None:
+    catalogs = _catalogs()
+    for package, codes in catalogs.items():
+        terminal.say(terminal.style(package, "bold"))
+        terminal.table([("  " + code, entry["meaning"]) for code, entry in codes.items()])
+    terminal.result({"packages": catalogs})
+    terminal.next("ingot explain E-CODE")
+
+
+def _catalogs() -> dict[str, dict[str, dict]]:
+    """Return package -> error code -> its entry, from the errors.toml files next to the code."""
+    import tomllib
+    from importlib import resources
+
+    root = resources.files("ingot")
+    folders = [root, *sorted((folder for folder in root.iterdir() if folder.is_dir()), key=lambda folder: folder.name)]
+    files = {folder.name: folder.joinpath("errors.toml") for folder in folders}
+    return {name: tomllib.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+
+
 def _explain_plan(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.cli.options import set_without_run
     from ingot.errors import UsageError
     from ingot.planner.request.planning import plan
 
     if bool(args.run) == bool(args.model or args.params or args.budget):
+        both = f"{args.run} together with --model, --params or --budget"
         raise UsageError(
-            f"ingot explain {args.topic}: nothing to explain" if not args.run else f"{args.run} and another model",
-            rule="a run file, or a model with its tokens",
+            "E-EXPLAIN-SUBJECT",
+            both if args.run else "neither a run file nor --model, --params or --budget",
+            rule="a plan is explained for a run file, or for a model with its tokens",
             fix=f"ingot explain {args.topic} run.toml, or --model llama3-8b --tokens 1.5T --cluster 8xh100",
+            topic=args.topic,
         )
     if args.overrides and not args.run:
-        raise UsageError("--set without a run file", rule="it changes the values of a run file")
+        raise set_without_run(f"ingot explain {args.topic} run.toml --set {args.overrides[0]}")
     planning = plan(
         args.model,
         params=args.params,
@@ -116,7 +187,7 @@ def _explain_slow(args: argparse.Namespace, terminal: Terminal) -> None:
         terminal.next(f"ingot explain slow {args.run}")
     elif found.last_step < found.steps:
         terminal.next(f"ingot train {args.run}{change}")
-    else:  # a finished run does not go on with other settings
+    else:  # a finished run does not continue
         terminal.next(f"ingot report {args.run}")
 
 
@@ -134,7 +205,7 @@ def _show_step(found, terminal: Terminal) -> None:
         parts = sorted(found.planned_seconds.items(), key=lambda item: -item[1])
         terminal.say("planned   " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value))
     stops = measured.clock_seconds - measured.step_seconds
-    first = f"; the first lines of attempts took {format_seconds(measured.first_seconds)} longer"
+    first = f"; the first log lines of attempts took {format_seconds(measured.first_seconds)} longer"
     terminal.say(
         f"clock     {format_seconds(measured.clock_seconds)} per step, of which {format_seconds(stops)} between steps"
         + (first if measured.first_seconds else "")
@@ -150,8 +221,8 @@ def _show_causes(found, terminal: Terminal) -> None:
     terminal.say("causes    by time per step; they overlap, so they need not add up")
     for number, cause in enumerate(found.causes, 1):
         name, share = terminal.style(f"{cause.name:<20}", "bold"), cause.seconds / found.measured.clock_seconds
-        told = f"{format_seconds(cause.seconds):>8} {share:>5.0%}  {cause.source}: {cause.evidence}"
-        terminal.say(f"{number:>3}. {name} {told}")
+        figures = f"{format_seconds(cause.seconds):>8} {share:>5.0%}  {cause.source}: {cause.evidence}"
+        terminal.say(f"{number:>3}. {name} {figures}")
         for remedy in cause.remedies:
             gain = "gain unknown" if remedy.seconds is None else f"saves {format_seconds(remedy.seconds)}"
             terminal.say(f"     -> {remedy.text}   {gain} ({remedy.reason})")

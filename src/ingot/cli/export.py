@@ -1,12 +1,12 @@
-"""`ingot export`: a checkpoint as a Hugging Face model folder, proven equal before it is called exported."""
+"""`ingot export`: write a checkpoint as a Hugging Face model folder, and compare the logits of both."""
 
 import argparse
 import shlex
 from pathlib import Path
 
+from ingot.cli.options import add_checkpoint
 from ingot.cli.terminal import Terminal
 
-HELP = "write a Hugging Face model folder and prove that it gives the same logits"
 EXAMPLES = (
     "ingot export runs/demo --out demo-hf",
     "ingot export runs/demo/checkpoints/step-00000400 --out demo-400 --dtype bfloat16",
@@ -14,15 +14,15 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run folder (its newest checkpoint is taken) or one checkpoint folder")
+    add_checkpoint(parser, device=False)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder to write; an earlier export there is replaced"
+        "--out", type=Path, required=True, metavar="DIR", help="folder to write; replaces an earlier export in it"
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="type of the stored weights; bfloat16 halves the size and rounds (default: float32)",
+        help="type of the stored weights; bfloat16 halves the size by rounding (default: float32)",
     )
 
 

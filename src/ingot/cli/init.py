@@ -1,16 +1,15 @@
-"""`ingot init DIR`: a project folder with a run file to edit."""
+"""`ingot init DIR`: create a project folder with a run file to edit."""
 
 import argparse
 from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-HELP = "start a project folder: a run file from a preset, and a .gitignore"
 EXAMPLES = ("ingot init my-run", "ingot init my-run --model smollm2-135m")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="the folder to make; must not hold a run.toml yet")
+    parser.add_argument("folder", type=Path, help="folder to create; it must not contain a run.toml")
     parser.add_argument("--model", default="tiny", metavar="PRESET", help="model preset (default: tiny)")
 
 

@@ -1,15 +1,15 @@
-"""`ingot VERB ...`: finds the verb, runs it, turns errors into messages and exit codes.
+"""The program `ingot VERB ...`: find the verb, run it, turn errors into messages and exit codes.
 
-Each verb is one module beside this one with HELP, EXAMPLES, configure(parser) and run(args, terminal). Only the verb
-that is called gets imported, so that help is instant.
+Each verb is a module of this package with EXAMPLES, configure(parser) and run(args, terminal), and a help in VERBS.
+Only the module of the called verb is imported, so that help is instant.
 """
 
 import argparse
-import difflib
 import importlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
@@ -18,38 +18,39 @@ from ingot.cli.terminal import Terminal
 from ingot.errors import EXIT_OK, PARTS, IngotError, Preempted, ResourceError, UsageError, missing_part
 
 VERBS = {
-    "quickstart": "the whole way on this machine: crawl, tokens, plan, training, recovery, export, report",
-    "init": "start a project folder from a preset",
-    "doctor": "is this machine fit to train?",
-    "data": "build, inspect, verify and trace a corpus and its token shards",
-    "tokenizer": "train a byte-level BPE, or show one",
-    "plan": "memory, steps, time and cost of a run; writes the run file",
-    "explain": "why a run is slow; the formulas behind a plan",
-    "check": "every problem of a run file at once, before anything starts",
-    "train": "start a run, or continue it: the same command",
-    "status": "where a run stands",
+    "quickstart": "run all stages on this machine: crawl, tokens, plan, training, recovery, export, report",
+    "init": "create a project folder: a run file from a preset, and a .gitignore",
+    "doctor": "check whether this machine can train, and measure its speed",
+    "data": "build, inspect, verify, mix, trace and purge a corpus and its token shards",
+    "tokenizer": "train a byte-level BPE tokenizer, or describe a tokenizer",
+    "plan": "predict layouts, memory, time, failures and cost of a run; write the run file",
+    "explain": "explain an error code, a slow run, or the formulas of a plan",
+    "check": "report every problem of a run file at once, with file and line; start nothing",
+    "train": "start a run, or continue it with the same command",
+    "status": "show the state of a run: step, loss, speed, newest checkpoint, faults",
     "ckpt": "list and verify checkpoints",
-    "eval": "held-out bits per byte of a checkpoint, by source",
+    "eval": "compute held-out bits per byte of a checkpoint, by source, with a unigram baseline",
     "sample": "generate text from a checkpoint",
-    "export": "write a Hugging Face model folder and prove that it gives the same logits",
-    "report": "the report of a run, as HTML and Markdown",
+    "export": "write a Hugging Face model folder, and verify that it gives the same logits",
+    "report": "write the report of a run, as HTML and Markdown",
 }
-
-# Verbs of their own behind a verb that has options and no subcommands; their modules are plan_score and so on.
-_ACTIONS = ("plan score",)
+# Actions of a verb that has options of its own instead of subcommands; the module of "plan score" is plan_score.
+_ACTIONS = {"plan score": "compare predictions of the planner with published runs, by family"}
 
 _EXIT_CODES = """exit codes:
   0 done · 2 usage · 3 configuration or resources · 10 stopped on request, saved · 11 needs confirmation
-  20 data integrity · 21 checkpoint integrity · 30 run folder busy · 93 failed for good, do not restart
-  130 interrupted: what was finished is kept, the same command continues"""
+  20 data integrity · 21 checkpoint integrity · 30 run folder busy · 93 failed repeatedly, do not restart
+  130 interrupted: finished work is kept, the same command continues"""
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that suggests the option or verb that was probably meant."""
+class _VerbParser(argparse.ArgumentParser):
+    """An argument parser that suggests the closest option or action for an unknown one."""
 
-    line: ClassVar[list[str]] = []  # the words after the verb, to know whether --json was among them
+    line: ClassVar[list[str]] = []  # the arguments after the verb, to know whether --json is among them
 
     def error(self, message: str):
+        import difflib
+
         known = [option for parser in _with_subcommands(self) for option in parser._option_string_actions]
         unknown = [word for word in message.split() if word.startswith("--")]
         for word in unknown if "unrecognized" in message else ():
@@ -58,20 +59,20 @@ class _Parser(argparse.ArgumentParser):
         if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             close = difflib.get_close_matches(match[1], re.split(r"[', ]+", match[2]), n=1)
             message += f"; did you mean {close[0]!r}?" if close else ""
-        if "--json" in _Parser.line:
-            Terminal(json_mode=True).result({"error": UsageError.kind, "found": message, "exit_code": 2})
+        if "--json" in _VerbParser.line:
+            _usage_as_json("E-OPTION-INVALID", message)
         actions = {sub.prog.split()[-1]: sub.prog for sub in _with_subcommands(self)[1:]}
-        prog = next((actions[word] for word in _Parser.line if word in actions), self.prog)
+        prog = next((actions[word] for word in _VerbParser.line if word in actions), self.prog)
         self.exit(2, f"{prog}: {message}\nSee: {prog} --help\n")
 
 
 def _with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return [parser, *(sub for action in verbs for sub in action.choices.values())]
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [parser, *(p for action in actions for sub in action.choices.values() for p in _with_subcommands(sub))]
 
 
 def _common_options() -> argparse.ArgumentParser:
-    """Options of every verb; given to the verbs so that they may stand anywhere on the line."""
+    """Return a parser of the options that all verbs have; a verb gets them so that they may follow other options."""
     common = argparse.ArgumentParser(add_help=False)
     group = common.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -82,27 +83,35 @@ def _common_options() -> argparse.ArgumentParser:
 
 def _verb_parser(verb: str) -> tuple[argparse.ArgumentParser, ModuleType]:
     module = importlib.import_module(f"ingot.cli.{verb.replace(' ', '_')}")
-    epilog = "examples:\n" + "\n".join(f"  {example}" for example in module.EXAMPLES)
     common = _common_options()
-    parser = _Parser(
+    parser = _VerbParser(
         prog=f"ingot {verb}",
-        description=module.HELP,
-        epilog=epilog,
+        description=VERBS.get(verb) or _ACTIONS[verb],
+        epilog=_examples(module.EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         parents=[common],
     )
     module.configure(parser)
-    _give_subcommands(parser, common, epilog)
+    _complete_subcommands(parser, common, module.EXAMPLES)
     return parser, module
 
 
-def _give_subcommands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser, epilog: str) -> None:
-    # `ingot data build --json` has to work like `ingot data --json build`: the subcommand's copy must not reset it.
+def _examples(lines: Sequence[str]) -> str:
+    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _complete_subcommands(
+    parser: argparse.ArgumentParser, common: argparse.ArgumentParser, examples: Sequence[str]
+) -> None:
+    """Give each subcommand its examples and the common options.
+
+    The options have no default there, so that `ingot data --json build` works like `ingot data build --json`.
+    """
     for sub in _with_subcommands(parser)[1:]:
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
         sub.allow_abbrev = False
-        sub.epilog = sub.epilog or epilog
+        sub.epilog = _examples([line for line in examples if line.startswith(sub.prog)] or examples)
         for flag in ("--json", "-q", "-v"):
             original = common._option_string_actions[flag]
             sub.add_argument(
@@ -119,8 +128,9 @@ def _top_help() -> str:
     return (
         f"ingot {__version__}: from raw crawl files to a trained language model\n\n"
         f"usage: ingot VERB [options]      ingot VERB --help\n\n{verbs}\n\n"
-        f"first steps:\n  ingot quickstart          the whole way in under five minutes, without network\n"
-        f"  ingot init my-run         a project of your own\n\n{_EXIT_CODES}\n"
+        f"first steps:\n  ingot quickstart          all stages in under five minutes, without network\n"
+        f"  ingot init my-run         a project of your own\n"
+        f"  ingot explain E-CODE      the meaning of an error code, its usual causes and its fix\n\n{_EXIT_CODES}\n"
     )
 
 
@@ -138,7 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     if rest and f"{verb} {rest[0]}" in _ACTIONS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     parser, module = _verb_parser(verb)
-    _Parser.line = rest
+    if verb == "explain":
+        rest = module.normalize(rest)
+    _VerbParser.line = rest
     args = parser.parse_args(rest)
     terminal = Terminal(json_mode=args.json, quiet=args.quiet)
     try:
@@ -150,10 +162,10 @@ def main(argv: list[str] | None = None) -> int:
         return stop.exit_code
     except KeyboardInterrupt:
         terminal.end_progress()
-        sys.stderr.write("interrupted; what was finished is kept, the same command continues\n")
+        sys.stderr.write("interrupted; finished work is kept, the same command continues\n")
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is no error
         return EXIT_OK
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -163,25 +175,34 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         shown = ResourceError(
+            "E-SYSTEM-ACCESS",
             f"{place}{error.strerror or error}",
-            rule="files and folders can be read and written, and the disk has room",
-            fix="see to permissions and space, then run the same command again; -v shows where it happened",
+            rule="files and folders must be readable and writable, and the disk needs free space",
+            fix="check the path, its permissions and the free space, then run the command again; -v shows a traceback",
+            path=str(error.filename or ""),
+            errno=error.errno or 0,
         )
         return _failed(shown, terminal, args.verbose)
 
 
 def _no_verb(verb: str, json_mode: bool) -> int:
+    import difflib
+
     close = difflib.get_close_matches(verb, VERBS, n=1)
-    found = f"no verb {verb!r}" + (f"; did you mean '{close[0]}'?" if close else "")
+    found = f"there is no verb {verb!r}" + (f"; did you mean '{close[0]}'?" if close else "")
     if json_mode:
-        facts = {"error": UsageError.kind, "found": found, "exit_code": UsageError.exit_code}
-        Terminal(json_mode=True).result(facts)
+        _usage_as_json("E-VERB-UNKNOWN", found)
     sys.stderr.write(f"ingot: {found}\nSee: ingot --help\n")
     return UsageError.exit_code
 
 
+def _usage_as_json(code: str, found: str) -> None:
+    facts = {"error": code, "kind": UsageError.kind, "found": found, "exit_code": UsageError.exit_code}
+    Terminal(json_mode=True).result(facts)
+
+
 def _failed(error: IngotError, terminal: Terminal, verbose: bool) -> int:
-    """Show `error`, with the traceback of what is being handled if asked for; returns its exit code."""
+    """Show `error`, and under -v the traceback of the handled exception; return the exit code."""
     if verbose:
         import traceback
 

@@ -1,4 +1,4 @@
-"""`ingot plan`: the best layouts of a run, what it needs and takes, and the run file that `ingot train` executes."""
+"""`ingot plan`: the best layouts of a run with their memory, time and cost, and the run file for `ingot train`."""
 
 import argparse
 import textwrap
@@ -7,13 +7,12 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from ingot.cli import plan_web
-from ingot.cli.plan_options import add_choices, add_subject, planning_of
+from ingot.cli.options import add_choices, add_subject, planning_of
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from ingot.planner.request.answer import PlanResult
 
-HELP = "layouts, memory, time, failures and cost of a run before it starts; writes the run file"
 EXAMPLES = (
     "ingot plan --model tiny --tokens data --out run.toml",
     "ingot plan --model llama3-8b --tokens 1.5T --cluster 8xh100",
@@ -25,24 +24,24 @@ EXAMPLES = (
     "ingot plan score --leave-one-out",
 )
 _RECIPE = "recipe"
-_WIDTH = 108  # of warnings, beside their label
+_WIDTH = 108  # characters of a warning per line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
     add_choices(parser)
-    output = parser.add_argument_group("what to show and write")
+    output = parser.add_argument_group("output of the plan")
     output.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
     output.add_argument(
         "--explain",
         nargs="?",
         const=_RECIPE,
         metavar="TOPIC",
-        help="recipe: each choice with its reason and runner-up (default); mem, time, comms, bubble, lr, batch, size,"
-        " failures, all: the formulas with their numbers",
+        help="recipe: each choice with reason and runner-up (default); mem, time, comms, bubble, lr, batch, size,"
+        " failures or all: the formulas with their numbers",
     )
-    output.add_argument("--out", type=Path, metavar="FILE", help="write the run file here, and plan.json beside it")
-    output.add_argument("--force", action="store_true", help="overwrite --out")
+    output.add_argument("--out", type=Path, metavar="FILE", help="run file to write, with plan.json next to it")
+    output.add_argument("--force", action="store_true", help="replace the file at --out (default: refuse)")
     plan_web.add_page(parser)
 
 
@@ -52,9 +51,21 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if plan_web.is_asked(args):
         return plan_web.serve(args, terminal)
     if args.force and not args.out:
-        raise UsageError("--force without --out", rule="only a file that is written can be overwritten")
+        raise UsageError(
+            "E-FORCE-NO-OUT",
+            "--force without --out",
+            rule="--force replaces the run file that --out names",
+            fix="--out run.toml --force, or leave --force out",
+        )
     if args.top < 1:
-        raise UsageError(f"--top {args.top}", rule="at least 1 layout")
+        raise UsageError(
+            "E-OPTION-RANGE",
+            f"--top {args.top}",
+            rule="--top is at least 1 layout",
+            fix="--top 5, or leave the option out",
+            option="top",
+            value=args.top,
+        )
     planning = planning_of(args, top=args.top, relative_to=args.out.parent if args.out else Path())
     explained = _explained(planning, args.explain) if args.explain else []
     for line in str(planning).splitlines():
@@ -69,7 +80,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"wrote     {args.out}, {beside}")
     facts = planning.facts() | ({"explained": explained} if explained else {})
     if not planning.fits:
-        terminal.result(facts | {"error": ConfigError.kind, "exit_code": ConfigError.exit_code})
+        terminal.result(
+            facts | {"error": "E-PLAN-NO-LAYOUT", "kind": ConfigError.kind, "exit_code": ConfigError.exit_code}
+        )
         terminal.next(*_ways_to_fit(args))
         return ConfigError.exit_code
     terminal.result(facts)

@@ -1,4 +1,4 @@
-"""`ingot plan score`: how well the planner predicts published runs, by the family that they come from."""
+"""`ingot plan score`: compare the planner's predictions with published runs, by family of runs."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,10 +10,9 @@ from ingot.cli.terminal import Terminal
 if TYPE_CHECKING:
     from ingot.planner.published.score import PlannerScore, RowScore
 
-HELP = "predicts published runs and compares: step time and memory by family"
 EXAMPLES = (
-    "ingot plan score                              the runs that the planner was calibrated on",
-    "ingot plan score --leave-one-out              each family predicted without having seen it",
+    "ingot plan score                              the runs on which the planner was calibrated",
+    "ingot plan score --leave-one-out              each family predicted from the other families",
     "ingot plan score runs.json --json",
     "ingot plan score runs.json --rows",
 )
@@ -21,11 +20,11 @@ EXAMPLES = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE",
-        help='published runs, JSON: {"rows": [{"id", "family", "model", "cluster", "plan", "measured"}]}'
-        " (default: those that the package ships)")  # fmt: skip
+        help='published runs as JSON: {"rows": [{"id", "family", "model", "cluster", "plan", "measured"}]}'
+        " (default: the published runs of the package)")  # fmt: skip
     parser.add_argument("--leave-one-out", action="store_true",
-        help="fit the constants of the time model anew for each family, to all others: the honest error")  # fmt: skip
-    parser.add_argument("--rows", action="store_true", help="show every row")
+        help="fit the time model for each family to the other families only: the error on unseen runs")  # fmt: skip
+    parser.add_argument("--rows", action="store_true", help="show every run")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.leave_one_out:
         from ingot.planner.published.fit import Fit, timed
 
-        terminal.say("fitting without each family in turn; this takes minutes")
+        terminal.say("fitting the time model without each family in turn; this takes minutes")
         known = Fit(tuple(timed(published_runs(rows)))).left_out()
         found = score(rows, known.get)
     else:
@@ -63,7 +62,9 @@ def _show_families(found: "PlannerScore", terminal: Terminal) -> None:
     for row in skipped:
         terminal.say(f"skipped   {row.id}: {row.skipped}")
     terminal.say("step time, memory: mean absolute error; median: of the signed error of step times; rank: Spearman's,")
-    terminal.say("of model FLOP/s per device; oom: rows that ran out of memory and were called, that ran and were not")
+    terminal.say(
+        "of model FLOP/s per device; oom called: runs out of memory that were predicted; oom false: runs that fit"
+    )
 
 
 def _show_rows(rows: "Sequence[RowScore]", terminal: Terminal) -> None:

@@ -1,4 +1,4 @@
-"""`ingot plan --web`: the planner as a page on this machine."""
+"""`ingot plan --web`: serve the planner as a web page on this machine."""
 
 import argparse
 import contextlib
@@ -6,31 +6,39 @@ import contextlib
 from ingot.cli.terminal import Terminal
 
 PORT = 8737
-# What is not about the plan: of the page itself, and of every verb.
-_OURS = ("web", "port", "host", "json", "quiet", "verbose")
+# Options of the page and of every verb, which are no settings of a plan.
+_NOT_PLAN_OPTIONS = ("web", "port", "host", "json", "quiet", "verbose")
 _DEFAULTS = {"top": 5}
 
 
 def add_page(parser: argparse.ArgumentParser) -> None:
-    """The options of the page, for the verb `plan`."""
-    page = parser.add_argument_group("a page to play with")
-    page.add_argument("--web", action="store_true", help="serve the planner as a page on this machine, until Ctrl-C")
-    page.add_argument("--port", type=int, metavar="N", help=f"of the page (default: {PORT}; 0: any that is free)")
-    page.add_argument("--host", metavar="NAME", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    """Add the options of the web page."""
+    page = parser.add_argument_group("web page")
+    page.add_argument(
+        "--web", action="store_true", help="serve the planner as a web page on this machine, until Ctrl-C"
+    )
+    page.add_argument("--port", type=int, metavar="N", help=f"port of the page (default: {PORT}; 0: any free port)")
+    page.add_argument(
+        "--host", metavar="NAME", help="address of the page (default: 127.0.0.1, reachable from this machine only)"
+    )
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether to serve the page. Raises UsageError for options that say how, without it."""
+    """Return whether to serve the page. Raises UsageError for --port or --host without --web."""
     from ingot.errors import UsageError
 
     if not args.web and (args.port is not None or args.host):
-        raise UsageError("--port or --host without --web", rule="they are the page's", fix="ingot plan --web")
+        raise UsageError(
+            "E-WEB-OPTION-ALONE",
+            "--port or --host without --web",
+            rule="--port and --host are options of the web page",
+            fix="ingot plan --web --port 8737",
+        )
     return args.web
 
 
 def serve(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Serves until it is interrupted. Raises ResourceError when the port is taken, MissingPartError without the part
-    `web`."""
+    """Serve the page until Ctrl-C. Raises ResourceError if the port is taken, MissingPartError without ingot[web]."""
     from ingot.errors import EXIT_OK, require
 
     require("starlette", "web")
@@ -45,11 +53,11 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
     url = f"http://{name}:{port}/{_link(args)}"
     terminal.say(f"planner   {url}   (Ctrl-C ends it)")
     if not local:
-        terminal.say(f"{terminal.style('warn', 'yellow')}      everyone who reaches {name}:{port} can use it")
+        terminal.say(f"{terminal.style('warn', 'yellow')}      everyone who can reach {name}:{port} can use the page")
     terminal.result({"url": url, "port": port})
     app = make_app(LOOPBACK if local else ("*",))
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=20, lifespan="off")
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the page
         uvicorn.Server(config).run(sockets=[listening])
     return EXIT_OK
 
@@ -60,11 +68,24 @@ def _listen(host: str, port: int):
     from ingot.errors import ResourceError, UsageError
 
     if not 0 <= port < 65_536:
-        raise UsageError(f"--port {port}", rule="0 to 65,535; 0 takes any that is free")
+        raise UsageError(
+            "E-OPTION-RANGE",
+            f"--port {port}",
+            rule="--port is a number from 0 to 65,535",
+            fix="--port 0 takes any free port",
+            option="port",
+            value=port,
+        )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
-        raise UsageError(f"--host {host}", rule="an address or name of this machine", fix="--host 127.0.0.1") from None
+        raise UsageError(
+            "E-WEB-HOST",
+            f"--host {host}",
+            rule="--host is an address or a name of this machine",
+            fix="--host 127.0.0.1",
+            host=host,
+        ) from None
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -72,15 +93,20 @@ def _listen(host: str, port: int):
     except OSError as error:
         listening.close()
         raise ResourceError(
-            f"{host}:{port}: {error.strerror}", rule="the page needs a port of its own", fix="--port 0 takes a free one"
+            "E-WEB-PORT",
+            f"{host}:{port}: {error.strerror}",
+            rule="the web page needs a port that no other program uses",
+            fix="--port 0 takes any free port",
+            host=host,
+            port=port,
         ) from None
     listening.listen(128)
     return listening
 
 
 def _link(args: argparse.Namespace) -> str:
-    """What other options of `ingot plan` say, as the settings that the page opens with. Raises UsageError for those
-    that it has no control for."""
+    """Return the options of `ingot plan` as the query of the page's URL. Raises UsageError for options without a
+    control on the page."""
     from urllib.parse import urlencode
 
     from ingot.errors import UsageError
@@ -88,12 +114,20 @@ def _link(args: argparse.Namespace) -> str:
     from ingot.planner.web.settings import FIELDS, link_pairs, read_settings
 
     given = {
-        key: value for key, value in vars(args).items() if key not in _OURS and value and value != _DEFAULTS.get(key)
+        key: value
+        for key, value in vars(args).items()
+        if key not in _NOT_PLAN_OPTIONS and value and value != _DEFAULTS.get(key)
     }
     given |= {"recipe": given.pop("fp8")} if "fp8" in given else {}
     if others := [f"--{key.replace('_', '-')}" for key in given if key not in FIELDS]:
         kept = ", ".join(f"--{key.replace('_', '-')}" for key in FIELDS if hasattr(args, key))
-        raise UsageError(f"{', '.join(others)} with --web", rule=f"the page opens with {kept}", fix="leave it out")
+        raise UsageError(
+            "E-WEB-OPTION",
+            f"{', '.join(others)} with --web",
+            rule=f"the page has controls for {kept}",
+            fix=f"leave {', '.join(others)} out",
+            options=others,
+        )
     state = read_settings((key, str(value)) for key, value in given.items())
     settled(state)
     return f"?{urlencode(link_pairs(state))}" if given else ""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-HELP = "the whole way on this machine: crawl, tokens, plan, training, recovery, export, report"
 EXAMPLES = ("ingot quickstart", "ingot quickstart --warc CC-MAIN-*.warc.gz --dir my-crawl")
 
 
@@ -17,10 +16,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="FILE",
-        help="your own WARC or WET files (default: a crawl of this machine's documentation is made)",
+        help="your own WARC or WET files (default: a crawl of the documentation on this machine)",
     )
-    parser.add_argument("--dir", default="quickstart", help="folder for everything (default: ./quickstart)")
-    parser.add_argument("--workers", type=int, default=0, help="processes for the data stages (default: one per core)")
+    parser.add_argument("--dir", default="quickstart", help="folder for all output (default: ./quickstart)")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes of the data stages (default: one per core)"
+    )
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:

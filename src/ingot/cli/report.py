@@ -1,11 +1,10 @@
-"""`ingot report`: what a run did, as one HTML file and one Markdown file."""
+"""`ingot report`: write the report of a run as one HTML file and one Markdown file."""
 
 import argparse
 from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-HELP = "the report of a run, as HTML and Markdown"
 EXAMPLES = (
     "ingot report runs/demo",
     "ingot report runs/demo --out reports/demo --corpus data/corpus",
@@ -13,19 +12,19 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run folder; a run that is still training can be reported too")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of report.html and report.md (default: RUN)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may still be training")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for report.html and report.md (default: RUN)")
     parser.add_argument(
         "--corpus",
         type=Path,
         metavar="DIR",
-        help="corpus folder for the data funnel (default: the one the run's tokens were made from, if it is in place)",
+        help="corpus folder for the data funnel (default: the corpus of the run's tokens, if it exists)",
     )
     parser.add_argument(
         "--twin",
         type=Path,
         metavar="FILE",
-        help="comparison with an undisturbed twin of the run (default: RUN/twin.json if it exists)",
+        help="twin.json, a comparison with the same run without faults (default: RUN/twin.json, if it exists)",
     )
 
 

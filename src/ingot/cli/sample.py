@@ -1,11 +1,10 @@
-"""`ingot sample`: what a checkpoint writes."""
+"""`ingot sample`: generate text from a checkpoint."""
 
 import argparse
-from pathlib import Path
 
+from ingot.cli.options import add_checkpoint
 from ingot.cli.terminal import Terminal
 
-HELP = "generate text from a checkpoint"
 EXAMPLES = (
     "ingot sample runs/demo --prompt 'The function returns'",
     "ingot sample runs/demo --prompt 'A list is' --temperature 0 --max-tokens 100",
@@ -14,35 +13,32 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run folder (its newest checkpoint is taken) or one checkpoint folder")
+    add_checkpoint(parser)
     parser.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; may be given several times (default: evaluate.prompts of the run file, else nothing)",
+        help="text to continue; repeatable (default: evaluate.prompts of the run file, else the empty text)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="stop after N tokens at the latest (default: 64)"
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate at most (default: 64)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="X",
-        help="0 always takes the likeliest token, 1 draws as the model believes (default: 0.8)",
+        help="0 always takes the most likely token, 1 samples from the model's distribution (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         default=50,
         metavar="K",
-        help="draw among the K likeliest tokens; 0 means all (default: 50)",
+        help="sample from the K most likely tokens; 0: from all (default: 50)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the draws: the same seed gives the same text (default: 0)"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: a GPU if any)"
+        "--seed", type=int, default=0, help="seed of the sampling; the same seed gives the same text (default: 0)"
     )
 
 

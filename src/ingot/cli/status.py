@@ -1,16 +1,15 @@
-"""`ingot status RUN`: one look at a run."""
+"""`ingot status RUN`: show the state of a run."""
 
 import argparse
 from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-HELP = "where a run stands: step, loss, speed, last checkpoint, faults"
 EXAMPLES = ("ingot status my-run/run", "ingot status my-run/run --json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="the run folder (made by ingot train)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may still be training")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -18,7 +17,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from dataclasses import asdict
 
     from ingot.errors import EXIT_OK
-    from ingot.report.layout import layout_text
+    from ingot.report.facts import layout_text
     from ingot.report.status import read_status, sparkline
     from ingot.units import format_count, format_seconds
 
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _say_experts(experts: dict, terminal: Terminal) -> None:
-    """Two lines: the busiest expert and means over layers, and how uneven each layer is."""
+    """Print two lines: the busiest expert with means over layers, and the deviation of loads by layer."""
     from ingot.report.status import sparkline
 
     layers, cvs, busiest = experts["layers"], experts["load_cv"], experts["max_load"]

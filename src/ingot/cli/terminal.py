@@ -1,47 +1,57 @@
-"""What verbs print with: plain lines, tables, a progress bar on terminals only, one JSON object under --json.
+"""The output of verbs: lines, tables, a progress bar (on terminals only), one JSON object under --json.
 
-Colour only on a terminal and never under NO_COLOR (https://no-color.org).
+Colors appear on a terminal only, and never under NO_COLOR (https://no-color.org).
 """
 
-import json
 import os
-import shutil
+import re
 import sys
 from collections.abc import Sequence
 
 from ingot.errors import IngotError
 
+# Control characters except tab and line feed, characters that change the text direction, and lone surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34"}
 
 
-def _coloured(text: str, style: str) -> str:
+def printable(text: str) -> str:
+    """Return crawled text with U+FFFD for characters that could move the cursor, change colors or reverse the line."""
+    return _UNSAFE.sub("\ufffd", text)
+
+
+def _colored(text: str, style: str) -> str:
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
 class Terminal:
+    """The output of one verb. json_mode: print the result only, as JSON; quiet: print errors only."""
+
     def __init__(self, *, json_mode: bool = False, quiet: bool = False):
         self.json_mode, self.quiet = json_mode, quiet
         self.interactive = sys.stdout.isatty() and not json_mode and not quiet
         self._plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-        self.colour = self.interactive and not self._plain
+        self.color = self.interactive and not self._plain
         self._bar_shown = False
 
     def style(self, text: str, style: str) -> str:
-        return _coloured(text, style) if self.colour else text
+        return _colored(text, style) if self.color else text
 
     def say(self, text: str = "") -> None:
-        """One or more lines for people; silent under --json and -q."""
+        """Print one or more lines for people; nothing under --json and -q."""
         if not self.json_mode and not self.quiet:
             self.end_progress()
             print(text, flush=True)
 
     def result(self, facts: dict) -> None:
-        """The result for scripts: under --json the only thing on stdout."""
+        """Print the result for scripts under --json, where it is the only output on stdout."""
         if self.json_mode:
+            import json
+
             print(json.dumps(facts, ensure_ascii=False, default=str), flush=True)
 
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None:
-        """Aligned columns; those in `right` (0-based) are right-aligned, as numbers are. Cropped on a terminal."""
+        """Print aligned columns; columns in `right` (from 0) to the right. Long lines are cropped on a terminal."""
         cells = [[str(c) for c in row] for row in ([header, *rows] if header else rows)]
         if not cells:
             return
@@ -51,19 +61,19 @@ class Terminal:
                 c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
             ]
             line = "  ".join(columns).rstrip()
-            if self.interactive and len(line) > (width := shutil.get_terminal_size().columns):
+            if self.interactive and len(line) > (width := _terminal_width()):
                 line = line[: width - 1] + "…"
             self.say(self.style(line, "bold") if header and number == 0 else line)
 
     def next(self, *commands: str) -> None:
-        """The commands that usually come next."""
+        """Print the commands that usually come next."""
         self.say(self.style("Next:", "bold") + "  " + "\n       ".join(commands))
 
     def progress(self, fraction: float, text: str = "") -> None:
-        """A bar that is redrawn in place; nothing where stdout is not a terminal."""
+        """Redraw a progress bar in place, if stdout is a terminal."""
         if not self.interactive:
             return
-        width = shutil.get_terminal_size().columns
+        width = _terminal_width()
         fraction = min(max(fraction, 0.0), 1.0)
         filled = round(fraction * 24)
         line = f"[{'=' * filled}{' ' * (24 - filled)}] {fraction:4.0%} {text}"[: width - 1]
@@ -78,11 +88,25 @@ class Terminal:
             self._bar_shown = False
 
     def error(self, error: IngotError) -> None:
-        """The message on stderr, under --json as an object on stdout as well."""
+        """Print the message on stderr, and under --json also as an object on stdout."""
         self.end_progress()
         if self.json_mode:
-            facts = {"error": error.code, "found": error.found, "rule": error.rule, "fix": error.fix}
-            self.result({k: v for k, v in facts.items() if v} | {"exit_code": error.exit_code})
+            parts = {
+                "error": error.code,
+                "kind": error.kind,
+                "found": error.found,
+                "rule": error.rule,
+                "fix": error.fix,
+                "facts": error.facts,
+            }
+            self.result({k: v for k, v in parts.items() if v} | {"exit_code": error.exit_code})
         head, _, rest = str(error).partition("\n")
-        label = _coloured(error.code, "red") if sys.stderr.isatty() and not self._plain else error.code
-        sys.stderr.write(f"{label}  {head}\n" + (rest + "\n" if rest else ""))
+        label = _colored(error.code, "red") if sys.stderr.isatty() and not self._plain else error.code
+        more = f"  more: ingot explain {error.code}\n" if error.code != error.kind else ""
+        sys.stderr.write(f"{label}  {head}\n" + (rest + "\n" if rest else "") + more)
+
+
+def _terminal_width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns

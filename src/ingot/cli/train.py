@@ -1,11 +1,11 @@
-"""`ingot train`: start a run or continue it, survive lost ranks, stop cleanly on Ctrl-C."""
+"""`ingot train`: start a run or continue it, restart after lost ranks, stop cleanly on Ctrl-C."""
 
 import argparse
 from pathlib import Path
 
+from ingot.cli.options import add_overrides
 from ingot.cli.terminal import Terminal
 
-HELP = "start a run, or continue it: the same command"
 EXAMPLES = (
     "ingot train run.toml",
     "ingot train runs/demo",
@@ -21,32 +21,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="run.toml",
         metavar="RUN",
-        help="a run file, or the folder of a run (default: run.toml)",
+        help="run file, or run folder (default: run.toml)",
     )
-    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/NAME beside the run file)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a setting of the run file, like optim.lr=1e-3; may be given again (default: none)",
-    )
+    parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/NAME next to the run file)")
+    add_overrides(parser)
     parser.add_argument(
         "--accept-change",
         action="append",
         default=[],
         metavar="KEY",
-        help="let this changed setting apply to a run that trained without it; may be given again (default: none)",
+        help="confirm that a run that was trained with another value of KEY continues with the changed one; repeatable",
     )
     parser.add_argument(
-        "--until-step", type=int, metavar="N", help="save and stop after step N, exit 10 (default: the run's last step)"
+        "--until-step",
+        type=int,
+        metavar="N",
+        help="save and stop after step N with exit code 10 (default: the last step of the run)",
     )
-    parser.add_argument(
-        "--fresh", action="store_true", help="start at step 0; refused if there is a run (default: off)"
-    )
-    parser.add_argument(
-        "--archive", action="store_true", help="with --fresh: move the old run aside instead of refusing (default: off)"
-    )
+    parser.add_argument("--fresh", action="store_true", help="start at step 0; refused if the run folder exists")
+    parser.add_argument("--archive", action="store_true", help="with --fresh: move an existing run folder aside")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -55,7 +48,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     outcome = train(
         Path(args.run),
         Path(args.out) if args.out else None,
-        overrides=args.set,
+        overrides=args.overrides,
         accept=args.accept_change,
         fresh=args.fresh,
         archive=args.archive,

@@ -1,7 +1,7 @@
-"""The data card: a `Page` about a corpus and its tokens, as one HTML file that needs nothing else.
+"""The data card: a `ReportPage` about a corpus and its tokens, as one self-contained HTML file.
 
-Every word of it that came from a crawl is hostile: it is cut, freed of control and direction characters, and escaped
-by the renderer, under a policy that allows no script and no loading (report/html.py).
+All text of a crawl is hostile: it is shortened, control and direction characters are replaced, and the renderer escapes
+it, under a policy that allows no scripts and no loading (report/render/markup.py).
 """
 
 import re
@@ -15,29 +15,44 @@ from ingot.config import to_dict
 from ingot.data.build.stages import SWITCHED_OFF
 from ingot.data.lineage.card import KEPT_CHARACTERS, CardFacts, SampleText, gather_card
 from ingot.errors import UsageError
-from ingot.report.facts import Facts
-from ingot.report.render.html import render_html
-from ingot.report.render.page import Bar, Bars, Block, Page, Pairs, Sample, Section, Table, Text, Tile
-from ingot.report.story import funnel_section
+from ingot.report.facts import RunData
+from ingot.report.render.markup import render_html
+from ingot.report.render.page import (
+    Bar,
+    Bars,
+    Block,
+    HeadlineFigure,
+    LabeledValues,
+    ReportPage,
+    Sample,
+    Section,
+    TableBlock,
+    Text,
+)
+from ingot.report.sections import funnel_section
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.units import format_bytes, format_count
 
-# Controls but tab and line feed; and what would turn the text around it: embeddings, overrides, isolates.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# Control characters except tab and line feed, and characters that change the text direction.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _VALUE_CHARACTERS, _URL_CHARACTERS = 160, 200
 
 
 def write_card(data: Path, out: Path, samples: int = 3) -> CardFacts:
-    """Write the card of a folder of `data build --out` to `out`; returns what it tells.
+    """Write the card of `data`, a folder of `data build --out`, to the file `out`; return the facts in it.
 
-    Raises UsageError when `out` lies in the folder: a card shows texts, and a purge would not reach them there.
+    samples: texts per source and per rule. Raises UsageError when `out` is inside the folder `data`: a card shows
+    texts, and a purge of the folder does not change it.
     """
     if data.resolve() in out.resolve().parents:
         raise UsageError(
-            f"{out} lies in {data}",
-            rule="a card shows texts of the crawl, which a purge of the folder could not take out of it",
-            fix="write it elsewhere: --out card.html",
+            "E-CARD-IN-DATA",
+            f"the card {out} would be inside the data folder {data}",
+            rule="a card contains texts of the crawl, and a purge of the data folder does not remove them from it",
+            fix="write the card to another folder: --out card.html",
+            out=str(out),
+            data=str(data),
         )
     facts = gather_card(data, samples)
     write_atomic(out, render_html(card(facts, f"ingot data card {data} --out {out}")).encode("utf-8", "replace"))
@@ -45,7 +60,7 @@ def write_card(data: Path, out: Path, samples: int = 3) -> CardFacts:
 
 
 def card_facts(facts: CardFacts) -> dict[str, Any]:
-    """The facts as JSON values, manifests shortened to what identifies them."""
+    """Return the facts as JSON values, with hashes in place of whole manifests."""
     values = {k: v for k, v in asdict(facts).items() if k not in ("corpus", "tokens")}
     return values | {
         "funnel": [to_dict(stage) for stage in facts.corpus.funnel],
@@ -54,10 +69,10 @@ def card_facts(facts: CardFacts) -> dict[str, Any]:
     }
 
 
-def card(facts: CardFacts, command: str) -> Page:
-    """The page. command: what makes it again."""
+def card(facts: CardFacts, command: str) -> ReportPage:
+    """Return the page. command: the command that makes the card."""
     sections = (
-        funnel_section(Facts(folder=RunFolder(Path()), corpus=facts.corpus, tokens=facts.tokens.get("train"))),
+        funnel_section(RunData(folder=RunFolder(Path()), corpus=facts.corpus, tokens=facts.tokens.get("train"))),
         _sources(facts),
         _shares("lengths", "Lengths", "Kept documents by UTF-8 bytes of their text.", _lengths(facts), facts.kept),
         _shares("languages", "Languages", "Of kept documents, as identified.", facts.languages, facts.kept),
@@ -70,10 +85,10 @@ def card(facts: CardFacts, command: str) -> Page:
         _purges(facts),
         _provenance(facts),
     )
-    return Page(
+    return ReportPage(
         title=f"Data card: {facts.name}",
         subtitle=f"{len(facts.corpus.inputs):,} crawl files, {facts.records:,} records",
-        tiles=_tiles(facts),
+        headline=_headline(facts),
         command=command,
         sections=[section for section in sections if section],
         footer=f"Written by ingot {__version__} from manifests and lineage. Texts of a crawl: do not trust them.",
@@ -81,27 +96,27 @@ def card(facts: CardFacts, command: str) -> Page:
 
 
 def clean(text: str, limit: int) -> str:
-    """Crawled text for a reader's eyes: at most `limit` characters, without those that hide or turn around others."""
+    """Return at most `limit` characters of crawled text, with U+FFFD for control and direction characters."""
     cut = text[:limit]
-    return _UNSEEN.sub("\ufffd", cut) + (" …" if len(text) > limit else "")
+    return _UNSAFE.sub("\ufffd", cut) + (" …" if len(text) > limit else "")
 
 
-def _tiles(facts: CardFacts) -> list[Tile]:
+def _headline(facts: CardFacts) -> list[HeadlineFigure]:
     share = facts.kept / facts.records if facts.records else 0.0
     text_bytes = sum(source.text_bytes for source in facts.sources)
     sources = f"{len(facts.sources)} source" + "s" * (len(facts.sources) != 1)
-    tiles = [
-        Tile("Documents", format_count(facts.kept), f"{share:.1%} of {facts.records:,} records"),
-        Tile("Text", format_bytes(text_bytes), f"{facts.domain_count:,} hosts, {sources}"),
+    figures = [
+        HeadlineFigure("Documents", format_count(facts.kept), f"{share:.1%} of {facts.records:,} records"),
+        HeadlineFigure("Text", format_bytes(text_bytes), f"{facts.domain_count:,} hosts, {sources}"),
     ]
     if facts.tokens:
         held = facts.tokens["heldout"].tokens if "heldout" in facts.tokens else 0
         train = facts.tokens["train"].tokens if "train" in facts.tokens else 0
-        tiles.append(Tile("Training tokens", format_count(train), f"{format_count(held)} held out"))
+        figures.append(HeadlineFigure("Training tokens", format_count(train), f"{format_count(held)} held out"))
     if facts.purges:
         gone = sum(len(record["documents"]) for record in facts.purges)
-        tiles.append(Tile("Purged", f"{gone:,}", f"records in {len(facts.purges)} purges"))
-    return tiles
+        figures.append(HeadlineFigure("Purged", f"{gone:,}", f"records in {len(facts.purges)} purges"))
+    return figures
 
 
 def _sources(facts: CardFacts) -> Section:
@@ -116,9 +131,9 @@ def _sources(facts: CardFacts) -> Section:
         for s in facts.sources
     ]
     header = ("Source", "Records", "Kept", "Text", *(f"Tokens, {split}" for split in facts.tokens))
-    blocks: list[Block] = [Table(header, rows, right=tuple(range(1, len(header))))]
+    blocks: list[Block] = [TableBlock(header, rows, right=tuple(range(1, len(header))))]
     if facts.warnings:
-        blocks.append(Table(("Warning",), [(warning,) for warning in facts.warnings]))
+        blocks.append(TableBlock(("Warning",), [(warning,) for warning in facts.warnings]))
     return Section("sources", "Sources", blocks)
 
 
@@ -131,7 +146,7 @@ def _domains_text(facts: CardFacts) -> str:
 
 
 def _shares(anchor: str, title: str, text: str, counts, total: int) -> Section | None:
-    """Bars as long as the share of the largest; the share of all stands beside."""
+    """Return a section with one bar per name, its length relative to the largest, and its share of `total`."""
     if not counts:
         return None
     largest, total = max(max(n for _, n in counts), 1), max(total, 1)
@@ -144,7 +159,7 @@ def _edits(facts: CardFacts) -> Section | None:
         return None
     rows = [(name, f"{documents:,}", f"{total:,.0f}") for name, documents, total in facts.edits]
     text = "What stages counted in documents that were kept: lines cut, placeholders set, and the like."
-    return Section("edits", "Edits", [Text(text), Table(("Note", "Documents", "Sum"), rows, right=(1, 2))])
+    return Section("edits", "Edits", [Text(text), TableBlock(("Note", "Documents", "Sum"), rows, right=(1, 2))])
 
 
 def _clusters(facts: CardFacts) -> Section | None:
@@ -154,7 +169,7 @@ def _clusters(facts: CardFacts) -> Section | None:
     text = "Clusters of near-duplicates by their number of documents. One of each cluster was kept."
     header = ("Documents", "Clusters", "Dropped")
     return Section(
-        "duplicates", "Near-duplicates", [Text(text), Table(header, rows, right=(0, 1, 2), folded=len(rows) > 12)]
+        "duplicates", "Near-duplicates", [Text(text), TableBlock(header, rows, right=(0, 1, 2), folded=len(rows) > 12)]
     )
 
 
@@ -194,7 +209,7 @@ def _purges(facts: CardFacts) -> Section | None:
     ]
     text = "Documents that were taken out after the build. They stay out of later builds of this folder."
     header = ("When", "By", "Records", "Tokens", "Runs", "Reason")
-    return Section("purges", "Purges", [Text(text), Table(header, rows, right=(2, 3, 4))])
+    return Section("purges", "Purges", [Text(text), TableBlock(header, rows, right=(2, 3, 4))])
 
 
 def _provenance(facts: CardFacts) -> Section:
@@ -211,8 +226,8 @@ def _provenance(facts: CardFacts) -> Section:
         "provenance",
         "Provenance",
         [
-            Pairs(pairs),
-            Table(("What", "SHA-256"), rows),
-            Table(("Input", "SHA-256"), inputs, caption=f"{len(inputs):,} inputs", folded=len(inputs) > 4),
+            LabeledValues(pairs),
+            TableBlock(("What", "SHA-256"), rows),
+            TableBlock(("Input", "SHA-256"), inputs, caption=f"{len(inputs):,} inputs", folded=len(inputs) > 4),
         ],
     )

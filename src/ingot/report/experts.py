@@ -1,23 +1,30 @@
-"""The report's part about experts: how evenly tokens went to them, over the run and layer by layer."""
+"""The report section on experts: how evenly the router loads them, over the run and by layer.
 
+The load map is a picture with one row per layer, its experts sorted from the busiest to the idlest. Experts have no
+order of their own; sorted, a row needs a few rectangles only, for any number of experts.
+"""
+
+from bisect import bisect
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
 from statistics import fmean
 
-from ingot.report.facts import Facts, is_finite
-from ingot.report.load_map import NAMES, counted, kind, load_map
+from ingot.report.facts import RunData, is_finite
 from ingot.report.render.charts import expert_charts, spread
-from ingot.report.render.page import Block, Chart, Section, Table, Text
+from ingot.report.render.page import Block, Chart, Section, TableBlock, Text
 
 _WIDE, _NARROW = 900, 350
 
 
-def experts_section(facts: Facts) -> Section | None:
-    """None of a run without experts."""
-    if not facts.experts:
+def experts_section(data: RunData) -> Section | None:
+    """Return the section, None for a run without experts."""
+    if not data.experts:
         return None
-    last = facts.experts[max(facts.experts)]
+    last = data.experts[max(data.experts)]
     blocks: list[Block] = [Text(_in_words(last))]
-    blocks += [charts] if (charts := expert_charts(facts)) else []
-    mapped = [e for step in sorted(facts.experts) if has_loads(e := facts.experts[step])]
+    blocks += [charts] if (charts := expert_charts(data)) else []
+    mapped = [e for step in sorted(data.experts) if has_loads(e := data.experts[step])]
     if mapped:
         blocks.append(_load_chart(mapped[-1]))
     blocks.append(_table(last))
@@ -40,7 +47,7 @@ def _in_words(event: dict) -> str:
     return text
 
 
-def _table(event: dict) -> Table:
+def _table(event: dict) -> TableBlock:
     columns = [
         ("Layer", event["layers"], ","),
         ("Deviation", event["load_cv"], ".3f"),
@@ -54,11 +61,11 @@ def _table(event: dict) -> Table:
     rows = [tuple(format(values[i], spec) for _, values, spec in columns) for i in range(len(event["layers"]))]
     caption = f"Loads by layer, steps up to {event['step']:,}"
     header = tuple(name for name, _, _ in columns)
-    return Table(header, rows, right=tuple(range(len(header))), caption=caption, folded=len(rows) > 12)
+    return TableBlock(header, rows, right=tuple(range(len(header))), caption=caption, folded=len(rows) > 12)
 
 
 def has_loads(event: dict) -> bool:
-    """Whether the loads of all experts are in it, as many of each layer."""
+    """Return whether an `experts` event has the loads of all experts, the same number for each layer."""
     loads = event.get("loads")
     if not isinstance(loads, list) or len(loads) != len(event["layers"]) or not all(isinstance(r, list) for r in loads):
         return False
@@ -75,5 +82,63 @@ def _load_chart(event: dict) -> Chart:
         wide=load_map(layers, loads, width=_WIDE, label=title),
         narrow=load_map(layers, loads, width=_NARROW, label=title),
         legend=tuple((kind(level), name) for level, name in enumerate(NAMES)),
-        table=Table(header, rows, right=tuple(range(len(header))), caption=title),
+        table=TableBlock(header, rows, right=tuple(range(len(header))), caption=title),
     )
+
+
+# Loads at which one color ends and the next begins; the mean is 1, ratios below and above it are the same.
+EDGES = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
+NAMES = (
+    "under 0.25x", "0.25x to 0.5x", "0.5x to 0.8x", "0.8x to 1.25x", "1.25x to 2x", "2x to 4x", "4x and more",
+)  # fmt: skip
+_EVEN = NAMES.index("0.8x to 1.25x")
+
+
+def kind(level: int) -> str:
+    """Return the CSS class of the color of NAMES[level]: how far the load is below or above the mean."""
+    if level == _EVEN:
+        return "even"
+    return f"below-{_EVEN - level}" if level < _EVEN else f"above-{level - _EVEN}"
+
+
+def counted(loads: Sequence[float]) -> list[int]:
+    """Return how many of `loads` fall into each class of NAMES."""
+    levels = [bisect(EDGES, load) for load in loads]
+    return [levels.count(level) for level in range(len(NAMES))]
+
+
+def load_map(layers: Sequence[int], loads: Sequence[Sequence[float]], *, width: int, label: str) -> str:
+    """Return the load map as an <svg>, `width` user units wide.
+
+    loads: one row per layer with one load per expert; 1 is the mean. label: a description for screen readers.
+    """
+    row = min(max(360 / len(layers), 7.0), 22.0)
+    left, top = 10 + 7 * max(len(str(layer)) for layer in layers), 6
+    across, every = width - left - 14, -(-14 // int(row))  # a number needs 14 units
+    bottom = top + row * len(layers)
+    height = round(bottom + 24)
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(label)}" class="chart"><title>{escape(label)}</title>'
+    ]
+    for i, (layer, row_loads) in enumerate(zip(layers, loads, strict=True)):
+        y = top + i * row
+        if i % every == 0:
+            parts.append(
+                f'<text class="tick" x="{left - 6}" y="{y + row / 2 + 4:.1f}" text-anchor="end">{layer}</text>'
+            )
+        parts += _row(row_loads, left, y, across, row - 1)
+    ends = ((left, "start", "busiest expert of a layer"), (left + across, "end", "idlest"))
+    for x, anchor, text in ends:
+        parts.append(f'<text class="tick" x="{x}" y="{bottom + 16:.1f}" text-anchor="{anchor}">{text}</text>')
+    return "".join(parts) + "</svg>"
+
+
+def _row(loads: Sequence[float], left: float, y: float, across: float, height: float) -> list[str]:
+    rects, done = [], 0
+    for level, group in groupby(bisect(EDGES, load) for load in sorted(loads, reverse=True)):
+        count = len(list(group))
+        x, width = left + across * done / len(loads), across * count / len(loads)
+        rects.append(f'<rect class="{kind(level)}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>')
+        done += count
+    return rects

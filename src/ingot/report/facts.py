@@ -1,11 +1,11 @@
-"""What the report is told from: a run's event log and artifacts, read once, without torch.
+"""The event log and the artifacts of a run, read once into a `RunData`, without torch.
 
-Whatever is missing stays empty, and the story leaves it out. Events that lack what their kind promises are counted in
-`unreadable_events` and not used.
+A missing artifact leaves its field empty, and the report leaves out its section. Events that lack a field which their
+kind requires are counted in `unreadable_events` and not used.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -13,7 +13,6 @@ from typing import TypeGuard
 from ingot.config import from_dict
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
-from ingot.report.incidents import Incident, IncidentReader
 from ingot.schema import events as kinds
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.plan import Plan
@@ -23,7 +22,89 @@ from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 from ingot.theory.rules import load_run
 
-# Fields that an event of a kind must have, as finite numbers, to be told from; and those that may be NaN or infinite.
+
+@dataclass(kw_only=True)
+class FaultRecord:
+    """A fault that ended an attempt, and the recovery from it. Times are Unix seconds, None while unknown.
+
+    rank: the failed rank, None for a fault of the whole job. cause: a predicate for people ("was killed (SIGKILL)").
+    injected_at: the time at which a drill caused the fault on purpose. fault_step: the last step known to be reached.
+    resumed_at, resumed_from: when training continued, and the step of the checkpoint from which it continued.
+    compared_steps: the number of steps logged in both attempts. compared_equal: all of them have bit-identical loss and
+    gradient norm.
+    """
+
+    rank: int | None = None
+    cause: str = ""
+    injected_at: float | None = None
+    detected_at: float
+    fault_step: int
+    resumed_at: float | None = None
+    resumed_from: int | None = None
+    compared_steps: int = 0
+    compared_equal: bool = True
+
+    @property
+    def detect_seconds(self) -> float | None:
+        return None if self.injected_at is None else self.detected_at - self.injected_at
+
+    @property
+    def recover_seconds(self) -> float | None:
+        """The seconds from the fault (from its injection, if a drill caused it) to the start of the resumed run."""
+        return None if self.resumed_at is None else self.resumed_at - (self.injected_at or self.detected_at)
+
+    @property
+    def redone_steps(self) -> int | None:
+        """The number of steps whose work was lost and repeated."""
+        return None if self.resumed_from is None else max(self.fault_step - self.resumed_from, 0)
+
+
+class FaultReader:
+    """A reader of the events of a run, given in order to `see`; `found` is the list of faults so far.
+
+    steps: step -> its event; the caller fills it, this class only reads it.
+    """
+
+    def __init__(self, steps: dict[int, dict]):
+        self._steps, self.found = steps, []
+        self._open: FaultRecord | None = None  # a fault that was not followed by a restart yet
+        self._drill: dict | None = None
+        self._redoing: FaultRecord | None = None  # resumed; steps up to fault_step are repeated
+
+    def see(self, event: dict) -> None:
+        kind = event["kind"]
+        if kind == kinds.DRILL:
+            self._drill = event
+        elif kind == kinds.FAULT:
+            self._see_fault(event)
+        elif kind == kinds.RUN_STARTED and self._open:
+            self._open.resumed_at, self._open.resumed_from = event["time"], event["from_step"]
+            self._redoing, self._open = self._open, None
+        elif kind == kinds.STEP and self._redoing:
+            self._see_step(event, self._redoing)
+
+    def _see_fault(self, event: dict) -> None:
+        if self._open:  # other ranks fail after the first one: one fault
+            return
+        drill_step = (self._drill or {}).get("step") or 0
+        self._open = FaultRecord(
+            rank=event.get("rank"),
+            cause=str(event.get("cause") or "failed"),
+            injected_at=self._drill["time"] if self._drill else None,
+            detected_at=event["time"],
+            fault_step=max(event.get("step") or 0, drill_step, *self._steps, 0),
+        )
+        self._drill = None
+        self.found.append(self._open)
+
+    def _see_step(self, event: dict, fault: FaultRecord) -> None:
+        before = self._steps.get(event["step"])
+        if before is not None and event["step"] <= fault.fault_step:
+            fault.compared_steps += 1
+            fault.compared_equal &= before["loss"] == event["loss"] and before["grad_norm"] == event["grad_norm"]
+
+
+# Fields that an event of a kind must have as finite numbers, and fields that may be NaN or infinite.
 _NUMBERS = {
     kinds.RUN_STARTED: ("from_step", "world_size"),
     kinds.STEP: ("step",),
@@ -41,14 +122,19 @@ _PERHAPS_NOT_FINITE = {
     kinds.STEP: ("loss", "grad_norm", "lr"),
     kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
 }
-_BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")  # of an `experts` event
-_BEYOND = ("dropped", "fallback")  # of it, too, or null
+# Lists of an `experts` event with one value per layer, and such lists that may be null.
+_BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")
+_BEYOND = ("dropped", "fallback")
 _YEAR_5000_SECONDS = 95_617_584_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """`twin.json`: the run held against the same run without a fault, over steps first_step..last_step (inclusive)."""
+    """The content of `twin.json`: a run compared with the same run without a fault, steps first_step..last_step.
+
+    Both ends are included. kill_step: the step at which a rank was killed. resumed_from: the step of the checkpoint
+    from which the run continued.
+    """
 
     first_step: int
     last_step: int
@@ -60,11 +146,12 @@ class Twin:
 
 
 @dataclass(kw_only=True)
-class Facts:
-    """Events are dicts as in schema/events.py. `steps`, `progress`, `waits` and `experts`: step -> the last one written
-    for it.
+class RunData:
+    """The events and artifacts of one run; events are dicts as in schema/events.py.
 
-    active_seconds: from each start to the last sign of life of that attempt, summed; pauses between are not in it.
+    steps, progress, waits, experts: step -> the last event of that kind for the step. hashes: name -> SHA-256.
+    active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
+    included.
     """
 
     folder: RunFolder
@@ -85,7 +172,7 @@ class Facts:
     evaluations: list[dict] = field(default_factory=list)
     samples: list[dict] = field(default_factory=list)
     stages: list[dict] = field(default_factory=list)
-    incidents: list[Incident] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
     stopped: dict | None = None
@@ -97,49 +184,63 @@ class Facts:
         return max((*self.steps, *self.progress, 0))
 
 
-def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, stages: Path | None = None) -> Facts:
-    """Facts of the run folder `run`.
+def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, stages: Path | None = None) -> RunData:
+    """Return the data of the run folder `run`.
 
-    corpus: a corpus folder; without it, the one beside the run's tokens if its hash is the one they were made from.
-    twin: a twin.json. stages: the event log that holds `stage` events, if it is not the run's.
-    Raises UsageError when `run` has no event log, DataError for an artifact or a log of which nothing can be read.
+    corpus: a corpus folder; by default the folder next to the run's tokens, if the tokens were made from it.
+    twin: a twin.json file. stages: an event log with `stage` events, if they are not in the log of the run.
+    Raises UsageError when `run` has no event log, DataError when an artifact or the log cannot be read.
     """
-    facts = Facts(folder=RunFolder(run))
-    if not facts.folder.events.is_file():
+    data = RunData(folder=RunFolder(run))
+    if not data.folder.events.is_file():
         raise UsageError(
-            f"{run} has no {facts.folder.events.name}",
-            rule="what a run did is told from its event log, which starts with it",
-            fix="name the folder that `ingot train` filled: ingot report RUN, ingot explain slow RUN",
+            "E-RUN-NO-LOG",
+            f"{run} has no {data.folder.events.name}",
+            rule="reports and diagnoses are made from the event log that `ingot train` writes into the run folder",
+            fix="name the run folder: ingot report RUN, ingot explain slow RUN",
+            run=str(run),
         )
-    _read_artifacts(facts, corpus)
+    _read_artifacts(data, corpus)
     if twin:
-        facts.twin = _read_json(Twin, twin)
-    read_run_events(facts)
+        data.twin = _read_json(Twin, twin)
+    read_run_events(data)
     if stages:
-        facts.stages += [event for event in _readable_events(stages, facts) if event["kind"] == kinds.STAGE]
-    return facts
+        data.stages += [event for event in _readable_events(stages, data) if event["kind"] == kinds.STAGE]
+    return data
 
 
-def _read_artifacts(facts: Facts, corpus: Path | None) -> None:
-    folder = facts.folder
+def no_run_folder(root: Path) -> UsageError:
+    """Return the error for a folder that has no run.toml."""
+    found = "has no run.toml: no run was started in it" if root.is_dir() else "does not exist"
+    return UsageError(
+        "E-RUN-FOLDER",
+        f"{root} {found}",
+        rule="a run folder has a run.toml, which `ingot train` writes",
+        fix="name the run folder, or start a run: ingot train RUN_FILE",
+        run=str(root),
+    )
+
+
+def _read_artifacts(data: RunData, corpus: Path | None) -> None:
+    folder = data.folder
     if folder.config.is_file():
-        facts.run = load_run(folder.config)
-        facts.hashes["run.toml"] = sha256_file(folder.config)
-        manifest = folder.root / facts.run.data.tokens / "manifest.json"
+        data.run = load_run(folder.config)
+        data.hashes["run.toml"] = sha256_file(folder.config)
+        manifest = folder.root / data.run.data.tokens / "manifest.json"
         if manifest.is_file():
-            facts.tokens = read_token_manifest(manifest.parent)
-            facts.hashes["token stream found"] = facts.tokens.fingerprint()
-            facts.hashes["tokenizer"] = facts.tokens.tokenizer_sha256
-            facts.hashes["corpus"] = facts.tokens.corpus_sha256
+            data.tokens = read_token_manifest(manifest.parent)
+            data.hashes["token stream found"] = data.tokens.fingerprint()
+            data.hashes["tokenizer"] = data.tokens.tokenizer_sha256
+            data.hashes["corpus"] = data.tokens.corpus_sha256
             beside = manifest.parent.parent.parent / "corpus"
             if corpus is None and (beside / "corpus.json").is_file():
-                same = sha256_file(beside / "corpus.json") == facts.tokens.corpus_sha256
+                same = sha256_file(beside / "corpus.json") == data.tokens.corpus_sha256
                 corpus = beside if same else None
     if folder.plan.is_file():
-        facts.plan = _read_json(Plan, folder.plan)
+        data.plan = _read_json(Plan, folder.plan)
     if corpus:
-        facts.corpus = _read_json(CorpusManifest, corpus / "corpus.json")
-        facts.hashes["corpus"] = sha256_file(corpus / "corpus.json")
+        data.corpus = _read_json(CorpusManifest, corpus / "corpus.json")
+        data.hashes["corpus"] = sha256_file(corpus / "corpus.json")
 
 
 def _json(path: Path) -> dict:
@@ -148,7 +249,13 @@ def _json(path: Path) -> dict:
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}", rule="artifacts are JSON objects") from None
+        raise DataError(
+            "E-ARTIFACT-UNREADABLE",
+            f"{path} cannot be read: {error}",
+            rule="artifacts are JSON objects",
+            fix=f"restore {path.name} from a copy, or make it again with the command that wrote it",
+            path=str(path),
+        ) from None
     return values
 
 
@@ -156,56 +263,58 @@ def _read_json(kind, path: Path):
     return from_dict(kind, _json(path), where=lambda key: f"{path} ({key})")
 
 
-def read_run_events(facts: Facts) -> None:
-    """Walk the event log once, in the order it was written."""
-    incidents = IncidentReader(facts.steps)
+def read_run_events(data: RunData) -> None:
+    """Read the event log of `data.folder` into `data`. Raises DataError when no event can be read."""
+    faults = FaultReader(data.steps)
     lists = {
-        kinds.CHECKPOINT: facts.checkpoints,
-        kinds.CHECKPOINT_REFUSED: facts.refused,
-        kinds.SETTING_CHANGED: facts.changed_settings,
-        kinds.EVALUATION: facts.evaluations,
-        kinds.SAMPLE: facts.samples,
-        kinds.STAGE: facts.stages,
-        kinds.RUN_STARTED: facts.starts,
+        kinds.CHECKPOINT: data.checkpoints,
+        kinds.CHECKPOINT_REFUSED: data.refused,
+        kinds.SETTING_CHANGED: data.changed_settings,
+        kinds.EVALUATION: data.evaluations,
+        kinds.SAMPLE: data.samples,
+        kinds.STAGE: data.stages,
+        kinds.RUN_STARTED: data.starts,
     }
     started = alive = kind = None
-    for event in _readable_events(facts.folder.events, facts):
+    for event in _readable_events(data.folder.events, data):
         kind = event["kind"]
-        incidents.see(event)
+        faults.see(event)
         if kind in lists:
             lists[kind].append(event)
         elif kind == kinds.STEP:
-            facts.steps[event["step"]] = event
+            data.steps[event["step"]] = event
         elif kind == kinds.PROGRESS:
-            facts.progress[event["step"]] = event
+            data.progress[event["step"]] = event
         elif kind == kinds.WAITS:
-            facts.waits[event["step"]] = event
+            data.waits[event["step"]] = event
         elif kind == kinds.EXPERTS:
-            facts.experts[event["step"]] = event
+            data.experts[event["step"]] = event
         elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
-            setattr(facts, kind, event)
+            setattr(data, kind, event)
         if kind == kinds.RUN_STARTED:
-            facts.active_seconds += alive - started if started and alive else 0.0
+            data.active_seconds += alive - started if started and alive else 0.0
             started = alive = event["time"]
         elif kind in (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED):
             alive = event["time"]
     if kind is None:
         raise DataError(
-            f"{facts.folder.events} holds no event that can be read",
-            rule="a report is told from the event log alone",
-            fix="restore the file from a copy; the checkpoints of the run are not touched by this",
+            "E-LOG-NO-EVENTS",
+            f"{data.folder.events} has no event that can be read",
+            rule="reports and diagnoses are made from the event log",
+            fix="restore the file from a copy; checkpoints do not depend on the event log",
+            path=str(data.folder.events),
         )
-    facts.active_seconds += alive - started if started and alive else 0.0
-    facts.incidents = incidents.found
+    data.active_seconds += alive - started if started and alive else 0.0
+    data.faults = faults.found
 
 
-def _readable_events(path: Path, facts: Facts) -> Iterator[dict]:
-    """The events of `path` that hold what their kind promises; the others are counted."""
+def _readable_events(path: Path, data: RunData) -> Iterator[dict]:
+    """Yield the events of `path` that have the fields which their kind requires; count the others."""
     for event in read_events(path):
         if _is_readable(event):
             yield event
         else:
-            facts.unreadable_events += 1
+            data.unreadable_events += 1
 
 
 def _is_readable(event) -> bool:
@@ -230,10 +339,22 @@ def _has_numbers_by_layer(event: dict) -> bool:
 
 
 def is_number(value) -> TypeGuard[float]:
-    """An int or float; True and False are neither."""
+    """Return whether `value` is an int or a float; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_finite(value) -> TypeGuard[float]:
-    """A number that is neither NaN nor infinite, nor so large that it stands for a fault."""
+    """Return whether `value` is a number that is neither NaN nor infinite, and below 1e18 in absolute value."""
     return is_number(value) and abs(value) < 1e18
+
+
+def layout_text(layout: Mapping[str, object]) -> str:
+    """Return a layout from a `run_started` event as text.
+
+    {"dp_shard": 4, "cp": 2, "ep": 2, "context": "ring"} -> "dp_shard 4 x cp 2 (ring), ep 2". Expert parallelism is
+    listed last because its ranks are spread over the other axes. Axes of size 1 are left out, but for a single one.
+    """
+    axes = {axis: size for axis, size in layout.items() if axis not in ("ep", "context")}
+    form = {"cp": f" ({layout['context']})"} if "context" in layout else {}
+    divided = [f"{axis} {size}{form.get(axis, '')}" for axis, size in axes.items() if size != 1 or len(axes) == 1]
+    return " x ".join(divided) + (f", ep {layout['ep']}" if "ep" in layout else "")

@@ -1,10 +1,10 @@
-"""Where a run stands, from its event log and its lock. Reads only; a run may be going on."""
+"""The state of a run, read from its event log and its lock. Nothing is written; the run may be training."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ingot.errors import UsageError
 from ingot.events import read_events
+from ingot.report.facts import no_run_folder
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
@@ -16,15 +16,16 @@ _SPARK_WIDTH = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
-    """state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault),
-    "interrupted" (neither running nor at an end, as after a power loss), "not started", or "unknown" (there are
-    checkpoints, but the event log is missing or tells nothing of them: `log_damage` says so, `step` is the newest's).
+class RunStatus:
+    """The state of a run, for `ingot status`. Times are Unix seconds; None: not known yet.
 
-    losses: of the steps that count, a step done again replaces its first try. Times are Unix seconds; None: not yet.
-    layout: axes of the mesh that divide something, of the last attempt, with "ep" and "context" (schema/events.py).
-    experts: the last event of that kind (layers, load_cv, max_load, dropped, fallback, ... by layer;
-    telemetry/experts.py), without the load of every expert.
+    state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault), "interrupted"
+    (the process ended without an event, as after a power loss), "not started", or "unknown" (checkpoints exist, but the
+    event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
+    losses: by step; a repeated step replaces its first try.
+    layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
+    experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
+    layer; telemetry/experts.py), without the load of every expert.
     """
 
     name: str
@@ -48,12 +49,11 @@ class Status:
     experts: dict | None = None
 
 
-def read_status(root: Path) -> Status:
-    """Raises UsageError when `root` is no run folder."""
+def read_status(root: Path) -> RunStatus:
+    """Return the status of the run folder `root`. Raises UsageError when it has no run.toml."""
     folder = RunFolder(root)
     if not folder.config.is_file():
-        there = "exists, but holds no run.toml: nothing was started in it yet" if root.is_dir() else "does not exist"
-        raise UsageError(f"{root} {there}", rule="status reads a run folder", fix="ingot train RUN_FILE starts a run")
+        raise no_run_folder(root)
     run = load_run(folder.config)
     losses: dict[int, float] = {}
     last: dict[str, dict] = {}
@@ -67,7 +67,7 @@ def read_status(root: Path) -> Status:
         if kind == events.STEP:
             losses[event["step"]] = event["loss"]
         elif kind == events.RUN_STARTED:
-            # Steps after the checkpoint that this attempt began with are done again.
+            # Steps after the checkpoint from which this attempt started are repeated.
             losses = {step: loss for step, loss in losses.items() if step <= event["from_step"]}
         elif kind == events.RESTART:
             restarts += 1
@@ -80,7 +80,7 @@ def read_status(root: Path) -> Status:
     saved_steps = (
         () if "end" in last or losses else [c.step for c in list_checkpoints(folder.checkpoints) if c.manifest]
     )
-    return Status(
+    return RunStatus(
         name=run.name,
         state="running" if running else "unknown" if saved_steps else _ended(last),
         steps=run.train.steps,
@@ -108,12 +108,12 @@ def _experts(event: dict | None) -> dict | None:
 
 
 def _log_damage(folder: RunFolder) -> str:
-    what = "is damaged" if folder.events.exists() else "is missing"
-    return f"{folder.events.name} {what}: the step is that of the newest checkpoint"
+    damage = "is damaged" if folder.events.exists() else "is missing"
+    return f"{folder.events.name} {damage}: the step is that of the newest checkpoint"
 
 
 def _ended(last: dict[str, dict]) -> str:
-    """From the last event that says how an attempt went."""
+    """Return the state of a run that is not running, from the last event about the end or the start of an attempt."""
     if "end" not in last:
         return "not started"
     return {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}.get(
@@ -122,7 +122,7 @@ def _ended(last: dict[str, dict]) -> str:
 
 
 def sparkline(values: tuple[float, ...], width: int = _SPARK_WIDTH) -> str:
-    """Means of equal stretches as bars, highest value highest. Values that are not finite show as '×'."""
+    """Return a line of `width` bars: means of equal ranges of `values`. A mean that is not finite is shown as '×'."""
     if not values:
         return ""
     width = min(width, len(values))

@@ -1,19 +1,37 @@
-"""`report.html` and `report.md` of a run, from its event log and artifacts alone: no torch, no network."""
+"""The report of a run, as report.html and report.md, from its event log and artifacts: no torch, no network."""
 
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.report.facts import gather
-from ingot.report.render.html import render_html
-from ingot.report.render.markdown import render_markdown
-from ingot.report.story import tell
+from ingot import __version__
+from ingot.report.experts import experts_section
+from ingot.report.facts import RunData, gather, is_finite, is_number
+from ingot.report.render.markup import render_html, render_markdown
+from ingot.report.render.page import HeadlineFigure, ReportPage
+from ingot.report.sections import (
+    changed_settings_section,
+    checkpoints_section,
+    comparison_section,
+    evaluation_section,
+    funnel_section,
+    machine_section,
+    plural,
+    provenance_section,
+    recovery_section,
+    samples_section,
+    settings_section,
+    stages_section,
+    training_section,
+)
 from ingot.storage import write_atomic
+from ingot.units import format_count, format_seconds
 
 
 @dataclass(frozen=True)
 class Report:
-    """The two files, and the headline as (label, value, note)."""
+    """The two files of a report, and its headline figures as (label, value, note)."""
 
     html: Path
     markdown: Path
@@ -29,20 +47,108 @@ def write_report(
     stages: Path | None = None,
     command: str = "",
 ) -> Report:
-    """Write the report of the run folder `run` into `out` (default: the run folder itself).
+    """Write the report of the run folder `run` into the folder `out` (default: the run folder).
 
-    corpus: a corpus folder for the funnel; by default the one that the run's tokens were made from, if it is in place.
-    twin: a twin.json (see report/facts.py: Twin); by default RUN/twin.json if there is one.
-    stages: an event log with `stage` events outside of the run. command: what reproduces the run.
-    A part that the run does not have is left out. Raises UsageError when `run` is no run, DataError and ConfigError for
-    artifacts that cannot be read.
+    corpus: a corpus folder for the funnel; by default the one from which the run's tokens were made, if it exists.
+    twin: a twin.json (report/facts.py, Twin); by default RUN/twin.json if it exists.
+    stages: an event log with `stage` events, if they are not in the log of the run.
+    command: the command that reproduces the run. Sections without data are left out.
+    Raises UsageError when `run` has no event log, DataError or ConfigError for an artifact that cannot be read.
     """
     if twin is None and (run / "twin.json").is_file():
         twin = run / "twin.json"
-    facts = gather(run, corpus=corpus, twin=twin, stages=stages)
-    page = tell(facts, command or f"ingot train {shlex.quote(str(facts.folder.config))}")
+    data = gather(run, corpus=corpus, twin=twin, stages=stages)
+    page = build_page(data, command or f"ingot train {shlex.quote(str(data.folder.config))}")
     folder = run if out is None else out
     html, markdown = folder / "report.html", folder / "report.md"
     write_atomic(html, render_html(page).encode("utf-8", "replace"))
     write_atomic(markdown, render_markdown(page).encode("utf-8", "replace"))
-    return Report(html, markdown, [(tile.label, tile.value, tile.note) for tile in page.tiles])
+    return Report(html, markdown, [(figure.label, figure.value, figure.note) for figure in page.headline])
+
+
+def build_page(data: RunData, command: str) -> ReportPage:
+    """Return the report page of a run. command: the command that reproduces the run."""
+    sections = (
+        stages_section, funnel_section, training_section, experts_section, recovery_section, evaluation_section,
+        samples_section, comparison_section, checkpoints_section, settings_section, changed_settings_section,
+        machine_section, provenance_section,
+    )  # fmt: skip
+    name = data.run.name if data.run else data.folder.root.resolve().name
+    footer = f"Written by ingot {__version__} from the event log of the run."
+    if data.unreadable_events:
+        footer += f" {data.unreadable_events} events could not be read and are not in this report."
+    return ReportPage(
+        title=name,
+        subtitle=_subtitle(data),
+        headline=_headline(data),
+        command=command,
+        sections=[s for s in (section(data) for section in sections) if s],
+        footer=footer,
+    )
+
+
+def _subtitle(data: RunData) -> str:
+    parts = []
+    if data.starts:
+        first = data.starts[0]
+        parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first["time"])))
+        if is_finite(first.get("parameters")):
+            parts.append(f"{format_count(first['parameters'])} parameters")
+        ranks = f"{first['world_size']:.0f} {first.get('device', '')} {plural(first['world_size'], 'rank')}"
+        parts.append(" ".join(ranks.split()))
+        parts += [str(first["precision"])] if first.get("precision") else []
+    parts.append(_state(data))
+    return " · ".join(parts)
+
+
+def _state(data: RunData) -> str:
+    total = f" of {data.run.train.steps:,}" if data.run else ""
+    if data.finished and data.finished["step"] >= data.last_step:
+        return f"finished at step {data.finished['step']:,}"
+    if data.stopped:
+        return f"stopped at step {data.last_step:,}{total}"
+    return f"at step {data.last_step:,}{total}" if data.last_step else "no step logged yet"
+
+
+def _headline(data: RunData) -> list[HeadlineFigure]:
+    figures: list[HeadlineFigure] = []
+    if data.evaluations:
+        last = data.evaluations[-1]
+        better = 1 - last["bpb"] / last["unigram_bpb"] if last["unigram_bpb"] > 0 else 0.0
+        note = f"unigram baseline {last['unigram_bpb']:.3f}, {abs(better):.0%} {'lower' if better >= 0 else 'higher'}"
+        figures.append(HeadlineFigure("Held-out bits per byte", f"{last['bpb']:.3f}", note, good=better > 0))
+    if data.steps:
+        first, last = data.steps[min(data.steps)], data.steps[max(data.steps)]
+        figures.append(
+            HeadlineFigure("Training loss", f"{last['loss']:.3f}", f"nats per token, {first['loss']:.2f} at the start")
+        )
+    if data.progress:
+        last = data.progress[max(data.progress)]
+        note = f"of {format_count(data.tokens.tokens)} in the training set" if data.tokens else ""
+        figures.append(HeadlineFigure("Tokens trained on", format_count(last["tokens"]), note))
+    if data.active_seconds:
+        cost = data.progress[max(data.progress)].get("cost_usd") if data.progress else None
+        attempts = f"{len(data.starts)} {plural(len(data.starts), 'attempt')}"
+        note = attempts + (f", ${cost:,.2f}" if is_number(cost) else "")
+        figures.append(HeadlineFigure("Training time", format_seconds(data.active_seconds), note))
+    if recovered := _recovery_figure(data):
+        figures.append(recovered)
+    return figures
+
+
+def _recovery_figure(data: RunData) -> HeadlineFigure | None:
+    """Return the headline figure about faults: whether and how fast the run recovered, and whether losses are equal."""
+    if not data.faults:
+        return None
+    resumed = [i for i in data.faults if i.resumed_at is not None]
+    count = len(data.faults)
+    if len(resumed) < count:
+        return HeadlineFigure("Recovery", f"{len(resumed)} of {count}", "the last fault ended the run", good=False)
+    note = f"after {count} fault{'s' if count > 1 else ''}"
+    good = None
+    if data.twin:
+        good = data.twin.equal
+        note += ", losses equal bit for bit" if good else ", losses differ from the undisturbed run"
+    return HeadlineFigure(
+        "Recovered in", format_seconds(max(i.recover_seconds or 0.0 for i in resumed)), note, good=good
+    )

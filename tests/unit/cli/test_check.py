@@ -1,4 +1,4 @@
-"""`ingot check --simulate`: what it says, and its exit code."""
+"""`ingot check`: its output and its exit code."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def run_file(tmp_path) -> str:
     return str(path)
 
 
-def test_a_clean_dry_run_without_data_exits_0_and_tells_of_the_data(run_file, capsys):
+def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, capsys):
     command = ["check", run_file, "--cluster", "8xh100", "--simulate"]
     options = ["--set", "parallel.tp=2", "--set", "parallel.async_tp=true", "--set", "parallel.recompute=full"]
     assert main([*command, *options]) == 0
@@ -64,7 +64,7 @@ def test_json_has_the_findings_and_the_useful_share_of_the_work(run_file, capsys
     assert 0.6 * first["matmul_flops"] < useful < first["matmul_flops"] + first["attention_flops"]
 
 
-def test_a_broken_layout_is_told_once_and_not_simulated(run_file, capsys):
+def test_a_broken_layout_is_reported_once_and_not_simulated(run_file, capsys):
     command = ["check", run_file, "--cluster", "8xh100", "--simulate", "--set", "parallel.tp=3"]
     assert main(command) == 3
     text = capsys.readouterr().out
@@ -95,7 +95,7 @@ def trace(rank: int, initial: int, steady: int) -> dry_run.Trace:
 
 
 @pytest.mark.parametrize(
-    ("steady", "said"),
+    ("steady", "line"),
     [
         ((1000, 2000), None),
         ((1000, 2100), None),  # 5% are left out of formulas
@@ -103,17 +103,17 @@ def trace(rank: int, initial: int, steady: int) -> dry_run.Trace:
         ((1500, 2120), "rank 0 peaks at 1.5 KiB (steady step), the planner bills 1000 B"),
     ],
 )
-def test_memory_above_the_planners_bill_is_said(run_file, capsys, monkeypatch, steady, said):
+def test_memory_above_the_planners_bill_is_reported(run_file, capsys, monkeypatch, steady, line):
     traces = [trace(rank, initial=500, steady=bytes) for rank, bytes in enumerate(steady)]
     grid = Grid(dict.fromkeys(dry_run.AXES, 1) | {"pp": 2})
     found = dry_run.DryRun(grid, traces, WorldCheck(None, True, 2), [], [1000.0, 2000.0], [0.0, 0.0], False)
     monkeypatch.setattr(dry_run, "simulate", lambda *_, **__: found)
     assert main(["check", run_file, "--cluster", "8xh100", "--simulate"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("More memory than planned")]
-    assert (len(lines) == 1 and said in lines[0]) if said else not lines
+    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("More memory than planned")]
+    assert (len(lines) == 1 and line in lines[0]) if line else not lines
 
 
-def test_given_loads_of_experts_are_told_beside_balanced_ones(run_file, tmp_path, capsys):
+def test_given_loads_of_experts_are_compared_with_balanced_ones(run_file, tmp_path, capsys):
     moe = "[model.moe]\nnum_experts = 8\ntop_k = 2\nd_expert = 32\n[data]"
     Path(run_file).write_text(RUN.replace("[data]", moe) + "ep = 2\n")
     loads = tmp_path / "loads.json"
@@ -130,4 +130,13 @@ def test_given_loads_of_experts_are_told_beside_balanced_ones(run_file, tmp_path
 
 def test_loads_of_experts_are_for_a_dry_run(run_file, capsys):
     assert main(["check", run_file, "--expert-load", "loads.json"]) == 3
-    assert "without --simulate" in capsys.readouterr().err
+    assert "E-EXPERT-LOAD-ALONE" in capsys.readouterr().err
+
+
+def test_the_timeline_is_drawn(run_file, capsys):
+    pipeline = ["--set", "parallel.pp=2", "--set", "parallel.dp_shard=1", "--cluster", "8xh100"]
+    main(["check", run_file, *pipeline, "--timeline", "--json"])
+    lines = json.loads(capsys.readouterr().out)["timeline"]
+    assert lines[0].startswith("1f1b, 2 ranks")
+    assert main(["check", run_file, "--cluster", "8xh100", "--timeline"]) == 3
+    assert "no pipeline" in capsys.readouterr().err

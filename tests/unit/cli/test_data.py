@@ -66,7 +66,7 @@ def test_files_of_several_sources(crawl_files, tmp_path, capsys):
     assert main([*build[:6], str(tmp_path / "e"), *build[7:], *crawl_files]) == 0
     assert json.loads(capsys.readouterr().out)["corpus"]["sources"] == {"law.warc.gz": "law", "crawl.warc.gz": "web"}
     assert main([*build, "--source", "news"]) == 2
-    assert "--source news names no inputs" in capsys.readouterr().err
+    assert "E-SOURCE-EMPTY" in capsys.readouterr().err
 
 
 def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
@@ -88,7 +88,7 @@ def test_inspect_hints_a_setting_that_can_be_given_as_it_stands(crawl_files, bui
     assert main([*again, "--set", hint[1]]) == 0
 
 
-def test_what_is_no_crawl_file_and_no_recipe_is_told_apart(crawl_files, tmp_path, capsys):
+def test_what_is_no_crawl_file_and_no_recipe_are_two_errors(crawl_files, tmp_path, capsys):
     (tmp_path / "bare").mkdir()
     (tmp_path / "empty.warc.gz").touch()
     build = ["data", "build", "--out", str(tmp_path / "d")]
@@ -108,7 +108,7 @@ def test_inspect_says_that_no_page_matches(built, capsys):
     assert "records" not in text and "0 of 0" not in text
 
 
-def test_a_crawl_file_that_is_cut_is_told(crawl_files, tmp_path, capsys):
+def test_a_crawl_file_that_is_cut_is_reported(crawl_files, tmp_path, capsys):
     path = Path(crawl_files[0])
     path.write_bytes(path.read_bytes()[:-40])
     out = str(tmp_path / "d")
@@ -120,12 +120,12 @@ def test_a_crawl_file_that_is_cut_is_told(crawl_files, tmp_path, capsys):
     assert "in crawl.warc.gz" in capsys.readouterr().out
 
 
-def test_verify_tells_damage(built, capsys):
+def test_verify_reports_damage(built, capsys):
     assert main(["data", "verify", built]) == 0
     assert "kept documents" in capsys.readouterr().out
     next(Path(built, "corpus").glob("web-*")).write_bytes(b"x")
     assert main(["data", "verify", built]) == 20
-    assert "E-CORPUS-HASH" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("E-")
 
 
 def test_errors_have_their_exit_codes(crawl_files, tmp_path, capsys):
@@ -148,12 +148,12 @@ def test_no_workers_are_refused(crawl_files, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--slurm partition=cpu", "--slurm with --runner local"),
-        ("--ray-address auto", "--ray-address with --runner local"),
+        ("--slurm partition=cpu", "E-RUNNER-OPTION"),
+        ("--ray-address auto", "E-RUNNER-OPTION"),
         ("--runner inline --workers 3", "one process"),
         ("--runner slurm --slurm cpus=many", "cpus=many"),
         ("--runner slurm --slurm partition", "partition=cpu"),
-        ("--runner slurm --slurm array=0-3", "finds its work by"),
+        ("--runner slurm --slurm array=0-3", "E-SLURM-RESERVED"),
     ],
 )
 def test_options_of_another_runner_are_refused(options, message, crawl_files, tmp_path, capsys):
@@ -165,7 +165,7 @@ def test_options_of_another_runner_are_refused(options, message, crawl_files, tm
 def test_options_reach_their_runner():
     def runner(options) -> Any:
         parser = argparse.ArgumentParser()
-        build.configure(parser)
+        build.configure_build(parser)
         return build._runner(parser.parse_args(["x", "--out", "d", *options.split()]))
 
     slurm = runner("--runner slurm --workers 7 --memory 3GiB --slurm cpus=4 --slurm partition=cpu --slurm account=me")

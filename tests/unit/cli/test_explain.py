@@ -1,6 +1,10 @@
 """`ingot explain` as a user calls it."""
 
 import json
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +102,35 @@ def test_what_cannot_be_explained_is_a_usage_error(words, capsys):
     except SystemExit as stop:  # argparse's own
         code = stop.code
     assert code == 2 and capsys.readouterr().err
+
+
+def test_a_code_is_explained(capsys):
+    assert main(["explain", "e-run-folder"]) == 0
+    assert "cause:" in capsys.readouterr().out
+    assert main(["explain", "E-RUN-FOLDER", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["code"] == "E-RUN-FOLDER" and facts["meaning"] and facts["causes"] and facts["fix"]
+
+
+def test_an_unknown_code_suggests_similar_ones(capsys):
+    assert main(["explain", "E-RUN-FOLDR", "--json"]) == 2
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["error"] == "E-CODE-UNKNOWN" and "E-RUN-FOLDER" in facts["facts"]["similar"]
+
+
+def test_without_a_topic_the_topics_are_listed_and_with_the_prefix_all_codes(capsys):
+    assert main(["explain"]) == 0
+    assert "slow" in capsys.readouterr().out
+    assert main(["explain", "E-", "--json"]) == 0
+    packages = json.loads(capsys.readouterr().out)["packages"]
+    assert {"cli", "report"} <= packages.keys() and "E-RUN-FOLDER" in packages["report"]
+
+
+def test_the_catalogs_of_reports_and_verbs_have_exactly_the_codes_that_are_raised():
+    for package in ("cli", "report"):
+        folder = resources.files("ingot") / package
+        catalog = tomllib.loads((folder / "errors.toml").read_text())
+        source = "".join(path.read_text() for path in Path(str(folder)).rglob("*.py"))
+        examples = {"E-CODE", "E-"}
+        assert set(re.findall(r'"(E-[A-Z0-9-]+)"', source)) - examples == catalog.keys()
+        assert list(catalog) == sorted(catalog)

@@ -77,7 +77,7 @@ def test_a_usage_error_under_json_is_an_object(capsys, line):
     except SystemExit as stop:
         code = stop.code
     facts = json.loads(capsys.readouterr().out)
-    assert code == facts["exit_code"] == 2 and facts["error"] == "E-USAGE" and "did you mean" in facts["found"]
+    assert code == facts["exit_code"] == 2 and facts["kind"] == "E-USAGE" and "did you mean" in facts["found"]
 
 
 def test_help_names_the_exit_code_of_an_interruption(capsys):
@@ -119,13 +119,20 @@ def test_json_mode_prints_one_object_and_no_text(capsys):
     terminal.next("hidden")
     terminal.result({"a": 1})
     assert json.loads(capsys.readouterr().out) == {"a": 1}
-    terminal.error(CheckpointError("torn", fix="ingot ckpt verify"))
+    terminal.error(CheckpointError("E-CHECKPOINT-TORN", "torn", fix="ingot ckpt verify", step=7))
     out = capsys.readouterr()
-    assert json.loads(out.out) == {"error": "E-CKPT", "found": "torn", "fix": "ingot ckpt verify", "exit_code": 21}
+    assert json.loads(out.out) == {
+        "error": "E-CHECKPOINT-TORN",
+        "kind": "E-CKPT",
+        "found": "torn",
+        "fix": "ingot ckpt verify",
+        "facts": {"step": 7},
+        "exit_code": 21,
+    }
     assert "torn" in out.err
 
 
-def test_no_colour_unless_a_terminal_asks(capsys):
+def test_no_color_unless_a_terminal_asks(capsys):
     Terminal().say(Terminal().style("plain", "red"))
     Terminal().progress(0.5, "no bar in a pipe")
     assert capsys.readouterr().out == "plain\n"

@@ -18,7 +18,7 @@ pytest.importorskip("starlette", reason="needs the part web: pip install 'ingot[
 
 @pytest.fixture
 def started():
-    """`started(*options)`: the page in a process of its own, and what it said first."""
+    """`started(*options)`: the page in a process of its own, and its first line."""
     processes = []
 
     def start(*options):
@@ -42,18 +42,18 @@ def started():
 
 
 def test_the_page_is_served_here_alone_until_it_is_interrupted(started):
-    process, said = started("--model", "llama3-70b", "--cluster", "16x8xh100", "--tp", "8", "--tokens", "1.5T")
-    assert said["url"].startswith(f"http://127.0.0.1:{said['port']}/?")
-    assert "tp=8" in said["url"]
-    with urllib.request.urlopen(said["url"], timeout=30) as answer:
-        assert b"ingot planner" in answer.read()
-    query = said["url"].partition("?")[2]
-    with urllib.request.urlopen(f"http://127.0.0.1:{said['port']}/api/plan?{query}", timeout=30) as answer:
-        assert json.load(answer)["state"]["tokens"] == 1_500_000_000_000
+    process, answer = started("--model", "llama3-70b", "--cluster", "16x8xh100", "--tp", "8", "--tokens", "1.5T")
+    assert answer["url"].startswith(f"http://127.0.0.1:{answer['port']}/?")
+    assert "tp=8" in answer["url"]
+    with urllib.request.urlopen(answer["url"], timeout=30) as page:
+        assert b"ingot planner" in page.read()
+    query = answer["url"].partition("?")[2]
+    with urllib.request.urlopen(f"http://127.0.0.1:{answer['port']}/api/plan?{query}", timeout=30) as page:
+        assert json.load(page)["state"]["tokens"] == 1_500_000_000_000
     elsewhere = socket.socket()
     elsewhere.settimeout(1)
     with pytest.raises(OSError):
-        elsewhere.connect((_other_address(), said["port"]))
+        elsewhere.connect((_other_address(), answer["port"]))
     elsewhere.close()
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -63,7 +63,7 @@ def test_the_page_is_served_here_alone_until_it_is_interrupted(started):
 
 
 def _other_address() -> str:
-    """Of this machine in its network, where it has one."""
+    """Return the network address of this machine; skip the test if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -76,7 +76,7 @@ def _other_address() -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "answer"),
     [
         (["--port", "80"], 2, "without --web"),
         (["--web", "--port", "65536"], 2, "0 to 65,535"),
@@ -87,15 +87,15 @@ def _other_address() -> str:
         (["--web", "--pin", "async_tp=true", "--port", "0"], 2, "--pin with --web"),
     ],
 )
-def test_what_it_cannot_do_is_said_at_once(options, code, said, capsys):
+def test_what_it_cannot_do_is_refused_at_once(options, code, answer, capsys):
     assert main(["plan", *options]) == code
-    assert said in capsys.readouterr().err
+    assert answer in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["plan", "--web", "--port", str(taken.getsockname()[1])]) == 3
-    assert "--port 0 takes a free one" in capsys.readouterr().err
+    assert "E-WEB-PORT" in capsys.readouterr().err
 
 
 def test_without_the_part_it_says_which_to_install(monkeypatch, capsys):

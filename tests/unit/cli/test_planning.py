@@ -33,7 +33,7 @@ def test_init_plan_check(capsys, tmp_path):
     assert "ingot data build" in text and "Nothing was started" in text and "errors" in text
     assert main(["check", "demo/run.toml", "--json"]) == 3
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["error"], facts["exit_code"]) == ("E-CONFIG", 3) and facts["findings"]
+    assert (facts["error"], facts["exit_code"]) == ("E-CHECK-FAILED", 3) and facts["findings"]
 
 
 def test_one_more_line_and_the_plan_is_of_experts(capsys):
@@ -55,7 +55,7 @@ def test_one_more_line_and_the_plan_is_of_experts(capsys):
     assert main(["check", *command, "--set", "parallel.ep=3"]) == 3
     text = out(capsys)
     assert "--set parallel.ep: parallel.ep: 3 does not divide model.moe.num_experts=8; nearest: 2 or 4" in text
-    assert "8 experts, 2 to a token" not in text  # what cannot be is not told of
+    assert "8 experts, 2 to a token" not in text  # no note on a broken layout
 
 
 def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
@@ -199,9 +199,9 @@ def test_a_plan_under_json_is_one_object(capsys):
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
-        (["plan"], 2, "either --run or --model"),
-        (["plan", "--model", "tiny", "--init", "hf", "--tokens", "1M"], 2, "either --run or --model"),
-        (["plan", "--init", "hf"], 2, "--init hf without --tokens"),
+        (["plan"], 2, "E-PLAN-SUBJECT"),
+        (["plan", "--model", "tiny", "--init", "hf", "--tokens", "1M"], 2, "E-PLAN-SUBJECT"),
+        (["plan", "--init", "hf"], 2, "E-PLAN-NO-TOKENS"),
         (["plan", "--init", "hf", "--tokens", "1M"], 3, "there is no folder hf"),
         (["plan", "--model", "tiny"], 2, "--tokens"),
         (["plan", "--model", "tyni", "--tokens", "1M"], 2, "did you mean 'tiny'"),
@@ -210,7 +210,7 @@ def test_a_plan_under_json_is_one_object(capsys):
         (["plan", "--model", "tiny", "--tokens", "1M", "--batch", "0"], 2, "at least 1"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "0"], 2, "at least 1"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--lr", "nan"], 2, "above 0"),
-        (["plan", "--model", "tiny", "--tokens", "1M", "--force"], 2, "--force without --out"),
+        (["plan", "--model", "tiny", "--tokens", "1M", "--force"], 2, "E-FORCE-NO-OUT"),
         (["plan", "--model", "tiny", "--tokens", "nowhere"], 3, "no such folder"),
         (["plan", "--model", "tiny", "--tokens", "./nowhere"], 3, "no such folder"),
         (["plan", "--model", "tiny", "--tokens", "0"], 2, "at least 1 token"),
@@ -225,15 +225,15 @@ def test_a_plan_under_json_is_one_object(capsys):
         (["plan", "--params", "8b", "--tokens", "1T", "--price", "nan"], 2, "above 0"),
         (["plan", "--params", "8b", "--tokens", "1T", "--cluster", "8xh100", "--tp", "3"], 3, "use 2 or 4"),
         (["plan", "--params", "8b", "--tokens", "1T", "--cluster", "8xh100", "--pin", "tp"], 2, "--pin tp=8"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--top", "0"], 2, "at least 1 layout"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--set", "a=1"], 2, "--set without --run"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--top", "0"], 2, "E-OPTION-RANGE"),
+        (["plan", "--params", "8b", "--tokens", "1T", "--set", "a=1"], 2, "E-SET-NO-RUN"),
         (["plan", "--params", "8b", "--tokens", "1T", "--fp8", "e4m3"], 2, "rowwise"),
         (["plan", "--run", "absent.toml", "--steps", "3"], 2, "--set"),
         (["check", "absent.toml"], 3, "no run file"),
         (["init", "demo", "--model", "tinny"], 2, "did you mean 'tiny'"),
         (["doctor", "--ranks", "-1"], 2, "--ranks"),
         (["doctor", "--bnech"], 2, "did you mean --bench"),
-        (["status", "absent"], 2, "does not exist"),
+        (["status", "absent"], 2, "E-RUN-FOLDER"),
     ],
 )
 def test_mistakes_are_named_with_the_way_out(capsys, command, code, says):

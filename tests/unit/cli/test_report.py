@@ -38,7 +38,7 @@ def test_report_as_json_in_another_folder(tmp_path, capsys):
 def test_report_of_no_run_says_the_way_out(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "no events.jsonl" in error
+    assert "E-RUN-NO-LOG" in error
     assert "fix:" in error
 
 

@@ -1,4 +1,4 @@
-"""The data card tells what the folder holds, and nothing of the crawl's can act in it."""
+"""The data card shows the content of the folder, and crawled text in it cannot act."""
 
 import importlib.util
 import json
@@ -6,12 +6,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests.expect import refused
 
 from ingot.cli.terminal import Terminal
 from ingot.data.lineage.card import gather_card
 from ingot.data.lineage.purge.purge import purge
 from ingot.data.lineage.purge.request import PurgeRequest
-from ingot.errors import DataError, UsageError
+from ingot.errors import DataError
 from ingot.report.card import clean, write_card
 from ingot.schema.tokens import read_token_manifest
 
@@ -52,7 +53,7 @@ def tags_of(path):
     return parser
 
 
-def test_it_tells_what_the_folder_holds(data, folders):
+def test_the_card_shows_the_content_of_the_folder(data, folders):
     records = folders.crawl()
     kept = [record for record in records if not record["drop"]]
     facts = gather_card(data)
@@ -98,7 +99,7 @@ def test_nothing_of_a_crawl_can_act(tmp_path, folders):
     assert "&lt;script&gt;alert(1)" in text
 
 
-def test_purges_are_told(data, tmp_path):
+def test_purges_are_listed(data, tmp_path):
     purge(data, PurgeRequest(domain="a.example"), reason="<b>asked</b>")
     write_card(data, tmp_path / "card.html")
     text = (tmp_path / "card.html").read_text()
@@ -107,7 +108,7 @@ def test_purges_are_told(data, tmp_path):
 
 
 def test_a_card_is_not_written_where_a_purge_would_not_reach_it(data):
-    with pytest.raises(UsageError, match="lies in"):
+    with refused("E-CARD-IN-DATA"):
         write_card(data, data / "card.html")
 
 
@@ -121,17 +122,17 @@ def test_a_folder_without_lineage_has_no_card(data, tmp_path):
 def test_the_verb(data, tmp_path, capsys):
     import argparse
 
-    from ingot.cli.data import card as verb
+    from ingot.cli.data.folder import configure_card, run_card
 
     parser = argparse.ArgumentParser()
-    verb.configure(parser)
+    configure_card(parser)
     out = tmp_path / "out" / "card.html"
-    verb.run(parser.parse_args([str(data), "--out", str(out)]), Terminal(json_mode=True))
+    run_card(parser.parse_args([str(data), "--out", str(out)]), Terminal(json_mode=True))
     facts = json.loads(capsys.readouterr().out)
     assert out.exists() and facts["kept"] and facts["fingerprints"]["train"]
     corpus = tmp_path / "corpus only"
     (data / "corpus").rename(corpus)
-    verb.run(parser.parse_args([str(corpus), "--out", str(out)]), Terminal(json_mode=True))
+    run_card(parser.parse_args([str(corpus), "--out", str(out)]), Terminal(json_mode=True))
     assert json.loads(capsys.readouterr().out)["fingerprints"] == {}
 
 

@@ -1,4 +1,4 @@
-"""The part of a report about experts: what it tells, what it draws, and what does not break it."""
+"""The part of a report about experts: its sentences, its charts, and its robustness."""
 
 import json
 import re
@@ -11,19 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.config import to_toml
+from ingot.report.experts import NAMES, counted, load_map
 from ingot.report.facts import gather
-from ingot.report.load_map import NAMES, counted, load_map
-from ingot.report.render.html import render_html
-from ingot.report.render.markdown import render_markdown
-from ingot.report.story import tell
-from ingot.report.write import write_report
+from ingot.report.render.markup import render_html, render_markdown
+from ingot.report.write import build_page, write_report
 from ingot.schema.arch import Mla, Moe
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.telemetry.progress import expert_load
 
 
 def experts_event(time: float, step: int, counts, dropped=0.0, with_loads=True, overflow="drop") -> dict:
-    """As train/log.py writes it: counts [layers, experts] of 100 tokens with an entropy of 1.25 nats."""
+    """Return the event that the trainer writes: counts [layers, experts] of 100 tokens with an entropy of 1.25 nats."""
     counts = np.asarray(counts, dtype=np.float64)
     rest = np.array([[dropped * row.sum(), 125.0, 100.0] for row in counts])
     load = expert_load(
@@ -144,7 +142,7 @@ def test_no_value_of_any_field_breaks_the_report(tmp_path, logs):
             target[name][0] = value
         else:
             target[name] = value
-        page = tell(gather(run_of(tmp_path, logs, *events)), "ingot train")
+        page = build_page(gather(run_of(tmp_path, logs, *events)), "ingot train")
         assert render_html(page) and render_markdown(page)
 
     check()

@@ -1,12 +1,12 @@
-"""Status tells from log and lock how a run stands."""
+"""The status of a run, from its event log and its lock."""
 
 import json
 from dataclasses import replace
 
 import pytest
+from tests.expect import refused
 
 from ingot.config import to_toml
-from ingot.errors import UsageError
 from ingot.events import EventLog
 from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status, sparkline
@@ -89,7 +89,7 @@ def test_a_torn_line_and_unknown_kinds_do_no_harm(folder):
 @pytest.mark.parametrize(
     ("log", "damage"), [(None, "is missing"), ("", "is damaged"), ("\x00 what?\n7\n", "is damaged")]
 )
-def test_without_a_log_the_checkpoints_tell_the_step(folder, log, damage, capsys):
+def test_without_a_log_the_newest_checkpoint_gives_the_step(folder, log, damage, capsys):
     from ingot.cli.main import main
 
     manifest = CheckpointManifest(
@@ -107,9 +107,9 @@ def test_without_a_log_the_checkpoints_tell_the_step(folder, log, damage, capsys
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"holds no run\.toml"):
+    with refused("E-RUN-FOLDER", run=str(tmp_path)):
         read_status(tmp_path)
-    with pytest.raises(UsageError, match="does not exist"):
+    with refused("E-RUN-FOLDER", run=str(tmp_path / "absent")):
         read_status(tmp_path / "absent")
 
 

@@ -8,14 +8,13 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.expect import refused
 
 from ingot.config import to_toml
-from ingot.errors import ConfigError, DataError, UsageError
+from ingot.errors import ConfigError
 from ingot.report.facts import gather
-from ingot.report.render.html import render_html
-from ingot.report.render.markdown import render_markdown
-from ingot.report.story import tell
-from ingot.report.write import write_report
+from ingot.report.render.markup import render_html, render_markdown
+from ingot.report.write import build_page, write_report
 from ingot.schema.run_folder import RunFolder
 
 VOID = {"meta", "br", "line", "circle", "polyline"}
@@ -58,7 +57,7 @@ def report(drilled_run, tmp_path):
     )
 
 
-def test_html_and_markdown_tell_the_same_facts(report):
+def test_html_and_markdown_have_the_same_facts(report):
     html, markdown = report.html.read_text(), report.markdown.read_text()
     text = " ".join("".join(parse(html).text).split())
     for fact in (
@@ -147,7 +146,7 @@ def test_a_corpus_that_is_not_the_runs_own_is_not_shown(drilled_run, tmp_path):
         corpus.write_text(whole)
 
 
-def test_changed_tokens_are_said(drilled_run, report):
+def test_changed_tokens_are_reported(drilled_run, report):
     assert "not the one that was trained on" in report.markdown.read_text()
 
 
@@ -218,14 +217,14 @@ def test_no_value_of_any_field_breaks_the_report(tmp_path, logs):
         events = json.loads(json.dumps(few))
         event = events[data.draw(st.integers(0, len(events) - 1))]
         event[data.draw(st.sampled_from(sorted(event)))] = data.draw(json_values)
-        page = tell(gather(logs.write_events(tmp_path, events)), "ingot train")
+        page = build_page(gather(logs.write_events(tmp_path, events)), "ingot train")
         parse(render_html(page))
         assert render_markdown(page)
 
     check()
 
 
-def test_a_setting_changed_on_the_way_is_told(tmp_path, logs):
+def test_a_setting_changed_on_the_way_is_reported(tmp_path, logs):
     start = logs.started(logs.START, 0, 0)
     change = {"kind": "setting_changed", "time": logs.START, "key": "optim.lr", "old": 0.003, "new": 0.001, "step": 400}
     report = write_report(logs.write_events(tmp_path, [start, change]))
@@ -237,20 +236,20 @@ def test_a_setting_changed_on_the_way_is_told(tmp_path, logs):
 @pytest.mark.parametrize("log", ["", "\x00 what?\n", '{"kind": "step"}\n'])
 def test_a_log_without_events_makes_no_report(tmp_path, log):
     RunFolder(tmp_path).events.write_text(log)
-    with pytest.raises(DataError, match="no event that can be read"):
+    with refused("E-LOG-NO-EVENTS", path=str(RunFolder(tmp_path).events)):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
 
 def test_what_is_no_run_is_refused(tmp_path, drilled_run, logs):
-    with pytest.raises(UsageError, match=r"events\.jsonl"):
+    with refused("E-RUN-NO-LOG", run=str(tmp_path)):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
     run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0)])
-    with pytest.raises(DataError, match="corpus"):
+    with refused("E-ARTIFACT-UNREADABLE", path=str(tmp_path / "nowhere/corpus.json")):
         write_report(run, corpus=tmp_path / "nowhere")
     (run / "twin.json").write_text("[1]")
-    with pytest.raises(DataError, match="twin"):
+    with refused("E-ARTIFACT-UNREADABLE", path=str(run / "twin.json")):
         write_report(run)
     (run / "twin.json").write_text('{"steps": 60}')
     with pytest.raises(ConfigError, match="kill_step"):
@@ -274,13 +273,13 @@ def test_no_torch_is_needed(drilled_run, tmp_path):
 
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from ingot.report.write import write_report\n"
+        "from pathlib import Path; from ingot.report.write import build_page, write_report\n"
         f"write_report(Path({str(drilled_run)!r}), out=Path({str(tmp_path)!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_redone_steps_that_differ_are_said(tmp_path, logs):
+def test_redone_steps_that_differ_are_reported(tmp_path, logs):
     events = logs.drilled_events()
     again = [e for e in events if e["kind"] == "step" and e["step"] == logs.RESUMED + 5]
     assert len(again) == 2

@@ -1,17 +1,17 @@
-"""`ingot data build`."""
+"""`ingot data build` and `ingot data recipe`."""
 
 import argparse
 import os
 from pathlib import Path
 
+from ingot.cli.data.folder import show_funnel
 from ingot.cli.terminal import Terminal
 
-HELP = "crawl files and other sources -> corpus, tokenizer, token shards"
 _INPUT = "a file, folder, glob, s3://.., https://.. or cc:NAME (WARC, WET, JSONL, Parquet, text, tar; gzip or zstd)"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=f"{_INPUT}; its source is 'web'")
+def configure_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=f"{_INPUT}; the source is 'web'")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for corpus/ and tokens/")
     parser.add_argument(
         "--source",
@@ -19,42 +19,60 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("NAME", "INPUT"),
-        help="inputs of a source of its own, for weights and evaluation by source; among them format=F, and text=, "
-        "url=, id=, language=COLUMN for JSONL and Parquet; repeatable (default: none)",
+        help="inputs of a named source, for weights and evaluation by source; also format=F, and for JSONL and Parquet "
+        "text=, url=, id=, language=COLUMN; repeatable",
     )
-    parser.add_argument("--preset", default="", metavar="NAME", help="quality rules: web, fineweb, gopher, c4, none")
-    parser.add_argument("--recipe", metavar="FILE", help="data recipe as TOML (default: the preset 'web')")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value of the recipe; repeatable"
+        "--preset", default="", metavar="NAME", help="quality rules: web, fineweb, gopher, c4 or none (default: web)"
     )
+    parser.add_argument("--recipe", metavar="FILE", help="data recipe as TOML (default: the preset web)")
+    _add_recipe_setting(parser)
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: train a byte-level BPE)")
-    parser.add_argument("--eot", default="", metavar="TOKEN", help="its end-of-text token, if it has an unusual name")
-    parser.add_argument("--vocab-size", type=int, default=32_768, help="tokens of a trained BPE (default: 32768)")
-    parser.add_argument("--shard-size", default="1GB", metavar="SIZE", help="most bytes of a shard (default: 1GB)")
-    parser.add_argument("--against", metavar="DIR", help="index of an earlier build: what is like its documents goes")
-    parser.add_argument("--seed", type=int, default=1234, help="of the shuffle of documents (default: 1234)")
-    group = parser.add_argument_group("who works; the result is the same")
-    group.add_argument("--runner", choices=("local", "inline", "ray", "slurm"), default="local", help="default: local")
+    parser.add_argument(
+        "--eot",
+        default="",
+        metavar="TOKEN",
+        help="end-of-text token of --tokenizer (default: found by its usual names)",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=32_768, metavar="N", help="tokens of a BPE that is trained (default: 32768)"
+    )
+    parser.add_argument("--shard-size", default="1GB", metavar="SIZE", help="maximum size of a shard (default: 1GB)")
+    parser.add_argument(
+        "--against", metavar="DIR", help="drop near-duplicates of documents in this index of an earlier build"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1234, metavar="N", help="seed of the document shuffle (default: 1234)"
+    )
+    group = parser.add_argument_group("runner; the result does not depend on it")
+    group.add_argument(
+        "--runner",
+        choices=("local", "inline", "ray", "slurm"),
+        default="local",
+        help="where tasks run (default: local)",
+    )
     group.add_argument(
         "--workers",
         type=int,
-        help="local processes (default: one per core); with ray tasks, with slurm array elements at once "
-        "(default: what the cluster has; 100)",
+        help="local: processes (default: one per core); ray: tasks at once (default: all of the cluster); slurm: array "
+        "elements at once (default: 100)",
     )
     group.add_argument(
-        "--memory", metavar="SIZE", help="that a worker process may have; inline has no limit (default: 1.5GiB)"
+        "--memory", metavar="SIZE", help="memory limit per worker process; not for --runner inline (default: 1.5GiB)"
     )
-    group.add_argument("--ray-address", default="", metavar="ADDRESS", help="of a running cluster (default: start one)")
+    group.add_argument(
+        "--ray-address", default="", metavar="ADDRESS", help="address of a running Ray cluster (default: start one)"
+    )
     group.add_argument(
         "--slurm",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="for sbatch: partition, time, mem, cpus (of an element), or any other long option; repeatable",
+        help="option of sbatch: partition, time, mem, cpus (per element), or another long option; repeatable",
     )
 
 
-def run(args: argparse.Namespace, terminal: Terminal) -> None:
+def run_build(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.config import to_dict
     from ingot.data.build.prepare import prepare
     from ingot.data.build.recipe import load_recipe
@@ -75,16 +93,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         progress=terminal.progress,
     )
     if not prepared.fresh:
-        terminal.say(f"{args.out} is finished and was made from these files and this recipe; nothing to do")
-    from ingot.cli.data.funnel import print_funnel, print_warnings
-
-    print_funnel(prepared.corpus.funnel, terminal)
+        terminal.say(f"{args.out} is complete and was made from these files with this recipe; nothing to do")
+    show_funnel(prepared.corpus.funnel, terminal)
     train, heldout = prepared.train, prepared.heldout
     terminal.say(
-        f"\ntokens: {train.tokens:,} to train on, {heldout.tokens:,} held out "
+        f"\ntokens: {train.tokens:,} for training, {heldout.tokens:,} held out "
         f"({train.dtype}, vocabulary {train.vocab_size:,}, encoded with {prepared.engine})"
     )
-    print_warnings(prepared.warnings, terminal)
+    for warning in prepared.warnings:
+        terminal.say(f"warning: {warning}")
     if prepared.notice:
         terminal.say(f"notice: {prepared.notice}")
     terminal.say(f"fingerprint: {train.fingerprint()}")
@@ -105,6 +122,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     )
 
 
+def _add_recipe_setting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one setting of the recipe, like quality.gopher.symbol_ratio=0.15; repeatable",
+    )
+
+
 def _inputs(args: argparse.Namespace, recipe) -> list:
     from ingot.data.sources.input import expand
     from ingot.data.sources.text import Fields
@@ -117,7 +144,13 @@ def _inputs(args: argparse.Namespace, recipe) -> list:
         options = dict(word.split("=", 1) for word in words if _is_option(word))
         places = [word for word in words if not _is_option(word)]
         if number and not places:
-            raise UsageError(f"--source {name} names no inputs", fix=f"--source {name} FILE...")
+            raise UsageError(
+                "E-SOURCE-EMPTY",
+                f"--source {name} has no inputs",
+                rule="--source takes a name and at least one input",
+                fix=f"--source {name} FILE...",
+                source=name,
+            )
         format, cache = options.pop("format", "auto"), out.with_name(f".{out.name}.lists")
         found += expand(places, name, cache=cache, format=format, fields=Fields(**options), rules=recipe.remote)
     return found
@@ -134,10 +167,24 @@ def _runner(args: argparse.Namespace):
     from ingot.units import parse_bytes
 
     if args.workers is not None and args.workers < 1:
-        raise UsageError(f"--workers {args.workers}", rule="at least 1")
+        raise UsageError(
+            "E-OPTION-RANGE",
+            f"--workers {args.workers}",
+            rule="--workers is at least 1",
+            fix="--workers 4, or leave the option out",
+            option="workers",
+            value=args.workers,
+        )
     for option, given, runner in (("--ray-address", args.ray_address, "ray"), ("--slurm", args.slurm, "slurm")):
         if given and args.runner != runner:
-            raise UsageError(f"{option} with --runner {args.runner}", fix=f"--runner {runner}")
+            raise UsageError(
+                "E-RUNNER-OPTION",
+                f"{option} with --runner {args.runner}",
+                rule=f"{option} is an option of --runner {runner}",
+                fix=f"--runner {runner}, or leave {option} out",
+                option=option,
+                runner=args.runner,
+            )
     memory = parse_bytes(args.memory) if args.memory else MEMORY_BYTES
     if args.runner == "ray":
         from ingot.data.tasks.ray import Ray
@@ -147,7 +194,14 @@ def _runner(args: argparse.Namespace):
         return _slurm(args, memory)
     if args.runner == "inline":
         if args.memory or args.workers:
-            raise UsageError("--workers or --memory with --runner inline", rule="it is one process without limits")
+            raise UsageError(
+                "E-RUNNER-OPTION",
+                "--workers or --memory with --runner inline",
+                rule="--runner inline is one process without a memory limit",
+                fix="--runner local, or leave --workers and --memory out",
+                option="--memory" if args.memory else "--workers",
+                runner="inline",
+            )
         return Inline()
     return Local(args.workers or os.cpu_count() or 1, memory_bytes=memory)
 
@@ -160,14 +214,50 @@ def _slurm(args: argparse.Namespace, memory_bytes: int):
     for word in args.slurm:
         key, sign, value = word.removeprefix("--").partition("=")
         if not sign or not value or any(character.isspace() for character in word):
-            raise UsageError(f"--slurm {word!r}", rule="an option of sbatch and its value, like partition=cpu")
+            raise UsageError(
+                "E-SLURM-FORM",
+                f"--slurm {word!r}",
+                rule="--slurm takes an option of sbatch with its value, without spaces",
+                fix="--slurm partition=cpu",
+                given=word,
+            )
         if key in ("array", "job-name", "nodes", "ntasks", "open-mode", "output"):
-            raise UsageError(f"--slurm {word}", rule=f"{key} is what the runner finds its work by")
+            raise UsageError(
+                "E-SLURM-RESERVED",
+                f"--slurm {word}",
+                rule=f"the runner sets {key} itself to find its tasks",
+                fix=f"leave --slurm {key} out",
+                key=key,
+            )
         options[key] = value
     known = {key: options.pop(key) for key in ("partition", "time", "mem") if key in options}
     cpus = options.pop("cpus", options.pop("cpus-per-task", "8"))
     if not cpus.isdecimal() or int(cpus) < 1:
-        raise UsageError(f"--slurm cpus={cpus}", rule="a number of CPUs of each element, at least 1")
+        raise UsageError(
+            "E-OPTION-RANGE",
+            f"--slurm cpus={cpus}",
+            rule="cpus is the number of CPUs of each array element, at least 1",
+            fix="--slurm cpus=8",
+            option="slurm cpus",
+            value=cpus,
+        )
     lines = [f"--{key}={value}" for key, value in options.items()]
     parallel = {"max_parallel": args.workers} if args.workers else {}
     return Slurm(**known, cpus=int(cpus), lines=lines, memory_bytes=memory_bytes, **parallel)
+
+
+def configure_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preset", default="", metavar="NAME", help="quality rules: web, fineweb, gopher, c4 or none (default: web)"
+    )
+    parser.add_argument("--recipe", metavar="FILE", help="data recipe as TOML (default: the preset web)")
+    _add_recipe_setting(parser)
+
+
+def run_recipe(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.config import to_dict, to_toml
+    from ingot.data.build.recipe import load_recipe
+
+    recipe = load_recipe(Path(args.recipe) if args.recipe else None, args.set, args.preset)
+    terminal.say(to_toml(recipe, whole=True))
+    terminal.result(to_dict(recipe))

@@ -1,57 +1,65 @@
-"""`ingot data classifier train`, `score` and `show`."""
+"""`ingot data classifier train`, `score` and `show`: text classifiers in fastText's format."""
 
 import argparse
 from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-HELP = "train a text classifier in fastText's format, score texts with one, show its card"
-EXAMPLES = (
-    "ingot data classifier train --positive good.jsonl --negative data/corpus --licence 'CC BY-SA 4.0' --out model.bin",
-    "ingot data classifier train labelled.txt --licence 'own texts' --out model.bin",
-    "ingot data classifier score model.bin data/corpus -n 20",
-    "ingot data classifier show model.bin",
-)
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_classifier(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="classifier_action", required=True, metavar="ACTION")
-    train = verbs.add_parser("train", help="learn from labelled texts, or from good and bad ones")
+    train = verbs.add_parser("train", help="train on labeled texts, or on positive and negative texts")
     train.add_argument(
         "files", nargs="*", metavar="FILE", help="lines '__label__NAME text', or JSONL with text and label"
     )
-    for name, what in (("positive", "like what shall be found"), ("negative", "unlike it")):
+    for name, what in (("positive", "like the texts to find"), ("negative", "unlike the texts to find")):
         train.add_argument(
             f"--{name}",
             nargs="+",
             default=[],
             metavar="FILE",
-            help=f"texts {what}: JSONL, text with one per line, or a corpus folder; their label is '{name}'",
+            help=f"texts {what}: JSONL, a text file with one per line, or a corpus folder; their label is '{name}'",
         )
     train.add_argument("--out", required=True, metavar="FILE", help="the model; its card is written as FILE.json")
-    train.add_argument("--licence", required=True, metavar="TEXT", help="under which the examples may be used")
-    train.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL (default: text)")
-    train.add_argument("--label-field", default="label", metavar="NAME", help="of JSONL (default: label)")
-    train.add_argument("--heldout", type=float, default=0.1, metavar="SHARE", help="measured on (default: 0.1)")
+    train.add_argument("--licence", required=True, metavar="TEXT", help="license of the examples")
+    train.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field with the text (default: text)")
+    train.add_argument(
+        "--label-field", default="label", metavar="NAME", help="JSONL field with the label (default: label)"
+    )
+    train.add_argument(
+        "--heldout",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="share of the texts that is held out for measurement (default: 0.1)",
+    )
     train.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="dim, ngrams, buckets, epochs, min_count, characters, batch, rate, loss or seed; repeatable",
+        help="one setting: dim, ngrams, buckets, epochs, min_count, characters, batch, rate, loss or seed; repeatable",
     )
     train.add_argument("--force", action="store_true", help="replace the model at --out (default: refuse)")
-    score = verbs.add_parser("score", help="what a model says of texts")
-    score.add_argument("model", metavar="MODEL", help="a fastText .bin or .ftz")
-    score.add_argument("files", nargs="+", metavar="FILE", help="JSONL, text with one per line, or a corpus folder")
-    score.add_argument("-n", "--count", type=int, default=10, help="texts to show; 0: all (default: 10)")
-    score.add_argument("--characters", type=int, default=5000, help="beginning that is scored; 0: all (default: 5000)")
-    score.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL (default: text)")
-    show = verbs.add_parser("show", help="the card of a model: data, licence, what it reached on held-out texts")
-    show.add_argument("model", metavar="MODEL", help="a fastText .bin or .ftz")
+    score = verbs.add_parser("score", help="print the scores that a model gives to texts")
+    score.add_argument("model", metavar="MODEL", help="fastText model, .bin or .ftz")
+    score.add_argument(
+        "files", nargs="+", metavar="FILE", help="JSONL, text file with one text per line, or corpus folder"
+    )
+    score.add_argument("-n", "--count", type=int, default=10, metavar="N", help="texts to show; 0: all (default: 10)")
+    score.add_argument(
+        "--characters",
+        type=int,
+        default=5000,
+        metavar="N",
+        help="characters from the start that are scored; 0: all (default: 5000)",
+    )
+    score.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field with the text (default: text)")
+    show = verbs.add_parser("show", help="show the card of a model: data, license, accuracy on held-out texts")
+    show.add_argument("model", metavar="MODEL", help="fastText model, .bin or .ftz")
 
 
-def run(args: argparse.Namespace, terminal: Terminal) -> None:
+def run_classifier(args: argparse.Namespace, terminal: Terminal) -> None:
     {"train": _train, "score": _score, "show": _show}[args.classifier_action](args, terminal)
 
 
@@ -65,8 +73,9 @@ def _train(args: argparse.Namespace, terminal: Terminal) -> None:
     sources = [Source(Path(name), label) for names, label in groups for name in names]
     if not sources or bool(args.positive) != bool(args.negative):
         raise UsageError(
-            "no examples to tell apart",
-            rule="labelled files, or both good and bad ones",
+            "E-CLASSIFIER-EXAMPLES",
+            "only one of --positive and --negative" if sources else "no examples",
+            rule="a classifier is trained on labeled files, or on both positive and negative texts",
             fix="ingot data classifier train --positive FILES --negative FILES ...",
         )
     make_classifier(
@@ -91,11 +100,11 @@ def _show(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _print(model: str, card: dict, terminal: Terminal) -> None:
-    terminal.say(f"{model}  sha256 {card['model_sha256'][:12]}  licence of the examples: {card['licence']}")
+    terminal.say(f"{model}  sha256 {card['model_sha256'][:12]}  license of the examples: {card['licence']}")
     for name, sha256 in card["files"].items():
-        terminal.say(f"  learned from {name} ({sha256[:12]})")
+        terminal.say(f"  trained on {name} ({sha256[:12]})")
     terminal.say(
-        f"{card['trained']:,} texts learned from, {card['heldout']:,} held out: {card['accuracy']:.2%} told right"
+        f"{card['trained']:,} texts for training, {card['heldout']:,} held out: {card['accuracy']:.2%} correct"
     )
     for metrics in card["metrics"]:
         terminal.say(f"\n{metrics['label']}: {metrics['examples']:,} of the held-out texts, AUC {metrics['auc']:.4f}")

@@ -1,4 +1,4 @@
-"""`ingot data mix`: by hand or preset, by DSIR, by DoReMi, or compared by small trainings."""
+"""`ingot data mix`: weights of sources by hand or preset, from DSIR or DoReMi, or compared by small trainings."""
 
 import argparse
 from pathlib import Path
@@ -10,50 +10,62 @@ if TYPE_CHECKING:
     from ingot.schema.run import RunConfig
     from ingot.schema.tokens import TokenManifest
 
-HELP = "how much of each source a run takes: by hand, DSIR, DoReMi, or compared by ablation"
-EXAMPLES = (
-    "ingot data mix data --preset classic --tokens 1B",
-    "ingot data mix data --weights web=0.7 code=0.3 --tokens 1B --max-epochs 4 books=2 --write run.toml",
-    "ingot data mix data --doremi --steps 200 --out doremi.json --write run.toml",
-    "ingot data mix data --ablate natural classic mine.toml --steps 200 --out ablation",
-    "ingot data mix data --dsir good.jsonl --keep 100k --out chosen --tokenizer data/tokens/tokenizer.json",
-)
 _TRAINING_STEPS = 200
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="of `data build --out`; a token folder, or a corpus with --dsir")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--weights", nargs="+", metavar="SOURCE=SHARE", help="shares in any unit (default: natural)")
-    how.add_argument("--preset", metavar="NAME", help="classic, natural or equal")
-    how.add_argument("--weights-from", metavar="FILE", help="a run file, TOML, or the JSON of DSIR or DoReMi")
-    how.add_argument("--dsir", nargs="+", metavar="FILE", help="choose documents that are like these texts")
-    how.add_argument("--doremi", action="store_true", help="tune the weights with a small proxy model")
-    how.add_argument("--ablate", nargs="+", metavar="MIXTURE", help="train on each and compare: presets or files")
+def configure_mix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tokens", metavar="N", help="budget, like 1B (default: the run's with --write, else one pass)"
+        "folder", metavar="DIR", help="folder of `data build --out`, or token folder; with --dsir corpus folder"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--weights", nargs="+", metavar="SOURCE=SHARE", help="shares in any unit (default: --preset natural)"
+    )
+    how.add_argument("--preset", metavar="NAME", help="preset weights: classic, natural or equal")
+    how.add_argument(
+        "--weights-from", metavar="FILE", help="weights of a run file, a TOML file, or the JSON of DSIR or DoReMi"
+    )
+    how.add_argument("--dsir", nargs="+", metavar="FILE", help="choose documents that resemble these texts")
+    how.add_argument("--doremi", action="store_true", help="tune the weights with a small proxy model")
+    how.add_argument(
+        "--ablate", nargs="+", metavar="MIXTURE", help="train on each mixture and compare: presets or files"
+    )
+    parser.add_argument(
+        "--tokens", metavar="N", help="token budget, like 1B (default: with --write that of the run, else one pass)"
     )
     parser.add_argument(
         "--max-epochs",
         nargs="+",
         default=["4"],
         metavar="N",
-        help="most passes over a source, and SOURCE=N for single ones (default: 4)",
+        help="maximum passes over a source; SOURCE=N for single sources (default: 4)",
     )
-    parser.add_argument("--write", metavar="RUN.toml", help="put the weights into this run file")
-    parser.add_argument("--out", metavar="PATH", help="folder of --dsir and --ablate, JSON file of --doremi")
-    parser.add_argument("--keep", metavar="N", help="documents that --dsir chooses, like 10k")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL for --dsir (default: text)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="make tokens of what --dsir chose (default: none are made)")
+    parser.add_argument("--write", metavar="RUN.toml", help="write the weights into this run file")
+    parser.add_argument("--out", metavar="PATH", help="folder for --dsir and --ablate, JSON file for --doremi")
+    parser.add_argument("--keep", metavar="N", help="number of documents that --dsir chooses, like 10k")
     parser.add_argument(
-        "--proxy", metavar="RUN.toml", help="model and training of --doremi and --ablate (default: a tiny one)"
+        "--text-field", default="text", metavar="NAME", help="JSONL field with the text, for --dsir (default: text)"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help=f"of each training (default: {_TRAINING_STEPS})")
-    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="trainings per mixture (default: 2)")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of --dsir and --doremi (default: 1234)")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenize the documents that --dsir chose (default: do not)"
+    )
+    parser.add_argument(
+        "--proxy", metavar="RUN.toml", help="model and training for --doremi and --ablate (default: a tiny model)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help=f"steps of each training (default: {_TRAINING_STEPS})")
+    parser.add_argument(
+        "--seeds", type=int, default=2, metavar="N", help="trainings per mixture, for --ablate (default: 2)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        metavar="N",
+        help="seed of --dsir and --doremi, first seed of --ablate (default: 1234)",
+    )
 
 
-def run(args: argparse.Namespace, terminal: Terminal) -> None:
+def run_mix(args: argparse.Namespace, terminal: Terminal) -> None:
     if args.dsir:
         _dsir(args, terminal)
     elif args.ablate:
@@ -86,7 +98,7 @@ def _show(
     notes: tuple[str, ...],
     facts: dict,
 ) -> None:
-    """The table of the mixture; into the run file with --write."""
+    """Print the table of the mixture, and write the weights into the run file with --write."""
     from ingot.config import to_dict
     from ingot.data.mixture.run_file import write_weights
     from ingot.data.mixture.shares import mix
@@ -123,13 +135,13 @@ def _show(
     if args.write:
         replaced = write_weights(Path(args.write), mixture.weights)
         terminal.say(f"{args.write}: data.weights written" + (f", in place of {replaced}" if replaced else ""))
-        terminal.next(f"ingot train {args.write}      (a run that has begun asks for --accept-change data.weights)")
+        terminal.next(f"ingot train {args.write}      (a run in progress needs --accept-change data.weights)")
     written = {"written": args.write, "replaced": replaced} if args.write else {}
     terminal.result(facts | {"mixture": to_dict(mixture), "weights": mixture.weights, "notes": notes} | written)
 
 
 def _max_epochs(given: list[str], weights: dict[str, float]) -> dict[str, float]:
-    """["4", "books=2"] -> a cap for every source of the mixture."""
+    """Return source -> its maximum number of passes, from arguments like ["4", "books=2"]."""
     from ingot.data.mixture.shares import parse_weights
     from ingot.errors import UsageError
 
@@ -137,12 +149,18 @@ def _max_epochs(given: list[str], weights: dict[str, float]) -> dict[str, float]
     try:
         caps = dict.fromkeys(weights, float(default[-1]) if default else 4.0)
     except ValueError:
-        raise UsageError(f"--max-epochs {default[-1]}", rule="a number, and SOURCE=N for single sources") from None
+        raise UsageError(
+            "E-EPOCHS-FORM",
+            f"--max-epochs {default[-1]}",
+            rule="--max-epochs takes a number, and SOURCE=N for single sources",
+            fix="--max-epochs 4 books=2",
+            given=default[-1],
+        ) from None
     return caps | parse_weights([one for one in given if "=" in one])
 
 
 def _tokens(args: argparse.Namespace) -> tuple[Path, dict[str, int], "TokenManifest"]:
-    """(token folder, source -> tokens, its manifest)"""
+    """Return the token folder, source -> number of tokens, and the manifest."""
     from ingot.schema.tokens import read_token_manifest, training_tokens
 
     tokens = training_tokens(Path(args.folder))
@@ -152,7 +170,7 @@ def _tokens(args: argparse.Namespace) -> tuple[Path, dict[str, int], "TokenManif
 
 
 def _proxy(args: argparse.Namespace, tokens: Path, manifest: "TokenManifest") -> "RunConfig":
-    """The run whose model and training stand for the large one, on the tokens in DIR."""
+    """Return the small run with which --doremi and --ablate train on the tokens."""
     from dataclasses import replace
 
     from ingot.theory.rules import load_run
@@ -186,8 +204,8 @@ def _doremi(args: argparse.Namespace, terminal: Terminal) -> None:
     out = Path(args.out or "doremi.json")
     found = doremi(_proxy(args, tokens, manifest), out=out, progress=terminal.progress)
     terminal.say(
-        f"DoReMi: {found.steps} steps of {format_count(found.tokens_per_step)} tokens, a proxy of "
-        f"{format_count(found.parameters)} parameters; its history is in {out}"
+        f"DoReMi: {found.steps} steps of {format_count(found.tokens_per_step)} tokens, a proxy model with "
+        f"{format_count(found.parameters)} parameters; the history is in {out}"
     )
     ranked = sorted(found.weights, key=lambda source: -found.weights[source])
     rows = [(source, f"{found.base[source]:.1%}", f"{found.weights[source]:.1%}") for source in ranked]
@@ -210,7 +228,13 @@ def _ablate(args: argparse.Namespace, terminal: Terminal) -> None:
     for spec in args.ablate:
         name, weights, notes = named_weights(spec, available)
         if name in mixtures:
-            raise UsageError(f"two mixtures are called {name!r}", rule="files are told apart by their names")
+            raise UsageError(
+                "E-MIXTURE-NAME",
+                f"two mixtures have the name {name!r}",
+                rule="mixtures have different names; the name of a file is the mixture's name",
+                fix="rename one of the files",
+                name=name,
+            )
         mixtures[name] = weights
         for note in notes:
             terminal.say(f"note: {name}: {note}")
@@ -223,14 +247,14 @@ def _ablate(args: argparse.Namespace, terminal: Terminal) -> None:
         (
             one.name,
             f"{one.bpb:.4f}",
-            f"+{one.behind:.4f}" if one.behind else "",
-            "yes" if one.within_noise and one.behind else "",
+            f"+{one.behind:.4f}" if one.behind else "",  # words: ok
+            "yes" if one.within_noise and one.behind else "",  # words: ok
             *(f"{one.by_source[source]:.4f}" for source in sources),
         )
         for one in found.mixtures
     ]
     terminal.say(f"held-out bits per byte after {format_count(found.tokens)} tokens, mean of {args.seeds} seeds:")
-    header = ("mixture", "bpb", "behind", "within noise", *sources)
+    header = ("mixture", "bpb", "difference", "within noise", *sources)
     terminal.table(rows, header, right=(1, 2, *range(4, 4 + len(sources))))
     terminal.say(f"{found.verdict}\nthe runs are in {folder}")
     terminal.result({"out": str(folder), "ablation": to_dict(found), "verdict": found.verdict})
@@ -246,7 +270,12 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.units import parse_count
 
     if not args.keep or not args.out:
-        raise UsageError("--dsir needs --keep N and --out DIR", fix="--dsir FILES --keep 10k --out chosen")
+        raise UsageError(
+            "E-DSIR-OPTIONS",
+            "--dsir without --keep or --out",
+            rule="--dsir needs --keep N and --out DIR",
+            fix="--dsir FILES --keep 10k --out chosen",
+        )
     chosen = select(
         corpus_folder(Path(args.folder)),
         [corpus_folder(Path(name)) for name in args.dsir],
@@ -256,7 +285,7 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
         text_field=args.text_field,
         progress=terminal.progress,
     )
-    terminal.say(f"{chosen.chosen:,} of {chosen.documents:,} documents chosen; {args.out}/corpus holds them")
+    terminal.say(f"{chosen.chosen:,} of {chosen.documents:,} documents chosen and written to {args.out}/corpus")
     rows = [
         (one.source, f"{one.chosen:,}", f"{one.documents:,}", f"{chosen.weights.get(one.source, 0):.1%}")
         for one in chosen.sources
@@ -266,7 +295,7 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
     if args.tokenizer:
         out, tokenizer = Path(args.out), Path(args.tokenizer)
         train, heldout = build_shards(out / "corpus", load_encoder(tokenizer), out / "tokens", tokenizer=tokenizer)
-        terminal.say(f"tokens: {train.tokens:,} to train on, {heldout.tokens:,} held out")
+        terminal.say(f"tokens: {train.tokens:,} for training, {heldout.tokens:,} held out")
         terminal.next(f"ingot data mix {args.out}", f"ingot plan --model tiny --tokens {args.out} --out run.toml")
         facts |= {"train_tokens": train.tokens, "heldout_tokens": heldout.tokens}
     terminal.result(facts)

@@ -1,33 +1,42 @@
-"""`ingot data purge`: take documents out of a finished folder, list who saw them, prove that they are gone."""
+"""`ingot data purge`: remove documents from a finished folder, list the runs that used them, prove the removal."""
 
 import argparse
 from pathlib import Path
 
-from ingot.cli.data.plain import plain
-from ingot.cli.terminal import Terminal
+from ingot.cli.terminal import Terminal, printable
 
-HELP = "take a page, a site or a document out of a finished folder, and prove that it is gone"
 _SHOWN = 10
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_purge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`")
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--url", metavar="URL", default="", help="a page, in any spelling of its URL")
-    wanted.add_argument("--domain", metavar="HOST", default="", help="a site with its subdomains")
-    wanted.add_argument("--doc", metavar="ID", default="", help="a document id")
+    wanted.add_argument("--url", metavar="URL", default="", help="page, in any spelling of its URL")
+    wanted.add_argument("--domain", metavar="HOST", default="", help="site with its subdomains")
+    wanted.add_argument("--doc", metavar="ID", default="", help="document id")
     wanted.add_argument(
-        "--pattern", metavar="REGEX", default="", help="texts (of dropped records: their excerpts) and URLs that match"
+        "--pattern",
+        metavar="REGEX",
+        default="",
+        help="documents whose text (of dropped records: excerpt) or URL matches",
     )
-    parser.add_argument("--copies", action="store_true", help="also what was dropped as a copy of what is purged")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="kept in DIR/purges.jsonl (default: none)")
     parser.add_argument(
-        "--runs", nargs="+", metavar="RUN", default=[], help="runs elsewhere that train on DIR (those beside are found)"
+        "--copies", action="store_true", help="purge also records that were dropped as copies of purged documents"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would go and who saw it; change nothing")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="reason to record in DIR/purges.jsonl")
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        metavar="RUN",
+        default=[],
+        help="runs that train on DIR; runs in folders near DIR are found without this option",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the documents and the runs that used them; change nothing"
+    )
 
 
-def run(args: argparse.Namespace, terminal: Terminal) -> None:
+def run_purge(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.lineage.purge.purge import purge
     from ingot.data.lineage.purge.request import PurgeRequest
     from ingot.errors import DataMissing
@@ -45,27 +54,29 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         progress=terminal.progress,
     )
     if outcome.finished:
-        terminal.say(f"the purge of {outcome.finished['time']}, which was interrupted, is finished and proven")
+        terminal.say(f"the interrupted purge of {outcome.finished['time']} is now finished and verified")
     records = outcome.targets.records
     kept = sum(target.kept for target in records)
     if outcome.earlier:
         terminal.say(f"nothing is left to remove since the purge of {outcome.earlier['time']}")
     elif not records:
         raise DataMissing(
-            f"nothing in {data} fits: no record changed",
-            rule="a request to remove what is not there is more often misspelt than done",
-            fix="look it up: ingot data trace --data DIR --url URL, or ingot data inspect DIR --domain HOST",
+            "E-PURGE-NOTHING",
+            f"no record in {data} matches the request; nothing was changed",
+            rule="a purge removes at least one record",
+            fix=f"search for it: ingot data trace --data {data} --url URL, or ingot data inspect {data} --domain HOST",
+            data=str(data),
         )
     else:
-        verb = "would go" if args.dry_run else "gone"
+        verb = "would be removed" if args.dry_run else "removed"
         tokens = sum(place.tokens for place in outcome.locations)
         terminal.say(f"{verb}: {kept:,} documents with {tokens:,} tokens, {len(records) - kept:,} dropped records")
         terminal.table(
-            [(t.id[:12], t.rule or "kept", plain(t.url)) for t in records[:_SHOWN]], ("document", "was", "url")
+            [(t.id[:12], t.rule or "kept", printable(t.url)) for t in records[:_SHOWN]], ("document", "was", "url")
         )
         _say_more(len(records), terminal)
         if heldout := sum(place.split == "heldout" for place in outcome.locations):
-            terminal.say(f"{heldout:,} of them were held out: no run trained on them, evaluations used them")
+            terminal.say(f"{heldout:,} of them were held out: no run was trained on them, but evaluations used them")
     _print_runs(outcome.runs, terminal)
     _print_copies(outcome.targets.copies, terminal)
     _print_proof(outcome, data, terminal)
@@ -93,25 +104,31 @@ def _say_more(total: int, terminal: Terminal) -> None:
 
 def _print_runs(runs, terminal: Terminal) -> None:
     for one in runs:
-        told = f"run {one['run']} ({one['trained_steps']:,} steps saved): "
+        text = f"run {one['run']} ({one['trained_steps']:,} steps saved): "
         if one["samples"]:
-            told += f"saw {one['documents']:,} of them in {one['samples']:,} samples, first at step {one['first_step']}"
+            text += (
+                f"used {one['documents']:,} of them in {one['samples']:,} samples, first at step {one['first_step']}"
+            )
         else:
-            told += "saw none of them" if not one["unknown_steps"] else "saw none of them since"
+            text += "used none of them" if not one["unknown_steps"] else "used none of them since"
         if one["unknown_steps"]:
-            told += f" step {one['unknown_steps']}; up to there it trained on tokens that are not known any more"
-        terminal.say(told)
+            text += f" step {one['unknown_steps']}; the tokens of earlier steps are no longer known"
+        terminal.say(text)
         if one["checkpoints"]:
-            terminal.say(f"  checkpoints that may know them: steps {', '.join(map(str, one['checkpoints']))}")
+            terminal.say(f"  checkpoints that may contain them: steps {', '.join(map(str, one['checkpoints']))}")
         if one["training_now"]:
-            terminal.say("  it is training now, on tokens it has open: stop it, then continue with the command below")
+            terminal.say(
+                "  this run is training now with the old tokens open: stop it, then continue it with the command below"
+            )
 
 
 def _print_copies(copies, terminal: Terminal) -> None:
     if not copies:
         return
-    terminal.say(f"{len(copies):,} records were dropped as copies of these; another build could keep them (--copies):")
-    terminal.table([(copy.id[:12], copy.rule, plain(copy.url)) for copy in copies[:_SHOWN]])
+    terminal.say(
+        f"{len(copies):,} records were dropped as copies of these; a later build could keep them (see --copies):"
+    )
+    terminal.table([(copy.id[:12], copy.rule, printable(copy.url)) for copy in copies[:_SHOWN]])
     _say_more(len(copies), terminal)
 
 
@@ -121,16 +138,14 @@ def _print_proof(outcome, data: Path, terminal: Terminal) -> None:
     proof = outcome.proof
     if not proof:
         return
-    terminal.say(
-        f"scanned: {proof.rows:,} rows, {proof.shards:,} shards with {proof.tokens:,} tokens: none of it is left"
-    )
+    terminal.say(f"scanned: {proof.rows:,} rows, {proof.shards:,} shards with {proof.tokens:,} tokens: none is left")
     if proof.probes and not proof.shared:
-        terminal.say(f"none of {proof.probes:,} stretches of 16 of its tokens stands in another document")
+        terminal.say(f"none of {proof.probes:,} sequences of 16 of its tokens is in another document")
     if proof.shared:
-        terminal.say(f"{len(proof.shared):,} documents that stay share text with it (stretches of 16 tokens):")
+        terminal.say(f"{len(proof.shared):,} remaining documents share text with it (sequences of 16 tokens):")
         shown = dict(list(proof.shared.items())[:_SHOWN])
         urls = {row["id"]: row["url"] for row in rows_of(data, shown)}
-        terminal.table([(one[:12], f"{n} of {proof.probes}", plain(urls.get(one, ""))) for one, n in shown.items()])
+        terminal.table([(one[:12], f"{n} of {proof.probes}", printable(urls.get(one, ""))) for one, n in shown.items()])
         _say_more(len(proof.shared), terminal)
     if proof.vocabulary:
-        terminal.say(f"{proof.vocabulary} tokens of the tokenizer match the pattern: it had learned from these texts")
+        terminal.say(f"{proof.vocabulary} tokens of the tokenizer match the pattern: it was trained on these texts")

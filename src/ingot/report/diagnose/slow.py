@@ -1,32 +1,34 @@
-"""Why a run is slow: its measured step beside the planned one, and the causes, the dearest first, with their remedies.
+"""The diagnosis of a slow run: measured and planned step time, and the causes, most expensive first, with remedies.
 
-Causes overlap (a rank that waits for data makes others wait in collectives), so they need not add up to the step.
+Causes overlap (a rank that waits for data makes other ranks wait in collectives), so their times need not add up.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.errors import DataMissing, UsageError
-from ingot.report.diagnose.slow_case import Case, Cause
-from ingot.report.diagnose.slow_log import Measured, measure
-from ingot.report.diagnose.slow_remedies import Prospect
-from ingot.report.diagnose.slow_stops import checkpoint_stall, evaluation, restarts
-from ingot.report.diagnose.slow_waits import data_stall, no_free_core, straggler
-from ingot.report.diagnose.slow_work import (
+from ingot.errors import DataMissing
+from ingot.report.diagnose.causes import (
+    checkpoint_stall,
+    data_stall,
+    evaluation,
     exposed_collectives,
     host_and_launches,
+    no_free_core,
     pipeline_bubble,
     recompute,
+    restarts,
     small_micro_batches,
+    straggler,
 )
-from ingot.report.facts import Facts, gather
+from ingot.report.diagnose.evidence import Case, Cause, MeasuredSteps, Prospect, measure
+from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.schema.cluster import Cluster
 from ingot.trainer.resilience.lock import is_locked
 
-# Below this share of a step by the clock a cause is not worth a line.
+# Causes below this share of the wall-clock time per step are not shown.
 LEAST_SHARE = 0.01
-_JUDGES: tuple[Callable[[Case], Iterator[Cause]], ...] = (
+_DETECTORS: tuple[Callable[[Case], Iterator[Cause]], ...] = (
     data_stall,
     straggler,
     no_free_core,
@@ -43,15 +45,18 @@ _JUDGES: tuple[Callable[[Case], Iterator[Cause]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """planned_seconds: of a step, by part, with formulas; empty where no plan can be compared. unknown: what the log
-    does not tell, one sentence each. running: the run goes on, and so does its log."""
+    """The diagnosis of a run.
+
+    running: a process trains the run now. planned_seconds, formulas: of a step, by part; empty where no plan can be
+    compared. unknown: one sentence for each thing that cannot be derived from the log.
+    """
 
     name: str
     running: bool
     last_step: int
     steps: int
     cluster: str
-    measured: Measured
+    measured: MeasuredSteps
     planned_seconds: dict[str, float]
     formulas: dict[str, str]
     causes: tuple[Cause, ...]
@@ -63,38 +68,37 @@ class Slowness:
 
 
 def explain_slow(root: Path, cluster: Cluster | None = None, *, unplanned: Cluster | None = None) -> Slowness:
-    """Of the run folder `root`; the run may still go on. cluster: instead of the one it was planned for. unplanned: of
-    a run without plan.json (a layout that was set on the command line has none).
+    """Return the diagnosis of the run folder `root`; the run may still be training.
 
-    Raises UsageError when `root` is no run folder, DataMissing when nothing was logged yet, DataError when the log
-    cannot be read.
+    cluster: the cluster to compare with (default: the cluster of the plan). unplanned: the cluster to compare with for
+    a run without plan.json. Raises UsageError when `root` is no run folder, DataMissing when no progress was logged
+    yet, DataError when the log cannot be read.
     """
-    facts = gather(root)
-    run = facts.run
+    data = gather(root)
+    run = data.run
     if run is None:
-        raise UsageError(
-            f"{root} has no {facts.folder.config.name}",
-            rule="causes are told from the event log and the run file of a run",
-            fix="ingot explain slow RUN, where RUN is the folder that `ingot train` filled",
-        )
-    found = measure(facts)
-    running = is_locked(facts.folder.lock)
+        raise no_run_folder(root)
+    found = measure(data)
+    running = is_locked(data.folder.lock)
     if found is None:
         raise DataMissing(
-            f"{facts.folder.events} has no line of progress yet",
-            rule=f"steps are timed between two log lines, every {run.watch.log_every} steps (watch.log_every)",
-            fix="wait for the first lines: ingot status shows them" if running else f"ingot train {root} goes on",
+            "E-LOG-NO-PROGRESS",
+            f"{data.folder.events} has no progress line yet",
+            rule=f"steps are timed between two log lines, one every {run.watch.log_every} steps (watch.log_every)",
+            fix=f"wait for the first log lines: ingot status {root}" if running else f"continue: ingot train {root}",
+            path=str(data.folder.events),
+            running=running,
         )
-    planned_for = cluster or (facts.plan.cluster if facts.plan else unplanned)
+    planned_for = cluster or (data.plan.cluster if data.plan else unplanned)
     prospect = Prospect(run, planned_for, found.step_seconds) if planned_for else None
-    unknown = tuple(_unknown(facts, found, prospect, named=cluster is not None))
+    unknown = tuple(_unknown(data, found, prospect, named=cluster is not None))
     if prospect and not (prospect.seconds and _same_kind(found, prospect.cluster)):
         prospect = None
-    case = Case(facts, found, run, prospect)
+    case = Case(data, found, run, prospect)
     return Slowness(
         name=run.name,
         running=running,
-        last_step=facts.last_step,
+        last_step=data.last_step,
         steps=run.train.steps,
         cluster=planned_for.name if planned_for else "",
         measured=found,
@@ -106,41 +110,42 @@ def explain_slow(root: Path, cluster: Cluster | None = None, *, unplanned: Clust
 
 
 def find_causes(case: Case) -> list[Cause]:
+    """Return the causes that take at least LEAST_SHARE of the wall-clock time per step, largest first."""
     least = LEAST_SHARE * case.measured.clock_seconds
-    found = [cause for judge in _JUDGES for cause in judge(case) if cause.seconds >= least]
+    found = [cause for detect in _DETECTORS for cause in detect(case) if cause.seconds >= least]
     return sorted(found, key=lambda cause: -cause.seconds)
 
 
-def _same_kind(found: Measured, cluster: Cluster) -> bool:
+def _same_kind(found: MeasuredSteps, cluster: Cluster) -> bool:
     return found.device in ("", cluster.device)
 
 
-def _unknown(facts: Facts, found: Measured, prospect: Prospect | None, *, named: bool) -> Iterator[str]:
-    """What cannot be told, and why. named: the user said which machine it is."""
+def _unknown(data: RunData, found: MeasuredSteps, prospect: Prospect | None, *, named: bool) -> Iterator[str]:
+    """Yield a sentence for each thing that is not known, with the reason. named: the user gave --cluster."""
     if prospect is None:
-        yield "there is no plan.json: name the machine (--cluster) to compare, and to have remedies judged"
+        yield "there is no plan.json: name the machine (--cluster) for planned times and the gains of remedies"
     else:
         yield from _incomparable(found, prospect, named)
-    if prospect and facts.plan is None and not named:
+    if prospect and data.plan is None and not named:
         yield f"there is no plan.json: planned now, with the run's settings, for {prospect.cluster.name}"
     if not found.waits:
-        yield "the log has no `waits` events (they came later): what ranks wait for each other is not known"
+        yield "the log is from a version without `waits` events: how long ranks wait for each other is not known"
     elif found.device != "cpu":
-        yield "on GPUs only the host has clocks: bubble and collectives are planned, a slow GPU does not show"
+        yield "on GPUs only the host is timed: bubble and collectives are planned values, a slow GPU is not visible"
     if found.untimed_evaluations:
         yield f"{found.untimed_evaluations} evaluations were not timed"
-    if facts.unreadable_events:
-        yield f"{facts.unreadable_events} events could not be read"
+    if data.unreadable_events:
+        yield f"{data.unreadable_events} events could not be read"
     if found.intervals < 2:
         yield "there is one log line so far, and the first steps take longer than others"
 
 
-def _incomparable(found: Measured, prospect: Prospect, named: bool) -> Iterator[str]:
+def _incomparable(found: MeasuredSteps, prospect: Prospect, named: bool) -> Iterator[str]:
     cluster = prospect.cluster
     other = f"planned for {cluster.name} ({cluster.device}), but it ran on "
     if not _same_kind(found, cluster):
         yield f"{other}{found.device}: name its machine (--cluster)"
     elif found.device == "cpu" and cluster.name != found.host and not named:
-        yield f"{other}{found.host}: planned times are those of another machine"
+        yield f"{other}{found.host}: planned times are for another machine"
     if not prospect.seconds:
         yield f"{cluster.name} has no rate for {prospect.run.train.precision}: ingot doctor --bench measures one"

@@ -1,7 +1,7 @@
-"""Which runs saw a document: the samples that held its tokens, by the ledger, and the checkpoints made after the first.
+"""The runs that were trained on a document: its samples, and the checkpoints saved after the first of them.
 
-What was consumed is read from the ledger, not computed: it is the truth, it names the samples whatever changed in
-between, and it is read several times faster than the order gives them. The order is asked for what is still to come.
+Trained samples are read from the ledger: it records them whatever changed during the run, and reading it is several
+times faster than computing the sample order. Samples of future steps are computed from the order.
 """
 
 import fcntl
@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ingot.data.lineage.purge.history import TokenLayout, find_layout
-from ingot.errors import ConfigError, DataError, UsageError
+from ingot.errors import ConfigError, DataError
+from ingot.report.facts import no_run_folder
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.theory.rules import load_run
@@ -24,18 +25,19 @@ from ingot.trainer.loader.ledger import read_ledger
 from ingot.trainer.loader.order import Order, earlier_weights
 from ingot.trainer.loader.reader import Windows
 
-_DATA = "data.tokens"  # the key under which a change of the token stream is accepted (launch/continuity.py)
+_DATA = "data.tokens"  # the setting under which a change of the token stream is accepted (launch/continuity.py)
 _CHUNK_SAMPLES = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
-    """What a run saw of some documents, up to its newest checkpoint.
+    """The use of some documents in a run, up to its newest checkpoint.
 
-    documents, samples: how many of them it saw, in how many samples; first_step, last_step: of these, 0 if none.
-    trained_steps: of the newest checkpoint. checkpoints: steps of those that may hold what was learned from them.
-    unknown_steps: up to this step it trained on tokens that are not known any more: of these it cannot be told, and
-    their checkpoints count. training_now: a process holds the run and reads the shards.
+    documents, samples: the number of these documents that were used, and of samples with them. first_step, last_step:
+    the first and last step with such a sample, 0 if there is none. trained_steps: the step of the newest checkpoint.
+    checkpoints: the steps of checkpoints that may contain what was learned from the documents. unknown_steps: up to
+    this step the tokens are no longer known, so these steps and their checkpoints count as affected. training_now: a
+    process trains the run now and reads the shards.
     """
 
     run: str
@@ -52,7 +54,7 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Use:
-    """Sample `sample` of optimizer step `step` holds tokens of `document`. to_come: the step is not trained yet."""
+    """A sample of an optimizer step that contains tokens of a document. to_come: the step is not trained yet."""
 
     step: int
     sample: int
@@ -61,14 +63,14 @@ class Use:
 
 
 def runs_on(data: Path, named: Sequence[Path] = ()) -> list[Path]:
-    """The runs that train on tokens of the folder `data`: the `named` ones, and those that lie beside it.
+    """Return the runs that train on tokens of the folder `data`: the `named` runs, and runs in folders near `data`.
 
-    Looked at are folders up to two levels below the one that holds `data`. Raises UsageError for a named folder that
-    is no run.
+    Searched are folders up to two levels below the parent of `data`. Raises UsageError for a named folder that is no
+    run folder.
     """
     for run in named:
         if not RunFolder(run).config.is_file():
-            raise UsageError(f"{run} is no run", rule="a run folder has a run.toml", fix="--runs takes run folders")
+            raise no_run_folder(run)
     beside = sorted(path.parent for level in ("*", "*/*") for path in data.absolute().parent.glob(f"{level}/run.toml"))
     found = {}
     for run in (*named, *beside):
@@ -81,24 +83,24 @@ def runs_on(data: Path, named: Sequence[Path] = ()) -> list[Path]:
 def _tokens_of(run: Path) -> Path | None:
     try:
         return (run / load_run(RunFolder(run).config).data.tokens).resolve()
-    except (ConfigError, OSError):  # a run file of another version, or one that is being written
+    except (ConfigError, OSError):  # a run file of another version, or a run file that is being written
         return None
 
 
 def data_of(run: Path) -> Path:
-    """The folder of `data build --out` that a run trains on. Raises UsageError when `run` is no run."""
+    """Return the `data build` output folder on which a run trains. Raises UsageError when `run` is no run folder."""
     if tokens := _tokens_of(run):
         return tokens.parent.parent
-    raise UsageError(f"{run} is no run", rule="a run folder has a run.toml", fix="give --data DIR")
+    raise no_run_folder(run)
 
 
 def exposure(run: Path, documents: Collection[str]) -> Exposure:
-    """What the run in folder `run` saw of these documents (ids)."""
+    """Return the use of these documents (ids) in the run folder `run`."""
     reader = RunTokens(run)
     seen = list(reader.consumed(documents))
     first = min((use.step for use in seen), default=0)
     saved = sorted(listed.step for listed in reader.checkpoints)
-    tainted = (step for step in saved if (first and step >= first) or (reader.unknown_steps and documents))
+    affected = (step for step in saved if (first and step >= first) or (reader.unknown_steps and documents))
     return Exposure(
         run=str(run),
         name=reader.config.name,
@@ -107,21 +109,21 @@ def exposure(run: Path, documents: Collection[str]) -> Exposure:
         first_step=first,
         last_step=max((use.step for use in seen), default=0),
         trained_steps=reader.trained_steps,
-        checkpoints=tuple(tainted),
+        checkpoints=tuple(affected),
         unknown_steps=reader.unknown_steps,
         training_now=_is_held(reader.folder.lock),
     )
 
 
 def uses(run: Path, documents: Collection[str], limit: int = 1000) -> list[Use]:
-    """The first `limit` samples of the run that hold tokens of these documents, those to come included, in order."""
+    """Return the first `limit` samples with tokens of these documents, in order, future steps included."""
     reader = RunTokens(run)
     return list(islice(chain(reader.consumed(documents), reader.to_come(documents)), limit))
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Steps first..last of a run, trained on one token stream; layout is None when that is not known any more."""
+class StepRange:
+    """Steps first..last of a run, trained on one token stream. layout: of the token stream, None if no longer known."""
 
     first: int
     last: int
@@ -129,7 +131,7 @@ class Stretch:
 
 
 class RunTokens:
-    """A run, and the token streams that its steps were trained on."""
+    """A run, with the token streams on which its steps were trained."""
 
     def __init__(self, run: Path):
         self.folder = RunFolder(run)
@@ -140,51 +142,52 @@ class RunTokens:
         newest = next((c.manifest for c in self.checkpoints if c.manifest), None)
         self.ledger = newest.ledger if newest else ()
         self.trained_steps = newest.step if newest else 0
-        self.stretches = self._stretches(newest.data_fingerprint) if newest else []
+        self.ranges = self._ranges(newest.data_fingerprint) if newest else []
 
-    def _stretches(self, fingerprint: str) -> list[Stretch]:
-        """From the newest back to the first, over the changes of tokens that led to it (as loader/history.py does)."""
+    def _ranges(self, fingerprint: str) -> list[StepRange]:
+        """Return the ranges of steps in order, split at the accepted changes of the token stream (like
+        loader/history.py)."""
         found, last = [], self.trained_steps
         for step, before, after in reversed(_accepted_tokens(self.folder)):
             if fingerprint.startswith(after) and step < last:
-                found.append(Stretch(step + 1, last, find_layout(self.tokens, fingerprint)))
+                found.append(StepRange(step + 1, last, find_layout(self.tokens, fingerprint)))
                 fingerprint, last = before, step
-        found.append(Stretch(1, last, find_layout(self.tokens, fingerprint)))
+        found.append(StepRange(1, last, find_layout(self.tokens, fingerprint)))
         return found[::-1]
 
     @property
     def unknown_steps(self) -> int:
-        """The last step that was trained on tokens of which nothing is known any more, 0 if there is none."""
-        return max((stretch.last for stretch in self.stretches if stretch.layout is None), default=0)
+        """The last step that was trained on a token stream that is no longer known, 0 if there is none."""
+        return max((steps.last for steps in self.ranges if steps.layout is None), default=0)
 
     def layout_at(self, step: int) -> TokenLayout | None:
-        """What step `step` was, or will be, trained on; None if it is not known any more."""
-        for stretch in self.stretches:
-            if stretch.first <= step <= stretch.last:
-                return stretch.layout
+        """Return the token layout on which `step` was or will be trained, None if it is no longer known."""
+        for steps in self.ranges:
+            if steps.first <= step <= steps.last:
+                return steps.layout
         return TokenLayout(self.manifest, (self.tokens,), True)
 
     def order(self, layout: TokenLayout) -> Order:
-        """The order of the run's samples over a layout, with every mixture it had."""
+        """Return the sample order of the run over a layout, with all mixtures that the run had."""
         train, weights = self.config.train, self.config.data.weights
         earlier = [(last * train.global_batch, own) for last, own in earlier_weights(self.folder, weights)]
         return Order(layout.manifest, train.seq_len, self.config.seed, weights, earlier=earlier)
 
     def consumed(self, documents: Collection[str]) -> Iterator[Use]:
-        """What the newest checkpoint's ledger says was trained on."""
-        for stretch in self.stretches:
-            wanted = self._windows(stretch.layout, documents) if stretch.layout else {}
+        """Yield the uses of these documents in the ledger of the newest checkpoint."""
+        for steps in self.ranges:
+            wanted = self._windows(steps.layout, documents) if steps.layout else {}
             if not wanted:
                 continue
             windows = np.array(sorted(wanted), np.int64)
-            touching = [s for s in self.ledger if s.first_step <= stretch.last and s.last_step >= stretch.first]
+            touching = [s for s in self.ledger if s.first_step <= steps.last and s.last_step >= steps.first]
             for step, ids in read_ledger(self.folder.ledger, touching):
-                if stretch.first <= step <= stretch.last:
+                if steps.first <= step <= steps.last:
                     for sample in _where(ids, windows):
                         yield from (Use(step, sample, one) for one in wanted[int(ids[sample])])
 
     def to_come(self, documents: Collection[str]) -> Iterator[Use]:
-        """What the order will give after the newest checkpoint, up to the last step of the run file."""
+        """Yield the uses of these documents after the newest checkpoint, up to the last step of the run file."""
         layout = TokenLayout(self.manifest, (self.tokens,), True)
         if not (wanted := self._windows(layout, documents)):
             return
@@ -198,7 +201,7 @@ class RunTokens:
                 yield from (Use(step + 1, sample, one, True) for one in wanted[int(ids[hit])])
 
     def _windows(self, layout: TokenLayout, documents: Collection[str]) -> dict[int, list[str]]:
-        """Window id -> the documents that have tokens in it. A window is seq_len inputs and one more target."""
+        """Return window id -> the documents with tokens in the window. A window is seq_len inputs and a target."""
         windows = Windows(layout.manifest, self.config.train.seq_len)
         seq_len, found = windows.seq_len, defaultdict(list)
         ids = np.array([bytes.fromhex(one) for one in documents], "S16")
@@ -213,14 +216,15 @@ class RunTokens:
 
 
 def _where(ids: np.ndarray, windows: np.ndarray) -> list[int]:
-    """The places in `ids` of any of `windows` (sorted, at least one). np.isin sorts every time: 10 times slower."""
+    """Return the positions in `ids` of members of `windows` (sorted, not empty), 10 times faster than np.isin."""
     at = np.searchsorted(windows, ids)
     at[at == len(windows)] = 0
     return np.flatnonzero(windows[at] == ids).tolist()
 
 
 def _accepted_tokens(folder: RunFolder) -> list[tuple[int, str, str]]:
-    """(step after which, beginning of the fingerprint before, and after) of accepted changes of tokens, in order."""
+    """Return accepted changes of the token stream, in order: (last step before the change, prefix of the fingerprint
+    before it, prefix of the fingerprint after it)."""
     try:
         accepted = json.loads(folder.accepted.read_bytes())
         return [(int(one["step"]), *one["changes"][_DATA]) for one in accepted if _DATA in one["changes"]]
@@ -228,14 +232,16 @@ def _accepted_tokens(folder: RunFolder) -> list[tuple[int, str, str]]:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
+            "E-CHANGES-UNREADABLE",
             f"{folder.accepted} cannot be read ({error})",
-            rule="it says which tokens the steps of this run were trained on",
-            fix="restore it from a copy of the run folder",
+            rule="this file records on which tokens the steps of the run were trained",
+            fix="restore the file from a copy of the run folder",
+            path=str(folder.accepted),
         ) from None
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a process holds this lock now; it is not taken."""
+    """Return whether a process holds this lock now, without taking it."""
     if not lock.exists():
         return False
     with lock.open("rb") as file:

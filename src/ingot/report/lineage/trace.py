@@ -1,6 +1,6 @@
-"""From a training step back to the crawl, and from a document to the steps that used it.
+"""The way from a training step back to its documents in the crawl, and from a document to the steps that used it.
 
-Both go through lineage. Folders that were built before there was any are traced by reading the whole corpus.
+Both use lineage files. Folders of versions without lineage are traced by reading the whole corpus.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ from ingot.trainer.loader.order import Order
 
 @dataclass(frozen=True)
 class TracedDocument:
-    """A document, or the part of it, that stood in one sample of a step.
+    """A document, or a part of it, in one sample of a step.
 
-    sample: position in the global batch. token_start: first token of the part in its shard, tokens_in_sample: how many
-    (inputs and the last target). file, record_id: the crawl file and the record in it.
-    in_ledger: a checkpoint's ledger says that the step was trained on this sample; else it is what the order will give.
+    sample: the position in the global batch. token_start: the first token of the part in its shard. tokens_in_sample:
+    the number of tokens of the part, inputs and the last target. file, record_id: the crawl file and the record in it.
+    in_ledger: True if the ledger of a checkpoint confirms the sample; False if it is computed from the sample order.
     """
 
     step: int
@@ -46,21 +46,30 @@ class TracedDocument:
 
 
 def trace_step(run: Path, step: int) -> list[TracedDocument]:
-    """The documents of optimizer step `step` (from 1) of the run in folder `run`, in the order of the batch.
+    """Return the documents of optimizer step `step` (from 1) of the run folder `run`, in the order of the batch.
 
-    What the run's ledger says was consumed is held against the order wherever a checkpoint covers the step. Raises
-    UsageError when the run has no such step, DataError when ledger, tokens or corpus are not those of the run.
+    If a checkpoint covers the step, the samples are compared with its ledger. Raises UsageError when the run has no
+    such step, DataError when the ledger, the tokens or the corpus do not belong to the run.
     """
     reader = RunTokens(run)
     config = reader.config
     if not 1 <= step <= config.train.steps:
-        raise UsageError(f"the run {config.name!r} has no step {step}", rule=f"steps go from 1 to {config.train.steps}")
+        raise UsageError(
+            "E-STEP-RANGE",
+            f"the run {config.name!r} has no step {step}",
+            rule=f"steps go from 1 to {config.train.steps}",
+            fix=f"--step N with N from 1 to {config.train.steps}",
+            step=step,
+            steps=config.train.steps,
+        )
     layout = reader.layout_at(step)
     if layout is None:
         raise DataError(
-            f"step {step} was trained on other tokens than those that data.tokens names now",
-            rule="a step is traced through the tokens it was trained on; after a purge, through what DIR/purges keeps",
-            fix="restore them, or trace the run that used these",
+            "E-STEP-TOKENS-GONE",
+            f"step {step} was trained on other tokens than those in data.tokens now",
+            rule="a step is traced through the tokens on which it was trained; after a purge, through DIR/purges",
+            fix="restore these tokens in the folder data.tokens, or trace a run that was trained on the present tokens",
+            step=step,
         )
     order = reader.order(layout)
     ids = order.step(step, config.train.global_batch)
@@ -87,7 +96,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens start..start+tokens of a shard, all of one document, in one sample."""
+    """Tokens start..start+tokens of a shard, all of one document and in one sample."""
 
     sample: int
     shard: Shard
@@ -112,16 +121,18 @@ def _parts(layout: TokenLayout, order: Order, ids: np.ndarray) -> Iterator[_Part
 
 
 def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> bool:
-    """Hold the order against what the checkpoints' ledger says about `step`. False if none covers it (yet)."""
+    """Compare the order with the ledger for `step`; return False if no checkpoint covers the step."""
     segment = _segment_of(reader.ledger, step)
     if segment is None:
         return False
     for consumed_step, consumed in read_ledger(reader.folder.ledger, [segment]):
         if consumed_step == step and not np.array_equal(consumed, ids):
             raise DataError(
-                f"step {step}: the ledger has other samples than the order gives",
+                "E-LEDGER-ORDER",
+                f"step {step}: the ledger has other samples than the order of run.toml",
                 rule="samples are a function of seed, tokens and step alone",
-                fix="run.toml was changed after the run; restore its seed, seq_len, global_batch and weights",
+                fix="restore seed, seq_len, global_batch and weights in run.toml: they were changed after the run",
+                step=step,
             )
     return True
 
@@ -131,7 +142,7 @@ def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment
 
 
 def _origins(tokens: Path, layout: TokenLayout, parts: list[_Part]) -> dict[str, dict]:
-    """Document id -> where it came from: url, file and record_id, from the lineage beside the shards."""
+    """Return document id -> url, file and record_id, from the lineage files next to the shards."""
     wanted = {part.document for part in parts} - {PURGED}
     nothing = {PURGED: {"url": "(purged)", "file": "", "record_id": ""}}
     if not layout.current:
@@ -143,30 +154,46 @@ def _origins(tokens: Path, layout: TokenLayout, parts: list[_Part]) -> dict[str,
         return _find_documents(tokens.parent.parent / "corpus", layout.manifest, wanted)
     for name, path in files.items():
         if (sha256 := shards[name].lineage_sha256) and sha256_file(path) != sha256:
-            raise DataError(f"{path} does not have the hash in the manifest", fix=f"ingot data verify {tokens}")
+            raise DataError(
+                "E-LINEAGE-HASH",
+                f"the hash of {path} differs from the hash in its manifest",
+                rule="a lineage file does not change after the build",
+                fix=f"ingot data verify {tokens}",
+                path=str(path),
+            )
     with lineage_connection(files.values()) as connection:
         query = "select id, url, file, record_id from lineage where id in (select unnest(?::varchar[]))"
         rows = connection.execute(query, [sorted(wanted)]).fetchall()
     origin = {one: {"url": url, "file": file, "record_id": record} for one, url, file, record in rows}
     if missing := wanted - origin.keys():
-        raise DataError(f"the lineage of {tokens} lacks document {min(missing)}", fix=f"ingot data verify {tokens}")
+        raise DataError(
+            "E-LINEAGE-DOCUMENT",
+            f"the lineage of {tokens} lacks document {min(missing)}",
+            rule="lineage has a row for each document of the shards",
+            fix=f"ingot data verify {tokens}",
+            document=min(missing),
+        )
     return origin
 
 
 def _find_documents(corpus: Path, manifest: TokenManifest, wanted: set[str]) -> dict[str, dict]:
-    """Document id -> its line of the corpus, found in one pass over the corpus."""
+    """Return document id -> its line of the corpus, found in one pass over the corpus."""
     path = corpus / MANIFEST
     if not path.exists():
         raise DataError(
+            "E-CORPUS-MISSING",
             f"the corpus of these tokens is not at {corpus}",
-            rule="data build writes OUT/corpus and OUT/tokens; trace goes from one to the other",
-            fix="put the corpus folder back beside the tokens folder",
+            rule="the corpus is in OUT/corpus, next to OUT/tokens, where `ingot data build` wrote both",
+            fix="move the corpus folder back next to the tokens folder",
+            corpus=str(corpus),
         )
     if (found := sha256_file(path)) != manifest.corpus_sha256:
         raise DataError(
+            "E-CORPUS-OTHER",
             f"{path} has SHA-256 {found[:12]}.., the tokens were made from {manifest.corpus_sha256[:12]}..",
-            rule="a step is traced through the corpus that its tokens were made from",
+            rule="a step is traced through the corpus from which its tokens were made",
             fix="restore that corpus, or build the tokens again and train on them",
+            path=str(path),
         )
     origin = {}
     for _, document in read_documents(corpus):
@@ -175,15 +202,22 @@ def _find_documents(corpus: Path, manifest: TokenManifest, wanted: set[str]) -> 
             if len(origin) == len(wanted):
                 break
     if missing := wanted - origin.keys():
-        raise DataError(f"{corpus} lacks document {min(missing)}", rule="tokens are made from documents of the corpus")
+        raise DataError(
+            "E-CORPUS-DOCUMENT",
+            f"{corpus} lacks document {min(missing)}",
+            rule="tokens are made from documents of the corpus",
+            fix=f"ingot data verify {corpus}",
+            document=min(missing),
+        )
     return origin
 
 
 @dataclass(frozen=True)
-class Life:
-    """All that is known of a record. row: of its lineage. place: of its tokens, None if it was dropped.
+class RecordHistory:
+    """The history of a record of the crawl.
 
-    uses: the samples of the run that was asked about; seen: what that run saw, None without a run.
+    row: its lineage row. place: the location of its tokens, None if the record was dropped. uses: its samples in a run.
+    seen: its exposure in this run, None without a run.
     """
 
     row: dict[str, Any]
@@ -194,23 +228,23 @@ class Life:
 
 def trace_documents(
     data: Path, *, doc: str = "", url: str = "", run: Path | None = None, limit: int = 20
-) -> list[Life]:
-    """The lives of the records with this id, or of this page and the pages below it, at most `limit` of them.
+) -> list[RecordHistory]:
+    """Return the histories of at most `limit` records: those with this id, or of this page and the pages below it.
 
-    data: a folder of `data build --out`. Raises UsageError for what is no id or URL, DataError without lineage.
+    data: a folder of `data build --out`. Raises UsageError for an invalid id or URL, DataError without lineage.
     """
     rows = find(data, doc=doc, url=url, under=bool(url), limit=limit)
     by_id = {place.id: place for place in locate_documents(data, {row["id"] for row in rows if not row["rule"]})}
-    lives = []
+    histories = []
     for row in rows:
         place = by_id.get(row["id"])
         used = uses(run, [row["id"]]) if run and place else ()
-        lives.append(Life(row, place, tuple(used), exposure(run, [row["id"]]) if run and place else None))
-    return lives
+        histories.append(RecordHistory(row, place, tuple(used), exposure(run, [row["id"]]) if run and place else None))
+    return histories
 
 
 def purges_of(data: Path, *, doc: str = "", url: str = "") -> list[dict[str, Any]]:
-    """The purges that removed this document, or a document of this page: lines of purges.jsonl, oldest first."""
+    """Return the purges that removed this document, or a document of this page, oldest first, as in purges.jsonl."""
     wanted = redacted_hash(canonical_url(url)) if url else ""
     found = []
     for record in read_purges(data):

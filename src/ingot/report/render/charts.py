@@ -1,59 +1,256 @@
-"""The charts of a run: loss with held-out marks and incidents, gradient norm, learning rate, throughput, data wait,
-loads of experts."""
+"""The charts of a report, as inline SVG: loss, gradient norm, learning rate, throughput, data wait, loads of experts.
 
+Colors come from the style sheet of the page, by class, so that dark mode applies to them. A value that is not finite is
+left out of a line.
+"""
+
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
 from statistics import fmean, median
 
-from ingot.report.facts import Facts, is_finite
-from ingot.report.render.page import Chart, Charts, Table
-from ingot.report.render.svg import Line, Mark, line_chart, smooth, thin
+from ingot.report.facts import RunData, is_finite
+from ingot.report.render.page import Chart, Charts, TableBlock
 from ingot.units import format_count
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart. kind: the CSS class of the stroke ("raw", "main", "baseline"), or "dots" for single points."""
+
+    kind: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class ChartMark:
+    """A vertical line at `x` with a label at its top."""
+
+    x: float
+    label: str
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The plot area of a chart; `x` and `y` map data coordinates to SVG user units."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return self.left + (value - low) / (high - low) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    width: int,
+    height: int,
+    label: str,
+    x_label: str = "step",
+    y_format: str = "g",
+    marks: Sequence[ChartMark] = (),
+    from_zero: bool = False,
+) -> str:
+    """Return an <svg> of `width` x `height` user units, with text of 12 units; "" if no point is finite.
+
+    label: a description for screen readers. y_format: the format spec of the tick labels ("g", ".0%", "si" for 12k).
+    from_zero: let the y axis start at 0.
+    """
+    points = [p for line in lines for p in _finite(line.points)]
+    if not points:
+        return ""
+    x_range = _widen(min(p[0] for p in points), max(p[0] for p in points))
+    y_ticks = nice_ticks(*_y_limits(points, from_zero), count=5 if height > 200 else 3)
+    y_range = (min(y_ticks[0], 0.0) if from_zero else y_ticks[0], y_ticks[-1])
+    labels = [_tick_text(t, y_format, y_ticks) for t in y_ticks]
+    frame = _Frame(
+        left=10 + 7 * max(map(len, labels)),
+        top=24 if marks else 10,
+        right=width - 14,
+        bottom=height - 36,
+        x_range=x_range,
+        y_range=y_range,
+    )
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(label)}" class="chart"><title>{escape(label)}</title>'
+    ]
+    parts += _axes(frame, y_ticks, labels, x_label, width)
+    parts += _marks(frame, marks)
+    parts += [_line(frame, line) for line in lines]
+    return "".join(parts) + "</svg>"
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+
+
+def _widen(low: float, high: float) -> tuple[float, float]:
+    if high > low:
+        return low, high
+    half = abs(low) * 0.05 or 0.5
+    return low - half, high + half
+
+
+def _y_limits(points: Sequence[Point], from_zero: bool) -> tuple[float, float]:
+    low, high = _widen(min(p[1] for p in points), max(p[1] for p in points))
+    return (min(low, 0.0), high) if from_zero else (low, high)
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return about `count` round values (1, 2 or 5 times a power of ten) that enclose low..high (low < high)."""
+    raw = (high - low) / max(count - 1, 1)
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _tick_text(value: float, spec: str, ticks: Sequence[float]) -> str:
+    if spec == "si":
+        for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if max(map(abs, ticks)) >= size:
+                return f"{value / size:g}{unit}" if value else "0"
+    if spec == "g":
+        step = ticks[1] - ticks[0]
+        if max(map(abs, ticks)) < 1e-3:
+            return f"{value:.0e}".replace("e-0", "e-") if value else "0"
+        return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    return format(value, spec)
+
+
+def _axes(frame: _Frame, y_ticks: Sequence[float], labels: Sequence[str], x_label: str, width: int) -> list[str]:
+    out = []
+    for tick, label in zip(y_ticks, labels, strict=True):
+        y = frame.y(tick)
+        out.append(f'<line class="grid" x1="{frame.left:.1f}" x2="{frame.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        out.append(f'<text class="tick" x="{frame.left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    x_ticks = nice_ticks(*frame.x_range, count=max(6, width // 80))
+    for tick in x_ticks:
+        if frame.x_range[0] <= tick <= frame.x_range[1]:
+            x, text = frame.x(tick), f"{tick:,.0f}"
+            end = x + 3.5 * len(text) > frame.right + 12
+            anchor = "end" if end else "middle"
+            out.append(
+                f'<text class="tick" x="{min(x, frame.right) if end else x:.1f}" y="{frame.bottom + 16:.1f}" '
+                f'text-anchor="{anchor}">{text}</text>'
+            )
+    middle = (frame.left + frame.right) / 2
+    out.append(
+        f'<text class="tick" x="{middle:.1f}" y="{frame.bottom + 31:.1f}" text-anchor="middle">{escape(x_label)}</text>'
+    )
+    return out
+
+
+def _marks(frame: _Frame, marks: Sequence[ChartMark]) -> list[str]:
+    out = []
+    for mark in marks:
+        if not frame.x_range[0] <= mark.x <= frame.x_range[1]:
+            continue
+        x = frame.x(mark.x)
+        out.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top:.1f}" y2="{frame.bottom:.1f}"/>')
+        if mark.label:
+            right = x > (frame.left + frame.right) / 2
+            out.append(
+                f'<text class="mark-text" x="{x + (6 if right else -6):.1f}" y="{frame.top - 8:.1f}" '
+                f'text-anchor="{"end" if right else "start"}">{escape(mark.label)}</text>'
+            )
+    return out
+
+
+def _line(frame: _Frame, line: Line) -> str:
+    points = _finite(line.points)
+    if line.kind == "dots":
+        return "".join(f'<circle class="dots" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in points)
+    path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+    return f'<polyline class="{line.kind}" points="{path}"/>'
+
+
+def smooth(points: Sequence[Point], window: int) -> list[Point]:
+    """Return the mean of up to `window` points centered on each point; the window shrinks at the ends, without lag."""
+    points, out = _finite(points), []
+    sums = [0.0, *itertools.accumulate(y for _, y in points)]
+    for i, (x, _) in enumerate(points):
+        half = min(window // 2, i, len(points) - 1 - i)
+        out.append((x, (sums[i + half + 1] - sums[i - half]) / (2 * half + 1)))
+    return out
+
+
+def thin(points: Sequence[Point], limit: int = 600) -> list[Point]:
+    """Return at most about `limit` of the points, in order: the lowest and the highest of each bucket, so that every
+    peak stays."""
+    points = _finite(points)
+    if len(points) <= limit:
+        return points
+    size, out = math.ceil(2 * len(points) / limit), []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        low, high = min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])
+        out += sorted({low, high})
+    return out
+
 
 _WIDE, _NARROW = (900, 320), (350, 270)
 _SMALL = (430, 190), (350, 190)
 
 
-def loss_chart(facts: Facts) -> Chart | None:
-    """Training loss of every logged step, smoothed on top, with held-out losses and the unigram's loss beside."""
-    raw = [(float(s), float(e["loss"])) for s, e in sorted(facts.steps.items())]
+def loss_chart(data: RunData) -> Chart | None:
+    """Return the chart of the training loss, each logged step and smoothed, with held-out and unigram losses.
+
+    None with fewer than two logged steps.
+    """
+    raw = [(float(s), float(e["loss"])) for s, e in sorted(data.steps.items())]
     if len(raw) < 2:
         return None
     window = max(len(raw) // 40, 5) | 1
     lines = [Line("raw", thin(raw)), Line("main", thin(smooth(raw, window), 400))]
     legend = [("main", f"training loss, mean of {window} logged steps"), ("raw", "each logged step")]
-    held_out = [(float(e["step"]), float(e["loss"])) for e in facts.evaluations]
+    held_out = [(float(e["step"]), float(e["loss"])) for e in data.evaluations]
     if held_out:
         lines.append(Line("dots", held_out))
         legend.append(("dots", "held-out loss"))
-        last = facts.evaluations[-1]
+        last = data.evaluations[-1]
         if last["bpb"] > 0:  # nats per token and bits per byte of the same tokens differ by one factor
             unigram = last["loss"] * last["unigram_bpb"] / last["bpb"]
             lines.append(Line("baseline", [(raw[0][0], unigram), (raw[-1][0], unigram)]))
             legend.append(("baseline", f"unigram baseline on held-out text ({unigram:.2f})"))
     label = f"Training loss in nats per token from step {raw[0][0]:,.0f} to {raw[-1][0]:,.0f}"
-    rows = [_loss_row(facts, step) for step in spread(sorted(facts.steps), 10)]
-    table = Table(("Step", "Loss", "Gradient norm", "Learning rate"), rows, right=(0, 1, 2, 3), caption=label)
-    marks = _incident_marks(facts)
+    rows = [_loss_row(data, step) for step in spread(sorted(data.steps), 10)]
+    table = TableBlock(("Step", "Loss", "Gradient norm", "Learning rate"), rows, right=(0, 1, 2, 3), caption=label)
+    marks = _fault_marks(data)
     return _chart("Loss (nats per token)", lines, table, label, (_WIDE, _NARROW), tuple(legend), marks)
 
 
-def _loss_row(facts: Facts, step: int) -> tuple[str, ...]:
-    event = facts.steps[step]
+def _loss_row(data: RunData, step: int) -> tuple[str, ...]:
+    event = data.steps[step]
     return f"{step:,}", f"{event['loss']:.4f}", f"{event['grad_norm']:.3f}", f"{event['lr']:.2e}"
 
 
 def spread(values: list[int], count: int) -> list[int]:
-    """At most `count` of `values`, evenly spread, the first and the last among them."""
+    """Return at most `count` of `values`, evenly spread, including the first and the last."""
     if len(values) <= count:
         return values
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
-def _incident_marks(facts: Facts, labelled: bool = True) -> list[Mark]:
+def _fault_marks(data: RunData, labeled: bool = True) -> list[ChartMark]:
     return [
-        Mark(float(i.fault_step), f"lost at {i.fault_step:,}" if labelled and n < 4 else "")
-        for n, i in enumerate(facts.incidents)
+        ChartMark(float(i.fault_step), f"lost at {i.fault_step:,}" if labeled and n < 4 else "")
+        for n, i in enumerate(data.faults)
     ]
 
 
@@ -64,37 +261,37 @@ def _chart(title, lines, table, label, sizes, legend=(), marks=(), **options) ->
     return Chart(title=title, wide=wide, narrow=narrow, legend=legend, table=table)
 
 
-def optimizer_charts(facts: Facts) -> Charts | None:
-    """Gradient norm and learning rate by step."""
-    if len(facts.steps) < 2:
+def optimizer_charts(data: RunData) -> Charts | None:
+    """Return charts of gradient norm and learning rate by step, None with fewer than two logged steps."""
+    if len(data.steps) < 2:
         return None
-    steps = sorted(facts.steps)
-    norm = [(float(s), float(facts.steps[s]["grad_norm"])) for s in steps]
-    lr = [(float(s), float(facts.steps[s]["lr"])) for s in steps]
+    steps = sorted(data.steps)
+    norm = [(float(s), float(data.steps[s]["grad_norm"])) for s in steps]
+    lr = [(float(s), float(data.steps[s]["lr"])) for s in steps]
     return Charts(
         [
-            _small("Gradient norm, before clipping", norm, ".3f", facts, smoothed=True),
-            _small("Learning rate", lr, ".2e", facts),
+            _small("Gradient norm, before clipping", norm, ".3f", data, smoothed=True),
+            _small("Learning rate", lr, ".2e", data),
         ]
     )
 
 
-def throughput_charts(facts: Facts) -> Charts | None:
-    """Tokens per second and the share of the step that waited for data, by step."""
-    if len(facts.progress) < 2:
+def throughput_charts(data: RunData) -> Charts | None:
+    """Return charts of tokens per second and of the share of a step spent waiting for data, by step."""
+    if len(data.progress) < 2:
         return None
-    events = [facts.progress[s] for s in sorted(facts.progress)]
+    events = [data.progress[s] for s in sorted(data.progress)]
     speed = [(float(e["step"]), float(e["tokens_per_second"])) for e in events]
     wait = [(float(e["step"]), e["data_wait_seconds"] / e["step_seconds"]) for e in events if e["step_seconds"] > 0]
     return Charts(
         [
-            _small("Tokens per second", speed, ",.0f", facts, y_format="si", from_zero=True),
-            _small("Waiting for data (share of a step)", wait, ".2%", facts, y_format=".1%", from_zero=True),
+            _small("Tokens per second", speed, ",.0f", data, y_format="si", from_zero=True),
+            _small("Waiting for data (share of a step)", wait, ".2%", data, y_format=".1%", from_zero=True),
         ]
     )
 
 
-def _small(title: str, points: Sequence[tuple[float, float]], spec: str, facts: Facts, *, smoothed=False, **options):
+def _small(title: str, points: Sequence[tuple[float, float]], spec: str, data: RunData, *, smoothed=False, **options):
     values = sorted(y for _, y in points if math.isfinite(y)) or [math.nan]
     label = f"{title}: {len(points)} points, from {points[0][1]:{spec}} to {points[-1][1]:{spec}}"
     lines = [Line("raw" if smoothed else "main", thin(points, 300))]
@@ -102,35 +299,35 @@ def _small(title: str, points: Sequence[tuple[float, float]], spec: str, facts: 
         lines.append(Line("main", thin(smooth(points, max(len(points) // 40, 5) | 1), 300)))
     row = tuple(format(v, spec) for v in (points[0][1], values[0], median(values), values[-1], points[-1][1]))
     header = ("First", "Lowest", "Median", "Highest", "Last")
-    table = Table(header, [row], right=(0, 1, 2, 3, 4), caption=title)
-    return _chart(title, lines, table, label, _SMALL, marks=_incident_marks(facts, labelled=False), **options)
+    table = TableBlock(header, [row], right=(0, 1, 2, 3, 4), caption=title)
+    return _chart(title, lines, table, label, _SMALL, marks=_fault_marks(data, labeled=False), **options)
 
 
-def expert_charts(facts: Facts) -> Charts | None:
-    """How even the loads of experts were, by step: means over layers, but of the busiest and the idlest expert."""
-    if len(facts.experts) < 2:
+def expert_charts(data: RunData) -> Charts | None:
+    """Return charts of the balance of expert loads by step: means over layers, or extremes of experts."""
+    if len(data.experts) < 2:
         return None
-    events = [facts.experts[s] for s in sorted(facts.experts)]
+    events = [data.experts[s] for s in sorted(data.experts)]
 
     def points(name: str, of_layers=fmean) -> list[tuple[float, float]]:
         return [(float(e["step"]), of_layers(e[name])) for e in events if e[name] is not None]
 
     charts = [
-        _small("Deviation of loads", points("load_cv"), ".3f", facts, from_zero=True),
-        _small("Busiest expert (x mean load)", points("max_load", max), ".2f", facts, from_zero=True),
-        _small("Entropy of a token's scores (nats)", points("entropy"), ".3f", facts),
+        _small("Deviation of loads", points("load_cv"), ".3f", data, from_zero=True),
+        _small("Busiest expert (x mean load)", points("max_load", max), ".2f", data, from_zero=True),
+        _small("Entropy of a token's scores (nats)", points("entropy"), ".3f", data),
     ]
     shares = {"Dropped, beyond capacity": points("dropped"), "To the fallback expert": points("fallback")}
     if shares := {title: found for title, found in shares.items() if len(found) > 1}:
-        charts += [_small(t, found, ".2%", facts, y_format=".1%", from_zero=True) for t, found in shares.items()]
+        charts += [_small(t, found, ".2%", data, y_format=".1%", from_zero=True) for t, found in shares.items()]
     else:
-        charts.append(_small("Idlest expert (x mean load)", points("min_load", min), ".2f", facts, from_zero=True))
+        charts.append(_small("Idlest expert (x mean load)", points("min_load", min), ".2f", data, from_zero=True))
     return Charts(charts)
 
 
-def throughput_summary(facts: Facts) -> list[tuple[str, str]]:
-    """Medians over the log lines after each attempt's first one, which carries start-up costs."""
-    events = settled(facts)
+def throughput_summary(data: RunData) -> list[tuple[str, str]]:
+    """Return rows of (label, value): medians over the log lines, without the first of each attempt."""
+    events = settled(data)
     if not events:
         return []
     rows = [("Tokens per second, median", format_count(median([e["tokens_per_second"] for e in events])))]
@@ -142,11 +339,11 @@ def throughput_summary(facts: Facts) -> list[tuple[str, str]]:
     return rows
 
 
-def settled(facts: Facts) -> list[dict]:
-    """Progress events without the first of each attempt."""
-    events = [facts.progress[s] for s in sorted(facts.progress)]
+def settled(data: RunData) -> list[dict]:
+    """Return the progress events in order, without the first of each attempt, which includes start-up costs."""
+    events = [data.progress[s] for s in sorted(data.progress)]
     first = set()
-    for start in facts.starts:
+    for start in data.starts:
         after = [e["step"] for e in events if e["time"] >= start["time"]]
         first.update(after[:1])
     return [e for e in events if e["step"] not in first]

@@ -1,11 +1,11 @@
-"""What a report is made of, before it is HTML or Markdown: both are renderings of one `Page`."""
+"""The content of a report: a `ReportPage` of sections and blocks, which markup.py renders as HTML and as Markdown."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One figure of the headline. `good`: True and False colour it, None does not judge."""
+class HeadlineFigure:
+    """A figure of the headline. good: True shows it in green, False in red, None in neither."""
 
     label: str
     value: str
@@ -19,20 +19,15 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Code:
-    text: str
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Label and value, one under the other."""
+class LabeledValues:
+    """Labels with their values, one pair per line."""
 
     rows: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Table:
-    """right: columns (0-based) of numbers. folded: hidden behind its caption until it is opened."""
+class TableBlock:
+    """A table. right: the right-aligned columns, from 0. folded: only the caption shows until a reader opens it."""
 
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -43,7 +38,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """fraction: length, 0 to 1. values: one per column of `Bars.header` after the first."""
+    """A row of `Bars`. fraction: the length, 0 to 1. values: one per column of `Bars.header` after the first."""
 
     label: str
     fraction: float
@@ -59,14 +54,16 @@ class Bars:
 
 @dataclass(frozen=True)
 class Chart:
-    """wide and narrow: the same SVG for wide and for narrow screens. table: its figures, for Markdown and for readers
-    that cannot see it."""
+    """A chart. wide, narrow: the same SVG for wide and for narrow screens.
+
+    legend: pairs of (CSS class of a line, description). table: the figures of the chart, shown in Markdown instead.
+    """
 
     title: str
     wide: str
     narrow: str
-    legend: tuple[tuple[str, str], ...]  # (class of the line, what it is)
-    table: Table
+    legend: tuple[tuple[str, str], ...]
+    table: TableBlock
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,13 @@ class Charts:
 
 @dataclass(frozen=True)
 class Sample:
+    """A text that a model wrote, or an excerpt of a document. prompt: the beginning, shown in bold."""
+
     prompt: str
     text: str
-    note: str = ""
 
 
-Block = Text | Code | Pairs | Table | Bars | Chart | Charts | Sample
+Block = Text | LabeledValues | TableBlock | Bars | Chart | Charts | Sample
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,10 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     title: str
     subtitle: str
-    tiles: list[Tile]
+    headline: list[HeadlineFigure]
     command: str
     sections: list[Section] = field(default_factory=list)
     footer: str = ""

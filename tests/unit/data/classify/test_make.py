@@ -114,14 +114,14 @@ def test_missing_files_are_named(tmp_path):
 
 def parsed(verb, *words):
     parser = argparse.ArgumentParser()
-    verb.configure(parser)
+    verb.configure_classifier(parser)
     return parser.parse_args([str(word) for word in words])
 
 
 def test_the_verb_from_end_to_end(sources, tmp_path, capsys):
     def run(*words: object) -> dict:
         capsys.readouterr()
-        classifier.run(parsed(classifier, *words), Terminal(json_mode=True))
+        classifier.run_classifier(parsed(classifier, *words), Terminal(json_mode=True))
         return json.loads(capsys.readouterr().out)
 
     good, bad, out = sources[0].path, sources[1].path, tmp_path / "model.bin"
@@ -133,5 +133,5 @@ def test_the_verb_from_end_to_end(sources, tmp_path, capsys):
     assert [row["scores"]["positive"] > 0.5 for row in scored["texts"]] == [True] * 3
     with pytest.raises(ConfigError, match="unknown key 'dims'"):
         run(*learn, "--set", "dims=8")
-    classifier.run(parsed(classifier, "show", out), Terminal())
+    classifier.run_classifier(parsed(classifier, "show", out), Terminal())
     assert "precision" in capsys.readouterr().out

@@ -211,10 +211,10 @@ def test_what_makes_no_sense_is_refused(corpus, target, tmp_path):
 
 def test_the_verb_chooses(corpus, target, tmp_path, capsys):
     parser = argparse.ArgumentParser()
-    mix.configure(parser)
+    mix.configure_mix(parser)
 
     def run(*words: object) -> None:
-        mix.run(parser.parse_args([str(word) for word in words]), Terminal(json_mode=True))
+        mix.run_mix(parser.parse_args([str(word) for word in words]), Terminal(json_mode=True))
 
     with pytest.raises(UsageError, match="--keep"):
         run(corpus.parent, "--dsir", target, "--out", tmp_path / "out")

@@ -4,19 +4,19 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.expect import refused
 
 from ingot.config import to_dict, to_toml
-from ingot.errors import DataError, DataMissing, UsageError
 from ingot.planner.run.plan import make_plan
-from ingot.report.diagnose.slow import explain_slow
-from ingot.report.diagnose.slow_log import measure
-from ingot.report.diagnose.slow_remedies import (
+from ingot.report.diagnose.evidence import (
     changed,
     exposed_seconds,
     fewer_exchanges,
     less_communication,
+    measure,
     shorter_bubbles,
 )
+from ingot.report.diagnose.slow import explain_slow
 from ingot.report.facts import gather
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
@@ -45,7 +45,7 @@ START = 1_780_000_000.0
 def run_config(**sections) -> RunConfig:
     train = {"steps": 100, "seq_len": 64, "global_batch": 16, "micro_batch": 8} | sections.pop("train", {})
     return RunConfig(
-        name="told", model=ARCH, data=Data(tokens="tokens"), train=Train(**train), watch=WatchSettings(log_every=10),
+        name="logged", model=ARCH, data=Data(tokens="tokens"), train=Train(**train), watch=WatchSettings(log_every=10),
         checkpoint=Checkpoint(every_steps=20), **sections,
     )  # fmt: skip
 
@@ -71,8 +71,8 @@ def line(step: int, seconds: float, waits: dict | None = None, data: float = 0.0
 
 
 @pytest.fixture
-def told(tmp_path):
-    """told(events, run=, cluster=, plan=) -> the folder of a run that logged these events."""
+def logged(tmp_path):
+    """logged(events, run=, cluster=, plan=) -> the folder of a run that logged these events."""
 
     def write(events: list[dict], run: RunConfig | None = None, cluster: Cluster | None = CPU):
         folder, run = RunFolder(tmp_path / "run"), run or run_config(parallel=Parallel(dp_replicate=2))
@@ -93,40 +93,40 @@ def lines(seconds: float = 0.1, first: float = 0.5, **waits) -> list[dict]:
     return found
 
 
-def test_the_first_line_of_an_attempt_is_told_apart(told):
-    found = measure(gather(told([started(START), *lines()])))
+def test_the_first_line_of_an_attempt_is_separate(logged):
+    found = measure(gather(logged([started(START), *lines()])))
     assert found and found.steps == 90 and found.step_seconds == pytest.approx(0.1)
     assert found.first_seconds == pytest.approx(10 * 0.4)
 
 
-def test_the_slowest_loader_counts_and_the_freest_rank_tells_of_collectives(told):
+def test_the_slowest_loader_counts_and_the_freest_rank_measures_collectives(logged):
     waits = {"data": (0.02, 0.0, 0.04, 1), "blocked": (0.03, 0.01, 0.05, 0), "computing": (0.05, 0.05, 0.05, 0)}
-    found = explain_slow(told([started(START), *lines(**waits)]))
+    found = explain_slow(logged([started(START), *lines(**waits)]))
     causes = {cause.name: cause for cause in found.causes}
     assert causes["data stall"].seconds == pytest.approx(0.04)
     assert causes["exposed collectives"].seconds == pytest.approx(0.01)
     assert found.causes[0].name == "data stall" and "straggler" not in causes
 
 
-def test_pauses_of_the_storage_want_a_deeper_prefetch_and_slow_storage_does_not(told):
+def test_pauses_of_the_storage_want_a_deeper_prefetch_and_slow_storage_does_not(logged):
     events = [started(START), *line(10, 0.1)]
     for step in range(20, 201, 10):
         pause = 0.2 if step in (60, 150) else 0.0
         events += line(step, 0.1 + pause, {"data": (pause, 0.0, pause, 0)})
-    stall = explain_slow(told(events)).causes[0]
+    stall = explain_slow(logged(events)).causes[0]
     assert stall.name == "data stall" and "in bursts" in stall.evidence
     assert stall.remedies[0].settings == {"data.prefetch": 2 + 20}  # two seconds of pause, steps of 0.1
-    slow = explain_slow(told([started(START), *lines(data=(0.05, 0.05, 0.05, 0))])).causes[0]
+    slow = explain_slow(logged([started(START), *lines(data=(0.05, 0.05, 0.05, 0))])).causes[0]
     assert slow.name == "data stall" and not slow.remedies[0].settings
 
 
-def test_a_gpu_that_is_behind_its_host_does_not_wait_for_data(told):
+def test_a_gpu_that_is_behind_its_host_does_not_wait_for_data(logged):
     """Steps of 0.1 s, ten a line: 0.3 s of work are left for the device when the host reads the results."""
     run = run_config(parallel=Parallel(dp_shard=8), train={"global_batch": 8, "micro_batch": 1})
     fed = [started(START, device="cuda"), *lines(data=0.04, reading=0.03, computing=0.01)]
-    assert "data stall" not in {cause.name for cause in explain_slow(told(fed, run, GPU)).causes}
+    assert "data stall" not in {cause.name for cause in explain_slow(logged(fed, run, GPU)).causes}
     starved = [started(START, device="cuda"), *lines(data=0.04, reading=0.006, computing=0.01)]
-    stall = next(c for c in explain_slow(told(starved, run, GPU)).causes if c.name == "data stall")
+    stall = next(c for c in explain_slow(logged(starved, run, GPU)).causes if c.name == "data stall")
     assert stall.seconds == pytest.approx(0.04)
 
 
@@ -140,29 +140,29 @@ def test_collectives_are_known_by_the_planners_own_names():
     assert 0 < waited <= exposed_seconds(found.terms) <= 1.5 * waited  # what overlap slows down is in it, too
 
 
-def test_exposed_collectives_are_met_by_the_layout_and_by_the_micro_batch(told):
+def test_exposed_collectives_are_met_by_the_layout_and_by_the_micro_batch(logged):
     run = run_config(parallel=Parallel(dp_shard=2, zero=3, unit_layers=1), train={"global_batch": 8, "micro_batch": 1})
-    found = explain_slow(told([started(START), *lines(blocked=0.04)], run))
+    found = explain_slow(logged([started(START), *lines(blocked=0.04)], run))
     cause = next(cause for cause in found.causes if cause.name == "exposed collectives")
     keys = [set(remedy.settings) for remedy in cause.remedies]
     assert {"train.micro_batch"} in keys and any(key.startswith("parallel.") for k in keys for key in k)
 
 
-def test_a_straggler_and_a_busy_machine_are_two_things(told):
+def test_a_straggler_and_a_busy_machine_are_two_things(logged):
     waits = {"computing": (0.05, 0.03, 0.07, 1), "queued": (0.01, 0.0, 0.02, 0)}
-    found = explain_slow(told([started(START), *lines(**waits)]))
+    found = explain_slow(logged([started(START), *lines(**waits)]))
     seconds = {cause.name: cause.seconds for cause in found.causes}
     assert seconds["straggler"] == pytest.approx(0.02) and seconds["no free core"] == pytest.approx(0.02)
 
 
-def test_stops_between_steps_are_counted_per_step(told):
+def test_stops_between_steps_are_counted_per_step(logged):
     events = [started(START), *lines()]
     events += [{"kind": "checkpoint", "time": START, "step": step, "bytes": 1, "stall_seconds": 0.4, "path": "x"}
                for step in (20, 40, 60, 80, 100)]  # fmt: skip
     run = run_config(parallel=Parallel(dp_replicate=2), evaluate=Evaluate(every_steps=50))
     events += [{"kind": "evaluation", "time": START, "step": 50, "bpb": 1.0, "loss": 1.0, "unigram_bpb": 2.0,
                 "tokens": 10, "seconds": 1.0}]  # fmt: skip
-    found = explain_slow(told(events, run))
+    found = explain_slow(logged(events, run))
     causes = {cause.name: cause for cause in found.causes}
     assert causes["checkpoint stall"].seconds == pytest.approx(5 * 0.4 / 100)
     assert causes["evaluation"].seconds == pytest.approx(1.0 / 100)
@@ -171,64 +171,64 @@ def test_stops_between_steps_are_counted_per_step(told):
     assert remedy.settings["checkpoint.every_steps"] == 100  # no more than the run has
 
 
-def test_a_fault_costs_its_gap_and_the_steps_done_again(told):
+def test_a_fault_costs_its_gap_and_the_steps_done_again(logged):
     events = [started(START), *line(10, 0.1), *line(20, 0.1)]
     events += [{"kind": "step", "time": START + 2, "step": 20, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}]
     events += [{"kind": "fault", "time": START + 2, "rank": 1, "cause": "was killed", "step": 20},
                started(START + 7, from_step=10)]  # fmt: skip
     for step in range(20, 101, 10):
         events += line(step, 0.1)
-    found = explain_slow(told(events))
+    found = explain_slow(logged(events))
     restarts = next(cause for cause in found.causes if cause.name == "restarts")
     assert restarts.seconds == pytest.approx((5 + 10 * 0.1) / 100)
     assert "was killed" in restarts.evidence and "10 steps" in restarts.evidence
 
 
-def test_without_waits_or_plan_it_says_what_it_does_not_know(told):
+def test_without_waits_or_plan_it_says_what_it_does_not_know(logged):
     events = [started(START), *line(10, 0.2), *line(20, 0.1, data=0.05)]
-    found = explain_slow(told(events, cluster=None))
+    found = explain_slow(logged(events, cluster=None))
     assert found.causes[0].name == "data stall" and "others were not timed" in found.causes[0].evidence
     assert any("no plan.json" in sentence for sentence in found.unknown)
-    assert any("no `waits` events" in sentence for sentence in found.unknown)
+    assert any("without `waits` events" in sentence for sentence in found.unknown)
     assert not found.planned_seconds
 
 
-def test_a_run_without_a_plan_is_planned_for_the_machine_that_is_offered(told):
-    root = told([started(START), *lines()], cluster=None)
+def test_a_run_without_a_plan_is_planned_for_the_machine_that_is_offered(logged):
+    root = logged([started(START), *lines()], cluster=None)
     found = explain_slow(root, unplanned=CPU)
     assert found.planned_seconds and any("planned now" in sentence for sentence in found.unknown)
-    assert not explain_slow(root, CPU).unknown  # named by the user: nothing to be said
+    assert not explain_slow(root, CPU).unknown  # named by the user: no sentence needed
     elsewhere = explain_slow(root, unplanned=replace(CPU, name="elsewhere"))
     assert any("ran on here" in sentence for sentence in elsewhere.unknown)
 
 
-def test_a_plan_for_another_kind_of_machine_is_not_compared(told):
-    root = told([started(START), *lines(blocked=0.05)], cluster=GPU)
+def test_a_plan_for_another_kind_of_machine_is_not_compared(logged):
+    root = logged([started(START), *lines(blocked=0.05)], cluster=GPU)
     found = explain_slow(root)
     assert not found.planned_seconds and any("ran on cpu" in sentence for sentence in found.unknown)
     assert explain_slow(root, CPU).planned_seconds  # but with the machine that it ran on
 
 
-def test_a_log_from_another_machine_of_the_kind_is_compared_and_said(told):
-    found = explain_slow(told([started(START, host="elsewhere"), *lines()]))
+def test_a_log_from_another_machine_of_the_kind_is_compared_and_reported(logged):
+    found = explain_slow(logged([started(START, host="elsewhere"), *lines()]))
     assert found.planned_seconds and any("ran on elsewhere" in sentence for sentence in found.unknown)
 
 
-def test_on_gpus_the_plan_speaks_for_collectives_and_the_host_for_launches(told):
+def test_on_gpus_the_plan_speaks_for_collectives_and_the_host_for_launches(logged):
     run = run_config(parallel=Parallel(dp_shard=8), train={"global_batch": 8, "micro_batch": 1})
     waits = {"computing": 0.095, "reading": 0.001}
-    found = explain_slow(told([started(START, device="cuda"), *lines(**waits)], run, GPU))
+    found = explain_slow(logged([started(START, device="cuda"), *lines(**waits)], run, GPU))
     causes = {cause.name: cause for cause in found.causes}
     launches = causes["host and launches"]
     assert launches.source == "measured" and 0.05 < launches.seconds <= 0.095
-    assert any("only the host has clocks" in sentence for sentence in found.unknown)
-    busy = explain_slow(told([started(START, device="cuda"), *lines(computing=0.01, reading=0.08)], run, GPU))
+    assert any("only the host is timed" in sentence for sentence in found.unknown)
+    busy = explain_slow(logged([started(START, device="cuda"), *lines(computing=0.01, reading=0.08)], run, GPU))
     assert all(cause.source == "planned" for cause in busy.causes if cause.name == "host and launches")
 
 
-def test_remedies_are_legal_and_fit(told):
+def test_remedies_are_legal_and_fit(logged):
     run = run_config(parallel=Parallel(pp=2), train={"global_batch": 16, "micro_batch": 16})
-    root = told([started(START), *lines(pipeline=0.04)], run)
+    root = logged([started(START), *lines(pipeline=0.04)], run)
     bubble = next(cause for cause in explain_slow(root).causes if cause.name == "pipeline bubble")
     (remedy,) = bubble.remedies
     assert changed(run, remedy.settings) is not None and remedy.seconds and remedy.seconds > 0
@@ -250,25 +250,25 @@ def test_proposals_keep_the_number_of_ranks():
     assert {"1f1b", "zb_h1", "interleaved"} <= schedules
 
 
-def test_wrong_folders_and_empty_logs(tmp_path, told):
-    with pytest.raises(UsageError, match="has no events"):
+def test_wrong_folders_and_empty_logs(tmp_path, logged):
+    with refused("E-RUN-NO-LOG", run=str(tmp_path)):
         explain_slow(tmp_path)
-    root = told([started(START)])
-    with pytest.raises(DataMissing, match="no line of progress yet"):
+    root = logged([started(START)])
+    with refused("E-LOG-NO-PROGRESS", running=False):
         explain_slow(root)
     RunFolder(root).events.write_text("")
-    with pytest.raises(DataError):
+    with refused("E-LOG-NO-EVENTS"):
         explain_slow(root)
     RunFolder(root).events.write_text("not json\n" * 3)
-    with pytest.raises(DataError):
+    with refused("E-LOG-NO-EVENTS"):
         explain_slow(root)
-    root = told([started(START), *lines()])
+    root = logged([started(START), *lines()])
     RunFolder(root).config.unlink()
-    with pytest.raises(UsageError, match=r"has no run\.toml"):
+    with refused("E-RUN-FOLDER", run=str(root)):
         explain_slow(root)
 
 
-def test_a_damaged_event_is_counted_and_left_out(told):
+def test_a_damaged_event_is_counted_and_left_out(logged):
     damaged = {"kind": "waits", "time": START, "step": 50, "steps": 10, "data": {"mean": "much"}}
-    found = explain_slow(told([started(START), *line(10, 0.1), *line(20, 0.1), damaged, {"kind": "progress"}]))
+    found = explain_slow(logged([started(START), *line(10, 0.1), *line(20, 0.1), damaged, {"kind": "progress"}]))
     assert found.measured.steps == 10 and "1 events could not be read" in found.unknown

@@ -1,4 +1,4 @@
-"""What a run saw of a document is what tracing its steps one by one finds."""
+"""The exposure of a run to a document equals the result of tracing its steps one by one."""
 
 import importlib.util
 import json
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.expect import refused
 
 from ingot.cli.terminal import Terminal
 from ingot.config import to_toml
 from ingot.data.lineage.purge.history import read_purges
 from ingot.data.lineage.purge.purge import purge
 from ingot.data.lineage.purge.request import PurgeRequest
-from ingot.errors import DataError, DataMissing, UsageError
 from ingot.report.lineage.exposure import exposure, runs_on, uses
 from ingot.report.lineage.trace import purges_of, trace_documents, trace_step
 from ingot.schema.arch import Arch
@@ -120,27 +120,27 @@ def goes_on(run, data, step, before, save_at):
 
 
 def test_steps_before_a_purge_can_still_be_traced(data, run, folders):
-    """Twice the run goes on with what a purge left: every step is told as it was, but for what is gone."""
-    told = {step: trace_step(run, step) for step in range(1, 21)}
-    used = sorted({one.document_id for step in told for one in told[step]})
+    """Twice the run goes on with what a purge left: every step is traced_before as it was, but for what is gone."""
+    traced_before = {step: trace_step(run, step) for step in range(1, 21)}
+    used = sorted({one.document_id for step in traced_before for one in traced_before[step]})
     gone, gone_later, stays = used[0], used[1], used[2]
     seen = exposure(run, [stays])
     fingerprint = read_token_manifest(data / "tokens/train").fingerprint()
     purge(data, PurgeRequest(doc=gone))
     assert exposure(run, [stays]) == seen
     goes_on(run, data, 20, fingerprint, 25)
-    told |= {step: trace_step(run, step) for step in range(21, 26)}
+    traced_before |= {step: trace_step(run, step) for step in range(21, 26)}
     before = exposure(run, [gone_later])
     fingerprint = read_token_manifest(data / "tokens/train").fingerprint()
     outcome = purge(data, PurgeRequest(doc=gone_later), find_runs=lambda ids: [vars(exposure(run, ids))])
     assert outcome.runs[0] == vars(before) and before.trained_steps == 25 and before.unknown_steps == 0
     goes_on(run, data, 25, fingerprint, 30)
-    for step, documents in told.items():
+    for step, documents in traced_before.items():
         for was, now in zip(documents, trace_step(run, step), strict=True):
             if was.document_id in (gone, gone_later):
                 was = replace(was, document_id="0" * 32, url="(purged)", file="", record_id="")
             assert was == now
-    expected = [(s, one.sample) for s in told for one in told[s] if one.document_id == stays]
+    expected = [(s, one.sample) for s in traced_before for one in traced_before[s] if one.document_id == stays]
     assert [(use.step, use.sample) for use in uses(run, [stays]) if use.step <= 25] == expected
     assert trace_step(run, 28)[0].in_ledger
 
@@ -151,11 +151,11 @@ def test_steps_on_tokens_that_are_not_known_count_as_seen(data, run, folders):
     shutil.rmtree(data / "purges")
     seen = exposure(run, [document])
     assert (seen.unknown_steps, seen.samples, seen.checkpoints) == (20, 0, (10, 20))
-    with pytest.raises(DataError, match="trained on other tokens"):
+    with refused("E-STEP-TOKENS-GONE", step=5):
         trace_step(run, 5)
 
 
-def test_a_run_that_is_at_work_is_told(data, run, folders):
+def test_a_run_that_is_at_work_is_reported(data, run, folders):
     with RunLock(RunFolder(run).lock):
         assert exposure(run, kept(folders)[:1]).training_now
     assert not exposure(run, kept(folders)[:1]).training_now
@@ -167,72 +167,75 @@ def test_runs_beside_the_data_are_found(data, run, tmp_path):
     write_atomic(tmp_path / "broken" / "run.toml", "x = ")
     assert [found.resolve() for found in runs_on(data)] == [run.resolve()]
     assert len(runs_on(data, [run])) == 1
-    with pytest.raises(UsageError, match="is no run"):
+    with refused("E-RUN-FOLDER", run=str(tmp_path)):
         runs_on(data, [tmp_path])
 
 
-def test_a_life_is_told_whole(data, run, folders):
+def test_a_history_is_complete(data, run, folders):
     used = traced(run)
     record = next(r for r in folders.crawl() if r["id"] in used)
-    (life,) = trace_documents(data, doc=record["id"][:8], run=run)
-    assert life.row["record_id"] == record["record_id"] and life.row["file"] == record["file"]
-    assert life.place is not None and life.place.id == record["id"]
-    assert [(use.step, use.sample) for use in life.uses] == used[record["id"]]
+    (history,) = trace_documents(data, doc=record["id"][:8], run=run)
+    assert history.row["record_id"] == record["record_id"] and history.row["file"] == record["file"]
+    assert history.place is not None and history.place.id == record["id"]
+    assert [(use.step, use.sample) for use in history.uses] == used[record["id"]]
     dropped = next(record for record in folders.crawl() if record["drop"])
-    (life,) = trace_documents(data, url=dropped["url"].upper().replace("HTTPS", "https").replace("/P/", "/p/"))
-    assert (life.row["rule"], life.row["value"], life.place) == (*dropped["drop"][1:], None)
+    (history,) = trace_documents(data, url=dropped["url"].upper().replace("HTTPS", "https").replace("/P/", "/p/"))
+    assert (history.row["rule"], history.row["value"], history.place) == (*dropped["drop"][1:], None)
     below = trace_documents(data, url="https://a.example/p/", limit=100)
-    assert {life.row["id"] for life in below} == {r["id"] for r in folders.crawl() if "//a.example/p/" in r["url"]}
+    assert {one.row["id"] for one in below} == {r["id"] for r in folders.crawl() if "//a.example/p/" in r["url"]}
     assert len(trace_documents(data, url="https://a.example/", limit=3)) == 3
 
 
 def test_lineage_beside_the_shards_is_enough(data, run):
-    told = trace_step(run, 3)
+    traced_before = trace_step(run, 3)
     (data / "corpus" / "corpus.json").unlink()
-    assert trace_step(run, 3) == told
+    assert trace_step(run, 3) == traced_before
     for path in (data / "tokens/train").glob("*.lineage.parquet"):
         path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(DataError, match="does not have the hash"):
+    with refused("E-LINEAGE-HASH"):
         trace_step(run, 3)
 
 
 def test_the_verbs(data, run, folders, capsys, tmp_path):
     import argparse
 
-    from ingot.cli.data import purge as purge_verb
-    from ingot.cli.data import trace as trace_verb
+    from ingot.cli.data.purge import configure_purge, run_purge
+    from ingot.cli.data.trace import configure_trace, run_trace
+
+    purge_verb, trace_verb = (configure_purge, run_purge), (configure_trace, run_trace)
 
     def call(verb, *words, json_mode=True):
         parser = argparse.ArgumentParser()
-        verb.configure(parser)
-        verb.run(parser.parse_args(words), Terminal(json_mode=json_mode))
+        configure, run = verb
+        configure(parser)
+        run(parser.parse_args(words), Terminal(json_mode=json_mode))
         out = capsys.readouterr().out
         return json.loads(out) if json_mode else out
 
     record = next(r for r in folders.crawl() if not r["drop"] and trace_documents(data, doc=r["id"], run=run)[0].uses)
     text = call(trace_verb, "--doc", record["id"], "--run", str(run), json_mode=False)
     assert record["url"] in text and "checkpoints of steps" in text
-    told = call(trace_verb, "--url", record["url"], "--data", str(data))
-    assert told["documents"][0]["place"]["shard"] and told["documents"][0]["run"] is None
+    answer = call(trace_verb, "--url", record["url"], "--data", str(data))
+    assert answer["documents"][0]["place"]["shard"] and answer["documents"][0]["run"] is None
     dry = call(purge_verb, str(data), "--doc", record["id"], "--dry-run")
     assert dry["record"] is None and dry["runs"][0]["checkpoints"]
     text = call(purge_verb, str(data), "--doc", record["id"], "--reason", "asked", json_mode=False)
-    assert "none of it is left" in text and "--accept-change data.tokens" in text
+    assert "none is left" in text and "--accept-change data.tokens" in text
     assert read_purges(data)[0]["runs"] == dry["runs"]
-    told = call(trace_verb, "--doc", record["id"], "--data", str(data))
-    assert told["documents"] == [] and told["purges"][0]["reason"] == "asked"
+    answer = call(trace_verb, "--doc", record["id"], "--data", str(data))
+    assert answer["documents"] == [] and answer["purges"][0]["reason"] == "asked"
     assert purges_of(data, url=record["url"] + "#x") == read_purges(data)
-    with pytest.raises(DataMissing):
+    with refused("E-RECORD-NOT-FOUND"):
         call(trace_verb, "--doc", "0" * 32, "--data", str(data))
-    with pytest.raises(UsageError):
+    with refused("E-TRACE-NO-RUN"):
         call(trace_verb, "--step", "3")
     text = call(purge_verb, str(data), "--doc", record["id"], json_mode=False)
     assert "nothing is left to remove since" in text and "scanned" in text
-    with pytest.raises(DataMissing, match="fits: no record changed"):
+    with refused("E-PURGE-NOTHING"):
         call(purge_verb, str(data), "--doc", "0" * 32, json_mode=False)
 
 
 def test_a_page_cannot_write_on_the_terminal():
-    from ingot.cli.data.plain import plain
+    from ingot.cli.terminal import printable
 
-    assert plain("a\x1b[2Jb\r\u202ec\ud800\td\n") == "a\ufffd[2Jb\ufffd\ufffdc\ufffd\td\n"
+    assert printable("a\x1b[2Jb\r\u202ec\ud800\td\n") == "a\ufffd[2Jb\ufffd\ufffdc\ufffd\td\n"

@@ -15,7 +15,7 @@ from .test_ablation import forked
 
 def parsed(*words: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    mix.configure(parser)
+    mix.configure_mix(parser)
     return parser.parse_args([str(word) for word in words])
 
 
@@ -23,7 +23,7 @@ def parsed(*words: object) -> argparse.Namespace:
 def verb(token_folders, capsys):
     def run(*words: object) -> dict:
         capsys.readouterr()
-        mix.run(parsed(token_folders, *words), Terminal(json_mode=True))
+        mix.run_mix(parsed(token_folders, *words), Terminal(json_mode=True))
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -43,7 +43,7 @@ def test_by_hand_with_caps(verb):
 
 
 def test_it_is_printed_for_people(token_folders, capsys):
-    mix.run(parsed(token_folders, "--preset", "equal"), Terminal())
+    mix.run_mix(parsed(token_folders, "--preset", "equal"), Terminal())
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["source", "wanted", "share", "tokens", "of", "epochs"]
     assert any(line.startswith("stone") and "50.0%" in line for line in lines)
@@ -71,7 +71,7 @@ def test_doremi_writes_its_weights_and_uses_them(verb, tmp_path):
 def test_ablation_of_a_preset_and_a_file(token_folders, tmp_path, capfd):
     (tmp_path / "mine.toml").write_text("stone = 1.0\n")
     words = (token_folders, "--ablate", "equal", tmp_path / "mine.toml", "--steps", 1, "--out", tmp_path / "out")
-    forked(lambda: mix.run(parsed(*words), Terminal(json_mode=True)))
+    forked(lambda: mix.run_mix(parsed(*words), Terminal(json_mode=True)))
     found = json.loads(capfd.readouterr().out)
     assert {one["name"] for one in found["ablation"]["mixtures"]} == {"equal", "mine"}
     assert found["ablation"]["seeds"] == [1234, 1235] and (tmp_path / "out/ablation.json").exists()

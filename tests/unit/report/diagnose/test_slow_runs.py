@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ingot.config import to_dict, to_toml
+from ingot.report.diagnose.evidence import Cause
 from ingot.report.diagnose.slow import Slowness, explain_slow
-from ingot.report.diagnose.slow_case import Cause
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import Checkpoint, Data, Evaluate, Parallel, RunConfig, Train, WatchSettings
@@ -108,7 +108,7 @@ def train_rank(rank, ranks, folder, config, spoil):
 
 
 def first(found: Slowness) -> Cause:
-    """What other programs do on the machine that tests run on is no fault of the run."""
+    """Return the first cause that does not depend on other programs on the machine."""
     return next(cause for cause in found.causes if cause.name != "no free core")
 
 

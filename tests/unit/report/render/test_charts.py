@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.report.render.svg import Line, Mark, line_chart, nice_ticks, smooth, thin
+from ingot.report.render.charts import ChartMark, Line, line_chart, nice_ticks, smooth, thin
 
 coordinates = st.floats(-1e9, 1e9).filter(lambda v: v == 0 or abs(v) > 1e-9)
 
@@ -22,7 +22,7 @@ def drawn(svg: str) -> list[tuple[float, float]]:
 @given(st.lists(st.tuples(coordinates, coordinates), min_size=1, max_size=40), st.booleans())
 def test_every_point_is_inside_the_picture(points, from_zero):
     svg = line_chart([Line("main", points), Line("dots", points)], width=400, height=200, label="a<b>&\"'",
-                     marks=[Mark(points[0][0], "<kill>")], from_zero=from_zero)  # fmt: skip
+                     marks=[ChartMark(points[0][0], "<kill>")], from_zero=from_zero)  # fmt: skip
     found = drawn(svg)
     assert len(found) == 2 * len(points)
     assert all(0 <= x <= 400 and 0 <= y <= 200 for x, y in found)
@@ -40,7 +40,7 @@ def test_nothing_to_draw_is_no_chart():
 
 
 def test_marks_outside_are_not_drawn():
-    svg = line_chart([Line("main", [(1, 1), (9, 2)])], width=400, height=200, label="x", marks=[Mark(12, "late")])
+    svg = line_chart([Line("main", [(1, 1), (9, 2)])], width=400, height=200, label="x", marks=[ChartMark(12, "late")])
     assert "late" not in svg
 
 

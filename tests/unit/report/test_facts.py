@@ -2,30 +2,30 @@
 
 import pytest
 
-from ingot.report.facts import Facts, gather, read_run_events
+from ingot.report.facts import RunData, gather, layout_text, read_run_events
 from ingot.schema.run_folder import RunFolder
 
 
-def read(folder, logs, events) -> Facts:
-    facts = Facts(folder=RunFolder(logs.write_events(folder, events)))
+def read(folder, logs, events) -> RunData:
+    facts = RunData(folder=RunFolder(logs.write_events(folder, events)))
     read_run_events(facts)
     return facts
 
 
 def test_a_drilled_kill_is_measured(tmp_path, logs):
-    (incident,) = read(tmp_path, logs, logs.drilled_events()).incidents
-    assert (incident.rank, incident.cause) == (1, "was killed (SIGKILL)")
-    assert incident.detect_seconds == pytest.approx(0.21)
-    assert incident.recover_seconds == pytest.approx(4.41)
-    assert (incident.resumed_from, incident.redone_steps) == (logs.RESUMED, logs.KILL - logs.RESUMED)
-    assert (incident.compared_steps, incident.compared_equal) == (30, True)
+    (fault,) = read(tmp_path, logs, logs.drilled_events()).faults
+    assert (fault.rank, fault.cause) == (1, "was killed (SIGKILL)")
+    assert fault.detect_seconds == pytest.approx(0.21)
+    assert fault.recover_seconds == pytest.approx(4.41)
+    assert (fault.resumed_from, fault.redone_steps) == (logs.RESUMED, logs.KILL - logs.RESUMED)
+    assert (fault.compared_steps, fault.compared_equal) == (30, True)
 
 
 def test_without_a_drill_there_is_no_time_of_detection(tmp_path, logs):
     events = [e for e in logs.drilled_events() if e["kind"] != "drill"]
-    (incident,) = read(tmp_path, logs, events).incidents
-    assert incident.detect_seconds is None
-    assert incident.recover_seconds == pytest.approx(4.2)
+    (fault,) = read(tmp_path, logs, events).faults
+    assert fault.detect_seconds is None
+    assert fault.recover_seconds == pytest.approx(4.2)
 
 
 def test_two_faults_are_two_incidents(tmp_path, logs):
@@ -39,8 +39,8 @@ def test_two_faults_are_two_incidents(tmp_path, logs):
         logs.started(later + 4, 2, 40), *third,
     ]  # fmt: skip
     facts = read(tmp_path, logs, events)
-    assert [i.redone_steps for i in facts.incidents] == [13, 20]
-    assert [i.compared_steps for i in facts.incidents] == [10, 20]
+    assert [i.redone_steps for i in facts.faults] == [13, 20]
+    assert [i.compared_steps for i in facts.faults] == [10, 20]
     assert facts.last_step == 80
 
 
@@ -53,10 +53,23 @@ def test_time_between_attempts_is_not_training_time(tmp_path, logs):
     ]  # fmt: skip
     facts = read(tmp_path, logs, events)
     assert facts.active_seconds == pytest.approx((clock - logs.START) + (end - clock - 86_400))
-    assert facts.incidents == []
+    assert facts.faults == []
 
 
 def test_the_last_event_of_a_step_counts(drilled_run, logs):
     facts = gather(drilled_run)
     assert len(facts.steps) == logs.STEPS
-    assert facts.steps[logs.RESUMED + 1]["time"] > facts.incidents[0].detected_at
+    assert facts.steps[logs.RESUMED + 1]["time"] > facts.faults[0].detected_at
+
+
+@pytest.mark.parametrize(
+    "layout, text",
+    [
+        ({"dp_shard": 1}, "dp_shard 1"),
+        ({"pp": 2, "dp_shard": 1}, "pp 2"),
+        ({"pp": 2, "dp_shard": 4, "cp": 2, "ep": 8}, "pp 2 x dp_shard 4 x cp 2, ep 8"),
+        ({"dp_shard": 1, "cp": 8, "context": "usp, ulysses 2"}, "cp 8 (usp, ulysses 2)"),
+    ],
+)
+def test_layouts_in_words(layout, text):
+    assert layout_text(layout) == text

@@ -1,0 +1,312 @@
+"""Options that several verbs share, the options of `ingot plan`, and the call of `ingot.plan` from these options."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ingot.errors import UsageError
+    from ingot.planner.request.answer import PlanResult
+
+# Options that pin a setting of the layout; the search chooses the other settings.
+_DEGREES = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_batch", "stages_per_rank", "ulysses")
+_FORMS = ("recompute", "schedule", "context", "offload")
+_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+
+
+def add_overrides(parser: argparse._ActionsContainer, when: str = "") -> None:
+    """Add --set as `args.overrides`. when: the condition under which it applies, as "with --run: "."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help=f"{when}change one setting, like optim.lr=1e-3; repeatable",
+    )
+
+
+def add_cluster(
+    parser: argparse._ActionsContainer,
+    text: str = "the cluster",
+    default: str = "./machine.json, else this machine",
+) -> None:
+    """Add --cluster. text: the use of the cluster; default: the cluster without the option."""
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"{text}: 8xh100, 128x8xh100, 16x72xgb200, v5p-256 (planning only), or a machine.json"
+        f" (default: {default})",
+    )
+
+
+def add_budget(parser: argparse._ActionsContainer) -> None:
+    """Add --tokens and --budget."""
+    parser.add_argument(
+        "--tokens",
+        metavar="DIR|COUNT",
+        help="DATA of `ingot data build --out DATA`, DATA/tokens or DATA/tokens/train; or a count like 1.5T",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="AMOUNT",
+        help="compute budget instead of a count of tokens: 6e23flop, '$2M', 24h or '1M gpu-hours', with losses to"
+        " failures; without a model, the compute-optimal size is planned",
+    )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
+    """Add the positional argument `run` of verbs that read a checkpoint, and --device if `device`."""
+    parser.add_argument(
+        "run", type=Path, metavar="RUN|CHECKPOINT", help="run folder (its newest checkpoint), or a checkpoint folder"
+    )
+    if device:
+        parser.add_argument(
+            "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: a GPU if there is one)"
+        )
+
+
+def set_without_run(fix: str) -> "UsageError":
+    """Return the error for --set without a run file."""
+    from ingot.errors import UsageError
+
+    return UsageError("E-SET-NO-RUN", "--set without a run file", rule="--set changes a setting of a run file", fix=fix)
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the model, the cluster and the budget of a plan."""
+    what = parser.add_argument_group("what to plan: one of --run, --model, --params, --init; or --budget alone")
+    what.add_argument("--run", type=Path, metavar="FILE", help="existing run file")
+    what.add_argument("--model", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
+    what.add_argument("--params", metavar="COUNT", help="dense model given by its size alone, like 70b")
+    what.add_argument(
+        "--init", type=Path, metavar="DIR", help="Hugging Face model folder; the run starts from its weights"
+    )
+    add_cluster(what)
+    add_budget(what)
+    add_overrides(what, "with --run: ")
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """Add the options that replace rules, searched layouts and predictions."""
+    _add_rules(parser)
+    _add_layout(parser)
+    _add_quantities(parser)
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    choice = parser.add_argument_group("settings, instead of the default rules")
+    choice.add_argument("--name", default="", help="name of the run (default: the name of the model)")
+    choice.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps (default: the preset's, else one pass over the tokens)"
+    )
+    choice.add_argument("--seq", type=int, metavar="T", help="sequence length in tokens (default: the preset's)")
+    choice.add_argument(
+        "--batch",
+        metavar="N",
+        help="global batch in sequences, or in tokens with a unit: 4M (default: the preset's, else by compute budget)",
+    )
+    choice.add_argument(
+        "--lr", type=float, metavar="RATE", help="peak learning rate (default: the preset's, else by compute budget)"
+    )
+    choice.add_argument("--precision", choices=("bf16", "fp32"), help="precision of computation (default: bf16)")
+    choice.add_argument(
+        "--fp8",
+        choices=_RECIPES,
+        metavar="RECIPE",
+        default="",
+        help=f"matrix products in 8 or 4 bits (planning only): {', '.join(_RECIPES)}",
+    )
+    choice.add_argument(
+        "--software",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="property of training software other than ingot, like kernels=tuned (planning only); repeatable",
+    )
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    layout = parser.add_argument_group("layout, instead of the fastest one found")
+    for name in _DEGREES:
+        layout.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"pin {_setting(name)}")
+    for name in _FORMS:
+        layout.add_argument(f"--{name}", metavar="FORM", help=f"pin {_setting(name)}")
+    layout.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="pin another setting of [parallel], like async_tp=true; repeatable",
+    )
+
+
+def _add_quantities(parser: argparse.ArgumentParser) -> None:
+    given = parser.add_argument_group("known quantities, instead of predicted ones")
+    given.add_argument("--mfu", metavar="SHARE", help="model FLOPs utilization: 45%% or 0.45")
+    given.add_argument(
+        "--price",
+        metavar="USD",
+        help="US dollars per device and hour, on CPU per machine and hour (default: the list price of the device)",
+    )
+    given.add_argument(
+        "--failures", metavar="SHARE", help="failures per node and day, like 0.38%% (default: the rate of Llama 3)"
+    )
+    given.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="property of the cluster or of failures: network_bandwidth=400Gb/s, restart_seconds=20min; repeatable",
+    )
+
+
+def _setting(name: str) -> str:
+    return "train.micro_batch" if name == "micro_batch" else f"parallel.{name}"
+
+
+def planning_of(args: argparse.Namespace, *, top: int = 5, relative_to: Path = Path()) -> "PlanResult":
+    """Return the result of `ingot.plan` for options of `add_subject` and `add_choices`. Raises IngotError."""
+    from ingot.planner.request.planning import plan
+
+    _require_numbers(args)
+    pinned = _pinned(args)
+    if args.run:
+        _require_only_run(args, pinned)
+        return plan(run=args.run, overrides=args.overrides, cluster=args.cluster, **_given(args))
+    _require_subject(args)
+    return plan(
+        args.model or "",
+        params=args.params,
+        init=args.init,
+        cluster=args.cluster,
+        tokens=args.tokens,
+        budget=args.budget,
+        name=args.name,
+        steps=args.steps or 0,
+        seq=args.seq or 0,
+        batch=args.batch or 0,
+        lr=args.lr or 0.0,
+        precision=args.precision or "bf16",
+        pinned=pinned,
+        top=top,
+        relative_to=relative_to,
+        **_given(args),
+    )
+
+
+def _given(args: argparse.Namespace) -> dict:
+    return {
+        "recipe": args.fp8,
+        "software": args.software,
+        "mfu": args.mfu or 0.0,
+        "price": args.price or 0.0,
+        "failures": args.failures or 0.0,
+        "assumptions": args.assume,
+    }
+
+
+def _pinned(args: argparse.Namespace) -> dict[str, object]:
+    import tomllib
+
+    from ingot.errors import UsageError
+
+    pinned = {name: value for name in (*_DEGREES, *_FORMS) if (value := getattr(args, name)) is not None}
+    for pin in args.pin:
+        key, equals, value = pin.partition("=")
+        if not equals or not value:
+            raise UsageError(
+                "E-PIN-FORM",
+                f"--pin {pin}",
+                rule="--pin takes KEY=VALUE, a setting of [parallel] with its value",
+                fix="--pin tp=8",
+                given=pin,
+            )
+        try:
+            pinned[key.strip().replace("-", "_")] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            pinned[key.strip().replace("-", "_")] = value.strip()
+    return pinned
+
+
+def _require_numbers(args: argparse.Namespace) -> None:
+    from ingot.errors import UsageError
+
+    for option in ("steps", "seq", "lr"):
+        value = getattr(args, option)
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(
+                "E-OPTION-RANGE",
+                f"--{option} {value}",
+                rule=f"--{option} is a finite number above 0" if option == "lr" else f"--{option} is at least 1",
+                fix=f"--{option} {'3e-4' if option == 'lr' else 4096}, or leave the option out",
+                option=option,
+                value=value,
+            )
+    for option in ("batch", "mfu", "price", "failures", "budget", "params"):
+        if getattr(args, option) is not None and not str(getattr(args, option)).strip():
+            raise UsageError(
+                "E-OPTION-EMPTY",
+                f"--{option} has an empty value",
+                rule=f"--{option} needs a value",
+                fix=f"--{option} VALUE, or leave the option out",
+                option=option,
+            )
+    if args.batch is not None and str(args.batch).strip() == "0":
+        raise UsageError(
+            "E-OPTION-RANGE",
+            "--batch 0",
+            rule="--batch is at least 1 sequence",
+            fix="--batch 512, --batch 4M, or leave the option out",
+            option="batch",
+            value=0,
+        )
+
+
+def _require_only_run(args: argparse.Namespace, pinned: dict[str, object]) -> None:
+    from ingot.errors import UsageError
+
+    _one_of(args)
+    names = ("tokens", "budget", "name", "steps", "seq", "batch", "lr", "precision")
+    given = [f"--{name}" for name in names if getattr(args, name)] + [f"--{name.replace('_', '-')}" for name in pinned]
+    if given:
+        raise UsageError(
+            "E-RUN-AND-OPTION",
+            f"{', '.join(given)} with --run",
+            rule="a run file already has these settings",
+            fix="change settings of the run file with --set KEY=VALUE",
+            options=given,
+        )
+
+
+def _require_subject(args: argparse.Namespace) -> None:
+    from ingot.errors import UsageError
+
+    if args.overrides:
+        raise set_without_run("use options for a new run (--pin tp=8, --steps N, ...), or plan a run file with --run")
+    if args.budget and not any((args.model, args.params, args.init)):
+        return
+    _one_of(args)
+    if args.tokens is None and args.budget is None:
+        given = next(f"--{name} {getattr(args, name)}" for name in ("model", "params", "init") if getattr(args, name))
+        fix = "--tokens data, --tokens 1.5T, or --budget 6e23flop"
+        raise UsageError(
+            "E-PLAN-NO-TOKENS",
+            f"{given} without --tokens or --budget",
+            rule="a new run is planned for a number of tokens or a compute budget",
+            fix=fix,
+        )
+
+
+def _one_of(args: argparse.Namespace) -> None:
+    from ingot.errors import UsageError
+
+    given = [f"--{name}" for name in ("run", "model", "params", "init") if getattr(args, name)]
+    if len(given) != 1:
+        raise UsageError(
+            "E-PLAN-SUBJECT",
+            f"{', '.join(given)} together" if given else "none of --run, --model, --params, --init, --budget",
+            rule="a plan is for exactly one of --run, --model, --params and --init, or for a --budget alone",
+            fix="ingot plan --run run.toml, or --model tiny --tokens DIR, or --params 70b --tokens 1.5T",
+        )

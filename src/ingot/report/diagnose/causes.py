@@ -1,0 +1,290 @@
+"""The causes of slow steps, one function each: waits, work that follows from the layout, and stops between steps.
+
+Waits are measured by the run's own clocks. Work is measured where the clocks of a CPU run show it; else it is the
+planner's value: a part of the planned step, or the difference to the same run without the cause. Stops (checkpoints,
+evaluations, restarts) are in every event log.
+"""
+
+import math
+from collections.abc import Iterator
+
+from ingot.report.diagnose.evidence import (
+    Case,
+    Cause,
+    Prospect,
+    Remedy,
+    exposed_seconds,
+    fewer_exchanges,
+    larger_micro_batches,
+    less_communication,
+    less_recompute,
+    shorter_bubbles,
+)
+from ingot.theory.failures import PUBLISHED_RATES, daly_interval, first_order_overhead, job_mttf_seconds
+from ingot.units import format_seconds
+
+# Data waits come in bursts if a tenth of the log lines has more than this share of them; fewer lines do not show it.
+_IN_BURSTS, _LEAST_LINES = 0.5, 10
+_MOST_BATCHES = 64
+
+
+def data_stall(case: Case) -> Iterator[Cause]:
+    found = case.measured
+    which = f"rank {found.waits['data'].rank} most" if "data" in found.waits else "on rank 0, others were not timed"
+    if found.bursts > _IN_BURSTS and found.intervals >= _LEAST_LINES:
+        settings = {"data.prefetch": _prefetch_for_pauses(case)}
+        text = f"data.prefetch = {settings['data.prefetch']}, or storage without pauses"
+        kind = f"in bursts, {found.bursts:.0%} of it in the worst tenth of the log lines"
+    else:
+        settings = {}
+        text = "put the token folder on faster or local storage; a larger data.prefetch would not help"
+        kind = "throughout: batches are read slower than they are used"
+    remedy = Remedy(text=text, settings=settings, seconds=found.data_seconds, reason="all of it, with batches in time")
+    yield Cause(
+        name="data stall",
+        seconds=found.data_seconds,
+        source="measured",
+        evidence=f"the trainer waits for its next batch, {which}; {kind}",
+        remedies=(remedy,),
+    )
+
+
+def _prefetch_for_pauses(case: Case) -> int:
+    """Return a prefetch that covers the longest pause, as if all data wait of a log line were one pause."""
+    found, prefetch = case.measured, case.run.data.prefetch
+    return min(prefetch + math.ceil(found.longest_wait_seconds / found.fastest_seconds), _MOST_BATCHES)
+
+
+def straggler(case: Case) -> Iterator[Cause]:
+    """Yield a rank that computes longer than the mean; not for pipelines, whose ranks have different work."""
+    computing = case.measured.waits.get("computing")
+    if computing is None or not case.on_cpu or case.run.parallel.pp > 1:
+        return
+    late = computing.most - computing.mean
+    evidence = (
+        f"rank {computing.rank} computes {format_seconds(computing.most)} of a step, the mean is "
+        f"{format_seconds(computing.mean)}, and all wait for it"
+    )
+    text = f"look at the machine of rank {computing.rank}: clock, thermal limit, memory, other load"
+    remedy = Remedy(text=text, settings={}, seconds=late, reason="what it takes longer than the mean")
+    yield Cause(name="straggler", seconds=late, source="measured", evidence=evidence, remedies=(remedy,))
+
+
+def no_free_core(case: Case) -> Iterator[Cause]:
+    queued = case.measured.waits.get("queued")
+    if queued is None or not case.on_cpu:
+        return
+    evidence = f"rank {queued.rank} was ready to run for {format_seconds(queued.most)} of a step, but had no core"
+    text = "free the cores: end other processes, or start at most as many ranks as there are cores"
+    remedy = Remedy(text=text, settings={}, seconds=queued.most, reason="all of it, on a machine without other work")
+    yield Cause(name="no free core", seconds=queued.most, source="measured", evidence=evidence, remedies=(remedy,))
+
+
+# A run is host-bound if the host waits for its device less than this share of a step.
+_HOST_BOUND = 0.1
+_DEFAULT_LOG_EVERY = 10  # the default number of steps per log line
+
+
+def pipeline_bubble(case: Case) -> Iterator[Cause]:
+    parallel, waits = case.run.parallel, case.measured.waits.get("pipeline")
+    planned = case.planned("pipeline bubble")
+    if parallel.pp == 1 or not (planned or (case.on_cpu and waits)):
+        return
+    evidence = f"{parallel.schedule}, {parallel.pp} pipeline ranks, {case.run.accumulation} micro-batches"
+    seconds, source = planned[0] if planned else 0.0, "planned"
+    if case.on_cpu and waits:
+        seconds, source = waits.mean, "measured"
+        evidence += f": ranks wait {format_seconds(seconds)} on average for messages of their neighbors"
+        evidence += f" (planned {format_seconds(planned[0])})" if planned else ""
+    remedies = case.prospect.best(shorter_bubbles(case.run)) if case.prospect else ()
+    yield Cause(name="pipeline bubble", seconds=seconds, source=source, evidence=evidence, remedies=remedies)
+
+
+def exposed_collectives(case: Case) -> Iterator[Cause]:
+    """Yield the communication that overlaps with nothing.
+
+    On a CPU the rank that is blocked least waits for no other rank, so its blocked time is communication alone.
+    """
+    if case.run.parallel.world_size == 1:
+        return
+    blocked = case.measured.waits.get("blocked")
+    planned = exposed_seconds(case.prospect.terms) * case.pace if case.prospect else 0.0
+    if case.on_cpu and blocked:
+        seconds, source = blocked.least, "measured"
+        evidence = f"every rank is blocked for at least {format_seconds(seconds)} of a step, not counting data"
+        evidence += f" (planned {format_seconds(planned)})" if planned else ""
+    elif planned:
+        seconds, source = planned, "planned"
+        evidence = "collectives without overlap, as planned: a host cannot see how long devices wait for each other"
+    else:
+        return
+    yield Cause(
+        name="exposed collectives",
+        seconds=seconds,
+        source=source,
+        evidence=evidence,
+        remedies=_communication_remedies(case.prospect) if case.prospect else (),
+    )
+
+
+def _communication_remedies(prospect: Prospect) -> tuple[Remedy, ...]:
+    """Return the best change of the layout and the best change of the micro-batch, largest gain first."""
+    found = prospect.best(less_communication(prospect.run)) + prospect.best(fewer_exchanges(prospect.run))
+    return tuple(sorted(found, key=lambda remedy: -(remedy.seconds or 0.0)))
+
+
+def recompute(case: Case) -> Iterator[Cause]:
+    how = case.run.parallel.recompute
+    if case.prospect is None or how == "none":
+        return
+    without = {"parallel.recompute": "none"}
+    shortage = case.prospect.shortage(without)
+    evidence = f'recompute = "{how}" runs forwards a second time; '
+    evidence += f"without it a rank {shortage}" if shortage else "without it the run would fit, too"
+    yield Cause(
+        name="recompute",
+        seconds=case.prospect.gain_of(without),
+        source="planned",
+        evidence=evidence,
+        remedies=case.prospect.best(less_recompute(case.run)),
+    )
+
+
+def small_micro_batches(case: Case) -> Iterator[Cause]:
+    """Yield the time that larger micro-batches of the same global batch would save: shapes, launches, gathers."""
+    if case.prospect is None:
+        return
+    train, accumulation = case.run.train, case.run.accumulation
+    for remedy in case.prospect.best(larger_micro_batches(case.run)):
+        saved = "; ".join(case.prospect.savings(remedy.settings))
+        yield Cause(
+            name="small micro-batches",
+            seconds=remedy.seconds or 0.0,
+            source="planned",
+            evidence=f"{accumulation} micro-batches of {train.micro_batch} x {train.seq_len} tokens; {saved}",
+            remedies=(remedy,),
+        )
+
+
+def host_and_launches(case: Case) -> Iterator[Cause]:
+    """Yield the time that a GPU waits for its host: a host-bound run has its results ready when the host reads them."""
+    waits, planned = case.measured.waits, case.planned("launches")
+    if case.on_cpu or not waits.keys() >= {"reading", "computing"}:
+        return
+    waited, busy = waits["reading"].mean, waits["computing"].mean
+    bound = waited < _HOST_BOUND * case.measured.step_seconds
+    if not bound and not (planned and planned[0]):
+        return
+    idle = case.measured.step_seconds - case.prospect.device_seconds if case.prospect else busy
+    evidence = (
+        f"the host computes for {format_seconds(busy)} of a step and waits {format_seconds(waited)} for the device"
+    )
+    yield Cause(
+        name="host and launches",
+        seconds=max(min(idle, busy), 0.0) if bound else planned[0] if planned else 0.0,
+        source="measured" if bound else "planned",
+        evidence=evidence,
+        remedies=tuple(_host_remedies(case)),
+    )
+
+
+def _host_remedies(case: Case) -> Iterator[Remedy]:
+    if case.prospect:
+        yield from case.prospect.best(larger_micro_batches(case.run))
+    unknown = "the plan has no rate for the host's own work"
+    if case.run.train.compile == "off":
+        yield Remedy(
+            text='train.compile = "auto"', settings={"train.compile": "auto"}, seconds=None,
+            reason=f"fewer kernels to start; {unknown}",
+        )  # fmt: skip
+    if case.run.watch.log_every < _DEFAULT_LOG_EVERY:
+        yield Remedy(
+            text=f"watch.log_every = {_DEFAULT_LOG_EVERY}",
+            settings={"watch.log_every": _DEFAULT_LOG_EVERY},
+            seconds=None,
+            reason=f"at each log line the host waits for all work that it started; {unknown}",
+        )  # fmt: skip
+
+
+def checkpoint_stall(case: Case) -> Iterator[Cause]:
+    found, every = case.measured, case.run.checkpoint.every_steps
+    if not found.saves:
+        return
+    each = found.save_seconds_each
+    evidence = f"{found.saves} checkpoints, one every {every} steps, each stops training for {format_seconds(each)}"
+    yield Cause(
+        name="checkpoint stall",
+        seconds=found.save_seconds,
+        source="measured",
+        evidence=evidence,
+        remedies=tuple(_other_interval(case, each, longer=True)),
+    )
+
+
+def restarts(case: Case) -> Iterator[Cause]:
+    found = case.measured
+    if not found.restarts:
+        return
+    causes = ", ".join(dict.fromkeys(fault.cause or "unknown" for fault in case.data.faults))
+    evidence = f"{found.restarts} faults ({causes}); {found.redone_steps} steps were repeated"
+    repair = Remedy(
+        text="repair the cause of the faults: ingot report lists them",
+        settings={},
+        seconds=found.restart_seconds,
+        reason="all of it, without faults",
+    )
+    shorter = _other_interval(case, found.save_seconds_each, longer=False) if found.saves else ()
+    yield Cause(
+        name="restarts",
+        seconds=found.restart_seconds,
+        source="measured",
+        evidence=evidence,
+        remedies=(repair, *shorter),
+    )
+
+
+def _other_interval(case: Case, stall: float, *, longer: bool) -> Iterator[Remedy]:
+    """Yield Daly's checkpoint interval if it is longer (or shorter) than the run's own and costs less."""
+    step, every = case.measured.step_seconds, case.run.checkpoint.every_steps
+    mttf, known = _mttf(case)
+    wanted = max(min(round(daly_interval(mttf, stall) / step), case.run.train.steps), 1)
+    now, then = (first_order_overhead(mttf, stall, steps * step) for steps in (every, wanted))
+    if (wanted > every) != longer or wanted == every or then >= now:
+        return
+    yield Remedy(
+        text=f"checkpoint.every_steps = {wanted}",
+        settings={"checkpoint.every_steps": wanted},
+        seconds=(now - then) * step,
+        reason=f"Daly's interval for a fault every {format_seconds(mttf)} ({known}), repeated work included",
+    )
+
+
+def _mttf(case: Case) -> tuple[float, str]:
+    """Return the mean seconds between faults, and the source of this number."""
+    if case.measured.restarts:
+        return max(case.data.active_seconds, 1.0) / case.measured.restarts, "from this log"
+    plan = case.data.plan
+    if plan and plan.outlook and plan.outlook.failures:
+        return plan.outlook.days * 86_400 / plan.outlook.failures, "from the plan"
+    rate = PUBLISHED_RATES["llama3"]
+    nodes = math.ceil(case.run.parallel.world_size / (1 if case.on_cpu else rate.devices_per_node))
+    return job_mttf_seconds(1 if case.on_cpu else nodes, rate.per_node_day), f"{rate.per_node_day:.2%} per node and day"
+
+
+def evaluation(case: Case) -> Iterator[Cause]:
+    found, every, tokens = case.measured, case.run.evaluate.every_steps, case.run.evaluate.max_tokens
+    if not found.evaluations or not every:
+        return
+    remedy = Remedy(
+        text=f"evaluate.every_steps = {2 * every} (or evaluate.max_tokens = {tokens // 2})",
+        settings={"evaluate.every_steps": 2 * every},
+        seconds=found.evaluate_seconds / 2,
+        reason="half as often, or half as many tokens, takes half the time",
+    )
+    yield Cause(
+        name="evaluation",
+        seconds=found.evaluate_seconds,
+        source="measured",
+        evidence=f"{found.evaluations} evaluations of held-out text, one every {every} steps",
+        remedies=(remedy,),
+    )

@@ -1,0 +1,381 @@
+"""The evidence for a diagnosis: step times from the event log, and the planner's predictions for changed settings.
+
+Means are per step, without the first interval of each attempt. Every proposed change keeps what the model learns
+(schema/run.py, FREE_SETTINGS), so that the run can continue with it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
+from ingot.planner.predict.time.exposed import NAMES
+from ingot.planner.predict.time.step_time import step_seconds
+from ingot.report.facts import RunData, is_finite
+from ingot.schema.cluster import Cluster
+from ingot.schema.parallel import PipelineSchedule
+from ingot.schema.run import RunConfig
+from ingot.theory.layout import layout_problems, resolve_parallel
+from ingot.theory.memory import Term
+from ingot.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds per step over ranks: mean, minimum, maximum, and the rank with the maximum."""
+
+    mean: float
+    least: float
+    most: float
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSteps:
+    """The measured times of a run; seconds are per step unless noted.
+
+    steps, intervals: the number of steps and of log lines that were measured.
+    step_seconds: without saving, evaluating, faults and the first interval of each attempt, which includes compilation
+    and connection. fastest_seconds: of the fastest log line. first_seconds: the total extra time of first intervals.
+    data_seconds: waiting for data. bursts: the share of it in the worst tenth of the log lines.
+    longest_wait_seconds: the total data wait of one log line, the longest. waits: by kind (telemetry/waits.py); empty
+    in logs of versions without such events. save_seconds, evaluate_seconds: periodic saves and evaluations.
+    restart_seconds: lost to faults, repeated work included. device, host: of the last attempt.
+    """
+
+    steps: int
+    intervals: int
+    step_seconds: float
+    fastest_seconds: float
+    first_seconds: float
+    data_seconds: float
+    waits: dict[str, Spread] = field(default_factory=dict)
+    bursts: float = 0.0
+    longest_wait_seconds: float = 0.0
+    saves: int = 0
+    save_seconds: float = 0.0
+    save_seconds_each: float = 0.0
+    evaluations: int = 0
+    evaluate_seconds: float = 0.0
+    untimed_evaluations: int = 0
+    restarts: int = 0
+    redone_steps: int = 0
+    restart_seconds: float = 0.0
+    device: str = ""
+    host: str = ""
+
+    @property
+    def clock_seconds(self) -> float:
+        """The wall-clock time per step, with its share of saves, evaluations and restarts."""
+        return self.step_seconds + self.save_seconds + self.evaluate_seconds + self.restart_seconds
+
+
+def measure(data: RunData) -> MeasuredSteps | None:
+    """Return the measured times, None when the log has no progress line yet."""
+    lines = _intervals(data)
+    if not lines:
+        return None
+    first = {min((step for step in lines if step > start["from_step"]), default=0) for start in data.starts}
+    steady = [step for step in lines if step not in first] or list(lines)
+    each = {step: data.progress[step] for step in steady}
+    counted = sum(lines[step] for step in steady)
+    mean = sum(lines[step] * event["step_seconds"] for step, event in each.items()) / counted
+    waiting = {step: _data_wait(data, step, lines[step]) for step in steady}
+    done = max(data.last_step - data.starts[0]["from_step"], 1) if data.starts else counted
+    start = data.starts[-1] if data.starts else {}
+    hardware = start.get("hardware")
+    return MeasuredSteps(
+        steps=counted,
+        intervals=len(steady),
+        step_seconds=mean,
+        fastest_seconds=min(event["step_seconds"] for event in each.values()),
+        first_seconds=sum(
+            max(data.progress[s]["step_seconds"] - mean, 0.0) * lines[s] for s in lines if s not in steady
+        ),
+        data_seconds=sum(lines[step] * seconds for step, seconds in waiting.items()) / counted,
+        bursts=_bursts([lines[step] * seconds for step, seconds in waiting.items()]),
+        longest_wait_seconds=max(lines[step] * seconds for step, seconds in waiting.items()),
+        waits=_waits(data, {step: lines[step] for step in steady}),
+        device=str(start.get("device", "")),
+        host=str(hardware.get("host", "")) if isinstance(hardware, dict) else "",
+        **_interruptions(data, done, mean),
+    )
+
+
+def _intervals(data: RunData) -> dict[int, int]:
+    """Return step of a progress line -> the number of steps since the line before. Lines with no time are left out."""
+    starts = sorted({start["from_step"] for start in data.starts})
+
+    def timed(step: int) -> bool:
+        return step in data.progress and data.progress[step]["step_seconds"] > 0
+
+    borders = sorted({*data.progress, *starts, 0})
+    return {step: step - before for before, step in pairwise(borders) if timed(step)}
+
+
+def _data_wait(data: RunData, step: int, steps: int) -> float:
+    """Return the data wait per step of the rank that waited most; older logs have rank 0 only.
+
+    0 where a GPU had more than one step of queued work at the end of the line: it worked while the host waited for
+    data.
+    """
+    waits, seconds = data.waits.get(step, {}), data.progress[step]["step_seconds"]
+    queued, spread = _spread(waits.get("reading")), _spread(waits.get("data"))
+    if queued and queued.least * steps > seconds:
+        return 0.0
+    return spread.most if spread else data.progress[step]["data_wait_seconds"]
+
+
+def _bursts(seconds: list[float]) -> float:
+    worst = sorted(seconds, reverse=True)[: -(-len(seconds) // 10)]
+    return sum(worst) / sum(seconds) if sum(seconds) > 0 else 0.0
+
+
+def _waits(data: RunData, lines: dict[int, int]) -> dict[str, Spread]:
+    """Return kind of wait -> its mean over the log lines that have it."""
+    found: dict[str, list[tuple[int, Spread]]] = {}
+    for step, steps in lines.items():
+        for kind, values in data.waits.get(step, {}).items():
+            if spread := _spread(values):
+                found.setdefault(kind, []).append((steps, spread))
+    return {kind: _mean(spreads) for kind, spreads in found.items()}
+
+
+def _mean(spreads: list[tuple[int, Spread]]) -> Spread:
+    total = sum(steps for steps, _ in spreads)
+    mean, least, most = (
+        sum(steps * getattr(spread, name) for steps, spread in spreads) / total for name in ("mean", "least", "most")
+    )
+    ranks = [spread.rank for _, spread in spreads]
+    return Spread(mean, least, most, max(set(ranks), key=ranks.count))
+
+
+def _spread(values) -> Spread | None:
+    if not isinstance(values, dict) or not all(is_finite(values.get(k)) for k in ("mean", "least", "most", "rank")):
+        return None
+    return Spread(values["mean"], values["least"], values["most"], int(values["rank"]))
+
+
+def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, Any]:
+    """Return the periodic saves, evaluations and restarts, per completed step. The save and the evaluation at the end
+    of a run are not periodic."""
+    every = data.run.checkpoint.every_steps if data.run else 1
+    saves = [event["stall_seconds"] for event in data.checkpoints if event["step"] % every == 0]
+    last = data.finished["step"] if data.finished else 0
+    between = [event for event in data.evaluations if event["step"] != last]
+    timed = [event["seconds"] for event in between if is_finite(event.get("seconds"))]
+    back = [fault for fault in data.faults if fault.recover_seconds is not None]
+    redone = sum(fault.redone_steps or 0 for fault in back)
+    lost = sum(fault.recover_seconds or 0.0 for fault in back) + redone * step_seconds
+    return {
+        "saves": len(saves),
+        "save_seconds": sum(saves) / done,
+        "save_seconds_each": sum(saves) / max(len(saves), 1),
+        "evaluations": len(between),
+        "evaluate_seconds": sum(timed) / done,
+        "untimed_evaluations": len(between) - len(timed),
+        "restarts": len(back),
+        "redone_steps": redone,
+        "restart_seconds": lost / done,
+    }
+
+
+LEAST_GAIN = 0.01  # share of the planned step; smaller gains are below the accuracy of a plan
+# The planner's names of the parts of a step that are exposed communication. "collectives" is data-parallel
+# communication; on a CPU it is all communication.
+_EXPOSED = (*NAMES.values(), "collectives")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change that may help. text: the change, for people. settings: dotted keys of the run file with their values,
+    empty if no setting helps. seconds: the gain per step, None if unknown. reason: the source of the gain."""
+
+    text: str
+    settings: dict[str, Any]
+    seconds: float | None
+    reason: str
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as KEY=VALUE arguments of --set."""
+        return [
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.settings.items()
+        ]
+
+
+class Prospect:
+    """The planner's prediction for a run, and for the same run with other settings.
+
+    measured_seconds: the measured step time. Gains are scaled to it: the planned relative gain times the measured step.
+    """
+
+    def __init__(self, run: RunConfig, cluster: Cluster, measured_seconds: float):
+        self.run, self.cluster, self.measured_seconds = run, cluster, measured_seconds
+        self.terms = step_seconds(run, cluster) or {}
+        self.seconds = sum(term.value for term in self.terms.values())
+
+    def gain(self, run: RunConfig) -> float:
+        """Return the seconds of a measured step that `run` would save; negative if it is slower."""
+        planned = _seconds(run, self.cluster)
+        return (1 - planned / self.seconds) * self.measured_seconds if self.seconds and planned else 0.0
+
+    def gain_of(self, settings: dict[str, Any]) -> float:
+        """Return the seconds that a step would save with these settings; 0 if they are not legal."""
+        other = changed(self.run, settings)
+        return self.gain(other) if other else 0.0
+
+    def savings(self, settings: dict[str, Any]) -> Iterator[str]:
+        """Yield a phrase for each part of the planned step that these settings shorten."""
+        other = changed(self.run, settings)
+        terms = step_seconds(other, self.cluster) or {} if other else {}
+        for name, term in self.terms.items():
+            after = terms.get(name, term).value
+            if term.value - after > LEAST_GAIN * self.seconds:
+                yield f"{name} {format_seconds(term.value)} -> {format_seconds(after)}"
+
+    @property
+    def device_seconds(self) -> float:
+        """The seconds of the planned step without launches."""
+        return self.seconds - (self.terms["launches"].value if "launches" in self.terms else 0.0)
+
+    def lacks_bytes(self, run: RunConfig) -> float:
+        """Return the bytes that a rank of `run` would need beyond the memory that it has."""
+        needed = sum(term.value for term in memory_bill(run, self.cluster).values())
+        return max(needed - rank_memory_bytes(self.cluster, run.parallel.world_size), 0.0)
+
+    def best(self, changes: Iterable[dict[str, Any]]) -> tuple[Remedy, ...]:
+        """Return the legal change that gains most and fits in memory; an empty tuple if no change gains."""
+        if not self.seconds:
+            return ()
+        found = [remedy for change in changes if (remedy := self._judged(change))]
+        return tuple(sorted(found, key=lambda r: -(r.seconds or 0.0))[:1])
+
+    def _judged(self, settings: dict[str, Any]) -> Remedy | None:
+        other = changed(self.run, settings)
+        if other is None or other.parallel.world_size != self.run.parallel.world_size or self.lacks_bytes(other):
+            return None
+        planned, gain = _seconds(other, self.cluster), self.gain(other)
+        if gain < LEAST_GAIN * self.measured_seconds:
+            return None
+        shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+        reason = f"planned {format_seconds(self.seconds)} -> {format_seconds(planned)} per step"
+        return Remedy(text=shown, settings=settings, seconds=gain, reason=reason)
+
+    def shortage(self, settings: dict[str, Any]) -> str:
+        """Return why these settings are not possible, for people; "" if they are."""
+        other = changed(self.run, settings)
+        if other is None:
+            return "this layout does not allow it"
+        lacks = self.lacks_bytes(other)
+        return f"would need {format_bytes(lacks)} more memory per rank" if lacks else ""
+
+
+def changed(run: RunConfig, settings: dict[str, Any]) -> RunConfig | None:
+    """Return `run` with settings like {"parallel.zero": 1}, None if the result is not legal."""
+    for key, value in settings.items():
+        section, name = key.split(".")
+        run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
+    return None if any(layout_problems(run)) else run
+
+
+def _seconds(run: RunConfig, cluster: Cluster) -> float:
+    return sum(term.value for term in (step_seconds(run, cluster) or {}).values())
+
+
+def larger_micro_batches(run: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield all larger micro-batches that divide the same global batch."""
+    for times in range(2, run.accumulation + 1):
+        if run.accumulation % times == 0:
+            yield {"train.micro_batch": run.train.micro_batch * times}
+
+
+def shorter_bubbles(run: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield changes with more micro-batches, and with every other schedule."""
+    smaller = [m for m in range(1, run.train.micro_batch + 1) if run.train.micro_batch % m == 0]
+    for schedule in get_args(PipelineSchedule):
+        other = {} if schedule == run.parallel.schedule else {"parallel.schedule": schedule}
+        if other and (run.parallel.stages_per_rank or run.parallel.stage_layers):
+            other |= {"parallel.stages_per_rank": 0, "parallel.stage_layers": ()}
+        for size in smaller:
+            settings = other | ({} if size == run.train.micro_batch else {"train.micro_batch": size})
+            if settings:
+                yield settings
+
+
+def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield changes with fewer shards, fewer gathers, or less tensor parallelism."""
+    parallel, zero = run.parallel, resolve_parallel(run).zero
+    yield from ({"parallel.zero": lower} for lower in (1, 2) if zero in range(lower + 1, 4))
+    if zero == 3:
+        yield {"parallel.reshard": False}
+    for copies in _divisors(parallel.dp_shard):
+        fewer = {"parallel.dp_shard": parallel.dp_shard // copies}
+        yield fewer | {"parallel.dp_replicate": parallel.dp_replicate * copies}
+    for part in _divisors(parallel.tp):
+        yield {"parallel.tp": parallel.tp // part, "parallel.dp_shard": parallel.dp_shard * part}
+    if parallel.tp > 1 and not parallel.async_tp:
+        yield {"parallel.async_tp": True}
+
+
+def fewer_exchanges(run: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield larger micro-batches if each micro-batch communicates."""
+    parallel = run.parallel
+    if resolve_parallel(run).zero in (2, 3) or max(parallel.tp, parallel.cp, parallel.ep) > 1:
+        yield from larger_micro_batches(run)
+
+
+def less_recompute(run: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield changes that recompute less."""
+    parallel = run.parallel
+    yield {"parallel.recompute": "none"}
+    if parallel.recompute == "full":
+        yield {"parallel.recompute": "selective"}
+    yield {"parallel.recompute_every": 2 * parallel.recompute_every}
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (n for n in range(2, number + 1) if number % n == 0)
+
+
+def exposed_seconds(terms: dict[str, Term]) -> float:
+    """Return the seconds of exposed communication in a planned step."""
+    return sum(term.value for name, term in terms.items() if name in _EXPOSED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A cause of slow steps. seconds: per step; source: whether they are measured or planned. evidence: a sentence."""
+
+    name: str
+    seconds: float
+    source: Literal["measured", "planned"]
+    evidence: str
+    remedies: tuple[Remedy, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run with its evidence. prospect: None without a plan for the machine on which the run was trained."""
+
+    data: RunData
+    measured: MeasuredSteps
+    run: RunConfig
+    prospect: Prospect | None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.measured.device == "cpu"
+
+    @property
+    def pace(self) -> float:
+        """The measured step time divided by the planned one; 0 without a plan."""
+        prospect = self.prospect
+        return self.measured.step_seconds / prospect.seconds if prospect and prospect.seconds else 0.0
+
+    def planned(self, part: str) -> tuple[float, str] | None:
+        """Return the seconds of a part of the planned step, scaled to the measured step, and its formula."""
+        term = self.prospect.terms.get(part) if self.prospect else None
+        return (term.value * self.pace, term.formula) if term else None

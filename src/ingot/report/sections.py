@@ -1,0 +1,390 @@
+"""The sections of a report, but for experts (experts.py).
+
+Every section is a function of the run's data that returns None when the run has no data for it.
+"""
+
+import time
+from statistics import median
+
+from ingot.report.facts import FaultRecord, RunData, is_finite, is_number, layout_text
+from ingot.report.render.charts import loss_chart, optimizer_charts, settled, throughput_charts, throughput_summary
+from ingot.report.render.page import (
+    Bar,
+    Bars,
+    Block,
+    LabeledValues,
+    Sample,
+    Section,
+    TableBlock,
+    Text,
+)
+from ingot.schema.arch import Arch
+from ingot.units import format_bytes, format_count, format_seconds
+
+
+def plural(count: float, word: str) -> str:
+    return word if count == 1 else word + "s"
+
+
+def stages_section(data: RunData) -> Section | None:
+    """Return the table of chapters in order. A chapter that ran twice (a continued quickstart) is one row with its
+    total time."""
+    if not data.stages:
+        return None
+    seconds: dict[str, float] = {}
+    summaries: dict[str, str] = {}
+    for event in data.stages:
+        name = str(event.get("name", ""))
+        seconds[name] = seconds.get(name, 0.0) + event["seconds"]
+        summaries[name] = str(event.get("summary", ""))
+    rows = [(name, summaries[name], format_seconds(spent)) for name, spent in seconds.items()]
+    rows.append(("all", "", format_seconds(sum(seconds.values()))))
+    return Section("chapters", "Chapters", [TableBlock(("Chapter", "What came of it", "Time"), rows, right=(2,))])
+
+
+def funnel_section(data: RunData) -> Section | None:
+    """Return the data funnel: documents after every stage, and the number that each rule dropped."""
+    if not data.corpus or not data.corpus.funnel:
+        return None
+    funnel = data.corpus.funnel
+    entered = max(funnel[0].documents_in, 1)
+    bars = [Bar("crawl", 1.0, (f"{funnel[0].documents_in:,}", "", ""), "records that came in")]
+    drops: list[tuple[int, str, str]] = []
+    for stage in funnel:
+        dropped, of_stage = stage.documents_in - stage.documents_out, max(stage.documents_in, 1)
+        values = (f"{stage.documents_out:,}", f"{stage.documents_out / of_stage:.1%}", f"{dropped:,}")
+        bars.append(Bar(stage.name, stage.documents_out / entered, values, stage.ran))
+        drops += [(count, stage.name, rule) for rule, count in stage.dropped.items() if count]
+    kept = funnel[-1].documents_out
+    text_bytes = sum(part.text_bytes for part in data.corpus.parts)
+    intro = f"{kept:,} of {funnel[0].documents_in:,} documents were kept ({kept / entered:.1%}), "
+    intro += f"{format_bytes(text_bytes)} of text from {len(data.corpus.inputs)} crawl files"
+    intro += f", {format_count(data.tokens.tokens)} training tokens." if data.tokens else "."
+    drops.sort(key=_largest_first)
+    if drops:
+        intro += " Most were dropped by " + ", ".join(f"{rule} ({n:,})" for n, _, rule in drops[:3]) + "."
+    rows = [(rule, stage, f"{n:,}", f"{n / entered:.1%}") for n, stage, rule in drops]
+    blocks: list[Block] = [Text(intro), Bars(("Stage", "Kept", "Of stage", "Dropped"), bars)]
+    if rows:
+        header = ("Rule", "Stage", "Dropped", "Of crawl")
+        caption = f"Why documents were dropped: {len(rows)} rules"
+        blocks.append(TableBlock(header, rows, right=(2, 3), caption=caption, folded=len(rows) > 8))
+    return Section("data", "Data", blocks)
+
+
+def _largest_first(drop: tuple[int, str, str]):
+    return -drop[0], drop[1:]
+
+
+def training_section(data: RunData) -> Section | None:
+    blocks: list[Block] = [b for b in (loss_chart(data), optimizer_charts(data), throughput_charts(data)) if b]
+    if summary := throughput_summary(data):
+        blocks.append(LabeledValues(summary))
+    return Section("training", "Training", blocks) if blocks else None
+
+
+def evaluation_section(data: RunData) -> Section | None:
+    """Return bits per byte of the last evaluation by source, and of all evaluations by step."""
+    if not data.evaluations:
+        return None
+    last = data.evaluations[-1]
+    header = ("Held-out text", "Tokens", "Bits per byte", "Unigram", "Lower by")
+    rows = [_evaluation_row("all", last)]
+    sources = last.get("by_source")
+    rows += [_evaluation_row(str(name), part) for name, part in sorted(_items(sources)) if isinstance(part, dict)]
+    blocks: list[Block] = [
+        Text(
+            f"At step {last['step']:,}, on {last['tokens']:,} tokens the model never trained on. The unigram knows "
+            "only how often each token occurs in the training set. Lower is better."
+        ),
+        TableBlock(header, rows, right=(1, 2, 3, 4)),
+    ]
+    if len(data.evaluations) > 1:
+        earlier = [(f"{e['step']:,}", f"{e['bpb']:.4f}", f"{e['loss']:.4f}") for e in data.evaluations]
+        caption = f"All {len(earlier)} evaluations"
+        blocks.append(
+            TableBlock(("Step", "Bits per byte", "Loss"), earlier, right=(0, 1, 2), caption=caption, folded=True)
+        )
+    return Section("evaluation", "Evaluation", blocks)
+
+
+def _evaluation_row(name: str, part: dict) -> tuple[str, ...]:
+    bpb, unigram = part.get("bpb"), part.get("unigram_bpb")
+    lower = ""
+    if is_number(bpb) and is_number(unigram) and unigram > 0:
+        lower = f"{1 - bpb / unigram:.1%}"
+    return (
+        name,
+        _number(part.get("tokens"), ",.0f"),
+        _number(bpb, ".4f"),
+        _number(unigram, ".4f"),
+        lower,
+    )
+
+
+def _number(value, spec: str) -> str:
+    return format(value, spec) if is_number(value) else ""
+
+
+def samples_section(data: RunData) -> Section | None:
+    """Return the samples of the last step that has some; samples of earlier steps are a folded table."""
+    if not data.samples:
+        return None
+    last = max(e["step"] for e in data.samples)
+    blocks: list[Block] = [
+        Text(f"What the model writes after step {last:,}. Model output: not edited, and not to be trusted.")
+    ]
+    blocks += [Sample(*_prompt_and_text(e)) for e in data.samples if e["step"] == last]
+    earlier = [(f"{e['step']:,}", *_prompt_and_text(e)) for e in data.samples if e["step"] != last]
+    if earlier:
+        header = ("Step", "Prompt", "Continuation")
+        blocks.append(TableBlock(header, earlier, right=(0,), caption="Samples of earlier steps", folded=True))
+    return Section("samples", "Samples", blocks)
+
+
+def _prompt_and_text(event: dict) -> tuple[str, str]:
+    return str(event.get("prompt", "")), str(event.get("text", ""))
+
+
+def checkpoints_section(data: RunData) -> Section | None:
+    if not data.checkpoints:
+        return None
+    stalls = sorted(e["stall_seconds"] for e in data.checkpoints)
+    rows = [(f"{e['step']:,}", format_bytes(e["bytes"]), format_seconds(e["stall_seconds"])) for e in data.checkpoints]
+    text = (
+        f"{len(rows)} saved; each was read back and hashed before it counted. Training paused for "
+        f"{format_seconds(stalls[len(stalls) // 2])} at the median, {format_seconds(stalls[-1])} at most."
+    )
+    blocks: list[Block] = [Text(text)]
+    if data.refused:
+        refused = [(f"{e.get('step')}", str(e.get("reason", ""))) for e in data.refused]
+        blocks.append(TableBlock(("Step", "Why it was refused"), refused, right=(0,), caption="Refused on load"))
+    header = ("Step", "Size", "Stall")
+    blocks.append(
+        TableBlock(header, rows, right=(0, 1, 2), caption=f"All {len(rows)} checkpoints", folded=len(rows) > 6)
+    )
+    return Section("checkpoints", "Checkpoints", blocks)
+
+
+def settings_section(data: RunData) -> Section | None:
+    """Return the model and the settings of the run file."""
+    if not data.run:
+        return None
+    run, arch = data.run, data.run.model
+    batch = f"{run.train.global_batch} sequences of {run.train.seq_len:,} tokens ({run.tokens_per_step:,} a step)"
+    if run.accumulation > 1:
+        batch += f", accumulated over {run.accumulation} microbatches"
+    kind = "Llama with QK-norm" if arch.qk_norm else "Llama"
+    dense = f", feed-forward {arch.d_ffn}" if len(arch.expert_layers) < arch.num_layers else ""
+    experts = [("Experts", _experts(run.model))] if arch.is_moe else []
+    return Section(
+        "settings",
+        "Model and settings",
+        [
+            LabeledValues(
+                [
+                    ("Model", f"{kind}, {arch.num_layers} layers, width {arch.d_model}{dense}"),
+                    *experts,
+                    ("Attention", _attention(arch)),
+                    ("Vocabulary", f"{arch.vocab_size:,}" + (", embeddings tied" if arch.tied_embeddings else "")),
+                    ("Batch", batch),
+                    ("Optimizer", f"AdamW, peak rate {run.optim.lr:g}, weight decay {run.optim.weight_decay:g}"),
+                    ("Schedule", f"{run.schedule.kind}, {run.schedule.warmup_steps} warm-up steps"),
+                    ("Precision", run.train.precision),
+                    ("Ranks", _ranks(data, run.parallel.world_size)),
+                    ("Seed", f"{run.seed}"),
+                ]
+            )
+        ],
+    )
+
+
+def _attention(arch: Arch) -> str:
+    if arch.mla.kv_rank:
+        text = f"{arch.num_heads} heads of {arch.head_dim}, latents of {arch.mla.kv_rank}"
+    else:
+        text = f"{arch.num_heads} query and {arch.num_kv_heads} key/value heads of {arch.head_dim}"
+    return text + (f", window of {arch.sliding_window:,} tokens" if arch.sliding_window else "")
+
+
+def _experts(arch: Arch) -> str:
+    moe = arch.moe
+    shared = f", {moe.shared_experts} shared" if moe.shared_experts else ""
+    dense = f", after {moe.first_dense} dense {plural(moe.first_dense, 'layer')}" if moe.first_dense else ""
+    return f"{moe.num_experts} of width {moe.d_expert:,} in a layer, {moe.top_k} for a token{shared}{dense}"
+
+
+def _ranks(data: RunData, ranks: int) -> str:
+    """Return the number of ranks, with the layout of every attempt that changed it."""
+    layouts, before = [], {}
+    for start in data.starts:
+        layout = start.get("layout")
+        if isinstance(layout, dict) and layout and layout != before:
+            layouts.append(layout_text(layout) + (f" from step {start['from_step']:,}" if before else ""))
+            before = layout
+    return f"{ranks}" + (f": {'; '.join(layouts)}" if layouts else "")
+
+
+def changed_settings_section(data: RunData) -> Section | None:
+    """Return the settings that were changed during the run with --accept-change."""
+    if not data.changed_settings:
+        return None
+    rows = [
+        (f"{e['step']:,.0f}", str(e.get("key")), str(e.get("old")), str(e.get("new"))) for e in data.changed_settings
+    ]
+    return Section(
+        "changed-settings",
+        "Changed settings",
+        [
+            Text("The run did not train with one set of settings throughout. These changes were accepted on the way."),
+            TableBlock(("After step", "Setting", "Before", "From then on"), rows),
+        ],
+    )
+
+
+def machine_section(data: RunData) -> Section | None:
+    """Return the machine and the software versions of the last attempt, as the trainer recorded them."""
+    if not data.starts:
+        return None
+    last = data.starts[-1]
+    rows = [(str(k).replace("_", " "), _hardware(k, v)) for k, v in _items(last.get("hardware"))]
+    rows += [(f"version of {k}", str(v)) for k, v in _items(last.get("versions"))]
+    return Section("machine", "Machine and versions", [LabeledValues(rows)]) if rows else None
+
+
+def _items(value) -> list[tuple]:
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def _hardware(name: str, value) -> str:
+    if str(name).endswith("bytes") and is_finite(value):
+        return format_bytes(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def provenance_section(data: RunData) -> Section | None:
+    """Return the hashes of inputs, settings and results."""
+    rows = sorted(data.hashes.items())
+    trained = data.starts[-1] if data.starts else {}
+    if trained.get("config_sha256"):
+        rows.append(("settings trained with", str(trained["config_sha256"])))
+    if trained.get("data_fingerprint"):
+        rows.append(("token stream trained on", str(trained["data_fingerprint"])))
+    blocks: list[Block] = [TableBlock(("What", "SHA-256"), rows)] if rows else []
+    found = data.hashes.get("token stream found")
+    if found and trained.get("data_fingerprint") not in (None, found):
+        blocks.append(Text("The token folder that run.toml names is not the one that was trained on: it has changed."))
+    if data.exported:
+        difference = _number(data.exported.get("max_logit_difference"), ".3g")
+        blocks.append(
+            Text(f"Exported to {data.exported.get('path')}; read back, its logits differ by at most {difference}.")
+        )
+    return Section("provenance", "Provenance", blocks) if blocks else None
+
+
+def comparison_section(data: RunData) -> Section | None:
+    """Return the plan made before the run next to the measurements, for quantities that both have."""
+    plan = data.plan
+    if plan is None:
+        return None
+    rows = comparison_rows(data)
+    blocks: list[Block] = []
+    if rows:
+        shown = [(name, show(p), show(m), f"{m / p:.2f}" if p else "") for name, p, m, show in rows]
+        blocks.append(
+            Text(
+                "The plan was written before training. Step time is the median after each attempt's first log line; "
+                "memory is the peak of rank 0. Training time holds evaluation, checkpoints and repeated steps, but not "
+                "the start of processes."
+            )
+        )
+        header = ("Quantity", "Predicted", "Measured", "Ratio")
+        blocks.append(TableBlock(header, shown, right=(1, 2, 3)))
+    total = max(plan.total_memory_bytes, 1)
+    parts = sorted(plan.memory_bytes.items(), key=lambda part: -part[1])
+    bill = [(name, format_bytes(size), f"{size / total:.0%}") for name, size in parts]
+    bill.append(("all", format_bytes(plan.total_memory_bytes), ""))
+    caption = "Predicted memory of a rank, by kind"
+    blocks.append(TableBlock(("Kind", "Size", "Share"), bill, right=(1, 2), caption=caption, folded=True))
+    if plan.formulas:
+        formulas = list(plan.formulas.items())
+        blocks.append(TableBlock(("Quantity", "Formula"), formulas, caption="How it was predicted", folded=True))
+    if plan.warnings:
+        blocks.append(TableBlock(("Warning of the plan",), [(w,) for w in plan.warnings]))
+    return Section("prediction", "Predicted and measured", blocks)
+
+
+def comparison_rows(data: RunData) -> list[tuple]:
+    """Return rows of (quantity, predicted value, measured value, formatting function)."""
+    plan, events, rows = data.plan, settled(data), []
+    if plan is None:
+        return rows
+    if events and plan.step_seconds:
+        measured = median(e["step_seconds"] for e in events)
+        rows.append(("Time of a step", plan.step_seconds, measured, format_seconds))
+    if data.finished and data.active_seconds and plan.total_seconds:
+        rows.append(("Training time", plan.total_seconds, data.active_seconds, format_seconds))
+    peaks = [e["peak_memory_bytes"] for e in data.progress.values() if is_finite(e.get("peak_memory_bytes"))]
+    if peaks and plan.total_memory_bytes:
+        rows.append(("Memory of a rank", plan.total_memory_bytes, max(peaks), format_bytes))
+    if data.checkpoints and plan.checkpoint_bytes:
+        rows.append(("Size of a checkpoint", plan.checkpoint_bytes, data.checkpoints[-1]["bytes"], format_bytes))
+    mfus = [e["mfu"] for e in events if is_finite(e.get("mfu"))]
+    if mfus and plan.mfu:
+        rows.append(("MFU", plan.mfu, median(mfus), "{:.1%}".format))
+    return rows
+
+
+def recovery_section(data: RunData) -> Section | None:
+    """Return every fault with its recovery, and the comparison with the undisturbed twin if there is one."""
+    blocks: list[Block] = []
+    for fault in data.faults[:20]:
+        blocks.append(Text(_describe_fault(fault)))
+        blocks.append(LabeledValues(_figures(fault)))
+    if len(data.faults) > 20:
+        blocks.append(Text(f"{len(data.faults) - 20} more faults are in the event log."))
+    if data.twin:
+        twin = data.twin
+        verdict = "equal, bit for bit" if twin.equal else f"different by up to {twin.max_difference:.3g}"
+        blocks.append(
+            Text(
+                f"A twin ran steps {twin.first_step:,} to {twin.last_step:,} without a fault, from an earlier "
+                f"checkpoint and through step {twin.resumed_from:,}, where this run had to start again after the kill "
+                f"at step {twin.kill_step:,}. Losses and gradient norms of the two are {verdict}."
+            )
+        )
+        blocks.append(
+            LabeledValues(
+                [
+                    ("Steps compared", f"{twin.steps:,}"),
+                    ("Largest difference", f"{twin.max_difference:g}"),
+                    ("Verdict", "equal" if twin.equal else "not equal"),
+                ]
+            )
+        )
+    return Section("recovery", "Faults and recovery", blocks) if blocks else None
+
+
+def _describe_fault(fault: FaultRecord) -> str:
+    who = "the job" if fault.rank is None else f"rank {fault.rank}"
+    on_purpose = ", on purpose" if fault.injected_at is not None else ""
+    clock = time.strftime("%H:%M:%S UTC", time.gmtime(fault.injected_at or fault.detected_at))
+    lost = f"At {clock}, near step {fault.fault_step:,}, {who} {fault.cause.rstrip('.')}{on_purpose}."
+    if fault.resumed_from is None:
+        return f"{lost} The run did not go on afterwards."
+    place = f"the checkpoint of step {fault.resumed_from:,}" if fault.resumed_from else "the beginning"
+    return f"{lost} All ranks started again from {place}."
+
+
+def _figures(fault: FaultRecord) -> list[tuple[str, str]]:
+    rows = []
+    if fault.detect_seconds is not None:
+        rows.append(("Noticed after", format_seconds(fault.detect_seconds)))
+    if fault.recover_seconds is not None:
+        rows.append(("Training again after", format_seconds(fault.recover_seconds)))
+    if fault.redone_steps is not None:
+        rows.append(("Steps done again", f"{fault.redone_steps:,}"))
+    if fault.compared_steps:
+        equal = "all with the same bits" if fault.compared_equal else "not all with the same bits"
+        rows.append(("Of these logged both times", f"{fault.compared_steps:,}, {equal}"))
+    return rows
