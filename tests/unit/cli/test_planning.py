@@ -1,4 +1,4 @@
-"""The verbs of planning as a user meets them: doctor, init, plan, check."""
+"""The verbs of planning from a user's view: doctor, init, plan, check."""
 
 import json
 from dataclasses import replace
