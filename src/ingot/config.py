@@ -42,7 +42,7 @@ class _Reader:
     def __init__(self, where, root: type, rules: Rules | None = None):
         self.where = where  # dotted key -> "run.toml:14" or "--set"
         self.rules = rules  # of the whole configuration, checked after the rules of its dataclass
-        self.root = root  # the whole configuration, to find a key that stands in the wrong section
+        self.root = root  # the whole configuration, to find a key that is in the wrong section
         self.problems: list[str] = []
         self.unknown_keys = 0
         self.sections: dict[str, Any] = {}  # first-level section -> as built, for those without a problem
@@ -138,7 +138,7 @@ _EXAMPLES = {int: "30", float: "0.5", str: '"text"', bool: "true"}
 
 
 def _type_name(hint) -> str:
-    """What a user has to write for `hint`, with an example where its form is not plain."""
+    """Describe how a user writes a value of type `hint`, with an example where its form is not plain."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(repr(a) for a in args)
@@ -206,14 +206,16 @@ def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rule
 
 def _listed(problems: list[str]) -> ConfigError:
     return ConfigError(
+        "E-CONFIG-SETTINGS",
         "\n".join(problems),
         rule="every key is known and has the right type and value; nothing was started",
-        fix=f"mend the {'line' if len(problems) == 1 else f'{len(problems)} lines'} above",
+        fix=f"correct the {'line' if len(problems) == 1 else f'{len(problems)} lines'} above",
+        problems=problems,
     )
 
 
 def to_dict(config) -> dict:
-    """Plain nested values (tuples become lists), ready for JSON. None values are left out."""
+    """Return plain nested values (tuples become lists), ready for JSON. None values are left out."""
     return _plain(config)
 
 
@@ -240,7 +242,7 @@ def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = (),
 def load_sections(
     kind: type, path: Path, overrides: typing.Sequence[str] = (), *, rules: Rules | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """As `load`, for those who go on in spite of problems: the sound sections by name, and every "place: problem".
+    """Load as `load` does, for callers that continue despite problems: sections by name, and every problem.
 
     A section that the file leaves out has its defaults. Raises ConfigError when the file cannot be read at all.
     """
@@ -259,24 +261,33 @@ def read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typi
         values = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(
-            f"no run file at {path}", fix="ingot init DIR, or ingot plan --out FILE, writes one"
+            "E-CONFIG-MISSING",
+            f"there is no file {path}",
+            rule="a command reads its settings from an existing TOML file",
+            fix="check the path; `ingot init DIR` and `ingot plan --out FILE` write run files",
+            path=str(path),
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason})", rule="a run file is TOML") from None
+        found = f"{path} is not UTF-8 text ({error.reason})"
+        raise ConfigError("E-CONFIG-ENCODING", found, rule="TOML is UTF-8", fix="save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         number = int(line[1]) if line else len(text.splitlines())
         row = "".join(text.splitlines()[number - 1 : number]).strip()
         raise ConfigError(
+            "E-CONFIG-SYNTAX",
             f"{path}:{number}: {error}: {row}",
-            rule="a run file is TOML: key = value, text in quotes, every key once",
-            fix="mend that line, or the one before it",
+            rule="the file is TOML: key = value, text in quotes, every key once",
+            fix="correct that line, or the line before it",
+            path=str(path),
+            line=number,
         ) from None
     from_command_line = set()
     for override in overrides:
         key, sign, raw = override.partition("=")
         if not sign:
-            raise ConfigError(f"--set {override!r} has no '='", rule="write --set section.key=value")
+            found, rule = f"--set {override!r} has no '='", "write --set section.key=value"
+            raise ConfigError("E-SET-FORM", found, rule=rule, fix=f"write --set {override}=VALUE", override=override)
         _put(values, key.strip().split("."), _parse_override(raw.strip()))
         from_command_line.add(key.strip())
     lines = key_lines(text)
@@ -297,7 +308,13 @@ def _put(values: dict, path: list[str], value) -> None:
     for name in path[:-1]:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"--set {'.'.join(path)}: {name!r} is a value, not a section")
+            raise ConfigError(
+                "E-SET-SECTION",
+                f"--set {'.'.join(path)}: {name!r} is a value, not a section",
+                rule="all but the last part of a key name sections",
+                fix=f"write --set {name}=VALUE, or name a key of a section",
+                key=".".join(path),
+            )
     values[path[-1]] = value
 
 
@@ -344,7 +361,7 @@ def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = Fal
 
 
 def _default_sections(config) -> set[str]:
-    """Dotted keys of the sections within sections that are what they are where nothing is said."""
+    """Return the dotted keys of the sections within sections that have their default values."""
     found = set()
     for section in dataclasses.fields(config):
         value = getattr(config, section.name)

@@ -34,8 +34,7 @@ class IngotError(Exception):
     kind = "E-INGOT"
     exit_code = 1
 
-    def __init__(self, *text: str, rule: str = "", fix: str = "", **facts: object):
-        code, found = text if len(text) == 2 else (self.kind, text[0])
+    def __init__(self, code: str, found: str, /, *, rule: str = "", fix: str = "", **facts: object):
         super().__init__(found)
         self.code, self.found, self.rule, self.fix, self.facts = code, found, rule, fix, facts
 

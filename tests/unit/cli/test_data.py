@@ -66,7 +66,7 @@ def test_files_of_several_sources(crawl_files, tmp_path, capsys):
     assert main([*build[:6], str(tmp_path / "e"), *build[7:], *crawl_files]) == 0
     assert json.loads(capsys.readouterr().out)["corpus"]["sources"] == {"law.warc.gz": "law", "crawl.warc.gz": "web"}
     assert main([*build, "--source", "news"]) == 2
-    assert "E-SOURCE-EMPTY" in capsys.readouterr().err
+    assert "E-SOURCE-INPUTS" in capsys.readouterr().err
 
 
 def test_inspect_suggests_the_rule_and_the_setting(built, capsys):

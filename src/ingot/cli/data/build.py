@@ -145,7 +145,7 @@ def _inputs(args: argparse.Namespace, recipe) -> list:
         places = [word for word in words if not _is_option(word)]
         if number and not places:
             raise UsageError(
-                "E-SOURCE-EMPTY",
+                "E-SOURCE-INPUTS",
                 f"--source {name} has no inputs",
                 rule="--source takes a name and at least one input",
                 fix=f"--source {name} FILE...",

@@ -139,7 +139,7 @@ def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
         load_encoder(tokenizer, eot=eot)
     elif eot:
         raise ConfigError(
-            "E-TOKENIZER-EOT",
+            "E-EOT-ALONE",
             f"--eot {eot!r} without --tokenizer",
             rule="a tokenizer that is trained here has an end-of-text token of its own",
             fix="add --tokenizer FILE, or leave --eot out",

@@ -158,7 +158,7 @@ def _count(tokens: str) -> int:
         return parse_tokens(tokens)
     except ConfigError:
         raise DataMissing(
-            "E-TOKENS-MISSING",
+            "E-TOKENS-ARGUMENT",
             f"--tokens {tokens}: no such folder, and not a count",
             rule="--tokens is the folder of `ingot data build --out`, or a count like 1.5T",
             fix="ingot data build FILES... --out DIR makes the folder",

@@ -67,7 +67,7 @@ def save_checkpoint(
 
 
 class CheckpointWriter:
-    """Writes one checkpoint into a temporary folder, which is renamed once it is complete.
+    """A writer of one checkpoint into a temporary folder, which is renamed once it is complete.
 
     The order: every rank calls `open`, rank 0 `make_folder`, every rank `write`, rank 0 `finish`.
     """

@@ -34,7 +34,8 @@ Weights = Mapping[str, float]
 class MixtureScore:
     """A mixture's result, means over the seeds. bpb: held-out bits per byte, every source counting the same.
 
-    by_seed: the bpb of each seed. behind: bpb minus that of the best mixture. within_noise: `behind` <= the noise.
+    by_seed: the bpb of each seed. behind: bpb minus that of the best mixture, a key of ablation.json.  # words: ok
+    within_noise: that difference is at most the noise.
     """
 
     name: str
@@ -42,7 +43,7 @@ class MixtureScore:
     bpb: float
     by_source: dict[str, float]
     by_seed: tuple[float, ...]
-    behind: float
+    behind: float  # words: ok
     within_noise: bool
 
 
@@ -65,10 +66,11 @@ class Ablation:
         best, *others = self.mixtures
         tied = [one.name for one in others if one.within_noise]
         if not tied:
-            return f"{best.name} is best: the next one is {others[0].behind:.4f} behind, the noise is {self.noise:.4f}"
+            more = others[0].behind  # words: ok
+            return f"{best.name} is best: the next one has {more:.4f} more, the noise is {self.noise:.4f}"
         return (
             f"{best.name} has the lowest mean, but {', '.join(tied)} {'is' if len(tied) == 1 else 'are'} within the "
-            f"noise of {self.noise:.4f}: more seeds or longer runs would tell"
+            f"noise of {self.noise:.4f}: more seeds or longer runs would separate them"
         )
 
 
@@ -127,7 +129,7 @@ def compare(
             bpb=fmean(by_seed[name]),
             by_source={source: fmean(one[source] for one in scores[name]) for source in scores[name][0]},
             by_seed=tuple(by_seed[name]),
-            behind=fmean(by_seed[name]) - best,
+            behind=fmean(by_seed[name]) - best,  # words: ok
             within_noise=fmean(by_seed[name]) - best <= noise,
         )
         for name, weights in mixtures.items()

@@ -48,7 +48,7 @@ class Order:
         key = derive(seed, "order", manifest.fingerprint(), seq_len)
         self._cycle_key = derive(key, "cycle")
         self._cycle_at, self._cycle_labels = (-1, -1), np.empty(0, np.int64)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _SourceWindows] = {}
         self._mixes: list[_Mix] = []
         begin = 0
         for end, own in (*((end, self._known(own)) for end, own in earlier), (None, weights or {})):
@@ -57,7 +57,7 @@ class Order:
             self._mixes.append(mix := self._mix(begin, end, own))
             for name in mix.names:
                 if name not in self._streams:
-                    self._streams[name] = _Stream(self, name, seq_len, derive(key, "source", name))
+                    self._streams[name] = _SourceWindows(self, name, seq_len, derive(key, "source", name))
             begin = end or 0
 
     @property
@@ -158,7 +158,7 @@ class _Mix:
     taken: dict[str, int]
 
 
-class _Stream:
+class _SourceWindows:
     """The windows of one source ("" for all), shuffled."""
 
     def __init__(self, order: Order, name: str, seq_len: int, key: int):

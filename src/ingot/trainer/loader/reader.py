@@ -88,7 +88,7 @@ class _MappedShard:
 
 
 class TokenReader:
-    """Reads windows of `seq_len` + 1 tokens of `folder`. Not thread-safe.
+    """A reader of windows of `seq_len` + 1 tokens from `folder`. Not thread-safe.
 
     manifest: the manifest of `folder`, if the caller has read it. open_shards: the most shards mapped at once.
     """

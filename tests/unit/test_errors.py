@@ -1,0 +1,86 @@
+"""Every error names its cause by a code, and the catalogue describes every code."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ingot
+from ingot import errors
+from ingot.errors import IngotError, describe
+
+SOURCE = Path(ingot.__file__).parent
+CODE = re.compile(r"E(-[A-Z0-9]+){1,4}")
+KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, IngotError)}
+
+
+def catalogs() -> dict[str, dict]:
+    """Return the package ("" for the ground floor) -> its entries by code."""
+    found = {path.parent.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("errors.toml")}
+    return {package.removeprefix("."): tomllib.loads(path.read_text()) for package, path in found.items()}
+
+
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def without_code() -> list[str]:
+    """Return the places that make an IngotError whose first argument is neither a code nor a value that holds one."""
+    kinds = set(KINDS)
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id in KINDS for b in node.bases):
+                kinds.add(node.name)
+    found = []
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds):
+                continue
+            first = node.args[0] if node.args else None
+            options = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
+            passed_on = isinstance(first, (ast.Name, ast.Attribute, ast.Starred, ast.Subscript))
+            literal = all(isinstance(o, ast.Constant) and CODE.fullmatch(str(o.value)) for o in options)
+            if len(node.args) != 2 or not (literal or passed_on):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    return found
+
+
+def used() -> set[tuple[str, str]]:
+    """Return (package, code) of every code in the source."""
+    found = set()
+    for path, tree in trees().items():
+        inside = path.relative_to(SOURCE).parts
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and CODE.fullmatch(node.value):
+                found.add((inside[0] if len(inside) > 1 else "", node.value))
+    kinds = {("", kind.kind) for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")}
+    return found - kinds - {("cli", "E-CODE")}  # the placeholder of help texts
+
+
+def test_every_error_has_a_code():
+    assert without_code() == []
+
+
+def test_the_catalog_has_exactly_the_codes_that_are_raised():
+    listed = {(package, code) for package, entries in catalogs().items() for code in entries}
+    shared = {code for package, code in listed if not package}  # of the ground floor, for every package
+    raised = {("" if code in shared else package, code) for package, code in used()}
+    assert (sorted(raised - listed), sorted(listed - raised)) == ([], [])
+
+
+def test_a_code_is_listed_once_and_described_whole():
+    seen: dict[str, str] = {}
+    for package, entries in catalogs().items():
+        assert {code: (seen[code], package) for code in entries if code in seen} == {}
+        seen |= dict.fromkeys(entries, package)
+        for code, entry in entries.items():
+            assert CODE.fullmatch(code), code
+            assert set(entry) == {"meaning", "causes", "fix"}, code
+            assert entry["meaning"] and entry["fix"] and entry["causes"] and all(entry["causes"]), code
+
+
+@pytest.mark.parametrize("code, found", [("E-DISK-SPACE", True), ("E-NO-SUCH", False)])
+def test_describe(code, found):
+    assert bool(describe(code)) is found

@@ -1,0 +1,86 @@
+"""The structure that import-linter cannot hold: no circle of files, no long file, no private torch but in one place."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import ingot
+
+SOURCE = Path(ingot.__file__).parent
+ROOT = Path(__file__).parents[2]
+LONGEST = 400
+
+
+def imports(source: Path) -> dict[str, set[str]]:
+    """Return module -> the modules it imports, anywhere in the file: in functions and under TYPE_CHECKING too."""
+    files = {
+        ".".join(("ingot", *path.relative_to(source).with_suffix("").parts)): path for path in source.rglob("*.py")
+    }
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        used = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                used |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        # Importing a name from a package is importing the module of that name, if there is one.
+        inner = {module for module in used if module in files}
+        found[name] = {m for m in inner if not any(other.startswith(f"{m}.") for other in inner)} - {name}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of one circle, or an empty list."""
+    state: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        state[module] = 1
+        path.append(module)
+        for other in sorted(graph[module]):
+            if state.get(other) == 1:
+                return [*path[path.index(other) :], other]
+            if other not in state and (found := visit(other)):
+                return found
+        path.pop()
+        state[module] = 2
+        return []
+
+    sys.setrecursionlimit(10_000)
+    return next((found for module in sorted(graph) if module not in state and (found := visit(module))), [])
+
+
+def test_no_circle_of_files():
+    # `ingot` itself imports the planner for `from ingot import plan`, on demand.
+    graph = {name: used - {"ingot"} for name, used in imports(SOURCE).items()}
+    assert circle(graph) == []
+
+
+def test_a_circle_is_found(tmp_path):
+    for name, text in {
+        "a": "from ingot.b import x",
+        "b": "def f():\n    from ingot import c",
+        "c": "import ingot.a",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert circle(imports(tmp_path)) == ["ingot.a", "ingot.b", "ingot.c", "ingot.a"]
+
+
+def test_no_file_is_too_long():
+    lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_the_words_check_finds_what_it_is_for(tmp_path):
+    (tmp_path / "src").mkdir()
+    text = '"""Of a file."""\n\n\nclass Twice:\n    """The user is told."""\n'  # words: ok
+    (tmp_path / "src" / "a.py").write_text(text + '\n\nclass Twice:\n    """Another."""\n')
+    command = [sys.executable, str(ROOT / "tools" / "words.py"), "src"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "src/a.py:1: a docstring begins with 'Of'" in done.stdout
+    assert "src/a.py:5: the word 'told'" in done.stdout  # words: ok
+    assert "class Twice also in src/a.py:8" in done.stdout
