@@ -25,7 +25,7 @@ class RunStatus:
     losses: by step; a repeated step replaces its first try.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
-    layer; telemetry/experts.py), without the load of every expert.
+    layer; telemetry/progress.py), without the load of every expert.
     """
 
     name: str

@@ -16,7 +16,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  (telemetry/waits.py)                               one per log line
   experts        step, steps (summed up), layers [..], by layer load_cv, max_load, min_load, dropped and fallback
                  (null: never), entropy, loads [[..]] (null, but with a checkpoint)  one per log line,
-                 see telemetry/experts.py
+                 see telemetry/progress.py
   skipped        steps [..]                                           whose updates were vetoed, if any, per log line
   rolled_back    from_step, to_step                                   training goes on from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (in which nothing trains), path   after it was verified

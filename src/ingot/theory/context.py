@@ -4,7 +4,7 @@ Shape letters: B micro-batch, T tokens of a sequence, N query heads and G key/va
   head_dim. cp ranks are a grid of `ring` x `ulysses` (Fang & Zhao 2024): index on cp = ring index x ulysses + ulysses
   index. e: bytes of a number in the compute precision, w: bytes of a sum, at least 4.
 
-What one rank exchanges in one layer for one micro-batch (parallel/ring.py, parallel/ulysses.py):
+What one rank exchanges in one layer for one micro-batch (parallel/ring.py, parallel/context.py):
 
     Ulysses  forward: two all-to-alls, queries, keys and values in one, results in the other; backward the same for
              their gradients. Each takes B·T/cp·H·e bytes per head, (ulysses-1)/ulysses of them for other ranks. Keys

@@ -167,7 +167,7 @@ class Position:
         """Rows that this rank sends to the experts of one block for one micro-batch; with equal loads, also the rows
         that its own experts take.
 
-        There are top_k rows per token, or fewer where the capacity limits them (model/moe.py).
+        There are top_k rows per token, or fewer where the capacity limits them (model/experts.py).
         """
         moe, seq_len = self.arch.moe, self.train.seq_len
         assignments = self.tokens / self.sequence_ranks * moe.top_k

@@ -33,7 +33,7 @@ def latent_down_parameters(arch: Arch) -> int:
     """Return the parameters of the matrices from a token to the latents that all heads share: q_down [q_rank, D] and
     kv_down [kv_rank + rope_dim, D], which also makes the rotated part of keys.
 
-    Source: DeepSeek-AI 2024, V2, section 2.1; model/latent.py.
+    Source: DeepSeek-AI 2024, V2, section 2.1; model/attention.py.
     """
     return arch.d_model * (arch.mla.q_rank + arch.mla.kv_rank + arch.mla.rope_dim)
 

@@ -74,7 +74,7 @@ def _attention_bytes(position: Position, device: str) -> dict[str, float]:
 
 
 def _latent_bytes(position: Position, device: str) -> dict[str, float]:
-    """Return the bytes that latent attention saves; kernels pad values and their results to H (model/latent.py)."""
+    """Return the bytes that latent attention saves; kernels pad values and their results to H (model/attention.py)."""
     arch, (e, tp, _) = position.arch, degrees(position)
     mla, heads = arch.mla, arch.num_heads / tp
     latents = [width for width in (mla.q_rank, mla.kv_rank) if width]

@@ -5,7 +5,7 @@
     SOURCE-NNNNN.jsonl.gz  kept documents (id, url, source, file, record_id, language, text; before, after: hashes of
                            the text as it was extracted and as it is kept)
     dropped-NNNNN.jsonl.gz dropped documents (id, url, source, file, stage, rule, value, the first 300 characters)
-    lineage-NNNNN.parquet  every record of an input, kept or dropped, without its text (lineage/table.py)
+    lineage-NNNNN.parquet  every record of an input, kept or dropped, without its text (lineage/records.py)
 
 The same documents give the same bytes on every machine that has the same zlib.
 """

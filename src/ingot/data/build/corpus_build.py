@@ -74,7 +74,7 @@ def build_corpus(
 
     A finished corpus of the same inputs and recipe is kept as it is. Another corpus is replaced when the new one is
     complete, or refused if not `replace`, because tokens were made from it. purged: the data folder with the list of
-    purged documents (lineage/purge/listed.py). against: index of the documents that earlier builds kept
+    purged documents (lineage/purge/history.py). against: index of the documents that earlier builds kept
     (dedup/index.py): documents that are similar to them are dropped. progress(fraction, text) is called now and then.
     Inputs are processed in the order of their names, not in the order of `inputs`.
     Raises ConfigError, ResourceError, RunBusyError; DataError for an input that is no crawl file, for one whose

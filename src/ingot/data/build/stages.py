@@ -55,7 +55,7 @@ class StageSettings:
     """The settings that stages are made of.
 
     evaluation_sets: folder of the decontamination index, None if the recipe names no evaluation sets.
-    purged: the data folder with the list of purged documents (lineage/purge/listed.py), None if there is no list.
+    purged: the data folder with the list of purged documents (lineage/purge/history.py), None if there is no list.
     """
 
     recipe: DataRecipe

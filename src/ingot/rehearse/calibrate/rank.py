@@ -177,7 +177,7 @@ def typical_seconds(work: Callable[[], object], device: torch.device, repeats: i
 
 # Latency and bandwidth of the trainer's own collectives among the ranks of this machine, measured alone.
 # Several kinds and sizes are timed, and the two figures fitted to them by the formulas that the planner divides by
-# (planner/predict/time/collectives.py), so that the cost of a call besides its bytes (library, threads) is in them.
+# (planner/predict/time/links.py), so that the cost of a call besides its bytes (library, threads) is in them.
 
 
 # Hidden states and gradients of models that CPUs train.

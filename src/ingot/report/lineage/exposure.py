@@ -25,7 +25,7 @@ from ingot.trainer.loader.ledger import read_ledger
 from ingot.trainer.loader.order import Order, earlier_weights
 from ingot.trainer.loader.reader import Windows
 
-_DATA = "data.tokens"  # the setting under which a change of the token stream is accepted (launch/continuity.py)
+_DATA = "data.tokens"  # the setting under which a change of the token stream is accepted (launch/checks.py)
 _CHUNK_SAMPLES = 1 << 18
 
 
@@ -146,7 +146,7 @@ class RunTokens:
 
     def _ranges(self, fingerprint: str) -> list[StepRange]:
         """Return the ranges of steps in order, split at the accepted changes of the token stream (like
-        loader/history.py)."""
+        loader/order.py)."""
         found, last = [], self.trained_steps
         for step, before, after in reversed(_accepted_tokens(self.folder)):
             if fingerprint.startswith(after) and step < last:
