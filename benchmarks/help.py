@@ -1,4 +1,4 @@
-"""The wall-clock time of `--help` of every verb, a bare interpreter and `import torch`. The goal: under 300 ms each.
+"""The wall-clock time of `--help` of every verb, a bare interpreter and `import torch`. The goal: at most 60 ms each.
 
 python benchmarks/help.py [--rounds 7]
 """

@@ -368,7 +368,7 @@ def test_wrong_number_of_processes_is_refused(fork_ranks, make_run):
     folder = make_run(dp_shard=4)
 
     def expect_refusal(rank, ranks):
-        with refused("E-CONFIG"):
+        with refused("E-WORLD-SIZE"):
             run_rank(rank, ranks, folder)
         return True
 

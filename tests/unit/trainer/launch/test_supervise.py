@@ -44,7 +44,7 @@ with guarded(folder, rank):
     elif rank == 1 and deed == "bug":
         raise ValueError(f"index {attempt} is out of range")
     elif rank == 1 and deed == "data":
-        raise DataError("block 3 differs", rule="as built", fix="copy it again")
+        raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again")
     elif rank == 1 and deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     else:

@@ -240,20 +240,20 @@ def test_a_full_disk_is_noticed_first(run_file, jobs, monkeypatch):
 def test_a_folder_without_a_run_is_refused(tmp_path, jobs):
     with refused("E-RUN-NOT-FOUND"):
         launch_train.train(tmp_path)
-    with refused("E-CONFIG"):
+    with refused("E-CONFIG-MISSING"):
         launch_train.train(tmp_path / "nothing.toml")
 
 
 def test_a_model_to_begin_with_is_looked_at_before_anything_starts(run_file, jobs, config, folder, tmp_path):
     there = tmp_path / "hf"
-    with refused("E-CONFIG"):
+    with refused("E-HF-FOLDER"):
         launch_train.train(run_file, overrides=["init=hf"])
     there.mkdir()
     for layers, is_refused in ((3, True), (config.model.num_layers, False)):
         theirs = huggingface_config(replace(config.model, num_layers=layers), eot_id=0, dtype="float32")
         (there / "config.json").write_text(json.dumps(theirs))
         if is_refused:
-            with refused("E-CONFIG"):
+            with refused("E-HF-INIT-DIFFERS"):
                 launch_train.train(run_file, overrides=["init=hf"])
             assert not jobs
     assert launch_train.train(run_file, overrides=["init=hf"]).run == folder.root and jobs

@@ -115,18 +115,18 @@ def test_a_manifest_that_cannot_be_right_is_a_data_error(token_folder, name, val
     folder, _ = token_folder([("web", 10_000)])
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(values | {name: value}))
-    with refused("E-DATA"):
+    with refused("E-TOKENS-MANIFEST"):
         TokenReader(folder, 64)
 
 
 def test_a_folder_without_manifest_is_no_token_folder(tmp_path):
-    with refused("E-MISSING"):
+    with refused("E-TOKENS-MISSING"):
         TokenReader(tmp_path / "nothing", 64)
 
 
 def test_vocabulary_has_to_fit(make_manifest):
     check_vocabulary(make_manifest([("web", 10)]), 1000)
-    with refused("E-CONFIG"):
+    with refused("E-VOCABULARY-SMALL", vocab_size=999):
         check_vocabulary(make_manifest([("web", 10)]), 999)
 
 
