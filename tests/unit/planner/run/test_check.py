@@ -253,6 +253,6 @@ def test_legal_values_that_are_hardly_meant(project):
 
 
 def test_a_missing_file_and_a_file_that_is_no_text(tmp_path):
-    assert "no run file" in check_run(tmp_path / "run.toml", CPU, cores=2)[0].message
+    assert "there is no file" in check_run(tmp_path / "run.toml", CPU, cores=2)[0].message
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in check_run(tmp_path / "run.toml", CPU, cores=2)[0].message
