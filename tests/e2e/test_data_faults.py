@@ -29,7 +29,8 @@ def write_crawl(folder: Path) -> list[str]:
             for page in range(PAGES):
                 lines = ["The " + " ".join(pick.choices(WORDS.split(), k=14)) + " and that of it." for _ in range(12)]
                 if page % 5 == 0:
-                    lines = ["The same story is told by the people of that house with few words." for _ in lines]
+                    same = "The same story is told by the people of that house with few words."  # words: ok
+                    lines = [same for _ in lines]
                 body = "".join(f"<p>{line}</p>" for line in lines)
                 block = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html><body><article>{body}</article>"
                 head = (
@@ -155,7 +156,7 @@ def test_a_full_disk_in_every_phase(tmp_path):
         ["unshare", "-rm", "sh", "-c", run, "sh", *program], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    *told, last = done.stdout.splitlines()
+    *failures, last = done.stdout.splitlines()
     assert last == "same bytes []"
-    assert [line.partition(":")[0] for line in told] == PHASES
-    assert all("ResourceError the disk" in line or "OSError [Errno 28]" in line for line in told), told
+    assert [line.partition(":")[0] for line in failures] == PHASES
+    assert all("ResourceError the disk" in line or "OSError [Errno 28]" in line for line in failures), failures

@@ -1,4 +1,4 @@
-"""The teaching programs run by themselves, stay short, and notice when their communication is broken."""
+"""The teaching programs run alone, stay short, and notice when their communication is broken."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Real `ingot train` processes, disturbed in every way a user meets, held against an undisturbed run."""
+"""Real `ingot train` processes, disturbed in every way that users report, compared with an undisturbed run."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def undisturbed(project: Project) -> dict[int, tuple[float, float]]:
 
 
 def prove_ledger(project: Project, out: str) -> None:
-    """What the newest checkpoint says was consumed is what the order says, sample by sample, from step 1 on."""
+    """Check what the newest checkpoint says was consumed is what the order says, sample by sample, from step 1 on."""
     folder = project.folder(out)
     newest = list_checkpoints(folder.checkpoints)[0].manifest
     assert newest is not None and newest.step == STEPS
@@ -66,8 +66,8 @@ def test_a_killed_rank_costs_nothing_but_time(project, undisturbed, rank):
     assert [e["attempt"] for e in read_events(log, events.RESTART)] == [1]
     resumed = [e["from_step"] for e in read_events(log, events.RUN_STARTED)]
     assert resumed[0] == 0 and resumed[1] >= 40 and resumed[1] % 20 == 0
-    told = [line for line in output.splitlines() if "SIGKILL" in line]
-    assert len(told) == 1 and f"restarting from step {resumed[1]} (1 of 3)" in told[0]
+    restarts = [line for line in output.splitlines() if "SIGKILL" in line]
+    assert len(restarts) == 1 and f"restarting from step {resumed[1]} (1 of 3)" in restarts[0]
     assert "Traceback" not in output
     assert project.facts(out) == undisturbed  # every loss and every gradient norm, bit for bit
     prove_ledger(project, out)

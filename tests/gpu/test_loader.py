@@ -51,9 +51,7 @@ def test_batches_on_the_gpu_are_those_of_the_cpu(folder, mask_documents):
         assert gpu.device.index == torch.cuda.current_device()
         for expected, batch in zip(cpu, gpu, strict=True):
             assert batch.inputs.is_cuda
-            busy = torch.ones(2000, 2000, device="cuda") @ torch.ones(
-                2000, 2000, device="cuda"
-            )  # the trainer lags behind
+            busy = torch.ones(2000, 2000, device="cuda") @ torch.ones(2000, 2000, device="cuda")  # the trainer is late
             assert torch.equal(batch.inputs.cpu(), expected.inputs)
             assert torch.equal(batch.targets.cpu(), expected.targets)
             if mask_documents:

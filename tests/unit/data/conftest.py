@@ -53,14 +53,18 @@ def crawl(tmp_path) -> list[Path]:
         ("http://a.example/2", english(2) + "\nWrite to jane@corp-site.org for more of the story.", 200),
         ("http://a.example/missing", "not found", 404),
         ("http://a.example/empty", "<html><body></body></html>", 200),
-        ("http://a.example/short", "The end of it and that is all to be said.", 200),
+        ("http://a.example/short", "The end of it and that is all to be said.", 200),  # words: ok
         ("http://a.example/german", "Der Hund und die Katze gehen heute nicht in den Wald, weil es regnet. " * 9, 200),
         ("http://a.example/1#comments", english(1), 200),
     ]
     two = [
         ("http://b.example/3", english(3), 200),
         ("http://A.example:80/2?utm_source=x", english(9), 200),  # same URL as before, other text
-        ("http://b.example/mirror", english(1) + "\nThe copy of this page is on another host, it was said.", 200),
+        (
+            "http://b.example/mirror",
+            english(1) + "\nThe copy of this page is on another host, it was said.",  # words: ok
+            200,
+        ),
         ("http://b.example/code", english(4) + "\nfunction run() { return to the start of it; }", 200),
         (
             "http://b.example/spam",

@@ -37,7 +37,7 @@ from ingot.schema.document import Document
         ("+49-70-8755648, +49/89/123456, +49 (0) 89 / 123 456", "<PHONE>, <PHONE>, <PHONE>"),
         ("+1.791.499.2968, +17914992968, +1-791-499-2968 ext. 12", "<PHONE>, <PHONE>, <PHONE> ext. 12"),
         ("+33 1 23 45 67 89, +86 138 0013 8000, +55 (11) 91234-5678", "<PHONE>, <PHONE>, <PHONE>"),
-        ("+61 2 9876 5432 2019", "<PHONE>"),  # nobody can tell where it ends; too much is the safe side
+        ("+61 2 9876 5432 2019", "<PHONE>"),  # where it ends is unknown; too much is the safe side
         ("+1 791 499 2968 2019", "<PHONE> 2019"),  # here the plan says it
         ("+1\u00a0(791)\u2009499\u20112968 +44\u202f20\u202f7588\u202f2072", "<PHONE> <PHONE>"),
         ("(393)759-6305 (393)7596305 393.759.6305 393/759-6305", "<PHONE> <PHONE> <PHONE> <PHONE>"),
@@ -232,9 +232,9 @@ def test_planted_numbers_of_many_forms_are_found():
 
 
 def test_obfuscated_addresses_are_an_option():
-    text = "write jane [at] host [dot] com or joe(at)host.com; we meet at noon (at home)."
+    text = "write jane [at] host [dot] com or joe(at)host.com; we meet at noon (at home)."  # words: ok
     assert scrub(text) == (text, {})
-    assert scrub(text, obfuscated=True)[0] == "write <EMAIL> or <EMAIL>; we meet at noon (at home)."
+    assert scrub(text, obfuscated=True)[0] == "write <EMAIL> or <EMAIL>; we meet at noon (at home)."  # words: ok
     assert scrub("user at example dot com", obfuscated=True)[1] == {}
 
 

@@ -1,4 +1,4 @@
-"""Token folders with bytes changed, cut or added anywhere: told as damage, or not there; never another error."""
+"""Token folders with bytes changed, cut or added anywhere: reported as damage, or as missing; never another error."""
 
 import random
 import shutil

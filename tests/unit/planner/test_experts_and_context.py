@@ -185,13 +185,15 @@ def test_good_layouts_are_not_warned_of():
 
 
 def test_notes_say_what_experts_and_context_parallelism_come_to():
-    said = dict(notes(run_of(SHARED, dp_shard=4, cp=2, ep=4), NODE))
-    assert said["experts"].startswith("8 experts, 2 to a token and 1 shared: 52.3B parameters, 18.5B active; 2 on each")
-    assert "2,048 rows of a micro-batch each" in said["experts"]
-    assert said["context"].startswith(
+    noted = dict(notes(run_of(SHARED, dp_shard=4, cp=2, ep=4), NODE))
+    assert noted["experts"].startswith(
+        "8 experts, 2 to a token and 1 shared: 52.3B parameters, 18.5B active; 2 on each"
+    )
+    assert "2,048 rows of a micro-batch each" in noted["experts"]
+    assert noted["context"].startswith(
         "auto, chosen for H100 nodes: a ring of 2 inside a node: messages send 32.0 MiB in"
     )
-    assert said["context"].endswith("the busiest rank has 1.00 times the mean of attention")
+    assert noted["context"].endswith("the busiest rank has 1.00 times the mean of attention")
     uneven = dict(notes(run_of(LLAMA8, cp=4, context="ring", context_layout="contiguous"), NODE))
     assert "contiguous, the busiest rank has 1.75 times the mean" in uneven["context"]
     assert not uneven["context"].startswith("auto") and "experts" not in uneven
@@ -204,10 +206,10 @@ def test_a_form_costs_the_same_chosen_or_named_and_one_machine_is_one_node():
         run = run_of(LLAMA8, cp=16, seq_len=131_072)
         chosen = resolve_parallel(run).ulysses
         named = run_of(LLAMA8, cp=16, context="usp", ulysses=chosen, seq_len=131_072)
-        auto, said = (dict(notes(r, cluster))["context"] for r in (run, named))
-        assert auto == f"auto, chosen for H100 nodes: {said}"
-        assert ("across nodes" in said) == (cluster == NODES) and ("inside a node" in said) == (cluster != NODES)
-        assert ("here has no known links" in said) == (cluster.link_bandwidth == 0)
+        auto, noted = (dict(notes(r, cluster))["context"] for r in (run, named))
+        assert auto == f"auto, chosen for H100 nodes: {noted}"
+        assert ("across nodes" in noted) == (cluster == NODES) and ("inside a node" in noted) == (cluster != NODES)
+        assert ("here has no known links" in noted) == (cluster.link_bandwidth == 0)
     assert "all-to-alls send 280.0 MiB in 147 ms" in dict(notes(named, here))["context"]
 
 

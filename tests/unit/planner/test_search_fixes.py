@@ -1,4 +1,4 @@
-"""Where nothing fits, the search says what would, and it does."""
+"""If nothing fits, the search proposes a change, and with the change a layout fits."""
 
 import re
 from dataclasses import replace

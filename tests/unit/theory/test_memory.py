@@ -244,7 +244,7 @@ def test_logits_are_bounded_by_the_chunk_and_cut_by_tensor_parallelism():
 
 @pytest.mark.parametrize("precision, extra", [("fp32", 4), ("bf16", 0)])
 def test_a_softcap_keeps_the_capped_logits_of_a_chunk(precision, extra):
-    """In bf16 the capped logits are the float32 copy that there is without a cap."""
+    """The capped logits in bf16 take the place of the float32 copy that exists without a cap."""
     plain, capped = (one(replace(TINY, logit_softcap=cap), precision) for cap in (0.0, 30.0))
     chunk = min(memory.chunk_tokens(TINY.vocab_size, "cpu"), 8 * 128)
     assert memory.logits(capped).value - memory.logits(plain).value == chunk * TINY.vocab_size * extra

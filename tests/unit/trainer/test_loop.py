@@ -26,7 +26,7 @@ from ingot.trainer.telemetry.waits import KINDS
 
 
 def run_rank(rank, ranks, folder, until_step=None, make_policy=None):
-    """What worker.py does, without the environment. Returns (ending, lines)."""
+    """Train as run.py does, without the environment of a rank. Returns (ending, lines)."""
     config = load_run(folder.config)
     place = RankInfo(
         rank=rank,
@@ -48,7 +48,7 @@ def run_rank(rank, ranks, folder, until_step=None, make_policy=None):
 
 
 class Scripted(DefaultPolicy):
-    """Says what it was told to, the first `times` that it sees the step; otherwise what the default policy says."""
+    """A policy that gives a scripted verdict the first `times` that it sees a step, else the default one."""
 
     def __init__(self, folder, script=None, *, times=1, vetoes=()):
         super().__init__(folder)
@@ -70,7 +70,7 @@ def step_facts(folder):
 
 
 def ledger_proof(folder, config):
-    """Raises DataError unless the newest checkpoint's ledger is exactly the order."""
+    """Raise DataError unless the newest checkpoint's ledger is exactly the order."""
     manifest = list_checkpoints(folder.checkpoints)[0].manifest
     tokens = read_token_manifest((folder.root / config.data.tokens).resolve())
     order = Order(tokens, config.train.seq_len, config.seed, config.data.weights)
@@ -273,14 +273,14 @@ def saved_tensors(folder):
     return {name: entry.crc32 for name, entry in tensors.items()}
 
 
-@pytest.mark.parametrize("said", [False, True])
-def test_a_vetoed_step_changes_nothing_and_is_told(fork_ranks, make_run, said):
+@pytest.mark.parametrize("skipping", [False, True])
+def test_a_vetoed_step_changes_nothing_and_is_logged(fork_ranks, make_run, skipping):
     before, after, other = make_run("before", dp_shard=2), make_run("after", dp_shard=2), make_run("other", dp_shard=2)
     fork_ranks(run_rank, 2, before, 3)
     fork_ranks(run_rank, 2, other, 4)
 
     def veto(rank, ranks):
-        script = {4: Verdict.SKIP} if said else {}
+        script = {4: Verdict.SKIP} if skipping else {}
         make = lambda folder: Scripted(folder, script, vetoes=(4,))  # noqa: E731
         return run_rank(rank, ranks, after, 4, make)
 

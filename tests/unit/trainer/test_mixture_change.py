@@ -23,7 +23,7 @@ BATCH = 4
 
 
 def change_weights(folder, weights) -> RunConfig:
-    """What `ingot train RUN --set data.weights=... --accept-change data.weights` does before it starts the ranks."""
+    """Accept new weights, as `ingot train RUN --set data.weights=... --accept-change data.weights` does."""
     config = load_run(folder.config)
     config = replace(config, data=replace(config.data, weights=weights))
     fingerprint = read_token_manifest((folder.root / config.data.tokens).resolve()).fingerprint()
@@ -46,8 +46,8 @@ def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run):
     (ending, _), *_ = fork_ranks(run_rank, 1, folder)
     assert ending == (12, False)
 
-    told = [(e["step"], e["old"], e["new"]) for e in read_events(folder.events, events.SETTING_CHANGED)]
-    assert told == [(4, {}, {"metal": 1.0, "stone": 1.0}), (8, {"metal": 1.0, "stone": 1.0}, {"stone": 1.0})]
+    logged = [(e["step"], e["old"], e["new"]) for e in read_events(folder.events, events.SETTING_CHANGED)]
+    assert logged == [(4, {}, {"metal": 1.0, "stone": 1.0}), (8, {"metal": 1.0, "stone": 1.0}, {"stone": 1.0})]
 
     earlier = earlier_weights(folder, config.data.weights)
     assert [step for step, _ in earlier] == [4, 8]

@@ -71,7 +71,7 @@ def test_every_document_of_the_shared_data(test_data):
 
 
 def test_only_the_kelvin_sign_has_a_small_letter_in_a_phrase():
-    """What the compiled loop takes for granted: no other character becomes ASCII letters alone when lowered."""
+    """An assumption of the compiled loop: no other character becomes ASCII letters alone when lowered."""
     lowered = {chr(code): chr(code).lower() for code in range(128, 0x110000)}
     assert [c for c, lower in lowered.items() if lower.isascii()] == ["\u212a"]
     # This one becomes "i" and a dot above, which no phrase has.

@@ -63,7 +63,7 @@ def test_capitals_are_read():
 
 
 def test_a_text_of_two_languages_gets_the_one_that_begins():
-    """Said in the docs: one label per document, of its beginning."""
+    """Documented: one label per document, of its beginning."""
     page = document(ENGLISH * 6 + "\n" + GERMAN * 6)
     assert Language()(page) is None and page.language == "en"
 

@@ -1,4 +1,4 @@
-"""Presets, and the preset `fineweb` beside what datatrove said of the same documents."""
+"""Presets, and the preset `fineweb` compared with the decisions of datatrove on the same documents."""
 
 import hashlib
 import random
@@ -45,8 +45,8 @@ def golden_texts() -> dict[str, str]:
         "dashes in front": "\n".join(f"- {line}" for line in prose(2, 20)),
         "commas": text.replace(" ", ", "),
         "numbers": "\n".join(f"{line} {' '.join(str(n * 7919) for n in range(9))}" for line in good),
-        "quotes end lines": "\n".join(f'He said: "{line}"' for line in good),
-        "curly quotes end lines": "\n".join(f"He said: “{line}”" for line in good),
+        "quotes end lines": "\n".join(f'He said: "{line}"' for line in good),  # words: ok
+        "curly quotes end lines": "\n".join(f"He said: “{line}”" for line in good),  # words: ok
         "a few full stops": "\n".join(line.replace(".", ";") for line in good[:-1]) + "\n" + good[-1],
         "dashes": text.replace(" and ", "—and—").replace(" of ", " - "),
         "hash tags": text.replace("people", "#people").replace("water", "#water").replace("house", "# house"),
@@ -72,7 +72,7 @@ def golden_texts() -> dict[str, str]:
         "commonest pair": text + " old mill" * 40,
         "commonest four": text + " the old mill burned" * 20,
         "repeated phrases": "\n".join(
-            f"{line} It is one of the very many things that we have come to know and to love in year {i}."
+            f"{line} It is one of the very many things that we have come to know and to love in year {i}."  # words: ok
             for i, line in enumerate(good)
         ),
         "contractions": text.replace("have been", "haven't been").replace("could", "couldn't've"),

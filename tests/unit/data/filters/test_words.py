@@ -19,6 +19,7 @@ from ingot.data.filters.words import (
 )
 
 # A text, and in the next line the words of spacy.blank("en"), which have no spaces in them.
+# words: off
 _GOLDEN = r"""
 Don't stop: we're nearly there, aren't we?
 Do n't stop : we 're nearly there , are n't we ?
@@ -65,6 +66,7 @@ e.g. E.g. vs. Ph.D. Inc. St. No . x. Z. ä. é .
 a/b/c http://x y:// ://z ftp://host.de:21/p user@host user:pw@host.org
 a / b / c http://x y:// : //z ftp://host.de:21/p user@host user:pw@host.org
 """
+# words: on
 GOLDEN = dict(zip(_GOLDEN.strip().split("\n")[::2], _GOLDEN.strip().split("\n")[1::2], strict=True))
 # spaCy's sentencizer, cut as datatrove cuts
 SENTENCES = [

@@ -13,7 +13,7 @@ def random_block(rng, shape):
 
 
 def paint(shape, blocks):
-    """How many blocks hold each element."""
+    """Count the blocks that hold each element."""
     counts = np.zeros(shape, int)
     for block in blocks:
         counts[slices(block, [0] * len(shape))] += 1

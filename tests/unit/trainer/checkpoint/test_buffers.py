@@ -1,4 +1,4 @@
-"""What a model learns without an optimizer: biases and loads of routers, whole, by layer, on any layout."""
+"""State that a model learns without an optimizer: biases and loads of routers, whole, by layer, on any layout."""
 
 import pytest
 import torch

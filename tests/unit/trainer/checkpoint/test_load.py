@@ -169,7 +169,7 @@ def test_a_pickle_is_never_opened(folder, training):
 
 
 def test_hostile_headers_are_refused(folder, training):
-    """Headers with a right hash: only the header check stands between them and the allocator."""
+    """Headers with a right hash: only the header check protects the allocator from them."""
     path = save(folder, 10, *training).path
     file = path / "rank-00000.safetensors"
     whole = file.read_bytes()

@@ -67,7 +67,7 @@ def test_a_refused_later_one_does_not_push_out_what_can_be_used(folder, training
     for step in (10, 20):
         save(folder, step, *training)
     damaged = folder.checkpoint(20) / "rank-00000.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # of the right size: only its hash tells
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # of the right size: only its hash differs
     save(folder, 15, *training, keep=1)  # resumed from 10
     assert verify_checkpoint(folder.checkpoint(15)).step == 15
     assert steps(folder) == [20, 15]

@@ -1,4 +1,4 @@
-"""What a state is called on the disk, and what may be missing there."""
+"""The names of a state on disk, and the tensors that may be missing there."""
 
 import dataclasses
 import json
@@ -106,7 +106,7 @@ def test_only_extras_are_optional(folder, training):
 
 
 def test_overlapping_blocks_in_a_manifest_are_refused(folder, training):
-    """As many elements as the tensor has, but one row twice and one never."""
+    """The blocks have as many elements as the tensor, but one row twice and one never."""
     path = save(folder, 10, *training).path
     manifest = read_manifest(path)
     cuts = (*manifest.cuts, BlockLayout(ranks=(0, 0), offsets=((0, 0), (1, 0)), sizes=((3, 6), (2, 6))))

@@ -124,7 +124,7 @@ def test_the_same_seed_gives_the_same_weights(tokens):
 
 
 def test_a_proxy_begins_where_its_reference_began(tokens):
-    """With a step of no learning rate both are the same model: no excess, so the weights stay uniform."""
+    """A step without a learning rate leaves both models equal: no excess, so the weights stay uniform."""
     run = config(tokens, steps=3)
     result = doremi(replace(run, optim=replace(run.optim, lr=1e-30)), {"noise": 1.0, "easy": 2.0})
     assert result.weights == pytest.approx({"easy": 1 / 3, "noise": 1 / 3, "rules": 1 / 3})

@@ -153,13 +153,13 @@ def test_a_run_with_experts_is_exported(arch, dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overflow, told", [("drop", "tokens beyond were dropped"), ("fallback", "which is not in this folder")]
+    "overflow, described", [("drop", "tokens beyond were dropped"), ("fallback", "which is not in this folder")]
 )
-def test_a_capacity_is_of_training_and_does_not_hinder_an_export(overflow, told, tmp_path):
+def test_a_capacity_is_of_training_and_does_not_hinder_an_export(overflow, described, tmp_path):
     run = make_run(tmp_path, replace(MIXTRAL, moe=replace(MIXTRAL.moe, capacity_factor=0.5, overflow=overflow)))
     exported = export_run(run, tmp_path / "hf")
     require_same_logits(run, exported.path)
-    assert told in (exported.path / "README.md").read_text()
+    assert described in (exported.path / "README.md").read_text()
     assert export_run(run, tmp_path / "narrow", dtype="bfloat16").max_logit_difference <= 1e-5
 
 

@@ -172,7 +172,7 @@ def test_absent_keys_mean_what_transformers_assumes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "found"),
     [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "llama3"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
@@ -194,15 +194,15 @@ def test_absent_keys_mean_what_transformers_assumes(tmp_path):
         ({"vocab_size": "ABSENT"}, "vocab_size"),
     ],
 )
-def test_what_ingot_does_not_compute_is_refused(tmp_path, change, said):
+def test_what_ingot_does_not_compute_is_refused(tmp_path, change, found):
     folder = write(tmp_path / "hf", random_model(LLAMA))
     edit_config(folder, **change)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=found):
         import_huggingface(folder)
 
 
 @pytest.mark.parametrize(
-    ("arch", "change", "said"),
+    ("arch", "change", "found"),
     [
         (MIXTRAL, {"num_experts_per_tok": "ABSENT"}, "num_experts_per_tok is missing"),
         (MIXTRAL, {"num_local_experts": None}, "num_local_experts"),
@@ -226,15 +226,15 @@ def test_what_ingot_does_not_compute_is_refused(tmp_path, change, said):
         (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq"),
     ],
 )
-def test_experts_windows_and_latents_that_ingot_does_not_compute_are_refused(tmp_path, arch, change, said):
+def test_experts_windows_and_latents_that_ingot_does_not_compute_are_refused(tmp_path, arch, change, found):
     folder = write(tmp_path / "hf", random_model(arch))
     edit_config(folder, **change)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=found):
         import_huggingface(folder)
 
 
 @pytest.mark.parametrize(
-    ("arch", "settings", "said"),
+    ("arch", "settings", "found"),
     [
         (MIXTRAL, {"normalize": False}, "qk_norm = true"),
         (MIXTRAL, {"first_dense": 1}, "qk_norm = true"),
@@ -247,9 +247,9 @@ def test_experts_windows_and_latents_that_ingot_does_not_compute_are_refused(tmp
         (DEEPSEEK, {"top_k": 2}, "top_k of 4 to 5"),
     ],
 )
-def test_experts_that_no_class_of_transformers_computes_are_not_written(tmp_path, arch, settings, said):
+def test_experts_that_no_class_of_transformers_computes_are_not_written(tmp_path, arch, settings, found):
     arch = replace(arch, moe=replace(arch.moe, **settings))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=found):
         write(tmp_path / "hf", random_model(arch))
     assert list((tmp_path / "hf").iterdir()) == []
 
@@ -396,7 +396,7 @@ def change_tensors(folder, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "found"),
     [
         (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
         (lambda t: t.update({"model.norm.bias": torch.zeros(48)}), r"model\.norm\.bias"),
@@ -405,10 +405,10 @@ def change_tensors(folder, change):
         (lambda t: t.update({"lm_head.weight": torch.zeros(97, 48)}), "tied"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(tmp_path, change, said):
+def test_tensors_that_do_not_fit_are_refused(tmp_path, change, found):
     folder = write(tmp_path / "hf", random_model(LLAMA))
     change_tensors(folder, change)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=found):
         import_huggingface(folder)
 
 

@@ -124,12 +124,12 @@ OF_TRAINING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "said"), OF_TRAINING)
-def test_how_experts_are_trained_changes_with_consent(folder, sparse, name, value, said):
+@pytest.mark.parametrize(("name", "value", "change_text"), OF_TRAINING)
+def test_how_experts_are_trained_changes_with_consent(folder, sparse, name, value, change_text):
     config, key = with_moe(sparse, **{"bias_rate": 1e-3, name: value}), f"model.moe.{name}"
     with pytest.raises(ConfirmationNeeded) as asked:
         require_same_experiment(folder, config, DATA, ())
-    assert f"{key}   {said}" in asked.value.found and f"--accept-change {key}" in asked.value.fix
+    assert f"{key}   {change_text}" in asked.value.found and f"--accept-change {key}" in asked.value.fix
     (change,) = require_same_experiment(folder, config, DATA, (key,))
     assert change.key == key
 

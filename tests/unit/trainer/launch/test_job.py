@@ -1,4 +1,4 @@
-"""How many threads ranks get."""
+"""The number of threads that ranks get."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The supervisor and torchrun, with ranks that do as they are told instead of training."""
+"""The supervisor and torchrun, with ranks that act by a script instead of training."""
 
 import os
 import signal
@@ -57,21 +57,21 @@ def act(tmp_path):
     """`act("kill,finish")`: two ranks; rank 1 is killed in the first attempt, both finish in the second."""
     (tmp_path / "fake_rank.py").write_text(RANK)
     folder = RunFolder(tmp_path / "run")
-    said: list[str] = []
+    printed: list[str] = []
 
     def run(deeds: str, max_restarts: int = 3):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
-        return supervise(folder, job, max_restarts=max_restarts, say=said.append)
+        return supervise(folder, job, max_restarts=max_restarts, say=printed.append)
 
-    run.folder, run.said = folder, said
+    run.folder, run.printed = folder, printed
     return run
 
 
 def test_starts_again_after_a_kill(act):
     outcome = act("kill,finish")
     assert (outcome.exit_code, outcome.step, outcome.restarts) == (0, 9, 1)
-    assert "rank 1 was killed (SIGKILL) near step 6; restarting from step 0 (1 of 3)" in act.said[0]
+    assert "rank 1 was killed (SIGKILL) near step 6; restarting from step 0 (1 of 3)" in act.printed[0]
     (fault,) = read_events(act.folder.events, events.FAULT)
     assert (fault["rank"], fault["step"]) == (1, 6)
     assert len(list(act.folder.logs.glob("attempt-*.log"))) == 2
@@ -110,7 +110,7 @@ def test_a_signal_becomes_a_stop_request(act):
     outcome = act("stop")
     thread.join()
     assert (outcome.exit_code, outcome.step, outcome.finished) == (10, 8, False)
-    assert "saving first" in act.said[0]
+    assert "saving first" in act.printed[0]
     assert not act.folder.stop_request.exists()
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -112,10 +112,10 @@ def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
     tokens = write_token_manifest(run_file.parent / "tokens")
     write_checkpoint(folder, 100, config, tokens.fingerprint())
     EventLog(folder.events).write("finished", step=100)
-    said = []
-    outcome = launch_train.train(run_file, say=said.append)
+    printed = []
+    outcome = launch_train.train(run_file, say=printed.append)
     assert outcome.finished and outcome.step == 100 and not jobs
-    assert "finished" in said[0]
+    assert "finished" in printed[0]
 
 
 def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
@@ -124,11 +124,11 @@ def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
     write_checkpoint(folder, 100, config, tokens.fingerprint())
     EventLog(folder.events).write("finished", step=100)
     jobs.clear()
-    before, said = {p: p.read_bytes() for p in (folder.config, folder.events)}, []
-    launch_train.train(run_file, overrides=["optim.lr=1e-3"], accept=["optim.lr"], say=said.append)
+    before, printed = {p: p.read_bytes() for p in (folder.config, folder.events)}, []
+    launch_train.train(run_file, overrides=["optim.lr=1e-3"], accept=["optim.lr"], say=printed.append)
     assert not jobs and not folder.accepted.exists()
     assert {p: p.read_bytes() for p in before} == before
-    assert "settings stay as they were" in said[1]
+    assert "settings stay as they were" in printed[1]
     launch_train.train(folder.root)  # nothing to confirm later
 
 
@@ -136,10 +136,10 @@ def test_a_step_that_is_already_past_starts_nothing(run_file, jobs, config, fold
     tokens = write_token_manifest(run_file.parent / "tokens")
     write_checkpoint(folder, 60, config, tokens.fingerprint())
     for until in (40, 60):
-        said = []
-        outcome = launch_train.train(run_file, until_step=until, say=said.append)
+        printed = []
+        outcome = launch_train.train(run_file, until_step=until, say=printed.append)
         assert (outcome.exit_code, outcome.step, outcome.saved_step) == (10, 60, 60)
-        assert "is already past step" in said[0] and not jobs
+        assert "is already past step" in printed[0] and not jobs
     launch_train.train(run_file, until_step=61)
     assert len(jobs) == 1
 
@@ -148,13 +148,13 @@ def test_a_refused_checkpoint_is_not_what_training_continues_from(run_file, jobs
     tokens = write_token_manifest(run_file.parent / "tokens")
     for step in (40, 60):
         write_checkpoint(folder, step, config, tokens.fingerprint())
-    log, said = EventLog(folder.events), []
+    log, printed = EventLog(folder.events), []
     log.write("checkpoint_refused", step=60, path="p", reason="damaged")
-    launch_train.train(run_file, until_step=50, say=said.append)
-    assert "continue  after step 40 of 100" in said[0] and len(jobs) == 1
+    launch_train.train(run_file, until_step=50, say=printed.append)
+    assert "continue  after step 40 of 100" in printed[0] and len(jobs) == 1
     log.write("checkpoint", step=60)  # saved anew
-    launch_train.train(run_file, say=said.append)
-    assert "continue  after step 60 of 100" in said[1]
+    launch_train.train(run_file, say=printed.append)
+    assert "continue  after step 60 of 100" in printed[1]
 
 
 def test_leftovers_of_a_killed_save_are_removed(run_file, jobs, folder):
@@ -199,16 +199,16 @@ def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeyp
     ids=str,
 )
 def test_the_opening_names_the_form_of_context_parallelism(run_file, jobs, settings, ranks):
-    said = []
-    launch_train.train(run_file, overrides=settings, say=said.append)
-    assert any(line.endswith(ranks) for line in said), said
+    printed = []
+    launch_train.train(run_file, overrides=settings, say=printed.append)
+    assert any(line.endswith(ranks) for line in printed), printed
 
 
 def test_more_ranks_than_cores_is_said(run_file, jobs, monkeypatch):
     monkeypatch.setattr("ingot.trainer.launch.checks.usable_cores", lambda: 1)
-    said = []
-    launch_train.train(run_file, overrides=["parallel.dp_shard=2"], say=said.append)
-    assert any("2 ranks share 1 cores" in line for line in said) and jobs[0].processes == 2
+    printed = []
+    launch_train.train(run_file, overrides=["parallel.dp_shard=2"], say=printed.append)
+    assert any("2 ranks share 1 cores" in line for line in printed) and jobs[0].processes == 2
 
 
 def test_threads_are_shared_by_the_quota_of_the_container(run_file, jobs, monkeypatch):

@@ -1,4 +1,4 @@
-"""What was consumed can be proven, and every way to be wrong is found."""
+"""The ledger proves which samples were consumed, and every fault in it is found."""
 
 import dataclasses
 

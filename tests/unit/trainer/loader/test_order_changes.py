@@ -72,7 +72,7 @@ def test_epochs_add_up_over_mixtures(make_manifest):
 
 
 def test_earlier_sources_that_are_gone_do_not_stop_a_run(make_manifest):
-    """It went over to other tokens and another mixture at once."""
+    """The run changes to other tokens and another mixture at once."""
     for gone in ({"news": 1.0}, {"news": 1.0, "web": 1.0}):
         order = Order(make_manifest(SHARDS), 16, 3, {"web": 1.0}, earlier=[(100, gone)])
         web = order.samples(0, 300)

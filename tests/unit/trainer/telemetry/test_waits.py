@@ -1,4 +1,4 @@
-"""The clocks tell computing from sleeping, and a summary says which rank had most of what."""
+"""The clocks separate computing from sleeping, and a summary names the rank with the most of each."""
 
 import time
 
