@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
 
-# What compiles or takes long; .ci/run runs it too.
+# The tests that compile; .ci/run runs them too.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 PAGES, FILES, KILLS = 120, 6, 10
 WORDS = (
     "the people water house river which would about there their other could these first after where right think great "

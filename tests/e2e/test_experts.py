@@ -12,8 +12,6 @@ from ingot.trainer.telemetry.progress import LINE_PATTERN
 
 from .conftest import RUN_FILE, Project, ended, write_tokens
 
-pytestmark = pytest.mark.slow
-
 STEPS, EVERY = 40, 10
 # The first block is dense; the bias moves far enough in 10 steps to change who is chosen.
 MOE = """

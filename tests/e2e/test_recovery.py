@@ -16,8 +16,6 @@ from ingot.trainer.loader.order import Order
 
 from .conftest import Project, ended, workers_of
 
-pytestmark = pytest.mark.slow
-
 STEPS = 120
 
 

@@ -91,7 +91,6 @@ def test_one_rank_continues_whatever_wrote_the_checkpoint(name, golden, capsys):
     assert_close(continue_alone(golden / name, capsys), RUNS[name][STOP:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_command_continues(name, golden, capsys, monkeypatch):
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")

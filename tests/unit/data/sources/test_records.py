@@ -141,7 +141,6 @@ def test_lying_lengths_are_not_read_again_and_again(tmp_path, monkeypatch):
     assert len(found) < 100 and ("truncated_file", "") in found
 
 
-@pytest.mark.slow
 def test_memory_stays_bounded_over_a_large_file(tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with (tmp_path / "x.warc").open("wb") as file:

@@ -11,8 +11,6 @@ from ingot.data.tasks.ray import Ray, _check_answer
 from ingot.data.tasks.run import Inline, run_all
 from ingot.data.tasks.store import Store
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def cluster():

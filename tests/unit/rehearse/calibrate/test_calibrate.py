@@ -131,7 +131,6 @@ def test_a_rank_that_fails_says_why(monkeypatch):
         calibrate_cpu(BARE)
 
 
-@pytest.mark.slow
 def test_one_rank_of_this_machine():
     pytest.importorskip("torch")
     cluster = calibrate_cpu(replace(BARE, devices_per_node=1))

@@ -18,8 +18,6 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
 
-pytestmark = pytest.mark.slow  # each trains for a second or two
-
 # A core as calibration finds it. What is asked for are ratios, so its own figures matter little.
 CORE = Cluster(
     name="here", device="cpu", devices_per_node=2, memory_bytes=16 << 30, memory_bandwidth=8e9,

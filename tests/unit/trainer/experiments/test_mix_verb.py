@@ -67,7 +67,6 @@ def test_doremi_writes_its_weights_and_uses_them(verb, tmp_path):
     assert verb("--weights-from", out, "--tokens", 100)["weights"] == pytest.approx(found["weights"], abs=1e-6)
 
 
-@pytest.mark.slow
 def test_ablation_of_a_preset_and_a_file(token_folders, tmp_path, capfd):
     (tmp_path / "mine.toml").write_text("stone = 1.0\n")
     words = (token_folders, "--ablate", "equal", tmp_path / "mine.toml", "--steps", 1, "--out", tmp_path / "out")

@@ -15,8 +15,6 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.supervise import supervise
 
-pytestmark = pytest.mark.slow
-
 RANK = """
 import os, signal, sys, time
 from pathlib import Path

@@ -36,6 +36,7 @@ def eager_graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_names_and_results(monkeypatch):
     plain, compiled = Transformer(ARCH), Transformer(ARCH)
     for model in (plain, compiled):
@@ -79,6 +80,7 @@ def test_recomputed_blocks_are_compiled_inside_where_attention_is_not_seen_whole
     assert found == compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, forms",
     [
