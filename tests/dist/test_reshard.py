@@ -301,7 +301,7 @@ def save_with_trouble(rank, ranks, root, trouble):
     if trouble == "no space on rank 0" and rank == 0:
 
         def no_space(*_):
-            raise ResourceError("no space")
+            raise ResourceError("E-DISK-SPACE", "no space")
 
         writer.require_free = no_space
     if trouble == "NaN on rank 1" and rank == 1:

@@ -1,10 +1,6 @@
 """`ingot explain` as a user calls it."""
 
 import json
-import re
-import tomllib
-from importlib import resources
-from pathlib import Path
 
 import pytest
 
@@ -124,13 +120,3 @@ def test_without_a_topic_the_topics_are_listed_and_with_the_prefix_all_codes(cap
     assert main(["explain", "E-", "--json"]) == 0
     packages = json.loads(capsys.readouterr().out)["packages"]
     assert {"cli", "report"} <= packages.keys() and "E-RUN-FOLDER" in packages["report"]
-
-
-def test_the_catalogs_of_reports_and_verbs_have_exactly_the_codes_that_are_raised():
-    for package in ("cli", "report"):
-        folder = resources.files("ingot") / package
-        catalog = tomllib.loads((folder / "errors.toml").read_text())
-        source = "".join(path.read_text() for path in Path(str(folder)).rglob("*.py"))
-        examples = {"E-CODE", "E-"}
-        assert set(re.findall(r'"(E-[A-Z0-9-]+)"', source)) - examples == catalog.keys()
-        assert list(catalog) == sorted(catalog)

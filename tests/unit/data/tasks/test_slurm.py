@@ -149,7 +149,7 @@ def test_slurm_without_an_answer_is_waited_for(cluster, monkeypatch):
 
     def moody(command, *arguments):
         if command == "squeue" and next(failures, False):
-            raise ResourceError("squeue failed")
+            raise ResourceError("E-SLURM", "squeue failed")
         return made(command, *arguments)
 
     monkeypatch.setattr(slurm, "_slurm", moody)

@@ -126,9 +126,9 @@ def test_a_plan_is_written_once_and_read_back(tmp_path):
 
 
 def test_tokens_are_a_folder_or_a_count(tmp_path):
-    with refused("E-TOKENS-MISSING", path=str(tmp_path / "absent")):
+    with refused("E-TOKENS-ARGUMENT", path=str(tmp_path / "absent")):
         plan("tiny", tokens=str(tmp_path / "absent"), cluster="8xh100")
-    with refused("E-TOKENS-MISSING", path="many"):
+    with refused("E-TOKENS-ARGUMENT", path="many"):
         plan("tiny", tokens="many", cluster="8xh100")
 
 

@@ -21,7 +21,7 @@ def exercise(rank, ranks):
         return part
 
     def refuse(parts):
-        raise CheckpointError(f"{parts} are refused")
+        raise CheckpointError("E-CKPT-HASH", f"{parts} are refused")
 
     return [
         outcome(lambda: from_rank_zero(lambda: rank + 5)),
@@ -30,7 +30,7 @@ def exercise(rank, ranks):
         outcome(lambda: from_rank_zero(fail_on([1], KeyError("never called")))),
         outcome(lambda: from_all_ranks(lambda: rank * 10, sum)),
         outcome(lambda: from_all_ranks(lambda: rank * 10, refuse)),
-        outcome(lambda: from_all_ranks(fail_on([1, 2], CheckpointError(f"by rank {rank}")), sum)),
+        outcome(lambda: from_all_ranks(fail_on([1, 2], CheckpointError("E-CKPT-HASH", f"by rank {rank}")), sum)),
         outcome(lambda: from_all_ranks(fail_on([2], TypeError("bug")), sum)),
         outcome(lambda: on_all_ranks(fail_on([1], OSError(28, "full")))),
     ], outcome(lambda: on_all_ranks(fail_on([], None)))

@@ -50,7 +50,7 @@ def test_a_good_end_leaves_word(folder, in_child):
 def test_an_error_comes_back_with_its_way_out(folder, in_child):
     def work():
         with guarded(folder, 0):
-            raise DataError("block 3 differs", rule="as built", fix="copy it again")
+            raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again")
 
     assert in_child(work) == 1
     error = read_endings(folder)[0].as_user_error()
