@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -17,12 +16,13 @@ class Site:
     """files: path -> bytes. faults: path -> what the next GETs do instead, one after another: a status, one
     with headers, or a word that `file` knows.
     requests: (method, path, headers) in order. etags: off for a server that sends no
-    validators. knows_head: off for one that refuses HEAD."""
+    validators. knows_head: off for one that refuses HEAD. silence: set, it ends a "silent" fault."""
 
     host: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, list] = field(default_factory=dict)
     requests: list = field(default_factory=list)
+    silence: threading.Event = field(default_factory=threading.Event)
     etags: bool = True
     knows_head: bool = True
     busiest: int = 0
@@ -125,8 +125,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if head:
             return None
-        if fault == "slow":
-            time.sleep(4)
+        if fault == "silent":
+            self.site.silence.wait(60)
         cut = body[: len(body) // 2] if fault == "cut" else body
         self.wfile.write(cut)
         return None

@@ -122,10 +122,10 @@ def test_size_limit_with_and_without_a_content_length(site, get):
 
 
 def test_silence_has_an_end(site, get):
-    site.faults["/f"] = ["slow"]
-    started = time.monotonic()
+    site.faults["/f"] = ["silent"]  # until the end of the test
     assert get(replace(site.rules, timeout_seconds=1)) == DATA
-    assert time.monotonic() - started < 3.5
+    assert len([path for method, path, _ in site.requests if method == "GET" and path == "/f"]) >= 2
+    site.silence.set()
 
 
 def test_version_and_what_is_expected_of_it(site, get, tmp_path):
@@ -209,7 +209,7 @@ def test_requests_keep_their_distance(tmp_path):
     for _ in range(3):
         with host_connection("a.example", tmp_path, rules):
             pass
-    assert 0.35 < time.monotonic() - started < 2
+    assert time.monotonic() - started > 0.35
     with host_connection("", tmp_path, rules), host_connection("", tmp_path, rules):
         pass
 

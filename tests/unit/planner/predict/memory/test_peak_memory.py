@@ -1,10 +1,10 @@
 """Bills of memory: of ranks and moments, of other systems, how fast they are, and right where it is tight."""
 
-import time
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+from tests.expect import calls_of
 
 from ingot.planner.predict.memory.activations import block_sizes
 from ingot.planner.predict.memory.peak_memory import live_bill, memory_bill, moments, position_bill, stage_bills
@@ -123,16 +123,15 @@ def test_half_of_the_products_computed_again_is_less_memory_and_more_than_an_inp
     assert LLAMA8.d_model * 2 < sizes[1].recomputed < 0.7 * sizes[0].recomputed
 
 
-@pytest.mark.parametrize(("layout", "limit"), [({"dp_shard": 8, "zero": 3}, 1), ({"pp": 16, "schedule": "zb_v"}, 20)])
+@pytest.mark.parametrize(
+    ("layout", "limit"), [({"dp_shard": 8, "zero": 3}, 2_000), ({"pp": 16, "schedule": "zb_v"}, 20_000)]
+)
 def test_bills_are_quick_enough_for_a_search(layout, limit):
-    """Milliseconds of processor time when schedules are known, the best of some: other work does not count."""
+    """The calls of a bill when schedules are known; a thousand calls take about a tenth of a millisecond."""
     run = run_of(replace(LLAMA8, num_layers=32), micro_batches=64, **layout)
-    seconds = []
-    for _ in range(7):
-        started = time.thread_time()
-        memory_bill(run, H100)
-        seconds.append(time.thread_time() - started)
-    assert min(seconds) * 1000 < limit * 4  # machines of a test are slower than those of a user
+    memory_bill(run, H100)
+    calls = calls_of(lambda: memory_bill(run, H100))
+    assert calls < limit
 
 
 @pytest.mark.parametrize("family", ["korthikanti2022", "torchtitan", "zero_bubble"])
