@@ -1,6 +1,7 @@
 """Expectations that many tests share."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,3 +33,14 @@ def calls_of(function: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return calls
+
+
+def settled(read: Callable[[], int], most: float, seconds: float = 20.0) -> int:
+    """Return read() once it is at most `most`, else after `seconds`.
+
+    For memory in use: Gloo's threads release a collective's tensors some time after the wait for it has returned.
+    """
+    deadline = time.monotonic() + seconds
+    while (found := read()) > most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found

@@ -148,17 +148,20 @@ def require(module: str, part: str):
         raise missing_part(module, part) from None
 
 
-def describe(code: str) -> dict | None:
-    """Return what the catalogue has on an error code: meaning (str), causes (list of str), fix (str); None if unknown.
+def catalogs() -> dict[str, dict[str, dict]]:
+    """Return package -> error code -> entry with meaning (str), causes (list of str) and fix (str).
 
-    The catalogue is one errors.toml per package, next to the code that raises.
+    The entries of a package are in its errors.toml; those under "ingot" may be raised by every package.
     """
     import tomllib
     from importlib import resources
 
-    package = resources.files("ingot")
-    for place in (package, *sorted((p for p in package.iterdir() if p.is_dir()), key=lambda p: p.name)):
-        catalogue = place.joinpath("errors.toml")
-        if catalogue.is_file() and (entry := tomllib.loads(catalogue.read_text(encoding="utf-8")).get(code)):
-            return entry
-    return None
+    root = resources.files("ingot")
+    folders = [root, *sorted((folder for folder in root.iterdir() if folder.is_dir()), key=lambda folder: folder.name)]
+    files = {folder.name: folder.joinpath("errors.toml") for folder in folders}
+    return {name: tomllib.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+
+
+def describe(code: str) -> dict | None:
+    """Return the catalog entry of an error code, None for an unknown code."""
+    return next((codes[code] for codes in catalogs().values() if code in codes), None)

@@ -1,25 +1,18 @@
-"""Every error names its cause by a code, and the catalogue describes every code."""
+"""Every error names its cause by a code, and a catalog describes every code."""
 
 import ast
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import ingot
 from ingot import errors
-from ingot.errors import IngotError, describe
+from ingot.errors import IngotError, catalogs, describe
 
 SOURCE = Path(ingot.__file__).parent
 CODE = re.compile(r"E(-[A-Z0-9]+){1,4}")
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, IngotError)}
-
-
-def catalogs() -> dict[str, dict]:
-    """Return the package ("" for the ground floor) -> its entries by code."""
-    found = {path.parent.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("errors.toml")}
-    return {package.removeprefix("."): tomllib.loads(path.read_text()) for package, path in found.items()}
 
 
 def trees() -> dict[Path, ast.Module]:
@@ -54,8 +47,8 @@ def used() -> set[tuple[str, str]]:
         inside = path.relative_to(SOURCE).parts
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and CODE.fullmatch(node.value):
-                found.add((inside[0] if len(inside) > 1 else "", node.value))
-    kinds = {("", kind.kind) for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")}
+                found.add((inside[0] if len(inside) > 1 else "ingot", node.value))
+    kinds = {("ingot", kind.kind) for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")}
     return found - kinds - {("cli", "E-CODE")}  # the placeholder of help texts
 
 
@@ -65,8 +58,8 @@ def test_every_error_has_a_code():
 
 def test_the_catalog_has_exactly_the_codes_that_are_raised():
     listed = {(package, code) for package, entries in catalogs().items() for code in entries}
-    shared = {code for package, code in listed if not package}  # of the ground floor, for every package
-    raised = {("" if code in shared else package, code) for package, code in used()}
+    shared = {code for package, code in listed if package == "ingot"}  # of the ground floor, for every package
+    raised = {("ingot" if code in shared else package, code) for package, code in used()}
     assert (sorted(raised - listed), sorted(listed - raised)) == ([], [])
 
 

@@ -88,14 +88,14 @@ def _list_topics(terminal: Terminal) -> None:
 def _explain_code(code: str, terminal: Terminal) -> None:
     import difflib
 
-    from ingot.errors import UsageError, describe
+    from ingot.errors import UsageError, catalogs, describe
 
     if code == "E-":
         _list_codes(terminal)
         return
     entry = describe(code)
     if entry is None:
-        known = [one for codes in _catalogs().values() for one in codes]
+        known = [one for codes in catalogs().values() for one in codes]
         near = sorted({*difflib.get_close_matches(code, known, n=5), *(one for one in known if one.startswith(code))})
         raise UsageError(
             "E-CODE-UNKNOWN",
@@ -113,23 +113,14 @@ def _explain_code(code: str, terminal: Terminal) -> None:
 
 
 def _list_codes(terminal: Terminal) -> None:
-    catalogs = _catalogs()
-    for package, codes in catalogs.items():
+    from ingot.errors import catalogs
+
+    packages = catalogs()
+    for package, codes in packages.items():
         terminal.say(terminal.style(package, "bold"))
         terminal.table([("  " + code, entry["meaning"]) for code, entry in codes.items()])
-    terminal.result({"packages": catalogs})
+    terminal.result({"packages": packages})
     terminal.next("ingot explain E-CODE")
-
-
-def _catalogs() -> dict[str, dict[str, dict]]:
-    """Return package -> error code -> its entry, from the errors.toml files next to the code."""
-    import tomllib
-    from importlib import resources
-
-    root = resources.files("ingot")
-    folders = [root, *sorted((folder for folder in root.iterdir() if folder.is_dir()), key=lambda folder: folder.name)]
-    files = {folder.name: folder.joinpath("errors.toml") for folder in folders}
-    return {name: tomllib.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
 
 
 def _explain_plan(args: argparse.Namespace, terminal: Terminal) -> None:

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from dataclasses import asdict
 
     from ingot.errors import EXIT_OK
-    from ingot.report.facts import layout_text
+    from ingot.planner.show.layout import degrees_text
     from ingot.report.status import read_status, sparkline
     from ingot.units import format_count, format_seconds
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     now = time.time()
     parts = [terminal.style(status.name, "bold"), status.state, f"{status.ranks} ranks"]
     if status.layout:
-        parts[-1] += f" ({layout_text(status.layout)})"
+        parts[-1] += f" ({degrees_text(status.layout)})"
     parts.append(f"step {status.step:,}/{status.steps:,}")
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")

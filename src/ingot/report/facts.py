@@ -5,7 +5,7 @@ kind requires are counted in `unreadable_events` and not used.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -346,15 +346,3 @@ def is_number(value) -> TypeGuard[float]:
 def is_finite(value) -> TypeGuard[float]:
     """Return whether `value` is a number that is neither NaN nor infinite, and below 1e18 in absolute value."""
     return is_number(value) and abs(value) < 1e18
-
-
-def layout_text(layout: Mapping[str, object]) -> str:
-    """Return a layout from a `run_started` event as text.
-
-    {"dp_shard": 4, "cp": 2, "ep": 2, "context": "ring"} -> "dp_shard 4 x cp 2 (ring), ep 2". Expert parallelism is
-    listed last because its ranks are spread over the other axes. Axes of size 1 are left out, but for a single one.
-    """
-    axes = {axis: size for axis, size in layout.items() if axis not in ("ep", "context")}
-    form = {"cp": f" ({layout['context']})"} if "context" in layout else {}
-    divided = [f"{axis} {size}{form.get(axis, '')}" for axis, size in axes.items() if size != 1 or len(axes) == 1]
-    return " x ".join(divided) + (f", ep {layout['ep']}" if "ep" in layout else "")

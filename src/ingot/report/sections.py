@@ -6,7 +6,8 @@ Every section is a function of the run's data that returns None when the run has
 import time
 from statistics import median
 
-from ingot.report.facts import FaultRecord, RunData, is_finite, is_number, layout_text
+from ingot.planner.show.layout import degrees_text
+from ingot.report.facts import FaultRecord, RunData, is_finite, is_number
 from ingot.report.render.charts import loss_chart, optimizer_charts, settled, throughput_charts, throughput_summary
 from ingot.report.render.page import (
     Bar,
@@ -220,7 +221,7 @@ def _ranks(data: RunData, ranks: int) -> str:
     for start in data.starts:
         layout = start.get("layout")
         if isinstance(layout, dict) and layout and layout != before:
-            layouts.append(layout_text(layout) + (f" from step {start['from_step']:,}" if before else ""))
+            layouts.append(degrees_text(layout) + (f" from step {start['from_step']:,}" if before else ""))
             before = layout
     return f"{ranks}" + (f": {'; '.join(layouts)}" if layouts else "")
 

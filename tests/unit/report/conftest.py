@@ -1,5 +1,6 @@
 """A run folder as a drilled training run leaves it: 880 steps, one kill and restart, evaluations, samples, a twin."""
 
+import importlib.util
 import json
 import math
 import random
@@ -194,3 +195,21 @@ def drilled_run(tmp_path_factory) -> Path:
     lines = [{"kind": "stage", "time": START, "name": n, "seconds": s, "summary": text} for n, s, text in stages]
     write_events(root, lines)
     return run
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The functions that make a data folder by hand, from the tests of purge."""
+    path = Path(__file__).parents[1] / "data" / "lineage" / "purge" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("folders", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tokenizer = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    vars(module)["tokenizer"] = module.train_bpe((record["text"] for record in module.crawl()), 300, tokenizer)
+    return module
+
+
+@pytest.fixture
+def data(tmp_path, folders):
+    return folders.make_folder(tmp_path / "data", folders.crawl(), folders.tokenizer)

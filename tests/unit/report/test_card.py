@@ -1,9 +1,7 @@
 """The data card shows the content of the folder, and crawled text in it cannot act."""
 
-import importlib.util
 import json
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from tests.expect import refused
@@ -17,24 +15,6 @@ from ingot.report.card import clean, write_card
 from ingot.schema.tokens import read_token_manifest
 
 HOSTILE = "</blockquote><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x00&lt;b&gt;\ud800"
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """The functions that make a data folder by hand, from the tests of purge."""
-    path = Path(__file__).parents[1] / "data" / "lineage" / "purge" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("folders", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    tokenizer = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    vars(module)["tokenizer"] = module.train_bpe((record["text"] for record in module.crawl()), 300, tokenizer)
-    return module
-
-
-@pytest.fixture
-def data(tmp_path, folders):
-    return folders.make_folder(tmp_path / "data", folders.crawl(), folders.tokenizer)
 
 
 class _Tags(HTMLParser):

@@ -1,10 +1,8 @@
 """The exposure of a run to a document equals the result of tracing its steps one by one."""
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,24 +27,6 @@ from ingot.trainer.loader.order import Order
 from ingot.trainer.resilience.lock import RunLock
 
 BATCH, SEQ_LEN, STEPS, SEED = 4, 32, 30, 7
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """The functions that make a data folder by hand, from the tests of purge."""
-    path = Path(__file__).parents[2] / "data" / "lineage" / "purge" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("folders", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    tokenizer = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    vars(module)["tokenizer"] = module.train_bpe((record["text"] for record in module.crawl()), 300, tokenizer)
-    return module
-
-
-@pytest.fixture
-def data(tmp_path, folders):
-    return folders.make_folder(tmp_path / "data", folders.crawl(), folders.tokenizer)
 
 
 @pytest.fixture
