@@ -54,13 +54,11 @@ def test_a_killed_rank_costs_nothing_but_time(project, undisturbed, rank):
     out = f"killed-{rank}"
     process = project.start(out)
     project.wait_for_step(out, 50, process)
-    killed_at = time.time()
     os.kill(project.rank_pid(out, rank), signal.SIGKILL)
     output = ended(process, 0)
     log = project.folder(out).events
     (fault,) = read_events(log, events.FAULT)
     assert (fault["rank"], fault["cause"]) == (rank, "was killed (SIGKILL)")
-    assert fault["time"] - killed_at < 5
     assert [e["attempt"] for e in read_events(log, events.RESTART)] == [1]
     resumed = [e["from_step"] for e in read_events(log, events.RUN_STARTED)]
     assert resumed[0] == 0 and resumed[1] >= 40 and resumed[1] % 20 == 0

@@ -249,18 +249,27 @@ def _fastest_seconds(call: Callable[[], object]) -> float:
     return min(taken)
 
 
+def measure_rank(ranks: int, device: torch.device) -> dict:
+    """Return the answer for calibrate.py: {"timings": [{"seconds", "peak_bytes"} of each shape], "limits": rates}.
+
+    Collective.
+    """
+    steps, peaks = first_steps(shapes(ranks), device)
+    found = [measure_limits(device)]
+    seconds = take_turns(steps)
+    found += [measure_limits(device) for _ in range(2)]
+    timings = [{"seconds": s, "peak_bytes": p} for s, p in zip(seconds, peaks, strict=True)]
+    return {"timings": timings, "limits": fastest(found)}
+
+
 def main() -> int:
     if "--cuda" in sys.argv:
         print(json.dumps(measure_gpu(torch.device("cuda", 0))))
         return 0
     place = start("cpu", timeout_seconds=60)
-    steps, peaks = first_steps(shapes(place.world_size), place.device)
-    found = [measure_limits(place.device)]
-    seconds = take_turns(steps)
-    found += [measure_limits(place.device) for _ in range(2)]
+    answer = measure_rank(place.world_size, place.device)
     if place.is_first:
-        timings = [{"seconds": s, "peak_bytes": p} for s, p in zip(seconds, peaks, strict=True)]
-        print(json.dumps({"timings": timings, "limits": fastest(found)}))
+        print(json.dumps(answer))
     stop()
     return 0
 

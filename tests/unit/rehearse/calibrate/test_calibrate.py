@@ -1,5 +1,6 @@
 """Calibration: rates are recovered from timings, and the ranks really time the trainer's step."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -86,14 +87,14 @@ def test_the_fit_stays_at_the_bound_of_what_the_data_denies():
     assert bounded_fit(features, np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.5, 0.01]))[1] == 0.01
 
 
-def test_the_device_rates_are_of_this_world():
+def test_every_device_rate_is_measured():
     torch = pytest.importorskip("torch")
     from ingot.rehearse.calibrate.rank import measure_device
 
     torch.set_num_threads(1)
     rates = measure_device(torch.device("cpu"), torch.float32, width=128, heads=2, seq_len=64)
-    assert 1e7 < rates["matmul"] < 1e14 and 1e6 < rates["attention"] < 1e14
-    assert 1e6 < rates["bandwidth"] < 1e14 and 1e-8 < rates["op_seconds"] < 1e-2
+    assert rates.keys() == LIMITS.keys() - {"link_bandwidth", "link_seconds"}
+    assert all(0 < rate < math.inf for rate in rates.values())
 
 
 def test_limits_are_the_best_that_was_seen():
@@ -121,7 +122,7 @@ def test_two_ranks_measure_their_links(fork_ranks):
         return measure_links(torch.device("cpu"))
 
     found, _ = fork_ranks(measured, 2)
-    assert 1e6 < found["link_bandwidth"] < 1e12 and 1e-7 < found["link_seconds"] < 1
+    assert found.keys() == {"link_bandwidth", "link_seconds"} and all(0 < rate < math.inf for rate in found.values())
     assert fork_ranks(measured, 1) == [{}]
 
 
@@ -131,10 +132,25 @@ def test_a_rank_that_fails_says_why(monkeypatch):
         calibrate_cpu(BARE)
 
 
-def test_one_rank_of_this_machine():
-    pytest.importorskip("torch")
+def _measured_quickly(rank, ranks):
+    import torch
+
+    from ingot.rehearse.calibrate import rank as program
+
+    torch.set_num_threads(1)
+    program._QUIET_SECONDS = program._BUSY_SECONDS = 0.0
+    program._LEAST_ROUNDS = program._REPEATS = 1
+    return program.measure_rank(ranks, torch.device("cpu"))
+
+
+def test_one_rank_of_this_machine(fork_ranks, monkeypatch):
+    """The real measurement, one round of it. A busy machine gives other rates, so only their signs are compared."""
+    (answer,) = fork_ranks(_measured_quickly, 1)
+    monkeypatch.setattr(calibrate, "_start_ranks", lambda ranks: answer)
     cluster = calibrate_cpu(replace(BARE, devices_per_node=1))
-    assert 1e8 < cluster.peak_flops["bf16"] < 1e16
+    rates = (*cluster.peak_flops.values(), cluster.memory_bandwidth, cluster.op_seconds, cluster.attention_efficiency)
+    assert all(0 < rate < math.inf for rate in rates) and cluster.measured
+    assert [timing["seconds"] > 0 for timing in answer["timings"]] == [True] * len(shapes(1))
     assert 100 << 20 < cluster.runtime_bytes < 2 << 30
 
 

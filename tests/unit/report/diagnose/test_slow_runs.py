@@ -114,17 +114,22 @@ def test_a_loader_that_sleeps(trained):
     def spoil(rank):
         from ingot.trainer.loader.reader import TokenReader
 
-        read = TokenReader.read
+        read, returned = TokenReader.read, None
 
         def slow_read(self, ids, out):
-            time.sleep(0.1 if rank == 1 else 0.0)
-            return read(self, ids, out=out)
+            nonlocal returned
+            # Longer than the other work of a step, however slow the machine is.
+            took = 0.0 if returned is None else time.monotonic() - returned
+            time.sleep(min(0.05 + 4 * took, 2.0) if rank == 1 else 0.0)
+            ids = read(self, ids, out=out)
+            returned = time.monotonic()
+            return ids
 
         TokenReader.read = slow_read
 
     found = trained(spoil=spoil, parallel={"dp_replicate": 2}, micro_batch=4)
     assert first(found).name == "data stall"
-    assert first(found).seconds > 0.05
+    assert first(found).seconds > 0.5 * found.measured.step_seconds
     assert "rank 1 most" in first(found).evidence  # rank 0 does not wait for data, but for rank 1
     assert found.measured.waits["data"].least < first(found).seconds / 2
 

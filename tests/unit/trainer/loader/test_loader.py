@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from tests.expect import refused
+from tests.expect import refused, settled
 
 from ingot.trainer.loader import loader as module
 from ingot.trainer.loader.loader import Loader
@@ -89,7 +89,8 @@ def test_it_runs_so_many_batches_ahead_and_no_further(token_folder, monkeypatch,
         module.TokenReader, "read", lambda self, ids, out=None: (reads.append(1), honest(self, ids, out))[1]
     )
     with Loader(folder, seq_len=32, global_batch=8, micro_batch=2, seed=7, last_step=50, prefetch=ahead):
-        time.sleep(0.3)
+        settled(lambda: ahead + 1 - len(reads), 0)
+        time.sleep(0.1)
     assert len(reads) == ahead + 1  # the last waits for its place in the queue
 
 
