@@ -3,7 +3,7 @@
 Before that, two kinds of tasks find spans of text that occur earlier in the corpus (dedup/substrings.py), without the
 documents that are dropped as duplicates:
 
-    write_windows    per input      hashes of the runs of words in the documents left
+    write_windows    per input      hashes of the runs of `SubstringRules.words` words in the documents left
     mark_repeated    per partition  marks of the runs that occur earlier in the corpus
 """
 
@@ -45,14 +45,14 @@ class WriteWindows:
 
 @dataclass(frozen=True)
 class RunsOfWords:
-    """The result for one input: the number of runs of words."""
+    """The result for one input: the number of runs of `SubstringRules.words` words."""
 
     runs: int
 
 
 @task_function("write_windows")
 def write_windows(specification: WriteWindows, attempt: Attempt) -> RunsOfWords:
-    """Write the hashes of all runs of words in the input's documents that are left, by partition."""
+    """Write the hashes of all runs of words in the input's documents left, grouped by partition of the hashes."""
     inputs = ProcessedInputs({specification.number: specification.input}, DroppedRows(specification.dropped))
 
     def texts() -> Iterator[str]:
@@ -79,7 +79,7 @@ class RepeatedRuns:
 
 @task_function("mark_repeated")
 def mark_repeated(specification: MarkRepeated, attempt: Attempt) -> RepeatedRuns:
-    """Mark the runs of words of one partition that occur earlier in the corpus."""
+    """Write a bit for each run of words of one partition: 1 if the run occurs earlier in the corpus."""
     with attempt.beating():
         folders = specification.windows.folders
         return RepeatedRuns(substrings.mark_repeated(specification.partition, folders, attempt.out))

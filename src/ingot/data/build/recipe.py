@@ -42,9 +42,9 @@ OF_ONE_SOURCE = ("preset", "extract", "blocklist", "language", "quality", "junk"
 class DataRecipe:
     """The rules of every stage. A stage that is switched off (`enabled` in its section) stays in the funnel.
 
-    preset: the name of the preset that sets the values of [quality] which the file does not set. remote: rules for
-    fetching inputs; they have no effect on the documents. source: source name -> values that differ for its documents
-    (code needs other rules than prose); only the sections in `OF_ONE_SOURCE` can differ.
+    preset: name of the quality preset; it gives the values of [quality] that the recipe file does not set. remote:
+    rules for fetching inputs, which have no effect on the documents. source: source name -> values that differ for its
+    documents (code needs other rules than prose); only the sections in `OF_ONE_SOURCE` can differ.
     """
 
     preset: str = DEFAULT_PRESET

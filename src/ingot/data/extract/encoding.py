@@ -18,7 +18,7 @@ def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
     """Return (text, name of the encoding used). Never raises; bytes that do not decode become U+FFFD.
 
     The order: byte order mark; UTF-16 if the pattern of zero bytes shows it; UTF-8 if all bytes are valid (text in
-    another encoding almost never is valid UTF-8, and headers are often wrong); the HTTP header; the meta element;
+    another encoding is almost never valid UTF-8, and headers are often wrong); the HTTP header; the meta element;
     detection by uchardet. A declared encoding is used if at most 1% of the characters fail; otherwise the encoding with
     the fewest failures is used. Only WHATWG encodings are possible, so no page can choose a slow or unusual codec.
     """

@@ -133,7 +133,7 @@ class Extract:
 
 
 def resiliparse_text(html: str, max_depth: int, max_work: int) -> str:
-    """Return the main content that resiliparse finds. Raises PageRefused for too deep a page, and parser errors.
+    """Return the main content that resiliparse finds. Raises PageRefused if nesting is too deep, and parser errors.
 
     max_depth: levels of nested elements. max_work: sum of the depths of all elements; the time of the search for main
     content is proportional to this sum (measured: 0.2 µs per level).
@@ -182,7 +182,7 @@ def check_depth(html: str, tree: HTMLTree, max_depth: int, max_work: int) -> Non
 
 
 def _is_deeper(root, depth: int) -> bool:
-    """Return True if an element has at least `depth` ancestors. The CSS selector runs at native speed."""
+    """Return True if an element has at least `depth` ancestors. Use a CSS selector, which runs at native speed."""
     return root.query_selector(">".join(["*"] * (depth + 1))) is not None
 
 

@@ -32,7 +32,7 @@ _SAME_NAME_STEPS = 16  # an end tag with an unknown name is compared with this m
 
 @cache
 def _symbols() -> tuple[list[int], list[int]]:
-    """Return two tables byte -> symbol (0 if none): for names, and for words in attribute values (letters only)."""
+    """Return two tables from byte to automaton symbol (0: none): for names, and for values (only letters have one)."""
     names, values = [0] * 256, [0] * 256
     for character in "abcdefghijklmnopqrstuvwxyz":
         for byte in (character + character.upper()).encode():

@@ -61,7 +61,7 @@ _ALPHANUMERIC = bytes(byte for byte in range(256) if byte > 127 or chr(byte).isa
 
 
 def read_folder(path: Path, name: str, source: str, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
-    """Yield one pair (document, drop or None) per file below the folder `path`, in the order of names.
+    """Yield one pair (document, drop or None) per file in the folder `path` and its subfolders, in the order of names.
 
     Symbolic links are not followed, and only regular files are opened.
     Drop rules: read.not_code, vendored, generated, minified, not_text, too_large, empty_body, link, unreadable.

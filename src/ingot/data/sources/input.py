@@ -141,8 +141,8 @@ def read(
     """Yield pairs (document, drop or None) in the order of the input, in constant memory.
 
     A remote file is fetched into `cache` and stays there until `forget` removes it. known: the earlier `identity` of
-    the input; if the server has another version, DataError is raised. Raises BadInput for a file that does not have its
-    format at all, and DataError for a file that cannot be read or fetched.
+    the input; if the server has another version, DataError is raised. Raises BadInput for a file whose content does not
+    have its format, and DataError for a file that cannot be read or fetched.
     """
     limits = limits or Limits()
     path = Path(one.location)
@@ -176,7 +176,7 @@ def read(
 
 
 def forget(one: Input, cache: Path) -> None:
-    """Remove the copy of `one` that `read` fetched, complete or partial."""
+    """Remove the copy of a remote input that `read` fetched, even if the copy is incomplete."""
     if one.is_remote:
         fetch.forget(one.location, cache)
 
@@ -196,7 +196,7 @@ def _reader(kind: str, path: Path, one: Input, limits: Limits) -> Iterator[tuple
 
 
 def _locations_of(word: str, format: str, cache: Path, rules: RemoteRules) -> list[tuple[str, str]]:
-    """Return (location, label or "") of every input that `word` names."""
+    """Return (Input.location, Input.label) of every input that `word` names."""
     if word.startswith("cc:"):
         return [(location, "") for location in _crawl_locations(word, cache, rules)]
     if word.startswith("s3://"):

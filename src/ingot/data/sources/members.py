@@ -72,7 +72,7 @@ class Packing(Protocol):
     def is_only_record(self, offset: int, record_id: str, block_bytes: int) -> bool:
         """Return True if the record that a reader reported at `offset` is the only one in its member.
 
-        The reader does not report the real offset of the second and later records of a member.
+        For the second and later records of a member, the reader reports a wrong offset.
         """
         ...
 

@@ -198,7 +198,7 @@ class RefusedAddress(DataError):
 
 
 def system_resolver(host: str, port: int) -> list[str]:
-    """Return all addresses of `host`. Raises OSError."""
+    """Return all IP addresses of `host`. Raises OSError if the name cannot be resolved."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 

@@ -265,7 +265,7 @@ def _content_range(response: StreamedResponse) -> tuple[int, int]:
 
 
 def _retry_after(value: str) -> float:
-    """Return the seconds to wait by a Retry-After value (seconds or a date): at most ten minutes, 0 if invalid."""
+    """Return the seconds to wait that a Retry-After value (seconds or a date) states, at most 600; 0 if invalid."""
     if re.fullmatch(r"[0-9]{1,9}", value):
         seconds = float(value)
     else:

@@ -155,7 +155,7 @@ class Local:
     def _bury(
         self, worker: "_Worker", code: int | None, waiting: "deque[_RunningTask]", ended: list[Task], store: Store
     ):
-        """Handle the end of a worker process: its task is done, or is queued again, or raises DataError."""
+        """Handle the end of a worker process: count its task as done, queue the task again, or raise DataError."""
         job, worker.job = worker.job, None
         if code is None:
             worker.wait_gone()

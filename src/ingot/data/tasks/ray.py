@@ -57,7 +57,7 @@ class Ray:
         self.close()
 
     def close(self) -> None:
-        """Disconnect from the cluster; a cluster that this process started ends."""
+        """Disconnect from the cluster, and end the cluster if this process started it."""
         if self._connected:
             require("ray", "ray").shutdown()
             self._connected = False

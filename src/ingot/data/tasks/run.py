@@ -53,7 +53,7 @@ class Runner(Protocol):
 
 
 class RunTasks(Protocol):
-    """A function that does tasks and returns their results, in their order. doing: the text for the progress line."""
+    """A function that does tasks and returns their results in the same order. doing: text for the progress line."""
 
     def __call__(self, tasks: Sequence[Task[R]], doing: str, /) -> list[R]: ...
 
@@ -68,7 +68,7 @@ class Inline:
 
 
 def run_all(tasks: Sequence[Task[R]], store: Store, runner: Runner, watch: Watch | None = None) -> list[R]:
-    """Do `tasks` and return their results, in their order. Finished tasks are not done again.
+    """Do `tasks` and return their results, in the order of `tasks`. Finished tasks are not done again.
 
     watch(status) is called about twice a second, and at the end. Raises the errors of the runner; RunBusyError if
     another process is running tasks of this store.

@@ -188,7 +188,7 @@ def run_task(task: Task, store: Store, *, watched: bool = False, beat=None) -> N
 def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Attempt]:
     """Yield an attempt with a new folder and a progress file.
 
-    If the block raises, both are removed; only a MemoryError keeps the progress file, which names the record.
+    If the block raises, both are removed. After a MemoryError, the progress file stays to show the record at fault.
     """
     for name in ("done", "attempts", "progress", "deaths"):
         (store.root / name).mkdir(parents=True, exist_ok=True)

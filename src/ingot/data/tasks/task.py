@@ -255,7 +255,7 @@ class Task(Generic[R]):
 
     @functools.cached_property
     def key(self) -> str:
-        """The name of the result: a hash of the function's name, ingot's version, and all fields but places."""
+        """The name of the result: a hash of function name, version of ingot, and all fields that are not `PLACE`."""
         values = [self.function.name, self._values(places=False), __version__]
         return sha256_bytes(canonical_json(values).encode())[:32]
 
