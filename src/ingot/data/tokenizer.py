@@ -10,7 +10,7 @@ from ingot.errors import ConfigError, DataError, UsageError
 from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
 
-_CHUNK_CHARACTERS = 1 << 20  # read at once from a text file, which may be larger than memory
+_CHUNK_CHARACTERS = 1 << 20  # to read at once from a text file: the file may be larger than memory
 
 _SAMPLE = (
     "The quick brown fox doesn't jump over 1,234,567 lazy dogs; naïve café owners (日本語, Ελληνικά) agree 👍.\n"
@@ -20,7 +20,11 @@ _SAMPLE = (
 
 @dataclass(frozen=True)
 class TokenizerDescription:
-    """The description of a tokenizer. notice: why the engine is not tiktoken. bytes_per_token, pieces: of the text."""
+    """The description of a tokenizer and of the text that it encoded.
+
+    engine: "tiktoken" or "tokenizers". notice: the reason why the engine is not tiktoken, or "". pieces: the text of
+    each token.
+    """
 
     file: str
     sha256: str
@@ -89,8 +93,8 @@ def _texts(inputs: Sequence[Path]) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise DataError(
                 "E-TEXT-ENCODING",
-                f"{path} is not UTF-8 text ({error.reason})",
+                f"{path} is not UTF-8 text: {error.reason}",
                 rule="text files are UTF-8",
-                fix="convert the file to UTF-8, or build a corpus from crawl files first: ingot data build",
+                fix="convert the file to UTF-8; for crawl files, build a corpus first: ingot data build",
                 path=str(path),
             ) from None

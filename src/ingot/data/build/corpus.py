@@ -1,7 +1,7 @@
 """Read and write a corpus folder: kept documents by source, dropped documents with their reasons, and `corpus.json`.
 
-    corpus.json            CorpusManifest; written last, so a folder without corpus.json is no corpus
-    seconds.json           CPU seconds by stage; in a file of its own, so that equal builds have an equal corpus.json
+    corpus.json            CorpusManifest; written last, so a folder without corpus.json is not a corpus
+    seconds.json           CPU seconds by stage; in a separate file, so that equal builds have an equal corpus.json
     SOURCE-NNNNN.jsonl.gz  kept documents (id, url, source, file, record_id, language, text; before, after: hashes of
                            the text as it was extracted and as it is kept)
     dropped-NNNNN.jsonl.gz dropped documents (id, url, source, file, stage, rule, value, the first 300 characters)
@@ -30,21 +30,21 @@ _REBUILD = "remove the corpus folder and build it again: ingot data build FILES.
 
 @contextmanager
 def jsonl_writer(path: Path):
-    """Yield `write(line: bytes)`: gzip JSONL that appears at `path` when the block ends without an error.
+    """Yield `write(line: bytes)` for a gzip JSONL file, which appears at `path` when the block ends without an error.
 
-    No file name and no time go into the gzip header: equal lines, equal bytes.
+    The gzip header has neither a file name nor a time, so equal lines give equal bytes.
     """
     with atomic_file(path) as file, gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
         yield packed.write
 
 
 def json_line(row: dict) -> bytes:
-    """Return `row` as a line of UTF-8 JSON. Lone surrogates (broken URLs) become \\uXXXX and read back unchanged."""
+    """Return `row` as a line of UTF-8 JSON. Lone surrogates (in broken URLs) become \\uXXXX, which reads back equal."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_jsonl(path: Path) -> Iterator[dict]:
-    """Yield the rows of a gzip JSONL file. Raises DataError with the line if the file is damaged."""
+    """Yield the rows of a gzip JSONL file. Raises DataError with the line number if the file is damaged."""
     number = 0
     try:
         with gzip.open(path, "rb") as file:
@@ -81,9 +81,9 @@ def write_manifest(folder: Path, manifest: CorpusManifest) -> None:
 
 
 def load_corpus(folder: Path) -> CorpusManifest:
-    """Return the manifest of a corpus folder, with the CPU seconds of its funnel if they are there.
+    """Return the manifest of a corpus folder; its funnel has CPU seconds if the folder has a seconds.json.
 
-    Raises DataMissing if there is no corpus, DataError if its manifest cannot be read.
+    Raises DataMissing if the folder is missing or empty, DataError if it has no readable manifest.
     """
     path = folder / MANIFEST
     try:
@@ -148,7 +148,7 @@ def _check(path: Path, sha256: str) -> None:
     if found != sha256:
         raise DataError(
             "E-CORPUS-HASH",
-            f"{path} has SHA-256 {found[:12]}.., {MANIFEST} says {sha256[:12]}..",
+            f"{path} has SHA-256 {found[:12]}.., but {MANIFEST} lists {sha256[:12]}..",
             rule="a corpus is not edited after the build",
             fix=_REBUILD,
             path=str(path),
@@ -158,15 +158,15 @@ def _check(path: Path, sha256: str) -> None:
 
 
 def read_part(path: Path, sha256: str) -> Iterator[dict]:
-    """Yield the rows of a corpus file after checking its hash. Raises DataError if the file is damaged."""
+    """Check the hash of a corpus file, then yield its rows. Raises DataError if the file is damaged."""
     _check(path, sha256)
     yield from read_jsonl(path)
 
 
 def read_documents(corpus: Path, *, verify: bool = True) -> Iterator[tuple[str, dict]]:
-    """Yield (source, document) for every kept document, in order; `verify` checks each file's hash first.
+    """Yield (source, document) for every kept document, in order. verify: check the hash of each file first.
 
-    A document has id, url, source, file, record_id, language and text, all str.
+    A document is a dict with id, url, source, file, record_id, language and text, all str.
     """
     for part in load_corpus(corpus).parts:
         if verify:
@@ -182,7 +182,7 @@ def read_dropped(corpus: Path) -> Iterator[dict]:
 
 
 def cut_files(corpus: Path) -> tuple[str, ...]:
-    """Return a warning for every input that is truncated or could not be read; the funnel counts one record for it."""
+    """Return a warning for every input that is truncated or could not be read. The funnel counts each as one record."""
     manifest = load_corpus(corpus)
     cut, bad = "read.truncated_file", "read.bad_input"
     if not any(rule in stage.dropped for stage in manifest.funnel for rule in (cut, bad)):
@@ -191,7 +191,7 @@ def cut_files(corpus: Path) -> tuple[str, ...]:
     if paths:
         from ingot.data.lineage.records import lineage_connection
 
-        with lineage_connection(paths) as lineage:  # two columns, where the dropped records are files full of text
+        with lineage_connection(paths) as lineage:  # reads only these columns; the files of dropped records hold text
             query = "SELECT file, rule, value FROM lineage WHERE rule IN (?, ?) ORDER BY filename, file_row_number"
             found = lineage.execute(query, [cut, bad]).fetchall()
     else:

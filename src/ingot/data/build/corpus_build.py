@@ -1,9 +1,9 @@
 """Build a corpus folder from crawl files: decide for every document whether it stays, in the order of the inputs.
 
 One task per input (process_input.py) takes its documents through the stages that look at one document. Further tasks
-find, in the order of the inputs, URLs and texts that came before (duplicates.py) and write the files (corpus_files.py).
-So the corpus does not depend on the runner or the number of workers. Results of tasks are kept, by content, until the
-corpus is finished: after Ctrl-C or a crash the same command continues where it stopped.
+find URLs and texts that repeat earlier ones, in the order of the inputs (duplicates.py), and write the files
+(corpus_files.py). So the corpus does not depend on the runner or the number of workers. The results of tasks are kept
+until the corpus is finished: after Ctrl-C or a crash, the same command continues where it stopped.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from ingot.errors import ConfigError, DataError, ResourceError
 from ingot.schema.corpus import CorpusManifest
 from ingot.storage import canonical_json, exclusive, fsync_dir, require_free, sha256_bytes, sha256_file
 
-_PROCESS_SHARE, _DUPLICATES_SHARE = 0.85, 0.95  # the time of a build that is over by then, for the progress bar
+_PROCESS_SHARE, _DUPLICATES_SHARE = 0.85, 0.95  # progress bar: share of a build's time until the end of this step
 _SPARE_BYTES = 64 << 20
 
 
@@ -54,7 +54,7 @@ _SPARE_BYTES = 64 << 20
 class CorpusIdentity:
     """The facts that decide every byte of a corpus, besides the versions of ingot and of the libraries."""
 
-    inputs: dict[str, str]  # name -> sha256, or another text that changes with a remote input
+    inputs: dict[str, str]  # name -> SHA-256; for a remote input, a text that changes with its content
     sources: dict[str, str]  # name -> source
     config_sha256: str
 
@@ -73,12 +73,12 @@ def build_corpus(
     """Build the corpus folder `out` from `inputs` by `recipe` (default: the preset `web`). Return its manifest.
 
     A finished corpus of the same inputs and recipe is kept as it is. Another corpus is replaced when the new one is
-    complete, or refused if not `replace`, because tokens were made from it. purged: the data folder with the list of
-    purged documents (lineage/purge/history.py). against: index of the documents that earlier builds kept
-    (dedup/index.py): documents that are similar to them are dropped. progress(fraction, text) is called now and then.
-    Inputs are processed in the order of their names, not in the order of `inputs`.
-    Raises ConfigError, ResourceError, RunBusyError; DataError for an input that is no crawl file, for one whose
-    workers die again and again, and when no document is left (`out` then holds the dropped documents).
+    complete. replace: if False, raise ConfigError instead, because tokens were made from the old corpus. purged: the
+    data folder with the list of purged documents (lineage/purge/history.py). against: index of the documents that
+    earlier builds kept (dedup/index.py); similar documents are dropped. Inputs are processed in the order of their
+    names, not in the order of `inputs`.
+    Raises ConfigError, ResourceError, RunBusyError; DataError for an input that cannot be fetched, for one whose
+    workers die repeatedly, and if no document is left (`out` then holds the dropped documents).
     """
     recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
     _check_inputs(inputs, recipe)
@@ -111,9 +111,9 @@ def corpus_identity(
     runner: Runner,
     report: ReportProgress,
 ) -> tuple[CorpusIdentity, int]:
-    """Hash the inputs, each in a task. Return the identity of the corpus, and the bytes of all inputs if known.
+    """Hash each input in a task. Return the identity of the corpus, and the total bytes of inputs whose size is known.
 
-    A build that continues hashes local inputs again if their size or time changed, and asks every server again.
+    A build that continues hashes local inputs again if their size or time changed, and requests every remote version.
     """
     cache = store.root / "fetched"
     tasks = [
@@ -136,7 +136,7 @@ def corpus_identity(
 
 @dataclass(frozen=True, kw_only=True)
 class IdentifyInput:
-    """Settings of `identify_input`. stamp: see process_input.stamp. cache: folder of fetched inputs."""
+    """Settings of `identify_input`. stamp: see process_input.stamp. cache: the folder of fetched inputs."""
 
     input: Input
     stamp: Stamp
@@ -146,12 +146,12 @@ class IdentifyInput:
 
 @task_function("identify_input")
 def identify_input(specification: IdentifyInput, attempt: Attempt) -> dict[str, Any]:
-    """Return the facts that change with the content of an input (sources/input.py: identity)."""
+    """Return the facts that change whenever the content of the input changes (sources/input.py: identity)."""
     return identity(specification.input, specification.cache, specification.remote)
 
 
 def find_corpus(out: Path, identity: CorpusIdentity) -> CorpusManifest | None:
-    """Return the manifest of the corpus in `out` if exactly `identity` made the corpus, else None."""
+    """Return the manifest of the corpus in `out` if its identity equals `identity`, else None."""
     if not (out / MANIFEST).exists():
         return None
     found = load_corpus(out)
@@ -200,7 +200,7 @@ def _check_inputs(inputs: Sequence[Input], recipe: DataRecipe) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", one.source) or one.source == "dropped":
             raise ConfigError(
                 "E-SOURCE-NAME",
-                f"{one.source!r} is no name for a source",
+                f"{one.source!r} is not a valid source name",
                 rule="letters, digits, '_', '.' and '-', beginning with a letter or digit; not 'dropped'",
                 fix="choose another name: --source NAME FILES...",
                 source=one.source,
@@ -219,7 +219,7 @@ def _check_out(out: Path, replace: bool) -> None:
     if out.exists() and not (out / MANIFEST).exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             "E-CORPUS-FOLDER",
-            f"{out} exists and is no corpus",
+            f"{out} exists and is not a corpus",
             rule="a build writes a new folder, or replaces an older corpus",
             fix="choose another --out",
             path=str(out),
@@ -228,13 +228,13 @@ def _check_out(out: Path, replace: bool) -> None:
 
 @contextlib.contextmanager
 def _work_folder(out: Path) -> Iterator[Path]:
-    """Yield the folder for unfinished work: removed when the block ends well, else kept for the next try."""
+    """Yield the folder for unfinished work: removed if the block ends without an error, else kept for the next call."""
     work = out.absolute().with_name(f".{out.name}.work")
     work.mkdir(parents=True, exist_ok=True)
     with exclusive(work, f"building {out}"):
         shutil.rmtree(work / "removed", ignore_errors=True)
         yield work
-        # Renamed first: a process that is killed here must not leave half of a store.
+        # Renamed before it is removed: a process that is killed here must not leave half of a store.
         if (work / "store").exists():
             (work / "store").rename(work / "removed")
         shutil.rmtree(work)
@@ -253,7 +253,7 @@ class _Build:
 
     def run(self, folder: Path) -> CorpusManifest:
         """Write the corpus into `folder`, the manifest last."""
-        decides = fingerprint(self.recipe)  # once: it hashes word lists and models
+        decides = fingerprint(self.recipe)  # computed once, because it hashes word lists and models
         evaluation_sets = self._index_evaluation_sets(decides)
         processed = self._process_tasks(evaluation_sets, decides)
         results = self._run(processed, "reading", 0.0, _PROCESS_SHARE)
@@ -291,7 +291,7 @@ class _Build:
             funnel=funnel(sum(one.records for one in results), [one.drops for one in written], ran, seconds),
             recipe=to_dict(self.recipe),
         )
-        shutil.rmtree(folder, ignore_errors=True)  # the files of a build that was stopped here
+        shutil.rmtree(folder, ignore_errors=True)  # left by a build that was stopped in this function
         folder.mkdir()
         for task in writing:
             for path in self.store.folder(task).glob("*-*"):
@@ -321,7 +321,7 @@ class _Build:
         self, evaluation_sets: Task[EvaluationSetsIndex] | None, decides: dict[str, Any]
     ) -> list[Task[InputResult]]:
         listed = PurgedList.load(self.purged).sha256 if self.purged else ""
-        recipe = replace(self.recipe, remote=RemoteRules())  # the rules for fetching decide no byte of the corpus
+        recipe = replace(self.recipe, remote=RemoteRules())  # rules for fetching do not affect the corpus
         return [
             process_input.task(
                 ProcessInput(
@@ -347,7 +347,7 @@ class _Build:
 
 @functools.cache
 def _libraries() -> dict[str, str]:
-    """Return name -> version of the libraries that read pages: their results are not mixed after an update."""
+    """Return library name -> version. It is part of each task's key, so an update mixes no old and new results."""
     found = {}
     for name in ("fastwarc", "resiliparse", "trafilatura", "lxml", "spacy", "pyarrow"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -356,7 +356,7 @@ def _libraries() -> dict[str, str]:
 
 
 def _publish(folder: Path, out: Path, work: Path) -> None:
-    """Move the finished `folder` to `out`; an older corpus there is moved away first, then removed."""
+    """Move the finished `folder` to `out`; an older corpus is moved into `work`, which the caller removes."""
     old = work / "replaced"
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
@@ -366,7 +366,7 @@ def _publish(folder: Path, out: Path, work: Path) -> None:
 
 
 def _not_empty(manifest: CorpusManifest, out: Path) -> CorpusManifest:
-    """Return the manifest of a corpus that holds a document. Raises DataError for an empty one."""
+    """Return `manifest`, or raise DataError if its corpus has no document."""
     if manifest.parts:
         return manifest
     worst = most_dropped(manifest.funnel)[:3]

@@ -1,9 +1,10 @@
 """Write the files of a corpus that come from one input: kept documents, dropped documents, and the lineage of both.
 
-Spans of text that came before in the corpus are found first (dedup/substrings.py), once duplicates are gone:
+Before that, two kinds of tasks find spans of text that occur earlier in the corpus (dedup/substrings.py), without the
+documents that are dropped as duplicates:
 
-    write_windows    per input      runs of words of the documents left
-    mark_repeated    per partition  which of the runs came before
+    write_windows    per input      hashes of the runs of `SubstringRules.words` words in the documents left
+    mark_repeated    per partition  marks of the runs that occur earlier in the corpus
 """
 
 import json
@@ -28,12 +29,12 @@ from ingot.data.tasks.task import Attempt, Task, TaskGroup, TaskRef, task_functi
 from ingot.schema.corpus import CorpusPart, LineagePart
 from ingot.storage import sha256_file
 
-_BYTES_PER_WORD = 4  # fewer than any language has, on average: partitions come out small rather than large
+_BYTES_PER_WORD = 4  # below the average of any language, so that partitions are too small rather than too large
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteWindows:
-    """Settings of `write_windows`: input number `number`, and all decisions about duplicates."""
+    """Settings of `write_windows`. number: the number of the input. dropped: all decisions about duplicates."""
 
     number: int
     input: TaskRef[InputResult]
@@ -44,14 +45,14 @@ class WriteWindows:
 
 @dataclass(frozen=True)
 class RunsOfWords:
-    """The result for one input: how many runs of words there are."""
+    """The result for one input: the number of runs of `SubstringRules.words` words."""
 
     runs: int
 
 
 @task_function("write_windows")
 def write_windows(specification: WriteWindows, attempt: Attempt) -> RunsOfWords:
-    """Write the hashes of all runs of words of the documents left, by partition."""
+    """Write the hashes of all runs of words in the input's documents left, grouped by partition of the hashes."""
     inputs = ProcessedInputs({specification.number: specification.input}, DroppedRows(specification.dropped))
 
     def texts() -> Iterator[str]:
@@ -71,14 +72,14 @@ class MarkRepeated:
 
 @dataclass(frozen=True)
 class RepeatedRuns:
-    """The result for one partition: how many runs of words came before."""
+    """The result for one partition: the number of runs of words that occur earlier in the corpus."""
 
     runs: int
 
 
 @task_function("mark_repeated")
 def mark_repeated(specification: MarkRepeated, attempt: Attempt) -> RepeatedRuns:
-    """Mark the runs of words of one partition that came before."""
+    """Write a bit for each run of words of one partition: 1 if the run occurs earlier in the corpus."""
     with attempt.beating():
         folders = specification.windows.folders
         return RepeatedRuns(substrings.mark_repeated(specification.partition, folders, attempt.out))
@@ -86,20 +87,20 @@ def mark_repeated(specification: MarkRepeated, attempt: Attempt) -> RepeatedRuns
 
 @dataclass(frozen=True)
 class RepeatedSpansTasks:
-    """The finished tasks that found repeated spans: `windows` per input, `marked` per partition."""
+    """The finished tasks that found repeated spans. windows: one per input. marked: one per partition."""
 
     windows: Sequence[Task[RunsOfWords]]
     marked: TaskGroup[RepeatedRuns]
     seconds: float
 
     def of(self, number: int, rules: SubstringRules) -> "SpansOfInput":
-        """Return the references that cutting input `number` needs."""
+        """Return the references that `write_corpus_file` needs to cut repeated spans out of input `number`."""
         return SpansOfInput(rules=rules, windows=self.windows[number].ref, marked=self.marked)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpansOfInput:
-    """The repeated spans of one input: its runs of words, and the marks of every partition."""
+    """The repeated spans of one input: references to its runs of words, and to the marks of all partitions."""
 
     rules: SubstringRules
     windows: TaskRef[RunsOfWords]
@@ -113,7 +114,7 @@ def find_repeated_spans(
     store: Store,
     run: RunTasks,
 ) -> RepeatedSpansTasks | None:
-    """Run the tasks that find repeated spans in the documents left; None if the rules are switched off."""
+    """Run the tasks that find repeated spans in the documents left. Return None if the rules are switched off."""
     if not rules.enabled:
         return None
     sizes = ((store.folder(task) / "rows.jsonl").stat().st_size for task in processed)
@@ -137,9 +138,10 @@ def find_repeated_spans(
 
 @dataclass(frozen=True, kw_only=True)
 class WriteCorpusFile:
-    """Settings of `write_corpus_file`: input number `number` of the build, and all decisions about it.
+    """Settings of `write_corpus_file`.
 
-    spans: the repeated spans to cut, None if the recipe cuts none.
+    number: the number of the input. dropped: all decisions about duplicates. spans: the repeated spans to cut out, None
+    if the recipe switches that off.
     """
 
     source: str
@@ -151,9 +153,9 @@ class WriteCorpusFile:
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """The files of one input: kept and dropped are None where there is no such document.
+    """The corpus files of one input. kept, dropped: None if the input has no such document.
 
-    drops: stage -> rule -> documents.
+    drops: stage -> rule -> number of dropped documents.
     """
 
     kept: CorpusPart | None
@@ -164,7 +166,7 @@ class CorpusFile:
 
 @task_function("write_corpus_file")
 def write_corpus_file(specification: WriteCorpusFile, attempt: Attempt) -> CorpusFile:
-    """Write every record of an input into the file where it belongs, and its lineage."""
+    """Write every record of an input into its file of kept or dropped documents, and write the lineage file."""
     source, number = specification.source, specification.number
     cutter = _SpanCutter(number, specification.spans) if specification.spans else None
     decisions = iter(DroppedRows(specification.dropped).of(number))
@@ -174,7 +176,7 @@ def write_corpus_file(specification: WriteCorpusFile, attempt: Attempt) -> Corpu
     drops: dict[str, Counter[str]] = {}
 
     def records() -> Iterator[dict]:
-        """Yield every record for the lineage, and write its line into the file where it belongs."""
+        """Write the line of every record into the file of kept or dropped documents; yield its row for the lineage."""
         rows = specification.input.folder / "rows.jsonl"
         with rows.open("rb") as lines, jsonl_writer(kept) as keep, jsonl_writer(dropped) as drop:
             decision = next(decisions, None)
@@ -210,7 +212,7 @@ def write_corpus_file(specification: WriteCorpusFile, attempt: Attempt) -> Corpu
 
 
 class _SpanCutter:
-    """Cuts repeated spans out of the rows that stay, which are given in order."""
+    """A function that cuts repeated spans out of a row. The kept rows must be given to it in order."""
 
     def __init__(self, number: int, spans: SpansOfInput):
         self._rules = spans.rules

@@ -15,7 +15,7 @@ from ingot.data.build.stages import DUPLICATES, NEAR_DUPLICATES, URL
 from ingot.data.tasks.task import TaskRef
 from ingot.schema.document import Drop
 
-# A document that is dropped: number `row` of input number `input`, because it is like the document with the id `like`.
+# A dropped document: row `row` of input `input`, dropped because it repeats the document whose id is `like`.
 DECISION_DTYPE = np.dtype([("input", "<u4"), ("row", "<u4"), ("kind", "u1"), ("similarity", "<f4"), ("like", "V16")])
 SAME_URL, SAME_TEXT, SIMILAR = 0, 1, 2
 _OPEN_FILES = 64
@@ -23,7 +23,7 @@ _OPEN_FILES = 64
 
 @dataclass(frozen=True)
 class DuplicateDecisions:
-    """The result of a task that drops documents: how many.
+    """The result of a task that drops documents: the number of dropped documents.
 
     The task's folder holds decisions.npy: DECISION_DTYPE rows, ascending by input and row.
     """
@@ -32,14 +32,14 @@ class DuplicateDecisions:
 
 
 class DroppedRows:
-    """The rows that finished tasks dropped. Each document is dropped at most once."""
+    """The rows that finished tasks dropped. A document is dropped at most once."""
 
     def __init__(self, decisions: Sequence[TaskRef[DuplicateDecisions]] = ()):
         self._rows = [np.load(one.folder / "decisions.npy", mmap_mode="r") for one in decisions]
 
     def of(self, number: int) -> np.ndarray:
         """Return the DECISION_DTYPE rows of input `number`, ascending by row."""
-        # Not numpy's searchsorted, which would read and copy the whole column.
+        # bisect reads a few rows; numpy's searchsorted would read and copy the whole column.
         columns = [rows["input"] for rows in self._rows]
         mine = [
             rows[bisect_left(column, number) : bisect_right(column, number)]
@@ -50,7 +50,7 @@ class DroppedRows:
 
 
 def drop_of(decision: np.void, url: str) -> Drop:
-    """Return a decision as the Drop that funnel and lineage report. url: the document's canonical URL."""
+    """Return the Drop that funnel and lineage report for `decision`. url: the canonical URL of the dropped document."""
     like = bytes(decision["like"]).hex()
     if decision["kind"] == SAME_URL:
         return URL.drop("duplicate", url[:EXCERPT_CHARACTERS])
@@ -60,7 +60,7 @@ def drop_of(decision: np.void, url: str) -> Drop:
 
 
 class ProcessedInputs:
-    """Processed inputs by number, without the documents that earlier decisions dropped."""
+    """The processed inputs by number, without the documents that earlier decisions dropped."""
 
     def __init__(
         self,
@@ -73,27 +73,27 @@ class ProcessedInputs:
         return self._inputs[number].folder
 
     def index(self, number: int) -> np.ndarray:
-        """Return the INDEX_DTYPE rows of input `number`, mapped."""
+        """Return the INDEX_DTYPE rows of input `number`, mapped into memory."""
         return np.load(self.folder(number) / "index.npy", mmap_mode="r")
 
     def reached_url(self, number: int) -> np.ndarray:
-        """Return the rows of the documents that got to the stage `url`: one per row of urls.npy."""
+        """Return the row numbers of the documents that reached the stage `url`: one per row of urls.npy."""
         return np.flatnonzero(self.index(number)["reached_url"])
 
     def passed(self, number: int) -> np.ndarray:
-        """Return the rows of the documents that passed every stage: one per row of texts.npy and signatures.npy."""
+        """Return the row numbers of documents that passed every stage: one per row of texts.npy and signatures.npy."""
         return np.flatnonzero(self.index(number)["passed"])
 
     def left(self, number: int) -> np.ndarray:
-        """Return the positions in `passed` of the documents that no decision dropped."""
+        """Return the positions in `passed(number)` of the documents that no decision dropped."""
         return np.flatnonzero(~np.isin(self.passed(number), self._dropped.of(number)["row"]))
 
     def rows_left(self, number: int) -> np.ndarray:
-        """Return the rows of the documents that passed and that no decision dropped."""
+        """Return the row numbers of the documents that passed every stage and that no decision dropped."""
         return self.passed(number)[self.left(number)]
 
     def texts_left(self, number: int) -> Iterator[str]:
-        """Yield the texts of the documents that `rows_left` names."""
+        """Yield the texts of the documents in `rows_left(number)`."""
         index = self.index(number)
         with (self.folder(number) / "rows.jsonl").open("rb") as file:
             for row in self.rows_left(number).tolist():
@@ -104,7 +104,8 @@ class ProcessedInputs:
 class TextsByNumber:
     """The texts of the documents left in all inputs, by number.
 
-    rows: per input, the .npy file with the rows of its documents. starts: number of the first document of each input.
+    rows: for each input, the .npy file with the row numbers of its documents. starts: the number of the first document
+    of each input.
     """
 
     def __init__(self, inputs: ProcessedInputs, rows: Sequence[Path], starts: np.ndarray):

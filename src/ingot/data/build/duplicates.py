@@ -1,15 +1,15 @@
-"""Find the documents of all inputs that repeat earlier ones: by URL, by text, or nearly.
+"""Find the documents of all inputs that repeat earlier ones: the same URL, the same text, or a similar text.
 
-A chain of tasks over files. Each but the first two and the last is done per input, per band, or per slice of pairs, and
-none holds more than a bounded part of the corpus in memory (dedup/). The order of the inputs decides which of two
-documents stays, never which worker was first.
+A chain of tasks, done for all inputs at once, per input, per band, or per slice of pairs. No task holds more than a
+bounded part of the corpus in memory (dedup/). Which of two documents stays is decided by the order of the inputs, never
+by the order in which workers finish.
 
-    find_same_urls    all inputs    pages whose canonical URL came before -> decisions
-    find_same_texts   all inputs    texts that came before, among the documents left -> decisions
+    find_same_urls    all inputs    pages whose canonical URL an earlier page has -> decisions
+    find_same_texts   all inputs    documents left whose text an earlier document has -> decisions
     make_band_keys    per input     signatures of the documents left, and their key in every band
     find_candidates   per band      pairs of documents that share a key, and whose signatures agree enough
     merge_bands       all bands     the candidates of all bands, each once
-    verify_candidates per slice     pairs whose texts are as similar as the recipe asks
+    verify_candidates per slice     pairs whose texts are at least as similar as the recipe requires
     unite_similar     all slices    clusters of verified pairs -> decisions
 """
 
@@ -48,7 +48,7 @@ from ingot.data.tasks.task import PLACE, Attempt, Task, TaskGroup, TaskRef, task
 from ingot.storage import sha256_file
 
 _DECISIONS_AT_ONCE = 1 << 22  # about 0.4 GiB
-_SIGNATURES_AT_ONCE = 1 << 18  # of 128 permutations: 128 MiB, twice
+_SIGNATURES_AT_ONCE = 1 << 18  # with 128 permutations: two arrays of 128 MiB
 _PAIRS_PER_SLICE = 1 << 20
 
 
@@ -59,7 +59,7 @@ class FindSameUrls:
 
 @task_function("find_same_urls")
 def find_same_urls(specification: FindSameUrls, attempt: Attempt) -> DuplicateDecisions:
-    """Drop every page whose canonical URL came before, also if a later stage drops the earlier page."""
+    """Drop every page whose canonical URL an earlier page has, even if a later stage drops that earlier page."""
     inputs = ProcessedInputs(specification.inputs)
     with attempt.beating():
         paths = [one.folder / "urls.npy" for one in specification.inputs]
@@ -69,7 +69,7 @@ def find_same_urls(specification: FindSameUrls, attempt: Attempt) -> DuplicateDe
 
 
 def _without_dropped(inputs: ProcessedInputs, rows: np.ndarray) -> np.ndarray:
-    """Return the decisions without the documents that the worker of their input has dropped already."""
+    """Return the decisions without those about documents that `process_input` has already dropped."""
     new = [~inputs.index(number)["same_url"][mine["row"]] for number, mine in _by(rows, "input")]
     return rows[np.concatenate([*new, np.empty(0, bool)])]
 
@@ -82,7 +82,7 @@ class FindSameTexts:
 
 @task_function("find_same_texts")
 def find_same_texts(specification: FindSameTexts, attempt: Attempt) -> DuplicateDecisions:
-    """Drop every document whose text came before."""
+    """Drop every document whose text an earlier document has."""
     inputs = ProcessedInputs(specification.inputs, DroppedRows([specification.same_urls]))
     paths = [attempt.out / f"texts-{number}.npy" for number in range(len(specification.inputs))]
     with attempt.beating():
@@ -98,9 +98,9 @@ def find_same_texts(specification: FindSameTexts, attempt: Attempt) -> Duplicate
 def _decisions(
     inputs: ProcessedInputs, found: np.ndarray, kind: int, rows_of: Callable[[int], np.ndarray]
 ) -> Iterator[np.ndarray]:
-    """Yield the rows of `firsts` (dedup/equal.py) as DECISION_DTYPE rows, some at a time.
+    """Yield the result `found` of `firsts` (dedup/equal.py) as DECISION_DTYPE rows, in batches.
 
-    rows_of(number): the rows of an input whose hashes were compared.
+    rows_of(number): returns the rows of input `number` whose hashes were compared.
     """
     for first in range(0, len(found), _DECISIONS_AT_ONCE):
         some = np.array(found[first : first + _DECISIONS_AT_ONCE])
@@ -121,7 +121,7 @@ def _span(ascending: np.ndarray, value: int) -> slice:
 
 
 def _by(rows: np.ndarray, column: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (value, rows with it) for every value of an ascending column."""
+    """Yield (value, the rows that have this value) for every value of an ascending column."""
     for value in np.unique(rows[column]).tolist():
         yield value, rows[_span(rows[column], value)]
 
@@ -137,7 +137,7 @@ def _save(attempt: Attempt, decided: Iterable[np.ndarray]) -> DuplicateDecisions
 
 @dataclass(frozen=True, kw_only=True)
 class MakeBandKeys:
-    """Settings of `make_band_keys`: input number `number`, the decisions so far, and the rules."""
+    """Settings of `make_band_keys`. number: the number of the input. dropped: the decisions so far."""
 
     number: int
     input: TaskRef[InputResult]
@@ -147,14 +147,14 @@ class MakeBandKeys:
 
 @dataclass(frozen=True)
 class BandKeys:
-    """The result for one input: how many documents are left. rows.npy in the folder has their rows."""
+    """The result for one input: the number of documents left. The task's folder has their row numbers in rows.npy."""
 
     documents: int
 
 
 @task_function("make_band_keys")
 def make_band_keys(specification: MakeBandKeys, attempt: Attempt) -> BandKeys:
-    """Write the signatures of the documents left, and their key in every band."""
+    """Write the signatures of the input's documents that are left, and their key in every band."""
     number, rules = specification.number, specification.rules
     inputs = ProcessedInputs({number: specification.input}, DroppedRows(specification.dropped))
     left, pieces = inputs.left(number), []
@@ -175,8 +175,8 @@ def make_band_keys(specification: MakeBandKeys, attempt: Attempt) -> BandKeys:
 class _Comparison:
     """Settings of all tasks that compare documents.
 
-    index_sha256: hash of the index of the documents that earlier builds kept, "" without one. index: its folder.
-    Documents of the index are numbered first, then the documents left of every input.
+    index: the folder of the index of documents that earlier builds kept, or None. index_sha256: its hash, or "".
+    The documents of the index have the first numbers; the documents left in each input follow.
     """
 
     rules: DedupRules
@@ -195,7 +195,7 @@ class FindCandidates(_Comparison):
 
 @dataclass(frozen=True)
 class CandidatePairs:
-    """The result: how many pairs pairs.npy in the folder has."""
+    """The result: the number of pairs in the file pairs.npy of the task's folder."""
 
     pairs: int
 
@@ -218,7 +218,7 @@ class MergeBands:
 
 @task_function("merge_bands")
 def merge_bands(specification: MergeBands, attempt: Attempt) -> CandidatePairs:
-    """Write the candidates of all bands, each once."""
+    """Write the candidate pairs of all bands, each pair once."""
     with attempt.beating():
         paths = [one.folder / "pairs.npy" for one in specification.bands]
         return CandidatePairs(merge_candidates(paths, attempt.out / "pairs.npy"))
@@ -226,7 +226,7 @@ def merge_bands(specification: MergeBands, attempt: Attempt) -> CandidatePairs:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCandidates(_Comparison):
-    """Settings of `verify_candidates`: the candidates [start, stop)."""
+    """Settings of `verify_candidates`. start, stop: the range [start, stop) of candidate pairs to verify."""
 
     start: int
     stop: int
@@ -237,7 +237,7 @@ class VerifyCandidates(_Comparison):
 
 @task_function("verify_candidates")
 def verify_candidates(specification: VerifyCandidates, attempt: Attempt) -> Verification:
-    """Write the pairs whose texts are as similar as the rules ask."""
+    """Write the pairs whose texts are at least as similar as the rules require."""
     index, rules = specification.opened(), specification.rules
     fixed = index.documents if index else 0
     rows = [folder / "rows.npy" for folder in specification.keys.folders]
@@ -261,7 +261,7 @@ class UniteSimilar(_Comparison):
 
 @task_function("unite_similar")
 def unite_similar(specification: UniteSimilar, attempt: Attempt) -> DuplicateDecisions:
-    """Drop all but the first document of every cluster; documents are connected directly or through others."""
+    """Drop all but the first document of every cluster. A cluster connects documents by a chain of similar pairs."""
     index = specification.opened()
     fixed = index.documents if index else 0
     with attempt.beating():
@@ -275,7 +275,7 @@ def unite_similar(specification: UniteSimilar, attempt: Attempt) -> DuplicateDec
 def _similar(
     inputs: ProcessedInputs, keys: TaskGroup[BandKeys], found: np.ndarray, starts: np.ndarray, index: Index | None
 ) -> Iterator[np.ndarray]:
-    """Yield `found` (clusters.DUPLICATE) as DECISION_DTYPE rows, some at a time.
+    """Yield `found` (clusters.DUPLICATE) as DECISION_DTYPE rows, in batches.
 
     starts: number of the first document of each input.
     """
@@ -308,8 +308,8 @@ def find_duplicates(
 ) -> tuple[list[Task[DuplicateDecisions]], dict[str, float]]:
     """Run the tasks that find duplicates. Return the tasks with the decisions, and stage -> CPU seconds.
 
-    processed: finished tasks of every input, in order. run(tasks, doing): returns their results. against: the index of
-    the documents that earlier builds kept (dedup/index.py), or None.
+    processed: the finished task of every input, in order. run(tasks, doing): runs tasks and returns their results.
+    against: the index of the documents that earlier builds kept (dedup/index.py), or None.
     """
     inputs = store.group(processed)
     seconds: dict[str, float] = defaultdict(float)
@@ -384,10 +384,10 @@ def _find_similar(
 
 
 def index_corpus(corpus: Path, index: Path, progress: Callable[[int, int], None]) -> int:
-    """Add the documents of a corpus to `index`, for builds with --against; return how many.
+    """Add the documents of a corpus to `index`, for builds with --against. Return their number.
 
-    progress(files done, documents) is called after each file. Raises DataError for a corpus that is damaged, was built
-    without near-duplicates, or by other rules than the index.
+    progress(files done, documents) is called after each file. Raises DataError for a corpus that is damaged, or that
+    was built with other deduplication rules than the index.
     """
     manifest = load_corpus(corpus)
     rules = from_dict(DedupRules, manifest.recipe.get("dedup", {}))

@@ -26,18 +26,19 @@ from ingot.storage import exclusive, sha256_file
 from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import Encoder, load_encoder
 
-_SAMPLE_DOCUMENTS = 32  # documents on which the fast encoder has to equal the slow encoder
-_TRAINING_BYTES = 1 << 30  # of text, about, that a tokenizer is trained on: more does not change the merges
-_READ_TIMES = 16  # times as many bytes are read to choose the text from
+_SAMPLE_DOCUMENTS = 32  # documents on which the fast encoder has to give the same tokens as the slow encoder
+_TRAINING_BYTES = 1 << 30  # about how much text a tokenizer is trained on: more hardly changes the merges
+_READ_TIMES = 16  # the training text is chosen from about this many times as much text
 _TRAINED = ".tokenizer-{}.json"  # named after the corpus and the vocabulary size
-_CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # of the time, for the progress bar
+_CORPUS_SHARE, _TOKENIZER_SHARE = 0.7, 0.8  # progress bar: share of the time until the end of this step
 
 
 @dataclass(frozen=True)
 class Prepared:
     """The content of OUT. engine: "tiktoken" or "tokenizers"; notice: why the faster engine is not used, or "".
 
-    fresh: False if everything was there already and nothing was done. warnings: crawl files that are truncated.
+    fresh: False if everything was there already and nothing was done. warnings: one text for each crawl file that is
+    truncated or could not be read.
     """
 
     corpus: CorpusManifest
@@ -64,15 +65,15 @@ def prepare(
     against: Path | None = None,
     progress: ReportProgress | None = None,
 ) -> Prepared:
-    """Make `out` ready for training. tokenizer: a tokenizer.json; a BPE of `vocab_size` is trained if None.
+    """Build the corpus, tokenizer and token shards in `out`.
 
-    eot: the token that ends a document, for a tokenizer in which this token has an unusual name. runner: does the tasks
-    (tasks/run.py), by default in this process; the result is the same for all runners. shard_bytes: see build_shards.
-    against: see build_corpus.
+    tokenizer: a tokenizer.json; if None, a BPE with `vocab_size` tokens is trained. eot: the token that ends a
+    document, if the tokenizer has an unusual name for it. runner: runs the tasks (tasks/run.py), by default in this
+    process; the result is the same for all runners. shard_bytes: see build_shards. against: see build_corpus.
 
-    The same call again does nothing; after an interruption it continues. Raises the errors of build_corpus, train_bpe,
-    load_encoder and build_shards; ConfigError when `out` holds tokens with other settings, RunBusyError when another
-    process works on `out`.
+    If `out` is finished, the same call does nothing; after an interruption it continues. Raises the errors of
+    build_corpus, train_bpe, load_encoder and build_shards; ConfigError if `out` holds tokens with other settings,
+    RunBusyError if another process works on `out`.
     """
     recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
     corpus, tokens = out / "corpus", out / "tokens"
@@ -106,7 +107,7 @@ def prepare(
             )
             interrupted = False
         finally:
-            if finished or not interrupted:  # else the next call needs the tokenizer
+            if finished or not interrupted:  # otherwise the next call needs the trained tokenizer
                 for trained in out.glob(_TRAINED.format("*")):
                     trained.unlink()
     return Prepared(
@@ -128,20 +129,20 @@ def _require_whole(out: Path) -> None:
             "E-PURGE-UNFINISHED",
             f"a purge of {out} was interrupted: some of its files are old, some are new",
             rule="all files of a purge are replaced before the folder is read",
-            fix="give the command of the purge again; any other purge of the folder finishes that purge first, too",
+            fix="give the command of the purge again; any other purge of the folder also finishes that purge first",
             path=str(out),
         )
 
 
 def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
-    """Refuse a tokenizer that cannot be used now, not after hours of building the corpus."""
+    """Raise an error for an unusable tokenizer before the corpus is built, which may take hours."""
     if tokenizer is not None:
         load_encoder(tokenizer, eot=eot)
     elif eot:
         raise ConfigError(
             "E-EOT-ALONE",
-            f"--eot {eot!r} without --tokenizer",
-            rule="a tokenizer that is trained here has an end-of-text token of its own",
+            f"--eot {eot!r} is given without --tokenizer",
+            rule="a tokenizer that is trained here has its own end-of-text token",
             fix="add --tokenizer FILE, or leave --eot out",
             eot=eot,
         )
@@ -150,7 +151,7 @@ def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
 def _encoder(
     corpus: Path, tokens: Path, tokenizer: Path | None, eot: str, vocab_size: int, finished: bool
 ) -> tuple[Encoder, Path]:
-    """Return the encoder and its file. A tokenizer that is trained now stays in `out` until the tokens are finished."""
+    """Return the encoder and its file. A tokenizer trained here stays in `out` until the tokens are finished."""
     path = tokenizer
     if path is None and finished and read_token_manifest(tokens / SPLITS[0]).vocab_size == vocab_size:
         path = tokens / "tokenizer.json"
@@ -163,10 +164,10 @@ def _encoder(
 
 
 def _training_texts(corpus: Path) -> Iterator[str]:
-    """Yield all texts of a corpus; of a large corpus a share that is the same in every process.
+    """Yield the texts of a corpus: all of them, or for a large corpus a share that is the same in every process.
 
-    The share has every n-th file of each source, so that the corpus is not read as a whole, and of these files the
-    documents whose id is low enough.
+    The share consists of those documents whose id is low enough, from every n-th file of each source. So only a part of
+    the files is read.
     """
     by_source: dict[str, list[CorpusPart]] = {}
     for part in load_corpus(corpus).parts:
@@ -182,7 +183,7 @@ def _training_texts(corpus: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class CheckedFolder:
-    """A folder whose hashes are right. kind: "corpus" or "tokens"; checked: a text with the amount of data."""
+    """A folder whose hashes are correct. kind: "corpus" or "tokens"; checked: a text with the amount of data."""
 
     folder: str
     kind: str
@@ -190,9 +191,10 @@ class CheckedFolder:
 
 
 def verify(folder: Path, progress: ReportProgress | None = None) -> list[CheckedFolder]:
-    """Check the corpus and the token folders at or below `folder`, and that the tokens were made from this corpus.
+    """Check the corpus and the token folders in `folder`, and check that the tokens were made from this corpus.
 
-    Raises one DataError that lists all damage, or reports that a purge has to be finished first.
+    `folder` may also be a corpus or token folder. Raises one DataError that lists all damage, or DataError if a purge
+    has to be finished first.
     """
     for root in (folder, *folder.absolute().parents[:2]):  # `folder` may be OUT/corpus or OUT/tokens/train
         _require_whole(root)
@@ -251,7 +253,7 @@ def _verify_origin(tokens: Path) -> None:
             damage.append(
                 DataError(
                     "E-TOKENS-ORIGIN",
-                    f"{path} has SHA-256 {found[:12]}.., the tokens in {tokens} were made with {sha256[:12]}..",
+                    f"{path} has SHA-256 {found[:12]}.., but the tokens in {tokens} were made with {sha256[:12]}..",
                     rule="tokens are in one folder with the tokenizer and the corpus that they were made with",
                     fix="restore that file, or build into another folder",
                     path=str(path),

@@ -1,8 +1,7 @@
 """Take one input through all stages that look at one document at a time.
 
-Whether a document's URL or text came before in another input is decided later, over all inputs and in their order
-(duplicates.py). So the result of an input depends on the input and the recipe alone: any worker computes it, and it is
-kept and used again.
+A later step compares the URLs and texts of all inputs, in the order of the inputs (duplicates.py). So the result of an
+input depends only on the input and the recipe: any worker can compute it, and a later call of the build uses it again.
 
 The folder of a processed input:
     rows.jsonl      one line per record, in crawl order: the document if it passed, an excerpt of it if it was dropped
@@ -49,8 +48,8 @@ from ingot.errors import DataError
 from ingot.schema.document import Document, Drop, document_id
 from ingot.storage import write_json
 
-# start, bytes: of the line in rows.jsonl; reached_url: the document got to the stage `url`; same_url: it was dropped
-# there, because its URL came before in this input; passed: no stage dropped it
+# start, bytes: position and length of the line in rows.jsonl; reached_url: the document reached the stage `url`;
+# same_url: that stage dropped it, because an earlier page of this input has its URL; passed: no stage dropped it
 INDEX_DTYPE = [
     ("start", "<u8"),
     ("bytes", "<u4"),
@@ -61,7 +60,7 @@ INDEX_DTYPE = [
 ]
 Stamp = list[list[int | str]]
 _ROWS_IN_MEMORY = 4096
-_URLS_IN_MEMORY = 1 << 20  # 80 bytes each
+_URLS_IN_MEMORY = 1 << 20  # at 80 bytes each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ class IndexEvaluationSets:
 
 @dataclass(frozen=True)
 class EvaluationSetsIndex:
-    """Counts of an index of evaluation sets (decontaminate/index.py), which is the task's folder."""
+    """The counts of an index of evaluation sets. The task's folder is the index (decontaminate/index.py)."""
 
     items: int
     ngrams: int
@@ -92,11 +91,11 @@ class ProcessInput:
     """Settings of `process_input`.
 
     name: the input's name. identity: the hash of its content, or the version of a remote input. input: the input
-    without its location. recipe: without its rules for remote inputs, which decide no byte. recipe_files: the hashes of
-    the files that the recipe names. libraries: name -> version of the libraries that read pages. purged_sha256: hash of
-    the purge list, or "". evaluation_sets: their index, None if the recipe names none.
-    location: where the input is. stamp: see `stamp`. cache: folder of fetched inputs. remote: rules for fetching.
-    purged: the data folder with the purge list, None without a list.
+    without its location. recipe: the recipe without rules for remote inputs, which do not affect the result.
+    recipe_files: the hashes of the files that the recipe names. libraries: name -> version of the libraries that read
+    pages. purged_sha256: hash of the purge list, or "". evaluation_sets: the index of evaluation sets, None if the
+    recipe names none. location: path or URL of the input. stamp: see `stamp`. cache: the folder of fetched inputs.
+    remote: rules for fetching. purged: the data folder with the purge list, None if there is no list.
     """
 
     name: str
@@ -116,7 +115,7 @@ class ProcessInput:
 
 @dataclass(frozen=True)
 class InputResult:
-    """The result of a processed input: how many records it has."""
+    """The result of a processed input: the number of its records."""
 
     records: int
 
@@ -125,7 +124,8 @@ class InputResult:
 def process_input(specification: ProcessInput, attempt: Attempt) -> InputResult:
     """Read one input and drop, change or keep each of its documents.
 
-    Raises DataError for an input that cannot be fetched or read, and for one that changed during the build.
+    Raises DataError for an input that cannot be fetched or opened, or that changed during the build. An input with the
+    wrong content gives one dropped record instead.
     """
     index = specification.evaluation_sets
     settings = StageSettings(specification.recipe, index.folder if index else None, specification.purged)
@@ -136,7 +136,7 @@ def process_input(specification: ProcessInput, attempt: Attempt) -> InputResult:
         for document, drop in _InputReader(specification, recipe, attempt).records(counts):
             clock.lap(READ.name)
             if output.records % _URLS_IN_MEMORY == 0:
-                seen = UrlDuplicates()  # duplicates.py finds the pages that this forgets, with some more work
+                seen = UrlDuplicates()  # bounds memory; duplicates.py finds the repeated URLs that are missed here
             outcome = _outcome(document, drop, stages, seen, clock)
             if outcome.drop is None:
                 signature = None
@@ -152,7 +152,7 @@ def process_input(specification: ProcessInput, attempt: Attempt) -> InputResult:
 
 @dataclass
 class _Outcome:
-    """The row of a document, its drop (None if it passed), and the hash of its URL if the URL was compared."""
+    """The row of a document, its drop (None if it passed), and the hash of its URL (None if it was not compared)."""
 
     row: dict[str, Any]
     drop: Drop | None
@@ -162,14 +162,14 @@ class _Outcome:
 def _outcome(
     document: Document, drop: Drop | None, stages: DocumentStages, seen: UrlDuplicates, clock: "_StageClock"
 ) -> _Outcome:
-    """Take `document` through the stages, unless `drop` was decided when it was read."""
+    """Take `document` through the stages. drop: the Drop from reading the record, or None."""
     row = {name: getattr(document, name) for name in ("id", "url", "source", "file", "record_id")}
     if drop is None:
         drop = _first_drop(document, stages.before_url, clock)
     text = document.text.encode("utf-8", "surrogatepass")
     row["before"], row["before_bytes"] = (xxhash.xxh3_128_hexdigest(text), len(text)) if text else ("", 0)
     if stages.purged is not None and (purged := stages.purged(document)) is not None:
-        # A purged document leaves no trace but the fact that it was left out, whatever else dropped it.
+        # Even if another stage dropped a purged document, the only trace of it is that the purge list dropped it.
         drop, row = purged, row | {"url": "", "before": "", "before_bytes": 0}
         clock.lap(PURGED.name)
     url_hash = None
@@ -198,13 +198,13 @@ def _first_drop(document: Document, stages: Sequence[DocumentStage], clock: "_St
 
 
 def dropped_row(row: dict[str, Any], drop: Drop) -> dict[str, Any]:
-    """Return the line of a dropped document, made of its line: with the rule, and an excerpt instead of the text."""
+    """Return `row` as the row of a dropped document: with the rule added, and an excerpt instead of the text."""
     more = {"stage": drop.stage, "rule": drop.rule, "value": drop.value, "text": row["text"][:EXCERPT_CHARACTERS]}
     return row | {"after": "", "after_bytes": 0} | more
 
 
 def stamp(one: Input) -> Stamp:
-    """Return name, size and time of change of a local input's files: while these stay, it is taken as unchanged."""
+    """Return [name, size, time of change] of each file of a local input. If these are equal, the input is unchanged."""
     if one.is_remote:
         return []
     path = Path(one.location)
@@ -216,7 +216,7 @@ def stamp(one: Input) -> Stamp:
 
 
 class _InputReader:
-    """The records of the input of a task."""
+    """A reader of the records of a task's input."""
 
     def __init__(self, specification: ProcessInput, recipe: DataRecipe, attempt: Attempt):
         self._specification, self._attempt = specification, attempt
@@ -225,13 +225,13 @@ class _InputReader:
         self._records = read(self._input, specification.cache, recipe.limits, specification.remote, known=known)
 
     def records(self, counts: Counter) -> Iterator[tuple[Document, Drop | None]]:
-        """Yield the pairs of `read`; each record is reported to the attempt before it is touched."""
+        """Yield the pairs that `read` yields. Each record is reported to the attempt before it is read."""
         attempt, number = self._attempt, 0
         while True:
             attempt.at(number, lambda: counts)
             try:
                 pair = next(self._records, None)
-            except BadInput as error:  # one bad input must not stop a hundred thousand others
+            except BadInput as error:  # one bad input must not stop a build of a hundred thousand inputs
                 pair = self._bad(error)
             if pair is None:
                 attempt.at(-1)
@@ -253,7 +253,7 @@ class _InputReader:
         return document, READ.drop("bad_input", error.found + (f"; {error.fix}" if error.fix else ""))
 
     def _check_unchanged(self) -> None:
-        """Check a local input; a remote one was checked when it was fetched, and the copy belongs to the build."""
+        """Raise DataError if a local input changed. A remote input was checked when it was fetched into the cache."""
         if stamp(self._input) != self._specification.stamp:
             raise DataError(
                 "E-INPUT-CHANGED",
@@ -265,7 +265,7 @@ class _InputReader:
 
 
 class _OutputFiles:
-    """The open files of the folder of a processed input; rows of arrays wait in memory until there are enough."""
+    """The open output files of a processed input. Rows of arrays are collected in memory and written in batches."""
 
     def __init__(self, folder: Path, permutations: int):
         self.records = self._start = 0
@@ -333,7 +333,7 @@ class _OutputFiles:
 
 
 class _StageClock:
-    """CPU seconds by stage: `lap(name)` counts everything since the last lap for `name`. Writing counts as reading."""
+    """CPU seconds by stage. `lap(name)` adds the time since the last lap to `name`. Writing is counted as reading."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -1,8 +1,8 @@
 """The data recipe: every threshold of a data build, in the order in which its stages run.
 
-A preset gives the quality rules: `web` (the default), `fineweb`, `gopher`, `c4`, `none` (filters/quality.py). A TOML
-file or `--set` changes single values: `--set quality.gopher.symbol_ratio=0.15`. The name of a rule in the funnel is,
-nearly always, its field here.
+A preset sets the quality rules: `web` (the default), `fineweb`, `gopher`, `c4`, `none` (filters/quality.py). A TOML
+file or `--set` changes single values: `--set quality.gopher.symbol_ratio=0.15`. A rule in the funnel usually has the
+name of its field here; `setting_of` knows the exceptions.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ OF_ONE_SOURCE = ("preset", "extract", "blocklist", "language", "quality", "junk"
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
-    """The rules of every stage. Each section has `enabled`; a stage that is switched off stays in the funnel.
+    """The rules of every stage. A stage that is switched off (`enabled` in its section) stays in the funnel.
 
-    preset: gives the values of [quality] that the file leaves out. remote: how inputs are fetched; these rules decide
-    nothing about the documents. source: name -> values that differ for documents of that source, in the sections of
-    `OF_ONE_SOURCE`: code needs other rules than prose.
+    preset: name of the quality preset; it gives the values of [quality] that the recipe file does not set. remote:
+    rules for fetching inputs, which have no effect on the documents. source: source name -> values that differ for its
+    documents (code needs other rules than prose); only the sections in `OF_ONE_SOURCE` can differ.
     """
 
     preset: str = DEFAULT_PRESET
@@ -71,23 +71,23 @@ class DataRecipe:
 
 
 def load_recipe(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> DataRecipe:
-    """Return the recipe of the TOML file `path` (the preset alone if None) with `section.key=value` overrides.
+    """Return the recipe in the TOML file `path` (if None, only the preset), changed by `section.key=value` overrides.
 
-    preset: replaces the preset that the file names. Raises ConfigError.
+    preset: the name of a preset to use instead of the one in the file. Raises ConfigError.
     """
     if path is not None and not path.is_file():
         raise ConfigError(
             "E-RECIPE-MISSING",
             f"there is no data recipe at {path}",
             rule="a recipe is a TOML file with the sections of the preset 'web'",
-            fix="give its path, or leave --recipe out and change single values with --set",
+            fix="correct the path, or leave --recipe out and change single values with --set",
             path=str(path),
         )
     overrides = [f'preset="{preset}"', *overrides] if preset else overrides
     values, where = config.read(path, overrides)
     recipe = config.from_dict(DataRecipe, _with_preset(values), where=where)
     for name in recipe.source:
-        recipe_of(recipe, name)  # raises now if the rules of a source are wrong
+        recipe_of(recipe, name)  # raises ConfigError now if the rules of a source are wrong
     return recipe
 
 
@@ -99,9 +99,9 @@ def recipe_of(recipe: DataRecipe, source: str) -> DataRecipe:
     if foreign := [name for name in changes if name not in OF_ONE_SOURCE]:
         raise ConfigError(
             "E-RECIPE-SOURCE-KEY",
-            f"source.{source}.{foreign[0]} cannot differ by source",
+            f"source.{source}.{foreign[0]}: this section cannot differ between sources",
             rule=f"only these can differ: {', '.join(OF_ONE_SOURCE)}",
-            fix=f"give it for all sources: [{foreign[0]}]",
+            fix=f"set it for all sources: [{foreign[0]}]",
             source=source,
             key=foreign[0],
         )
@@ -130,7 +130,7 @@ def _merged(base: dict, changes: dict) -> dict:
 
 
 def fingerprint(recipe: DataRecipe) -> dict[str, Any]:
-    """Return everything that decides the effect of a recipe: its values, and the hashes of the files that they name."""
+    """Return everything that decides the effect of a recipe: its values, and the hashes of the files it names."""
     values = config.to_dict(recipe)
     del values["remote"]
     files = {name: _files(recipe_of(recipe, name)) for name in ("", *recipe.source)}
@@ -150,7 +150,7 @@ def _files(recipe: DataRecipe) -> dict[str, Any]:
 
 
 def setting_of(rule: str) -> str:
-    """Return the dotted recipe key that decides `rule` ("gopher.word_count" -> "quality.gopher.word_count"), or ""."""
+    """Return the recipe key that sets `rule` ("gopher.word_count" -> "quality.gopher.word_count"), or "" if none."""
     for prefix in ("quality.", ""):
         kind: typing.Any = DataRecipe
         for name in (prefix + _KEYS.get(rule, rule)).split("."):
@@ -165,7 +165,7 @@ def setting_of(rule: str) -> str:
 def value_of(setting: str, recipe: dict[str, Any] | None = None) -> str:
     """Return the value of a recipe key as TOML ("quality.gopher.word_count" -> "[50, 100000]"), or "" for a section.
 
-    recipe: the values of a recipe, as `corpus.json` keeps them; the preset `web` if None.
+    recipe: the values of a recipe as they are in corpus.json; if None, those of the preset `web`.
     """
     value: typing.Any = recipe or config.to_dict(DataRecipe())
     for name in setting.split("."):
@@ -173,7 +173,7 @@ def value_of(setting: str, recipe: dict[str, Any] | None = None) -> str:
     return "" if isinstance(value, dict) else json.dumps(value)  # for numbers, strings and lists JSON is also TOML
 
 
-# Rules that do not have the name of the field that decides them.
+# Rules whose name differs from the recipe key that sets them: rule -> key.
 _KEYS = {
     "language.other": "language.keep",
     "language.unsure": "language.threshold",

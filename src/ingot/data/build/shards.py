@@ -1,9 +1,9 @@
 """Build token shards (layout: schema/tokens.py) from a corpus: shuffled, split into training and held-out documents.
 
-The files of the corpus are tokenized one by one (tokenize.py), then every shard is merged from the documents that the
-files have in its range of hashes. Both are tasks: any worker does any of them, in memory that does not grow with the
-corpus. Split and order are pure functions of a document's id, so they do not depend on the number of workers, and a
-document stays in its split when the corpus grows (unless its source is so small that one document has to be moved).
+Each file of the corpus is tokenized in one task (tokenize.py). Then each shard is merged in one task, from the
+documents of all files in the shard's range of hashes. The memory of a task does not grow with the corpus. Split and
+order are pure functions of a document's id, so they do not depend on the number of workers, and a document stays in its
+split when the corpus grows (unless its source is so small that one document has to be moved).
 """
 
 import json
@@ -42,12 +42,12 @@ from ingot.tokenizer.encoder import Encoder
 
 SPLITS = ("train", "heldout")
 SHARD_BYTES = 10**9
-_TOKENIZE_SHARE = 0.85  # of the time, for the progress bar
+_TOKENIZE_SHARE = 0.85  # share of the time, for the progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """The settings that decide every byte of the result, besides corpus and tokenizer."""
+    """The settings that decide every byte of the token folders, besides corpus and tokenizer."""
 
     dtype: str
     seed: int
@@ -72,11 +72,11 @@ def build_shards(
 ) -> tuple[TokenManifest, TokenManifest]:
     """Write out/train, out/heldout and out/tokenizer.json. Return both manifests (train, heldout).
 
-    A document is held out by its id alone; every source gives at least one. dtype: "auto" is uint16 for up to 65,536
-    tokens, else uint32. shard_bytes: the largest size of a shard, unless one document is larger (or one hash bucket, in
-    sources of more than 65,536 shards). Finished folders of the same corpus, tokenizer and options are kept as they
-    are; the next call continues an interrupted one.
-    Raises ConfigError; DataError when a source has fewer than two documents; ResourceError when the disk is too small.
+    The id of a document decides whether it is held out; every source holds out at least one document. dtype: "auto" is
+    uint16 for a vocabulary of up to 65,536 tokens, else uint32. shard_bytes: the largest size of a shard, unless one of
+    the 65,536 ranges of hashes has more tokens. Finished folders of the same corpus, tokenizer and options are kept as
+    they are. The next call continues an interrupted one.
+    Raises ConfigError; DataError if a source has fewer than two documents; ResourceError if the disk is too small.
     """
     options = _Options(
         dtype=_dtype(dtype, encoder.vocab_size),
@@ -97,7 +97,7 @@ def build_shards(
     }
     work, removed = out / ".building", out / ".removed"
     if existing := _finished(out, origin, options):
-        for left in (removed, work):  # the files of a build that stopped after its last shard
+        for left in (removed, work):  # files of a build that was stopped after its last shard
             shutil.rmtree(left, ignore_errors=True)
         return existing
     if sha256_file(tokenizer) != encoder.sha256:
@@ -116,7 +116,7 @@ def build_shards(
             fix=f"see the dropped documents: ingot data inspect {corpus}",
             path=str(corpus),
         )
-    # Tokenized files and shards are on disk together for a while. English takes a token per 4 bytes: twice is ample.
+    # Tokenized files and shards are on disk together for a while. English has 4 bytes per token: this is twice enough.
     require_free(out, text_bytes * np.dtype(options.dtype).itemsize, "tokenizing the corpus")
     out.mkdir(parents=True, exist_ok=True)
     with exclusive(out, f"building tokens in {out}"):
@@ -125,9 +125,9 @@ def build_shards(
         store, runner = open_store(work / "store"), runner or Inline()
         train, heldout = _build(manifest, corpus, encoder, out, store, runner, origin, options, report)
         for split in SPLITS:
-            shutil.rmtree(out / split, ignore_errors=True)  # has no manifest: it was never finished
+            shutil.rmtree(out / split, ignore_errors=True)  # a folder without manifest, which was never finished
             (work / split).rename(out / split)
-        work.rename(removed)  # renamed first: a process that is killed here must not leave half of a store
+        work.rename(removed)  # before it is removed: a process that is killed here must not leave half of a store
         fsync_dir(out)
         shutil.rmtree(removed)
     report(1.0, "token shards written")
@@ -162,7 +162,7 @@ def _check(options: _Options) -> None:
 
 
 def _finished(out: Path, origin: dict, options: _Options) -> tuple[TokenManifest, TokenManifest] | None:
-    """Return the manifests in `out` if both splits are there. Raises ConfigError if they have other settings."""
+    """Return the manifests in `out`, None unless both splits are there. Raises ConfigError if their settings differ."""
     found = [read_token_manifest(out / split) for split in SPLITS if (out / split / MANIFEST).exists()]
     for manifest in found:
         for name, value in (origin | vars(options)).items():
@@ -191,7 +191,7 @@ def _build(
     options: _Options,
     report: ReportProgress,
 ) -> tuple[TokenManifest, TokenManifest]:
-    """Write both token folders next to the store, their manifests last."""
+    """Write both token folders next to the store, each manifest last."""
     by_source: dict[str, list[Task[TokenizedPart]]] = {}
     for part in sorted(manifest.parts, key=lambda part: (part.source, part.name)):
         specification = Tokenize(
@@ -244,7 +244,7 @@ def _shard_tasks(
     for part in parts:
         found = np.load(store.folder(part) / "histogram.npy")
         tokens[:, found["bucket"]] += found["tokens"].T
-    # A source in which no hash is low enough holds out its lowest; one in which all are trains on its highest.
+    # If no document's hash is low enough, the lowest is held out; if all are low enough, the highest is trained on.
     moved = ""
     if not tokens[1].any():
         moved = min(result.lowest for result in results if result.lowest).id
@@ -272,7 +272,7 @@ def _shard_tasks(
 
 
 def _ranges(sizes: np.ndarray, limit: int) -> list[tuple[int, int]]:
-    """Return ranges of buckets with at most `limit` tokens each, filled from the left; a larger bucket is one range."""
+    """Return ranges of buckets with at most `limit` tokens each, in order. A larger bucket gets a range of its own."""
     ranges: list[tuple[int, int]] = []
     low, held = 0, 0
     for bucket in np.flatnonzero(sizes).tolist():
@@ -288,8 +288,8 @@ def _ranges(sizes: np.ndarray, limit: int) -> list[tuple[int, int]]:
 class WriteShard:
     """Settings of `write_shard`.
 
-    parts: the tokenized files of the source. buckets: the shard has the hash buckets [first, second). heldout: the
-    shard is one of the held-out split. moved: id of the one document that is moved to the other split, or "".
+    parts: the tokenized files of the source. buckets: the shard's range of hash buckets, [first, second). heldout: True
+    for a shard of the held-out split. moved: id of the one document that is moved to the other split, or "".
     """
 
     name: str
@@ -305,10 +305,10 @@ class WriteShard:
 
 @task_function("write_shard")
 def write_shard(specification: WriteShard, attempt: Attempt) -> Shard | None:
-    """Write the shard of a range of hash buckets from all tokenized files of a source; None if it has no document.
+    """Write the shard of a range of hash buckets from all tokenized files of a source. Return None if it is empty.
 
-    The documents of each file are copied into scratch files first, file after file, and then put in order: one file is
-    open at a time, and memory is 16 bytes per document.
+    The documents of each file are first copied into scratch files, file after file, and then sorted. So one tokenized
+    file is open at a time, and memory is 16 bytes per document.
     """
     dtype = np.dtype(specification.dtype).newbyteorder("<")
     path = attempt.out / f"{specification.name}.tokens"
@@ -346,7 +346,7 @@ def write_shard(specification: WriteShard, attempt: Attempt) -> Shard | None:
 
 
 def _collect(specification: WriteShard, attempt: Attempt, dtype: np.dtype, scratch: Path) -> int:
-    """Write the shard's documents in the order of the files, in the layout of a tokenized file. Return how many."""
+    """Copy the shard's documents into `scratch`, a folder in the layout of a tokenized file. Return their number."""
     with TokenizedWriter(scratch) as writer:
         for folder in specification.parts.folders:
             attempt.at(-1)
@@ -360,7 +360,7 @@ def _chosen(part: TokenizedFolder, specification: WriteShard) -> np.ndarray:
     """Return the rows of a tokenized file that belong to the shard, ascending."""
     low, high = specification.buckets
     order, shift = part.index["order"], 64 - BUCKET_BITS
-    # Not numpy's searchsorted, which would read and copy the whole column.
+    # bisect reads a few rows; numpy's searchsorted would read and copy the whole column.
     first = bisect_left(order, np.uint64(low << shift))
     last = bisect_left(order, np.uint64(high << shift)) if high < BUCKETS else len(order)
     entries = part.index[first:last]
@@ -371,7 +371,7 @@ def _chosen(part: TokenizedFolder, specification: WriteShard) -> np.ndarray:
 
 
 def _lineage(attempt: Attempt, part: TokenizedFolder, order: np.ndarray) -> Iterator[dict]:
-    """Yield the origin of every document of a shard, with its tokens' place in the shard."""
+    """Yield the origin of every document of a shard, and the range of its tokens in the shard."""
     start = 0
     for rows, _, lines in part.taken(order):
         attempt.at(-1)
@@ -383,7 +383,7 @@ def _lineage(attempt: Attempt, part: TokenizedFolder, order: np.ndarray) -> Iter
 def _assemble(
     tasks: Sequence[Task[Shard | None]], split: str, store: Store, origin: dict, options: _Options
 ) -> TokenManifest:
-    """Write the token folder of one split next to the store, from finished shards; its manifest comes last."""
+    """Link the finished shards of one split into its token folder next to the store, then write its manifest."""
     folder = store.root.parent / split
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -1,8 +1,8 @@
-"""The stages of a data build in their order, and the funnel that counts what each of them drops.
+"""The stages of a data build in their order, and the funnel that counts the documents that each of them drops.
 
-`STAGES` is the only list: a row of the funnel, the stage that a dropped document names, and the stage that runs all
-follow from its entries. Entries before and after `URL` that have a `kind` look at one document (process_input.py); the
-others compare documents (duplicates.py, corpus_files.py).
+`STAGES` is the only list of them: the rows of the funnel, the stage names in dropped documents, and the stages that run
+all follow from its entries. A `PerDocument` entry looks at one document at a time (process_input.py); a `PerCorpus`
+entry reads inputs or compares documents (duplicates.py, corpus_files.py).
 """
 
 from collections import Counter
@@ -32,13 +32,13 @@ SWITCHED_OFF = "switched off"
 
 
 class DocumentStage(Protocol):
-    """A stage that is called once per document, in crawl order, and returns a Drop if the document has to go.
+    """A stage that is called once per document, in crawl order, and returns a Drop if the document is dropped.
 
-    name: the row of the funnel, and `Drop.stage` of every document that the stage drops.
-    ran: what exactly runs, for the funnel ("lid.176.ftz, keeps en, threshold 0.65").
+    name: the name of its row in the funnel, and `Drop.stage` of every document that the stage drops.
+    ran: a description of the model and settings, for the funnel ("lid.176.ftz, keeps en, threshold 0.65").
 
-    A stage may change the document in place. It raises on no document: one that it cannot handle gets a Drop with a
-    rule of its own.
+    A stage may change the document in place. It must not raise on any document: a document that the stage cannot handle
+    gets a Drop with a separate rule.
     """
 
     @property
@@ -52,9 +52,9 @@ class DocumentStage(Protocol):
 
 @dataclass(frozen=True)
 class StageSettings:
-    """The settings that stages are made of.
+    """The settings from which stages are created.
 
-    evaluation_sets: folder of the decontamination index, None if the recipe names no evaluation sets.
+    evaluation_sets: the folder of the decontamination index, None if the recipe names no evaluation sets.
     purged: the data folder with the list of purged documents (lineage/purge/history.py), None if there is no list.
     """
 
@@ -73,7 +73,7 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class PerDocument:
-    """A stage that looks at one document: its class, and how it is made; `make` returns None if it is switched off."""
+    """A stage that looks at one document. kind: its class. make: creates the stage, or returns None if switched off."""
 
     kind: type
     make: Callable[[StageSettings], DocumentStage | None]
@@ -89,13 +89,13 @@ class PerDocument:
 
 @dataclass(frozen=True)
 class PerCorpus:
-    """A stage that reads inputs or compares documents: its name, and what runs under given settings."""
+    """A stage that reads inputs or compares documents. ran: returns a description of the stage with these settings."""
 
     name: str
     ran: Callable[[StageSettings], str]
 
     def drop(self, rule: str, value: str) -> Drop:
-        """Return the Drop for a document of this stage: `rule` without the name of the stage."""
+        """Return a Drop by this stage. rule: the name of the rule, without the name of the stage before it."""
         return Drop(self.name, f"{self.name}.{rule}", value)
 
 
@@ -114,7 +114,7 @@ URL = PerCorpus("url", lambda settings: "canonical URL, the first page stays")
 DUPLICATES = PerCorpus("duplicates", _exact)
 NEAR_DUPLICATES = PerCorpus("near_duplicates", lambda settings: _if_enabled(settings.recipe.dedup))
 SUBSTRINGS = PerCorpus("substrings", lambda settings: _if_enabled(settings.recipe.substrings))
-# Asked about every record once its text is known, also about records that were dropped before.
+# Every record is looked up in the purge list once its text is known, even if an earlier stage dropped the record.
 PURGED = PerDocument(Purged, lambda s: Purged(PurgedList.load(s.purged)) if s.purged else None)
 # A document that is dropped before URL does not count as the first page with its URL.
 STAGES: tuple[PerCorpus | PerDocument, ...] = (
@@ -147,7 +147,7 @@ def _if_enabled(rules) -> str:
 
 @dataclass(frozen=True)
 class DocumentStages:
-    """The stages that are switched on, in order: before the URL is compared, the purge list, and after."""
+    """The stages that are switched on: those before URLs are compared, the purge list, and those after, in order."""
 
     before_url: tuple[DocumentStage, ...]
     purged: DocumentStage | None
@@ -155,7 +155,7 @@ class DocumentStages:
 
 
 def document_stages(settings: StageSettings) -> DocumentStages:
-    """Return the stages that look at one document."""
+    """Return the stages that look at one document at a time."""
     middle = STAGES.index(URL)
 
     def made(rows: Sequence[PerCorpus | PerDocument]) -> tuple[DocumentStage, ...]:
@@ -166,7 +166,7 @@ def document_stages(settings: StageSettings) -> DocumentStages:
 
 
 def what_ran(settings: StageSettings) -> dict[str, str]:
-    """Return stage name -> what exactly runs, with the differences by source."""
+    """Return stage name -> description of the model and settings, including the differences between sources."""
     ran = {stage.name: stage.ran(settings) for stage in STAGES}
     for source in settings.recipe.source:
         mine = settings.of_source(source)
@@ -179,9 +179,9 @@ def what_ran(settings: StageSettings) -> dict[str, str]:
 def funnel(
     records: int, drops: Sequence[Mapping[str, Mapping[str, int]]], ran: dict[str, str], seconds: Mapping[str, float]
 ) -> tuple[FunnelStage, ...]:
-    """Return the funnel of `records` records.
+    """Return the funnel for `records` records.
 
-    drops: per input, stage -> rule -> documents. ran: see `what_ran`. seconds: stage -> CPU seconds.
+    drops: for each input, stage -> rule -> dropped documents. ran: see `what_ran`. seconds: stage -> CPU seconds.
     """
     dropped: dict[str, Counter[str]] = {stage.name: Counter() for stage in STAGES}
     for one in drops:
@@ -205,13 +205,13 @@ def funnel(
 
 
 def most_dropped(stages: Sequence[FunnelStage]) -> list[tuple[str, int]]:
-    """Return (rule, documents) over all stages, the rule that dropped most first."""
+    """Return (rule, number of dropped documents) of all stages, the largest number first."""
     rules = [(rule, count) for stage in stages for rule, count in stage.dropped.items()]
     return sorted(rules, key=lambda pair: (-pair[1], pair[0]))
 
 
 def funnel_table(stages: Sequence[FunnelStage]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the funnel for people: header and rows (stage, left, dropped, the rules that dropped most, what ran)."""
+    """Return the funnel as text: header and rows (stage, left, dropped, the rules that dropped most, what ran)."""
     rows = []
     for stage in stages:
         lost = stage.documents_in - stage.documents_out

@@ -29,8 +29,9 @@ from ingot.tokenizer.encoder import Encoder, reopen
 
 BUCKET_BITS = 16
 BUCKETS = 1 << BUCKET_BITS
-# order: hash that decides the place in the source; place: hash that decides the split; start: first token in
-# tokens.bin; line, line_bytes: position and length in documents.jsonl; text_bytes: of the document
+# order: hash that decides the document's position in its source; place: hash that decides its split; start: position
+# of its first token in tokens.bin; line, line_bytes: position and length of its row in documents.jsonl; text_bytes:
+# length of its text
 INDEX_DTYPE = [
     ("order", "<u8"),
     ("place", "<u8"),
@@ -43,14 +44,14 @@ INDEX_DTYPE = [
 ]
 HISTOGRAM_DTYPE = [("bucket", "<u2"), ("tokens", "<u8", (2,))]  # ascending; buckets without documents are left out
 ORIGIN = ("id", "url", "source", "file", "record_id", "before", "after")  # the fields of a row in documents.jsonl
-_BATCH_CHARACTERS = 1 << 20  # of text in memory; a document counts _LINE_CHARACTERS more, as many may be empty
+_BATCH_CHARACTERS = 1 << 20  # text in memory at once; each document counts _LINE_CHARACTERS more, even an empty one
 _LINE_CHARACTERS = 200
 _GATHER_DOCUMENTS = 1024  # documents whose tokens are copied at once
-_reopened = functools.lru_cache(maxsize=1)(reopen)  # a worker tokenizes file after file
+_reopened = functools.lru_cache(maxsize=1)(reopen)  # a worker tokenizes many files with one encoder
 
 
 def heldout(places: np.ndarray, fraction: float) -> np.ndarray:
-    """Return True for the documents that are held out by their hash alone: the lowest `fraction`."""
+    """Return a bool per document: True if the document is held out, because its hash is in the lowest `fraction`."""
     return places < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
@@ -58,8 +59,8 @@ def heldout(places: np.ndarray, fraction: float) -> np.ndarray:
 class Tokenize:
     """Settings of `tokenize`.
 
-    name, sha256: of the corpus file. tokenizer_sha256, eot, notice: the encoder (tokenizer/encoder.py: reopen).
-    path, tokenizer: where both files are.
+    name, sha256: name and hash of the corpus file. tokenizer_sha256, eot, notice: arguments to open the encoder
+    (tokenizer/encoder.py: reopen). path, tokenizer: paths of the corpus file and of tokenizer.json.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Tokenize:
 
 @dataclass(frozen=True, order=True)
 class PlacedDocument:
-    """A document's hash `place`, which decides its split, and its id."""
+    """The hash of a document that decides its split, and the document's id."""
 
     place: int
     id: str
@@ -84,9 +85,9 @@ class PlacedDocument:
 
 @dataclass(frozen=True)
 class TokenizedPart:
-    """The result for one corpus file: how many documents, and those with the lowest and the highest place.
+    """The result for one corpus file: the number of documents, and those with the lowest and highest hash `place`.
 
-    A source that is too small to get both splits by chance gives one of these to the other split.
+    If a split of a small source gets no document by chance, one of these two is moved into that split.
     """
 
     documents: int
@@ -96,7 +97,7 @@ class TokenizedPart:
 
 @task_function("tokenize")
 def tokenize(specification: Tokenize, attempt: Attempt) -> TokenizedPart:
-    """Write the folder of a tokenized file. Raises DataError for a corpus file that is damaged."""
+    """Write the folder of a tokenized file. Raises DataError if the corpus file is damaged."""
     encoder = _reopened(
         specification.tokenizer, specification.tokenizer_sha256, specification.eot, specification.notice
     )
@@ -122,7 +123,7 @@ def _placed(row: np.void) -> PlacedDocument:
 
 
 def _encode(specification: Tokenize, attempt: Attempt, encoder: Encoder, dtype: np.dtype, out: Path) -> None:
-    """Write all documents in the order of the corpus file, in the layout of a tokenized file."""
+    """Write the folder of a tokenized file, but with the documents still in the order of the corpus file."""
     key = f"shuffle {derive(specification.seed, 'shuffle')}"
     eot = np.array([encoder.eot_id], dtype)
     batch: list[dict] = []
@@ -154,14 +155,14 @@ def _encode(specification: Tokenize, attempt: Attempt, encoder: Encoder, dtype: 
 
 
 def _hashes(ids: np.ndarray, purpose: str) -> np.ndarray:
-    """Return a uint64 per document id, uniform and independent for every purpose."""
+    """Return a uniform uint64 hash of each document id. Hashes for different purposes are independent."""
     key = purpose.encode()
     digests = b"".join(hashlib.blake2b(bytes(one), digest_size=8, key=key).digest() for one in ids)
     return np.frombuffer(digests, "<u8")
 
 
 def _histogram(index: np.ndarray, order: np.ndarray, fraction: float) -> np.ndarray:
-    """Return HISTOGRAM_DTYPE rows: tokens per bucket of the documents in `index`, which `order` sorts."""
+    """Return HISTOGRAM_DTYPE rows: tokens per bucket. order: the permutation that sorts `index` by its `order`."""
     buckets = (index["order"][order] >> np.uint64(64 - BUCKET_BITS)).astype(np.uint16)
     out, tokens = heldout(index["place"], fraction)[order], index["tokens"][order].astype(np.uint64)
     firsts = np.flatnonzero(starts(buckets))
@@ -179,7 +180,7 @@ def mapped(path: Path, dtype) -> np.ndarray:
 
 
 class TokenizedWriter:
-    """A writer of tokens.bin, documents.jsonl and index.bin into a folder, documents back to back."""
+    """A writer of tokens.bin, documents.jsonl and index.bin in a folder. Documents are written without gaps."""
 
     def __init__(self, folder: Path):
         self.documents = self._tokens = self._bytes = 0
@@ -193,7 +194,7 @@ class TokenizedWriter:
             file.close()
 
     def append(self, index: np.ndarray, tokens: np.ndarray, lines: np.ndarray) -> None:
-        """Add documents. index: INDEX_DTYPE [n], whose `start` and `line` are set here; tokens, lines: back to back."""
+        """Add n documents. index: INDEX_DTYPE [n]; `start` and `line` are set here. tokens, lines: concatenated."""
         index["start"] = self._tokens + np.cumsum(index["tokens"], dtype=np.uint64) - index["tokens"]
         index["line"] = self._bytes + np.cumsum(index["line_bytes"], dtype=np.uint64) - index["line_bytes"]
         self.documents, self._tokens, self._bytes = (
@@ -204,14 +205,14 @@ class TokenizedWriter:
 
 
 class TokenizedFolder:
-    """The folder of a tokenized file, mapped for reading. Three files are open while the object is used."""
+    """The folder of a tokenized file, mapped into memory. Three files stay open as long as the object exists."""
 
     def __init__(self, folder: Path, dtype: np.dtype):
         self.index = mapped(folder / "index.bin", INDEX_DTYPE)
         self.tokens, self.lines = mapped(folder / "tokens.bin", dtype), mapped(folder / "documents.jsonl", np.uint8)
 
     def taken(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield index, tokens and lines of the documents `rows`, in that order, some at a time."""
+        """Yield (index, tokens, lines) for batches of the documents `rows`, in that order."""
         for at in range(0, len(rows), _GATHER_DOCUMENTS):
             index = self.index[rows[at : at + _GATHER_DOCUMENTS]]
             tokens = _pieces(self.tokens, index["start"], index["tokens"])
@@ -219,7 +220,7 @@ class TokenizedFolder:
 
 
 def _pieces(stream: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return slices of `stream`, one after the other."""
+    """Return the slices of `stream` with these starts and lengths, concatenated."""
     return np.concatenate(
         [stream[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
     )

@@ -1,11 +1,11 @@
 """The extraction of the main content of a page: select the rows of the article, and write their text.
 
-Four steps over the flat arrays of a page, each a few sums:
+Four steps work on the flat arrays of a page; each computes a few sums:
 
-1. Remove elements that are never content by their tag (`nav`, `button`, ...) or because they are hidden. Remove
-   elements whose class, id or role marks them as noise, if they hold little prose.
-2. Find the root of the content: the element that is marked as such and holds a good share of the prose, or, without
-   marks, the innermost element with most of the prose. Add a standfirst between the title and the root.
+1. Remove elements that are never content, because of their tag (`nav`, `button`, ...) or because they are hidden.
+   Remove elements whose class, id or role marks them as noise, if they hold little prose.
+2. Find the root of the content: the element that is marked as content and holds a good share of the prose, or, without
+   marks, the innermost element with most of the prose. Add a standfirst (an introduction between title and root).
 3. Inside the root, remove noise again, then cards (boxes of links), paragraphs of links, labels, and headings without
    text after them.
 4. Write the remaining rows, one line per paragraph.
@@ -28,24 +28,24 @@ from ingot.data.extract.vocabulary import ElementMark
 
 # Noise: the largest share of the page's prose that an element can hold and still be removed.
 _LIGHT_SHARE, _HEAVY_SHARE, _HEAVY_SHARE_INSIDE = 1 / 6, 2 / 3, 0.9
-_BODY_SHARE = 1 / 8  # an element marked as body text that holds more of the page's prose is never noise
-_HOLDS = 1 / 3  # the ancestors of a content element with more of the page's prose are never noise
+_BODY_SHARE = 1 / 8  # an element marked as body text that holds more than this share of the prose is never noise
+_HOLDS = 1 / 3  # the ancestors of a content element that holds more than this share of the prose are never noise
 # The root.
 _LEAST_PROSE = 150  # characters
-_SHARES = (1 / 8, 1 / 4)  # the least share of the page's prose that a root of each tier holds
-_ONE_OF_MANY = 0.6  # least share of its tier's prose that the best element needs to be the root, not a common ancestor
+_SHARES = (1 / 8, 1 / 4)  # the least share of the page's prose that a root of each tier must hold
+_ONE_OF_MANY = 0.6  # if no element has this share of its tier's prose, the root is a common ancestor of the tier
 _NEARLY_ALL = 0.9  # an inner element with this share of the root's prose is the better root
-_MOST = 0.75  # share of the page's prose of a root without marks
-# The standfirst: least characters of each paragraph, and most characters of all.
+_MOST = 0.75  # the least share of the page's prose that a root without marks must hold
+# The standfirst: least characters of each of its paragraphs, and most characters of all of them together.
 _LEAD, _LEADS = 120, 1000
 # Inside the root.
-_TOO_LITTLE = 250  # characters; with less, try again without the rules for noise, and the page's structured data
+_TOO_LITTLE = 250  # characters; with fewer, try again without the noise rules, and try the page's structured data
 _CARD_LINKS, _CARD_PROSE = 0.5, 100  # a card has at least this share of its text in links, and at most this prose
 _TEASERS = 3  # least number of siblings of one kind that are teasers (announcements of other pages)
-_TEASER_TITLE, _TEASER_RUNS, _TEASER_PROSE = 15, 4, 500  # of a teaser: least characters of the link; most runs, prose
-_TAG_BYTES = 4096  # of a link that are searched for its target
-_TEXT = 500  # teasers are removed if this much prose remains, or half; else they are the content of the page
-_PLAIN, _PLAIN_SHARE = 20, 1 / 6  # least characters outside links in a sentence of many links
+_TEASER_TITLE, _TEASER_RUNS, _TEASER_PROSE = 15, 4, 500  # a teaser's least characters of link; most runs, most prose
+_TAG_BYTES = 4096  # the part of a link's tag that is searched for its target
+_TEXT = 500  # teasers are removed if this much prose or half of it remains; otherwise they are the page's content
+_PLAIN, _PLAIN_SHARE = 20, 1 / 6  # least number and share of characters outside links in a sentence of many links
 _LABEL = 25  # a text outside paragraphs with fewer characters and no punctuation is a label
 
 
@@ -60,7 +60,7 @@ _NEVER = tag_set(
     "amp-ad"
 )
 _CHROME = tag_set("aside footer figcaption")
-_PROTECTED = tag_set("html body main article")  # the classes of these elements describe the whole page
+_PROTECTED = tag_set("html body main article")  # classes of these elements describe the whole page, not noise
 _ROOTS = tag_set("div section article main td center form")
 _HEADING = tag_set("h1 h2 h3 h4 h5 h6")
 _TEASER_BOXES = tag_set("div li article section")
@@ -125,7 +125,7 @@ def _select(rows: PageRows) -> np.ndarray:
 def _visible(rows: PageRows) -> np.ndarray:
     """Return bool [rows]: the rows that are neither hidden nor in elements that never hold content.
 
-    Where most of the text is hidden, scripts would show it, so hidden rows count as visible.
+    If most of the text is hidden, scripts would show it in a browser, so hidden rows count as visible.
     """
     page = rows.page
     alive = ~rows.within(_NEVER[page.tag])
@@ -140,7 +140,7 @@ def _visible(rows: PageRows) -> np.ndarray:
 def _noise(rows: PageRows, alive: np.ndarray, inside: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (light, heavy), each bool [rows]: the elements whose class, id, role or tag marks them as noise.
 
-    Light noise is removed only if it holds very little of the prose, heavy noise also if it holds more.
+    Light noise is removed only if it holds very little of the prose, heavy noise even if it holds more.
     """
     page, element = rows.page, ~rows.text & alive
     flags, tag = page.flags, page.tag
@@ -152,7 +152,7 @@ def _noise(rows: PageRows, alive: np.ndarray, inside: np.ndarray, total: int) ->
 
 
 def _root(rows: PageRows, clean: np.ndarray, prose: np.ndarray) -> slice:
-    """Return the rows of the element that holds the main content, or all rows if there is no such element."""
+    """Return the range of rows of the element that holds the main content, or all rows if there is none."""
     page, inside, total = rows.page, rows.sums(prose), int(prose.sum())
     flags, tag = page.flags, page.tag
     usable = clean & _ROOTS[tag]
@@ -178,7 +178,7 @@ def _root(rows: PageRows, clean: np.ndarray, prose: np.ndarray) -> slice:
 
 
 def _standfirst(rows: PageRows, clean: np.ndarray, root: int) -> np.ndarray:
-    """Return the text rows of paragraphs between the title and the root that are more than a subtitle."""
+    """Return the text rows of the standfirst: paragraphs between title and `root` that are longer than a subtitle."""
     page = rows.page
     titles = np.flatnonzero((page.tag[:root] == ID["h1"]) & clean[:root])
     between = np.zeros(rows.size, bool)
@@ -201,16 +201,16 @@ def _paragraphs(rows: PageRows, kept: np.ndarray) -> np.ndarray:
     if not len(runs.head):
         return np.zeros(rows.size, bool)
     good = runs.linked * 2 < runs.chars
-    # A sentence of many links, as encyclopedias have them.
+    # Keep a sentence with many links, as in encyclopedias.
     plain, paragraph = runs.chars - runs.linked, rows.within(page.tag == ID["p"])[runs.head]
     good |= paragraph & (runs.marks > 1) & (plain >= _PLAIN) & (plain >= runs.chars * _PLAIN_SHARE)
-    # A table of data stays whole.
+    # Keep all rows of a data table.
     tables = (page.tag == ID["table"]) & (linked * 2 < total)
     good |= (rows.within(rows.cells) & rows.within(tables))[runs.head]
     heading = rows.within(_HEADING[page.tag])[runs.head]
     outside = ~rows.within(_PARAGRAPHS[page.tag])[runs.head]
     good &= ~(outside & (runs.chars < _LABEL) & (runs.marks == 0))
-    # A heading without text: the next run is a heading of the same or a higher level, or there is no next run.
+    # Remove a heading without text: the next run is a heading of the same or a higher level, or there is no next run.
     left = np.flatnonzero(good)
     level = np.where(heading[left], _level(rows, runs.head[left]), 7)
     good[left[(level < 7) & (np.append(level[1:], 0) <= level)]] = False
@@ -239,7 +239,7 @@ def _teasers(rows: PageRows, kept: np.ndarray) -> np.ndarray:
 
 
 def _teaser_boxes(rows: PageRows, kept: np.ndarray, runs: TextRuns, title: np.ndarray) -> np.ndarray:
-    """Return bool [rows]: boxes whose first run is a `title` with a little prose after it, several in one element."""
+    """Return bool [rows]: boxes that begin with a `title` run and have a little prose, several in one element."""
     page, found = rows.page, np.zeros(rows.size, bool)
     boxes = np.flatnonzero(kept & _TEASER_BOXES[page.tag] & (page.parent >= 0))
     first, after = np.searchsorted(runs.head, boxes), np.searchsorted(runs.head, page.end[boxes])
@@ -259,7 +259,7 @@ def _teaser_boxes(rows: PageRows, kept: np.ndarray, runs: TextRuns, title: np.nd
 
 
 def _breaking_off(rows: PageRows, runs: TextRuns, candidates: np.ndarray) -> np.ndarray:
-    """Return bool [runs]: the candidate runs that begin with a link and end in an ellipsis, if there are several."""
+    """Return bool [runs]: the candidates that begin with a link and end in an ellipsis; all False if too few do."""
     page, last = rows.page, runs.rows[np.cumsum(runs.length) - 1]
     found = candidates & rows.linked[runs.head] & ~rows.linked[last]
     for run in np.flatnonzero(found).tolist():
@@ -268,7 +268,7 @@ def _breaking_off(rows: PageRows, runs: TextRuns, candidates: np.ndarray) -> np.
 
 
 def _leads_away(page: ParsedPage, links: np.ndarray, row: int) -> bool:
-    """Return whether the innermost link that starts before `row` leads to another page."""
+    """Return True if the last link that starts before `row` leads to another page. links: the rows of all links."""
     link = int(links[np.searchsorted(links, row) - 1])
     start = int(page.start[link])
     stop = min(int(page.stop[link]), start + _TAG_BYTES)  # one enormous tag may enclose thousands of boxes
@@ -276,7 +276,7 @@ def _leads_away(page: ParsedPage, links: np.ndarray, row: int) -> bool:
 
 
 def _level(rows: PageRows, chosen: np.ndarray) -> np.ndarray:
-    """Return the level (1 to 6) of the last heading that starts before each of the chosen rows; 0 if there is none."""
+    """Return, for each chosen row, the level (1 to 6) of the last heading that starts before it, or 0."""
     tag = rows.page.tag
     headings = np.flatnonzero(_HEADING[tag])
     levels = np.concatenate(([0], tag[headings].astype(np.int64) - ID["h1"] + 1))

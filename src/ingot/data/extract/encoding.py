@@ -8,19 +8,19 @@ from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _META = re.compile(rb"<meta[^>]{1,300}?charset\s*=\s*[\"']?\s*([\w.:-]{2,40})", re.IGNORECASE)
 _META_BYTES = 4096
-# Encodings of Python that are supersets: pages use their characters under the name of the smaller set.
+# WHATWG name -> Python encoding that is a superset: pages declare the smaller encoding but use the larger one.
 _SUPERSETS = {"gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "iso8859-11": "cp874"}
 _TOLERATED_ERRORS = 0.01
 _HEAD_BYTES = 1024
 
 
 def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
-    """Return (text, encoding used). Never fails; bytes that do not decode become U+FFFD.
+    """Return (text, name of the encoding used). Never raises; bytes that do not decode become U+FFFD.
 
-    The order: byte order mark; UTF-16 if the zero bytes show it; UTF-8 if all bytes are valid (text in another encoding
-    almost never is, and headers are often wrong); the HTTP header; the meta element; detection by uchardet. A named
-    encoding is used if at most 1% of the characters fail; otherwise the encoding with the fewest failures is used.
-    Only encodings of the WHATWG standard are possible, so no page can choose a slow or unusual Python codec.
+    The order: byte order mark; UTF-16 if the pattern of zero bytes shows it; UTF-8 if all bytes are valid (text in
+    another encoding is almost never valid UTF-8, and headers are often wrong); the HTTP header; the meta element;
+    detection by uchardet. A declared encoding is used if at most 1% of the characters fail; otherwise the encoding with
+    the fewest failures is used. Only WHATWG encodings are possible, so no page can choose a slow or unusual codec.
     """
     for bom, name in _BOMS:
         if raw.startswith(bom):
@@ -28,7 +28,7 @@ def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
     if name := _unmarked_utf16(raw[:_HEAD_BYTES]):
         return raw.decode(name, "replace"), name
     declared = [name for name in (_known(header_charset), _known(_meta_charset(raw))) if name]
-    if "iso2022_jp" not in declared:  # written in ASCII bytes, so it would pass for UTF-8
+    if "iso2022_jp" not in declared:  # this encoding uses only ASCII bytes, so it would look like UTF-8
         try:
             return raw.decode("utf-8"), "utf-8"
         except UnicodeDecodeError:
@@ -48,7 +48,7 @@ def decode_page(raw: bytes, header_charset: str) -> tuple[str, str]:
 def _unmarked_utf16(head: bytes) -> str:
     """Return "utf-16-le" or "utf-16-be" if every other byte of `head` is zero, as in UTF-16 markup, else "".
 
-    Such bytes are valid UTF-8 as well, so this is checked first.
+    Such bytes are also valid UTF-8, so this check comes before UTF-8.
     """
     zeros = [head[first::2].count(0) for first in (0, 1)]
     if sum(zeros) * 3 <= len(head) or min(zeros) * 10 > max(zeros):

@@ -1,8 +1,8 @@
-"""The stage that extracts the text of a page: three methods, with the same limits and the same cleaning.
+"""The stage that extracts the text of a page. It has three methods, with the same limits and the same cleaning.
 
-`fast` is resiliparse (Bevendorff et al. 2018) on the lexbor parser; `accurate` is ingot's own (see
-docs/design/extraction.md); `trafilatura` is the package (Barbaresi 2021) with `fast=True`, which uses its own rules
-without the comparison to other extractors, and without comments.
+`fast` is resiliparse (Bevendorff et al. 2018) on the lexbor parser; `accurate` is ingot's own method (see
+docs/design/extraction.md); `trafilatura` is the package (Barbaresi 2021) without comments and with `fast=True`, which
+uses its own rules without comparing the result with other extractors.
 """
 
 import re
@@ -27,8 +27,8 @@ _RAN = {
 
 
 _USUAL_DEPTH = 64
-# Control characters except tab and line feed; marks that steer bidirectional layout; soft hyphens and zero-width
-# spaces, which break words that look whole; the byte order mark. Joiners stay: they spell words in Persian and Hindi.
+# Control characters except tab and line feed; marks that control bidirectional layout; soft hyphens and zero-width
+# spaces, which invisibly split words; the byte order mark. Joiners stay, because Persian and Hindi words need them.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufffe\uffff]"
 )
@@ -37,7 +37,7 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 
 class PageRefused(Exception):
-    """A page beyond a limit. rule: of the drop ("extract.too_deep"). value: the measured value, for people."""
+    """A page exceeds a limit. rule: the drop rule ("extract.too_deep"). value: a text about the exceeded limit."""
 
     def __init__(self, rule: str, value: str):
         super().__init__(f"{rule}: {value}")
@@ -48,9 +48,9 @@ class PageRefused(Exception):
 class ExtractRules:
     """The method of extraction ("fast", "accurate" or "trafilatura") and limits; a page beyond a limit is dropped.
 
-    max_bytes: of the page. max_depth: nesting of elements. max_work: sum of the depths of all elements (for "fast",
-    whose time is proportional to this sum; 4 million take under a second). max_nodes: elements and pieces of text (for
-    "accurate" and "trafilatura").
+    max_bytes: size of the page. max_depth: levels of nested elements. max_work: sum of the depths of all elements (for
+    "fast", whose time is proportional to this sum; 4 million take under a second). max_nodes: elements and pieces of
+    text (for "accurate" and "trafilatura").
     """
 
     method: str = "accurate"
@@ -124,7 +124,7 @@ class Extract:
                 document.text = extract_text(text, self.rules)
             except PageRefused as refused:
                 return Drop(self.name, refused.rule, refused.value)
-            except Exception as error:  # parsers raise exceptions of many types; each drops one page
+            except Exception as error:  # parsers raise exceptions of many types; an exception drops only this page
                 return Drop(self.name, "extract.failed", type(error).__name__)
         else:
             # Blank lines and indentation of source code are kept.
@@ -133,10 +133,10 @@ class Extract:
 
 
 def resiliparse_text(html: str, max_depth: int, max_work: int) -> str:
-    """Return the main content by resiliparse. Raises PageRefused for hostile nesting, and the errors of the parser.
+    """Return the main content that resiliparse finds. Raises PageRefused if nesting is too deep, and parser errors.
 
-    max_depth: levels of elements. max_work: sum of the depths of all elements; the search for main content takes time
-    in proportion to this sum (measured: 0.2 µs per level).
+    max_depth: levels of nested elements. max_work: sum of the depths of all elements; the time of the search for main
+    content is proportional to this sum (measured: 0.2 µs per level).
     """
     tree = HTMLTree.parse(html)
     check_depth(html, tree, max_depth, max_work)
@@ -160,10 +160,10 @@ def tree_text(tree: HTMLTree) -> str:
 def check_depth(html: str, tree: HTMLTree, max_depth: int, max_work: int) -> None:
     """Raise PageRefused for a page beyond `max_depth` or `max_work`.
 
-    A walk over the tree is slow (4 µs per element), so selectors come first, the shortest before the others: few pages
-    are deeper than usual, and only those that may exceed `max_work` are walked.
+    A walk over the tree is slow (4 µs per element), so CSS selectors are tried first, the shortest one first. Few pages
+    are deeper than usual, and the walk is done only for pages that may exceed `max_work`.
     """
-    elements = html.count("<")  # no fewer than the elements that the page spells out
+    elements = html.count("<")  # at least the number of elements with a start tag in the page
     root = tree.document.document_element if tree.document else None
     if root is None or elements <= min(max_depth, max_work**0.5):
         return
@@ -182,7 +182,7 @@ def check_depth(html: str, tree: HTMLTree, max_depth: int, max_work: int) -> Non
 
 
 def _is_deeper(root, depth: int) -> bool:
-    """Return whether an element has at least `depth` ancestors, by a selector, which runs at native speed."""
+    """Return True if an element has at least `depth` ancestors. Use a CSS selector, which runs at native speed."""
     return root.query_selector(">".join(["*"] * (depth + 1))) is not None
 
 

@@ -1,7 +1,7 @@
 """A page as flat arrays, one row per element and per piece of text in document order, and sums over its parts.
 
-The rows of everything inside element `i` are `i + 1 .. end[i]`, so a sum over any part of the page is two look-ups in
-a running sum.
+The rows inside element `i` are `i + 1` up to, but not including, `end[i]`. So a sum over any element takes two look-ups
+in a running sum.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ COLUMNS = {
 # A paragraph is prose if it has at least _PARAGRAPH characters and one punctuation mark, or more than _SENTENCES marks,
 # or at least _LONG characters.
 _PARAGRAPH, _SENTENCES, _LONG = 50, 3, 200
-_LITTLE = 300  # on a page with less prose (characters), all text outside of links counts as prose
-_CELL = 150  # largest number of characters in a cell of a table of data
+_LITTLE = 300  # on a page with fewer characters of prose, all text outside links counts as prose
+_CELL = 150  # largest number of characters in a cell of a data table
 _LINK = np.uint64(ElementMark.LINK)
 
 
 def tag_set(names: str) -> np.ndarray:
-    """Return bool [256]: whether each tag id is that of one of the space-separated `names`."""
+    """Return bool [256], indexed by tag id: True for the tags in the space-separated `names`."""
     table = np.zeros(256, bool)
     table[[ID[name] for name in names.split()]] = True
     return table
@@ -48,10 +48,11 @@ class ParsedPage:
     """A parsed page. All arrays are [rows], one row per element and piece of text.
 
     html: UTF-8. status: FINE, or TOO_DEEP or TOO_MANY if the rows stop at a limit. tag: index into tags.NAMES, 0 for
-    text. flags: vocabulary.ElementMark. parent: row of the enclosing element, or -1. end: the row after the last one
-    inside. depth: number of enclosing elements. start, stop: bytes of the text, of the content of a raw element, or of
-    the attributes of another element. chars: characters of a text without white space; an ideograph counts as two, a
-    character reference as one. marks: punctuation marks of sentences (.,!?;: and their counterparts in other scripts).
+    text. flags: vocabulary.ElementMark. parent: row of the enclosing element, or -1. end: the row after the last row
+    inside the element. depth: number of enclosing elements. start, stop: byte range in `html` of the text, of a raw
+    element's content, or of another element's attributes. chars: characters of a text without white space; an ideograph
+    counts as two, a character reference as one. marks: punctuation marks (.,!?;: and their counterparts in other
+    scripts) in a text.
     """
 
     html: bytes
@@ -68,7 +69,7 @@ class ParsedPage:
 
 
 def parse_page(html: bytes, max_depth: int = 1000, max_nodes: int = 1_000_000) -> ParsedPage:
-    """Parse `html` (UTF-8; an invalid byte counts as a character) in linear time."""
+    """Parse `html` (UTF-8; invalid bytes count as characters) in linear time."""
     native = compiled("_page")
     if native is None:
         status, *columns = page_reference.parse(html, max_depth, max_nodes)
@@ -81,7 +82,7 @@ def parse_page(html: bytes, max_depth: int = 1000, max_nodes: int = 1_000_000) -
 
 @cache
 def _tables() -> object:
-    """Return the tables in the form of the compiled parser."""
+    """Return the tag and word tables in the form that the compiled parser reads."""
     native = compiled("_page")
     assert native is not None
     arrays = (*name_tables(), tag_rules(), *word_tables())
@@ -90,10 +91,10 @@ def _tables() -> object:
 
 @dataclass(frozen=True, slots=True)
 class TextRuns:
-    """Runs of text rows without a block's edge between them, which are paragraphs in any element.
+    """Runs of text rows with no start or end of a block between them: the paragraphs, whatever elements hold them.
 
-    rows: all text rows of the runs. The other arrays are [runs]: first row, number of rows, characters, characters in
-    links, and punctuation marks.
+    rows: all text rows of the runs. The other arrays are [runs]. head: first row. length: number of rows. chars:
+    characters. linked: characters in links. marks: punctuation marks.
     """
 
     rows: np.ndarray
@@ -109,10 +110,10 @@ class TextRuns:
 
 
 class PageRows:
-    """A page with the sums that every step of the extraction needs.
+    """A page with the arrays and sums that every step of the extraction needs.
 
-    text, linked, cells: bool [rows]: text rows, rows in a link, cells of tables of data. block: [rows] numbers that
-    change at every edge of a block.
+    text, linked, cells: bool [rows], True for text rows, rows inside a link, and cells of data tables. block: int
+    [rows], a number that grows at every start or end of a block.
     """
 
     def __init__(self, page: ParsedPage):
@@ -123,7 +124,7 @@ class PageRows:
         self.block = self.edges(BLOCK[page.tag] & ~self.cells)
 
     def _data_cells(self) -> np.ndarray:
-        """Return bool [rows]: the cells of table rows in which every cell is short and has no blocks.
+        """Return bool [rows]: the cells of those table rows in which every cell is short and contains no blocks.
 
         Such a table row is written as one line of text.
         """
@@ -138,27 +139,27 @@ class PageRows:
         return row & ~broken[page.parent]
 
     def edges(self, elements: np.ndarray) -> np.ndarray:
-        """Return [rows]: the number of starts and ends of `elements` (bool [rows]) up to each row."""
+        """Return int [rows]: the number of starts and ends of `elements` (bool [rows]) up to each row."""
         rows = np.flatnonzero(elements)
         edges = np.bincount(self.page.end[rows], minlength=self.size + 1)
         edges[rows] += 1
         return np.cumsum(edges[: self.size])
 
     def within(self, elements: np.ndarray) -> np.ndarray:
-        """Return bool [rows]: the rows that are inside one of `elements` (bool [rows]), or are one of them."""
+        """Return bool [rows]: True for rows inside any of `elements` (bool [rows]), and for `elements` themselves."""
         rows = np.flatnonzero(elements)
         change = -np.bincount(self.page.end[rows], minlength=self.size + 1)
         change[rows] += 1
         return np.cumsum(change[: self.size]) > 0
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Return [rows]: the sum of `values` over each row and everything inside it."""
+        """Return int [rows]: the sum of `values` over each row and all rows inside it."""
         total = np.zeros(self.size + 1, np.int64)
         np.cumsum(values, out=total[1:])
         return total[self.page.end] - total[:-1]
 
     def runs(self, chosen: np.ndarray) -> "TextRuns":
-        """Return the runs of the chosen (bool [rows]) text rows."""
+        """Return the runs of those text rows that are True in `chosen` (bool [rows])."""
         page, rows = self.page, np.flatnonzero(self.text & chosen)
         if not len(rows):
             none = np.zeros(0, np.int64)
@@ -171,7 +172,10 @@ class PageRows:
         return TextRuns(rows, rows[first], np.diff(np.append(first, len(rows))), chars, linked, marks)
 
     def prose(self, chosen: np.ndarray) -> np.ndarray:
-        """Return [rows]: the characters of prose among the chosen rows, those of a paragraph at its first row."""
+        """Return int [rows]: at the first row of each paragraph its characters of prose, 0 elsewhere.
+
+        chosen: bool [rows], the rows to look at.
+        """
         runs = self.runs(chosen)
         plain, weight = runs.chars - runs.linked, np.zeros(self.size, np.int64)
         sentences = (runs.chars >= _PARAGRAPH) & (runs.marks > 0) | (runs.marks > _SENTENCES) | (runs.chars >= _LONG)

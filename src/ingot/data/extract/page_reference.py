@@ -1,12 +1,12 @@
-"""The tolerant HTML parser in plain Python, with the same rows as native/page.c.
+"""The tolerant HTML parser in plain Python. It returns the same rows as native/page.c.
 
-It is the readable reference, the oracle of the tests, and the fallback where the C module is not built.
+This parser is the readable reference, the expected result in tests, and the fallback if the C module is not built.
 
 The parser follows the tokenizer and the tree construction of the HTML standard (sections 13.2.5 and 13.2.6) as far as
-they decide which element encloses which text. Different on purpose: no element is made up, moved or reopened, so
-`<b><p>` stays as written; attributes and text stay as they are in the source, character references included; text is
+they decide which element encloses which text. Deliberate differences: no element is inserted, moved or reopened, so
+`<b><p>` stays as written; attributes and text stay as they are in the source, including character references; text is
 one row per run between two tags. Time is linear in the input and memory is bounded by `max_nodes`: every open element
-stores the places of the open elements that its content has to know, so the stack is never searched.
+stores the stack positions of the enclosing elements that its content can close, so the stack is never searched.
 """
 
 import re
@@ -26,13 +26,13 @@ _MARKS = frozenset(b".,!?;:")
 _WIDE_MARKS = tuple(map(str.encode, "、。，！？،؟।"))
 _COMMENT_END = re.compile(rb"--!?>")
 _NO_BREAK_SPACE = "\xa0".encode()
-_LINK = int(ElementMark.LINK)  # on text rows: white space precedes the text
-_SAME_NAME_STEPS = 16  # open elements with unknown names that an end tag is compared with
+_LINK = int(ElementMark.LINK)  # on text rows, this flag means that white space precedes the text
+_SAME_NAME_STEPS = 16  # an end tag with an unknown name is compared with this many open elements
 
 
 @cache
 def _symbols() -> tuple[list[int], list[int]]:
-    """Return the symbol of each byte (0 for none) in names, and in the words of values, which hold letters only."""
+    """Return two tables from byte to automaton symbol (0: none): for names, and for values (only letters have one)."""
     names, values = [0] * 256, [0] * 256
     for character in "abcdefghijklmnopqrstuvwxyz":
         for byte in (character + character.upper()).encode():
@@ -51,7 +51,7 @@ def _tables() -> tuple[list[list[int]], list[int], list[list[int]], list[list[in
 
 @dataclass(slots=True)
 class _OpenElement:
-    """An open element, with the places of enclosing elements that the parser needs for its content."""
+    """An open element, with the stack positions ("places") of the enclosing elements that its content can close."""
 
     tag: int
     node: int
@@ -99,7 +99,7 @@ class _PageParser:
                 at = self.after(b"]]>", at + 9)
             else:
                 at = self.after(b">", at + 1)
-            at = text = length if at < 0 else at  # the input ends inside of a tag, or inside of a script
+            at = text = length if at < 0 else at  # at < 0: the input ends inside a tag or a script
         if self.status == FINE:
             self.add_text(text, length)
         self.pop_to(0)
@@ -151,7 +151,7 @@ class _PageParser:
             self.end[closed.node] = len(self.tag)
             self.last[closed.tag] = closed.same
 
-    # Tags: each method takes the position of the name and returns that after the tag, or -1 at the end of the input
+    # Tags: each method takes the position of the name and returns the position after the tag, or -1 at the input's end
 
     def start_tag(self, at: int) -> int:
         tag, name_stop = self.name(at)
@@ -193,7 +193,7 @@ class _PageParser:
         rules, member, _, _, _, barrier = self.tags[tag]
         if after < 0:
             return -1
-        if tag == BREAK:  # browsers make a line break of </br>
+        if tag == BREAK:  # browsers treat </br> as a line break
             self.add_row(BREAK, 0, name_stop, after - 1)
             return after
         if not self.stack or rules & TagRule.NO_END:
@@ -211,7 +211,7 @@ class _PageParser:
         return after
 
     def name(self, at: int) -> tuple[int, int]:
-        """Return (tag, position after the name)."""
+        """Return (tag id, position after the name) of the tag name at `at`."""
         symbols, state = _symbols()[0], 0
         while True:
             state = self.names[state][symbols[self.html[at]]]
@@ -220,7 +220,7 @@ class _PageParser:
                 return self.ids[state] or OTHER, at
 
     def attributes(self, at: int) -> tuple[int, int, bool]:
-        """Return (position after '>' or -1, marks of the values, whether the tag ends in '/>')."""
+        """Return (position after '>' or -1, ElementMark flags of all values, True if the tag ends in '/>')."""
         html, length, symbols = self.html, len(self.html), _symbols()[0]
         flags, self_closing = 0, False
         while True:
@@ -261,7 +261,7 @@ class _PageParser:
                 flags |= self.value_flags(name if kind == NAMED else None, value)
 
     def value_flags(self, name: bytes | None, value: bytes) -> int:
-        """Return the marks of a plain value, matched as "-value-", or of a named value, matched as "-name=value="."""
+        """Return the ElementMark flags of a value, which is matched as "-name=value=", or "-value-" if name is None."""
         found, joint = 0, HYPHEN if name is None else EQUALS
         symbols = [HYPHEN]
         for run in (value, b" ") if name is None else (name, b" ", value, b" "):
@@ -273,7 +273,7 @@ class _PageParser:
         return found
 
     def raw_end(self, at: int, name: bytes) -> tuple[int, int]:
-        """Return (end of the raw text, position after the name in its end tag), or (-1, -1)."""
+        """Return (end of the raw text, position after the name in its end tag), or (-1, -1) without an end tag."""
         html, length = self.html, len(self.html)
         while (at := html.find(b"</", at)) >= 0:
             after = at + 2 + len(name)
@@ -301,9 +301,10 @@ class _PageParser:
 
 
 def _word_symbols(run: bytes, joint: int, last: int) -> list[int]:
-    """Return the symbols of a run: letters in lower case, and `joint` for other bytes and between "aB", never twice.
+    """Return the symbols of the bytes in `run`: a letter's symbol is that of its lower case, other bytes give `joint`.
 
-    last: the symbol before the run.
+    A `joint` is also put between a lower-case and an upper-case letter ("aB"). Successive joints become one. last: the
+    symbol before the run.
     """
     symbols, result, previous = _symbols()[1], [], 0
     for byte in run:
@@ -337,7 +338,7 @@ def _count(text: bytes) -> tuple[int, int]:
 
 
 def _after_reference(text: bytes, at: int) -> int:
-    """Return the position after the character reference at `at`, or after the `&` if it begins no reference."""
+    """Return the position after the character reference at `at`, or after the `&` there if it is not a reference."""
     limit = min(at + 34, len(text))
     start = stop = at + 2 if text.startswith(b"#", at + 1) and at + 1 < limit else at + 1
     while stop < limit and text[stop] in _REFERENCE:
@@ -346,7 +347,7 @@ def _after_reference(text: bytes, at: int) -> int:
 
 
 def parse(html: bytes, max_depth: int, max_nodes: int) -> tuple:
-    """Return (status, tag, flags, parent, end, depth, start, stop, chars, marks): lists, see page.ParsedPage."""
+    """Return (status, tag, flags, parent, end, depth, start, stop, chars, marks): an int and lists, see ParsedPage."""
     parser = _PageParser(html, max_depth, max_nodes)
     parser.parse()
     p = parser

@@ -1,7 +1,7 @@
 """The parser's tables of elements: which tags close which open elements.
 
-The tables are a simplification of the tree construction of the HTML standard (section 13.2.6): no element is made up,
-moved or reopened. They keep what decides which elements enclose a text.
+The tables simplify the tree construction of the HTML standard (section 13.2.6): no element is inserted, moved or
+reopened. They keep the rules that decide which elements enclose a text.
 """
 
 from enum import IntFlag
@@ -42,8 +42,8 @@ class TagRule(IntFlag):
     RAW = 2  # the content is not parsed
     RAW_TO_END = 4  # ... even if the end tag is missing; other raw elements without an end tag are parsed normally
     HEADING = 8  # an end tag of any heading ends the element
-    PRE = 16  # white space counts
-    FOREIGN = 32  # inside, "/>" ends an element
+    PRE = 16  # white space in the element is significant
+    FOREIGN = 32  # inside this element, "/>" ends an element
     ONCE = 64  # a second start tag is ignored
     NO_END = 128  # end tags are ignored
 
@@ -51,7 +51,7 @@ class TagRule(IntFlag):
 # A start tag ends the outermost open element of the groups that it closes. An element that stops a group hides the
 # open elements of the group from its content.
 GROUPS = ("p", "li", "definition", "cell", "row", "section", "option", "a", "button", "ruby", "heading", "head")
-BARRIERS = ("special", "scope", "table", "list")  # an end tag closes nothing outside the innermost element of a barrier
+BARRIERS = ("special", "scope", "table", "list")  # an end tag closes nothing outside the innermost open barrier element
 
 _SCOPE = {"html", "table", "td", "th", "caption", "applet", "marquee", "object", "template"}
 _SPECIAL = {*_BLOCK, *_HEADINGS, *_TABLE_PARTS, *_RAW, *_SCOPE} | {"body", "head", "p", "pre", "li", "dd", "dt"}
@@ -145,11 +145,11 @@ def _barrier(name: str) -> str:
 
 @cache
 def tag_rules() -> np.ndarray:
-    """Return uint16 [len(NAMES), 6], a row per tag.
+    """Return uint16 [len(NAMES), 6], one row per tag.
 
-    The columns: TagRule, groups of the element, groups that it closes, groups that it stops, barriers that it is, and
-    the barrier of its end tag. Groups and barriers are bits in the order of GROUPS and BARRIERS; the last column is an
-    index into BARRIERS.
+    The columns: TagRule flags, groups that the element belongs to, groups that it closes, groups that it stops,
+    barriers that it forms, and the barrier for its end tag. Groups and barriers are bits in the order of GROUPS and
+    BARRIERS; the last column is an index into BARRIERS.
     """
     table = np.zeros((len(NAMES), 6), np.uint16)
     for number, name in enumerate(NAMES):

@@ -1,9 +1,10 @@
-"""Words in class, id, role and schema.org attributes that show the role of an element, and the automaton for them.
+"""Words in class, id, role and schema.org attributes that show the role of an element, and the automaton to find them.
 
 A pattern is matched as whole words: "post*body" finds "post-body", "postBody", "post__body" and "postbody". A `+` at
-its start or end leaves that side open: "newsletter+" also finds "newsletters". "role=main" is the beginning of the
-value of the attribute role; "style=+display*none" matches anywhere in the value. The words are those of many sites and
-content systems, in English, German, French, Spanish, Italian, Portuguese, Dutch and Polish; none is for one site.
+its start or end leaves that side open: "newsletter+" also finds "newsletters". "role=main" matches a value of the
+attribute role that begins with the word "main"; "style=+display*none" matches anywhere in the value. The words are
+common to many sites and content systems, in English, German, French, Spanish, Italian, Portuguese, Dutch and Polish;
+none is specific to one site.
 """
 
 from collections import deque
@@ -16,7 +17,8 @@ from ingot.data.extract.tags import ID
 
 STRIDE, WORD_STRIDE = 64, 32  # row lengths of the two tables, as in page.c
 HYPHEN, EQUALS, DIGITS = 27, 28, 29  # symbols after the letters 1..26
-PLAIN, NAMED, TARGET = 1, 2, 3  # kinds of attributes: words; words that follow the name; its presence marks a link
+# Kinds of attributes. PLAIN: the value is matched. NAMED: name and value are matched. TARGET: presence marks a link.
+PLAIN, NAMED, TARGET = 1, 2, 3
 ATTRIBUTES = {"class": PLAIN, "id": PLAIN, "href": TARGET} | dict.fromkeys(
     ("role", "itemprop", "itemtype", "style", "hidden", "aria-hidden", "aria-label", "rel", "type", "property"), NAMED
 )
@@ -26,7 +28,7 @@ class ElementMark(IntFlag):
     """The roles of an element that its attributes show."""
 
     BODY = 1 << 0  # the text of an article
-    ARTICLE = 1 << 1  # an article with what belongs to it
+    ARTICLE = 1 << 1  # an article with its title, byline and so on
     NAVIGATION = 1 << 2
     FOOTER = 1 << 3
     SIDE = 1 << 4
@@ -39,7 +41,7 @@ class ElementMark(IntFlag):
     REQUEST = 1 << 11  # cookies, newsletter, log in
     HIDDEN = 1 << 12
     DATA = 1 << 13  # a script of JSON-LD
-    LINK = 1 << 63  # has href (on text rows: white space precedes the text)
+    LINK = 1 << 63  # the element has href (on text rows: white space precedes the text)
 
 
 _PATTERNS = {
@@ -140,7 +142,7 @@ _PATTERNS = {
 
 
 def _spellings(pattern: str) -> list[str]:
-    """Return the strings over a-z, '-' and '=' that the automaton searches for."""
+    """Return the strings of a-z, '-' and '=' that the automaton searches for to match `pattern`."""
     name, named, value = pattern.rpartition("=")
     joint = "=" if named else "-"
     stems = [value.strip("+").replace("*", between) for between in ((joint, "") if "*" in value else ("",))]
@@ -163,8 +165,8 @@ def symbol(character: str) -> int:
 def name_tables() -> tuple[np.ndarray, np.ndarray]:
     """Return the trie of tag names and of '=' + attribute names: (uint16 [states, STRIDE], uint8 [states]).
 
-    The first array is the next state of each symbol, the second the tag id or kind of attribute that ends in a state,
-    or 0. State 0 is the root, state 1 the state of unknown names.
+    The first array has the next state for each symbol, the second the tag id or attribute kind whose name ends in a
+    state, or 0. State 0 is the root, state 1 the state of unknown names.
     """
     rows, ids = [np.ones(STRIDE, np.uint16), np.ones(STRIDE, np.uint16)], [0, 0]
     for name, number in [*ID.items(), *((f"={name}", kind) for name, kind in ATTRIBUTES.items())]:
@@ -183,9 +185,9 @@ def name_tables() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def word_tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return the automaton of Aho and Corasick (1975): (uint16 [states, WORD_STRIDE], uint64 [states]).
+    """Return the Aho-Corasick automaton (1975) of all patterns: (uint16 [states, WORD_STRIDE], uint64 [states]).
 
-    The first array is the next state of each symbol, the second the marks of all patterns that end in a state.
+    The first array has the next state for each symbol, the second the marks of all patterns that end in a state.
     """
     children: list[dict[int, int]] = [{}]
     marks = [0]

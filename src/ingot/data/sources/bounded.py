@@ -1,4 +1,4 @@
-"""Bounded memory for every input: size limits, and random access to a file without mapping it into memory."""
+"""Size limits for inputs, and random access to a file without mapping it into memory."""
 
 import os
 import re
@@ -8,16 +8,16 @@ from pathlib import Path
 
 _FIRST_STEP = 16 << 10
 _STEP = 1 << 20
-_OVERLAP = 4096  # longer than any match of the patterns that are searched for
+_OVERLAP = 4096  # longer than any match of the patterns that callers search for
 
 
 @dataclass(frozen=True)
 class Limits:
     """Size limits. A record, row or file beyond a limit becomes one dropped document with a reason.
 
-    block_bytes: one record, line or row as stored, after the compression of the file is undone. body_bytes: the body
-    of a page after its own decoding, or one text file. header_bytes: the headers of a WARC record, an HTTP response
-    or a tar member. file_bytes: one file of source code (longer files are data).
+    block_bytes: size of a record, line or row after the file is decompressed. body_bytes: size of the decoded body of a
+    page, or of a text file. header_bytes: size of the headers of a WARC record, an HTTP response or a tar member.
+    file_bytes: size of a source code file (longer files are data).
 
     ratio: the largest allowed ratio of unpacked to packed size. The limit applies above `ratio_floor_bytes`, because
     short repetitive pages reach ratios of several hundred.
@@ -34,7 +34,7 @@ class Limits:
 class Window:
     """A file opened for reading at any offset, without a current position. Every method can raise OSError.
 
-    The file is not mapped: a mapped file that shrinks kills the process, and its pages count as memory.
+    The file is not mapped into memory: a mapped file that shrinks kills the process, and its pages count as memory.
     """
 
     def __init__(self, path: Path):
@@ -54,7 +54,7 @@ class Window:
     def search(self, pattern: re.Pattern[bytes], offset: int, end: int | None = None) -> Iterator[int]:
         """Yield the offsets from `offset` on (and before `end`) at which `pattern` matches, in ascending order.
 
-        The byte before `offset` is visible to a lookbehind of one byte.
+        A lookbehind of one byte in `pattern` sees the byte before `offset`.
         """
         end = self.size if end is None else min(end, self.size)
         step = _FIRST_STEP

@@ -1,8 +1,8 @@
 """Download remote files into a local folder. A stopped download is resumed; version and length are verified.
 
     CACHE/KEY/part          the bytes fetched so far
-    CACHE/KEY/whole         the complete file; never partial
-    CACHE/KEY/version.json  the version that the bytes belong to
+    CACHE/KEY/whole         the complete file
+    CACHE/KEY/version.json  the version to which the bytes belong
     CACHE/.hosts/           one lock per connection to a host, shared by all workers
 
 CACHE can be deleted at any time; the caller deletes a file after reading it.
@@ -29,8 +29,8 @@ from ingot.errors import DataError, ResourceError
 from ingot.storage import sha256_bytes, write_json
 
 _LONGEST_WAIT_SECONDS = 300.0
-_ATTEMPTS_AT_A_NAME = 3  # that cannot be resolved
-_PROGRESS_BYTES = 1 << 20  # an attempt that brought at least these counts as progress
+_ATTEMPTS_AT_A_NAME = 3  # attempts if the host name cannot be resolved
+_PROGRESS_BYTES = 1 << 20  # attempts that fetched at least this many bytes count as progress
 _POLL_SECONDS = 0.05
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]*(?:/[A-Za-z0-9_][A-Za-z0-9._=+-]*)*")
 _MAX_PATHS = 2_000_000
@@ -49,9 +49,9 @@ def remote(location: str, rules: RemoteRules) -> Remote:
 
 
 def fetch(location: str, cache: Path, rules: RemoteRules, *, expected: Version | None = None) -> Path:
-    """Download the file `location` and return its path below `cache`. expected: the required version, if known.
+    """Download the file `location` and return its path in `cache`. expected: the required version, if known.
 
-    Raises DataError for a file that cannot be fetched, is another version, or is larger than rules.max_bytes.
+    Raises DataError if the file cannot be fetched, has another version, or is larger than rules.max_bytes.
     """
     folder = _folder(location, cache)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def fetch(location: str, cache: Path, rules: RemoteRules, *, expected: Version |
 
 
 def fetch_paths(location: str, cache: Path, rules: RemoteRules) -> list[str]:
-    """Download a list of paths, plain or compressed, and return its lines.
+    """Download a list of paths, plain or compressed, and return its lines without blank ones.
 
     Raises DataError for a line that is not a relative path.
     """
@@ -91,7 +91,7 @@ def _bad_list(path: Path, found: str, line: int = 0) -> DataError:
         "E-CRAWL-LIST",
         f"{path} is not a list of paths: {found}",
         rule="a list of paths has one relative path per line",
-        fix="remove the file, so that it is fetched again, or check the name",
+        fix="remove this file, so that the list is fetched again, or check the name",
         path=str(path),
         line=line,
     )
@@ -103,7 +103,7 @@ def forget(location: str, cache: Path) -> None:
 
 
 def version(location: str, cache: Path, rules: RemoteRules) -> Version:
-    """Ask the server for the current version of the file. Raises DataError."""
+    """Return the current version of the file, from its server. Raises DataError."""
     source = remote(location, rules)
     with host_connection(source.host, cache, rules):
         return retry(source.version, location, rules)
@@ -157,7 +157,7 @@ class _Download:
         if self.expected and not self.expected.same(found):
             raise DataError(
                 "E-REMOTE-CHANGED",
-                f"{self.location} is another version than when the build began ({self.expected} and {found})",
+                f"{self.location} has changed since the build began ({self.expected} before, {found} now)",
                 rule="inputs stay as they are during a build",
                 fix="start the build again",
                 location=self.location,
@@ -196,7 +196,7 @@ def _disk(path: Path, error: OSError) -> ResourceError:
     return ResourceError(
         "E-CACHE-WRITE",
         f"cannot write {path}: {error.strerror or error}",
-        rule="a remote file is read from a local copy",
+        rule="a remote file is copied to the disk before it is read",
         fix="free some space, or use another folder; the bytes fetched so far are kept",
         path=str(path),
     )
@@ -207,7 +207,7 @@ def retry(
 ) -> Result:
     """Call `action` until it does not raise Unreachable, and return its result.
 
-    progress: returns the bytes fetched so far; an attempt that fetched more starts the count of attempts again.
+    progress(): returns the bytes fetched so far; a megabyte more starts the count of failed attempts again.
     Raises DataError after rules.attempts attempts without progress.
     """
     failures, before = 0, progress()
@@ -224,7 +224,7 @@ def retry(
                     "E-REMOTE-UNREACHABLE",
                     f"{location.partition('?')[0]} cannot be fetched: {error}",
                     rule=f"a download is given up after {failures} attempts without progress, with growing pauses",
-                    fix="run the same command again later: it goes on from the bytes fetched so far",
+                    fix="run the same command again later: it continues after the bytes fetched so far",
                     location=location.partition("?")[0],
                     attempts=failures,
                 ) from None
@@ -234,9 +234,9 @@ def retry(
 
 @contextlib.contextmanager
 def host_connection(host: str, cache: Path, rules: RemoteRules) -> Iterator[None]:
-    """Reserve one of the connections to `host`, rules.delay_seconds after its last use.
+    """Reserve one of the allowed connections to `host`, at least rules.delay_seconds after its last use.
 
-    Workers share the connections by file locks, which the kernel releases when a worker dies.
+    Workers share the connections through file locks, which the kernel releases when a worker dies.
     """
     if not host:
         yield
@@ -260,7 +260,7 @@ def host_connection(host: str, cache: Path, rules: RemoteRules) -> Iterator[None
 
 
 def _try_lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of `path`, or -1."""
+    """Return a file descriptor that holds the lock of `path`, or -1 if another process holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,11 +1,11 @@
 """The inputs of a build, in any location and any format.
 
 `expand` turns the arguments of a command into inputs, `identity` describes the content of an input, and `read` yields
-its documents. A remote file is fetched into a cache first, so that every reader works on a local file and can seek, and
-a lost connection costs no documents.
+its documents. A remote file is first fetched into a cache. So every reader works on a local file and can seek, and a
+lost connection loses no documents.
 
-Common Crawl is named by crawl: cc:CC-MAIN-2024-10, its WET files with /wet, its first ten WARC files with #0-9. A crawl
-is a list of some 90,000 paths, published as crawl-data/NAME/warc.paths.gz; its files never change.
+A Common Crawl archive is named by its crawl: cc:CC-MAIN-2024-10; /wet selects its WET files, #0-9 its first ten files.
+A crawl is a list of about 90,000 paths, published as crawl-data/NAME/warc.paths.gz; its files never change.
 """
 
 import glob
@@ -35,16 +35,17 @@ _NO_REMOTE = RemoteRules()
 
 
 class BadInput(DataError):
-    """An input that was read but has the wrong content: no WARC file, an archive of another kind, or nothing."""
+    """An input could be opened but has the wrong content: it is not a WARC file, another kind of archive, or empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A file or folder to read, and the source that mixture weights and evaluation count its documents under.
+    """A file or folder to read, and the name of the source to which its documents belong (mixture weights, evaluation).
 
     location: a local path, s3://bucket/key, or http(s)://...
-    format: one of FORMATS, or "auto" (by name, then by first bytes; never source code in a folder).
-    fields: of JSON lines and Parquet. label: the name of the input, if the last part of `location` is not unique.
+    format: one of FORMATS, or "auto" (by name, then by first bytes; a folder is never read as source code).
+    fields: the keys or columns of JSON lines and Parquet. label: the name of the input, if the last part of `location`
+    is not unique.
     """
 
     location: str
@@ -55,7 +56,7 @@ class Input:
 
     @property
     def name(self) -> str:
-        """The name that document ids and file names are made from. It must stay the same for the same file."""
+        """The name from which document ids and file names are made. It must stay the same for the same file."""
         if self.label:
             return self.label
         if not self.is_remote:
@@ -78,14 +79,14 @@ def expand(
     fields: Fields | None = None,
     rules: RemoteRules = _NO_REMOTE,
 ) -> list[Input]:
-    """Return the inputs that `words` name, in their order; the inputs of one word are sorted.
+    """Return the inputs that `words` name, in the order of `words`; the inputs of one word are sorted.
 
-    A word is a file; a pattern with * or ?; a folder, for the crawl files, tables and archives in it at any depth, or
-    with format="folder" for its source code; s3://bucket/key, or a prefix of keys that ends in "/" or has a *; an
-    http(s) URL of a file, or of a list of paths (.paths, .paths.gz) relative to its host; or cc:CRAWL. Downloaded lists
-    are kept in `cache`.
+    A word is one of: a file; a pattern with * or ?; a folder, for all crawl files, tables and archives in it at any
+    depth, or with format="folder" for its source code; s3://bucket/key, or a prefix of keys that ends in "/" or has
+    a *; an http(s) URL of a file, or of a list of paths (.paths, .paths.gz) relative to its host; cc:CRAWL. Downloaded
+    lists are kept in `cache`.
 
-    Raises ConfigError for a word that names nothing, and for two inputs with the same name; DataError for a list that
+    Raises ConfigError for a word that names no input, and for two inputs with the same name; DataError for a list that
     cannot be fetched.
     """
     _check_settings(format, rules)
@@ -97,6 +98,7 @@ def expand(
                 "E-INPUT-NOTHING",
                 f"{word!r} is not the name of an input",
                 rule="an input is a path, a URL or cc:CRAWL",
+                fix="remove this argument, or name a file",
                 word=word,
             )
         found += [
@@ -110,8 +112,9 @@ def expand(
 def identity(one: Input, cache: Path, rules: RemoteRules = _NO_REMOTE) -> dict:
     """Return the values that determine every byte that `read` yields.
 
-    A local file has name, bytes and sha256; a remote file has the version that its server reports. A file of Common
-    Crawl never changes, so its path is enough and no request is made. Raises DataError for a missing file.
+    The values are name, bytes and sha256 for a local file, and the version that the server reports for a remote file.
+    A file of Common Crawl never changes, so its path is enough and no request is made. Raises DataError for a missing
+    file.
     """
     if not one.is_remote:
         path = Path(one.location)
@@ -137,9 +140,9 @@ def read(
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield pairs (document, drop or None) in the order of the input, in constant memory.
 
-    A remote file is fetched into `cache` and stays there until `forget` removes it. known: its earlier `identity`;
-    another version is refused. Raises BadInput for a file that is not of its format at all, and DataError for a file
-    that cannot be read or fetched.
+    A remote file is fetched into `cache` and stays there until `forget` removes it. known: the earlier `identity` of
+    the input; if the server has another version, DataError is raised. Raises BadInput for a file whose content does not
+    have its format, and DataError for a file that cannot be read or fetched.
     """
     limits = limits or Limits()
     path = Path(one.location)
@@ -173,7 +176,7 @@ def read(
 
 
 def forget(one: Input, cache: Path) -> None:
-    """Remove the copy of `one` that `read` fetched, complete or partial."""
+    """Remove the copy of a remote input that `read` fetched, even if the copy is incomplete."""
     if one.is_remote:
         fetch.forget(one.location, cache)
 
@@ -193,7 +196,7 @@ def _reader(kind: str, path: Path, one: Input, limits: Limits) -> Iterator[tuple
 
 
 def _locations_of(word: str, format: str, cache: Path, rules: RemoteRules) -> list[tuple[str, str]]:
-    """Return (location, label or "") of every input that `word` names."""
+    """Return (Input.location, Input.label) of every input that `word` names."""
     if word.startswith("cc:"):
         return [(location, "") for location in _crawl_locations(word, cache, rules)]
     if word.startswith("s3://"):
@@ -209,6 +212,7 @@ def _locations_of(word: str, format: str, cache: Path, rules: RemoteRules) -> li
             "E-INPUT-SCHEME",
             f"{word!r} has an unknown scheme",
             rule="inputs are local paths, s3://, http(s)://, and cc: for Common Crawl",
+            fix="copy the file to a local path, or to a store that speaks S3",
             word=word,
         )
     return _on_disk(word, format)
@@ -234,14 +238,12 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
             return [(word, "")]
         found = [(name, other) for name, other in walk(path) if format_by_name(name)]
         if not found:
-            raise _names_nothing(
-                word, "is a folder without crawl files, tables or archives; source code is read as a folder"
-            )
+            raise _names_nothing(word, "is a folder without crawl files, tables or archives")
         if closed := next((f"{name}, {other}" for name, other in found if other), ""):
             raise ConfigError(
                 "E-INPUT-LINK",
                 f"{word} holds {closed}",
-                rule="links in a folder are not followed, and no file is skipped silently",
+                rule="links in a folder are not followed, and files are never skipped without a message",
                 fix=f"name the files: {word.rstrip('/')}/*",
                 folder=word,
             )
@@ -257,7 +259,7 @@ def _on_disk(word: str, format: str) -> list[tuple[str, str]]:
 
 
 def _label(relative: str) -> str:
-    """Return a unique name for a file below a folder, so that en/part-0.jsonl and de/part-0.jsonl differ; else ""."""
+    """Return a unique name for a file in a subfolder (en/part-0.jsonl, de/part-0.jsonl), "" if it is in none."""
     if "/" not in relative:
         return ""
     label = relative.replace("/", "__")
@@ -266,7 +268,7 @@ def _label(relative: str) -> str:
 
 
 def _safe_name(name: str, also: str = "") -> str:
-    """Return a name from outside with all characters replaced that are unsafe in file names and messages."""
+    """Return a remote name with "_" for all characters that are unsafe in file names. also: more safe characters."""
     return re.sub(rf"[^A-Za-z0-9._{also}-]", "_", name)[-1000 if also else -_MAX_NAME :] or "index"
 
 
@@ -299,7 +301,7 @@ def _check_names(inputs: list[Input]) -> None:
     if count > 1:
         raise ConfigError(
             "E-INPUT-NAME",
-            f"{count} inputs are called {name}",
+            f"{count} inputs have the name {name}",
             rule="document ids are made from the base name, so it must be unique",
             fix="give each file once, rename one, or name the folder that holds both",
             name=name,
@@ -308,7 +310,7 @@ def _check_names(inputs: list[Input]) -> None:
 
 
 def _folder_identity(path: Path) -> dict:
-    """Return bytes (of all files) and sha256 (of the list of all files with their hashes)."""
+    """Return "bytes", the size of all files, and "sha256", the hash of the list of files with their hashes."""
     total, digest = 0, hashlib.sha256()
     for relative, other in walk(path):
         place = path / relative
@@ -343,7 +345,7 @@ def _crawl_locations(word: str, cache: Path, rules: RemoteRules) -> list[str]:
         raise ConfigError(
             "E-CRAWL-NAME",
             f"{word!r} is not the name of a crawl",
-            rule="cc:CRAWL, cc:CRAWL/wet, cc:CRAWL#FIRST-LAST; crawls are called CC-MAIN-2024-10 or CC-NEWS/2024/01",
+            rule="crawls are cc:CRAWL, cc:CRAWL/wet, cc:CRAWL#FIRST-LAST; CRAWL is CC-MAIN-2024-10 or CC-NEWS/2024/01",
             fix="see commoncrawl.org for the names of crawls",
             word=word,
         )
@@ -355,8 +357,8 @@ def _crawl_locations(word: str, cache: Path, rules: RemoteRules) -> list[str]:
         if not first <= last < len(paths):
             raise ConfigError(
                 "E-CRAWL-RANGE",
-                f"{word}: {crawl} has the files 0 to {len(paths) - 1}",
-                rule="#FIRST-LAST counts from 0, and includes the file LAST",
+                f"{word}: {crawl} has only the files 0 to {len(paths) - 1}",
+                rule="#FIRST-LAST counts files from 0 and includes the file LAST",
                 fix=f"choose FIRST and LAST from 0 to {len(paths) - 1}",
                 word=word,
                 files=len(paths),

@@ -1,10 +1,10 @@
 """The packing of a crawl file: one gzip member or zstd frame per record, or no compression.
 
-The reader of records uses it where fastwarc gives up, to find the next record after damage, and after the last record,
-to check that nothing was left unread. Stated sizes are not trusted: gzip members are inflated in pieces that are
-discarded, and zstd frames are walked block by block (RFC 8878) without being decoded.
+The reader of records (records.py) uses this module to find the next record after damage that fastwarc cannot read, and
+after the last record to check that nothing was left unread. Stated sizes are not trusted: gzip members are inflated in
+pieces that are discarded, and zstd frames are walked block by block (RFC 8878) without being decoded.
 
-A zstd file may begin with a skippable frame that holds the dictionary of all others (WARC-zstd 1.0 of the IIPC).
+A zstd file may begin with a skippable frame that holds the dictionary of all other frames (WARC-zstd 1.0 of the IIPC).
 """
 
 import io
@@ -37,8 +37,9 @@ _CONTENT_SIZE_BYTES = (0, 2, 4, 8)
 class Member:
     """A gzip member or zstd frame.
 
-    end: the offset after it. whole: it is complete. blank: it holds nothing but white space. bomb: the ratio limit that
-    it exceeds, or 0; inflating stopped there, so `end` is inside it. size: bytes it inflates to, 0 if not known.
+    end: the offset after the member. whole: the member is complete. blank: it holds only white space. bomb: the ratio
+    limit that the member exceeds, or 0; if it does, inflating stopped, so `end` is inside the member. size: inflated
+    bytes, 0 if not known.
     """
 
     end: int
@@ -49,7 +50,7 @@ class Member:
 
 
 class Packing(Protocol):
-    """A way to pack records into a file. prefix: bytes that a reader that starts in the middle has to read first."""
+    """A way to pack records into a file. prefix: bytes that must be read before starting in the middle of the file."""
 
     prefix: bytes
 
@@ -58,25 +59,25 @@ class Packing(Protocol):
         ...
 
     def starts_record(self, offset: int) -> bool:
-        """Return whether a record starts at `offset`."""
+        """Return True if a record starts at `offset`."""
         ...
 
     def record_end(self, offset: int, block_bytes: int) -> int | None:
-        """Return the offset after the record at `offset`, whose block has `block_bytes`.
+        """Return the offset after the record at `offset`. block_bytes: the size of the record's block.
 
-        None if the packing does not show the end of a single record, or the file ends before it.
+        Return None if the packing does not show where a single record ends, or the file ends before that.
         """
         ...
 
     def is_only_record(self, offset: int, record_id: str, block_bytes: int) -> bool:
-        """Return whether the record that a reader found at `offset` is the only one in its member.
+        """Return True if the record that a reader reported at `offset` is the only one in its member.
 
-        The reader gives the second and later records of a member the offset that it had read up to by then.
+        For the second and later records of a member, the reader reports a wrong offset.
         """
         ...
 
     def member(self, offset: int) -> Member | None:
-        """Return the member at `offset`, None if no member starts there."""
+        """Return the member that starts at `offset`, None if there is none."""
         ...
 
 

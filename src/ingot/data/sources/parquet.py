@@ -1,8 +1,8 @@
-"""Parquet files to documents: pyarrow reads the rows, after the metadata was checked here.
+"""Read documents from Parquet files: this module checks the metadata, then pyarrow reads the rows.
 
-pyarrow allocates the sizes that a page header states, and a page of a few kilobytes may state two gigabytes. Some
-contradictions in a footer even end the process, because the accessor of a column's metadata does not translate C++
-exceptions. So the footer and the headers of all pages are parsed here first. A row group with a page beyond the limits
+pyarrow allocates the size that a page header states, and a page of a few kilobytes may state two gigabytes. Some
+contradictions in a footer even end the process, because pyarrow's accessor of column metadata does not translate C++
+exceptions. So the footer and the headers of all pages are first parsed here. A row group with a page beyond the limits
 becomes one dropped document, and the number of rows in a batch is chosen so that the batch fits into memory.
 
 Footer and page headers are Thrift structs in the compact protocol; field numbers are those of parquet.thrift.
@@ -22,9 +22,9 @@ _MAX_FOOTER_BYTES = 32 << 20
 _MAX_CHUNKS = 300_000
 _MAX_PAGE_BYTES = 256 << 20
 _MAX_PAGES = 1_000_000
-_HEADER_STEPS = (4 << 10, 64 << 10, 1 << 20, 16 << 20)  # statistics in a header hold values of any length
+_HEADER_STEPS = (4 << 10, 64 << 10, 1 << 20, 16 << 20)  # sizes to try: statistics in a header can have any length
 _MAX_DEPTH = 16
-# The fields that are kept; all others are skipped. int, bytes, [element] for a list, {field number: kind} for a struct.
+# The fields to keep; all others are skipped. int, bytes, [element] for a list, {field number: kind} for a struct.
 _COLUMN_META = {3: [bytes], 7: int, 9: int, 11: int}  # path_in_schema, total_compressed_size, data and dictionary page
 _FOOTER = {4: [{1: [{3: _COLUMN_META}], 3: int}]}  # row_groups: columns: meta_data; num_rows
 _PAGE = {1: int, 2: int, 3: int, 5: {1: int}, 7: {1: int}, 8: {1: int}}  # type, sizes; num_values of three page kinds
@@ -42,7 +42,7 @@ class BadParquet(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """The column `path` of one row group, in the bytes `start` to `end` of the file."""
+    """The column `path` of one row group, at the bytes [start, end) of the file."""
 
     path: str
     start: int
@@ -59,7 +59,7 @@ class RowGroup:
 class PageHeader:
     """A page as its header describes it.
 
-    size: decoded bytes. values: number of values. dictionary: the page holds the dictionary of the other pages.
+    size: decoded bytes. values: number of values. dictionary: True for the page with the dictionary of other pages.
     """
 
     size: int
@@ -131,13 +131,13 @@ def _page_header(file: Window, position: int) -> tuple[int, dict]:
 
 
 class _Thrift:
-    """A parser of the compact protocol. Raises IndexError where the data ends, and BadParquet for invalid data."""
+    """A parser of Thrift's compact protocol. Raises IndexError if the data ends early, BadParquet for invalid data."""
 
     def __init__(self, data: bytes):
         self.data, self.position = data, 0
 
     def struct(self, wanted: dict, depth: int = 0) -> dict:
-        """Return field number -> value for the `wanted` fields that are present and of the wanted kind."""
+        """Return field number -> value for the `wanted` fields that are present and have the wanted kind."""
         self._check(depth)
         fields, number = {}, 0
         while head := self._byte():
@@ -172,7 +172,7 @@ class _Thrift:
         self._check(depth)
         head = self._byte()
         count, kind = head >> 4 if head >> 4 < 15 else self._varint(), head & 15
-        if count > len(self.data) - self.position:  # every element has a byte at least
+        if count > len(self.data) - self.position:  # every element has at least one byte
             raise IndexError
         element = wanted[0] if isinstance(wanted, list) else None
         if kind in (1, 2):
@@ -210,8 +210,8 @@ class _Thrift:
             raise IndexError
 
 
-_MAX_ROWS = 1024  # in a batch
-_BATCH_BYTES = 192 << 20  # decoded, in a batch
+_MAX_ROWS = 1024  # most rows in a batch
+_BATCH_BYTES = 192 << 20  # most decoded bytes in a batch
 _MAGIC = b"PAR1"
 
 
@@ -220,8 +220,8 @@ def read_parquet(
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield one pair (document, drop or None) per row.
 
-    Drop rules: read.bad_row (a row without text), empty_body, too_large (a row, or a whole row group, which gives one
-    pair), bad_row_group (damage; reading goes on with the next group), truncated_file (no footer).
+    Drop rules: read.bad_row (a row without text), empty_body, too_large (a row; or a whole row group, which gives one
+    pair), bad_row_group (damage; reading continues with the next group), truncated_file (no footer).
     Raises DataError for a file that is not Parquet, and for a file without the column that `fields.text` names.
     """
     with Window(path) as file:
@@ -253,7 +253,7 @@ class _RowReader:
             # A small buffer makes pyarrow read pages one by one instead of whole column chunks.
             opened = parquet.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False)
             schema = opened.schema_arrow
-        except Exception as error:  # pyarrow raises exceptions of many types; each becomes one drop
+        except Exception as error:  # pyarrow raises exceptions of many types; the file becomes one dropped document
             yield self._drop("truncated_file", f"the footer cannot be read: {_short(error)}", "file")
             return
         with opened:
@@ -300,7 +300,7 @@ class _RowReader:
         return present
 
     def _rows_at_once(self, group: RowGroup, columns: list[str]) -> int:
-        """Return the number of rows of `group` that surely fit into _BATCH_BYTES. Raises BadParquet."""
+        """Return a number of rows of `group` that are certain to fit into _BATCH_BYTES. Raises BadParquet."""
         wanted = [c for c in group.chunks if any(c.path == name or c.path.startswith(name + ".") for name in columns)]
         pages = [read_pages(self.file, chunk, self.limits) for chunk in wanted]
         count = _MAX_ROWS
@@ -324,7 +324,7 @@ class _RowReader:
 
 
 def _most_bytes(pages: list[PageHeader], count: int) -> int:
-    """Return an upper bound on the bytes that `count` consecutive rows of a column take."""
+    """Return an upper bound of the decoded bytes of `count` consecutive rows of a column."""
     dictionary = max((page.size for page in pages if page.dictionary), default=0)
     pages = [page for page in pages if not page.dictionary]
     most = total = values = first = 0
@@ -339,7 +339,7 @@ def _most_bytes(pages: list[PageHeader], count: int) -> int:
 
 
 def _in_schema(schema: Any, name: str) -> bool:
-    """Return whether `name` is a column, or a path through structs to a field."""
+    """Return True if `name` is a column, or a dotted path through structs to a field."""
     if name in schema.names:
         return True
     first, *rest = name.split(".")

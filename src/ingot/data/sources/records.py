@@ -1,8 +1,8 @@
-"""The records of a WARC file. Damage is reported, and reading goes on after it, so a bad record costs one record.
+"""Read the records of a WARC file. Damage is reported, and reading continues after it, so only that record is lost.
 
-fastwarc does the reading. This module adds checks for the damage that fastwarc accepts (headers cut by the end of the
-file, lengths that are not numbers, an empty gzip member that it takes for the end of the file) and a search for the
-next record after damage (members.py).
+fastwarc does the reading. This module adds checks for the damage that fastwarc accepts (headers truncated by the end of
+the file, lengths that are not numbers, an empty gzip member, which fastwarc takes for the end of the file) and a search
+for the next record after damage (members.py).
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from ingot.data.sources.members import Member, packing_of
 from ingot.data.sources.sniff import foreign
 from ingot.errors import DataError
 
-# Bytes that may be read in total because of wrong record lengths, before the rest of the file is given up. Without
-# this limit a file of short records that each claim 30 MB would be read millions of times over.
+# The total of bytes that may be read because of wrong record lengths; after that, the rest of the file is not read.
+# Without this limit, a file of short records that each claim 30 MB would be read millions of times.
 _MAX_WASTED_BYTES = 16 << 30
 _PIECE_BYTES = 1 << 20
-_READ_AHEAD_BYTES = 64 << 10  # that fastwarc may have taken before
-_JUNK_BYTES = 1 << 20  # between two records that are examined, to distinguish padding from damage
+_READ_AHEAD_BYTES = 64 << 10  # packed bytes that fastwarc may have read in advance
+_JUNK_BYTES = 1 << 20  # bytes between two records that are examined, to distinguish padding from damage
 _NESTED = re.compile(rb"\nWARC/[01]\.")
 
 
@@ -33,7 +33,7 @@ class Record:
     """One record, or damage at `offset`.
 
     block: the content, at most one byte longer than the limit. problem: why the record or the bytes at `offset` cannot
-    be used; "" for a good record. cut: nothing readable follows, so the file was probably cut off there.
+    be used; "" for a good record. cut: True if nothing readable follows, so that the file is probably truncated there.
     """
 
     offset: int
@@ -51,7 +51,7 @@ class Record:
 def read_records(path: Path, limits: Limits) -> Iterator[Record]:
     """Yield all records of the WARC file `path` (plain, gzip or zstd) in order, in constant memory.
 
-    Raises DataError when the file cannot be read or holds no WARC record at all.
+    Raises DataError if the file cannot be read or does not hold any WARC record.
     """
     try:
         with Window(path) as file:
@@ -82,9 +82,9 @@ def _no_warc(path: Path, found: str, archive: str = "") -> DataError:
 
 
 class _Stream:
-    """The file interface that ArchiveIterator reads: `prefix`, then the file from `start` on.
+    """A stream for ArchiveIterator: the bytes `prefix`, then the file from offset `start` on.
 
-    shift: the offset in the file that is position 0 of the stream. A zstd dictionary is only valid at position 0.
+    shift: the file offset of the stream's position 0. prefix: a zstd dictionary, which is valid only at position 0.
     """
 
     def __init__(self, file: Window, start: int, prefix: bytes):
@@ -132,7 +132,7 @@ class _RecordReader:
         return _no_warc(self.path, found, kind.strip(" ()"))
 
     def _run(self, start: int):
-        """Yield records from `start` on until the end or damage. Return the offset to go on from, or None."""
+        """Yield records from `start` on until the end or damage. Return the offset of the next record, or None."""
         last: Record | None = None
         reason = ""
         # A reader that starts in the middle of a zstd file needs the dictionary from the start of the file.
@@ -146,7 +146,7 @@ class _RecordReader:
                 if last.problem:
                     return (yield from self._skip(last, last.offset + 1))
                 if len(last.block) > self.limits.block_bytes:
-                    # The rest may inflate to any size: skip it, unless the next record can only be reached through it.
+                    # The rest may inflate to any size: skip it, unless the next record can be reached only through it.
                     if self.packing.is_only_record(last.offset, last.record_id, found.content_length):
                         return (yield from self._skip_large(last, found.content_length))
                     if bad := self._read_large(found, last, source):
@@ -164,7 +164,7 @@ class _RecordReader:
         length_is_right = end == self.file.size or (end is not None and self.packing.starts_record(end))
         if (
             not length_is_right and self.packing.member(large.offset) is None
-        ):  # not packed: only the length shows the end
+        ):  # not compressed: only the length shows the end
             self.wasted_bytes += len(large.block)
             bad = replace(large, block=b"", problem=f"Content-Length {length} leads to no record")
             return (yield from self._skip(bad, large.offset + 1))
@@ -172,9 +172,9 @@ class _RecordReader:
         return self.packing.next_start(large.offset + 1) if end is None else (yield from self._account_from(end))
 
     def _read_large(self, found: WarcRecord, large: Record, source: _Stream) -> Record | None:
-        """Read the rest of a large record that others follow in the same packed stream.
+        """Read the rest of a large record, because other records follow in the same compressed stream.
 
-        Return the record with its problem if the rest is too large for its packed size, or shorter than announced.
+        If the rest is too large for its packed size, or shorter than announced, return the record with this problem.
         """
         size, packed_before = len(large.block), source.taken
         while size < found.content_length and (piece := found.reader.read(_PIECE_BYTES)):
@@ -240,16 +240,16 @@ class _RecordReader:
         )
 
     def _after_last(self, last: Record | None, start: int):
-        """Account for all bytes after `last`, where fastwarc saw the end. Return the offset to go on from, or None.
+        """Account for all bytes after `last`, the record at which fastwarc reported the end of the file.
 
-        fastwarc reads a gzip member without its end, and takes an empty member, or one cut inside the header, for the
-        end of the file.
+        Return the offset of the next record, or None. fastwarc reads a truncated gzip member without an error, and
+        takes a member that is empty, or truncated in its header, for the end of the file.
         """
         if last is None:
             member = self.packing.member(start)
             return (yield from self._skip(Record(offset=start, problem=_unread(member)), start + 1))
         first = self.packing.member(last.offset)
-        if first is None:  # not packed, or one zstd frame over all records, which has no offsets in it
+        if first is None:  # not compressed, or one zstd frame over all records, in which records have no offsets
             position = self.packing.record_end(last.offset, len(last.block)) or self.file.size
         elif first.whole:
             position = first.end
@@ -258,9 +258,9 @@ class _RecordReader:
         return (yield from self._account_from(position))
 
     def _account_from(self, position: int, reason: str = ""):
-        """Account for the bytes at `position`, where a record should be. Return the offset of the next one, or None.
+        """Account for the bytes from `position` on, where a record should start.
 
-        reason: the reader's error at this position, or "".
+        Return the offset of the next record, or None. reason: the reader's error at this position, or "".
         """
         while position < self.file.size:
             if self.packing.starts_record(position):
@@ -274,7 +274,7 @@ class _RecordReader:
         return None
 
     def _leftover(self, position: int, member: Member | None, reason: str):
-        """Account for bytes that are not a whole member: padding, junk, or the beginning of a record that was cut.
+        """Account for bytes that are not a complete member: padding, junk, or the beginning of a truncated record.
 
         Return the offset of the next record, or None.
         """

@@ -1,9 +1,9 @@
-"""Remote files: request settings, versions, and the addresses that a download may connect to.
+"""Remote files: request settings, versions, and the addresses to which a download may connect.
 
 A path list of a crawl, or a redirect, must not make ingot fetch http://169.254.169.254/ or a service inside the
-firewall (server-side request forgery). So a URL is parsed strictly, its host is resolved once, every address of it
-must be public, and the connection goes to exactly the checked address: a second look-up could give another address (DNS
-rebinding). The URL of a redirect is checked in the same way.
+firewall (server-side request forgery). So a URL is parsed strictly, its host is resolved once, every address of the
+host must be public, and the connection goes to exactly the checked address, because a second look-up could give another
+address (DNS rebinding). The URL of a redirect is checked in the same way.
 """
 
 import ipaddress
@@ -22,14 +22,14 @@ from ingot.errors import DataError, DataMissing
 class RemoteRules:
     """The settings of downloads.
 
-    attempts: failed attempts in a row, without new bytes, before a file is given up. The pause between two attempts is
-    `backoff_seconds`, doubled each time up to five minutes, with jitter; or the server's Retry-After if that is longer.
-    timeout_seconds: of one read. connections: at the same time to one HTTP host, over all workers. delay_seconds:
-    between two requests on a connection. redirects: followed for one request. max_bytes: of one file.
-    allow_hosts: "host" or "host:port" that may have private addresses: mirrors inside your network.
-    common_crawl: the https:// or s3:// location that cc: names are read from.
-    s3_endpoint: of an S3-compatible store; "" takes AWS_ENDPOINT_URL. Credentials and region come from the usual
-    environment variables. s3_anonymous: send unsigned requests, for public buckets.
+    attempts: number of failed attempts without new bytes after which a file is given up. The pause between two attempts
+    is `backoff_seconds`, doubled each time up to five minutes, with jitter; or the server's Retry-After if longer.
+    timeout_seconds: time limit of one read. connections: simultaneous connections to one HTTP host by all workers.
+    delay_seconds: pause between two uses of a connection. redirects: most redirects of one request. max_bytes: largest
+    size of one file. allow_hosts: "host" or "host:port" that may have private addresses (mirrors inside your network).
+    common_crawl: the https:// or s3:// location from which cc: names are read. s3_endpoint: URL of an S3-compatible
+    store; "" means AWS_ENDPOINT_URL. Credentials and region come from the usual environment variables. s3_anonymous:
+    send unsigned requests, for public buckets.
     """
 
     user_agent: str = f"ingot/{__version__}"
@@ -72,7 +72,7 @@ class Version:
         return asdict(self)
 
     def same(self, other: "Version") -> bool:
-        """Return whether no known field differs, so that both can be the same version."""
+        """Return True if no known field differs, so that both may be the same version."""
         pairs = ((self.bytes, other.bytes, -1), (self.etag, other.etag, ""))
         if not (self.etag and other.etag):
             pairs += ((self.last_modified, other.last_modified, ""),)
@@ -81,7 +81,7 @@ class Version:
 
 @dataclass(frozen=True)
 class RemoteRange:
-    """The bytes from `start` on of one version of a remote file."""
+    """The bytes of a remote file from `start` on, in pieces, and the version to which they belong."""
 
     start: int
     version: Version
@@ -89,24 +89,24 @@ class RemoteRange:
 
 
 class Remote(Protocol):
-    """A remote file. host: the server whose connections and request rate are limited, "" for a store without limits."""
+    """A remote file. host: the server, for limits on connections and request rate; "" for a store without limits."""
 
     host: str
 
     def version(self) -> Version:
-        """Return the current version. Raise Unreachable, Throttled, DataError or DataMissing."""
+        """Return the current version. Raises Unreachable, Throttled, DataError or DataMissing."""
         ...
 
     def part(self, start: int, version: Version | None) -> RemoteRange:
-        """Return the file from `start` on if it still is `version`, else from 0.
+        """Return the bytes from `start` on if the file still has this version, else the bytes from 0 on.
 
-        Raises the errors of `version`; iterating over the pieces raises them too.
+        Raises the same errors as the method `version`; iterating over the pieces can raise them too.
         """
         ...
 
 
 class Unreachable(Exception):
-    """A request failed in a way that another attempt may not."""
+    """A request failed, but another attempt may succeed."""
 
 
 class NoSuchHost(Unreachable):
@@ -122,7 +122,7 @@ class Throttled(Unreachable):
 
 
 class Changed(Unreachable):
-    """The file is another version than the bytes fetched so far: start again from the first byte."""
+    """The file has another version than the bytes fetched so far, so the download starts again from the first byte."""
 
 
 def missing_error(location: str, found: str, **facts: object) -> DataMissing:
@@ -138,7 +138,7 @@ def missing_error(location: str, found: str, **facts: object) -> DataMissing:
 
 
 def forbidden_error(location: str, found: str, **facts: object) -> DataError:
-    """Return the error for a remote file that the server does not allow to read."""
+    """Return the error for a remote file that the server does not allow ingot to read."""
     return DataError(
         "E-REMOTE-FORBIDDEN",
         f"{location}: {found}",
@@ -164,7 +164,7 @@ _SPECIAL_V4 = tuple(
         "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3",
     )
 )  # fmt: skip
-# Allowed in IPv6 is only global unicast, without addresses that embed an IPv4 address (6to4, Teredo) and addresses for
+# In IPv6 only global unicast is allowed, without addresses that embed an IPv4 address (6to4, Teredo) and addresses for
 # documentation. This excludes loopback, link-local, unique local, multicast, IPv4-mapped and -compatible, and NAT64.
 _GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_V6 = tuple(
@@ -175,7 +175,7 @@ Resolver = Callable[[str, int], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedUrl:
-    """A checked URL. host: for the Host header and the certificate. address: to connect to. path: with query."""
+    """A checked URL. host: name for the Host header and certificate. address: IP to connect to. path: with query."""
 
     scheme: str
     host: str
@@ -198,7 +198,7 @@ class RefusedAddress(DataError):
 
 
 def system_resolver(host: str, port: int) -> list[str]:
-    """Return all addresses of `host`. Raises OSError."""
+    """Return all IP addresses of `host`. Raises OSError if the name cannot be resolved."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
@@ -222,7 +222,7 @@ def resolve_url(url: str, allow_hosts: Sequence[str] = (), resolver: Resolver = 
 
 
 def is_public(address: str) -> bool:
-    """Return whether the IP address `address`, in its usual spelling, is a public address of the internet."""
+    """Return True if `address` is an IP address in its usual spelling that is public on the internet."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
@@ -235,7 +235,7 @@ def is_public(address: str) -> bool:
 def _parts(url: str) -> tuple[str, str, int, str]:
     """Return (scheme, host in lower case, port, path with query). Raises RefusedAddress."""
     if _FORBIDDEN.search(url) or not url.isascii():
-        raise _refused("E-URL-INVALID", url, "it holds characters that do not belong into a URL")
+        raise _refused("E-URL-INVALID", url, "it has characters that are not allowed in a URL")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -244,31 +244,31 @@ def _parts(url: str) -> tuple[str, str, int, str]:
     if parts.scheme not in _DEFAULT_PORTS:
         raise _refused("E-URL-INVALID", url, f"its scheme is {parts.scheme!r}")
     if "@" in parts.netloc:
-        raise _refused("E-URL-INVALID", url, "it names a user")
+        raise _refused("E-URL-INVALID", url, "it has a user name")
     if port == 0:
         raise _refused("E-URL-INVALID", url, "its port is 0")
     host = host.lower().removesuffix(".")
     if ":" not in host and not all(_LABEL.fullmatch(label) for label in host.split(".")):
-        raise _refused("E-URL-INVALID", url, f"{host!r} is no host name")
+        raise _refused("E-URL-INVALID", url, f"{host!r} is not a host name")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme], path
 
 
 def _literal(url: str, host: str) -> str:
-    """Return the IP address that `host` spells, "" for a name. Raises RefusedAddress for an unusual spelling."""
+    """Return the IP address if `host` is one, "" if it is a name. Raises RefusedAddress for an unusual spelling."""
     if ":" in host:
         try:
             if "%" in host:
                 raise ValueError("a zone")
             return str(ipaddress.IPv6Address(host))
         except ValueError:
-            raise _refused("E-URL-INVALID", url, f"{host!r} is no IPv6 address") from None
+            raise _refused("E-URL-INVALID", url, f"{host!r} is not an IPv6 address") from None
     if _NUMERIC_LABEL.fullmatch(host.rpartition(".")[2]):
-        # Resolvers take such a host as a number: 2130706433, 0x7f.1 and 0177.0.0.1 are all 127.0.0.1.
+        # Resolvers read such a host as a number: 2130706433, 0x7f.1 and 0177.0.0.1 all mean 127.0.0.1.
         try:
             return str(ipaddress.IPv4Address(host))
         except ValueError:
-            raise _refused("E-URL-INVALID", url, f"{host!r} spells an address in an unusual way") from None
+            raise _refused("E-URL-INVALID", url, f"{host!r} is an address in an unusual spelling") from None
     return ""
 
 
@@ -280,7 +280,7 @@ def _refused(code: str, url: str, found: str) -> RefusedAddress:
     return RefusedAddress(
         code,
         f"{without_query(url)!r} is not fetched: {found}",
-        rule="downloads go to http(s) hosts with public addresses, in redirects too",
+        rule="downloads and their redirects go only to http(s) hosts with public addresses",
         fix="check the URL; allow a mirror inside your network with --set 'remote.allow_hosts=[...]'",
         url=without_query(url),
     )

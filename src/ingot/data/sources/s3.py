@@ -30,8 +30,8 @@ def split(location: str) -> tuple[str, str]:
     if not bucket or any(part in ("", ".", "..") for part in key.rstrip("/").split("/") if key):
         raise ConfigError(
             "E-S3-NAME",
-            f"{location!r} is not the name of an object",
-            rule="an object is named s3://bucket/key",
+            f"{location!r} is not the name of an S3 object",
+            rule="an object is named s3://bucket/key; no part of the key is empty, '.' or '..'",
             fix="check the name",
             location=location,
         )
@@ -44,7 +44,7 @@ class S3Object:
     host = ""
 
     def __init__(self, location: str, rules: RemoteRules, store: Any = None):
-        """Open `location`. store: an obstore store to use instead of the bucket."""
+        """Open `location`. store: the obstore store to use instead of one made for the bucket."""
         self.location = location
         bucket, self.key = split(location)
         self.store = store or _store(bucket, rules)
@@ -76,7 +76,7 @@ class S3Object:
 
 
 def listed(location: str, rules: RemoteRules, store: Any = None) -> list[str]:
-    """Return the objects below the prefix `location`, sorted, as s3:// names.
+    """Return the sorted s3:// names of the non-empty objects whose keys begin with the prefix `location`.
 
     Raises Unreachable, DataError, ConfigError.
     """
@@ -124,7 +124,7 @@ def _version(meta: Any) -> Version:
 
 
 class _translated_errors:
-    """A context manager that turns the exceptions of obstore into those that fetch.py handles."""
+    """A context manager that turns exceptions of obstore into the exceptions that fetch.py handles."""
 
     def __init__(self, location: str):
         self.location = location

@@ -1,7 +1,7 @@
-"""The type of a body, and the format of a file, from the first bytes and the claims of headers and names.
+"""Detect the type of a body and the format of a file, from the first bytes, the headers and the file name.
 
-Bodies follow section 7.1 of the WHATWG MIME Sniffing standard, as browsers do: a tag that only HTML has means HTML,
-bytes that no text has mean binary data, and the headers decide the remaining cases.
+Types of bodies follow section 7.1 of the WHATWG MIME Sniffing standard, as in browsers: a tag that exists only in HTML
+means HTML, bytes that do not occur in text mean binary data, and the headers decide the remaining cases.
 """
 
 import re
@@ -42,7 +42,7 @@ def charset(content_type: str) -> str:
 
 
 def looks_like_html(body: bytes) -> bool:
-    """Return whether `body` starts as HTML, in any ASCII-compatible encoding or in UTF-16."""
+    """Return True if `body` starts like HTML, in any ASCII-compatible encoding or in UTF-16."""
     head = body[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf")
     if head[:2] in WIDE_BOMS:
         head = head.decode("utf-16", "ignore").encode("latin-1", "ignore")
@@ -52,7 +52,7 @@ def looks_like_html(body: bytes) -> bool:
 
 
 def _without_comments(head: bytes) -> bytes:
-    """Return `head` without leading space, comments and XML declaration. A regular expression could backtrack here."""
+    """Return `head` without leading space, comments and XML declaration, in linear time (a regex could backtrack)."""
     head = head.lstrip()
     while opened := next((pair for pair in _BEFORE_HTML if head.startswith(pair[0])), None):
         end = head.find(opened[1], len(opened[0]))
@@ -61,10 +61,10 @@ def _without_comments(head: bytes) -> bytes:
 
 
 def page_type(body: bytes, claimed: str, identified: str) -> tuple[str, str]:
-    """Return (media type to treat `body` as, ""), or ("", the type found) for a body that is neither HTML nor text.
+    """Return (media type of `body`, ""), or ("", the type found) for a body that is neither HTML nor plain text.
 
-    claimed: from the Content-Type header; identified: the crawler's own finding (WARC-Identified-Payload-Type).
-    Both are media types in lower case, or "".
+    claimed: the type in the Content-Type header; identified: the type that the crawler detected
+    (WARC-Identified-Payload-Type). Both are media types in lower case, or "".
     """
     if looks_like_html(body):
         return "text/html", ""
@@ -72,7 +72,7 @@ def page_type(body: bytes, claimed: str, identified: str) -> tuple[str, str]:
     for magic, kind in _MAGIC:
         if head.startswith(magic):
             return "", kind
-    # A few stray control characters occur in text; a tenth of the head being such bytes does not.
+    # A few control characters occur in text, but they are never a tenth of the first bytes.
     if head[:2] not in WIDE_BOMS and len(_BINARY.findall(head)) > max(len(head) // 10, 3):
         return "", f"binary, claims {claimed or 'nothing'}"
     claims = {claimed, identified}
@@ -98,7 +98,7 @@ _FOREIGN = {
 
 
 def foreign(head: bytes) -> str:
-    """Return " (zip)" and the like for the first bytes of a format that ingot does not unpack, "" for all others."""
+    """Return the format, such as " (zip)", if `head` is the start of a format that ingot does not unpack, else ""."""
     return next((f" ({kind})" for magic, kind in _FOREIGN.items() if head.startswith(magic)), "")
 
 
@@ -112,7 +112,7 @@ _FILE_HEAD_BYTES = 4096
 
 
 def format_of(path: Path, name: str, limits: Limits) -> str:
-    """Return the format of the local file `path` with the name `name`: by suffix, else by its first bytes.
+    """Return the format of the local file or folder `path`, by the suffix of `name`, or else by its first bytes.
 
     Raises DataError for a file in none of FORMATS.
     """
@@ -137,7 +137,7 @@ def format_of(path: Path, name: str, limits: Limits) -> str:
         return "jsonl"
     raise DataError(
         "E-INPUT-FORMAT",
-        f"{name} is in no known format: it starts with {start!r}{foreign(start)}",
+        f"the format of {name} is not known: it starts with {start!r}{foreign(start)}",
         rule=f"the formats are {', '.join(FORMATS)}; warc, wet, text, jsonl and tar also as .gz and .zst",
         fix="unpack zip, bzip2, xz and lz4 first; name the format if the file name does not show it",
         name=name,
@@ -146,7 +146,7 @@ def format_of(path: Path, name: str, limits: Limits) -> str:
 
 
 def format_by_name(name: str) -> str:
-    """Return the format that the suffix of a file name stands for, "" for an unknown suffix."""
+    """Return the format that belongs to the suffix of a file name, "" for an unknown suffix."""
     *_, last = parts = name.lower().split(".")
     if last in _PACKED and len(parts) > 2:
         return _SUFFIXES.get(parts[-2], "")

@@ -1,6 +1,6 @@
-"""Plain text (one document per file) and JSON lines (one per line) to documents; files may be gzip or zstd.
+"""Read plain text (one document per file) and JSON lines (one document per line); files may be gzip or zstd.
 
-`row_document` and `dropped` make documents for the other row formats too.
+The readers of other formats also use `row_document` and `dropped`.
 """
 
 import json
@@ -23,7 +23,7 @@ _MAX_NAME = 2048  # characters of an id, URL or language; longer values are igno
 class Fields:
     """The keys of JSON lines, or columns of Parquet, that hold each part of a document.
 
-    "meta.url" is the key "url" of the object "meta". Only the text is required: a row without an id is identified by
+    "meta.url" means the key "url" of the object "meta". Only the text is required: a row without an id is identified by
     its number.
     """
 
@@ -48,7 +48,7 @@ def pick(row: Any, name: str) -> Any:
 
 
 def dropped(file: str, source: str, rule: str, value: str, record_id: str = "", url: str = ""):
-    """Return a pair (document without text, drop) for a record that cannot be read. rule: without "read."."""
+    """Return (document without text, Drop) for a record that cannot be read. rule: the rule's name after "read."."""
     record_id = record_id or value
     document = Document(document_id(file, record_id, url), url, source, file, record_id)
     return document, Drop(STAGE, f"{STAGE}.{rule}", value[:200])
@@ -109,7 +109,7 @@ def _json_name(value: Any) -> str:
 
 
 def read_text(path: Path, name: str, source: str, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
-    """Yield the one pair (document, drop or None) of a text file.
+    """Yield a single pair (document, drop or None) for a text file.
 
     Drop rules: read.too_large, not_text, empty_body, truncated_file, bad_stream.
     """
@@ -138,9 +138,9 @@ def read_jsonl(
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield one pair (document, drop or None) per line that is not blank.
 
-    Drop rules: read.bad_row (no JSON object, or no text in it), empty_body, too_large; truncated_file and bad_stream
-    where the file cannot be read further. Raises DataError for a file that is one JSON array, which could only be
-    parsed as a whole.
+    Drop rules: read.bad_row (not a JSON object, or an object without text), empty_body, too_large; truncated_file and
+    bad_stream if the file cannot be read further. Raises DataError for a file that is one JSON array, which could only
+    be parsed as a whole.
     """
     rows = 0
     try:
@@ -153,8 +153,8 @@ def read_jsonl(
                         raise DataError(
                             "E-JSONL-ARRAY",
                             f"{path} is one JSON array, or JSON spread over several lines",
-                            rule="JSON lines have one object per line",
-                            fix=f"jq -c '.[]' {path.name} > {path.name.split('.')[0]}.jsonl",
+                            rule="JSON Lines files have one object per line",
+                            fix=f"convert it: jq -c '.[]' {path.name} > {path.name.split('.')[0]}.jsonl",
                             path=str(path),
                         )
                     yield _line(line, number, name, source, fields, limits)
@@ -180,7 +180,7 @@ def _line(line: bytes, number: int, name: str, source: str, fields: Fields, limi
 
 
 def _opens_array(line: bytes) -> bool:
-    """Return whether the first line of a file begins a JSON array of objects, rather than being one bad row."""
+    """Return True if the first line of a file begins a JSON array of objects; False if it is only one bad row."""
     if not line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
         return False
     try:

@@ -1,9 +1,9 @@
-"""Compressed files and tar archives as streams, in constant memory. Nothing is written to disk.
+"""Read compressed files and tar archives as streams, in constant memory. Nothing is written to disk.
 
-`Unpacked` undoes gzip or zstd, recognized by the first bytes of the file. `read_tar` is used instead of the standard
-library's tarfile, which keeps every member in memory, reads extended headers of any size, and gives up at the first bad
-header. It knows ustar, the long names of GNU, and the paths and sizes of pax (POSIX.1-2001); it verifies checksums, and
-after a bad header searches for the next good one.
+`Unpacked` decompresses gzip or zstd, recognized by the first bytes of the file. `read_tar` replaces the standard
+library's tarfile, which keeps every member in memory, reads extended headers of any size, and stops at the first bad
+header. `read_tar` supports ustar, GNU's long names, and the paths and sizes of pax (POSIX.1-2001); it verifies
+checksums, and after a bad header it searches for the next good one.
 """
 
 import zlib
@@ -29,7 +29,7 @@ class BadStream(Exception):
 
 
 class Unpacked:
-    """A context manager that reads a file with its compression undone.
+    """A context manager that reads a file and decompresses it (gzip, zstd, or no compression).
 
     `read` raises BadStream (truncated_file, bad_stream, too_large) and the OSErrors of the file.
     """
@@ -51,7 +51,7 @@ class Unpacked:
         self._file.close()
 
     def read(self, count: int) -> bytes:
-        """Return at most `count` bytes; b"" only at the end."""
+        """Return between 1 and `count` bytes; b"" only at the end."""
         if self._at >= len(self._piece):
             self._piece, self._at = next(self._pieces, b""), 0
             self._bytes += len(self._piece)
@@ -62,7 +62,7 @@ class Unpacked:
         return taken
 
     def exactly(self, count: int) -> bytes:
-        """Return `count` bytes; fewer only at the end."""
+        """Return exactly `count` bytes, or fewer at the end."""
         parts, missing = [], count
         while missing and (piece := self.read(missing)):
             parts.append(piece)
@@ -130,9 +130,9 @@ class _Counted:
 
 
 def lines(stream: Unpacked, max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (line without its end, number of bytes) for every line; (b"", number of bytes) for a line over `max_bytes`.
+    """Yield (line without its end, size in bytes) for every line; (b"", size) for a line longer than `max_bytes`.
 
-    Raises BadStream after the last whole line where the stream is cut; the partial line is discarded.
+    If the stream is truncated, raises BadStream after the last complete line; the partial line is discarded.
     """
     parts: list[bytes] = []
     size = 0
@@ -156,7 +156,7 @@ def lines(stream: Unpacked, max_bytes: int) -> Iterator[tuple[bytes, int]]:
         yield (b"".join(parts), size)
 
 
-BLOCK_BYTES = 512  # of a tar archive
+BLOCK_BYTES = 512  # the block size of a tar archive
 _FILES = b"0\x007"
 _FOLDER = b"5"
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
@@ -167,9 +167,9 @@ _LINKS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": 
 class TarMember:
     """A member of a tar archive, or damage at `offset`.
 
-    name: as written in the archive; a label, never a path to write to. content: of a regular file, at most one byte
-    longer than the requested limit. size: bytes of the whole content. other: the kind of a member that is not a file,
-    or a description of the damage.
+    name: the name in the archive, used as a label, never as a path to write to. content: the content of a regular file,
+    at most one byte longer than the requested limit. size: bytes of the complete content. other: the kind of a member
+    that is not a file, or a description of the damage.
     """
 
     offset: int
@@ -183,8 +183,8 @@ class TarMember:
 def read_tar(stream: Unpacked, max_bytes: int, limits: Limits) -> Iterator[TarMember]:
     """Yield every member except folders, and one TarMember per damaged place.
 
-    max_bytes: the content of a member is cut to this size plus one byte. Raises BadStream (truncated_file) for an
-    archive that is cut.
+    max_bytes: the content of a member is cut to this size plus one byte. Raises BadStream (truncated_file) if the
+    archive is truncated.
     """
     offset, lost = 0, -1
     name, size = "", None  # from an extended header, for the next member
@@ -218,7 +218,7 @@ def read_tar(stream: Unpacked, max_bytes: int, limits: Limits) -> Iterator[TarMe
             continue
         label, count = name or own_name, own_size if size is None else size
         name, size = "", None
-        if kind in _FILES and not label.endswith("/"):  # such a name was a folder before POSIX had a type for it
+        if kind in _FILES and not label.endswith("/"):  # in old archives, a name that ends in "/" means a folder
             content = stream.exactly(min(count, max_bytes + 1))
             if len(content) + stream.skip(count - len(content)) < count:
                 raise BadStream("truncated_file", f"offset {start}: the archive is cut inside of {label[:80]}")
@@ -238,7 +238,7 @@ def _padded(size: int) -> int:
 
 
 def _header(block: bytes) -> tuple[bytes, str, int] | None:
-    """Return (type, name, bytes of content); None for a block that is not a header."""
+    """Return (type, name, size of the content); None for a block that is not a header."""
     if len(block) < BLOCK_BYTES:
         return None
     checksum = _number(block[148:156])
@@ -253,7 +253,7 @@ def _header(block: bytes) -> tuple[bytes, str, int] | None:
 
 
 def _number(field: bytes) -> int | None:
-    """Parse octal digits, or GNU's binary form of large numbers. Return None for neither, and for negative numbers."""
+    """Parse octal digits, or GNU's binary form of large numbers. Return None for invalid or negative numbers."""
     if field[0] == 0x80:
         value = int.from_bytes(field[1:], "big")
         return value if value < 1 << 62 else None

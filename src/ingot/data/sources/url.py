@@ -1,7 +1,7 @@
-"""Canonical URLs (one spelling per page), and the detection of repeated ones.
+"""Canonical URLs (one spelling per page), and the detection of repeated URLs.
 
-The rules only undo differences that provably or by wide convention lead to the same page. Not merged: http with https,
-"www." with the bare host, index.html with its folder; near-duplicate detection finds these when the text is the same.
+The rules remove only differences that provably, or by wide convention, do not change the page. Not merged are http and
+https, "www." and the bare host, index.html and its folder; near-duplicate detection finds these if the text is similar.
 """
 
 import re
@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import xxhash
 
 _DEFAULT_PORTS = {"http": 80, "https": 443, "ftp": 21}
-# Parameters that identify the visitor or the way to the page, not its content: campaign tags, click ids, session ids.
+# Parameters that identify the visitor or the referrer, not the content: campaign tags, click ids, session ids.
 _TRACKING_PREFIXES = ("utm_", "mtm_", "pk_", "hsa_", "__hs")
 _TRACKING_NAMES = """
     gclid gclsrc dclid gbraid wbraid fbclid msclkid yclid ysclid twclid ttclid igshid igsh li_fat_id mc_cid mc_eid
@@ -28,7 +28,7 @@ _PLAIN = re.compile(r"(https?)://([a-z0-9.-]*[a-z0-9])((?:/[A-Za-z0-9_~-]+(?:\.[
 def canonical_url(url: str) -> str:
     """Return the canonical spelling of `url`. Never raises: a URL that cannot be parsed is only stripped of space.
 
-    RFC 3986, section 6: scheme and host in lower case, IDN hosts as punycode, no dot at the host's end, no default
+    By RFC 3986, section 6: scheme and host in lower case, IDN hosts as punycode, no dot at the host's end, no default
     port, dot segments resolved, %7E written as ~, other escapes in upper case, non-ASCII escaped as UTF-8.
     By convention: no user name, no fragment (but "#!" names a page), no campaign, click or session parameters,
     remaining parameters sorted by name (repeated names keep their order), no empty query, no slash at a path's end.
@@ -40,7 +40,7 @@ def canonical_url(url: str) -> str:
         parts = urlsplit(re.sub(r"[\t\r\n]", "", url))
         port = parts.port
         host = _host(parts.hostname or "")
-    except ValueError:  # a port that is no number, a broken IPv6 address
+    except ValueError:  # a port that is not a number, an invalid IPv6 address
         return url
     scheme = parts.scheme.lower()
     if not scheme or not host:
@@ -62,7 +62,7 @@ def _host(host: str) -> str:
     try:
         return host.encode("idna").decode("ascii")
     except UnicodeError:
-        return host  # not a legal name, but the spelling is unique
+        return host  # not a valid name, but a unique spelling
 
 
 def _escaped(text: str) -> str:
@@ -96,17 +96,17 @@ def _query(query: str) -> str:
 
 
 class UrlDuplicates:
-    """A set of canonical URLs, to keep the first page of each.
+    """A set of canonical URLs, used to keep only the first page with each URL.
 
-    It stores a 64-bit hash per URL (about 80 bytes in a Python set, measured). The expected number of false duplicates
-    among n URLs is n^2 / 2^65: one in about 6 billion pages.
+    The set stores a 64-bit hash per URL (about 80 bytes in a Python set, measured). The expected number of false
+    duplicates among n URLs is n^2 / 2^65: it reaches 1 at about 6 billion URLs.
     """
 
     def __init__(self) -> None:
         self._hashes: set[int] = set()
 
     def seen(self, canonical: str) -> bool:
-        """Return whether `canonical` was seen before, and remember it."""
+        """Return True if `canonical` was seen before. Add it to the set."""
         before = len(self._hashes)
         self._hashes.add(xxhash.xxh3_64_intdigest(canonical.encode("utf-8", "surrogatepass")))
         return len(self._hashes) == before

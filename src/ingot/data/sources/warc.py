@@ -1,11 +1,12 @@
-"""WARC and WET files to documents: one document or drop per response (WET: conversion) record.
+"""Read documents from WARC and WET files: one document or drop per response record (WET: conversion record).
 
-Nothing is lost silently. Every such record gives one pair (document, drop or None), and so do revisits (copies of an
-earlier response, without a body) and continuations of segmented records. Damage gives a pair with its offset. Resources
-are pages if they are HTML or text of a web address; requests and metadata are not pages.
+No record is lost silently. Every such record gives one pair (document, drop or None), and so do revisits (references to
+an earlier response, without a body) and continuations of segmented records. Damage gives a pair with its offset.
+Resources are pages if they are HTML or text with a web address; requests and metadata are not pages.
 
-Crawlers store HTTP responses as they came, so headers can be wrong: a body announced as gzip may be plain (ClueWeb), a
-body announced as chunked may have been joined by the crawler. The bytes decide; a header is only a hint.
+Crawlers store HTTP responses as received, so headers can be wrong: a body announced as gzip may be plain (ClueWeb), and
+the chunks of a body announced as chunked may have been joined by the crawler. The bytes decide; a header is only a
+hint.
 """
 
 import io
@@ -33,13 +34,13 @@ def read_warc(
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield pairs (document, drop or None) in the order of the file, which may be plain, gzip or zstd.
 
-    name: the file name in the ids of documents, where it differs from the name of `path`.
+    name: the file name to use in the ids of documents, if it differs from the name of `path`.
 
     Drop rules: read.http_status, not_html, empty_body, too_large, bad_http, not_http, bad_encoding,
-    unsupported_encoding, no_url, revisit, continuation, bad_record (damage; reading goes on after it), truncated_file
-    (damage, and nothing readable after it), no_pages (a WARC file without responses, such as WAT).
-    A page that the crawler itself cut short is kept, with notes["warc_truncated"].
-    Raises DataError for a file that is not WARC at all.
+    unsupported_encoding, no_url, revisit, continuation, bad_record (damage; reading continues after it), truncated_file
+    (damage with nothing readable after it), no_pages (a WARC file without responses, such as WAT).
+    A page that the crawler truncated is kept, with notes["warc_truncated"].
+    Raises DataError for a file that is not a WARC file.
     """
     limits, name = limits or Limits(), name or path.name
     pages, others = 0, Counter()
@@ -68,7 +69,7 @@ def read_warc(
 
 
 def _is_page(record: Record) -> bool:
-    """Return whether a record holds a page without HTTP headers. Crawlers store logs and screenshots this way too."""
+    """Return True if a resource record holds a page. Crawlers also store logs and screenshots in such records."""
     return (
         record.kind == "resource"
         and record.url.lower().startswith(("http://", "https://", "ftp://"))
@@ -88,7 +89,7 @@ def _document(name: str, source: str, record: Record) -> Document:
 
 
 def _fill(document: Document, record: Record, limits: Limits) -> None:
-    """Set body and type of `document` from `record`. Raises BadResponse."""
+    """Set `raw`, `content_type` and `charset` of `document` from `record`. Raises BadResponse."""
     if len(record.block) > limits.block_bytes:
         raise BadResponse("too_large", f"record over {limits.block_bytes} bytes")
     if not record.url:
@@ -136,8 +137,8 @@ _STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? +(\d{3})\b")
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,16})[ \t]*(?:;[^\r\n]*)?\r?\n")
 _LISTS = frozenset({"content-encoding", "transfer-encoding"})
 _PIECE_BYTES = 256 << 10
-_BROTLI_LARGE_WINDOW = 0b0010001  # no legal window (RFC 7932, 9.1), but an extension that asks for a gigabyte
-_MAX_ENCODINGS = 3  # real servers never use more; decompression bombs do
+_BROTLI_LARGE_WINDOW = 0b0010001  # not a valid window (RFC 7932, 9.1), but an extension that requests a gigabyte
+_MAX_ENCODINGS = 3  # servers never use more; decompression bombs do
 
 
 class BadResponse(Exception):
@@ -152,8 +153,8 @@ class BadResponse(Exception):
 class Response:
     """A stored HTTP response.
 
-    status: HTTP code. headers: lower-case name -> value; the first value of a repeated header, except that lists of
-    encodings are joined (RFC 9110, 5.2). body: still encoded.
+    status: the HTTP status code. headers: lower-case name -> value; a repeated header has its first value, except that
+    lists of encodings are joined (RFC 9110, 5.2). body: the body, still encoded.
     """
 
     status: int
@@ -162,7 +163,7 @@ class Response:
 
 
 def parse_response(block: bytes, header_bytes: int) -> Response:
-    """Parse a whole response. Header lines may end in bare LF. Raises BadResponse (bad_http, too_large)."""
+    """Parse a complete response. Header lines may end in LF alone. Raises BadResponse (bad_http, too_large)."""
     status = _STATUS_LINE.match(block)
     if not status:
         raise BadResponse("bad_http", "no status line")
@@ -189,9 +190,9 @@ def parse_response(block: bytes, header_bytes: int) -> Response:
 
 
 def decoded_body(response: Response, limit_bytes: int) -> bytes:
-    """Return the body with transfer and content encodings undone.
+    """Return the body after undoing its transfer and content encodings.
 
-    Raises BadResponse: too_large (over `limit_bytes` after decoding), bad_encoding (the body does not decode),
+    Raises BadResponse: too_large (over `limit_bytes` after decoding), bad_encoding (the body cannot be decoded),
     unsupported_encoding.
     """
     body = response.body
@@ -221,7 +222,7 @@ def _decoded(body: bytes, name: str, limit_bytes: int) -> bytes:
             # A crawler that decoded the body but kept the header leaves no gzip magic.
             data = _inflated(body, 31, limit_bytes) if body[:2] == b"\x1f\x8b" else body
         elif name == "deflate":
-            # "deflate" means zlib by the standard and raw deflate by habit (RFC 9110, 8.4.1.2).
+            # "deflate" means zlib in the standard, but raw deflate on some servers (RFC 9110, 8.4.1.2).
             zlib_wrapped = len(body) > 1 and body[0] & 15 == 8 and (body[0] << 8 | body[1]) % 31 == 0
             data = _inflated(body, 15 if zlib_wrapped else -15, limit_bytes)
         elif name == "br":
@@ -242,7 +243,7 @@ def _decoded(body: bytes, name: str, limit_bytes: int) -> bytes:
 def _all_of(reader: BrotliReader | ZstdReader, limit_bytes: int) -> bytes:
     """Return the output of `reader`, at most a little more than `limit_bytes`.
 
-    Read in pieces, because the reader allocates the number of bytes that it is asked for.
+    The output is read in pieces, because the reader allocates as many bytes as are requested.
     """
     parts, size = [], 0
     while size <= limit_bytes and (piece := reader.read(_PIECE_BYTES)):
@@ -252,7 +253,7 @@ def _all_of(reader: BrotliReader | ZstdReader, limit_bytes: int) -> bytes:
 
 
 def _inflated(data: bytes, window_bits: int, limit_bytes: int) -> bytes:
-    """Inflate all members of a gzip body, or one deflate stream, to at most limit_bytes + 1. Ignore trailing bytes."""
+    """Return at most limit_bytes + 1 bytes inflated from all members of a gzip body, or from one deflate stream."""
     parts, size = [], 0
     while data:
         stream = zlib.decompressobj(window_bits)
@@ -265,7 +266,7 @@ def _inflated(data: bytes, window_bits: int, limit_bytes: int) -> bytes:
 
 
 def _dechunked(body: bytes) -> bytes:
-    """Join the chunks of a body (RFC 9112, 7.1). A body without a chunk size at its start was joined by the crawler."""
+    """Join the chunks of a body (RFC 9112, 7.1). Return a body unchanged if it does not start with a chunk size."""
     parts, position = [], 0
     while match := _CHUNK_SIZE.match(body, position):
         size = int(match[1], 16)
@@ -278,4 +279,4 @@ def _dechunked(body: bytes) -> bytes:
         return body
     if position < len(body):
         raise BadResponse("bad_encoding", f"chunked: no chunk size at byte {position} of the body")
-    return b"".join(parts)  # cut off by the server: browsers show what came
+    return b"".join(parts)  # truncated by the server: browsers show the part that was received

@@ -1,7 +1,8 @@
-"""A small HTTP client for large files: ranges, time-outs, redirects one by one, connections to pinned addresses.
+"""A small HTTP client for large files: ranges, time-outs, a check of every redirect, connections to checked addresses.
 
 It uses the standard library's http.client, because higher-level libraries resolve the host name again for every
-connection. Proxies of the environment are ignored, because the address that a proxy connects to cannot be checked.
+connection. Proxy settings of the environment are ignored, because the address to which a proxy connects cannot be
+checked.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ _LONGEST_RETRY_AFTER = 600.0
 
 @dataclass
 class StreamedResponse:
-    """A response whose body is still to be read. headers: names in lower case. url: of the last redirect."""
+    """A response whose body is still to be read. url: the URL after all redirects. headers: names in lower case."""
 
     url: str
     status: int
@@ -56,7 +57,7 @@ class StreamedResponse:
     _connection: http.client.HTTPConnection
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the body. Raises Unreachable if the body is cut, or slower than 1 KiB/s after the first minute."""
+        """Yield the body in pieces. Raises Unreachable if it is truncated, or slower than 1 KiB/s after a minute."""
         started, received = time.monotonic(), 0
         try:
             while piece := self._response.read1(_PIECE_BYTES):
@@ -65,7 +66,7 @@ class StreamedResponse:
                 seconds = time.monotonic() - started
                 if seconds > _SLOW_AFTER_SECONDS and received < seconds * _SLOWEST_BYTES_PER_SECOND:
                     raise Unreachable(f"only {received} bytes in {seconds:.0f} s")
-            if self._response.length:  # read1 raises nothing for a body that is cut
+            if self._response.length:  # read1 does not raise for a truncated body
                 raise Unreachable(f"the connection ended {self._response.length} bytes too early")
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(_describe(error)) from None
@@ -91,9 +92,9 @@ def send_request(
     allow_hosts: tuple[str, ...] = (),
     resolver: Resolver = system_resolver,
 ) -> StreamedResponse:
-    """Return the response to one request, after at most `redirects` redirects, each checked like the first URL.
+    """Send a request and return its response, after at most `redirects` redirects, each checked like the first URL.
 
-    Raises RefusedAddress, and Unreachable if there is no response.
+    Raises RefusedAddress; Unreachable if there is no response.
     """
     hops = 0
     while True:
@@ -117,7 +118,7 @@ def send_request(
 
 def _send(resolved: ResolvedUrl, method: str, headers: dict[str, str], timeout_seconds: float) -> StreamedResponse:
     connection = _PinnedConnection(resolved, timeout_seconds)
-    # The socket's time-out is for one read. The timer limits the whole of the headers, which a server may send slowly.
+    # The socket's time-out applies to one read. The timer limits all headers together, if a server sends them slowly.
     deadline = threading.Timer(2 * timeout_seconds + _CONNECT_SECONDS, connection.hang_up)
     deadline.daemon = True
     deadline.start()
@@ -173,7 +174,7 @@ class WebFile:
         with self._request("HEAD", {}) as response:
             if response.status == 200:
                 return _version(response, _length(response))
-        # Signed URLs often allow GET only.
+        # Signed URLs often allow only GET.
         with self._request("GET", {"Range": "bytes=0-0"}) as response:
             self._check(response)
             return _version(response, _content_range(response)[1] if response.status == 206 else _length(response))
@@ -256,7 +257,7 @@ def _length(response: StreamedResponse) -> int:
 
 
 def _content_range(response: StreamedResponse) -> tuple[int, int]:
-    """Return (first byte, bytes of the whole file or -1). Raises Changed for a 206 without a usable Content-Range."""
+    """Return (first byte, size of the whole file or -1). Raises Changed if a 206 has no usable Content-Range."""
     match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
     if not match:
         raise Changed("a part without a usable Content-Range")
@@ -264,7 +265,7 @@ def _content_range(response: StreamedResponse) -> tuple[int, int]:
 
 
 def _retry_after(value: str) -> float:
-    """Return the seconds that a Retry-After value (seconds or a date) asks for; at most ten minutes, 0 if invalid."""
+    """Return the seconds to wait that a Retry-After value (seconds or a date) states, at most 600; 0 if invalid."""
     if re.fullmatch(r"[0-9]{1,9}", value):
         seconds = float(value)
     else:
@@ -279,8 +280,8 @@ def _bad_redirect(url: str, found: str) -> RefusedAddress:
     return RefusedAddress(
         "E-URL-REDIRECT",
         f"{without_query(url)} is not fetched: {found}",
-        rule="the number of redirects is limited, and a redirect may not lead from https to http",
-        fix="give the URL that the redirects end at",
+        rule="the number of redirects is limited, and a redirect may not change https to http",
+        fix="give the URL at which the redirects end",
         url=without_query(url),
     )
 

@@ -1,12 +1,13 @@
-"""A made-up job that shows whether a runner works on this machine or cluster, before a build of days depends on it.
+"""A test job that shows whether a runner works on this machine or cluster, before a build of days depends on it.
 
     python -m ingot.data.tasks.drill FOLDER --workers 2
     python -m ingot.data.tasks.drill /shared/FOLDER --ray auto
     python -m ingot.data.tasks.drill /shared/FOLDER --slurm --set partition=cpu
 
-The job has three phases that depend on each other, like a build's: many small tasks, some that gather from all of them,
-one that gathers from those. The command does the job in this process and on the runner, and compares the SHA-256 of all
-files. Processes may be killed meanwhile: the same command continues. `misbehave` stands for bad input.
+The job has three phases that depend on each other, as in a build: many small tasks that write lines, four tasks that
+each gather lines of all of them, and one task that gathers the lines of those four. The command does the job in this
+process and on the runner, and compares the SHA-256 of all files. Processes may be killed meanwhile: the same command
+continues. `misbehave` imitates bad input.
 """
 
 import argparse
@@ -49,7 +50,10 @@ class MakeLines:
 
 @dataclass(frozen=True, kw_only=True)
 class GatherLines:
-    """Settings of `gather_lines`: the lines of `inputs` whose value modulo `parts` is `part`; wait, log: as above."""
+    """Settings of `gather_lines`: gather the lines of `inputs` whose value modulo `parts` is `part`.
+
+    wait: seconds per input. log: see MakeLines.
+    """
 
     part: int
     parts: int
@@ -66,7 +70,7 @@ def first_phase(
     wait: float = 0.0,
     log: Path | None = None,
 ) -> list[Task[dict[str, int]]]:
-    """Return `tasks` tasks of `records` records each. faults: of the first task only; else as of MakeLines."""
+    """Return `tasks` tasks of `records` records each. faults: for the first task only. wait, log: see MakeLines."""
     return [
         make_lines.task(
             MakeLines(
@@ -93,7 +97,7 @@ def run_job(
     log: Path | None = None,
     watch: Watch | None = None,
 ) -> str:
-    """Do all three phases. Return one SHA-256 of all files that the tasks wrote."""
+    """Do all three phases. Return a single SHA-256 of all files that the tasks wrote."""
     made = first_phase(tasks, records, faults=faults, wait=wait, log=log)
     run_all(made, store, runner, watch)
     inputs = tuple(task.ref for task in made)
@@ -109,7 +113,7 @@ def run_job(
 
 
 def digest(store: Store, tasks: Sequence[Task]) -> str:
-    """Return the SHA-256 of the finished folders of `tasks`: names, results and files, but no times."""
+    """Return one SHA-256 of the finished folders of `tasks`: their file names, results and files, but not times."""
     found = []
     for task in tasks:
         folder = store.folder(task)
@@ -144,7 +148,7 @@ def make_lines(specification: MakeLines, attempt: Attempt) -> dict[str, int]:
 
 @task_function("drill_gather_lines")
 def gather_lines(specification: GatherLines, attempt: Attempt) -> int:
-    """Write the lines of all inputs that belong to this part, sorted by value. Return how many."""
+    """Write the lines of all inputs that belong to this part, sorted by value. Return their number."""
     lines: list[tuple[int, str]] = []
     _log(specification.log, attempt)
     for one in specification.inputs:
@@ -159,10 +163,10 @@ def gather_lines(specification: GatherLines, attempt: Attempt) -> int:
 
 
 def misbehave(kind: str) -> None:
-    """Do to this process what a bad record can do.
+    """Make this process fail the way a bad record can make it fail.
 
-    abort, segfault, kill, exit: the process dies. loop, sleep: it hangs. memory: it takes all memory. refuse: raises
-    DataError. bug: raises ValueError. Any other word does nothing.
+    abort, segfault, kill, exit: the process dies. loop, sleep: it hangs. memory: it allocates all memory. refuse: it
+    raises DataError. bug: it raises ValueError. Any other word does nothing.
     """
     match kind:
         case "abort":
@@ -196,14 +200,14 @@ def _log(path: Path | None, attempt: Attempt) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ingot.data.tasks.drill", description="Try a runner on a made-up job."
+        prog="python -m ingot.data.tasks.drill", description="Test a runner with a small synthetic job."
     )
     parser.add_argument("folder", type=Path, help="the folder to work in, at the same path on every machine")
     parser.add_argument("--workers", type=int, default=2, help="processes of this machine (default 2)")
     parser.add_argument("--ray", metavar="ADDRESS", help="use the Ray cluster at ADDRESS; 'auto' finds a running one")
     parser.add_argument("--slurm", action="store_true", help="use Slurm job arrays")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="an option of Slurm(...)")
-    parser.add_argument("--tasks", type=int, default=64)
+    parser.add_argument("--tasks", type=int, default=64, help="tasks of the first phase (default 64)")
     parser.add_argument("--seconds", type=float, default=0.02, help="seconds per record; a task has 50 records")
     chosen = parser.parse_args(argv)
     try:

@@ -1,9 +1,9 @@
-"""The fork server: a process that worker processes are forked from. Its owner's side, its own side, and the workers'.
+"""The fork server: a process from which worker processes are forked. Code of its owner, of the server, of the workers.
 
-The fork server has imported the modules of the tasks and has no threads, so a worker starts in milliseconds, also as
-the replacement of one that died. The owner may have threads (torch, duckdb), and forking the owner would copy their
-locks. Unlike the fork server of `multiprocessing`, this one never imports the caller's script again, reports how each
-worker ended, never kills another process that got a worker's number, and dies with all workers when the owner ends.
+The fork server has imported the modules of the tasks and has no threads, so a new worker starts in milliseconds, even
+if it replaces one that died. The owner may have threads (torch, duckdb), and forking the owner would copy their locks.
+Unlike the fork server of `multiprocessing`, this one never imports the caller's script again, reports how each worker
+ended, never kills another process that got a worker's pid, and dies with all workers when the owner ends.
 
 Messages are JSON. The owner sends {"fork": n, "import": [...]} with the worker's end of its pipe, and {"kill": n} over
 the control socket; the fork server answers {"ended": n, "status": ...} (as Popen.returncode). Linux only.
@@ -32,20 +32,20 @@ from ingot.data.tasks.task import Task, error_to_json
 from ingot.errors import ConfigError
 
 OUT_OF_MEMORY = 77  # exit code of a worker whose task got a MemoryError
-ANSWER_SECONDS = 10.0  # to wait for the other side in the middle of a message
+ANSWER_SECONDS = 10.0  # time to wait for the other side in the middle of a message
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 class ForkServer:
-    """The owner's side: starts the fork server, sends messages to it, and ends it. memory_bytes: limit per worker."""
+    """The owner's handle of a fork server: starts it, sends messages, and ends it. memory_bytes: limit per worker."""
 
     def __init__(self, memory_bytes: int):
         if sys.platform != "linux":
             raise ConfigError(
                 "E-WORKERS-PLATFORM",
                 f"worker processes are not supported on {sys.platform}",
-                rule="their limits, and their end with the driver, need the Linux kernel",
+                rule="the limits of workers, and ending them together with the driver, need the Linux kernel",
                 fix="use --runner inline, which works in one process",
                 platform=sys.platform,
             )
@@ -62,14 +62,14 @@ class ForkServer:
             [sys.executable, "-c", start],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the owner only, which ends the workers; killed as one group
+            start_new_session=True,  # Ctrl-C reaches only the owner, which then kills the server and workers as a group
             env={**dict.fromkeys(threads, "1"), "TOKENIZERS_PARALLELISM": "false", **os.environ},
         )
         theirs.close()
         self.gone, self._owner, self._forked = False, os.getpid(), 0
 
     def fork(self, modules: list[str]) -> tuple[int, Connection]:
-        """Return (number, pipe) of a new worker, which may die at any time. modules: to import before the fork."""
+        """Return (number, pipe) of a new worker. modules: names of modules that are imported before the fork."""
         self._forked += 1
         ours, theirs = socket.socketpair()
         _never_blocks(ours)
@@ -81,7 +81,7 @@ class ForkServer:
         self._send({"kill": number})
 
     def ended(self) -> dict[int, int]:
-        """Return number -> exit code of the workers that ended since the last call."""
+        """Return worker number -> exit code, for the workers that ended since the last call."""
         codes = {}
         try:
             while not self.gone and wait([self.control], timeout=0):
@@ -95,9 +95,9 @@ class ForkServer:
         return codes
 
     def stop(self) -> None:
-        """End the fork server and all workers; none is left as a zombie."""
+        """End the fork server and all workers. None of them remains as a zombie."""
         if os.getpid() != self._owner or self.control.fileno() < 0:
-            return  # a fork of the owner, at its exit; or stopped already
+            return  # called in a fork of the owner at its exit, or stopped already
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)  # the fork server then kills and reaps its workers
             self.control.settimeout(5)
@@ -113,7 +113,7 @@ class ForkServer:
             self.give_up()
 
     def give_up(self) -> None:
-        """Kill the fork server with all workers at once, or notice that it is gone."""
+        """Kill the fork server and all workers at once, unless that is done already."""
         if self.gone:
             return
         self.gone = True
@@ -123,7 +123,7 @@ class ForkServer:
 
 
 def _never_blocks(ours: socket.socket) -> None:
-    """Set time limits on a socket: a process that is stopped in the middle of a message must not stop this one."""
+    """Set time limits on a socket, so that a process that stops in the middle of a message does not block this one."""
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(ANSWER_SECONDS), 0))
 
@@ -200,7 +200,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _work(pipe: Connection, memory_bytes: int) -> NoReturn:
-    """Send this process's number, then do tasks until the pipe is closed."""
+    """Send this process's id, then do tasks until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _send(pipe, {"pid": os.getpid()})
         while True:
@@ -213,7 +213,7 @@ def _work(pipe: Connection, memory_bytes: int) -> NoReturn:
                 os._exit(OUT_OF_MEMORY)
             except Exception as error:
                 answer = {"failed": error_to_json(error, task)}
-            # Memory that one task does not free must not be missing for the next: a full worker retires.
+            # A worker ends if it still holds much memory after a task, so that the next task has enough memory.
             _send(pipe, answer | {"retire": (full := _data_bytes() > memory_bytes // 2)})
             if full:
                 break
@@ -230,7 +230,7 @@ def _data_bytes() -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone, also if it hangs in compiled code."""
+    """Make the kernel kill this process when its parent ends, even if this process hangs in compiled code."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)

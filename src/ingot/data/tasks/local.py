@@ -1,9 +1,9 @@
-"""A runner: tasks on worker processes of this machine, any of which may die or hang at any time.
+"""A runner that does tasks in worker processes of this machine, any of which may die or hang at any time.
 
-Workers live long (tasks may be small) and get tasks one by one. A result counts when it is in the store: a worker that
-died after that instant did its task, and one that died before did nothing. A worker that dies, or reports nothing for
-too long, is replaced; a new process tries its task again and leaves out a record at which attempt after attempt ended.
-The number of tries is limited: see `_RunningTask.hopeless`.
+A worker does many tasks, one after the other, because tasks may be small. A task is done once its result is in the
+store, even if the worker dies right after that. A worker that dies, or reports nothing for too long, is replaced; a new
+process tries its task again and leaves out a record at which several attempts died. The number of attempts is limited:
+see `_RunningTask.hopeless`.
 """
 
 import json
@@ -23,24 +23,24 @@ from ingot.data.tasks.task import Task, error_from_json
 from ingot.errors import DataError
 from ingot.units import format_bytes
 
-MEMORY_BYTES = 3 << 29  # 1.5 GiB; libraries take 0.1 GiB of it (pyarrow and duckdb another 0.1 GiB)
+MEMORY_BYTES = 3 << 29  # 1.5 GiB; libraries use 0.1 GiB of it (pyarrow and duckdb another 0.1 GiB)
 RECORD_SECONDS = 60.0
 STALL_SECONDS = 300.0
 _LOOK_SECONDS = 0.5
 _DYING_SECONDS = 10.0  # between SIGKILL and the report of the end
-_POISONED_RECORDS = 16  # of one task; with more, the task itself is at fault
-_DEATHS = 12  # of one task, at records where no second attempt died
+_POISONED_RECORDS = 16  # most records of one task to leave out; with more, the task itself must be at fault
+_DEATHS = 12  # most deaths of one task at records that are not left out
 _EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 class Local:
-    """A runner: up to `workers` processes of this machine.
+    """A runner that uses up to `workers` processes of this machine.
 
-    The processes wait for the next call until `close`, or until this process ends, however it ends; a `with` block is
-    optional. memory_bytes: memory limit per worker (RLIMIT_DATA: private writable memory); a task that needs more gets
-    a MemoryError, which counts as a death at its record. record_seconds: CPU time at one record after which the worker
-    counts as hanging. stall_seconds: wall time without a report of the task (`Attempt.at`) after which the worker is
-    killed. preload: modules imported once, before workers are forked, in addition to those of the tasks.
+    The processes wait for the next call until `close`, or until this process ends, even if it is killed; a `with` block
+    is optional. memory_bytes: memory limit per worker (RLIMIT_DATA: private writable memory); a task that needs more
+    gets a MemoryError, which counts as a death at its record. record_seconds: CPU time on one record after which the
+    worker is considered hung. stall_seconds: wall time without a report of the task (`Attempt.at`) after which the
+    worker is killed. preload: modules to import once before workers are forked, besides those of the tasks.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Local:
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         """Return when all tasks are done.
 
-        Raises the first error that a task raised (the others that run are stopped, to be done by a later call);
-        DataError when attempt after attempt at a task dies and the number of tries is used up.
+        Raises the first error that a task raised (other running tasks are stopped, and a later call does them again);
+        DataError if too many attempts at one task die.
         """
         modules = sorted({task.function.module for task in tasks} | set(self.preload))
         waiting = deque(_RunningTask(task) for task in tasks)
@@ -105,14 +105,14 @@ class Local:
         while waiting and len(self._running()) < self.workers and not (self._server and self._server.gone):
             worker = self._free_worker(modules, fresh=bool(waiting[0].deaths))
             if worker.give(waiting[0], store) or not worker.used:
-                waiting.popleft()  # a new worker that is dead already is handled like any other, so the loop ends
+                waiting.popleft()  # even if a new worker is already dead: `_bury` handles that, and the loop ends
             else:  # the worker was killed while it was idle
                 self._dismiss(worker)
 
     def _free_worker(self, modules: list[str], fresh: bool) -> "_Worker":
         """Return an idle worker, or a new one.
 
-        fresh: only a worker that has done no task, so that the remains of earlier tasks cannot be blamed on a record.
+        fresh: only a worker that has done no task, so that effects of earlier tasks are not blamed on a record.
         """
         for worker in [worker for worker in self._crew if not worker.job]:
             if not (fresh and worker.used):
@@ -127,11 +127,11 @@ class Local:
         return worker
 
     def _dismiss(self, worker: "_Worker") -> None:
-        worker.pipe.close()  # the worker ends when it reads that
+        worker.pipe.close()  # the worker ends when it notices that
         self._crew.remove(worker)
 
     def _collect(self, waiting: "deque[_RunningTask]", store: Store) -> list[Task]:
-        """Wait for answers. Return the tasks that ended; tasks whose workers died are put back into `waiting`."""
+        """Wait for answers. Return the tasks that ended. Tasks whose workers died are put back into `waiting`."""
         assert self._server is not None
         wait([self._server.control, *(w.pipe for w in self._crew if not w.hung_up)], timeout=_LOOK_SECONDS)
         codes = self._server.ended()
@@ -155,7 +155,7 @@ class Local:
     def _bury(
         self, worker: "_Worker", code: int | None, waiting: "deque[_RunningTask]", ended: list[Task], store: Store
     ):
-        """Handle the end of a worker process: its task is done, or waits again, or is given up."""
+        """Handle the end of a worker process: count its task as done, queue the task again, or raise DataError."""
         job, worker.job = worker.job, None
         if code is None:
             worker.wait_gone()
@@ -172,8 +172,8 @@ class Local:
                 "E-WORKER-LOST",
                 f"the worker on {job.task.title} {why} at {_place(job.deaths[-1][0])}, "
                 f"after {len(job.deaths)} deaths on this file",
-                rule="a lost worker is replaced, and a record that ends it again and again is left out, "
-                "but the number of tries is limited",
+                rule="a worker that dies is replaced, and a record at which workers die repeatedly is left out, "
+                "but the number of attempts is limited",
                 fix="give more memory with --memory or use fewer --workers, or leave this file out; "
                 "the same command continues",
                 task=job.task.title,
@@ -183,7 +183,7 @@ class Local:
         waiting.appendleft(job)
 
     def _end_the_silent(self, store: Store, now: float) -> None:
-        """Kill the workers that hang or report nothing."""
+        """Kill the workers that hang on a record or report nothing for too long."""
         for worker in self._crew:
             if worker.job is None or self._server is None:
                 continue
@@ -193,33 +193,33 @@ class Local:
                     worker.killed_at = now
                     self._server.kill(worker.number)
             elif now - worker.killed_at > _DYING_SECONDS:
-                self._server.give_up()  # the fork server does not answer; its end ends the workers too
+                self._server.give_up()  # the fork server does not answer; this kills it and all workers
 
 
 class _RunningTask:
-    """A task, and how its attempts died in this call: pairs (record, kind)."""
+    """A task, and the deaths of its attempts in this call as pairs (record, kind)."""
 
     def __init__(self, task: Task):
         self.task, self.deaths = task, list[tuple[int, str]]()
 
     def hopeless(self) -> bool:
-        """Return True if one more attempt is useless: too many died at no record, or each time at another record."""
+        """Return True if one more attempt is useless: too many died outside records, or at too many records."""
         at = {place: [kind for record, kind in self.deaths if record == place] for place, _ in self.deaths}
         poisoned = [place for place, kinds in at.items() if place >= 0 and too_many(kinds)]
         elsewhere = sum(len(kinds) for place, kinds in at.items() if place not in poisoned)
-        again = any(len(at[place]) > 2 * _DEATHS for place in poisoned)  # the function ignores `skip`
+        again = any(len(at[place]) > 2 * _DEATHS for place in poisoned)  # the task's function ignores `skip`
         return too_many(at.get(-1, [])) or len(poisoned) > _POISONED_RECORDS or elsewhere > _DEATHS or again
 
 
 class _Worker:
-    """This process's side of one worker process."""
+    """A worker process as this process sees it: its pipe, its task, and when it last reported progress."""
 
     def __init__(self, number: int, pipe: Connection):
         self.number, self.pipe = number, pipe
         self.pid = 0  # until the worker reports it
         self.job: _RunningTask | None = None
         self.used = self.hung_up = False
-        self.verdict: tuple[str, str] | None = None  # (kind of death, words) when this process killed the worker
+        self.verdict: tuple[str, str] | None = None  # (kind of death, reason) if this process killed the worker
         self.killed_at = self._heard = self._cpu = 0.0
         self._sign: tuple[int, int] = (0, 0)
 
@@ -242,7 +242,7 @@ class _Worker:
                     return message
                 self.pid = message["pid"]
         except (EOFError, OSError):
-            self.hung_up = True  # the fork server says how it ended
+            self.hung_up = True  # the fork server reports how it ended
         return None
 
     def wait_gone(self) -> None:
@@ -253,9 +253,9 @@ class _Worker:
             self.listen()
 
     def silent(self, store: Store, now: float, record_seconds: float, stall_seconds: float) -> tuple[str, str] | None:
-        """Return (kind of death, words) if the worker has to be killed, else None.
+        """Return (kind of death, reason) if the worker has to be killed, else None.
 
-        CPU time, not wall time, counts at a record: a busy machine is no fault of the record.
+        The time on one record is CPU time, not wall time, because a record must not be blamed for a busy machine.
         """
         assert self.job is not None
         progress = store.progress(self.job.task)
@@ -269,7 +269,7 @@ class _Worker:
 
 
 def _cause(code: int | None, memory_bytes: int) -> tuple[str, str]:
-    """Return (kind of death, words) for an exit code of Popen; None is an unknown exit code."""
+    """Return (kind of death, reason) for an exit code as Popen.returncode; None if the exit code is unknown."""
     if code is None:
         return "killed", "was lost with the process that starts workers"
     if code == OUT_OF_MEMORY:

@@ -1,8 +1,8 @@
-"""A runner: tasks on a Ray cluster, one remote function per task, each with a worker process of its own (local.py).
+"""A runner that does tasks on a Ray cluster, one call of a remote function per task, in a worker process (local.py).
 
-Ray brings a task to a machine and notices when the machine is lost. The store decides what is done, and the local
-runner handles records that end their process, memory limits and hangs. When this process dies Ray ends the tasks that
-run, and the same command continues.
+Ray sends a task to a machine and notices when the machine is lost. The store decides which tasks are done, and the
+local runner handles records that end their process, memory limits and hangs. When this process dies, Ray ends the
+running tasks, and the same command continues.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from ingot.data.tasks.task import Task, error_from_json, error_to_json
 from ingot.errors import ConfigError, DataError, require
 
 _AHEAD = 2  # tasks per CPU that run or wait in Ray: enough to keep Ray busy, few enough to cancel
-_LOSSES = 4  # how many machines one task may lose
+_LOSSES = 4  # how many times one task may lose its machine before the build gives up
 _SETTLE_SECONDS = 90.0  # longest time until a network file system shows a file that another machine wrote
 _PROBE_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
 
 
 class Ray:
-    """A runner. The store must be on a file system that all nodes see at the same path; that is checked first.
+    """A runner that uses a Ray cluster. All nodes must see the store at the same path; that is checked first.
 
     address: the address of a running cluster, "auto" to find one on this machine, None to start one here. The
     connection stays until `close` or the end of this process; if Ray is initialized already, its cluster is used.
-    cpus: CPUs that a task asks of Ray. max_parallel: tasks that run or wait in Ray at once; 0 for twice as many as its
-    CPUs run. memory_bytes, preload: see `Local`.
+    cpus: CPUs that a task requests from Ray. max_parallel: tasks that run or wait in Ray at once; 0 means twice as many
+    as the CPUs of the cluster can run. memory_bytes, preload: see `Local`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Ray:
         self.close()
 
     def close(self) -> None:
-        """Leave the cluster; a cluster that this process started ends."""
+        """Disconnect from the cluster, and end the cluster if this process started it."""
         if self._connected:
             require("ray", "ray").shutdown()
             self._connected = False
@@ -65,8 +65,8 @@ class Ray:
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         """Return when all tasks are done.
 
-        Raises the error of the first task that fails (the others are canceled); ConfigError when nodes do not share
-        the store or run another version of ingot; DataError when machine after machine is lost.
+        Raises the error of the first task that fails (the others are canceled); ConfigError if nodes do not share the
+        store or run another version of ingot; DataError if one task loses its machine too often.
         """
         ray = require("ray", "ray")
         if not ray.is_initialized():
@@ -79,7 +79,7 @@ class Ray:
         # Losses are counted here, not by Ray, to distinguish them from errors. Ray schedules by num_cpus.
         do = ray.remote(num_cpus=self.cpus, max_retries=0)(_do)
         waiting = deque((task, 0) for task in tasks)
-        in_flight: dict[Any, tuple[Task, int]] = {}  # Ray's reference -> task, machines that it lost
+        in_flight: dict[Any, tuple[Task, int]] = {}  # Ray's reference -> task, number of machines that it lost
         try:
             while waiting or in_flight:
                 cluster = _AHEAD * int(ray.cluster_resources().get("CPU", 1) / max(self.cpus, 0.01))
@@ -88,7 +88,7 @@ class Ray:
                     task, losses = waiting.popleft()
                     ref = do.remote(task.to_json(), str(store.root.absolute()), self.memory_bytes, self.preload)
                     in_flight[ref] = (task, losses)
-                ray.wait(list(in_flight), timeout=_LOOK_SECONDS)  # for one; then all that are ready
+                ray.wait(list(in_flight), timeout=_LOOK_SECONDS)  # waits for one; the next call takes all ready ones
                 ready, _ = ray.wait(list(in_flight), num_returns=len(in_flight), timeout=0)
                 ended = []
                 for ref in ready:
@@ -125,7 +125,7 @@ class Ray:
 
 
 def _do(task: dict, root: str, memory_bytes: int, preload: tuple[str, ...]) -> dict | None:
-    """Do a task in a watched process, on a node. Return the error as JSON, or None."""
+    """Do a task in a worker process of this node. Return the error as JSON, or None."""
     chosen = Task.from_json(task)
     try:
         _local(memory_bytes, preload).run([chosen], Store(Path(root)), lambda ended, running: None)
@@ -134,7 +134,7 @@ def _do(task: dict, root: str, memory_bytes: int, preload: tuple[str, ...]) -> d
     return None
 
 
-_locals: dict[tuple, Local] = {}  # one per process and setting: its fork server waits for the next task
+_locals: dict[tuple, Local] = {}  # one runner per settings; its fork server waits for the next task
 
 
 def _local(memory_bytes: int, preload: tuple[str, ...]) -> Local:
@@ -156,7 +156,7 @@ def _connect(ray, address: str | None) -> None:
 
 
 def _check_nodes(ray, store: Store) -> None:
-    """Check that every node sees the same store at the same path and has the same ingot. Raises ConfigError."""
+    """Raise ConfigError unless every node sees the store at the same path and has the same version of ingot."""
     scheduling = importlib.import_module("ray.util.scheduling_strategies")
     folder = store.root.absolute() / "probe"
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _check_nodes(ray, store: Store) -> None:
                     answer = ray.get(ref, timeout=_PROBE_SECONDS)
                 except (ray.exceptions.RayTaskError, ray.exceptions.RaySystemError) as error:
                     raise _unfit(name, error) from None
-                except ray.exceptions.RayError as error:  # just lost: Ray takes a while to report the node dead
+                except ray.exceptions.RayError as error:  # the node was just lost: Ray reports it dead after a while
                     if time.monotonic() > deadline:
                         raise _unfit(name, error) from None
                     time.sleep(1)
@@ -205,8 +205,8 @@ def _check_answer(name: str, answer: dict[str, str], store: Store, folder: Path)
     if answer["version"] != __version__:
         raise ConfigError(
             "E-NODE-VERSION",
-            f"node {name} has ingot {answer['version']}, this is {__version__}",
-            rule="every machine runs the same version: the version is part of a result's key",
+            f"node {name} has ingot {answer['version']}, but this machine has ingot {__version__}",
+            rule="every machine runs the same version, because the version is part of a result's key",
             fix="install one version everywhere",
             node=name,
             found=answer["version"],
@@ -215,7 +215,7 @@ def _check_answer(name: str, answer: dict[str, str], store: Store, folder: Path)
     deadline = time.monotonic() + _SETTLE_SECONDS
     while answer["error"] == "" and not (folder / answer["wrote"]).exists():
         if time.monotonic() > deadline:
-            answer["error"] = "a file that the node writes there is not seen here"
+            answer["error"] = "a file that the node wrote there does not appear here"
         time.sleep(0.1)
     if answer["error"]:
         raise ConfigError(
@@ -229,7 +229,7 @@ def _check_answer(name: str, answer: dict[str, str], store: Store, folder: Path)
 
 
 def _probe(folder: str, nonce: str, node: str) -> dict[str, str]:
-    """Look for the driver's file in the store, on a node, and write a file for the driver to find."""
+    """On a node, look for the driver's file in the store, and write a file for the driver to find."""
     from ingot import __version__ as version
 
     answer = {"version": version, "wrote": f"{nonce}.{node}", "error": ""}
@@ -252,7 +252,7 @@ def _wait_until_seen(ended: Sequence[Task], store: Store) -> None:
                 "E-STORE-DELAY",
                 f"{len(waited)} tasks were done on other machines, but {store.root} does not show their results",
                 rule=f"the file system shows a file of another machine within {_SETTLE_SECONDS:.0f} s",
-                fix="check the mount options of the file system (attribute caching)",
+                fix="check the mount options of the file system (attribute caching); the same command continues",
                 path=str(store.root),
                 tasks=len(waited),
             )

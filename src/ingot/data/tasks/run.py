@@ -24,8 +24,8 @@ class PhaseStatus:
     """The progress of one call of `run_all`.
 
     done, total: numbers of tasks, including those that were finished before. records, counts: sums over the tasks that
-    run or ended in this call; counts is name -> number ("kept", drop rules). seconds: since the call began.
-    seconds_left: an estimate by the tasks done so far; None until a task has ended.
+    run or ended in this call; counts is name -> number ("kept", drop rules). seconds: time since the call began.
+    seconds_left: an estimate from the tasks done so far; None until a task has ended.
     """
 
     done: int
@@ -42,24 +42,24 @@ Look = Callable[[Collection[Task], Collection[Task]], None]  # (ended since the 
 
 
 class Runner(Protocol):
-    """An object that does tasks, in any order and any number at once, by calling `run_task` in some process."""
+    """An object that does tasks, in any order and several at once, by calling `run_task` in some process."""
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         """Return when every task is finished in `store`. watch(ended, running) is called about twice a second.
 
-        Raises the error that a task raised (the others may end first); DataError when a task cannot be done.
+        Raises the error that a task raised (other tasks may end first); DataError if a task cannot be done.
         """
         ...
 
 
 class RunTasks(Protocol):
-    """A function that does tasks and returns their results, in their order. doing: a word for the progress line."""
+    """A function that does tasks and returns their results in the same order. doing: text for the progress line."""
 
     def __call__(self, tasks: Sequence[Task[R]], doing: str, /) -> list[R]: ...
 
 
 class Inline:
-    """A runner: one task after the other, in this process."""
+    """A runner that does one task after the other, in this process."""
 
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         for task in tasks:
@@ -68,10 +68,10 @@ class Inline:
 
 
 def run_all(tasks: Sequence[Task[R]], store: Store, runner: Runner, watch: Watch | None = None) -> list[R]:
-    """Do `tasks` and return their results, in their order. Finished tasks are not done again.
+    """Do `tasks` and return their results, in the order of `tasks`. Finished tasks are not done again.
 
-    watch(status) is called about twice a second, and at the end. Raises the errors of the runner; RunBusyError when
-    another process drives tasks of this store.
+    watch(status) is called about twice a second, and at the end. Raises the errors of the runner; RunBusyError if
+    another process is running tasks of this store.
     """
     with _only_driver(store):
         done = store.finished_keys(task.key for task in tasks)
@@ -85,7 +85,10 @@ def run_all(tasks: Sequence[Task[R]], store: Store, runner: Runner, watch: Watch
 
 
 def describe(status: PhaseStatus, unit: str = "files") -> str:
-    """Return '12,340 records, 410/s, 3 of 8 files, 2 min left; kept 31%; most dropped by url.duplicate 22%'."""
+    """Return a progress text. unit: the plural noun for tasks.
+
+    '12,340 records, 410/s, 3 of 8 files, 2 min left; kept 31%; most dropped by url.duplicate 22%'
+    """
     parts = []
     if status.records:
         rate = status.records / max(status.seconds, 1e-9)
@@ -104,7 +107,7 @@ def describe(status: PhaseStatus, unit: str = "files") -> str:
 
 
 class _Tally:
-    """Sums over the progress of tasks: read once for a task that ended, and now and then for those that run."""
+    """Sums over the progress of tasks. A finished task is read once, the running tasks about twice a second."""
 
     def __init__(self, store: Store, total: int, done: int, watch: Watch | None):
         self.results: dict[str, Any] = {}  # key -> result, of the tasks that ended in this call
@@ -148,7 +151,7 @@ class _Tally:
 
 @contextlib.contextmanager
 def _only_driver(store: Store) -> Iterator[None]:
-    """Lock the store: two drivers would do everything twice. The kernel unlocks it when this process dies."""
+    """Lock the store, because two drivers would do all work twice. The kernel unlocks it when this process dies."""
     store.root.mkdir(parents=True, exist_ok=True)
     # A file opened for writing: some network file systems lock nothing else.
     file = os.open(store.root / "driver", os.O_RDWR | os.O_CREAT, 0o666)
@@ -160,13 +163,13 @@ def _only_driver(store: Store) -> Iterator[None]:
             raise RunBusyError(
                 "E-STORE-BUSY",
                 f"another process works on {store.root}{f' ({who})' if who else ''}",
-                rule="one build per folder",
+                rule="only one build may use a folder at a time",
                 fix="wait for that process or end it, or use another --out",
                 path=str(store.root),
                 owner=who,
             ) from None
         except OSError:
-            pass  # a file system without locks: two drivers still give the right result
+            pass  # a file system without locks: two drivers still give the correct result
         with contextlib.suppress(OSError):  # the text only helps to find this process
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

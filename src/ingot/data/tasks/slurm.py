@@ -1,8 +1,9 @@
-"""A runner: tasks as Slurm job arrays. An array element does a block of tasks on its node (worker.py).
+"""A runner that does tasks as Slurm job arrays. An array element does a block of tasks on its node (worker.py).
 
 The store alone decides which tasks are done; squeue reports which elements still wait or run. Tasks of elements that
-ended without doing them are submitted again. A job has the name of its phase: when this process dies the jobs continue,
-and the same command finds and waits for them instead of submitting twice. No accounting database (sacct) is needed.
+ended without doing them are submitted again. A job has the name of its phase: when this process dies, the jobs
+continue, and the same command finds them and waits for them instead of submitting them twice. No accounting database
+(sacct) is needed.
 """
 
 import os
@@ -24,8 +25,8 @@ from ingot.storage import write_atomic
 
 _NAME = "ingot-"
 _ELEMENTS = 1000  # per array; a common limit (MaxArraySize) is 1001
-_SUBMISSIONS = 4  # per task; requeues by Slurm do not count
-_DEAF_SECONDS = 1800.0  # longest time without an answer of Slurm
+_SUBMISSIONS = 4  # most submissions per task; requeues by Slurm do not count
+_DEAF_SECONDS = 1800.0  # longest time without an answer from Slurm
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class _Element:
 
 
 class Slurm:
-    """A runner: job arrays of one node per element.
+    """A runner that does tasks as Slurm job arrays; each array element uses one node.
 
-    partition, time, mem: options of sbatch, left out when empty. cpus: CPUs per element, each with a worker process.
+    partition, time, mem: options of sbatch, left out if empty. cpus: CPUs per element, each with a worker process.
     max_parallel: elements that run at once. lines: more '#SBATCH' options, such as '--account=x'. block: tasks per
-    element (default: a task per CPU, more if there would be over 1,000 elements). memory_bytes: memory limit per worker
-    process; `mem` has to be cpus times that. poll_seconds: time between two calls of squeue.
-    settle_seconds: longest time until a network file system shows a file that another machine wrote.
+    element (default: one per CPU, more if there would be over 1,000 elements). memory_bytes: memory limit per worker
+    process; `mem` must be at least `cpus` times this limit. poll_seconds: time between two calls of squeue.
+    settle_seconds: how long to wait for a file that another machine wrote to appear on a network file system.
     """
 
     def __init__(
@@ -70,17 +71,17 @@ class Slurm:
     def run(self, tasks: Sequence[Task], store: Store, watch: Look) -> None:
         """Return when all tasks are done.
 
-        Raises the first error that an element recorded (the others are canceled); DataError when submission after
-        submission finishes nothing; ResourceError when Slurm refuses the jobs or does not answer.
+        Raises the first error that an element recorded (the others are canceled); DataError if a task is not done after
+        several submissions; ResourceError if Slurm rejects the jobs or does not answer.
         """
         missing = {task.key: task for task in tasks}
-        unclaimed_since = dict.fromkeys(missing, float("-inf"))  # key -> since when no element has the task
+        unclaimed_since = dict.fromkeys(missing, float("-inf"))  # key -> time since which no element has the task
         phases: dict[str, TaskPhase] = {}
         elements: list[_Element] = []
         submitted, heard = Counter[str](), time.monotonic()
         try:
             while True:
-                # Elements first, finished tasks second: an element that ended has written its results by then.
+                # Elements are read before finished tasks: an element that has ended has already written its results.
                 alive = self._alive(store, phases)
                 done = store.finished_keys(missing)
                 ended = [missing.pop(key) for key in sorted(done)]
@@ -95,7 +96,7 @@ class Slurm:
                 if now - heard > _DEAF_SECONDS:
                     raise ResourceError(
                         "E-SLURM-SILENT",
-                        f"squeue fails for {_DEAF_SECONDS / 60:.0f} minutes",
+                        f"squeue has failed for {_DEAF_SECONDS / 60:.0f} minutes",
                         rule="Slurm answers within that time",
                         fix="ask the administrator of the cluster; the same command continues",
                         command="squeue",
@@ -118,7 +119,7 @@ class Slurm:
             self._cancel(elements if alive is None else alive)
 
     def _alive(self, store: Store, phases: dict[str, TaskPhase]) -> list[_Element] | None:
-        """Return the elements of this store's phases, also of an earlier driver; None when Slurm does not answer."""
+        """Return the elements of this store's phases, including an earlier driver's; None if Slurm does not answer."""
         try:
             # One line per element, "123_4 ingot-NAME Reason".
             text = _slurm("squeue", "--me", "--array", "--noheader", "--format=%i %j %r")
@@ -178,7 +179,7 @@ class Slurm:
             try:
                 _slurm("scancel", *names[start : start + 200])
             except ResourceError:
-                return  # the elements find nothing to do, or end with their time limit
+                return  # the elements find nothing to do, or end at their time limit
 
 
 def _slurm(*command: str) -> str:
@@ -189,7 +190,7 @@ def _slurm(*command: str) -> str:
     except FileNotFoundError:
         raise ResourceError(
             "E-SLURM-MISSING",
-            f"there is no {command[0]} on this machine",
+            f"the command {command[0]} does not exist on this machine",
             rule="the driver runs where jobs can be submitted",
             fix="load Slurm, or give the command on a login node",
             command=command[0],
@@ -199,14 +200,14 @@ def _slurm(*command: str) -> str:
             "E-SLURM-SILENT",
             f"{command[0]} does not answer",
             rule="Slurm answers within two minutes",
-            fix="try again when Slurm is up",
+            fix="wait until squeue works, then give the same command again: it continues",
             command=command[0],
         ) from None
     if done.returncode:
         raise ResourceError(
             "E-SLURM-FAILED",
             f"{command[0]} failed: {done.stderr.strip() or done.stdout.strip()}",
-            rule="the options of the runner go to Slurm unchanged",
+            rule="the options of the runner are passed to Slurm unchanged",
             fix="check the options of the runner against the limits of the partition",
             command=command[0],
         )
@@ -216,7 +217,7 @@ def _slurm(*command: str) -> str:
 def _gave_up(store: Store, tasks: Sequence[Task]) -> DataError:
     return DataError(
         "E-SLURM-GAVE-UP",
-        f"{tasks[0].title} and {len(tasks) - 1:,} other tasks are not done after {_SUBMISSIONS} job arrays",
+        f"{tasks[0].title} and {len(tasks) - 1:,} other tasks are still not done after {_SUBMISSIONS} job arrays",
         rule=f"tasks that an array leaves undone are submitted again, at most {_SUBMISSIONS} times",
         fix=f"read the logs in {store.root}/logs; the same command continues",
         task=tasks[0].title,

@@ -1,14 +1,14 @@
-"""The store: the folder of finished tasks, and the attempts at those that are not.
+"""The store: the folder of finished tasks, and of the attempts at unfinished tasks.
 
     STORE/format          the version of ingot that made the store, and the version of the store's layout
-    STORE/done/KE/KEY/    the files of a finished task, and done.json with its result; appears whole, by one rename
+    STORE/done/KE/KEY/    the files of a finished task, and done.json with its result; appears complete, by one rename
     STORE/attempts/KEY.*  the files of an attempt; a killed attempt leaves its folder, and the next attempt removes it
     STORE/progress/KEY    the progress of the attempt that runs or died: record number and counts; locked while it runs
     STORE/deaths/KEY      how earlier attempts died, and at which records
-    STORE/groups/NAME     the keys of a group of tasks, one a line
+    STORE/groups/NAME     the keys of a group of tasks, one per line
 
-A task is done when its folder is in done/, no matter which process put it there. Resuming, retrying and doing things
-exactly once all follow from that one rename, so they hold on every runner; two attempts at one task are harmless: the
+A task is done when its folder is in done/, no matter which process put it there. Resuming, retrying and doing each task
+exactly once all follow from that one rename, so they work with every runner. Two attempts at one task are harmless: the
 second finds the folder and deletes its own.
 """
 
@@ -46,12 +46,13 @@ from ingot.data.tasks.task import (
 from ingot.errors import ResourceError
 from ingot.storage import fsync_dir, sha256_bytes, write_atomic
 
-# How many attempts may end at one record before the next attempt leaves it out, by the way they end. A crash (a fault,
-# an exit, no memory) is nearly always caused by the record; so is a loop, which costs more to detect. SIGKILL comes
-# from the kernel when memory is short, or from an operator, and may have nothing to do with the record.
+# The number of attempts that may die at one record before the next attempt leaves the record out, for each kind of
+# death. A crash (segmentation fault, exit, out of memory) is nearly always caused by the record; so is a hang, which
+# takes longer to detect. SIGKILL comes from the kernel when memory is short, or from an operator, and may have nothing
+# to do with the record.
 DEATHS_PER_RECORD = 3
 _PER_RECORD = {"crashed": DEATHS_PER_RECORD, "hung": 2, "stalled": 3, "killed": 6}
-_PROOF = 6  # a common multiple of the numbers above, so that kinds add up in whole numbers
+_PROOF = 6  # a common multiple of the numbers above, so that deaths of several kinds add up as integers
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NUMPY_FULL = re.compile(r"Not enough free space|\d+ requested and \d+ written")  # numpy drops the error number
 _LAYOUT = 2  # of a store; 1 had functions as "module:name" and no format file
@@ -62,8 +63,8 @@ class AttemptProgress:
     """The progress of an attempt.
 
     record: number of the record being worked on, -1 before the first and after the last. counts: name -> number
-    ("kept", drop rules). records: how many records so far. beats: grows with every report of the attempt.
-    watched: a process that outlives the attempt records how it ends.
+    ("kept", drop rules). records: number of records so far. beats: number of reports by the attempt.
+    watched: True if another process watches the attempt and records how it ends.
     """
 
     record: int
@@ -84,7 +85,7 @@ class Store:
         return done_folder(self.root, task.key)
 
     def group(self, tasks: Sequence[Task[R]]) -> TaskGroup[R]:
-        """Write down a group of tasks, in order, and return the references to them; equal groups have equal names."""
+        """Write the keys of a group of tasks, in order. Return references to them; equal groups have equal names."""
         text = "".join(f"{task.key}\n" for task in tasks)
         name = f"group-{sha256_bytes(text.encode())[:32]}"
         if not (path := self.root / "groups" / name).exists():
@@ -95,10 +96,10 @@ class Store:
         return (self.folder(task) / "done.json").exists()
 
     def finished_keys(self, keys: Iterable[str]) -> set[str]:
-        """Return those of `keys` that are done.
+        """Return the keys among `keys` whose tasks are done.
 
-        Folders are listed (256 at most) instead of each key being looked up: on a network file system this costs less
-        and shows sooner what another machine did.
+        This lists at most 256 folders instead of looking up each key: on a network file system, a listing costs less
+        and shows the results of other machines sooner.
         """
         wanted: dict[str, set[str]] = defaultdict(set)
         for key in keys:
@@ -114,11 +115,11 @@ class Store:
         return decode(task.function.result, self.facts(task)["result"])
 
     def facts(self, task: Task) -> dict[str, Any]:
-        """Return a finished task's label, function and result, and the `records` and `counts` that it reported last."""
+        """Return a finished task's label, function and result, and its last reported `records` and `counts`."""
         return done_facts(self.root, task.key)
 
     def seconds(self, tasks: Iterable[Task]) -> float:
-        """Return the CPU seconds that finished tasks took."""
+        """Return the total CPU seconds of finished tasks."""
         return sum(json.loads((self.folder(task) / "seconds.json").read_text(encoding="utf-8")) for task in tasks)
 
     def forget(self, task: Task) -> None:
@@ -129,11 +130,11 @@ class Store:
         shutil.rmtree(old, ignore_errors=True)
 
     def progress(self, task: Task) -> AttemptProgress:
-        """Return how far the attempt at `task` is that runs now, or that died."""
+        """Return the progress of the attempt at `task` that is running or that died."""
         try:
             data = (self.root / "progress" / task.key).read_bytes()
             watched, beats, record, records = BOARD.unpack_from(data)
-        except (OSError, struct.error):  # none runs, or the attempt is just beginning
+        except (OSError, struct.error):  # no attempt runs, or the attempt is just beginning
             return AttemptProgress(-1, {})
         try:
             counts = json.loads(data[BOARD.size :].rstrip(b"\0") or b"{}")
@@ -143,9 +144,9 @@ class Store:
 
 
 def open_store(root: Path) -> Store:
-    """Return the store at `root`; remove the unfinished work of another version of ingot, with a notice on stderr.
+    """Return the store at `root`. Remove unfinished work of another version of ingot, with a notice on stderr.
 
-    Keys of another version name other results, so no result could be used again. Fetched inputs are kept.
+    The version is part of every key, so results of another version cannot be used. Fetched inputs are kept.
     """
     mine = f"ingot {__version__} layout {_LAYOUT}\n"
     path = root / "format"
@@ -154,7 +155,7 @@ def open_store(root: Path) -> Store:
         for one in left:
             shutil.rmtree(one) if one.is_dir() else one.unlink()
         print(
-            f"notice: the unfinished build in {root} was begun by another version of ingot; it starts again",
+            f"notice: the unfinished build in {root} was begun by another version of ingot; the build starts again",
             file=sys.stderr,
         )
     if not path.exists():
@@ -163,10 +164,10 @@ def open_store(root: Path) -> Store:
 
 
 def run_task(task: Task, store: Store, *, watched: bool = False, beat=None) -> None:
-    """Do `task` in this process, unless it is done. Every runner ends here.
+    """Do `task` in this process, unless it is done. Every runner calls this function to do a task.
 
-    watched: another process notices when this one dies. beat(): called about twice a second while the task reports.
-    Raises the error that the function raises; ResourceError when the disk is full (nothing half-written stays).
+    watched: True if another process notices the death of this one. beat(): called about twice a second while the task
+    reports. Raises the error that the function raises; ResourceError if the disk is full (no incomplete files remain).
     """
     if store.finished(task):
         return
@@ -185,20 +186,23 @@ def run_task(task: Task, store: Store, *, watched: bool = False, beat=None) -> N
 
 @contextlib.contextmanager
 def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Attempt]:
-    """Yield an attempt with a new folder and a progress file; both are gone when the block ends with an error."""
+    """Yield an attempt with a new folder and a progress file.
+
+    If the block raises, both are removed. After a MemoryError, the progress file stays to show the record at fault.
+    """
     for name in ("done", "attempts", "progress", "deaths"):
         (store.root / name).mkdir(parents=True, exist_ok=True)
     out = store.root / "attempts" / f"{task.key}.{uuid.uuid4().hex[:8]}"
     board_path = store.root / "progress" / task.key
     with _board(board_path) as file:
-        if file is None:  # another attempt is alive: leave its files alone
+        if file is None:  # another attempt is running: leave its files alone
             skip, board = _skip(_deaths(task, store)), bytearray(BOARD.size + COUNTS_BYTES)
         else:
             skip = _learn_from_deaths(task, store)
             _remove_attempts(task, store)
-            # Without holes, so that writing to the map never needs space on a full disk.
+            # A file without holes, so that writing to the map never needs space on a full disk.
             empty = BOARD.pack(watched, 0, -1, 0).ljust(BOARD.size + COUNTS_BYTES, b"\0")
-            if os.pwrite(file, empty, 0) < len(empty):  # the last page of the disk
+            if os.pwrite(file, empty, 0) < len(empty):  # the disk is full
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             board = mmap.mmap(file, BOARD.size + COUNTS_BYTES)
         try:
@@ -211,7 +215,7 @@ def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Attempt]
                 os.close(attempt.held)
         except BaseException as error:
             shutil.rmtree(out, ignore_errors=True)  # also frees its space on the disk
-            if file is not None and not isinstance(error, MemoryError):  # a death: the board names the record
+            if file is not None and not isinstance(error, MemoryError):  # MemoryError counts as a death at the record
                 board_path.unlink(missing_ok=True)
             raise
         if file is not None:
@@ -221,10 +225,10 @@ def _attempt(task: Task, store: Store, watched: bool, beat) -> Iterator[Attempt]
 
 @contextlib.contextmanager
 def _board(path: Path) -> Iterator[int | None]:
-    """Yield the progress file, locked until the block ends or this process dies; None if a living attempt has it.
+    """Yield the progress file, locked until the block ends or this process dies; None if a running attempt has it.
 
-    The lock matters when one machine takes another for dead: truncating a file that a process has mapped would kill
-    that process.
+    The lock matters if one machine wrongly considers another dead: truncating a file that a process has mapped would
+    kill that process.
     """
     file, ours = _open_locked(path)
     try:
@@ -234,7 +238,7 @@ def _board(path: Path) -> Iterator[int | None]:
 
 
 def _open_locked(path: Path) -> tuple[int, bool]:
-    """Return an open file descriptor, and whether this process holds its lock."""
+    """Return an open file descriptor, and True if this process holds the lock of the file."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -242,7 +246,7 @@ def _open_locked(path: Path) -> tuple[int, bool]:
         except BlockingIOError:
             return file, False
         except OSError:
-            pass  # a file system without locks: two attempts at once are rare, and cannot be detected
+            pass  # a file system without locks: two attempts at once cannot be detected, but are rare
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file).st_ino:
                 return file, True
@@ -251,7 +255,7 @@ def _open_locked(path: Path) -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
-    """Raise ResourceError instead of the many errors by which a full disk shows."""
+    """Raise ResourceError instead of any of the various errors that a full disk causes."""
     try:
         yield
     except Exception as error:
@@ -260,7 +264,7 @@ def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
         raise ResourceError(
             "E-DISK-FULL",
             f"the disk of {store.root} is full, or its quota is reached ({error}): {task.title} could not be finished",
-            rule="finished tasks are kept, and nothing half-written stays",
+            rule="finished tasks are kept, and incomplete files are removed",
             fix="free some space and give the same command again: it continues",
             path=str(store.root),
             task=task.title,
@@ -274,10 +278,10 @@ def _is_full(error: Exception) -> bool:
 
 
 def note_death(task: Task, store: Store, kind: str) -> int:
-    """Record that the attempt at `task` died: kind is "crashed", "hung", "stalled" or "killed". Return its record.
+    """Record that the attempt at `task` died. Return the record at which it died, or -1.
 
-    Call it only when the process of the attempt is surely gone. The next attempt leaves out the records at which too
-    many attempts died.
+    kind: "crashed", "hung", "stalled" or "killed". Call this only after the process of the attempt has ended. The next
+    attempt leaves out the records at which too many attempts died.
     """
     record = store.progress(task).record
     with _full_disk_is_named(task, store):
@@ -300,25 +304,25 @@ def forget_attempt(task: Task, store: Store) -> None:
 
 
 def too_many(kinds: Iterable[str]) -> bool:
-    """Return True if deaths of these kinds at one record are enough to blame the record."""
+    """Return True if deaths of these kinds at one record are enough to leave the record out."""
     return sum(_PROOF // _PER_RECORD.get(kind, DEATHS_PER_RECORD) for kind in kinds) >= _PROOF
 
 
 def _learn_from_deaths(task: Task, store: Store) -> frozenset[int]:
-    """Record where the last attempt died, if it did and no process watched. Return the records to leave out."""
+    """Record the death of the last attempt, if no other process has done so. Return the records to leave out."""
     last = store.progress(task)
-    # A process that watched would have recorded the death: both were killed, perhaps with the whole machine.
+    # A watching process would have recorded the death: so both were killed, perhaps with the whole machine.
     _add_death(task, store, "killed" if last.watched else "crashed", last.record)
     return _skip(_deaths(task, store))
 
 
 def _deaths(task: Task, store: Store) -> dict[int, list[str]]:
-    """Return record -> the kinds of deaths at it."""
+    """Return record -> the kinds of the deaths at this record."""
     found: dict[int, list[str]] = defaultdict(list)
     with contextlib.suppress(FileNotFoundError):
         for line in (store.root / "deaths" / task.key).read_text(encoding="utf-8").splitlines():
             kind, _, record = line.partition(" ")
-            if record.isdecimal():  # a line may be torn
+            if record.isdecimal():  # a line may be incomplete
                 found[int(record)].append(kind)
     return found
 
@@ -328,7 +332,7 @@ def _skip(deaths: dict[int, list[str]]) -> frozenset[int]:
 
 
 def _remove_attempts(task: Task, store: Store) -> None:
-    # Renamed first: if its process is alive after all, it finds its folder gone and cannot publish half of it.
+    # Renamed before it is removed: if its process is still alive, it finds no folder and cannot publish half of it.
     for old in (store.root / "attempts").glob(f"{task.key}.*"):
         with contextlib.suppress(OSError):
             old.rename(old.with_name(f"removed.{uuid.uuid4().hex}"))
@@ -337,10 +341,10 @@ def _remove_attempts(task: Task, store: Store) -> None:
 
 
 def _publish(attempt: Attempt, done: Path, facts: dict, seconds: float) -> None:
-    """Make the attempt's folder the folder `done`, whole and on disk. The first attempt wins; a later one is deleted.
+    """Write the attempt's folder to disk and rename it to `done`. If `done` exists already, delete the folder instead.
 
-    Raises FileNotFoundError when another process took this one for dead and removed its folder: writing on may have
-    made a second folder in its place.
+    Raises FileNotFoundError if another process considered this one dead and removed its folder, even if later writes
+    made a second folder at the same path.
     """
     out = attempt.out
     if not os.path.samestat(out.stat(), os.fstat(attempt.held)):
@@ -351,7 +355,7 @@ def _publish(attempt: Attempt, done: Path, facts: dict, seconds: float) -> None:
         elif path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    _write(out / "seconds.json", seconds)  # a file of its own: equal tasks have an equal done.json
+    _write(out / "seconds.json", seconds)  # a separate file, so that equal tasks have an equal done.json
     _write(out / "done.json", facts)
     fsync_dir(out)
     if not done.parent.exists():
@@ -367,7 +371,7 @@ def _publish(attempt: Attempt, done: Path, facts: dict, seconds: float) -> None:
 
 
 def _write(path: Path, value: Any) -> None:
-    # Not atomic: the rename of the folder is.
+    # This need not be atomic, because the rename of the folder is.
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
         file.flush()

@@ -12,8 +12,8 @@
     task = count_words.task(CountWords(smallest=3, pages=pages.ref, cache=folder), label="page 7")
 
 A specification and a result are JSON values, dataclasses and paths, nested in tuples, lists and dictionaries. The
-function gets the specification with its references resolved: `specification.pages.folder`, `.result`. Any process of
-any machine does the task: it imports the recorded module of `ingot`, which registers the function under its name.
+function gets the specification with its references resolved: `specification.pages.folder`, `.result`. Any process on
+any machine can do the task: it imports the recorded module of `ingot`, which registers the function under its name.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from ingot.storage import canonical_json, sha256_bytes
 S = TypeVar("S")
 R = TypeVar("R")
 
-PLACE = "place"  # Annotated[Path, PLACE]: a field that says where something is, never what it is
+PLACE = "place"  # Annotated[Path, PLACE]: a field that says where data is, never which data it is
 BOARD = struct.Struct("<qqqq")  # the head of a progress file: watched, beats, record, records
 COUNTS_BYTES = 8192  # after the head: the counts as JSON
 _COUNTS_SECONDS = 0.5
@@ -60,7 +60,7 @@ def done_facts(root: Path, key: str) -> dict[str, Any]:
 class TaskRef(Generic[R]):
     """A reference to the result of another task, which has to be finished before this one begins.
 
-    The driver makes it of a key alone (`Task.ref`). `folder` and `result` work inside a task's function.
+    `Task.ref` creates a reference that has only a key. Inside a task's function, `folder` and `result` work too.
     """
 
     key: str
@@ -84,7 +84,8 @@ class TaskRef(Generic[R]):
 class TaskGroup(Sequence[TaskRef[R]]):
     """References to the results of many tasks, in order, under one name (Store.group).
 
-    A thousand specifications that each list a hundred thousand keys would be gigabytes to hash, to send and to keep.
+    Without a group, a thousand specifications that each list a hundred thousand keys would be gigabytes to hash, send
+    and store.
     """
 
     name: str
@@ -118,9 +119,9 @@ class Attempt:
     """One attempt at a task: the folder that it writes, the records that it leaves out, and its progress.
 
     out: the folder to write into; it becomes the task's folder when the function returns.
-    skip: numbers of the records to leave out, because attempt after attempt died at them.
-    board: the progress file, mapped into memory: its content outlives this process.
-    watched: another process watches this one and records how it ends. beat: called about twice a second.
+    skip: numbers of the records to leave out, because several earlier attempts died at them.
+    board: the progress file, mapped into memory, so that its content remains if this process dies.
+    watched: True if another process watches this one and records how it ends. beat: called about twice a second.
     """
 
     def __init__(
@@ -143,9 +144,9 @@ class Attempt:
     def at(self, record: int, counts: Callable[[], dict[str, int]] | None = None) -> None:
         """Report that `record` is next; -1 if the next work belongs to no record.
 
-        The call costs next to nothing, so it is made for every record; counts() is called seldom. Call at(-1) after the
-        last record, and now and then in a long task without records: a task that reports nothing is taken for dead.
-        The report is still there when the process is killed in the next instant.
+        Call this for every record: it costs very little, and calls counts() at most twice a second. Call at(-1) after
+        the last record, and regularly in a long task without records: a task that reports nothing is considered dead.
+        The report remains even if the process is killed right after the call.
         """
         self._beats += 1
         if record >= 0:
@@ -165,7 +166,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Report every few seconds that a task without records is alive, until the block ends."""
+        """Report every few seconds, until the block ends, that a task without records is alive."""
         done = threading.Event()
 
         def beat() -> None:
@@ -182,7 +183,7 @@ class Attempt:
 
 
 def _fitting(counts: dict[str, int]) -> bytes:
-    """Return the counts as JSON; of very many only the largest."""
+    """Return the counts as JSON; only the largest counts if all of them exceed COUNTS_BYTES."""
     while len(text := canonical_json(counts).encode()) > COUNTS_BYTES:
         counts = dict(sorted(counts.items(), key=lambda item: -item[1])[: len(counts) // 2])
     return text
@@ -190,9 +191,9 @@ def _fitting(counts: dict[str, int]) -> bytes:
 
 @dataclass(frozen=True)
 class TaskFunction(Generic[S, R]):
-    """A function that tasks may name: called with a specification and an attempt, it returns the result.
+    """A registered function that tasks can name. A call with a specification and an attempt returns the result.
 
-    module: the module that registers the function. specification, result: the types of the argument and the result.
+    module: the module that registers the function. specification, result: types of the first argument and the result.
     """
 
     name: str
@@ -205,7 +206,7 @@ class TaskFunction(Generic[S, R]):
         return self.function(specification, attempt)
 
     def task(self, specification: S, label: str = "") -> "Task[R]":
-        """Return the task that calls this function with `specification`. label: for people, like the crawl file."""
+        """Return the task that calls this function with `specification`. label: shown to users, like a file name."""
         return Task(function=self, specification=specification, label=label)
 
 
@@ -213,7 +214,7 @@ _FUNCTIONS: dict[str, TaskFunction] = {}
 
 
 def task_function(name: str) -> Callable[[Callable[[S, Attempt], R]], TaskFunction[S, R]]:
-    """Register the decorated function under `name`, which is stable: it is part of the keys of its tasks."""
+    """Register the decorated function under `name`. Do not change the name: it is part of the keys of its tasks."""
 
     def register(function: Callable[[S, Attempt], R]) -> TaskFunction[S, R]:
         hints = typing.get_type_hints(function)
@@ -229,7 +230,7 @@ def task_function(name: str) -> Callable[[Callable[[S, Attempt], R]], TaskFuncti
 
 
 def registered(name: str, module: str) -> TaskFunction:
-    """Return the task function `name` that `module` registers. Raises ValueError if there is none, or not of ingot."""
+    """Return the task function `name` of `module`. Raises ValueError if there is none, or `module` is not of ingot."""
     if not module.startswith("ingot."):
         raise ValueError(f"{module!r} is not a module of ingot")  # a store is data: data must not choose the code
     importlib.import_module(module)
@@ -249,12 +250,12 @@ class Task(Generic[R]):
 
     @property
     def title(self) -> str:
-        """The label, or without one the name of the function."""
+        """The label, or the name of the function if there is no label."""
         return self.label or self.function.name
 
     @functools.cached_property
     def key(self) -> str:
-        """The name of the result: a hash of everything that decides it, which is no path."""
+        """The name of the result: a hash of function name, version of ingot, and all fields that are not `PLACE`."""
         values = [self.function.name, self._values(places=False), __version__]
         return sha256_bytes(canonical_json(values).encode())[:32]
 
@@ -279,13 +280,13 @@ class Task(Generic[R]):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Task[Any]":
-        """Return the task of `to_json`; imports the module that registers its function."""
+        """Return the task from which `to_json` made `values`. Import the module that registers its function."""
         function = registered(values["function"], values["module"])
         specification = decode(function.specification, values["specification"] | values["places"])
         return cls(function=function, specification=specification, label=values["label"])
 
     def _values(self, *, places: bool) -> dict[str, Any]:
-        """Return the fields that are places, or those that are not, as JSON values."""
+        """Return, as JSON values, the specification's fields that are places, or all other fields."""
         hints = _hints(type(self.specification))
         names = [name for name, hint in hints.items() if (PLACE in getattr(hint, "__metadata__", ())) == places]
         return {name: encode(getattr(self.specification, name)) for name in names}
@@ -316,7 +317,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(hint: Any, value: Any, root: Path | None = None) -> Any:
-    """Return the value of type `hint` that `encode` made `value` of; references are resolved in the store at `root`."""
+    """Undo `encode`: return the value of type `hint`. References in it are resolved in the store at `root`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if value is None:
         return None
@@ -342,12 +343,12 @@ def decode(hint: Any, value: Any, root: Path | None = None) -> Any:
 
 
 def error_to_json(error: Exception, task: Task | None = None) -> dict[str, Any]:
-    """Return an error of a task as JSON, to be raised again by the process that waits; of an IngotError all of it.
+    """Return an error of a task as JSON, so that the waiting process can raise it again, with an IngotError's fields.
 
     Errors are not pickled: a store is data, and data must not choose the code that runs.
     """
     if isinstance(error, errors.IngotError):
-        # A class that is private to one module goes as its nearest base class in ingot.errors.
+        # A class that is private to one module is replaced by its nearest base class in ingot.errors.
         known = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
         kept = {"kind": known.__name__, "code": error.code, "found": error.found, "rule": error.rule}
         kept |= {"fix": error.fix, "facts": error.facts}
@@ -358,7 +359,7 @@ def error_to_json(error: Exception, task: Task | None = None) -> dict[str, Any]:
 
 
 def error_from_json(record: dict[str, Any]) -> Exception:
-    """Return the IngotError that was raised; a RuntimeError with the traceback for any other error."""
+    """Undo `error_to_json`: return the IngotError, or a RuntimeError with the traceback for any other error."""
     kind = getattr(errors, str(record.get("kind")), None)
     if isinstance(kind, type) and issubclass(kind, errors.IngotError):
         return kind(record["code"], record["found"], rule=record["rule"], fix=record["fix"], **record["facts"])

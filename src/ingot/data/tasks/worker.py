@@ -1,14 +1,15 @@
-"""Do tasks of a phase on this machine: the command of an element of a Slurm array, or of any other scheduler's.
+"""Do tasks of a phase on this machine: the command that elements of a Slurm array (or of another scheduler) run.
 
     python -m ingot.data.tasks.worker STORE PHASE 7 --workers 8
     python -m ingot.data.tasks.worker STORE PHASE --all
 
-A phase is a list of tasks as a file in the store, in blocks that machines take by number:
+A phase is a file in the store with a list of tasks, in numbered blocks. The command names the block to do:
 
     STORE/phases/NAME.json     ingot's version and the tasks
     STORE/errors/NAME-7.json   the error that ended block 7 before it was finished
 
-Finished tasks are skipped, so the command may be repeated, anywhere, at any time. Exit 0 when all tasks are done.
+Finished tasks are skipped, so the command may be repeated on any machine at any time. The exit status is 0 when all
+tasks are done.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class TaskPhase:
 
 
 def write_phase(tasks: Sequence[Task], store: Store, block: int) -> TaskPhase:
-    """Write `tasks` as a phase in blocks of `block` tasks, and remove the errors of an earlier try."""
+    """Write `tasks` as a phase in blocks of `block` tasks, and remove the errors that earlier jobs recorded."""
     root = store.root.absolute()
     name = sha256_bytes(canonical_json([str(root), block, [task.key for task in tasks]]).encode())[:16]
     values = {"ingot": __version__, "block": block, "tasks": [task.to_json() for task in tasks]}
@@ -58,7 +59,7 @@ def write_phase(tasks: Sequence[Task], store: Store, block: int) -> TaskPhase:
 
 
 def read_phase(store: Store, name: str) -> TaskPhase:
-    """Return the phase `name`. Raises DataMissing, and ConfigError when another version of ingot wrote the phase."""
+    """Return the phase `name`. Raises DataMissing; ConfigError if another version of ingot wrote the phase."""
     try:
         values = json.loads(_path(store, name).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -73,8 +74,8 @@ def read_phase(store: Store, name: str) -> TaskPhase:
     if values["ingot"] != __version__:
         raise ConfigError(
             "E-NODE-VERSION",
-            f"phase {name} was written by ingot {values['ingot']}, this is {__version__}",
-            rule="every machine runs the same version: the version is part of a result's key",
+            f"phase {name} was written by ingot {values['ingot']}, but this machine has ingot {__version__}",
+            rule="every machine runs the same version, because the version is part of a result's key",
             fix="install one version everywhere",
             found=values["ingot"],
             expected=__version__,
@@ -88,7 +89,7 @@ def write_error(store: Store, phase: TaskPhase, index: int, error: Exception) ->
 
 
 def first_error(store: Store, phases: Sequence[TaskPhase]) -> Exception | None:
-    """Return the error that ended a block of one of `phases`, if there is one."""
+    """Return the first recorded error that ended a block of one of `phases`, or None."""
     found = _errors(store, {phase.name for phase in phases})
     return error_from_json(json.loads(found[0].read_text(encoding="utf-8"))) if found else None
 
