@@ -64,7 +64,7 @@ class Labelled:
 
 @dataclass
 class _WordNumbers(dict):
-    """The number of each word (bytes -> int); a new word gets the next number."""
+    """A dict from each word (bytes) to its number; a look-up gives a new word the next number."""
 
     def __missing__(self, word: bytes) -> int:
         number = self[word] = len(self)
@@ -239,7 +239,8 @@ class _Batch:
     cells: np.ndarray
 
     def matrix(self, sizes: np.ndarray) -> np.ndarray:
-        """Return float32 [texts, U]: the weight of each feature in the mean of a text."""
+        """Return the weight of each feature in the mean of each text, float32 [texts, U]. sizes: the number of features
+        of every text of the training set."""
         counts = np.bincount(self.cells, minlength=len(self.texts) * len(self.rows))
         return counts.reshape(len(self.texts), -1).astype(np.float32) / sizes[self.texts, None]
 

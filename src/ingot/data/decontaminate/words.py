@@ -165,7 +165,7 @@ class Bitmap:
         return bitmap
 
     def candidates(self, shapes: np.ndarray) -> np.ndarray:
-        """Return the positions, int64, of the `shapes` that may be in the filter."""
+        """Return the positions in `shapes`, int64, of the shapes that may be in the filter."""
         places, masks = self._places(shapes)
         return np.flatnonzero(self.data[places] & masks == masks)
 

@@ -93,7 +93,7 @@ def shingles_reference(text: str, ngram: int) -> np.ndarray:
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """Return XXH3-64 of the UTF-8 of every whitespace-separated word, uint64 [words]."""
+    """Return the XXH3-64 hash of the UTF-8 of every whitespace-separated word, uint64 [words]."""
     # Words contain no whitespace, so joining, encoding and splitting gives the same words as bytes.
     words = " ".join(text.split()).encode("utf-8", "surrogatepass").split()
     return np.fromiter(map(xxh3_64_intdigest, words), np.uint64, len(words))

@@ -135,7 +135,7 @@ def _sorted(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _parse(piece: bytes) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (hashes of domains, hashes of URLs, number of lines that are neither) for some lines."""
+    """Return (hashes of domains, hashes of URLs, number of lines that are neither) for the lines in `piece`."""
     if _PLAIN_LINES.fullmatch(piece):  # only names, one per line
         names = (name.strip(b".") for name in piece.split())
         return np.fromiter(map(_HASH, names), np.uint64), np.zeros(0, np.uint64), 0

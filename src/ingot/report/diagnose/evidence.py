@@ -219,7 +219,8 @@ class Prospect:
         self.seconds = sum(term.value for term in self.terms.values())
 
     def gain(self, run: RunConfig) -> float:
-        """Return the seconds per measured step that `run` would save; negative if `run` is slower."""
+        """Return the seconds per step that `run` would save, scaled to the measured step time; negative if `run` is
+        slower."""
         planned = _seconds(run, self.cluster)
         return (1 - planned / self.seconds) * self.measured_seconds if self.seconds and planned else 0.0
 

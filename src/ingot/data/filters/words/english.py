@@ -53,7 +53,8 @@ def _is_special(text: str, start: int, end: int) -> bool:
 
 
 def _split(chunk: str, special: bool) -> list[str]:
-    """Return the words of `chunk` before adjacent words are joined. special: apply the special cases."""
+    """Return the words of `chunk` before adjacent words are joined to special cases. special: apply special cases while
+    cutting."""
     words, suffixes = [], []
     start, end = 0, len(chunk)
     while start < end:
@@ -258,8 +259,8 @@ def _ip(text: str, start: int) -> int:
 
 @cache
 def joining_cases() -> dict[str, list[int]]:
-    """Return the special cases that the other rules would cut, each with the end offsets of the words after such a
-    cut."""
+    """Return the special cases that the other rules would cut, each with the end offsets of the words that those rules
+    would give."""
     cases = {}
     for case in SPECIAL:
         infix = any(infix_length(case, i) for i in range(len(case)))
