@@ -102,7 +102,7 @@ def _plugin_spans(text: str, ids: Iterable[IdPlugin]) -> list[Span]:
     for plugin in ids:
         for start, end in plugin.find(text):
             if not 0 <= start < end <= len(text):
-                raise ValueError(f"{plugin.placeholder}: span ({start}, {end}) is outside (0, {len(text)})")
+                raise ValueError(f"{plugin.placeholder}: span ({start}, {end}) is not in the text")
             spans.append(Span(start, end, plugin.placeholder))
     return spans
 

@@ -140,7 +140,7 @@ def recompute(case: Case) -> Iterator[Cause]:
     without = {"parallel.recompute": "none"}
     shortage = case.prospect.shortage(without)
     evidence = f'recompute = "{how}" runs forwards a second time; '
-    evidence += f"without it a rank {shortage}" if shortage else "without it the run would also fit"
+    evidence += f"without it a rank {shortage}" if shortage else "without it the run would fit as well"
     yield Cause(
         name="recompute",
         seconds=case.prospect.gain_of(without),

@@ -152,7 +152,8 @@ def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
 
 
 def _documents_with_probes(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.ndarray) -> Iterator[str]:
-    """Yield the document's id for each position in the shard at which a stretch equals a probe."""
+    """Yield the document's id for each position in the shard from which PROBE_TOKENS tokens have the hash of a
+    probe."""
     if not len(probes):
         return
     index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)
