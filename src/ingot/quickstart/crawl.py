@@ -1,14 +1,14 @@
-"""A real crawl without a network: documentation that is installed here, served on loopback, fetched over HTTP, and
-stored as WARC files.
+"""A real crawl without a network: documentation installed on this machine is served on 127.0.0.1, fetched over HTTP,
+and stored as WARC files.
 
-Two sites: guide.ingot.invalid shows the prose of docstrings (most of it survives the quality rules), and
-pydoc.ingot.invalid shows what pydoc makes of the standard library (most of it does not). A mirror of some guide pages,
-links with campaign parameters, dead links, pages in other languages and two abusive ones give every stage of the data
+There are two main sites: guide.ingot.invalid shows the prose of docstrings (most of it passes the quality rules), and
+pydoc.ingot.invalid shows pydoc's pages of the standard library (most of them do not). A mirror of some guide pages,
+links with campaign parameters, dead links, pages in other languages and two abusive pages give every stage of the data
 pipeline something to drop.
 
 The same installed packages give the same bytes: the time of the crawl (HTTP Date and WARC-Date) is fixed, record ids
-are UUIDv5, and the order follows from a seed. The host names end in .invalid, which no DNS ever resolves (RFC 2606), so
-the URLs do not contain the port of this run.
+are UUIDv5, and the order follows from a seed. The host names end in .invalid, which no DNS ever resolves (RFC 2606),
+and the URLs do not contain the port of this run.
 """
 
 import base64
@@ -35,7 +35,7 @@ GUIDE, MIRROR, PYDOC = "guide.ingot.invalid", "docs-mirror.ingot.invalid", "pydo
 _WARC_DATE, _HTTP_DATE = "2026-01-01T00:00:00Z", "Thu, 01 Jan 2026 00:00:00 GMT"
 _USER_AGENT = "ingot-quickstart/1.0"
 _PYDOC_DEADLINE_SECONDS = 180.0
-_NEIGHBORS = 12  # links per page, before and after the module
+_NEIGHBORS = 12  # each page links to so many modules before it, and as many after it
 _EVERY_UTM, _EVERY_MIRROR, _DEAD_LINKS = 40, 30, 12
 _NEEDED_BYTES = 200 << 20
 
@@ -53,9 +53,9 @@ class _Page:
 def make_crawl(folder: Path, *, progress: Progress | None = None, files: int = 4, seed: int = 1234) -> list[Path]:
     """Crawl the installed documentation into `files` + 1 WARC files in `folder`, and return their paths.
 
-    crawl-guide-NNNN.warc.gz hold the guide, its mirror and the small sites, crawl-pydoc-NNNN.warc.gz the pydoc pages
-    (`source_of` names the source of a file). progress(fraction, text) is called from time to time. Raises
-    ResourceError when the disk is full or loopback does not work.
+    The files crawl-guide-NNNN.warc.gz contain the guide, its mirror and the small sites, crawl-pydoc-0000.warc.gz the
+    pydoc pages (`source_of` returns the source of a file). progress(fraction, text) is called from time to time. Raises
+    ResourceError if the disk is full or the loopback address does not work.
     """
     report = progress or (lambda fraction, text: None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,8 @@ def source_of(path: Path) -> str:
 
 
 def _guide_pages(order: random.Random, report: Progress) -> list[_Page]:
-    """Return the pages of the guide and the small sites around it, shuffled, so that every file holds some of each."""
+    """Return the pages of the guide and the small sites around it, shuffled, so that each file gets some of every
+    kind."""
     found = source_files()
     read: list[GuidePage] = []
     for done, (module, file) in enumerate(found):
@@ -126,7 +127,8 @@ def _html(host: str, path: str, text: str) -> _Page:
 
 
 def _start_pydoc(out: Path) -> subprocess.Popen:
-    """Start pydoc_pages in a separate process with an empty environment, because pydoc imports the modules it shows."""
+    """Start pydoc_pages in a separate process without the environment variables of this one, because pydoc imports the
+    modules that it shows. out: the file to write."""
     command = [sys.executable, "-s", "-P", str(Path(pydoc_pages.__file__)), str(out)]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(
@@ -135,7 +137,7 @@ def _start_pydoc(out: Path) -> subprocess.Popen:
 
 
 def _wait_for(renderer: subprocess.Popen) -> str:
-    """Wait for pydoc and return a notice, "" if it finished. Pages written before its end or the deadline are used."""
+    """Wait for pydoc; return "" if it finished without an error, otherwise a notice. Pages already written are used."""
     try:
         code = renderer.wait(_PYDOC_DEADLINE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -155,16 +157,17 @@ def _read_pydoc(rendered: Path) -> list[_Page]:
     return pages
 
 
-# Writes WARC/1.0 files as crawlers do: one gzip member per record (ISO 28500), so that readers can start anywhere.
+# WARC/1.0 files as crawlers write them: one gzip member per record (ISO 28500), so readers can start at any record.
 
 
 _COMPRESSION = 6
 
 
 class WarcWriter:
-    """A writer of WARC/1.0 records into an open binary file, one gzip member per record.
+    """A writer of WARC/1.0 records to an open binary file, one gzip member per record.
 
-    Equal calls write equal bytes: `date` is the time of all records, record ids are UUIDv5 of file name, position, URL.
+    Equal calls write equal bytes: `date` is the time of all records, and record ids are the UUIDv5 of file name,
+    position and URL.
     """
 
     def __init__(self, file: IO[bytes], name: str, date: str):
@@ -200,8 +203,8 @@ def _digest(data: bytes) -> str:
     return "sha1:" + base64.b32encode(hashlib.sha1(data, usedforsecurity=False).digest()).decode()
 
 
-# Pages written for the quickstart crawl: other languages, bad manners, a list of contacts, and spam.
-# Each is there so that one stage of the data pipeline has something to drop.
+# Pages written for the quickstart crawl: other languages, insults, a list of contacts, and spam.
+# Each of them gives one stage of the data pipeline something to drop.
 
 
 # words: off (text of pages)

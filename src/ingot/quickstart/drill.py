@@ -1,8 +1,8 @@
 """The drill: kill a rank of a running job, and compare the recovered run with an undisturbed twin.
 
 The twin starts one checkpoint earlier than the recovered run, on the same layout, and trains the steps around the kill
-in one go, where the killed run had to load a checkpoint and repeat steps. Losses and gradient norms of both must be
-equal, without a tolerance.
+without interruption, whereas the killed run had to load a checkpoint and repeat steps. Losses and gradient norms of
+both must be equal, without a tolerance.
 """
 
 import os
@@ -25,14 +25,15 @@ POLL_SECONDS = 0.05
 class RankKiller(threading.Thread):
     """A thread that sends SIGKILL to a rank of the run in `folder` after step `after_step`, once per run folder.
 
-    Before the kill, it copies the second newest checkpoint to `twin`; the run needs two checkpoints by then.
-    Only events since the thread was made count: process ids of an earlier start may belong to other processes now.
+    Before the kill, the thread copies the second newest checkpoint to `twin`; the run needs two checkpoints by then.
+    Only events after the creation of the thread count: process ids of an earlier start may now belong to other
+    processes.
     """
 
     def __init__(self, folder: RunFolder, twin: RunFolder, *, rank: int, after_step: int):
         super().__init__(daemon=True)
         self.folder, self.twin, self.rank, self.after_step = folder, twin, rank, after_step
-        self._since = round(time.time(), 3)  # as the log rounds
+        self._since = round(time.time(), 3)  # the log rounds times like this
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -56,16 +57,18 @@ class RankKiller(threading.Thread):
         log = EventLog(self.folder.events)
         try:
             os.kill(pid, 0)
-            log.write(events.DRILL, action="kill", rank=self.rank, pid=pid, step=step)  # before its effects are logged
+            # Written first, so that the event is before the effects of the kill.
+            log.write(events.DRILL, action="kill", rank=self.rank, pid=pid, step=step)
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            return  # the run ended first; the drill stage reports it
+            return  # the run ended before the kill; the stage `drill` reports this
         finally:
             log.close()
 
 
 def copy_earlier_checkpoint(folder: RunFolder, twin: RunFolder) -> None:
-    """Copy the second newest checkpoint of `folder` and the ledger to `twin`, as of a run that stopped there."""
+    """Copy the second newest checkpoint of `folder` and the ledger to `twin`, which then looks like a run that stopped
+    at this checkpoint."""
     earlier, _ = sorted(p for p in folder.checkpoints.iterdir() if p.name.startswith("step-"))[-2:]
     for source, target in ((earlier, twin.checkpoints / earlier.name), (folder.ledger, twin.ledger)):
         shutil.rmtree(target, ignore_errors=True)
@@ -98,15 +101,15 @@ def compare_with_twin(folder: RunFolder, twin: RunFolder) -> Twin:
     if kill is None or not theirs:
         raise RunFailed(
             "E-DRILL-NO-TWIN",
-            "the drill left no twin to compare with",
-            rule="the twin trains the steps around the kill",
+            "there is no kill or no twin run to compare with",
+            rule="a comparison needs a run with a killed rank and a twin that trained the steps around the kill",
             fix="remove the quickstart folder and start again",
         )
     missing = [step for step in theirs if step not in ours]
     if missing:
         raise RunFailed(
             "E-DRILL-STEP-MISSING",
-            f"the drilled run did not log step {missing[0]}, which its twin did",
+            f"the run with the kill did not log step {missing[0]}, but its twin did",
             rule="a recovered run logs every step",
             fix="remove the quickstart folder and start again",
             step=missing[0],

@@ -1,7 +1,7 @@
 """The guide's pages: the prose of the docstrings of installed packages, one HTML page per module.
 
-No package is imported. A docstring is a triple-quoted string at the start of a file, or on the line after one that ends
-in a colon; it is read with `ast.literal_eval`. This takes two seconds for 82 MB of source, where parsing whole modules
+No package is imported. A docstring is a triple-quoted string at the start of a file, or on the line after a line that
+ends in a colon; `ast.literal_eval` reads it. This takes two seconds for 82 MB of source, whereas parsing whole modules
 takes half a minute.
 """
 
@@ -23,11 +23,11 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx")
 _SKIPPED_FOLDERS = frozenset(["site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"])
 _SKIPPED_TOPS = frozenset(["antigravity", "this"])
 
-# Every triple-quoted string, so that the end of one is never taken for the beginning of the next.
+# Matches every triple-quoted string, so that the end of a string is never mistaken for the beginning of the next.
 _STRING = re.compile(r"([A-Za-z]{0,2})(\"\"\"|''')(.*?)(?<!\\)\2", re.DOTALL)
 _DEFINITION = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _ONLY_COMMENTS = re.compile(r"(?:\s*#[^\n]*)*\s*")
-_HEADER_REACH = 2000  # characters to look back for the `def` that a docstring belongs to
+_HEADER_REACH = 2000  # characters before a docstring in which its `def` or `class` is searched for
 
 _ROLE = re.compile(r":[\w:+-]+:`(?:[^`<]*<)?[~!]?([^`>]+)>?`")
 _LINK = re.compile(r"`([^`<]+?)\s*<[^`>]+>`__?")
@@ -43,7 +43,8 @@ _PROSE_SECTIONS = frozenset(["notes", "note", "description", "summary", "introdu
 
 @dataclass(frozen=True, slots=True)
 class GuidePage:
-    """module: dotted name. sections: (name of the object, its paragraphs), the module's own first under ""."""
+    """A page of the guide. module: the dotted name. sections: pairs (name of an object, its paragraphs); the paragraphs
+    of the module come first and have the name ""."""
 
     module: str
     sections: tuple[tuple[str, tuple[str, ...]], ...]
@@ -74,7 +75,8 @@ def _roots() -> Iterator[tuple[Path, list[str]]]:
 
 
 def read_page(module: str, file: Path) -> GuidePage:
-    """Read the prose of one source file; without sections if it has none. Repeated paragraphs are kept once."""
+    """Read the prose of one source file; repeated paragraphs are kept once. The page has no sections if there is no
+    prose."""
     source = file.read_text(encoding="utf-8", errors="replace")
     seen: set[str] = set()
     sections = []
@@ -86,7 +88,7 @@ def read_page(module: str, file: Path) -> GuidePage:
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
-    """Yield (name of the class or function, "" for the module; docstring) in the order of the file."""
+    """Yield pairs (name of the class or function, docstring) in the order of the file; the module's name is ""."""
     for match in _STRING.finditer(source):
         before = source[max(0, match.start() - _HEADER_REACH) : match.start()]
         code = before.rstrip()
@@ -96,24 +98,24 @@ def docstrings(source: str) -> Iterator[tuple[str, str]]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "\d" in somebody's docstring
+                warnings.simplefilter("ignore")  # invalid escapes such as "\d" in docstrings
                 text = ast.literal_eval(match[0])
         except (SyntaxError, ValueError):
-            continue  # not a string after all, such as half of a commented-out one
+            continue  # not a string literal, for example half of a commented-out string
         name = "" if at_top else _name_above(code)
         if at_top or name:
             yield name, text
 
 
 def _name_above(code: str) -> str:
-    """Return the name in the last `def` or `class` line of `code`, or ""."""
+    """Return the name in the last `def` or `class` line of `code`, "" if there is none."""
     place = max(code.rfind("def "), code.rfind("class "))
     match = _DEFINITION.match(code, code.rfind("\n", 0, max(place, 0)) + 1)
     return match[1] if match else ""
 
 
 def prose(docstring: str) -> list[str]:
-    """Return the sentences of a docstring without its markup, one string per paragraph.
+    """Return the sentences of a docstring without their markup, one string per paragraph.
 
     Doctests, code, lists, headings, and the names and types in tables of parameters are left out.
     """
@@ -129,7 +131,7 @@ def prose(docstring: str) -> list[str]:
 
 
 def _entries(lines: list[str]) -> Iterator[str]:
-    """Yield the entries of a block: the whole text of a plain block, or the descriptions of a parameter table."""
+    """Yield the entries of a block: its whole text if it is plain, or the descriptions if it is a parameter table."""
     if not any(line[:1].isspace() or _UNDERLINE.match(line) for line in lines):
         yield " ".join(line.strip() for line in lines)
         return
@@ -139,7 +141,8 @@ def _entries(lines: list[str]) -> Iterator[str]:
         here = len(line) - len(line.lstrip())
         if here <= indent or not entry:
             if entry:
-                # "x : array_like" is alone on the line above its description, "x (Tensor): The input." precedes it.
+                # A label "x : array_like" is alone on the line above its description; "x (Tensor): " is on the same
+                # line.
                 first = _GOOGLE_LABEL.sub("", entry[0])
                 yield " ".join(entry[1:] if first == entry[0] and len(entry) > 1 else [first, *entry[1:]])
             entry, indent = [], here
@@ -164,12 +167,12 @@ def _plain(text: str) -> str:
 
 
 def url_path(module: str) -> str:
-    """'torch.nn.functional' -> '/torch/nn/functional.html'."""
+    """Return the path of a module's page: 'torch.nn.functional' -> '/torch/nn/functional.html'."""
     return "/" + module.replace(".", "/") + ".html"
 
 
 def render_page(page: GuidePage, neighbors: list[str]) -> str:
-    """The page as the documentation site shows it: navigation, article, footer. neighbors: module names to link."""
+    """Return the HTML of a page of the guide: navigation, article, footer. neighbors: names of modules to link to."""
     links = "\n".join(f'      <li><a href="{url_path(n)}">{escape(n)}</a></li>' for n in neighbors)
     crumbs = " / ".join(escape(part) for part in page.module.split("."))
     body = []
@@ -207,7 +210,7 @@ def render_page(page: GuidePage, neighbors: list[str]) -> str:
 
 
 def render_mirror(page: GuidePage) -> str:
-    """The same text on another site with another template: a near-duplicate under a foreign URL."""
+    """Return the HTML of the same text on another site, with another template: a near-duplicate."""
     paragraphs = [text for _, texts in page.sections for text in texts]
     article = "".join(f'<div class="para">{escape(text, quote=False)}</div>' for text in paragraphs)
     return (

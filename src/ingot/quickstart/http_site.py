@@ -1,4 +1,4 @@
-"""A web site on loopback that serves the quickstart's pages, and the client that fetches them."""
+"""A web site on the loopback address that serves the quickstart's pages, and the client that fetches them."""
 
 import contextlib
 import socket
@@ -14,15 +14,16 @@ _NOT_FOUND = b"<html><head><title>404</title></head><body><h1>Not found</h1></bo
 
 @contextlib.contextmanager
 def serve(pages: Mapping[str, tuple[str, bytes]], http_date: str) -> Iterator[tuple[str, int]]:
-    """Serve `pages` (URL -> (content type, body)) on a free port of 127.0.0.1 during the block; yields its address.
+    """Serve `pages` on a free port of 127.0.0.1 during the `with` block, and yield the address (host, port).
 
-    The Host header selects the site, as on any server of several names. Unknown URLs get a 404.
-    http_date: the value of the Date header, fixed so that two crawls of the same pages have the same bytes.
+    pages: the (content type, body) of each URL; other URLs get a 404. The Host header selects the site, as on any
+    server with several host names. http_date: the value of the Date header, fixed so that two crawls of the same pages
+    have the same bytes.
     """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        # Header and body in one packet each way: with Nagle's algorithm every page would wait 40 ms for an ACK.
+        # Send header and body in one packet; with Nagle's algorithm every page would wait 40 ms for an ACK.
         wbufsize = -1
         disable_nagle_algorithm = True
         timeout = _DEADLINE_SECONDS
@@ -49,8 +50,8 @@ def serve(pages: Mapping[str, tuple[str, bytes]], http_date: str) -> Iterator[tu
         raise ResourceError(
             "E-LOOPBACK-PORT",
             f"cannot open a port on 127.0.0.1: {error}",
-            rule="quickstart serves its pages on loopback and fetches them over HTTP",
-            fix="allow loopback sockets here, or give your own crawl files: ingot quickstart --warc FILE...",
+            rule="the quickstart serves its pages on 127.0.0.1 and fetches them over HTTP",
+            fix="allow loopback sockets, or use your own crawl files: ingot quickstart --warc FILE...",
         ) from None
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -76,7 +77,10 @@ class Fetcher:
         self._stream = self._socket.makefile("rb")
 
     def get(self, host: str, path: str) -> bytes:
-        """Return the whole response to GET http://`host``path`. Raises ResourceError after 20 seconds without one."""
+        """Return the whole response to a GET of http://HOST/PATH, `path` beginning with "/".
+
+        Raises ResourceError if there is no response within 20 seconds.
+        """
         request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: {self._user_agent}\r\nAccept: text/html\r\n\r\n"
         try:
             self._socket.sendall(request.encode("ascii"))
@@ -103,7 +107,7 @@ class Fetcher:
 def _unreachable(why: object) -> ResourceError:
     return ResourceError(
         "E-LOOPBACK-SILENT",
-        f"the site on loopback does not answer: {why}",
+        f"the site on 127.0.0.1 does not answer: {why}",
         rule=f"every page arrives within {_DEADLINE_SECONDS:.0f} seconds",
-        fix="try again when the machine is less busy, or give your own crawl files: ingot quickstart --warc FILE...",
+        fix="try again when the machine is less busy, or use your own crawl files: ingot quickstart --warc FILE...",
     )

@@ -1,7 +1,7 @@
 """A script that renders the documentation of the standard library as HTML pages, one JSON line each.
 
-The script imports the modules that it documents, so it runs in a separate process, with an empty environment (pydoc
-prints the values of module data: no environment variable may appear in a page) and under the caller's deadline. Modules
+The script imports the modules that it documents, so it runs in a separate process with a deadline. The environment is
+empty, because pydoc prints the values of module variables, and no environment variable may appear in a page. Modules
 that open windows, print, or show the state of the process are left out.
 
     env -i PYTHONHASHSEED=0 python -s -P pydoc_pages.py OUT.jsonl
@@ -20,7 +20,7 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-# Side effects on import, or windows; then modules whose pages show this process and this machine.
+# First line: modules with side effects on import, or windows. Second line: their pages show this process or machine.
 _SKIPPED_NAMES = """
     antigravity this idlelib turtle turtledemo tkinter test lib2to3 ensurepip pydoc_data
     os posix nt sys site sysconfig platform gc pwd grp spwd resource venv
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r"(at|handle)( |&nbsp;)(?:0x)?[0-9a-fA-F]{6,16}\b")
 
 
 def module_names() -> list[str]:
-    """Return the importable modules of the standard library, packages with their submodules, by name."""
+    """Return the names of the public modules of the standard library, and of the modules in its packages."""
     names = []
     for name in sorted(sys.stdlib_module_names):
         if name.startswith("_") or name in _SKIPPED:
@@ -48,7 +48,7 @@ def module_page(name: str) -> str | None:
         module = importlib.import_module(name)
         page = pydoc.html.page(pydoc.describe(module), pydoc.html.document(module, name))
     except (Exception, SystemExit):
-        return None  # a module of another platform, or one that wants a library that is not here
+        return None  # a module for another platform, or one that needs a library that is not installed
     for folder in (sysconfig.get_path("stdlib"), sys.prefix, sys.base_prefix):
         page = page.replace(folder, "/usr/lib/python3")
     return _ADDRESS.sub(r"\1\g<2>0x0", page)
@@ -66,13 +66,13 @@ def topic_pages() -> list[tuple[str, str]]:
 
 def main(out: str) -> None:
     warnings.simplefilter("ignore")
-    # Without a docstring pydoc looks for comments in the source; that took 40% of the time and gave nothing.
+    # If there is no docstring, pydoc searches the source for comments; this took 40% of the time and found nothing.
     inspect.getcomments = lambda object: None
     with Path(out).open("w", encoding="utf-8") as file:
         for name in module_names():
             if page := module_page(name):
                 file.write(json.dumps({"path": f"/library/{name}.html", "html": page}) + "\n")
-                file.flush()  # a deadline keeps what is done
+                file.flush()  # so that pages are kept if the deadline passes
         for name, page in topic_pages():
             file.write(json.dumps({"path": f"/topics/{name}.html", "html": page}) + "\n")
 

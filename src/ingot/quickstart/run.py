@@ -1,7 +1,7 @@
-"""The stages of `ingot quickstart`: every part of ingot is called once, in order, on this machine.
+"""The stages of `ingot quickstart`, which use every part of ingot once, in order, on this machine.
 
-Each stage does real work with the functions that the verbs call, and leaves its artifact in the folder. An artifact
-that is already there is not made again, so the same command continues an interrupted quickstart.
+Each stage does real work with the functions that the commands call, and writes its artifact to the folder. An artifact
+that already exists is not made again, so the same command continues an interrupted quickstart.
 """
 
 import shlex
@@ -47,7 +47,7 @@ PROMPTS = ("The function returns", "A module is", "This class represents", "If t
 
 
 class Output(Protocol):
-    """The receiver of what the quickstart prints; cli/terminal.py is one."""
+    """The interface for printing that the quickstart needs, such as the terminal of cli/terminal.py."""
 
     def say(self, text: str = "") -> None: ...
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None: ...
@@ -56,7 +56,7 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class QuickstartPaths:
-    """The paths of a quickstart's artifacts below its folder."""
+    """The paths of a quickstart's artifacts in its folder."""
 
     root: Path
 
@@ -106,7 +106,8 @@ class QuickstartRun:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[list[str]]:
-        """Time a stage. Lines appended to the yielded list are its summary; the first is printed beside its name."""
+        """Time, print and log a stage. Lines appended to the yielded list are its summary; the first is printed next to
+        its name."""
         lines: list[str] = []
         started = time.monotonic()
         yield lines
@@ -118,9 +119,9 @@ class QuickstartRun:
         self.log.write(events.STAGE, name=name, seconds=round(seconds, 3), summary=lines[0])
 
     def execute(self) -> dict:
-        """Run all stages and return their results as plain values, for --json.
+        """Run all stages and return their results as JSON values, for --json.
 
-        Raises Preempted when stopped on request, and the errors of the stages.
+        Raises Preempted if the training was stopped on request, and the errors of the stages.
         """
         started = time.monotonic()
         self.doctor()
@@ -158,7 +159,7 @@ class QuickstartRun:
             lines += [f"{c.status}: {c.name}: {c.found}" + (f" ({c.fix})" if c.fix else "") for c in bad]
 
     def crawl(self) -> list[Input]:
-        """Return the crawl files with their sources: those of the user, or files made here."""
+        """Return the crawl files with their sources: the user's files, or files made here."""
         if self.warcs:
             return [Input(location=str(path)) for path in self.warcs]
         with self.stage("crawl") as lines:
@@ -172,7 +173,7 @@ class QuickstartRun:
                     self.output.progress(fraction, text)
 
                 make_crawl(self.paths.crawl, progress=progress)
-                write_atomic(complete, summary)  # how many pages, and whether some could not be made
+                write_atomic(complete, summary)  # the number of pages, and a notice if pydoc failed
             files = sorted(self.paths.crawl.glob("crawl-*.warc.gz"))
             size = sum(file.stat().st_size for file in files)
             lines.append(
@@ -227,13 +228,13 @@ class QuickstartRun:
         return config, plan
 
     def measured_machine(self) -> Cluster:
-        """Return this machine as a cluster with its measured rates, which are measured once per folder."""
+        """Return this machine as a cluster with measured rates. The rates are measured once per quickstart folder."""
         if self.paths.machine.exists():
             return read_cluster(self.paths.machine)
         from ingot.rehearse.calibrate.calibrate import calibrate
 
         machine = read_machine()
-        ranks = len(machine.gpus) or 2  # two even on one core: the drill needs a survivor
+        ranks = len(machine.gpus) or 2  # two even on one core: a rank must survive the drill
         cluster = calibrate(with_published_rates(this_cluster(machine, ranks)))
         write_cluster(self.paths.machine, cluster)
         return cluster
@@ -255,12 +256,12 @@ class QuickstartRun:
             checkpoint=replace(run.checkpoint, every_steps=every),
             evaluate=replace(run.evaluate, prompts=PROMPTS),
         )
-        reasons = proposal.reasons | {"checkpoint.every_steps": "often, so that the drill repeats few steps"}
+        reasons = proposal.reasons | {"checkpoint.every_steps": "frequent, so that the drill repeats few steps"}
         text = to_toml(run, comments=reasons)
         write_atomic(self.paths.run_file, text)
 
     def train(self, config: RunConfig) -> None:
-        """Train, while one rank is killed between two checkpoints in the middle of the run."""
+        """Train, and kill one rank between two checkpoints in the middle of the run."""
         every = config.checkpoint.every_steps
         middle = max(config.train.steps // 2 // every, 2) * every
         killer = RankKiller(
@@ -285,25 +286,26 @@ class QuickstartRun:
             )
 
     def drill(self, config: RunConfig) -> Twin | None:
-        """Train an undisturbed twin over the steps around the kill and compare. Returns None if nothing was killed."""
+        """Train an undisturbed twin over the steps around the kill, and compare it with the run. Returns None if no
+        rank was killed."""
         with self.stage("drill") as lines:
             kill, resumed = kill_and_restart(self.paths.run)
             if kill is None:
-                lines.append("skipped: the run was over before a rank could be killed")
+                lines.append("skipped: the run ended before a rank could be killed")
                 return None
             until = min(resumed + TWIN_STEPS // 2, config.train.steps)
             train(self.paths.run_file, self.paths.twin.root, until_step=until, quiet=True)
             twin = compare_with_twin(self.paths.run, self.paths.twin)
             lines.append(
-                f"kill -9 of rank {kill['rank']} near step {kill['step']}, back from step {twin.resumed_from}; steps "
-                f"{twin.first_step}-{twin.last_step} against an undisturbed twin:"
+                f"kill -9 of rank {kill['rank']} near step {kill['step']}, resumed from step {twin.resumed_from}; "
+                f"steps {twin.first_step}-{twin.last_step} against an undisturbed twin:"
             )
             if not twin.equal:
                 raise RunFailed(
                     "E-DRILL-DIFFERS",
                     f"losses after the recovery differ from the twin's by up to {twin.max_difference:g}",
-                    rule="a recovered run equals the undisturbed one bit for bit",
-                    fix="report it, with both run folders: it is an error of ingot",
+                    rule="a recovered run equals the undisturbed twin bit for bit",
+                    fix="this is a bug in ingot; please report it with both run folders",
                     max_difference=twin.max_difference,
                 )
             lines.append(f"losses and gradient norms of {twin.steps} steps are equal, bit for bit")

@@ -1,7 +1,7 @@
 """The data card: a `ReportPage` about a corpus and its tokens, as one self-contained HTML file.
 
-All text of a crawl is hostile: it is shortened, control and direction characters are replaced, and the renderer escapes
-it, under a policy that allows no scripts and no loading (report/render/markup.py).
+Texts of a crawl may be hostile: they are shortened, control and direction characters are replaced, and the renderer
+escapes them and forbids scripts and loading (report/render/markup.py).
 """
 
 import re
@@ -40,10 +40,10 @@ _VALUE_CHARACTERS, _URL_CHARACTERS = 160, 200
 
 
 def write_card(data: Path, out: Path, samples: int = 3) -> CardFacts:
-    """Write the card of `data`, a folder of `data build --out`, to the file `out`; return the facts in it.
+    """Write the card of `data`, a folder of `data build --out`, to the file `out`; return the facts on the card.
 
-    samples: texts per source and per rule. Raises UsageError when `out` is inside the folder `data`: a card shows
-    texts, and a purge of the folder does not change it.
+    samples: sample texts per source and per rule. Raises UsageError if `out` is inside the folder `data`: a card
+    contains texts, and a purge of the folder does not remove them.
     """
     if data.resolve() in out.resolve().parents:
         raise UsageError(
@@ -60,7 +60,7 @@ def write_card(data: Path, out: Path, samples: int = 3) -> CardFacts:
 
 
 def card_facts(facts: CardFacts) -> dict[str, Any]:
-    """Return the facts as JSON values, with hashes in place of whole manifests."""
+    """Return the facts as JSON values, with hashes instead of whole manifests."""
     values = {k: v for k, v in asdict(facts).items() if k not in ("corpus", "tokens")}
     return values | {
         "funnel": [to_dict(stage) for stage in facts.corpus.funnel],
@@ -70,7 +70,7 @@ def card_facts(facts: CardFacts) -> dict[str, Any]:
 
 
 def card(facts: CardFacts, command: str) -> ReportPage:
-    """Return the page. command: the command that makes the card."""
+    """Return the page of a data card. command: the command that makes the card."""
     sections = (
         funnel_section(RunData(folder=RunFolder(Path()), corpus=facts.corpus, tokens=facts.tokens.get("train"))),
         _sources(facts),
@@ -96,7 +96,8 @@ def card(facts: CardFacts, command: str) -> ReportPage:
 
 
 def clean(text: str, limit: int) -> str:
-    """Return at most `limit` characters of crawled text, with U+FFFD for control and direction characters."""
+    """Return the first `limit` characters of crawled text, with U+FFFD instead of control and direction characters,
+    and with " …" if the text was longer."""
     cut = text[:limit]
     return _UNSAFE.sub("\ufffd", cut) + (" …" if len(text) > limit else "")
 
@@ -146,7 +147,7 @@ def _domains_text(facts: CardFacts) -> str:
 
 
 def _shares(anchor: str, title: str, text: str, counts, total: int) -> Section | None:
-    """Return a section with one bar per name, its length relative to the largest, and its share of `total`."""
+    """Return a section with a bar per name, relative to the largest, and its share of `total`; None without counts."""
     if not counts:
         return None
     largest, total = max(max(n for _, n in counts), 1), max(total, 1)

@@ -1,7 +1,7 @@
 """The report section on experts: how evenly the router loads them, over the run and by layer.
 
-The load map is a picture with one row per layer, its experts sorted from the busiest to the idlest. Experts have no
-order of their own; sorted, a row needs a few rectangles only, for any number of experts.
+The load map is a picture with one row per layer, in which experts are sorted from the busiest to the idlest. The order
+of experts has no meaning, and a sorted row needs only a few rectangles, for any number of experts.
 """
 
 from bisect import bisect
@@ -18,7 +18,7 @@ _WIDE, _NARROW = 900, 350
 
 
 def experts_section(data: RunData) -> Section | None:
-    """Return the section, None for a run without experts."""
+    """Return the section on experts, None for a run without experts."""
     if not data.experts:
         return None
     last = data.experts[max(data.experts)]
@@ -35,7 +35,7 @@ def _in_words(event: dict) -> str:
     busiest = event["max_load"]
     worst = max(range(len(busiest)), key=busiest.__getitem__)
     text = (
-        f"A load of 1 means that an expert takes as many tokens as the others of its layer. In the {event['steps']:,} "
+        f"A load of 1 means that an expert gets the mean number of tokens of its layer. In the {event['steps']:,} "
         f"steps up to {event['step']:,}, the busiest expert had {busiest[worst]:.1f}x its share "
         f"(layer {event['layers'][worst]}), and loads deviated by {fmean(event['load_cv']):.2f} (mean over layers)."
     )
@@ -65,7 +65,7 @@ def _table(event: dict) -> TableBlock:
 
 
 def has_loads(event: dict) -> bool:
-    """Return whether an `experts` event has the loads of all experts, the same number for each layer."""
+    """Check whether an `experts` event has the loads of all experts, with the same number of experts in each layer."""
     loads = event.get("loads")
     if not isinstance(loads, list) or len(loads) != len(event["layers"]) or not all(isinstance(r, list) for r in loads):
         return False
@@ -86,7 +86,7 @@ def _load_chart(event: dict) -> Chart:
     )
 
 
-# Loads at which one color ends and the next begins; the mean is 1, ratios below and above it are the same.
+# The loads between two colors. The mean load is 1, and the edges below 1 are the reciprocals of those above.
 EDGES = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 NAMES = (
     "under 0.25x", "0.25x to 0.5x", "0.5x to 0.8x", "0.8x to 1.25x", "1.25x to 2x", "2x to 4x", "4x and more",
@@ -95,14 +95,14 @@ _EVEN = NAMES.index("0.8x to 1.25x")
 
 
 def kind(level: int) -> str:
-    """Return the CSS class of the color of NAMES[level]: how far the load is below or above the mean."""
+    """Return the CSS class of the color for NAMES[level]; the class says how far a load is below or above the mean."""
     if level == _EVEN:
         return "even"
     return f"below-{_EVEN - level}" if level < _EVEN else f"above-{level - _EVEN}"
 
 
 def counted(loads: Sequence[float]) -> list[int]:
-    """Return how many of `loads` fall into each class of NAMES."""
+    """Return the number of `loads` in each range of NAMES."""
     levels = [bisect(EDGES, load) for load in loads]
     return [levels.count(level) for level in range(len(NAMES))]
 

@@ -1,6 +1,6 @@
 """The event log and the artifacts of a run, read once into a `RunData`, without torch.
 
-A missing artifact leaves its field empty, and the report leaves out its section. Events that lack a field which their
+If an artifact is missing, its field is empty and the report leaves out its section. Events that lack a field that their
 kind requires are counted in `unreadable_events` and not used.
 """
 
@@ -27,11 +27,11 @@ from ingot.theory.rules import load_run
 class FaultRecord:
     """A fault that ended an attempt, and the recovery from it. Times are Unix seconds, None while unknown.
 
-    rank: the failed rank, None for a fault of the whole job. cause: a predicate for people ("was killed (SIGKILL)").
+    rank: the failed rank, None for a fault of the whole job. cause: what happened, as text ("was killed (SIGKILL)").
     injected_at: the time at which a drill caused the fault on purpose. fault_step: the last step known to be reached.
     resumed_at, resumed_from: when training continued, and the step of the checkpoint from which it continued.
-    compared_steps: the number of steps logged in both attempts. compared_equal: all of them have bit-identical loss and
-    gradient norm.
+    compared_steps: the number of steps logged in both attempts. compared_equal: loss and gradient norm are
+    bit-identical in all of these.
     """
 
     rank: int | None = None
@@ -60,16 +60,16 @@ class FaultRecord:
 
 
 class FaultReader:
-    """A reader of the events of a run, given in order to `see`; `found` is the list of faults so far.
+    """Finds the faults in the events of a run, which the caller passes in order to `see`. found: the faults so far.
 
-    steps: step -> its event; the caller fills it, this class only reads it.
+    steps: the last `step` event of each step; the caller fills this dict, and the class only reads it.
     """
 
     def __init__(self, steps: dict[int, dict]):
         self._steps, self.found = steps, []
-        self._open: FaultRecord | None = None  # a fault that was not followed by a restart yet
+        self._open: FaultRecord | None = None  # the last fault, until the restart after it
         self._drill: dict | None = None
-        self._redoing: FaultRecord | None = None  # resumed; steps up to fault_step are repeated
+        self._redoing: FaultRecord | None = None  # the last fault after which the run resumed
 
     def see(self, event: dict) -> None:
         kind = event["kind"]
@@ -84,7 +84,7 @@ class FaultReader:
             self._see_step(event, self._redoing)
 
     def _see_fault(self, event: dict) -> None:
-        if self._open:  # other ranks fail after the first one: one fault
+        if self._open:  # ranks that fail after the first rank belong to the same fault
             return
         drill_step = (self._drill or {}).get("step") or 0
         self._open = FaultRecord(
@@ -130,10 +130,11 @@ _YEAR_5000_SECONDS = 95_617_584_000
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """The content of `twin.json`: a run compared with the same run without a fault, steps first_step..last_step.
+    """The content of `twin.json`: the comparison of a run with the same run without a fault, over the steps first_step
+    to last_step (included).
 
-    Both ends are included. kill_step: the step at which a rank was killed. resumed_from: the step of the checkpoint
-    from which the run continued.
+    kill_step: the step at which a rank was killed. resumed_from: the step of the checkpoint from which the run
+    continued. max_difference: the largest difference of a loss or gradient norm.
     """
 
     first_step: int
@@ -149,7 +150,7 @@ class Twin:
 class RunData:
     """The events and artifacts of one run; events are dicts as in schema/events.py.
 
-    steps, progress, waits, experts: step -> the last event of that kind for the step. hashes: name -> SHA-256.
+    steps, progress, waits, experts: the last event of that kind for each step. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
     included.
     """
@@ -189,7 +190,7 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
 
     corpus: a corpus folder; by default the folder next to the run's tokens, if the tokens were made from it.
     twin: a twin.json file. stages: an event log with `stage` events, if they are not in the log of the run.
-    Raises UsageError when `run` has no event log, DataError when an artifact or the log cannot be read.
+    Raises UsageError if `run` has no event log, DataError if an artifact or the log cannot be read.
     """
     data = RunData(folder=RunFolder(run))
     if not data.folder.events.is_file():
@@ -264,7 +265,7 @@ def _read_json(kind, path: Path):
 
 
 def read_run_events(data: RunData) -> None:
-    """Read the event log of `data.folder` into `data`. Raises DataError when no event can be read."""
+    """Read the event log of `data.folder` into `data`. Raises DataError if no event can be read."""
     faults = FaultReader(data.steps)
     lists = {
         kinds.CHECKPOINT: data.checkpoints,
@@ -309,7 +310,7 @@ def read_run_events(data: RunData) -> None:
 
 
 def _readable_events(path: Path, data: RunData) -> Iterator[dict]:
-    """Yield the events of `path` that have the fields which their kind requires; count the others."""
+    """Yield the events of the log `path` that have the fields that their kind requires; count the others in `data`."""
     for event in read_events(path):
         if _is_readable(event):
             yield event
@@ -339,10 +340,10 @@ def _has_numbers_by_layer(event: dict) -> bool:
 
 
 def is_number(value) -> TypeGuard[float]:
-    """Return whether `value` is an int or a float; True and False are not."""
+    """Check whether `value` is an int or a float; True and False do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_finite(value) -> TypeGuard[float]:
-    """Return whether `value` is a number that is neither NaN nor infinite, and below 1e18 in absolute value."""
+    """Check whether `value` is a number below 1e18 in absolute value, so neither NaN nor infinite."""
     return is_number(value) and abs(value) < 1e18

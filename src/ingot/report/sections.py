@@ -1,6 +1,6 @@
-"""The sections of a report, but for experts (experts.py).
+"""The sections of a report, except the section on experts (experts.py).
 
-Every section is a function of the run's data that returns None when the run has no data for it.
+The function of a section takes the run's data, and returns None if the run has no data for the section.
 """
 
 import time
@@ -28,8 +28,8 @@ def plural(count: float, word: str) -> str:
 
 
 def stages_section(data: RunData) -> Section | None:
-    """Return the table of chapters in order. A chapter that ran twice (a continued quickstart) is one row with its
-    total time."""
+    """Return the table of chapters (stages of the quickstart), in order. A chapter that ran twice, in a continued
+    quickstart, has one row with its total time."""
     if not data.stages:
         return None
     seconds: dict[str, float] = {}
@@ -85,7 +85,7 @@ def training_section(data: RunData) -> Section | None:
 
 
 def evaluation_section(data: RunData) -> Section | None:
-    """Return bits per byte of the last evaluation by source, and of all evaluations by step."""
+    """Return the section on evaluation: bits per byte by source for the last evaluation, and by step for all."""
     if not data.evaluations:
         return None
     last = data.evaluations[-1]
@@ -128,7 +128,7 @@ def _number(value, spec: str) -> str:
 
 
 def samples_section(data: RunData) -> Section | None:
-    """Return the samples of the last step that has some; samples of earlier steps are a folded table."""
+    """Return the samples of the last step that has samples, and a folded table of earlier samples."""
     if not data.samples:
         return None
     last = max(e["step"] for e in data.samples)
@@ -216,7 +216,7 @@ def _experts(arch: Arch) -> str:
 
 
 def _ranks(data: RunData, ranks: int) -> str:
-    """Return the number of ranks, with the layout of every attempt that changed it."""
+    """Return the number of ranks, with each layout and the step at which it began."""
     layouts, before = [], {}
     for start in data.starts:
         layout = start.get("layout")
@@ -264,7 +264,7 @@ def _hardware(name: str, value) -> str:
 
 
 def provenance_section(data: RunData) -> Section | None:
-    """Return the hashes of inputs, settings and results."""
+    """Return the section with the hashes of inputs, settings and results."""
     rows = sorted(data.hashes.items())
     trained = data.starts[-1] if data.starts else {}
     if trained.get("config_sha256"):
@@ -284,7 +284,7 @@ def provenance_section(data: RunData) -> Section | None:
 
 
 def comparison_section(data: RunData) -> Section | None:
-    """Return the plan made before the run next to the measurements, for quantities that both have."""
+    """Return the comparison of the plan with the measurements, for all quantities that both have."""
     plan = data.plan
     if plan is None:
         return None
@@ -316,7 +316,7 @@ def comparison_section(data: RunData) -> Section | None:
 
 
 def comparison_rows(data: RunData) -> list[tuple]:
-    """Return rows of (quantity, predicted value, measured value, formatting function)."""
+    """Return rows (quantity, predicted value, measured value, function that formats a value)."""
     plan, events, rows = data.plan, settled(data), []
     if plan is None:
         return rows
@@ -337,7 +337,7 @@ def comparison_rows(data: RunData) -> list[tuple]:
 
 
 def recovery_section(data: RunData) -> Section | None:
-    """Return every fault with its recovery, and the comparison with the undisturbed twin if there is one."""
+    """Return the section on faults and recoveries, with the comparison with the undisturbed twin if there is one."""
     blocks: list[Block] = []
     for fault in data.faults[:20]:
         blocks.append(Text(_describe_fault(fault)))

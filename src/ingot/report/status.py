@@ -1,4 +1,4 @@
-"""The state of a run, read from its event log and its lock. Nothing is written; the run may be training."""
+"""The state of a run, read from its event log and its lock, while the run may be training. Nothing is written."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +17,12 @@ _SPARK_WIDTH = 24
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """The state of a run, for `ingot status`. Times are Unix seconds; None: not known yet.
+    """The state of a run, for `ingot status`. Times are Unix seconds; a value is None if it is not known yet.
 
     state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault), "interrupted"
     (the process ended without an event, as after a power loss), "not started", or "unknown" (checkpoints exist, but the
     event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
-    losses: by step; a repeated step replaces its first try.
+    losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
     layer; telemetry/progress.py), without the load of every expert.
@@ -50,7 +50,7 @@ class RunStatus:
 
 
 def read_status(root: Path) -> RunStatus:
-    """Return the status of the run folder `root`. Raises UsageError when it has no run.toml."""
+    """Return the status of the run folder `root`. Raises UsageError if the folder has no run.toml."""
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise no_run_folder(root)
@@ -113,7 +113,8 @@ def _log_damage(folder: RunFolder) -> str:
 
 
 def _ended(last: dict[str, dict]) -> str:
-    """Return the state of a run that is not running, from the last event about the end or the start of an attempt."""
+    """Return the state of a run that is not running, from its last event of the start or end of an attempt. last: the
+    last event of each kind; the key "end" has that event."""
     if "end" not in last:
         return "not started"
     return {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}.get(
@@ -122,7 +123,8 @@ def _ended(last: dict[str, dict]) -> str:
 
 
 def sparkline(values: tuple[float, ...], width: int = _SPARK_WIDTH) -> str:
-    """Return a line of `width` bars: means of equal ranges of `values`. A mean that is not finite is shown as '×'."""
+    """Return a line of at most `width` bars, each the mean of an equal part of `values`; '×' for a mean that is not
+    finite."""
     if not values:
         return ""
     width = min(width, len(values))

@@ -49,11 +49,11 @@ def write_report(
 ) -> Report:
     """Write the report of the run folder `run` into the folder `out` (default: the run folder).
 
-    corpus: a corpus folder for the funnel; by default the one from which the run's tokens were made, if it exists.
+    corpus: a corpus folder for the funnel; by default the corpus from which the run's tokens were made, if it exists.
     twin: a twin.json (report/facts.py, Twin); by default RUN/twin.json if it exists.
     stages: an event log with `stage` events, if they are not in the log of the run.
     command: the command that reproduces the run. Sections without data are left out.
-    Raises UsageError when `run` has no event log, DataError or ConfigError for an artifact that cannot be read.
+    Raises UsageError if `run` has no event log, DataError or ConfigError for an artifact that cannot be read.
     """
     if twin is None and (run / "twin.json").is_file():
         twin = run / "twin.json"
@@ -137,7 +137,8 @@ def _headline(data: RunData) -> list[HeadlineFigure]:
 
 
 def _recovery_figure(data: RunData) -> HeadlineFigure | None:
-    """Return the headline figure about faults: whether and how fast the run recovered, and whether losses are equal."""
+    """Return the headline figure on faults: the longest time of a recovery, and whether losses equal the twin's; None
+    without faults."""
     if not data.faults:
         return None
     resumed = [i for i in data.faults if i.resumed_at is not None]

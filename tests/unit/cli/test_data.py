@@ -104,7 +104,7 @@ def test_what_is_no_crawl_file_and_no_recipe_are_two_errors(crawl_files, tmp_pat
 def test_inspect_says_that_no_page_matches(built, capsys):
     assert main(["data", "inspect", built, "--url", "nosuch"]) == 0
     text = capsys.readouterr().out
-    assert "no page kept fits url nosuch" in text
+    assert "no page kept matches url nosuch" in text
     assert "records" not in text and "0 of 0" not in text
 
 

@@ -1,4 +1,4 @@
-"""`ingot data ACTION`: each action is configure_ACTION(parser) and run_ACTION(args, terminal) in its module."""
+"""`ingot data ACTION`. The module of an action has configure_ACTION(parser) and run_ACTION(args, terminal)."""
 
 import argparse
 import importlib
@@ -28,14 +28,14 @@ EXAMPLES = (
     "ingot data trace --data data --url https://example.org/page",
     "ingot data purge data --domain example.org --runs runs/*",
 )
-# action -> (module, help text), in the order of use
+# Action -> (module, help text), in the order of use.
 ACTIONS = {
-    "build": ("build", "make a corpus, a tokenizer and token shards from crawl files and other sources"),
+    "build": ("build", "build a corpus, a tokenizer and token shards from crawl files and other sources"),
     "recipe": ("build", "print a complete data recipe as TOML: every key with its value"),
     "inspect": ("folder", "show what was kept or dropped and why, with examples"),
     "card": ("folder", "write the data card: one HTML page with the funnel, sources, languages, sites and samples"),
     "verify": ("folder", "check every hash of a corpus, of token shards, or of both"),
-    "index": ("folder", "write an index with which a later build drops near-duplicates of this one"),
+    "index": ("folder", "write an index, so that a later build drops near-duplicates of these documents"),
     "mix": ("mix", "set how much of each source a run uses: by hand, preset, DSIR, DoReMi or ablation"),
     "classifier": ("classifier", "train a text classifier in fastText's format, score texts with it, show its card"),
     "trace": ("trace", "list the documents of a training step, or the history of a document"),

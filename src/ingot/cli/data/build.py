@@ -1,4 +1,4 @@
-"""`ingot data build` and `ingot data recipe`."""
+"""`ingot data build`, and `ingot data recipe`, which prints the recipe of a build."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ _INPUT = "a file, folder, glob, s3://.., https://.. or cc:NAME (WARC, WET, JSONL
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=f"{_INPUT}; the source is 'web'")
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=f"{_INPUT} (these inputs get the source name 'web')")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for corpus/ and tokens/")
     parser.add_argument(
         "--source",
@@ -19,8 +19,8 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("NAME", "INPUT"),
-        help="inputs of a named source, for weights and evaluation by source; also format=F, and for JSONL and Parquet "
-        "text=, url=, id=, language=COLUMN; repeatable",
+        help="inputs of a named source, for weights and evaluation by source; options: format=F; for JSONL and Parquet "
+        "also text=COLUMN, url=COLUMN, id=COLUMN, language=COLUMN; repeatable",
     )
     parser.add_argument(
         "--preset", default="", metavar="NAME", help="quality rules: web, fineweb, gopher, c4 or none (default: web)"
@@ -32,10 +32,10 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         "--eot",
         default="",
         metavar="TOKEN",
-        help="end-of-text token of --tokenizer (default: found by its usual names)",
+        help="end-of-text token of --tokenizer (default: searched for by its usual names)",
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=32_768, metavar="N", help="tokens of a BPE that is trained (default: 32768)"
+        "--vocab-size", type=int, default=32_768, metavar="N", help="vocabulary of a trained BPE (default: 32768)"
     )
     parser.add_argument("--shard-size", default="1GB", metavar="SIZE", help="maximum size of a shard (default: 1GB)")
     parser.add_argument(
@@ -44,7 +44,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=1234, metavar="N", help="seed of the document shuffle (default: 1234)"
     )
-    group = parser.add_argument_group("runner; the result does not depend on it")
+    group = parser.add_argument_group("runner (does not affect the result)")
     group.add_argument(
         "--runner",
         choices=("local", "inline", "ray", "slurm"),
@@ -54,8 +54,8 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workers",
         type=int,
-        help="local: processes (default: one per core); ray: tasks at once (default: all of the cluster); slurm: array "
-        "elements at once (default: 100)",
+        help="local: processes (default: one per core); ray: tasks at once (default: as many as the cluster can run); "
+        "slurm: array elements at once (default: 100)",
     )
     group.add_argument(
         "--memory", metavar="SIZE", help="memory limit per worker process; not for --runner inline (default: 1.5GiB)"
@@ -68,7 +68,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of sbatch: partition, time, mem, cpus (per element), or another long option; repeatable",
+        help="option of sbatch: partition, time, mem, cpus (per array element), or another long option; repeatable",
     )
 
 
@@ -148,7 +148,7 @@ def _inputs(args: argparse.Namespace, recipe) -> list:
                 "E-SOURCE-INPUTS",
                 f"--source {name} has no inputs",
                 rule="--source takes a name and at least one input",
-                fix=f"--source {name} FILE...",
+                fix=f"add inputs: --source {name} FILE...",
                 source=name,
             )
         format, cache = options.pop("format", "auto"), out.with_name(f".{out.name}.lists")
@@ -169,9 +169,9 @@ def _runner(args: argparse.Namespace):
     if args.workers is not None and args.workers < 1:
         raise UsageError(
             "E-OPTION-RANGE",
-            f"--workers {args.workers}",
+            f"--workers is {args.workers}",
             rule="--workers is at least 1",
-            fix="--workers 4, or leave the option out",
+            fix="use, for example, --workers 4, or leave the option out",
             option="workers",
             value=args.workers,
         )
@@ -179,9 +179,9 @@ def _runner(args: argparse.Namespace):
         if given and args.runner != runner:
             raise UsageError(
                 "E-RUNNER-OPTION",
-                f"{option} with --runner {args.runner}",
+                f"{option} is given with --runner {args.runner}",
                 rule=f"{option} is an option of --runner {runner}",
-                fix=f"--runner {runner}, or leave {option} out",
+                fix=f"use --runner {runner}, or leave {option} out",
                 option=option,
                 runner=args.runner,
             )
@@ -196,9 +196,9 @@ def _runner(args: argparse.Namespace):
         if args.memory or args.workers:
             raise UsageError(
                 "E-RUNNER-OPTION",
-                "--workers or --memory with --runner inline",
-                rule="--runner inline is one process without a memory limit",
-                fix="--runner local, or leave --workers and --memory out",
+                "--workers or --memory is given with --runner inline",
+                rule="--runner inline uses one process without a memory limit",
+                fix="use --runner local, or leave --workers and --memory out",
                 option="--memory" if args.memory else "--workers",
                 runner="inline",
             )
@@ -216,16 +216,16 @@ def _slurm(args: argparse.Namespace, memory_bytes: int):
         if not sign or not value or any(character.isspace() for character in word):
             raise UsageError(
                 "E-SLURM-FORM",
-                f"--slurm {word!r}",
+                f"--slurm {word!r} is not KEY=VALUE without spaces",
                 rule="--slurm takes an option of sbatch with its value, without spaces",
-                fix="--slurm partition=cpu",
+                fix="write, for example, --slurm partition=cpu",
                 given=word,
             )
         if key in ("array", "job-name", "nodes", "ntasks", "open-mode", "output"):
             raise UsageError(
                 "E-SLURM-RESERVED",
-                f"--slurm {word}",
-                rule=f"the runner sets {key} itself to find its tasks",
+                f"--slurm {word} sets an option that ingot reserves",
+                rule=f"ingot sets {key} itself, to find its tasks",
                 fix=f"leave --slurm {key} out",
                 key=key,
             )
@@ -235,9 +235,9 @@ def _slurm(args: argparse.Namespace, memory_bytes: int):
     if not cpus.isdecimal() or int(cpus) < 1:
         raise UsageError(
             "E-OPTION-RANGE",
-            f"--slurm cpus={cpus}",
+            f"--slurm cpus={cpus}: not a positive whole number",
             rule="cpus is the number of CPUs of each array element, at least 1",
-            fix="--slurm cpus=8",
+            fix="use, for example, --slurm cpus=8",
             option="slurm cpus",
             value=cpus,
         )

@@ -9,18 +9,16 @@ from ingot.cli.terminal import Terminal
 def configure_classifier(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="classifier_action", required=True, metavar="ACTION")
     train = verbs.add_parser("train", help="train on labeled texts, or on positive and negative texts")
-    train.add_argument(
-        "files", nargs="*", metavar="FILE", help="lines '__label__NAME text', or JSONL with text and label"
-    )
+    train.add_argument("files", nargs="*", metavar="FILE", help="labeled texts: lines '__label__NAME text', or JSONL")
     for name, what in (("positive", "like the texts to find"), ("negative", "unlike the texts to find")):
         train.add_argument(
             f"--{name}",
             nargs="+",
             default=[],
             metavar="FILE",
-            help=f"texts {what}: JSONL, a text file with one per line, or a corpus folder; their label is '{name}'",
+            help=f"texts {what} (label '{name}'): JSONL, a file with one text per line, or a corpus folder",
         )
-    train.add_argument("--out", required=True, metavar="FILE", help="the model; its card is written as FILE.json")
+    train.add_argument("--out", required=True, metavar="FILE", help="model to write; its card is FILE.json")
     train.add_argument("--licence", required=True, metavar="TEXT", help="license of the examples")
     train.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field with the text (default: text)")
     train.add_argument(
@@ -31,7 +29,7 @@ def configure_classifier(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.1,
         metavar="SHARE",
-        help="share of the texts that is held out for measurement (default: 0.1)",
+        help="share of the texts to hold out for measuring (default: 0.1)",
     )
     train.add_argument(
         "--set",
@@ -40,11 +38,11 @@ def configure_classifier(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="one setting: dim, ngrams, buckets, epochs, min_count, characters, batch, rate, loss or seed; repeatable",
     )
-    train.add_argument("--force", action="store_true", help="replace the model at --out (default: refuse)")
+    train.add_argument("--force", action="store_true", help="replace an existing model at --out (default: stop)")
     score = verbs.add_parser("score", help="print the scores that a model gives to texts")
     score.add_argument("model", metavar="MODEL", help="fastText model, .bin or .ftz")
     score.add_argument(
-        "files", nargs="+", metavar="FILE", help="JSONL, text file with one text per line, or corpus folder"
+        "files", nargs="+", metavar="FILE", help="JSONL, a file with one text per line, or a corpus folder"
     )
     score.add_argument("-n", "--count", type=int, default=10, metavar="N", help="texts to show; 0: all (default: 10)")
     score.add_argument(
@@ -52,7 +50,7 @@ def configure_classifier(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5000,
         metavar="N",
-        help="characters from the start that are scored; 0: all (default: 5000)",
+        help="characters scored from the start of a text; 0: all (default: 5000)",
     )
     score.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field with the text (default: text)")
     show = verbs.add_parser("show", help="show the card of a model: data, license, accuracy on held-out texts")
@@ -74,7 +72,7 @@ def _train(args: argparse.Namespace, terminal: Terminal) -> None:
     if not sources or bool(args.positive) != bool(args.negative):
         raise UsageError(
             "E-CLASSIFIER-EXAMPLES",
-            "only one of --positive and --negative" if sources else "no examples",
+            "only one of --positive and --negative is given" if sources else "no examples are given",
             rule="a classifier is trained on labeled files, or on both positive and negative texts",
             fix="ingot data classifier train --positive FILES --negative FILES ...",
         )

@@ -38,14 +38,14 @@ def run_inspect(args: argparse.Namespace, terminal: Terminal) -> None:
     found = inspect(Path(args.folder), dropped_by=args.dropped_by, count=args.count, **filters)
     if any(filters.values()) and not found.total:
         given = ", ".join(f"{name} {value}" for name, value in filters.items() if value)
-        terminal.say(f"no page {what} fits {given}")
+        terminal.say(f"no page {what} matches {given}")
     elif not args.dropped_by:
         show_funnel(found.funnel, terminal)
         terminal.say()
         terminal.table([(f"{n:,}", rule) for rule, n in found.rules], ("dropped", "rule"), right=(0,))
         terminal.say()
     if args.dropped_by == REMOVED:
-        terminal.say("these documents were removed by `ingot data purge`: no text of them is left to show")
+        terminal.say("these documents were removed by `ingot data purge`, so there is no text to show")
     for warning in found.warnings:
         terminal.say(f"warning: {warning}")
     for name, counts in (("domains", found.domains), ("languages", found.languages)):
@@ -78,14 +78,14 @@ def run_inspect(args: argparse.Namespace, terminal: Terminal) -> None:
     if found.setting:
         value = value_of(found.setting)
         setting = f"{found.setting}={value}" if value else f"{found.setting}.enabled=false"
-        note = "put your own value; use another --out" if value else "use another --out"
+        note = "choose the value; use another --out" if value else "use another --out"
         terminal.next(f"ingot data build ... --set '{setting}'   ({note})")
     elif not args.dropped_by and (rules := [rule for rule, _ in found.rules if rule != REMOVED]):
         terminal.next(f"ingot data inspect {args.folder} --dropped-by {rules[0]}")
 
 
 def _edits(row: dict) -> str:
-    """Return the changes of the text of a kept document, "" without lineage or changes."""
+    """Return a description of how the text of a kept document was changed, "" if there is no lineage."""
     if row.get("rule") or not row.get("before_bytes"):
         return ""
     notes = ", ".join(f"{name} {value}" for name, value in (row.get("notes") or {}).items())
@@ -99,7 +99,7 @@ def configure_card(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`")
     parser.add_argument("--out", metavar="FILE", default="card.html", help="HTML file to write (default: card.html)")
     parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="texts per source and per rule (default: 3)"
+        "--samples", type=int, default=3, metavar="N", help="sample texts per source and per rule (default: 3)"
     )
 
 
@@ -129,7 +129,7 @@ def run_verify(args: argparse.Namespace, terminal: Terminal) -> None:
 def configure_index(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`, or corpus folder")
     parser.add_argument(
-        "--out", metavar="INDEX", help="folder of the index; an existing index is extended (default: DIR/index)"
+        "--out", metavar="INDEX", help="folder of the index; an existing index is added to (default: DIR/index)"
     )
 
 
@@ -145,7 +145,7 @@ def run_index(args: argparse.Namespace, terminal: Terminal) -> None:
     parts = len(load_corpus(corpus).parts)
     documents = index_corpus(corpus, out, lambda done, count: terminal.progress(done / parts, f"{count:,} documents"))
     total = Index(out, DedupRules(**load_corpus(corpus).recipe.get("dedup", {}))).documents
-    terminal.say(f"{documents:,} documents of {corpus} added; {out} holds {total:,}")
+    terminal.say(f"{documents:,} documents of {corpus} added; {out} now has {total:,}")
     terminal.result({"index": str(out), "added": documents, "documents": total})
     terminal.next(f"ingot data build MORE... --against {out} --out NEW")
 

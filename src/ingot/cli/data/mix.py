@@ -1,4 +1,4 @@
-"""`ingot data mix`: weights of sources by hand or preset, from DSIR or DoReMi, or compared by small trainings."""
+"""`ingot data mix`: set the weights of sources by hand or preset, find them by DSIR or DoReMi, or compare mixtures."""
 
 import argparse
 from pathlib import Path
@@ -15,39 +15,39 @@ _TRAINING_STEPS = 200
 
 def configure_mix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="DIR", help="folder of `data build --out`, or token folder; with --dsir corpus folder"
+        "folder", metavar="DIR", help="folder of `data build --out`, or token folder (with --dsir: corpus folder)"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
-        "--weights", nargs="+", metavar="SOURCE=SHARE", help="shares in any unit (default: --preset natural)"
+        "--weights", nargs="+", metavar="SOURCE=SHARE", help="shares in any unit (default: those of --preset natural)"
     )
     how.add_argument("--preset", metavar="NAME", help="preset weights: classic, natural or equal")
     how.add_argument(
-        "--weights-from", metavar="FILE", help="weights of a run file, a TOML file, or the JSON of DSIR or DoReMi"
+        "--weights-from", metavar="FILE", help="weights from a run file, a TOML file, or the JSON of DSIR or DoReMi"
     )
-    how.add_argument("--dsir", nargs="+", metavar="FILE", help="choose documents that resemble these texts")
+    how.add_argument("--dsir", nargs="+", metavar="FILE", help="choose documents that are similar to these texts")
     how.add_argument("--doremi", action="store_true", help="tune the weights with a small proxy model")
     how.add_argument(
-        "--ablate", nargs="+", metavar="MIXTURE", help="train on each mixture and compare: presets or files"
+        "--ablate", nargs="+", metavar="MIXTURE", help="train on each of these presets or files, and compare them"
     )
     parser.add_argument(
-        "--tokens", metavar="N", help="token budget, like 1B (default: with --write that of the run, else one pass)"
+        "--tokens", metavar="N", help="token budget, like 1B (default: with --write the run's tokens, else one pass)"
     )
     parser.add_argument(
         "--max-epochs",
         nargs="+",
         default=["4"],
         metavar="N",
-        help="maximum passes over a source; SOURCE=N for single sources (default: 4)",
+        help="maximum passes over each source; SOURCE=N sets it for one source (default: 4)",
     )
-    parser.add_argument("--write", metavar="RUN.toml", help="write the weights into this run file")
+    parser.add_argument("--write", metavar="RUN.toml", help="write the weights to this run file")
     parser.add_argument("--out", metavar="PATH", help="folder for --dsir and --ablate, JSON file for --doremi")
     parser.add_argument("--keep", metavar="N", help="number of documents that --dsir chooses, like 10k")
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="JSONL field with the text, for --dsir (default: text)"
     )
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenize the documents that --dsir chose (default: do not)"
+        "--tokenizer", metavar="FILE", help="tokenizer for the documents that --dsir chose (default: do not tokenize)"
     )
     parser.add_argument(
         "--proxy", metavar="RUN.toml", help="model and training for --doremi and --ablate (default: a tiny model)"
@@ -98,7 +98,7 @@ def _show(
     notes: tuple[str, ...],
     facts: dict,
 ) -> None:
-    """Print the table of the mixture, and write the weights into the run file with --write."""
+    """Compute and print the mixture, and write its weights to the run file given with --write."""
     from ingot.config import to_dict
     from ingot.data.mixture.run_file import write_weights
     from ingot.data.mixture.shares import mix
@@ -134,14 +134,14 @@ def _show(
     replaced = None
     if args.write:
         replaced = write_weights(Path(args.write), mixture.weights)
-        terminal.say(f"{args.write}: data.weights written" + (f", in place of {replaced}" if replaced else ""))
+        terminal.say(f"{args.write}: data.weights written" + (f", replacing {replaced}" if replaced else ""))
         terminal.next(f"ingot train {args.write}      (a run in progress needs --accept-change data.weights)")
     written = {"written": args.write, "replaced": replaced} if args.write else {}
     terminal.result(facts | {"mixture": to_dict(mixture), "weights": mixture.weights, "notes": notes} | written)
 
 
 def _max_epochs(given: list[str], weights: dict[str, float]) -> dict[str, float]:
-    """Return source -> its maximum number of passes, from arguments like ["4", "books=2"]."""
+    """Return the maximum number of passes over each source, from arguments like ["4", "books=2"]."""
     from ingot.data.mixture.shares import parse_weights
     from ingot.errors import UsageError
 
@@ -151,16 +151,16 @@ def _max_epochs(given: list[str], weights: dict[str, float]) -> dict[str, float]
     except ValueError:
         raise UsageError(
             "E-EPOCHS-FORM",
-            f"--max-epochs {default[-1]}",
+            f"--max-epochs {default[-1]}: not a number",
             rule="--max-epochs takes a number, and SOURCE=N for single sources",
-            fix="--max-epochs 4 books=2",
+            fix="write, for example, --max-epochs 4 books=2",
             given=default[-1],
         ) from None
     return caps | parse_weights([one for one in given if "=" in one])
 
 
 def _tokens(args: argparse.Namespace) -> tuple[Path, dict[str, int], "TokenManifest"]:
-    """Return the token folder, source -> number of tokens, and the manifest."""
+    """Return the token folder, the number of tokens of each source, and the manifest."""
     from ingot.schema.tokens import read_token_manifest, training_tokens
 
     tokens = training_tokens(Path(args.folder))
@@ -170,7 +170,7 @@ def _tokens(args: argparse.Namespace) -> tuple[Path, dict[str, int], "TokenManif
 
 
 def _proxy(args: argparse.Namespace, tokens: Path, manifest: "TokenManifest") -> "RunConfig":
-    """Return the small run with which --doremi and --ablate train on the tokens."""
+    """Return the configuration of the small runs that --doremi and --ablate train on `tokens`."""
     from dataclasses import replace
 
     from ingot.theory.rules import load_run
@@ -231,7 +231,7 @@ def _ablate(args: argparse.Namespace, terminal: Terminal) -> None:
             raise UsageError(
                 "E-MIXTURE-NAME",
                 f"two mixtures have the name {name!r}",
-                rule="mixtures have different names; the name of a file is the mixture's name",
+                rule="mixtures need different names; a mixture from a file has the name of the file",
                 fix="rename one of the files",
                 name=name,
             )
@@ -272,9 +272,9 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
     if not args.keep or not args.out:
         raise UsageError(
             "E-DSIR-OPTIONS",
-            "--dsir without --keep or --out",
+            "--dsir is given without --keep or --out",
             rule="--dsir needs --keep N and --out DIR",
-            fix="--dsir FILES --keep 10k --out chosen",
+            fix="write, for example, --dsir FILES --keep 10k --out chosen",
         )
     chosen = select(
         corpus_folder(Path(args.folder)),

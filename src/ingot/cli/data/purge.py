@@ -11,17 +11,17 @@ _SHOWN = 10
 def configure_purge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`")
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--url", metavar="URL", default="", help="page, in any spelling of its URL")
-    wanted.add_argument("--domain", metavar="HOST", default="", help="site with its subdomains")
-    wanted.add_argument("--doc", metavar="ID", default="", help="document id")
+    wanted.add_argument("--url", metavar="URL", default="", help="the page with this URL, however it is spelled")
+    wanted.add_argument("--domain", metavar="HOST", default="", help="the pages of this site and its subdomains")
+    wanted.add_argument("--doc", metavar="ID", default="", help="the document with this id")
     wanted.add_argument(
         "--pattern",
         metavar="REGEX",
         default="",
-        help="documents whose text (of dropped records: excerpt) or URL matches",
+        help="documents whose text (if dropped: excerpt), URL or recorded value matches",
     )
     parser.add_argument(
-        "--copies", action="store_true", help="purge also records that were dropped as copies of purged documents"
+        "--copies", action="store_true", help="also purge records that were dropped as copies of purged documents"
     )
     parser.add_argument("--reason", metavar="TEXT", default="", help="reason to record in DIR/purges.jsonl")
     parser.add_argument(
@@ -29,7 +29,7 @@ def configure_purge(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         default=[],
-        help="runs that train on DIR; runs in folders near DIR are found without this option",
+        help="run folders that train on DIR; runs in folders near DIR are found without this option",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list the documents and the runs that used them; change nothing"
@@ -64,7 +64,7 @@ def run_purge(args: argparse.Namespace, terminal: Terminal) -> None:
             "E-PURGE-NOTHING",
             f"no record in {data} matches the request; nothing was changed",
             rule="a purge removes at least one record",
-            fix=f"search for it: ingot data trace --data {data} --url URL, or ingot data inspect {data} --domain HOST",
+            fix=f"search: ingot data trace --data {data} --url URL, or ingot data inspect {data} --domain HOST",
             data=str(data),
         )
     else:
@@ -106,13 +106,12 @@ def _print_runs(runs, terminal: Terminal) -> None:
     for one in runs:
         text = f"run {one['run']} ({one['trained_steps']:,} steps saved): "
         if one["samples"]:
-            text += (
-                f"used {one['documents']:,} of them in {one['samples']:,} samples, first at step {one['first_step']}"
-            )
+            text += f"used {one['documents']:,} of these documents in {one['samples']:,} samples"
+            text += f", first at step {one['first_step']}"
         else:
-            text += "used none of them" if not one["unknown_steps"] else "used none of them since"
+            text += "used none of these documents"
         if one["unknown_steps"]:
-            text += f" step {one['unknown_steps']}; the tokens of earlier steps are no longer known"
+            text += f"; the tokens of steps up to {one['unknown_steps']} are no longer known"
         terminal.say(text)
         if one["checkpoints"]:
             terminal.say(f"  checkpoints that may contain them: steps {', '.join(map(str, one['checkpoints']))}")
@@ -138,14 +137,16 @@ def _print_proof(outcome, data: Path, terminal: Terminal) -> None:
     proof = outcome.proof
     if not proof:
         return
-    terminal.say(f"scanned: {proof.rows:,} rows, {proof.shards:,} shards with {proof.tokens:,} tokens: none is left")
+    terminal.say(
+        f"scanned {proof.rows:,} rows, {proof.shards:,} shards, {proof.tokens:,} tokens: no purged document is left"
+    )
     if proof.probes and not proof.shared:
-        terminal.say(f"none of {proof.probes:,} sequences of 16 of its tokens is in another document")
+        terminal.say(f"none of {proof.probes:,} sampled sequences of 16 purged tokens is in a remaining document")
     if proof.shared:
-        terminal.say(f"{len(proof.shared):,} remaining documents share text with it (sequences of 16 tokens):")
+        terminal.say(f"{len(proof.shared):,} remaining documents share text with the purge (sequences of 16 tokens):")
         shown = dict(list(proof.shared.items())[:_SHOWN])
         urls = {row["id"]: row["url"] for row in rows_of(data, shown)}
         terminal.table([(one[:12], f"{n} of {proof.probes}", printable(urls.get(one, ""))) for one, n in shown.items()])
         _say_more(len(proof.shared), terminal)
     if proof.vocabulary:
-        terminal.say(f"{proof.vocabulary} tokens of the tokenizer match the pattern: it was trained on these texts")
+        terminal.say(f"{proof.vocabulary} tokens of the tokenizer match the pattern: it was trained on purged texts")

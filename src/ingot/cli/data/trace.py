@@ -11,10 +11,10 @@ _SHOWN_USES = 10
 
 def configure_trace(parser: argparse.ArgumentParser) -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--step", type=int, metavar="N", help="optimizer step of --run, from 1")
-    wanted.add_argument("--doc", metavar="ID", help="document id, or its first 6 or more digits")
-    wanted.add_argument("--url", metavar="URL", help="page in any spelling of its URL, and the pages below it")
-    parser.add_argument("--run", metavar="DIR", help="run folder, to list its steps with the document")
+    wanted.add_argument("--step", type=int, metavar="N", help="optimizer step of --run, counted from 1")
+    wanted.add_argument("--doc", metavar="ID", help="document id, or at least its first 6 digits")
+    wanted.add_argument("--url", metavar="URL", help="the page with this URL, however spelled, and the pages below it")
+    parser.add_argument("--run", metavar="DIR", help="run folder; with --doc or --url: list its steps with the page")
     parser.add_argument(
         "--data", metavar="DIR", help="folder of `data build --out` (default: the folder of the run's tokens)"
     )
@@ -34,8 +34,8 @@ def _step(args: argparse.Namespace, terminal: Terminal) -> None:
     if not args.run:
         raise UsageError(
             "E-TRACE-NO-RUN",
-            "--step without --run",
-            rule="a step is traced in a run folder",
+            "--step is given without --run",
+            rule="--step needs the run folder to which the step belongs",
             fix="ingot data trace --run RUN --step N",
         )
     documents = trace_step(Path(args.run), args.step)
@@ -53,7 +53,7 @@ def _documents(args: argparse.Namespace, terminal: Terminal) -> None:
     if not (args.data or args.run):
         raise UsageError(
             "E-TRACE-NO-DATA",
-            "neither --data nor --run",
+            "neither --data nor --run is given",
             rule="a document is looked up in a folder of `ingot data build --out`",
             fix="ingot data trace --data DIR --doc ID",
         )
@@ -68,14 +68,14 @@ def _documents(args: argparse.Namespace, terminal: Terminal) -> None:
         reason = f" ({record['reason']})" if record["reason"] else ""
         terminal.say(f"purged on {record['time']} by {record['who'] or 'unknown'}{reason}")
     if len(histories) == args.count:
-        terminal.say(f"the first {args.count}; more with -n")
+        terminal.say(f"only the first {args.count} are shown; -n shows more")
     terminal.result({"documents": [_facts(history) for history in histories], "purges": purges})
     if not histories and not purges:
         raise DataMissing(
             "E-RECORD-NOT-FOUND",
             f"{data} has no record of {args.doc or args.url}",
             rule="lineage has every record of the crawl, kept or dropped",
-            fix="search for the site with --url http://HOST/, or give another --data",
+            fix="search for the site with --url http://HOST/, or name another folder with --data",
             wanted=args.doc or args.url,
         )
 

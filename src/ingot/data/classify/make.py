@@ -1,4 +1,5 @@
-"""Make a classifier from files of examples: read, train, measure on held-out texts, write the model and its card."""
+"""Make a classifier from files of examples: read them, train, measure on held-out texts, write the model and its
+card."""
 
 import gzip
 import hashlib
@@ -24,9 +25,10 @@ TEXT_FIELD, LABEL_FIELD = "text", "label"
 
 
 def read_texts(path: Path, field: str = TEXT_FIELD) -> Iterator[str]:
-    """Yield the texts of a corpus folder, of JSONL (`field` of each line), or of other text, where a line is a text.
+    """Yield the texts of a corpus folder, of a JSONL file (`field` of each line), or of another file (each line is a
+    text).
 
-    Files may be gzip. Blank texts are left out. Raises DataMissing, and DataError naming file and line.
+    Files may be gzipped. Blank texts are left out. Raises DataMissing for a missing file, DataError for a bad line.
     """
     if path.is_dir():
         if not (path / MANIFEST).exists() and (path / "corpus" / MANIFEST).exists():
@@ -41,10 +43,10 @@ def read_texts(path: Path, field: str = TEXT_FIELD) -> Iterator[str]:
 
 
 def read_labelled(path: Path, text_field: str = TEXT_FIELD, label_field: str = LABEL_FIELD) -> Iterator[Labelled]:
-    """Yield the examples of fastText's lines ("__label__good text ..."), or of JSONL with a text and a label (or a
-    list).
+    """Yield the examples of a file in fastText's form ("__label__good text ..."), or of JSONL with a text and a label
+    (or a list of labels).
 
-    A line without a label is an error: its text would be ignored silently.
+    A line without a label raises DataError; otherwise its text would be ignored silently.
     """
     for number, line in _lines(path):
         if _is_jsonl(path):
@@ -59,9 +61,9 @@ def read_labelled(path: Path, text_field: str = TEXT_FIELD, label_field: str = L
         if not all(labels) or not labels or any(set(label) & set(" \t\r\n\v\f\0") for label in labels):
             raise DataError(
                 "E-EXAMPLE-LABEL",
-                f"{path}, line {number}: no label, or a label with white space",
-                rule=f"'__label__NAME text' per line, or JSONL with {text_field!r} and {label_field!r}",
-                fix="correct the line; for files whose texts all have one label use --positive and --negative",
+                f"{path}, line {number}: no label, or a label with whitespace",
+                rule=f"each line is '__label__NAME text', or JSON with {text_field!r} and {label_field!r}",
+                fix="correct the line; for files whose texts all have the same label use --positive and --negative",
                 path=str(path),
                 line=number,
             )
@@ -91,7 +93,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             "E-EXAMPLES-UNREADABLE",
             f"{path} cannot be read after line {number} ({error})",
             rule="a file of examples is UTF-8 text, plain or gzip",
-            fix="convert the file to UTF-8, or fetch it again if it is damaged",
+            fix="convert the file to UTF-8, or download it again if it is damaged",
             path=str(path),
             line=number,
         ) from None
@@ -125,7 +127,7 @@ def _field(path: Path, number: int, line: str, field: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of examples. label: the label of all its texts; "" if each line has its own labels."""
+    """A file or corpus folder of examples. label: the label of all its texts; "" if each line has its own labels."""
 
     path: Path
     label: str = ""
@@ -133,10 +135,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """Quality on the held-out texts at one threshold. taken: the share of all texts with a score of at least
-    `threshold`.
+    """Quality on the held-out texts at one threshold.
 
-    precision: None where no text is taken.
+    taken: the share of all texts with a score of at least `threshold`. precision: the share of these texts that have
+    the label, None if there are none. recall: the share of the texts with the label that are taken.
     """
 
     threshold: float
@@ -149,7 +151,8 @@ class Threshold:
 class LabelMetrics:
     """Quality of one label on the held-out texts.
 
-    examples: number of held-out texts with this label. auc: probability that one of them scores above a text without.
+    examples: number of held-out texts with this label. auc: probability that a text with the label scores higher than
+    a text without it.
     """
 
     label: str
@@ -162,8 +165,8 @@ class LabelMetrics:
 class Card:
     """The description of a model file, written next to it as MODEL.json.
 
-    files: name -> SHA-256. licence: the license of the examples, as given by the user. trained, heldout: numbers of
-    texts.
+    files: the SHA-256 of each file of examples. licence: the license of the examples, as the user gave it. labels: the
+    number of training texts with each label. trained, heldout: numbers of texts.
     """
 
     model_sha256: str
@@ -196,8 +199,9 @@ def make_classifier(
 ) -> Card:
     """Train on `sources`, write the model to `out` and its card next to it.
 
-    heldout: share of the texts to measure on; the content of a text decides, so equal texts are on one side. Raises
-    ConfigError when `out` exists and `force` is off, or when no license is named; DataError for unusable examples.
+    heldout: share of the texts to hold out for measuring. A hash of the beginning of a text decides, so equal texts
+    never end up in both parts. Raises ConfigError if `out` exists and `force` is off, or if no license is named;
+    DataError for unusable examples.
     """
     settings = settings or ClassifierSettings()
     if not licence.strip():
@@ -219,7 +223,7 @@ def make_classifier(
         raise ConfigError(
             "E-CLASSIFIER-SETTING",
             f"heldout is {heldout}",
-            rule="heldout is the share of the texts to measure on, above 0 and below 1",
+            rule="heldout is the share of the texts to measure with, above 0 and below 1",
             fix="use a value like 0.1",
             name="heldout",
         )
@@ -229,7 +233,7 @@ def make_classifier(
     def training() -> Iterator[Labelled]:
         nonlocal trained
         for example in read_examples(sources, text_field, label_field):
-            beginning = example.text[: settings.characters]  # texts with an equal beginning are on one side
+            beginning = example.text[: settings.characters]  # equal beginnings are in the same part
             if _held_out(beginning, heldout):
                 kept_out.append(Labelled(beginning, example.labels))
             else:
@@ -240,9 +244,9 @@ def make_classifier(
     if not kept_out:
         raise DataError(
             "E-CLASSIFIER-HELDOUT",
-            f"no text of {trained} was held out",
+            f"none of the {trained} texts was held out",
             rule="a classifier is measured on at least one held-out text",
-            fix="give more examples, or hold out a larger share",
+            fix="use more examples, or hold out a larger share",
             trained=trained,
         )
     write_model(out, model)
@@ -288,7 +292,8 @@ def _hashes(sources: Sequence[Source]) -> Iterator[tuple[str, str]]:
 def measure(
     scorer: Scorer, examples: Sequence[Labelled], labels: Sequence[str]
 ) -> tuple[float, tuple[LabelMetrics, ...]]:
-    """Return (share of `examples` whose likeliest label is one of their labels, metrics by label) of `scorer`."""
+    """Return (accuracy, metrics of each label) of `scorer` on `examples`. The accuracy is the share of the examples
+    whose most probable label is one of their labels."""
     scores = np.zeros((len(examples), len(labels)))
     truth = np.array([[label in example.labels for label in labels] for example in examples])
     for row, example in enumerate(examples):
@@ -315,7 +320,8 @@ def _label_metrics(label: str, scores: np.ndarray, truth: np.ndarray) -> LabelMe
 
 
 def _auc(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Return the AUC by Mann-Whitney: equal scores share their ranks; 0.5 where one side is empty."""
+    """Return the area under the ROC curve, by the Mann-Whitney statistic with mean ranks for equal scores; 0.5 if all
+    texts or none have the label. truth: which texts have the label."""
     ours, others = int(truth.sum()), int((~truth).sum())
     if not ours or not others:
         return 0.5
@@ -325,7 +331,7 @@ def _auc(scores: np.ndarray, truth: np.ndarray) -> float:
 
 
 def load_card(model: Path) -> dict:
-    """Return the card next to `model`. Raises ConfigError when it is missing or belongs to another file."""
+    """Return the card next to `model`. Raises ConfigError if the card is missing or belongs to another file."""
     path = card_path(model)
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
@@ -341,8 +347,8 @@ def load_card(model: Path) -> dict:
     if sha256_file(model) != written:
         raise ConfigError(
             "E-CARD-OTHER-MODEL",
-            f"{path.name} is the card of another model than {model} (SHA-256 {written[:12]}..)",
-            rule="a card belongs to one model file, by its SHA-256",
+            f"{path.name} is not the card of {model} but of another model (SHA-256 {written[:12]}..)",
+            rule="a card names the SHA-256 of its model file",
             fix="copy the right card, or train the model again with --force",
             path=str(path),
             model=str(model),

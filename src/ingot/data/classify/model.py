@@ -1,12 +1,12 @@
 """A supervised fastText model: its features, its `.bin` file, and its scores (Joulin et al. 2016, arXiv:1607.01759).
 
-A text's score is a linear function of the mean of its features' vectors: softmax(W mean(E[features])). fastText and
-fasttext-predict read the files that `write_model` writes. A build scores with `Scorer`, which uses fasttext-predict
-because it is faster; `Model.scores` is the reference and needs no package. Format: fastText's Model, Dictionary and
-Matrix `save`, version 12.
+The scores of a text are a linear function of the mean of its features' vectors: softmax(W mean(E[features])). fastText
+and fasttext-predict can read the files that `write_model` writes. A build scores with `Scorer`, which uses
+fasttext-predict because it is faster; `Model.scores` is the reference and needs no other package. The file format is
+that of fastText's `save` methods (Model, Dictionary, Matrix), version 12.
 
 Features are words and hashed word n-grams, exactly as in fastText: bytes of UTF-8 are hashed as signed values, the end
-of the line is a word, and the arithmetic of n-grams sign-extends the words' hashes. Subwords are not used.
+of the line is a word, and n-gram hashes sign-extend the words' hashes. Subwords are not used.
 """
 
 import functools
@@ -25,18 +25,19 @@ _SUPERVISED = 3
 _LOSSES = {"softmax": 3, "one-vs-all": 4}
 # dim, ws, epoch, minCount, neg, wordNgrams, loss, model, bucket, minn, maxn, lrUpdateRate, t
 _ARGUMENTS = struct.Struct("<12id")
-_DICTIONARY = struct.Struct("<3i2q")  # entries, words, labels, tokens seen, pruned (-1: nothing was)
+_DICTIONARY = struct.Struct("<3i2q")  # entries, words, labels, tokens seen, pruned size (-1: not pruned)
 _ENTRY = struct.Struct("<qb")  # count, kind
 _WORD, _IS_LABEL = 0, 1
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model. words, labels: with their counts in training, most frequent first; labels without the prefix
-    "__label__".
+    """A fastText model.
 
-    vectors: float32 [len(words) + buckets, dim], of words, then of hashed n-grams of 2..`ngrams` words.
-    weights: float32 [len(labels), dim]. loss: "softmax", or "one-vs-all" for labels that do not exclude each other.
+    words, labels: each with its number of occurrences in training, most frequent first; labels have no prefix
+    "__label__". vectors: float32 [len(words) + buckets, dim], the vectors of words, then of hashed n-grams of
+    2..`ngrams` words. weights: float32 [len(labels), dim]. loss: "softmax", or "one-vs-all" if a text can have several
+    labels.
     """
 
     words: Mapping[bytes, int]
@@ -55,7 +56,7 @@ class Model:
         object.__setattr__(self, "_numbers", {word: number for number, word in enumerate(self.words)})
 
     def features(self, text: str) -> np.ndarray:
-        """Return the rows of `vectors` of the text's features, int64, with repeats."""
+        """Return the row numbers in `vectors` of the features of `text`, int64, with repeats."""
         words = words_of(text)
         known = [number for word in words if (number := self._numbers.get(word)) is not None]
         hashes = hash_words(words)
@@ -63,7 +64,7 @@ class Model:
         return np.concatenate([np.array(known, np.int64), grams + len(self.words)])
 
     def scores(self, text: str) -> dict[str, float]:
-        """Return label -> probability; empty for a text without a feature."""
+        """Return the probability of each label; empty for a text without a known feature."""
         rows = self.features(text)
         if not len(rows):
             return {}
@@ -73,7 +74,8 @@ class Model:
 
 
 def probabilities(logits: np.ndarray, loss: str) -> np.ndarray:
-    """Return probabilities of logits [B, L]: rows that sum to one for softmax, independent values for one-vs-all."""
+    """Return the probabilities of `logits`, both [texts, labels]: rows that sum to one for softmax, independent values
+    for one-vs-all."""
     if loss == "one-vs-all":
         return 1 / (1 + np.exp(-logits.clip(-60, 60)))
     exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -81,13 +83,13 @@ def probabilities(logits: np.ndarray, loss: str) -> np.ndarray:
 
 
 def _tabled_sigmoid(logits: np.ndarray) -> np.ndarray:
-    """Return the sigmoid from a table like fastText's: 512 steps from -8 to 8, rounded down; 0 and 1 beyond."""
+    """Return the sigmoid as fastText's table gives it: 512 steps from -8 to 8, rounded down; 0 or 1 outside."""
     steps = np.floor((logits.clip(-8, 8) + 8) * 32)
     return np.where(np.abs(logits) > 8, logits > 0, 1 / (1 + np.exp(8 - steps / 32)))
 
 
 def write_model(path: Path, model: Model) -> None:
-    """Write `model` as fastText's `.bin`."""
+    """Write `model` to `path` as a fastText `.bin` file."""
     dim = model.vectors.shape[1]
     arguments = (dim, 5, model.epochs, model.min_count, 5, model.ngrams, _LOSSES[model.loss], _SUPERVISED)
     arguments += (model.buckets, 0, 0, 100, 1e-4)
@@ -103,9 +105,9 @@ def write_model(path: Path, model: Model) -> None:
 
 
 def read_model(path: Path) -> Model:
-    """Read a `.bin` of word n-grams with softmax or one-vs-all loss, which is what `train` makes.
+    """Read a `.bin` file with word n-grams and softmax or one-vs-all loss, such as those that `train` makes.
 
-    Raises DataError for anything else: damaged or quantized files (.ftz), subwords, hierarchical softmax.
+    Raises DataError for all other files: damaged or quantized (.ftz), with subwords, with hierarchical softmax.
     """
     try:
         data = memoryview(path.read_bytes())
@@ -123,20 +125,20 @@ def read_model(path: Path) -> Model:
         raise DataError(
             "E-CLASSIFIER-FORMAT",
             f"{path} is not a classifier that ingot can read without fastText ({error})",
-            rule="a fastText .bin of a supervised model with word n-grams, softmax or one-vs-all, not quantized",
-            fix="train one with `ingot data classifier train`; a build reads .ftz and other forms too",
+            rule="the file must be a fastText .bin: supervised, word n-grams, softmax or one-vs-all, not quantized",
+            fix="train a model with `ingot data classifier train`; only builds read .ftz and other forms",
             path=str(path),
         ) from None
 
 
 def _parse(data: memoryview) -> Model:
     if struct.unpack_from("<2i", data) != (_MAGIC, _VERSION):
-        raise ValueError("no fastText file of version 12")
+        raise ValueError("not a fastText file of version 12")
     at = 8
     dim, _, epochs, min_count, _, ngrams, loss, kind, buckets, _, maxn, _, _ = _ARGUMENTS.unpack_from(data, at)
     names = {number: name for name, number in _LOSSES.items()}
     if kind != _SUPERVISED or maxn > 0 or loss not in names or not 1 <= ngrams <= 16:
-        raise ValueError("not supervised, or with subwords, or with another loss")
+        raise ValueError("not supervised, or with subwords, or with an unsupported loss")
     at += _ARGUMENTS.size
     size, num_words, num_labels, tokens, pruned = _DICTIONARY.unpack_from(data, at)
     at += _DICTIONARY.size
@@ -152,7 +154,7 @@ def _parse(data: memoryview) -> Model:
         at = end + 1 + _ENTRY.size
     matrices = []
     if len(dict(entries)) < len(entries):
-        raise ValueError("an entry of the dictionary comes twice")
+        raise ValueError("its dictionary has an entry twice")
     for rows in (num_words + buckets, num_labels):
         quantized, *shape = struct.unpack_from("<b2q", data, at)
         at += 17
@@ -181,9 +183,9 @@ _NGRAM_FACTOR = np.uint64(116049371)
 
 
 def words_of(text: str) -> list[bytes]:
-    """Return the words of `text`, UTF-8, as one line for fastText: cut at ASCII white space and NUL, END at the end.
+    """Return the words of `text` in UTF-8, as fastText sees a line: split at ASCII whitespace and NUL, followed by END.
 
-    Words after a literal END, and words that look like labels, are left out.
+    The words after a literal END ("</s>"), and words that begin with "__label__", are left out.
     """
     words = text.encode("utf-8", "replace").replace(b"\0", b" ").split()
     if END in words:
@@ -194,7 +196,7 @@ def words_of(text: str) -> list[bytes]:
 
 
 def hash_words(words: Sequence[bytes]) -> np.ndarray:
-    """Return FNV-1a of every word, its bytes taken as signed chars: uint32 [len(words)]."""
+    """Return the FNV-1a hash of every word, with its bytes as signed chars: uint32 [len(words)]."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     order = np.argsort(-lengths, kind="stable")
     starts = np.cumsum(lengths) - lengths
@@ -202,7 +204,7 @@ def hash_words(words: Sequence[bytes]) -> np.ndarray:
     longest_first, starts = lengths[order], starts[order]
     hashes = np.full(len(words), _FNV_OFFSET, np.uint32)
     for position in range(int(longest_first[0]) if len(words) else 0):
-        count = int(np.searchsorted(-longest_first, -position))  # words longer than `position`
+        count = int(np.searchsorted(-longest_first, -position))  # number of words longer than `position`
         signed = data[starts[:count] + position].astype(np.int32).view(np.uint32)
         hashes[:count] = (hashes[:count] ^ signed) * np.uint32(_FNV_PRIME)
     found = np.empty_like(hashes)
@@ -211,10 +213,10 @@ def hash_words(words: Sequence[bytes]) -> np.ndarray:
 
 
 def ngram_buckets(hashes: np.ndarray, ends: np.ndarray, order: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bucket, position of the first word) of every n-gram of 2..`order` words within one document.
+    """Return (bucket, position of the first word) of every n-gram of 2..`order` words; n-grams do not cross documents.
 
-    hashes: uint32 [tokens] of documents back to back. ends: int64 [documents], where each one ends. Both results are
-    int64, ordered by length of the n-gram, then by position.
+    hashes: uint32 [tokens], the hashes of all documents' words, concatenated. ends: int64 [documents], the end of each
+    document in `hashes`. Both results are int64, ordered by the length of the n-gram, then by position.
     """
     signed = hashes.view(np.int32).astype(np.int64).view(np.uint64)
     tokens = len(hashes)
@@ -231,15 +233,15 @@ def ngram_buckets(hashes: np.ndarray, ends: np.ndarray, order: int, buckets: int
     return np.concatenate(found), np.concatenate(where)
 
 
-# fastText adds this to every probability before it takes the logarithm, and returns the sum.
+# fastText adds this to a probability before taking the logarithm, so the probabilities that it returns include it.
 _ADDED = 1e-5
 _PREFIX = "__label__"
 
 
 class Scorer:
-    """Scores of a model file, `.bin` or `.ftz`, by fastText's reader, loaded once per process.
+    """Scores texts with a model file, `.bin` or `.ftz`, by fasttext-predict. A file is loaded once per process.
 
-    path, sha256: the file and its hash. labels: the labels of the model, without the prefix "__label__", in no order.
+    path, sha256: the file and its hash. labels: the model's labels without the prefix "__label__", in arbitrary order.
     """
 
     def __init__(self, path: Path):
@@ -248,8 +250,8 @@ class Scorer:
         self.labels = tuple(self.scores("a"))
 
     def scores(self, text: str) -> dict[str, float]:
-        """Return label -> probability; empty if the model knows no feature of the text."""
-        # One line to fastText; a lone surrogate, which UTF-8 cannot say, becomes '?'.
+        """Return the probability of each label; empty if the model knows no feature of the text."""
+        # fastText reads one line; a lone surrogate, which UTF-8 cannot encode, becomes '?'.
         line = text.replace("\n", " ").encode("utf-8", "replace").decode()
         labels, found = self._model.predict(line, k=-1)
         pairs = zip(labels, found, strict=True)
@@ -257,7 +259,7 @@ class Scorer:
 
 
 def model_sha256(path: Path) -> str:
-    """Return the SHA-256 of a model file. Raises ConfigError when the file does not exist."""
+    """Return the SHA-256 of a model file. Raises ConfigError if the file does not exist."""
     try:
         stat = path.stat()
         return _file_sha256(str(path), stat.st_size, stat.st_mtime_ns)
@@ -265,7 +267,7 @@ def model_sha256(path: Path) -> str:
         raise ConfigError(
             "E-CLASSIFIER-MISSING",
             f"no classifier at {path} ({error.strerror})",
-            rule="ingot ships no weights: you train a model or fetch one",
+            rule="ingot comes without models: you train or download one",
             fix="ingot data classifier train --positive FILES --negative FILES --licence TEXT --out model.bin",
             path=str(path),
         ) from None
@@ -285,6 +287,6 @@ def _load(path: str, sha256: str):
             "E-CLASSIFIER-FORMAT",
             f"{path} is not a fastText model ({error})",
             rule="a classifier is a supervised fastText model, .bin or .ftz",
-            fix="train one with `ingot data classifier train`, or fetch the file again",
+            fix="train a model with `ingot data classifier train`, or download the file again",
             path=str(path),
         ) from None

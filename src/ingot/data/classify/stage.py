@@ -1,4 +1,5 @@
-"""The stage that keeps documents by the scores of classifiers. Off unless a recipe names models: ingot ships none."""
+"""The stage that keeps documents by the scores of classifiers. It is off unless a recipe names models; ingot comes
+without models."""
 
 import difflib
 import functools
@@ -14,11 +15,12 @@ from ingot.storage import canonical_json, sha256_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRule:
-    """One classifier. A document stays if its probability of `label` is at least `threshold` (keep "above") or less
-    (keep "below").
+    """Settings of one classifier. A document is kept if its probability of `label` is at least `threshold` (keep
+    "above"), or less than `threshold` (keep "below").
 
-    name: the name of the rule, classifier.NAME, and of the score in the lineage. model: a fastText `.bin` or `.ftz`.
-    characters: beginning of a text that is scored (the model's card says with how much it was trained); 0: all of it.
+    name: used for the rule, classifier.NAME, and for the score in the lineage. model: a fastText `.bin` or `.ftz`.
+    characters: how many characters from the start of a text are scored (the model's card shows how many it was trained
+    on); 0: all.
     """
 
     name: str
@@ -42,7 +44,8 @@ class ModelRule:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierRules:
-    """Settings of the stage. models: applied in this order; the first that refuses a document drops it."""
+    """Settings of the stage. models: applied in this order; a document is dropped by the first that does not keep
+    it."""
 
     enabled: bool = False
     models: tuple[ModelRule, ...] = ()
@@ -50,13 +53,13 @@ class ClassifierRules:
     def problems(self):
         names = [rule.name for rule in self.models]
         if self.enabled and not names:
-            yield "models", "is empty: a classifier that is switched on names its model files"
+            yield "models", "is empty: a stage that is switched on needs at least one model"
         if len(set(names)) < len(names):
-            yield "models", "has two of one name"
+            yield "models", "has two models with the same name"
 
 
 def fingerprint(rules: ClassifierRules) -> str:
-    """Return the hash of the models, which decide verdicts in addition to the rules; "" where the stage is off."""
+    """Return a hash of the model files, which affect the decisions in addition to the rules; "" if the stage is off."""
     if not rules.enabled:
         return ""
     return sha256_bytes(canonical_json([model_sha256(Path(rule.model)) for rule in rules.models]).encode())
@@ -65,7 +68,7 @@ def fingerprint(rules: ClassifierRules) -> str:
 class Classify:
     """Stage with a rule classifier.NAME per model; sets notes["classifier.NAME"] to the score.
 
-    It holds rules and hashes only: models are loaded when first needed, once per process.
+    The object has only rules and hashes; a model is loaded when first needed, once per process.
     """
 
     name = "classifier"
@@ -93,9 +96,10 @@ class Classify:
 
 
 def score_of(text: str, model: str, sha256: str, label: str, characters: int) -> float:
-    """Return the probability of `label` for the beginning of `text`; 0 where the model knows no feature of it.
+    """Return the probability of `label` for the first `characters` of `text` (0: all); 0 if the model knows no feature
+    of the text.
 
-    Raises ConfigError for a label that the model does not have.
+    Raises ConfigError if the model does not have the label, or if the file no longer has the hash `sha256`.
     """
     head = text[:characters] if characters else text
     return _scorer(model, sha256, label).scores(head).get(label, 0.0)
@@ -107,7 +111,7 @@ def _scorer(model: str, sha256: str, label: str) -> Scorer:
     if scorer.sha256 != sha256:
         raise ConfigError(
             "E-CLASSIFIER-CHANGED",
-            f"{model} was changed while a build uses it",
+            f"{model} was changed during a build that uses it",
             rule="a build scores all documents with one model",
             fix="restore the file, or start the build again",
             path=model,

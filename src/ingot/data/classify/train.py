@@ -1,8 +1,8 @@
-"""Train a classifier in fastText's form: mean of word and n-gram vectors, softmax or one-vs-all on top (Joulin 2016).
+"""Train a classifier of fastText's form: the mean of word and n-gram vectors, then softmax or one-vs-all (Joulin 2016).
 
-fastText trains one text at a time; here a batch of texts is one matrix product, so numpy trains 100,000 pages in about
-a minute. Two more differences, which readers of the file do not see: vectors begin at zero, and rare n-grams are not
-trained. An untrained n-gram therefore adds nothing to a score, instead of its initial noise.
+fastText trains on one text at a time; here a batch of texts is one matrix product, so numpy trains on 100,000 pages in
+about a minute. There are two more differences, which do not affect the file format: vectors begin at zero, and rare
+n-grams are not trained. So an untrained n-gram adds nothing to a score, whereas in fastText it adds its initial noise.
 """
 
 from collections import Counter
@@ -22,13 +22,13 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierSettings:
-    """Settings. dim: length of the vectors. ngrams: longest word n-gram. buckets: rows that n-grams share by their
-    hash.
+    """Settings of training. dim: length of the vectors. ngrams: words in the longest n-gram. buckets: number of
+    vectors for n-grams, which are assigned by hash.
 
-    min_count: words and n-grams that occur less often get no vector. characters: the number of characters at the
-    beginning of a text that are used, in training and in a build. batch: texts per update. rate: the first step size of
-    row-wise AdaGrad (Duchi et al. 2011), which falls linearly to 0. loss: "softmax", or "one-vs-all" where labels do
-    not exclude each other.
+    min_count: words and n-grams that occur less often are not trained. characters: how many characters from the start
+    of a text are used, in training and in a build. batch: texts per update. rate: the first step size of row-wise
+    AdaGrad (Duchi et al. 2011); it falls linearly to 0. loss: "softmax", or "one-vs-all" if a text can have several
+    labels.
     """
 
     dim: int = 16
@@ -64,7 +64,7 @@ class Labelled:
 
 @dataclass
 class _WordNumbers(dict):
-    """The number of each word (bytes -> int); a new word gets the next number."""
+    """A dict from each word (bytes) to its number; a look-up gives a new word the next number."""
 
     def __missing__(self, word: bytes) -> int:
         number = self[word] = len(self)
@@ -73,7 +73,7 @@ class _WordNumbers(dict):
 
 @dataclass
 class _EncodedTexts:
-    """All texts as word numbers, in order of first appearance, back to back; 4 bytes per word."""
+    """All texts as word numbers, 4 bytes per word. Words are numbered in the order of their first appearance."""
 
     words: _WordNumbers = field(default_factory=_WordNumbers)
     parts: list[np.ndarray] = field(default_factory=list)
@@ -88,9 +88,9 @@ class _EncodedTexts:
 def train(
     examples: Iterable[Labelled], settings: ClassifierSettings | None = None, progress: Progress | None = None
 ) -> Model:
-    """Train a model; the result depends on `examples`, their order and the settings alone.
+    """Train a model. The result depends only on `examples`, their order and the settings.
 
-    Raises ConfigError for settings that break a rule, DataError for fewer than two labels.
+    Raises ConfigError for invalid settings, DataError for fewer than two labels.
     """
     settings = settings or ClassifierSettings()
     for name, problem in settings.problems():
@@ -138,7 +138,7 @@ def train(
 
 
 def _targets(labels: Sequence[tuple[str, ...]], names: list[str]) -> np.ndarray:
-    """Return 1 where a text has a label, else 0: float32 [texts, labels]."""
+    """Return float32 [texts, labels]: 1 where a text has a label, else 0."""
     targets = np.zeros((len(labels), len(names)), np.float32)
     column = {name: number for number, name in enumerate(names)}
     for row, own in enumerate(labels):
@@ -148,10 +148,11 @@ def _targets(labels: Sequence[tuple[str, ...]], names: list[str]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _FeatureRows:
-    """The trained features of every text, by row of `vectors`.
+    """The trained features of every text, as row numbers in `vectors`.
 
-    words: the dictionary with counts. ids: int32, text after text; ends: int64 [texts], where each text ends in ids.
-    sizes: float32 [texts], the number of features of a text as fastText counts them, trained or not.
+    words: the words with a vector and their counts. ids: int32, the rows of all texts, concatenated. ends: int64
+    [texts], the end of each text in `ids`. sizes: float32 [texts], the number of features of a text as fastText counts
+    them, including untrained n-grams. count: number of rows of `vectors`.
     """
 
     words: dict[bytes, int]
@@ -194,12 +195,12 @@ def _feature_rows(texts: _EncodedTexts, settings: ClassifierSettings) -> _Featur
 def _dictionary(
     texts: _EncodedTexts, names: list[bytes], settings: ClassifierSettings
 ) -> tuple[dict[bytes, int], np.ndarray]:
-    """Return (words that get a vector, with their counts, most frequent first; row of each word number, -1 for
-    none)."""
+    """Return (the words that get a vector, with their counts, most frequent first; the row of each word number in
+    `vectors`, -1 if it has none)."""
     counts = np.zeros(len(names), np.int64)
     for chunk in _chunks(texts.parts):
         counts += np.bincount(np.concatenate(chunk), minlength=len(names))
-    # Ties in the order of first appearance, which is the order of the numbers.
+    # The sort is stable: words with equal counts stay in the order of first appearance, which is that of the numbers.
     kept = [n for n in np.argsort(-counts, kind="stable") if counts[n] >= settings.min_count or names[n] == END]
     row_of_word = np.full(len(names), -1, np.int32)
     row_of_word[kept] = np.arange(len(kept))
@@ -219,7 +220,7 @@ def _chunks(parts: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
 def _ngrams(
     chunk: Sequence[np.ndarray], hashes: np.ndarray, settings: ClassifierSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bucket, number of the text within the chunk) of every n-gram, int64."""
+    """Return (bucket, number of the text within the chunk) of every n-gram, two arrays of int64."""
     ends = np.cumsum([len(part) for part in chunk])
     grams, where = ngram_buckets(hashes[np.concatenate(chunk)], ends, settings.ngrams, settings.buckets)
     return grams, np.searchsorted(ends, where, side="right")
@@ -227,21 +228,25 @@ def _ngrams(
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch of texts. rows: the distinct features, int32 [U]. cells: text x U + feature of every occurrence. texts:
-    their numbers."""
+    """A batch of texts.
+
+    texts: the numbers of its texts. rows: the rows of its U distinct features, int32 [U]. cells: one number per
+    occurrence of a feature, (position of the text in the batch) * U + (position of the feature in `rows`).
+    """
 
     texts: np.ndarray
     rows: np.ndarray
     cells: np.ndarray
 
     def matrix(self, sizes: np.ndarray) -> np.ndarray:
-        """Return float32 [texts, U]: the weight of each feature in the mean of a text."""
+        """Return the weight of each feature in the mean of each text, float32 [texts, U]. sizes: the number of features
+        of every text of the training set."""
         counts = np.bincount(self.cells, minlength=len(self.texts) * len(self.rows))
         return counts.reshape(len(self.texts), -1).astype(np.float32) / sizes[self.texts, None]
 
 
 def _batches(rows: _FeatureRows, settings: ClassifierSettings) -> list[_Batch]:
-    """Return the texts in random order, cut into batches. The batches are equal in every epoch, their order is not."""
+    """Return the texts in random order, cut into batches. Every epoch has the same batches in another order."""
     order = np.random.default_rng(derive(settings.seed, "texts")).permutation(len(rows.ends))
     starts = np.concatenate([[0], rows.ends[:-1]])
     batches = []
@@ -257,7 +262,7 @@ def _batches(rows: _FeatureRows, settings: ClassifierSettings) -> list[_Batch]:
 def _fit(
     rows: _FeatureRows, targets: np.ndarray, settings: ClassifierSettings, progress: Progress
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fit and return vectors float32 [rows.count, dim] and weights float32 [labels, dim]."""
+    """Train and return vectors, float32 [rows.count, dim], and weights, float32 [labels, dim]."""
     random = np.random.default_rng(derive(settings.seed, "order"))
     vectors = np.zeros((rows.count, settings.dim), np.float32)
     weights = random.uniform(-1, 1, (targets.shape[1], settings.dim)).astype(np.float32)

@@ -1,6 +1,6 @@
-"""The index of the n-grams of evaluation sets: build it once, and look documents up in it.
+"""The index of the n-grams of evaluation sets: built once, then used to check documents.
 
-The files of an index are mapped into memory, so that all workers of a machine share them.
+The files of an index are memory-mapped, so that all workers of a machine share them.
 """
 
 import gzip
@@ -23,12 +23,12 @@ from ingot.schema.document import Document, Drop
 from ingot.storage import sha256_file, write_json
 
 FORMAT = 1
-_DISTINCT = 5  # distinct words with a letter that an n-gram needs: tables of numbers and "la la la" are no questions
-_OWNERS = 10  # items that are stored for one n-gram
+_DISTINCT = 5  # distinct words with a letter that an n-gram needs; excludes tables of numbers and "la la la"
+_OWNERS = 10  # at most so many items are stored for one n-gram
 _LETTER = re.compile(r"[^\W\d_]")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 _FEW = 20  # up to this number of n-grams, decoding their words one by one is cheaper than decoding the document
-_PIECES = 10  # a document that a cut would leave in more pieces is dropped, as for GPT-3
+_PIECES = 10  # a document that cutting would split into more pieces is dropped, as for GPT-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class DecontaminationRules:
     """The settings of decontamination.
 
     files: evaluation sets (JSONL, JSON, Parquet, text with blank lines between items; also .gz); without files the
-    stage does not run. fields: keys whose text counts; empty takes every string of an item. ngram: words of an n-gram.
-    min_words: a text of at least `min_words` and fewer than `ngram` words is searched for as a whole; a shorter text is
-    ignored. share: of an item's n-grams that a document has to hold; 0: one n-gram is enough. action: "drop" the
-    document, or "cut" the n-grams with `margin` characters on both sides.
+    stage does not run. fields: keys of an item whose text counts; empty: every string. ngram: words per n-gram.
+    min_words: an item's text with at least `min_words` and fewer than `ngram` words is searched for as a whole; a
+    shorter text is ignored. share: a document must contain this share of an item's n-grams; 0: one n-gram is enough.
+    action: "drop" the document, or "cut" the n-grams with `margin` characters on both sides.
     """
 
     enabled: bool = True
@@ -70,13 +70,13 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> Iterator[list[str]]:
     try:
         # An item that is a string, as in text files, has no keys, so `fields` does not apply.
         yield from ([item] if isinstance(item, str) else list(_texts(item, fields)) for item in _items(path))
-    # The errors of pyarrow are ValueErrors and OSErrors.
+    # pyarrow raises subclasses of ValueError and OSError.
     except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:
         raise DataError(
             "E-EVALSET-UNREADABLE",
             f"{path} cannot be read: {error}",
             rule="evaluation sets are JSONL, JSON, Parquet or text",
-            fix="fetch the file again, or take it out of decontamination.files",
+            fix="download the file again, or remove it from decontamination.files",
             path=str(path),
         ) from error
 
@@ -100,7 +100,7 @@ def _items(path: Path) -> Iterator[Any]:
 
 
 def _texts(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
-    """Yield all strings in a JSON value; with `fields` only those under one of these keys."""
+    """Yield all strings in a JSON value; if `fields` is not empty, only the strings under one of these keys."""
     if isinstance(value, str):
         if not fields:
             yield value
@@ -113,7 +113,10 @@ def _texts(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
 
 
 def fingerprint(rules: DecontaminationRules) -> dict[str, Any]:
-    """Return the settings and file hashes that determine an index, as JSON values. Raises DataMissing."""
+    """Return the settings and file hashes that determine an index, as JSON values.
+
+    Raises DataMissing if a file does not exist.
+    """
     return {
         "format": FORMAT,
         "ngram": rules.ngram,
@@ -130,7 +133,7 @@ def _existing(name: str) -> Path:
             "E-EVALSET-MISSING",
             f"no evaluation set at {path}",
             rule="decontamination.files names existing files",
-            fix="correct the path or take it out of the recipe",
+            fix="correct the path, or remove it from the recipe",
             path=str(path),
         )
     return path
@@ -139,8 +142,8 @@ def _existing(name: str) -> Path:
 def build_index(rules: DecontaminationRules, out: Path) -> dict[str, int]:
     """Write the index of `rules.files` into the folder `out`.
 
-    Return counts: items, ngrams, skipped (texts shorter than min_words). Raises DataMissing for a missing file,
-    DataError for a damaged file, ConfigError if no item of a set has one of `rules.fields`.
+    Returns the number of items, ngrams and skipped texts (shorter than min_words). Raises DataMissing for a missing
+    file, DataError for a damaged file, ConfigError if no item of a set has one of `rules.fields`.
     """
     out.mkdir(parents=True, exist_ok=True)
     hashes, owners, shapes, totals = array("Q"), array("I"), array("Q"), array("I")
@@ -159,7 +162,7 @@ def build_index(rules: DecontaminationRules, out: Path) -> dict[str, int]:
                     skipped += 1
                     continue
                 lengths.add(n)
-                # A text shorter than an n-gram is found by the shape of its first `min_words` words.
+                # A text shorter than `ngram` words is found by the shape of its first `min_words` words.
                 size = n if n == rules.ngram else rules.min_words
                 for start, shape in enumerate(found.shapes([size])[0][: len(words) - n + 1].tolist()):
                     gram = words[start : start + n]
@@ -194,7 +197,8 @@ def _set_name(name: str) -> str:
 
 
 def _few_owners(hashes: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort both by hash and keep the first _OWNERS items of each hash: many items may share one passage."""
+    """Return (hashes, owners) sorted by hash, with at most the first _OWNERS items of each hash: many items may share
+    a passage."""
     order = np.argsort(hashes, kind="stable")
     hashes, owners = hashes[order], owners[order]
     few = np.ones(len(hashes), bool)
@@ -204,9 +208,9 @@ def _few_owners(hashes: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """Words [first, first + length) of a document that are an n-gram of the items with the numbers `items`.
+    """An n-gram of evaluation sets in a document: its words [first, first + length).
 
-    value: the hash of the n-gram.
+    value: the hash of the n-gram. items: the numbers of the items that contain it.
     """
 
     first: int
@@ -216,10 +220,10 @@ class NgramMatch:
 
 
 class Decontaminate:
-    """The stage that drops or cuts documents with n-grams of the evaluation sets in the folder `index`.
+    """The stage that drops or cuts documents with n-grams of evaluation sets. index: the folder of the index.
 
-    Drop rule: contaminated.ngram ("gsm8k_test#17: 28 of 40 n-grams": the item, counted from 1, with the most hits).
-    Cutting sets notes["contaminated"] to the same text and notes["contaminated_cut"] to the number of characters.
+    Rule: contaminated.ngram ("gsm8k_test#17: 28 of 40 n-grams": the item, counted from 1, with the most matches).
+    Cutting sets notes["contaminated"] to the same text and notes["contaminated_cut"] to the number of characters cut.
     Raises DataMissing if there is no index, ConfigError if the index was built with other settings.
     """
 
@@ -233,7 +237,7 @@ class Decontaminate:
             raise DataMissing(
                 "E-EVALINDEX-MISSING",
                 f"no index of evaluation sets in {index}",
-                rule="an index holds the file index.json, written last",
+                rule="an index contains the file index.json, written last",
                 fix="build the index first (build_index)",
                 index=str(index),
             ) from None
@@ -248,14 +252,14 @@ class Decontaminate:
                     index=str(index),
                     key=key,
                 )
-        # Plain arrays over the mapped files: every access to an array of class memmap costs a microsecond more.
+        # Plain arrays over the mapped files, because each access to an np.memmap costs a microsecond more.
         self._hashes, self._owners, self._totals, bitmap = (
             np.asarray(np.load(index / f"{name}.npy", mmap_mode="r"))
             for name in ("hashes", "owners", "totals", "bitmap")
         )
         self._bitmap = Bitmap(bitmap)
         lengths: list[int] = self._facts["lengths"]
-        # Number of words in a shape -> lengths of the n-grams that begin with such a shape.
+        # Number of words in a shape -> lengths of the n-grams that are found by a shape of so many words.
         self._lengths = {rules.ngram: [rules.ngram]} if rules.ngram in lengths else {}
         if short := [n for n in lengths if n < rules.ngram]:
             self._lengths[rules.min_words] = short
@@ -317,7 +321,8 @@ class Decontaminate:
         return tuple(self._owners[row:end].tolist())
 
     def _guilty(self, matches: list[NgramMatch]) -> Counter[int]:
-        """Return item -> number of its distinct n-grams in the document, for items with at least `share` of them."""
+        """Return, for each item of which the document contains at least `share`, the number of its distinct n-grams
+        found."""
         grams = defaultdict(set)
         for match in matches:
             for item in match.items:
@@ -332,7 +337,8 @@ class Decontaminate:
         return f"{owner['name']}#{item - owner['first'] + 1}"
 
     def _cut(self, text: str, words: Words, matches: list[NgramMatch]) -> list[str] | None:
-        """Return the pieces of `text` outside the matches and their margins; None if there are none, or too many."""
+        """Return the pieces of `text` outside the matches and their margins; None if no piece or more than _PIECES are
+        left."""
         pieces, done = [], 0
         for match in sorted(matches, key=lambda match: match.first):
             start = int(words.starts[match.first]) - self.rules.margin

@@ -1,6 +1,7 @@
-"""The words of a text as arrays, and the shapes of their n-grams, which exclude nearly all n-grams at little cost.
+"""The words of a text as arrays, and the shapes of their n-grams.
 
-The shape of an n-gram is a number made from the lengths and first letters of its words.
+The shape of an n-gram is a number made from the lengths and first letters of its words. It is cheap to compute, and
+nearly all n-grams without a match are excluded by it.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-_PLANE = 0x20000  # code points above are ideographs, then unassigned
+_PLANE = 0x20000  # code points from here on are ideographs, then unassigned
 _IDEOGRAPHS = (
     (0x2E80, 0x2FE0),
     (0x3040, 0x3130),
@@ -23,18 +24,18 @@ _IDEOGRAPHS = (
 # Odd, so that it has an inverse modulo 2^64.
 _BASE = 0x9E3779B97F4A7C15
 _BASE_INVERSE = pow(_BASE, -1, 2**64)
-_LOW, _MASK_NUMBERS = np.uint64(20), np.uint64(4095)  # bits of a product that choose a mask
-_BLOCK = 1 << 14  # words at a time, which bounds the table of powers
+_LOW, _MASK_NUMBERS = np.uint64(20), np.uint64(4095)  # shift and bit mask: the bits of a product that choose a mask
+_BLOCK = 1 << 14  # words at a time; also the length of the table of powers
 _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # odd; spreads shapes over the bitmap
 
 
 @functools.cache
 def _folded_characters() -> np.ndarray:
-    """Return uint32 [_PLANE]: the lower case of each character that words are made of, 0 for all others."""
+    """Return uint32 [_PLANE]: the lower-case code of each character that can be in a word, 0 for all others."""
     table = np.zeros(_PLANE, np.uint32)
     for code in range(_PLANE):
         char = chr(code)
-        # Marks are vowel signs and accents: without marks, words of Indic scripts would be split.
+        # Marks (category M) are vowel signs and accents; without them, words of Indic scripts would be split.
         if char.isalnum() or unicodedata.category(char)[0] == "M":
             lower = char.lower()
             table[code] = ord(lower) if len(lower) == 1 else code
@@ -50,7 +51,7 @@ def _ideographs() -> np.ndarray:
 
 
 class Words(NamedTuple):
-    """The words of a text: word i is folded[starts[i]:ends[i]], at the same positions in the text.
+    """The words of a text. Word i is folded[starts[i]:ends[i]] and has the same positions in the text.
 
     folded: uint8 (ASCII text) or uint32 [characters], lower case, 0 between words. starts, ends: int64 [words].
     """
@@ -73,7 +74,7 @@ class Words(NamedTuple):
         return cls(*_runs(folded, _ideographs()[np.minimum(folded, _PLANE - 1)] | (folded >= _PLANE)))
 
     def strings(self, first: int = 0, end: int | None = None) -> list[str]:
-        """Return the words first to end, as n-grams use them."""
+        """Return the words [first, end) in lower case, as n-grams use them."""
         starts, ends = self.starts[first:end].tolist(), self.ends[first:end].tolist()
         if not starts:
             return []
@@ -82,7 +83,7 @@ class Words(NamedTuple):
         return [text[start - low : end - low] for start, end in zip(starts, ends, strict=True)]
 
     def shapes(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return for each length n the shapes of all windows of n words: uint64 [words - n + 1]."""
+        """Return, for each n in `lengths`, the shapes of all windows of n words: uint64 [words - n + 1]."""
         features = self.folded[self.starts].astype(np.uint64)
         features <<= np.uint64(8)
         features += (self.ends - self.starts).view(np.uint64)
@@ -98,7 +99,7 @@ class Words(NamedTuple):
 
 
 def _runs(folded: np.ndarray, alone: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (folded, starts, ends) of the runs of nonzero characters; a character that is `alone` is its own run."""
+    """Return (folded, starts, ends) of the runs of nonzero characters; each character marked in `alone` is a run."""
     is_word = np.zeros(len(folded) + 2, bool)
     np.not_equal(folded, 0, out=is_word[1:-1])
     border = is_word[1:] != is_word[:-1]
@@ -125,7 +126,8 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rolling(features: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Return for each n the sums of feature[i + j] * base^j over j < n, from differences of one running sum."""
+    """Return, for each n in `lengths`, the array over i of n + the sum of features[i + j] * base^j over j < n. The
+    sums are differences of one running sum."""
     powers, inverse = _powers()
     sums = np.zeros(len(features) + 1, np.uint64)
     np.cumsum(features * powers[: len(features)], out=sums[1:])
@@ -139,19 +141,19 @@ def _rolling(features: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def hash_words(words: list[str]) -> int:
-    """Return the 64-bit hash of an n-gram."""
+    """Return the 64-bit hash of the n-gram `words`."""
     return xxhash.xxh3_64_intdigest(" ".join(words).encode("utf-8", "surrogatepass"))
 
 
 class Bitmap:
-    """A blocked Bloom filter of shapes: the four bits of a shape are in one word, so a look-up reads one word.
+    """A blocked Bloom filter of shapes: the four bits of a shape are in one uint64, so a look-up reads one uint64.
 
     The rate of false positives is about 1 in 1,000.
     """
 
     def __init__(self, data: np.ndarray):
-        """Use the bits in `data`: uint64 [power of two]."""
-        self.data = np.asarray(data)  # a plain array: every slice of an array of class memmap costs a microsecond more
+        """Make a filter from its bits. data: uint64 [power of two]."""
+        self.data = np.asarray(data)  # a plain array, because each slice of an np.memmap costs a microsecond more
         self._shift = np.uint64(64 - (len(data) - 1).bit_length())
 
     @classmethod
@@ -163,7 +165,7 @@ class Bitmap:
         return bitmap
 
     def candidates(self, shapes: np.ndarray) -> np.ndarray:
-        """Return int64: the positions in `shapes` of the shapes that the filter may hold."""
+        """Return the positions in `shapes`, int64, of the shapes that may be in the filter."""
         places, masks = self._places(shapes)
         return np.flatnonzero(self.data[places] & masks == masks)
 
@@ -177,7 +179,7 @@ class Bitmap:
 
 @functools.cache
 def _masks() -> np.ndarray:
-    """Return uint64 [4096]: masks with four bits, from the hashes of a fixed sequence."""
+    """Return masks with up to four bits set, uint64 [4096], from the hashes of a fixed sequence."""
     bits = np.array([xxhash.xxh3_64_intdigest(str(number).encode()) for number in range(4096)], np.uint64)
     masks = np.zeros(4096, np.uint64)
     for place in range(0, 24, 6):

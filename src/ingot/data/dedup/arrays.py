@@ -1,6 +1,6 @@
 """Arrays larger than memory: files that grow, pieces of files, rows spread over partitions.
 
-Plain `read` instead of memory maps where files are read through: mapped pages count as memory of the process.
+Files that are read from start to end use plain reads, not memory maps, whose pages count as memory of the process.
 """
 
 import math
@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-PIECE = 1 << 20  # rows that are read or worked on at a time
+PIECE = 1 << 20  # rows that are read or processed at a time
 _HEADER_BYTES = 192
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class ArrayWriter:
-    """An .npy file that grows. Without a normal end of the `with` block it stays unreadable.
+    """An .npy file that grows. The file is readable only after the `with` block ends without an exception.
 
-    shape: -1 means the size that follows from the number of items. `rows` counts the items appended so far.
+    shape: its one -1 is replaced by the size that follows from the number of items. rows: items appended so far.
     """
 
     def __init__(self, path: Path, dtype: np.dtype | str, shape: tuple[int, ...] = (-1,)):
@@ -51,7 +51,7 @@ class ArrayFile:
         self.path = path
         with path.open("rb") as file:
             if npy.read_magic(file) != (1, 0):
-                raise ValueError(f"{path} is no .npy file of version 1.0")
+                raise ValueError(f"{path} is not an .npy file of version 1.0")
             self.shape, _, self.dtype = npy.read_array_header_1_0(file)
             self._start = file.tell()  # words: ok
 
@@ -70,34 +70,36 @@ class ArrayFile:
 
 
 def partitions_for(rows: int, row_bytes: int, limit_bytes: int) -> int:
-    """Return a power of two, so that the rows of one of so many even partitions take at most about `limit_bytes`."""
+    """Return the least power of two such that the rows, spread evenly over so many partitions, take at most about
+    `limit_bytes` per partition. row_bytes: memory per row."""
     return 1 << max(-(-rows * row_bytes // limit_bytes) - 1, 0).bit_length()
 
 
 def by_hash(keys: np.ndarray, partitions: int) -> np.ndarray:
-    """Return the partition of every key (uint64): equal keys go together, different ones spread evenly."""
+    """Return the partition of every key (uint64), uint32: equal keys share a partition, different keys spread
+    evenly."""
     shift = 65 - partitions.bit_length()
     return (keys * _SPREAD >> np.uint64(shift) if partitions > 1 else np.zeros(len(keys))).astype(np.uint32)
 
 
 def sorted_set(values: np.ndarray) -> np.ndarray:
-    """Return the different values, ascending. Much faster than numpy.unique, which hashes."""
+    """Return the distinct `values`, ascending. Much faster than numpy.unique, which hashes them."""
     values = np.sort(values)
     return values[starts(values)]
 
 
 def starts(ascending: np.ndarray) -> np.ndarray:
-    """Mark where a new value begins: bool [len(ascending)]."""
+    """Return bool [len(ascending)]: True where a value differs from the value before it."""
     new = np.ones(len(ascending), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
     return new
 
 
 class Partitions:
-    """Rows spread over `count` partitions, each in the order in which its rows came.
+    """Rows spread over `count` partitions; each partition keeps the order in which its rows were appended.
 
-    At most `spill_bytes` wait in memory; beyond, they go to one file per partition in `folder`. Few rows never touch
-    the disk.
+    At most `spill_bytes` of rows are held in memory; above that, all are written to one file per partition in
+    `folder`. A small number of rows never reaches the disk.
     """
 
     def __init__(self, folder: Path, count: int, dtype: np.dtype | str, spill_bytes: int = 64 << 20):
@@ -130,14 +132,14 @@ class Partitions:
         return self._folder / f"partition-{number:05d}"
 
     def take(self, number: int, rows: int = PIECE) -> Iterator[np.ndarray]:
-        """Yield the rows of a partition in pieces of at most `rows`, and remove them."""
+        """Yield the rows of partition `number` in pieces of at most `rows`, and remove them."""
         path = self._path(number)
         if path.exists():
             with path.open("ab") as file:
                 file.writelines(np.ascontiguousarray(rest).data for rest in self._waiting[number])
             self._waiting[number].clear()
             total = path.stat().st_size // self.dtype.itemsize
-            for first in range(0, total, rows):  # fromfile reserves what it is asked for
+            for first in range(0, total, rows):  # fromfile allocates all `count` items, even past the end of the file
                 yield np.fromfile(path, self.dtype, count=min(rows, total - first), offset=first * self.dtype.itemsize)
             path.unlink()
         if self._waiting[number]:
@@ -147,10 +149,10 @@ class Partitions:
                 yield rest[first : first + rows]
 
     def take_all(self, number: int) -> np.ndarray:
-        """Return and remove the rows of a partition."""
+        """Return the rows of partition `number`, and remove them."""
         return np.concatenate([np.empty(0, self.dtype), *self.take(number)])
 
     def close(self) -> None:
-        """Remove the folder; all rows have been taken."""
+        """Remove the folder, which must be empty: call this after every partition was taken."""
         if self._folder.exists():
             self._folder.rmdir()

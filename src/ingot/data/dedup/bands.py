@@ -1,20 +1,21 @@
 """Candidate pairs by locality-sensitive hashing (Indyk & Motwani 1998), from files, in bounded memory and linear time.
 
 Every processed input file has a folder of signatures (`write_bands`):
-    keys.npy        uint64 [bands + 1, documents]: a hash of each band's rows; last, of the whole signature
+    keys.npy        uint64 [bands + 1, documents]: a hash of each band's rows; the last row hashes the whole signature
     signatures.npy  uint8 [documents, permutations]: the low byte of every place, enough to estimate similarity
                     (b-bit minwise hashing, Li & König 2010: unequal places agree once in 256)
-Documents are numbered through all folders in their order. One task per line of the keys then collects the documents
-that share a key, from all folders (`band_candidates`), and what the tasks found is merged (`merge_candidates`).
-A pair is one uint64: the later document in its upper half, so that sorted pairs are sorted by (later, earlier). A
-document is the later one of a bounded number of pairs, the earlier one of any number.
+Documents are numbered consecutively over all folders. One task per row of the keys collects the documents of all
+folders that share a key (`band_candidates`), and `merge_candidates` merges the results of the tasks.
+A pair is one uint64 with the later document in its upper half, so that sorted pairs are sorted by (later, earlier). A
+document is the later document of a bounded number of pairs, and the earlier document of any number.
 
-Big buckets. In a bucket of up to WINDOW + 1 different signatures every pair is compared. In a bigger one (boilerplate,
-templates) its first member is compared with all others, and those that are almost surely similar to it are settled;
-this is done LEADERS times, then each remaining member is compared with the WINDOW members before it. So a bucket of k
-costs at most (LEADERS + WINDOW) * k comparisons and gives at most so many candidates. What can be missed: a pair of a
-big bucket, further apart than WINDOW, of which neither end is a leader; if it is settled, its cluster is nearly always
-found through the leader, and it has other bands. docs/design/dedup.md has the measured loss.
+Big buckets. In a bucket of up to WINDOW + 1 different signatures, all pairs are compared. In a bigger bucket
+(boilerplate, templates), the first member is compared with all others, and those that are almost surely similar to it
+are removed; this is done LEADERS times, then each remaining member is compared with the WINDOW members before it. So a
+bucket of k members costs at most (LEADERS + WINDOW) * k comparisons, and has at most that many candidates. A pair can
+be missed if its members are in a big bucket, more than WINDOW apart, and neither is a leader. If one was removed, the
+leader nearly always connects the cluster; also, the pair may share other bands. docs/design/dedup.md has the measured
+loss.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,10 +40,10 @@ from ingot.errors import DataError
 
 WINDOW = 32
 LEADERS = 8
-_SETTLED = 3  # standard errors above the threshold: one in a thousand such pairs is below it
-_ROW_BYTES = 96  # of memory per document while a partition of keys is worked on
-_PAIR_BYTES = 16 * (LEADERS + WINDOW)  # of memory per document while its pairs are sorted, at most
-_PAIRS_AT_ONCE = 1 << 18  # whose signatures are held: 64 MiB at 128 permutations
+_SETTLED = 3  # an estimate this many standard errors above the threshold is wrong for one pair in a thousand
+_ROW_BYTES = 96  # memory per document while a partition of keys is processed
+_PAIR_BYTES = 16 * (LEADERS + WINDOW)  # most memory per document while its pairs are sorted
+_PAIRS_AT_ONCE = 1 << 18  # pairs whose signatures are in memory: 64 MiB at 128 permutations
 _MOST_DOCUMENTS = 2**32 - 1
 _KEYED = np.dtype([("key", "<u8"), ("number", "<u4")])
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -51,8 +52,8 @@ _HALF = np.uint64(32)
 
 
 def write_bands(signatures: np.ndarray, rules: DedupRules, folder: Path) -> None:
-    """Write the signatures of one processed input file into `folder`, which exists. signatures: uint32 [documents,
-    permutations], in order."""
+    """Write the signatures of one processed input file into the existing `folder`. signatures: uint32 [documents,
+    permutations], in the order of the documents."""
     columns = np.ascontiguousarray(signatures.T)
     keys = [_key(columns[band * rules.rows : (band + 1) * rules.rows]) for band in range(rules.bands)]
     np.save(folder / "keys.npy", np.array([*keys, _key(columns)], "<u8"))
@@ -60,10 +61,10 @@ def write_bands(signatures: np.ndarray, rules: DedupRules, folder: Path) -> None
 
 
 def join_folders(folders: Sequence[Path], rules: DedupRules, out: Path) -> None:
-    """Join several folders into one, `out` (exists), in their order. Raises DataError as SignatureFolders does.
+    """Join several folders, in their order, into the existing folder `out`. Raises DataError as SignatureFolders does.
 
-    A search opens every folder for each quarter of a million pairs, which takes 0.1 ms: a thousand large folders are
-    better than many small ones.
+    A search opens every folder once per quarter of a million pairs, which takes 0.1 ms, so a thousand large folders
+    are better than many small folders.
     """
     source = SignatureFolders(folders, rules)
     with ArrayWriter(out / "keys.npy", "<u8", (rules.bands + 1, -1)) as file:
@@ -77,7 +78,7 @@ def join_folders(folders: Sequence[Path], rules: DedupRules, out: Path) -> None:
 
 
 def _key(columns: np.ndarray) -> np.ndarray:
-    """Return a hash of the columns [n, documents] of each document, uint64 [documents]."""
+    """Return a hash of each document's n values, uint64 [documents]. columns: uint32 [n, documents]."""
     key = np.zeros(columns.shape[1], np.uint64)
     for column in columns:
         key = key * _MULTIPLIER + column + np.uint64(1)
@@ -86,10 +87,10 @@ def _key(columns: np.ndarray) -> np.ndarray:
 
 
 class SignatureFolders:
-    """Documents of many folders by number. Files are opened when they are read, one at a time."""
+    """The documents of many folders, by number. Files are opened one at a time, when they are read."""
 
     def __init__(self, folders: Sequence[Path], rules: DedupRules):
-        """Open `folders`. Raises DataError for a folder of other rules, or for too many documents for one search."""
+        """Open `folders`. Raises DataError for a folder made with other rules, or too many documents for one search."""
         self.folders, self.rules = list(folders), rules
         sizes = []
         for folder in self.folders:
@@ -97,7 +98,7 @@ class SignatureFolders:
             if keys.shape[0] != rules.bands + 1 or signatures.shape != (keys.shape[1], rules.permutations):
                 raise DataError(
                     "E-DEDUP-RULES-DIFFER",
-                    f"{folder} holds {keys.shape[0] - 1} bands of {signatures.shape[1]} permutations in all",
+                    f"{folder} has {keys.shape[0] - 1} bands and {signatures.shape[1]} permutations in all",
                     rule=f"only signatures of the same rules can be compared: {rules.ran}",
                     fix="compute the signatures of this folder again with these rules",
                     folder=str(folder),
@@ -121,8 +122,8 @@ class SignatureFolders:
         return int(self.starts[-1])
 
     def keys(self, band: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (number of the first document, keys uint64 [n]) through all folders; band `rules.bands`: whole
-        signatures."""
+        """Yield (number of the first document, keys of consecutive documents, uint64 [n]) through all folders. band:
+        `rules.bands` gives the keys of whole signatures."""
         for folder, start in zip(self.folders, self.starts.tolist(), strict=False):
             file = ArrayFile(folder / "keys.npy")
             documents = file.shape[1]
@@ -131,7 +132,7 @@ class SignatureFolders:
                 start += len(piece)
 
     def whole_keys(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the hash of the whole signature of each document, uint64 [numbers]."""
+        """Return the hash of the whole signature of each document in `numbers`, uint64 [len(numbers)]."""
         return self._gather(numbers, "keys.npy", np.empty(len(numbers), np.uint64), lambda array: array[-1])
 
     def estimates(self, earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
@@ -144,7 +145,7 @@ class SignatureFolders:
         return found
 
     def signatures(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the signatures of documents, uint8 [numbers, permutations]."""
+        """Return the signatures of the documents `numbers`, uint8 [len(numbers), permutations]."""
         out = np.empty((len(numbers), self.rules.permutations), np.uint8)
         return self._gather(numbers, "signatures.npy", out, lambda array: array)
 
@@ -164,12 +165,11 @@ def band_candidates(
 ) -> int:
     """Write the pairs of documents of all `folders` that share band `band` and look similar; return their number.
 
-    band: 0 to `rules.bands`; the last one gives every document whose whole signature came before, with the first such.
+    band: 0 to `rules.bands`; the last value pairs each document with the first that has the same whole signature.
     out: .npy file of pairs (uint64), ascending, each once. fixed: pairs among the first `fixed` documents are left out.
-    limit_bytes: approximate limit of memory, without the mapped signatures of one folder and up to 100 MB of work.
-    The result depends on it only where a bucket has more than limit_bytes / 96 documents and is cut. Scratch files are
-    next to `out`.
-    Raises DataError as SignatureFolders does.
+    limit_bytes: approximate memory limit, without the mapped signatures of one folder and up to 100 MB of scratch
+    memory. It changes the result only if a bucket has more than limit_bytes / 96 documents, because that bucket is cut.
+    Scratch files are next to `out`. Raises DataError as SignatureFolders does.
     """
     source = SignatureFolders(folders, rules)
     with TemporaryDirectory(dir=out.parent) as scratch:
@@ -209,7 +209,8 @@ def _band_pairs(source: SignatureFolders, band: int, scratch: Path, limit_bytes:
         records["key"], records["number"] = keys, np.arange(start, start + len(keys), dtype=np.uint32)
         spread.append(records, by_hash(keys, count))
     for number in range(count):
-        # An even partition is half of a piece. One with an enormous bucket is cut: the first of each bucket is in all.
+        # A partition usually fits in half a piece. With an enormous bucket it is cut into several pieces, and the first
+        # document of each bucket is added to the next piece.
         records = np.empty(0, _KEYED)
         for piece in spread.take(number, max(limit_bytes // _ROW_BYTES, 1)):
             records = np.concatenate((records[starts(records["key"])], piece))
@@ -219,8 +220,8 @@ def _band_pairs(source: SignatureFolders, band: int, scratch: Path, limit_bytes:
 
 
 def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolders) -> Iterator[np.ndarray]:
-    """Yield pairs that look similar among documents of equal keys. keys ascending; numbers ascending where keys are
-    equal."""
+    """Yield the pairs that look similar among documents with equal keys. keys: ascending. numbers: the documents,
+    ascending among equal keys."""
     new = starts(keys)
     alone = new & np.append(new[1:], True)
     bucket, numbers = np.cumsum(new)[~alone], numbers[~alone]
@@ -239,7 +240,7 @@ def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolder
         leads = starts(bucket[big])
         leaders = big[leads][np.cumsum(leads) - 1][~leads]
         others = big[~leads]
-        active[big[leads]] = False  # compared with all that are left
+        active[big[leads]] = False  # a leader is compared with all others below
         for first in range(0, len(others), PIECE):
             chunk = slice(first, first + PIECE)
             pairs, estimates = similar(numbers[leaders[chunk]], numbers[others[chunk]])
@@ -259,7 +260,7 @@ def _bucket_pairs(keys: np.ndarray, numbers: np.ndarray, source: SignatureFolder
 
 
 def _without_copies(bucket, numbers, source: SignatureFolders) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bucket, numbers) with the first of equal signatures in each bucket; `_copies` finds the others."""
+    """Return (bucket, numbers) with only the first of equal signatures in each bucket; `_copies` finds the others."""
     whole = source.whole_keys(numbers)
     order = np.lexsort((whole, bucket))
     first = np.sort(order[starts(bucket[order]) | starts(whole[order])])
@@ -267,7 +268,8 @@ def _without_copies(bucket, numbers, source: SignatureFolders) -> tuple[np.ndarr
 
 
 def merge_candidates(files: Iterable[Path], out: Path) -> int:
-    """Merge the pairs of all `files` (each ascending) into `out`, ascending, each once; return their number."""
+    """Merge the pairs of all `files`, each ascending, into `out`, ascending and without repeats; return their
+    number."""
     sources = [file for file in map(ArrayFile, files) if len(file)]
     places = [0] * len(sources)
     size = max(PIECE // max(len(sources), 1), 1)
@@ -276,7 +278,7 @@ def merge_candidates(files: Iterable[Path], out: Path) -> int:
             heads = [
                 file.read(place, min(place + size, len(file))) for file, place in zip(sources, places, strict=True)
             ]
-            # Everything up to the least of the last pairs is at hand.
+            # All pairs up to the smallest last pair of the heads have been read.
             last = min(head[-1] for head in heads if len(head))
             counts = [int(np.searchsorted(head, last, side="right")) for head in heads]
             places = [place + count for place, count in zip(places, counts, strict=True)]

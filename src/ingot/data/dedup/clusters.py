@@ -1,12 +1,13 @@
-"""Verify candidate pairs, and join verified pairs into clusters; the first document of a cluster stays.
+"""Verify candidate pairs, and join verified pairs into clusters; the first document of each cluster stays.
 
 Verification computes the exact Jaccard similarity of two shingle sets. Candidates are sorted by their later document,
 so that later sets are read in order; earlier sets, which are needed many times, stay in a cache of bounded size. A pair
-whose ends are already connected in its slice is skipped: it changes no cluster. Any worker can verify a slice: the
-clusters, and the first similar document of each document, do not depend on the cuts between slices.
+whose documents are already connected in its slice is skipped, because it changes no cluster. Any worker can verify a
+slice: the clusters, and the first similar document of each document, do not depend on how candidates are sliced.
 
-Clusters are union-find over one array of 4 bytes per document, with the smallest number as the root (Tarjan 1975). With
-the first similar document of each document that is 12 bytes per document; pairs are read in pieces.
+Clusters are made by union-find over one array of 4 bytes per document, with the smallest number as the root (Tarjan
+1975). With each document's first similar document and their similarity, memory is 12 bytes per document; pairs are read
+in pieces.
 """
 
 from collections import OrderedDict
@@ -29,9 +30,10 @@ _NONE = np.uint32(2**32 - 1)
 
 @dataclass(frozen=True)
 class Clusters:
-    """The clusters: for every document the first of its cluster, and its first similar document with the similarity.
+    """The clusters of documents 0 .. n - 1.
 
-    roots, like: uint32 [documents]; jaccard: float32 [documents]. `like` of a document without a pair is 2^32 - 1.
+    roots: uint32 [n], the first document of each document's cluster. like: uint32 [n], its first similar document, or
+    2^32 - 1 if there is none. jaccard: float32 [n], the similarity of the document and `like`.
     """
 
     roots: np.ndarray
@@ -39,8 +41,8 @@ class Clusters:
     jaccard: np.ndarray
 
     def duplicates(self, fixed: int = 0) -> np.ndarray:
-        """Return the documents to drop: DUPLICATE records (16 bytes) ascending by document. The first `fixed` all
-        stay."""
+        """Return the documents to drop, as DUPLICATE records (16 bytes) ascending by document. The first `fixed`
+        documents are never dropped."""
         found = np.empty(sum(map(len, self._dropped(fixed))), DUPLICATE)
         place = 0
         for dropped in self._dropped(fixed):
@@ -59,7 +61,7 @@ class Clusters:
 def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
     """Join documents 0 to `documents` - 1 into clusters by the pairs in the files `verified`, in any order.
 
-    Raises DataError for a pair with a document beyond the last.
+    Raises DataError if a pair has a document number of `documents` or more.
     """
     roots = np.arange(documents, dtype=np.uint32)
     like = np.full(documents, _NONE)
@@ -70,7 +72,7 @@ def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
                 raise DataError(
                     "E-DEDUP-PAIR-RANGE",
                     f"{path} names a document beyond the last of {documents:,}",
-                    rule="verified pairs number the documents of the same folders as the clusters",
+                    rule="verified pairs and clusters number the documents of the same folders",
                     fix="remove the work folder and build again",
                     path=str(path),
                     documents=documents,
@@ -79,7 +81,7 @@ def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
                 _CORE.unite(roots, like, jaccard, piece)
             else:
                 unite_reference(roots, like, jaccard, piece)
-    for start in range(0, documents, PIECE):  # earlier pieces are settled: parents are never greater
+    for start in range(0, documents, PIECE):  # earlier pieces are final: a parent is never greater
         piece = roots[start : start + PIECE]
         while not np.array_equal(above := roots[piece], piece):
             piece[:] = above
@@ -87,7 +89,8 @@ def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
 
 
 def unite_reference(parent: np.ndarray, like: np.ndarray, similarity: np.ndarray, pairs: np.ndarray) -> None:
-    """Add `pairs` (VERIFIED records) to the forest `parent` and to each document's smallest partner, in place."""
+    """Add `pairs` (VERIFIED records) to the union-find `parent`, and update `like` and `similarity` where a pair has a
+    smaller partner; all in place."""
     document = np.concatenate((pairs["earlier"], pairs["later"]))
     partner = np.concatenate((pairs["later"], pairs["earlier"]))
     order = np.lexsort((partner, document))
@@ -100,8 +103,8 @@ def unite_reference(parent: np.ndarray, like: np.ndarray, similarity: np.ndarray
         a, b = _roots(parent, a), _roots(parent, b)
         apart = a != b
         a, b = np.minimum(a[apart], b[apart]), np.maximum(a[apart], b[apart])
-        np.minimum.at(parent, b, a)  # a root has one new parent; the other pairs are repeated
-        while not np.array_equal(above := parent[parent[b]], parent[b]):  # chains of roots, halved
+        np.minimum.at(parent, b, a)  # a root gets one new parent; its other pairs stay for the next round
+        while not np.array_equal(above := parent[parent[b]], parent[b]):  # halves chains of parents
             parent[b] = above
 
 
@@ -117,7 +120,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Verification:
-    """The number of candidates, of compared candidates, and of similar pairs."""
+    """The numbers of candidate pairs, of pairs that were compared, and of similar pairs."""
 
     candidates: int
     compared: int
@@ -125,7 +128,8 @@ class Verification:
 
 
 def slices(pairs: Path, at_most: int) -> list[tuple[int, int]]:
-    """Return slices [start, stop) of the candidates, one per task; they depend on the number of candidates alone."""
+    """Return slices [start, stop) of at most `at_most` candidates each, one per task. They depend only on the number
+    of candidates in the file `pairs`."""
     count = len(ArrayFile(pairs))
     return [(start, min(start + at_most, count)) for start in range(0, count, at_most)]
 
@@ -142,9 +146,9 @@ def verify_pairs(
 ) -> Verification:
     """Write the candidates [start, stop) of the file `pairs` with a similarity of at least `rules.jaccard` to `out`.
 
-    out: .npy file of VERIFIED records, ascending by (later, earlier). set_of(number): the shingle set of a document
-    (`minhash.shingle_set`); later documents are requested in order. cache_bytes: limit of cached sets; about 200 bytes
-    per similar pair of the slice come on top.
+    out: .npy file of VERIFIED records, ascending by (later, earlier). set_of: returns the shingle set of a document
+    (`minhash.shingle_set`); later documents are requested in order. cache_bytes: limit of cached sets. In addition,
+    about 200 bytes per similar pair of the slice are in memory.
     """
     sets = _Cache(set_of, cache_bytes)
     connected = _Connected()
@@ -189,7 +193,7 @@ class _Connected:
 
 
 class _Cache:
-    """The sets used last, up to a number of bytes."""
+    """An LRU cache of shingle sets, limited by their bytes."""
 
     def __init__(self, set_of: Callable[[int], np.ndarray], limit_bytes: int):
         self._set_of, self._limit, self._bytes = set_of, limit_bytes, 0

@@ -1,8 +1,8 @@
-"""Find rows of many parts that equal an earlier row, by hash, in bounded memory: URLs and whole texts.
+"""Find rows that equal an earlier row, in many parts and bounded memory. A row is the hash of a URL or a whole text.
 
-Rows go to partitions by hash, each partition is sorted separately, and the found rows are put back in the order of the
-parts. The result depends on the rows and their order alone. Only different keys are held, so that one key which fills
-half of the corpus costs no more than any other.
+Rows go to partitions by hash, each partition is sorted separately, and the rows found are put back in the order of the
+parts. The result depends only on the rows and their order. Only distinct keys are kept between pieces, so a key that
+fills half of the corpus costs no more than any other.
 """
 
 import tempfile
@@ -15,27 +15,27 @@ from xxhash import xxh3_128_digest
 from ingot.data.dedup.arrays import PIECE, ArrayFile, ArrayWriter, Partitions, by_hash, partitions_for
 
 EQUAL = np.dtype([("part", "<u4"), ("row", "<u4"), ("first_part", "<u4"), ("first_row", "<u4")])
-_ROW_BYTES = 96  # of memory per row while a partition is sorted: keys, numbers, order and their copies
+_ROW_BYTES = 96  # memory per row while a partition is sorted: keys, numbers, order and their copies
 _FOUND = np.dtype([("row", "<u8"), ("first", "<u8")])
 
 
 def text_hash(text: str) -> bytes:
-    """Return XXH3-128 (16 bytes, as two little-endian uint64) of the words of `text`, joined by single blanks.
+    """Return the XXH3-128 hash (16 bytes, as two little-endian uint64) of the words of `text`, joined by single spaces.
 
-    Whitespace is layout: two extractions of one page differ in it. Case is kept: this stage has
-    no threshold and no verification, so it drops only texts that readers see as equal; near-duplicates ignore case.
-    10^10 different texts hold a false pair with a probability of 10^-19.
+    Whitespace is ignored, because two extractions of one page differ in it. Case counts: this stage has no threshold
+    and no verification, so it drops only texts that look equal to a reader; near-duplicate search ignores case.
+    Among 10^10 different texts the probability of a false match is 10^-19.
     """
     return xxh3_128_digest(" ".join(text.split()).encode("utf-8", "surrogatepass"))[::-1]
 
 
 def firsts(parts: Sequence[np.ndarray | Path], out: Path, *, limit_bytes: int = 256 << 20) -> np.ndarray:
-    """Return every row that equals an earlier one, with the first equal row: EQUAL records, ascending, mapped from
-    `out`.
+    """Return every row that equals an earlier row, with the first equal row, as EQUAL records, ascending; the result
+    is mapped from the file `out`.
 
-    parts: hashes in corpus order, each uint64 [rows], or [rows, 2] for 128 bits, or an .npy file of such; up to 2^32
-    rows each. limit_bytes: approximate limit of memory for sorting. Scratch files, as large as the parts, are next to
-    `out`.
+    parts: hashes in corpus order; a part is an array uint64 [rows], or [rows, 2] for 128 bits, or an .npy file of such
+    an array, with up to 2^32 rows. limit_bytes: approximate memory limit for sorting. Scratch files, as large as the
+    parts, are next to `out`.
     """
     sizes = [len(ArrayFile(part)) if isinstance(part, Path) else len(part) for part in parts]
     starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.uint64))).astype(np.uint64)
@@ -53,7 +53,7 @@ def firsts(parts: Sequence[np.ndarray | Path], out: Path, *, limit_bytes: int = 
 
 
 def rows_of(found: np.ndarray, part: int) -> np.ndarray:
-    """Return the records of one part in the result of `firsts`."""
+    """Return the records of `found`, the result of `firsts`, whose row is in `part`."""
     return found[np.searchsorted(found["part"], part) : np.searchsorted(found["part"], part, side="right")]
 
 
@@ -73,9 +73,10 @@ def _rows(part: np.ndarray | Path, start: int) -> Iterator[tuple[int, np.ndarray
 def equal_rows(
     numbered: Iterable[tuple[int, np.ndarray]], total: int, scratch: Path, limit_bytes: int
 ) -> Iterator[np.ndarray]:
-    """Yield blocks of (row, first), ascending by row, for every row that equals an earlier one.
+    """Yield blocks of records (row, first equal row), ascending by row, for every row that equals an earlier row.
 
-    numbered: (number of the first row, keys uint64 [rows, 1 or 2]), ascending. total: rows of all. scratch: a folder.
+    numbered: pairs (number of the first row, keys uint64 [rows, 1 or 2]), ascending. total: number of all rows.
+    scratch: the folder for scratch files.
     """
     count = partitions_for(total, _ROW_BYTES, limit_bytes)
     spread: Partitions | None = None
@@ -100,7 +101,7 @@ def equal_rows(
 
 
 def _equal_in(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    known: np.ndarray | None = None  # the first row of every key so far
+    known: np.ndarray | None = None  # for each key so far, its first row
     for piece in pieces:
         rows = piece if known is None else np.concatenate((known, piece))
         order = _order(rows["key"])
@@ -108,7 +109,7 @@ def _equal_in(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         new = np.ones(len(rows), bool)
         new[1:] = (rows["key"][1:] != rows["key"][:-1]).any(axis=1)
         first = rows["row"][new][np.cumsum(new) - 1]
-        later = ~new  # what was known is always the first of its key
+        later = ~new  # a known row is always the first of its key
         block = np.empty(int(later.sum()), _FOUND)
         block["row"], block["first"] = rows["row"][later], first[later]
         known = rows[new]
@@ -116,11 +117,12 @@ def _equal_in(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _order(keys: np.ndarray) -> np.ndarray:
-    """Return indices that sort keys [rows, 1 or 2], stable, so that equal keys stay in corpus order."""
+    """Return the indices that sort `keys`, uint64 [rows, 1 or 2]. The sort is stable: equal keys stay in corpus
+    order."""
     order = np.argsort(keys[:, 0], kind="stable")
     if keys.shape[1] == 2:
         a = keys[order]
         tied = a[1:, 0] == a[:-1, 0]
-        if (a[1:, 1] != a[:-1, 1])[tied].any():  # two keys that share 64 bits: the second half decides too
+        if (a[1:, 1] != a[:-1, 1])[tied].any():  # different keys share their first 64 bits: sort by both halves
             return np.lexsort((keys[:, 1], keys[:, 0]))
     return order

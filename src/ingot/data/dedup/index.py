@@ -1,14 +1,14 @@
-"""The index of kept documents, which later builds search for near-duplicates.
+"""The index of kept documents, in which later builds search for near-duplicates.
 
 An index is a folder:
-    index.json        version, rules, and per part its documents and the SHA-256 of its files; written last
+    index.json        version, rules, and each part's number of documents and file hashes (SHA-256); written last
     part-00000/       one part per addition
         signatures.npy, keys.npy    as bands.py describes
         sets.npy      uint64: the shingle sets of the part's documents, one after another
-        starts.npy    uint64 [documents + 1]: where each set begins
+        starts.npy    uint64 [documents + 1]: the start of each set
         ids.txt       the ids of the documents, one per line
-A search puts the parts of the index before its own folders and calls them fixed: their documents are compared, never
-dropped. The index holds sets instead of texts: verification needs only sets, and of a purged text only hashes remain.
+A search puts the parts of the index before its own folders and calls them fixed: their documents are compared, but
+never dropped. The index holds sets, not texts: verification needs only sets, and only hashes of a purged text remain.
 """
 
 import json
@@ -27,15 +27,15 @@ from ingot.storage import sha256_file, write_atomic, write_json
 INDEX = "index.json"
 _VERSION = 1
 _FILES = ("signatures.npy", "keys.npy", "sets.npy", "starts.npy", "ids.txt")
-_COMPARED = ("ngram", "bands", "rows")  # rules that decide what is on disk; another `jaccard` may search the same index
+_COMPARED = ("ngram", "bands", "rows")  # rules that change the files; searches with any `jaccard` can share an index
 
 
 def add_to_index(index: Path, rules: DedupRules, documents: Iterable[tuple[str, np.ndarray]]) -> int:
-    """Add `documents`, (id, shingle set) each, as one part of the folder `index`, created if missing; return their
+    """Add `documents`, pairs (id, shingle set), as one part of the folder `index`, created if missing; return their
     number.
 
-    A part has the documents of one processed input file: all its signatures are in memory. The part exists once
-    index.json names it. Raises DataError where the index was made by other rules, or an id holds a line break.
+    A part has the documents of one processed input file; all its signatures are in memory. The part counts only once
+    index.json names it. Raises DataError if the index was made with other rules, or if an id has a line break.
     """
     facts = (
         _facts(index, rules) if (index / INDEX).exists() else {"version": _VERSION, "rules": _rules(rules), "parts": []}
@@ -48,7 +48,7 @@ def add_to_index(index: Path, rules: DedupRules, documents: Iterable[tuple[str, 
             if "\n" in name:
                 raise DataError(
                     "E-INDEX-ID",
-                    f"a document's id holds a line break: {name!r}",
+                    f"a document's id contains a line break: {name!r}",
                     rule="an index has one id per line",
                     fix="remove line breaks from the ids of the input",
                     id=name,
@@ -67,15 +67,18 @@ def add_to_index(index: Path, rules: DedupRules, documents: Iterable[tuple[str, 
 
 
 class Index:
-    """An index for reading. Documents are numbered through its parts."""
+    """An index for reading. Documents are numbered consecutively over its parts."""
 
     def __init__(self, index: Path, rules: DedupRules, *, verify: bool = False):
-        """Open the folder `index`. verify: read every file and compare its hash. Raises DataMissing, DataError."""
+        """Open the folder `index`. verify: read every file and compare its hash.
+
+        Raises DataMissing if there is no index, DataError if it is damaged or has other rules or another version.
+        """
         if not (index / INDEX).exists():
             raise DataMissing(
                 "E-INDEX-MISSING",
                 f"there is no index of kept documents at {index}",
-                rule=f"the folder of an index holds a file {INDEX}",
+                rule=f"the folder of an index contains a file {INDEX}",
                 fix="correct the path given with --against",
                 index=str(index),
             )
@@ -106,7 +109,7 @@ class Index:
         return self._sets[part].read(start, stop)
 
     def id_of(self, number: int) -> str:
-        """Return the id of document `number`. Reads a whole list of ids, so it is for messages only."""
+        """Return the id of document `number`. This reads the list of ids, so use it for messages only."""
         part, row = self._place(number)
         with (self.folders[part] / "ids.txt").open(encoding="utf-8", errors="surrogatepass", newline="\n") as file:
             return next(line for count, line in enumerate(file) if count == row).removesuffix("\n")

@@ -1,7 +1,8 @@
-"""MinHash signatures of word n-grams (Broder 1997): equal places of two signatures estimate the Jaccard similarity.
+"""MinHash signatures of word n-grams (Broder 1997). The share of equal places in two signatures estimates the Jaccard
+similarity of their texts.
 
-Shingles are all runs of `ngram` lower-case words (whitespace-separated), as 64-bit hashes; a permutation is
-h -> a*h + b mod 2^32 with odd a on 32 bits of them. The mean error of the estimate over 128 places is about 0.025.
+Shingles are all runs of `ngram` lower-case words (whitespace-separated), as 64-bit hashes; a permutation maps their
+lower 32 bits h to a*h + b mod 2^32, with a odd. The mean error of the estimate over 128 places is about 0.025.
 The compiled core (native/minhash.c) gives the same bytes as the Python below.
 """
 
@@ -15,20 +16,20 @@ from xxhash import xxh3_64_intdigest
 from ingot.data.dedup.arrays import sorted_set
 from ingot.data.native import compiled
 
-_BLOCK = 4096  # shingles at a time: 128 permutations of them are 2 MiB, which stay in cache
+_BLOCK = 4096  # shingles at a time: their 128 permutations take 2 MiB, which fit in the cache
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MIXER = np.uint64(0xFF51AFD7ED558CCD)
 _CORE = compiled("_minhash")
-_STANDARD_ERRORS = 4  # of the estimate; 3 in 100,000 pairs at the threshold itself have an estimate below that
+_STANDARD_ERRORS = 4  # 3 in 100,000 pairs at the threshold have an estimate this many standard errors below it
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupRules:
-    """Settings of deduplication. Documents that share all rows of one band are candidates; those with at least
-    `jaccard` are duplicates.
+    """Settings of deduplication. Documents that share all rows of a band are candidate pairs; candidates whose Jaccard
+    similarity is at least `jaccard` are duplicates.
 
-    16 bands of 8 rows find 99% of the pairs with Jaccard 0.8 or more; exact verification removes the false ones.
-    `exact`: texts that are equal but for whitespace are dropped before (equal.py).
+    16 bands of 8 rows find 99% of the pairs with Jaccard 0.8 or more; exact verification removes false candidates.
+    exact: first drop texts that are equal except for whitespace (equal.py). ngram: words per shingle.
     """
 
     enabled: bool = True
@@ -51,7 +52,7 @@ class DedupRules:
 
     @property
     def least_estimate(self) -> float:
-        """The least estimated similarity of a pair that is verified."""
+        """The least estimated similarity at which a candidate pair is verified."""
         return self.jaccard - _STANDARD_ERRORS * self.standard_error
 
     @property
@@ -65,7 +66,7 @@ class DedupRules:
 
 
 def shingles(text: str, ngram: int = 5) -> np.ndarray:
-    """Return the n-grams of `text` as uint64 hashes [max(words - ngram + 1, 1)], in order, repeats included.
+    """Return the hashes of the n-grams of `text`, uint64 [max(words - ngram + 1, 1)], in order, repeats included.
 
     A text of fewer than `ngram` words is one shingle. Hashes are the same in every process and on every machine.
     """
@@ -92,19 +93,19 @@ def shingles_reference(text: str, ngram: int) -> np.ndarray:
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """Return XXH3-64 of the UTF-8 of every whitespace-separated word, uint64 [words]."""
-    # Words hold no whitespace, so that joining, encoding and splitting again gives them back as bytes.
+    """Return the XXH3-64 hash of the UTF-8 of every whitespace-separated word, uint64 [words]."""
+    # Words contain no whitespace, so joining, encoding and splitting gives the same words as bytes.
     words = " ".join(text.split()).encode("utf-8", "surrogatepass").split()
     return np.fromiter(map(xxh3_64_intdigest, words), np.uint64, len(words))
 
 
 def shingle_set(text: str, rules: DedupRules) -> np.ndarray:
-    """Return the different shingles of `text`, uint64, ascending; verification compares these sets."""
+    """Return the distinct shingles of `text`, uint64, ascending; verification compares these sets."""
     return sorted_set(shingles(text, rules.ngram))
 
 
 def signature_of(text: str, rules: DedupRules) -> np.ndarray:
-    """Return the MinHash of the shingles of `text`, uint32 [permutations]."""
+    """Return the MinHash signature of `text`, uint32 [permutations]."""
     if _CORE is not None:
         found = _CORE.signature(text.lower(), rules.ngram, xxh3_64_intdigest, *_permutations(rules.permutations))
         return np.frombuffer(found, np.uint32)
@@ -120,7 +121,7 @@ def _permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def signature(hashes: np.ndarray, permutations: int = 128) -> np.ndarray:
-    """Return the MinHash of shingles uint64 [n] as uint32 [permutations]."""
+    """Return the MinHash signature, uint32 [permutations], of the shingles `hashes`, uint64 [n]."""
     if _CORE is not None:
         return np.frombuffer(_CORE.minima(np.ascontiguousarray(hashes), *_permutations(permutations)), np.uint32)
     return signature_reference(hashes, permutations)

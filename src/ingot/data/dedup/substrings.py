@@ -1,14 +1,15 @@
-"""Cut long spans of words that came before in the corpus (Lee et al. 2022; RefinedWeb cuts spans of 50 tokens).
+"""Cut long spans of words that occur earlier in the corpus (Lee et al. 2022; RefinedWeb cuts spans of 50 tokens).
 
 A window is a run of `words` words, compared without their whitespace. It is repeated if the same window begins earlier:
-in an earlier document, or earlier in the same one. A word is cut if a repeated window covers it, so the first
-occurrence of everything stays. Three steps, whose results depend on the order of the corpus alone:
+in an earlier document, or earlier in the same document. A word is cut if a repeated window covers it, so the first
+occurrence of each span stays. There are three steps; only the order of the corpus affects their results:
     write_windows   map, one task per file: the hashes of its windows, grouped by partition, each group in corpus order
-    mark_repeated   reduce, one task per partition: one bit per window, is it repeated
-    RepeatedSpans   map: the same texts again in the same order; the bits are read in the order they were written, so
-                    that no position is stored: 8 bytes and one bit per word are written.
-Windows are equal if their 64-bit hashes are: no window is missed, and n windows hold n^2 / 2^65 false pairs (0.03 in
-10^9 words, 27,000 of 10^12, each of which cuts one span). They are not verified: that needs every text twice.
+    mark_repeated   reduce, one task per partition: one bit per window, set if the window is repeated
+    RepeatedSpans   map: read the same texts again in the same order. The bits are in the order in which the windows
+                    were written, so no positions are stored: 8 bytes and one bit per word are written.
+Windows count as equal if their 64-bit hashes are equal. So no window is missed, and n windows give about n^2 / 2^65
+false pairs (0.03 for 10^9 words, 27,000 for 10^12), each of which cuts one span. Pairs are not verified, because that
+would need every text twice.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,16 +25,16 @@ from ingot.data.dedup.arrays import PIECE, ArrayFile, ArrayWriter, Partitions, b
 from ingot.data.dedup.minhash import word_hashes
 from ingot.errors import DataError
 
-_ROW_BYTES = 48  # of memory per window while a partition is sorted
-_WORD = pattern(r"\S+")  # splits where str.split does
+_ROW_BYTES = 48  # memory per window while a partition is sorted
+_WORD = pattern(r"\S+")  # matches the words of str.split
 _BASE = 0x9E3779B97F4A7C15
-_BLOCK = 1 << 16  # windows of a long text at a time
+_BLOCK = 1 << 16  # windows of a long text that are hashed at a time
 _INVERSE = pow(_BASE, -1, 2**64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubstringRules:
-    """Settings. words: the least length in words of a span that is cut where it is repeated."""
+    """Settings for cutting repeated spans. words: the least length, in words, of a span that is cut."""
 
     enabled: bool = False
     words: int = 50
@@ -44,7 +45,7 @@ class SubstringRules:
 
     @property
     def ran(self) -> str:
-        return f"spans of {self.words} or more words that came before are cut"
+        return f"spans of {self.words} or more words that occur earlier in the corpus are cut"
 
 
 def window_partitions(windows: int, limit_bytes: int = 512 << 20) -> int:
@@ -53,9 +54,10 @@ def window_partitions(windows: int, limit_bytes: int = 512 << 20) -> int:
 
 
 def window_hashes(text: str, words: int) -> np.ndarray:
-    """Return a hash of every run of `words` words, uint64 [max(words of the text - words + 1, 0)].
+    """Return a hash of every run of `words` words, uint64 [max(words in `text` - `words` + 1, 0)].
 
-    Polynomials in an odd base modulo 2^64 of the words' hashes: differences of prefix sums, at any length of the run.
+    The hash is a polynomial of the words' hashes, in an odd base modulo 2^64, computed from differences of prefix sums,
+    so its cost does not depend on `words`.
     """
     hashes = word_hashes(text)
     count = max(len(hashes) - words + 1, 0)
@@ -77,9 +79,9 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 
 def write_windows(texts: Iterable[str], rules: SubstringRules, partitions: int, folder: Path) -> int:
-    """Write the windows of one file's texts into `folder` (exists); return their number.
+    """Write the hashes of the windows of one file's texts into the existing `folder`; return their number.
 
-    windows.npy: uint64, grouped by partition; starts.npy: uint64 [partitions + 1], where each group begins.
+    windows.npy: uint64, grouped by partition; starts.npy: uint64 [partitions + 1], the start of each group.
     """
     spread = Partitions(folder / "scratch", partitions, "<u8")
     waiting, held = [], 0
@@ -103,10 +105,11 @@ def write_windows(texts: Iterable[str], rules: SubstringRules, partitions: int, 
 
 
 def mark_repeated(partition: int, folders: Sequence[Path], out: Path) -> int:
-    """Write which windows of one partition of all `folders`, in corpus order, came before; return their number.
+    """Write which windows of one partition occur earlier in the corpus; return their number.
 
-    Folder `out` (exists): repeated.npy: uint8, one bit per window, each of `folders` from a new byte on; starts.npy:
-    uint64 [folders + 1], the byte where each begins. Holds the partition in memory: about 48 bytes per window.
+    folders: the folders of `write_windows`, in corpus order. out: an existing folder for repeated.npy (uint8, one bit
+    per window; the bits of each folder begin at a new byte) and starts.npy (uint64 [folders + 1], the byte at which
+    each folder begins). The whole partition is in memory: about 48 bytes per window.
     """
     groups = []
     for folder in folders:
@@ -118,7 +121,7 @@ def mark_repeated(partition: int, folders: Sequence[Path], out: Path) -> int:
     order = np.argsort(hashes, kind="stable")
     hashes = hashes[order]
     repeated = np.zeros(len(hashes), bool)
-    repeated[order[1:]] = hashes[1:] == hashes[:-1]  # stable: the first of equal ones is the first in the corpus
+    repeated[order[1:]] = hashes[1:] == hashes[:-1]  # the sort is stable: the first of equal hashes is first in corpus
     starts = [0]
     with ArrayWriter(out / "repeated.npy", "u1") as file:
         for start, stop in pairwise(borders):
@@ -129,10 +132,13 @@ def mark_repeated(partition: int, folders: Sequence[Path], out: Path) -> int:
 
 
 class RepeatedSpans:
-    """Finds the spans to cut from the texts of one file: all texts, in the order in which `write_windows` saw them."""
+    """Finds the spans to cut from the texts of one file, which must come in the order that `write_windows` got them."""
 
     def __init__(self, number: int, folder: Path, marked: Sequence[Path], rules: SubstringRules):
-        """number: of `folder` among the folders of the corpus. marked: the folder of every partition, in order."""
+        """Load the bits of one file.
+
+        number: position of `folder` in the `folders` of `mark_repeated`. marked: its `out` per partition, in order.
+        """
         self._folder, self._words, self._partitions = folder, rules.words, len(marked)
         sizes = np.diff(np.load(folder / "starts.npy").astype(np.int64))
         bits = []
@@ -141,12 +147,13 @@ class RepeatedSpans:
             bits.append(np.unpackbits(ArrayFile(one / "repeated.npy").read(start, stop), count=size).view(bool))
         self._repeated = np.concatenate([np.empty(0, bool), *bits])
         self._ends = np.cumsum(sizes)
-        self._next = self._ends - sizes  # of each partition: its next bit
+        self._next = self._ends - sizes  # for each partition, its next bit
 
     def of(self, text: str) -> list[tuple[int, int]]:
-        """Return character ranges [start, end) of the next text: whole words and the whitespace after them, ascending.
+        """Return the character ranges [start, end) to cut from `text`, the next text: whole words with the whitespace
+        after them, ascending.
 
-        Raises DataError when more windows come than were written.
+        Raises DataError if the texts have more windows than were written.
         """
         hashes = window_hashes(text, self._words)
         if not len(hashes):
@@ -156,7 +163,7 @@ class RepeatedSpans:
         counts = np.bincount(partitions, minlength=self._partitions)
         if (self._next + counts > self._ends).any():
             raise self._texts_changed()
-        # The rank of each window among those of its partition, in the order of the text, from the next bit on.
+        # Each window reads the next unread bit of its partition, in the order of the text.
         base = self._next - (np.cumsum(counts) - counts)
         repeated = np.empty(len(hashes), bool)
         repeated[order] = self._repeated[base[partitions[order]] + np.arange(len(hashes))]
@@ -164,7 +171,7 @@ class RepeatedSpans:
         return _spans(text, repeated, self._words) if repeated.any() else []
 
     def finish(self) -> None:
-        """Check that all windows were read. Raises DataError when fewer windows came than were written."""
+        """Check that all bits were read. Raises DataError if the texts had fewer windows than were written."""
         if (self._next != self._ends).any():
             raise self._texts_changed()
 
@@ -172,18 +179,18 @@ class RepeatedSpans:
         return DataError(
             "E-DEDUP-TEXTS-CHANGED",
             f"the texts differ from the texts whose windows are in {self._folder}",
-            rule="repeated spans are cut from the same texts, in the same order, as they were searched in",
+            rule="repeated spans are cut from the texts that were searched, in the same order",
             fix="remove the work folder and build again",
             folder=str(self._folder),
         )
 
 
 def _spans(text: str, repeated: np.ndarray, words: int) -> list[tuple[int, int]]:
-    """Return the runs of words that a repeated window covers, as character ranges. repeated: bool per window."""
+    """Return the runs of words that repeated windows cover, as character ranges. repeated: one bool per window."""
     change = np.zeros(len(repeated) + words + 1, np.int64)
     change[1 : len(repeated) + 1] += repeated
     change[words + 1 :] -= repeated
-    covered = np.cumsum(change) > 0  # one False before the first word
+    covered = np.cumsum(change) > 0  # per word, with one False before the first word
     borders = np.flatnonzero(covered[1:] != covered[:-1])
     starts = [match.start() for match in _WORD.finditer(text)]
     edges = [starts[border] if border < len(starts) else len(text) for border in borders.tolist()]

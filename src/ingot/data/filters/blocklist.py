@@ -1,12 +1,12 @@
 """Filter pages by their address: block lists of domains and URLs, and a score of words in the URL.
 
-The user gives the lists: plain lines, hosts files, Adblock filters for whole domains, or a folder of the collection of
-the University of Toulouse (UT1: CATEGORY/domains and CATEGORY/urls), each plain or gzipped. RefinedWeb (Penedo et al.
-2023, arXiv:2306.01116) blocked 4.6 million domains this way and scored URLs by words, which `words` does with a list
-that comes with ingot, blocklist_words.txt.
+The user provides the lists: plain lines, hosts files, Adblock filters for whole domains, or a folder of the collection
+of the University of Toulouse (UT1: CATEGORY/domains and CATEGORY/urls), each plain or gzipped. RefinedWeb (Penedo et
+al. 2023, arXiv:2306.01116) blocked 4.6 million domains this way and scored the words in URLs. The setting `words` does
+the latter, with a list that comes with ingot, blocklist_words.txt.
 
-Only 8 bytes of hash are kept per entry, sorted: 40 MB for five million domains. A name that is
-not listed is blocked by mistake with a probability of entries / 2^64 per look-up.
+Each entry is kept as a hash of 8 bytes, in sorted order: 40 MB for five million domains. A name that is not listed is
+blocked by mistake with a probability of entries / 2^64 per look-up.
 """
 
 import functools
@@ -30,7 +30,7 @@ from ingot.schema.document import Document, Drop
 from ingot.storage import sha256_file
 
 _LONGEST_LINE = 1 << 16  # bytes; the rest of a longer line is read as another line
-_LIST_NAMES = ("domains", "urls")  # of a folder in UT1's form
+_LIST_NAMES = ("domains", "urls")  # names of the lists in a UT1 folder
 _NULL_ADDRESSES = ("0.0.0.0", "127.0.0.1", "::", "::1")
 _LOCAL_NAMES = frozenset(
     ("localhost", "localhost.localdomain", "local", "broadcasthost", "ip6-localhost", "ip6-loopback")
@@ -46,7 +46,7 @@ _HASH = functools.partial(xxhash.xxh3_64_intdigest, seed=0)
 class BlocklistRules:
     """Settings of block lists.
 
-    files: lists, or folders of lists. words: the score of the words in a URL at which it is blocked; 0: off.
+    files: lists, or folders of lists. words: a URL is blocked if its words score this or more; 0: no scoring.
     """
 
     enabled: bool = True
@@ -71,9 +71,9 @@ class Lists:
 
 
 def fingerprint(rules: BlocklistRules) -> dict[str, Any]:
-    """Return all that decides the verdicts, as JSON values: the content of the files, not their paths.
+    """Return everything that affects the filter's results, as JSON values: the hashes of files, not their paths.
 
-    Raises DataMissing.
+    Raises DataMissing if a file does not exist.
     """
     paths = [path for name in rules.files for path in _paths(name)]
     words = hashlib.sha256("\n".join(f"{word} {score}" for word, score in sorted(url_words().items())).encode())
@@ -85,7 +85,7 @@ def fingerprint(rules: BlocklistRules) -> dict[str, Any]:
 
 
 def _paths(name: str) -> list[Path]:
-    """Return the list `name`; for a folder all lists in it, in order of their paths."""
+    """Return [`name`] for a file; for a folder all lists in it, sorted by path."""
     path = Path(name)
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.removesuffix(".gz") in _LIST_NAMES)
@@ -112,7 +112,7 @@ def load_lists(names: tuple[str, ...]) -> Lists:
     for path in (path for name in names for path in _paths(name)):
         try:
             with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-                # In pieces of whole lines, so that a list of millions is never in memory as Python objects.
+                # Read pieces of whole lines, so that millions of entries are never in memory as Python objects.
                 while piece := file.read(1 << 22):
                     piece += file.readline(_LONGEST_LINE)
                     one, other, lost = _parse(piece)
@@ -135,8 +135,8 @@ def _sorted(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _parse(piece: bytes) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (hashes of domains, hashes of URLs, number of lines that are neither) for some lines."""
-    if _PLAIN_LINES.fullmatch(piece):  # nothing but names, one a line
+    """Return (hashes of domains, hashes of URLs, number of lines that are neither) for the lines in `piece`."""
+    if _PLAIN_LINES.fullmatch(piece):  # only names, one per line
         names = (name.strip(b".") for name in piece.split())
         return np.fromiter(map(_HASH, names), np.uint64), np.zeros(0, np.uint64), 0
     domains, urls, skipped = [], [], 0
@@ -149,9 +149,9 @@ def _parse(piece: bytes) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def entries_of(line: str) -> Iterator[str]:
-    """Yield the entries of one line: names in lower case, addresses without scheme; "" for a line of unknown form.
+    """Yield the entries of one line: domain names in lower case, URLs without scheme; "" for a line of unknown form.
 
-    Comments (#, !) and headers ([Adblock Plus]) yield nothing; neither do exceptions (@@).
+    Comments (#, !), headers ([Adblock Plus]) and exceptions (@@) yield nothing.
     """
     line = line.strip()
     if not line or line[0] in "#![" or line.startswith("@@"):
@@ -188,14 +188,14 @@ def _name(text: str) -> str:
 
 
 def url_key(url: str) -> str:
-    """Return a URL in the form that lists use: canonical, without scheme and "www."."""
+    """Return `url` in the form that lists use: canonical, without the scheme and "www."."""
     canonical = canonical_url(url if "://" in url else f"http://{url}")
     return canonical.partition("://")[2].removeprefix("www.")
 
 
 @functools.cache
 def url_words() -> dict[str, float]:
-    """Return word -> score from the list that comes with ingot."""
+    """Return the score of each word in the list that comes with ingot."""
     text = files("ingot.data.filters").joinpath("blocklist_words.txt").read_text(encoding="utf-8")
     pairs = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
     return {word: float(score) for word, score in pairs}
@@ -204,7 +204,7 @@ def url_words() -> dict[str, float]:
 class Blocklist:
     """Stage with the rules blocklist.domain (the listed name), blocklist.url, blocklist.words ("2.5 >= 2: xxx porn").
 
-    A listed domain blocks its subdomains. Needs document.url only, so it can run before extraction.
+    A listed domain blocks its subdomains. The stage reads only document.url, so it can run before extraction.
     """
 
     name = "blocklist"

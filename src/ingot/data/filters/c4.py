@@ -1,8 +1,8 @@
 """C4: line and document rules (Raffel et al. 2020, arXiv 1910.10683, section 2.2).
 
-FineWeb leaves out the rule that every line ends in punctuation (it loses a third of the text) and the bad-word list,
-and so does the default here. Thresholds and phrases: huggingface/datatrove, pipeline/filters/c4_filters.py and
-examples/fineweb.py.
+FineWeb leaves out the bad-word list and the rule that every line ends in punctuation, which removes a third of the
+text; the default here leaves them out too. Thresholds and phrases are those of huggingface/datatrove,
+pipeline/filters/c4_filters.py and examples/fineweb.py.
 """
 
 import re
@@ -13,20 +13,20 @@ from ingot.data.filters.counts import LineRules, cut_lines, problems_of_limits
 from ingot.data.filters.words import count_sentences as english_sentences
 from ingot.schema.document import Document, Drop
 
-# A sentence ends inside a line where its mark, and perhaps a closing quote, precedes a space and no lower-case letter.
+# Inside a line, a sentence ends at a mark, perhaps with a closing quote, before a space and no lower-case letter.
 _SENTENCE_BREAK = re.compile(r"[.!?]+[\"'”’)\]]*[ \t]+(?![a-z])")
 
 
 @dataclass(frozen=True, kw_only=True)
 class C4Rules:
     """Settings of C4's rules. Lines with a word longer than `word_length` characters, or with fewer than `line_words`
-    words, are cut.
+    words, are removed.
 
-    lorem_ipsum, curly_bracket: drop documents that hold "lorem ipsum" or "{". Switch the latter off for source code.
-    javascript, policy_phrases: cut lines that ask for JavaScript or speak of cookies and policies.
-    terminal_punctuation: cut lines that do not end in . ? ! or a quotation mark, or end in "...".
-    sentences: a document that has fewer after its lines were cut is dropped.
-    bad_words: file with one word or phrase per line; documents that hold one are dropped. "": no such rule.
+    lorem_ipsum, curly_bracket: drop documents that contain "lorem ipsum" or "{". Switch the latter off for source code.
+    javascript, policy_phrases: remove lines that mention JavaScript, or cookies and policies.
+    terminal_punctuation: remove lines that do not end in . ? ! or a quotation mark, or that end in "...".
+    sentences: the least number of sentences; a document that has fewer in its remaining lines is dropped.
+    bad_words: file with one word or phrase per line; documents that contain one are dropped. "": no such rule.
     """
 
     enabled: bool = True
@@ -43,14 +43,14 @@ class C4Rules:
     def problems(self):
         yield from problems_of_limits(self)
         if self.bad_words and not Path(self.bad_words).is_file():
-            yield "bad_words", f"is {self.bad_words!r}, which is no file"
+            yield "bad_words", f"is {self.bad_words!r}, which is not a file"
 
 
 class C4:
-    """Stage with rules c4.*; cuts citation marks like [3], then lines, out of the text, and blank lines with them.
+    """Stage with the rules c4.*; removes citation marks like [3], then lines, blank lines included, from the text.
 
-    words: with "spacy", as datatrove does it: citation marks count as words and leave the spaces around them, and
-    sentences end where spaCy ends them.
+    words: "spacy" does the same as datatrove: citation marks count as words, the spaces around them remain, and
+    sentences are counted as by spaCy.
     """
 
     name = "c4"
@@ -81,7 +81,7 @@ class C4:
         if reason:
             return Drop(self.name, f"c4.{reason}", f"holds {'{' if reason == 'curly_bracket' else 'lorem ipsum'!r}")
         least = self.rules.sentences
-        if num_lines < least:  # every line is a sentence at least
+        if num_lines < least:  # a line counts as at least one sentence
             sentences = self._sentences(text) if num_lines else 0
             if sentences < least:
                 return Drop(self.name, "c4.sentences", f"{sentences} < {least}")
@@ -101,7 +101,7 @@ def _pattern(path: Path) -> re.Pattern[str] | None:
 
 
 def count_sentences(text: str) -> int:
-    """Count the sentences of `text`: at least one per line that is not blank. Abbreviations before capitals count as
-    ends."""
+    """Count the sentences of `text`: at least one per line that is not blank. An abbreviation before a capital letter
+    counts as the end of a sentence."""
     lines = sum(1 for line in text.split("\n") if line.strip())
     return lines + sum(1 for _ in _SENTENCE_BREAK.finditer(text))

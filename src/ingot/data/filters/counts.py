@@ -1,11 +1,11 @@
-"""Counts of a text for the quality rules: compiled loops of one pass each, and plain loops that give the same result.
+"""Counts of a text for the quality rules: compiled loops of one pass each, and plain loops with the same results.
 
 The counts equal those of datatrove 0.10, with which FineWeb was made, including its peculiarities:
 
-- the commonest n-gram counts with its length, spaces included, times how often it occurs, overlaps and all;
-- repeated n-grams count without spaces, are the same when their words joined without spaces are, and after a hit its
-  n words are skipped;
-- paragraphs are cut from the stripped text, lines from the text as it is.
+- the most frequent n-gram counts as its length with spaces times its number of occurrences, overlapping ones included;
+- repeated n-grams are compared, and their characters counted, as words joined without spaces; after a repeated n-gram,
+  its n words are skipped;
+- paragraphs are split from the stripped text, lines from the unstripped text.
 """
 
 import re
@@ -27,18 +27,19 @@ POLICY_PHRASES = (
     "use cookies",
 )
 CLOSING_QUOTES = "\"'”’»…"
-_KELVIN = "\u212a"  # its small letter is an ASCII "k"
+_KELVIN = "\u212a"  # its lower-case form is an ASCII "k"
 _CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
-# Bits of C4's switches, as native/quality.c takes them.
+# Bits of C4's switches, as native/quality.c expects them.
 _TERMINAL_PUNCTUATION, _JAVASCRIPT, _POLICY, _LOREM, _CURLY, _CITATIONS_FIRST = (1 << bit for bit in range(6))
 
 
 class GopherCounts(NamedTuple):
     """Counts of one text for Gopher's rules.
 
-    real_words, real_characters: of words that hold more than symbols. pieces: lines as the repetition rules count
-    them, without blank lines. lines: with spaCy's words all lines, as in datatrove, and only "•" and "-" are bullets;
-    otherwise lines that are not blank, as text from pages has a blank line after each entry of a list.
+    real_words, real_characters: number of words that are not only symbols, and their characters. pieces: lines as the
+    repetition rules count them, without blank lines. lines: with spaCy's words all lines, as in datatrove, and only
+    "•" and "-" are bullets; otherwise the lines that are not blank, because text from pages has a blank line after
+    each entry of a list.
     """
 
     characters: int
@@ -72,8 +73,8 @@ class GopherCounts(NamedTuple):
 class FineWebCounts(NamedTuple):
     """Counts of one text for FineWeb's rules.
 
-    characters: without newlines. words: between whitespace. lines, ended_lines, short_lines and
-    duplicate_characters: of lines that are not blank.
+    characters: number without newlines. words: separated by whitespace. lines, ended_lines, short_lines and
+    duplicate_characters ignore blank lines.
     """
 
     characters: int
@@ -86,18 +87,18 @@ class FineWebCounts(NamedTuple):
 
 
 def count_gopher(text: str, words: str) -> GopherCounts:
-    """Count for Gopher's quality and repetition rules; words: the definition of a word, one of WORDS."""
+    """Return the counts for Gopher's quality and repetition rules. words: the definition of a word, one of WORDS."""
     module = native()
     if module is not None:
         try:
             return GopherCounts._make(module.gopher(text, words == "spacy"))
-        except UnicodeEncodeError:  # a lone surrogate: there is no UTF-8 of it
+        except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot encode
             pass
     return plain_gopher(text, words)
 
 
 def plain_gopher(text: str, words: str) -> GopherCounts:
-    """The reference of `count_gopher`."""
+    """Return the counts of `count_gopher`; the reference implementation in Python."""
     found = split_words(text, words)
     counts = Counter(found)
     alphabetic = sum(count for word, count in counts.items() if word.isalpha() or any(map(str.isalpha, word)))
@@ -127,7 +128,7 @@ def plain_gopher(text: str, words: str) -> GopherCounts:
 
 
 def _is_real(word: str, words: str) -> bool:
-    """Check that `word` is not only symbols. With spaCy's words a bullet counts as a word, as in datatrove."""
+    """Check that `word` is not only symbols. With spaCy's words a bullet is not a symbol, as in datatrove."""
     if words == "spacy":
         return not all(FLAGS[character] & PUNCTUATION for character in word)
     return any(map(str.isalnum, word))
@@ -142,10 +143,10 @@ def duplicates(pieces: list[str]) -> tuple[int, int]:
 
 
 def top_ngrams(words: list[str]) -> list[int]:
-    """Return for n = 2, 3, 4: length with spaces times count of the commonest n-gram (of equally common ones the
-    first).
+    """Return for n = 2, 3, 4 the length with spaces of the most frequent n-gram times its count (of equally frequent
+    n-grams the first).
 
-    An n-gram that occurs twice begins and ends with (n-1)-grams that occur twice: the others are skipped.
+    A repeated n-gram begins and ends with repeated (n-1)-grams, so only n-grams between such positions are counted.
     """
     found = []
     tally: Counter = Counter(words)
@@ -162,9 +163,11 @@ def top_ngrams(words: list[str]) -> list[int]:
 
 
 def duplicate_ngrams(words: list[str]) -> list[int]:
-    """Return for n = 5 .. 10: characters of n-grams seen before; the n words of a hit are skipped.
+    """Return for n = 5 .. 10 the number of characters in n-grams seen before; after such an n-gram, its n words are
+    skipped.
 
-    Equal n-grams begin with the same 16 characters of the joined words, or are shorter: other positions are skipped.
+    Only positions where an n-gram can repeat are searched: their first 16 joined characters occur at another position
+    too, or their first five words have fewer than 16 characters.
     """
     joined, ends = "".join(words), [0, *accumulate(map(len, words))]
     beginnings = [joined[end : end + 16] for end in ends[:-1]]
@@ -193,9 +196,9 @@ def _duplicates_of(n: int, joined: str, ends: list[int], places: list[int]) -> i
 
 
 def count_fineweb(text: str, short_characters: int, closing_quotes: bool) -> FineWebCounts:
-    """Count for FineWeb's rules.
+    """Return the counts for FineWeb's rules.
 
-    short_characters: the length limit of a short line. closing_quotes: quotation marks end a sentence.
+    short_characters: largest length of a short line. closing_quotes: a line may also end in a quotation mark or "…".
     """
     module = native()
     if module is not None:
@@ -207,7 +210,7 @@ def count_fineweb(text: str, short_characters: int, closing_quotes: bool) -> Fin
 
 
 def plain_fineweb(text: str, short_characters: int, closing_quotes: bool) -> FineWebCounts:
-    """The reference of `count_fineweb`."""
+    """Return the counts of `count_fineweb`; the reference implementation in Python."""
     lines = [line for line in text.split("\n") if line.strip()]
     more = CLOSING_QUOTES if closing_quotes else ""
     newlines = text.count("\n")
@@ -258,7 +261,7 @@ def cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
 
 
 def plain_cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
-    """The reference of `cut_lines`."""
+    """Return the result of `cut_lines`; the reference implementation in Python."""
     kept: list[str] = []
     for line in text.splitlines():
         if rules.citations_first:
@@ -287,10 +290,10 @@ def plain_cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
 
 
 def problems_of_limits(rules: Any) -> Iterator[tuple[str, str]]:
-    """Yield (field, message) for limits below 0, and for pairs (least, most) that exclude everything."""
+    """Yield (field, message) for each limit below 0 and each pair (least, most) that no value satisfies."""
     for name, value in ((field.name, getattr(rules, field.name)) for field in fields(rules)):
         if isinstance(value, tuple):
             if not 0 <= value[0] <= value[1]:
-                yield name, f"is {value[0]:g} to {value[1]:g}, must be at least 0 and not fall"
+                yield name, f"is {value[0]:g} to {value[1]:g}, must be at least 0, with the first not above the second"
         elif isinstance(value, (int, float)) and not value >= 0:
             yield name, f"is {value:g}, must be at least 0"

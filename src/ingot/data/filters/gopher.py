@@ -1,7 +1,7 @@
 """Gopher: document quality and repetition rules (Rae et al. 2021, arXiv 2112.11446, Table A1 and section A.1.1).
 
-The definition of a word is a setting (filters/words) that changes these rules: where punctuation marks count as words,
-`alphabetic_words` is far stricter than with words between whitespace. counts.py describes the counts.
+The definition of a word is a setting (filters/words) that changes these rules: if punctuation marks count as words,
+`alphabetic_words` is far stricter than with whitespace-separated words. counts.py describes the counts.
 """
 
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from ingot.schema.document import Document, Drop
 class GopherRules:
     """Limits of Gopher's quality rules.
 
-    word_count, mean_word_length: least and most. stop_words: a count of English words; the rule is skipped for
-    documents in another language. All others are shares of words or lines. Blank lines do not count, except with
-    spaCy's words, as in datatrove.
+    word_count, mean_word_length: (least, most). stop_words: how many different English stop words a document needs;
+    the rule is skipped for other languages. All other limits are shares of words or lines. Blank lines do not count,
+    except with spaCy's words, as in datatrove.
     """
 
     enabled: bool = True
     word_count: tuple[int, int] = (50, 100_000)
     mean_word_length: tuple[float, float] = (3.0, 10.0)
-    symbol_ratio: float = 0.1  # most '#', and most ellipses, per word
+    symbol_ratio: float = 0.1  # most "#" per word, and most ellipses per word
     bullet_lines: float = 0.9
     ellipsis_lines: float = 0.3
-    alphabetic_words: float = 0.8  # at least
-    stop_words: int = 2  # different ones, at least
+    alphabetic_words: float = 0.8  # the least share
+    stop_words: int = 2
 
     def problems(self):
         yield from problems_of_limits(self)
@@ -34,8 +34,8 @@ class GopherRules:
 
 @dataclass(frozen=True, kw_only=True)
 class RepetitionRules:
-    """Limits of Gopher's repetition rules: the largest share of lines, paragraphs or characters that may be
-    repetition."""
+    """Limits of Gopher's repetition rules: the largest share of lines, paragraphs or characters that may be repeated
+    text."""
 
     enabled: bool = True
     duplicate_lines: float = 0.30
@@ -60,7 +60,8 @@ _NGRAMS = tuple(f"top_{n}_gram" for n in (2, 3, 4)) + tuple(f"duplicate_{n}_gram
 
 
 class Gopher:
-    """Stage with rules gopher.* and gopher_repetition.*; only reads the text. words: one of filters.words.WORDS."""
+    """Stage with the rules gopher.* and gopher_repetition.*; does not change the text. words: one of
+    filters.words.WORDS."""
 
     name = "gopher"
 
@@ -87,7 +88,7 @@ class Gopher:
         if self.quality.enabled:
             broken = broken_quality_rule(counts, self.quality)
             if broken is not None and broken[0] == "gopher.stop_words" and document.language not in ("", "en"):
-                broken = None  # they are English words; it is the last of these rules
+                broken = None  # stop words are English; no quality rule follows this one
         if broken is None and self.repetition.enabled:
             broken = broken_repetition_rule(counts, self.repetition)
         return None if broken is None else Drop(self.name, *broken)

@@ -1,21 +1,21 @@
-"""Text that gives orders to language models: prompt injection, jailbreak templates, remains of chat formats.
+"""Score text that gives orders to language models: prompt injection, jailbreak templates, remains of chat formats.
 
-Greshake et al. 2023 (arXiv:2302.12173) describe such text in pages that models read. Pages *about* such text
-hold the same words. So each kind of phrase counts once or twice, a phrase in quotation marks or code counts little, and
-a page about attacks, chat templates or research needs many hits for its length. Only English phrases are known; a page
-with a single order in a long text is kept, and so is an order in other words.
+Greshake et al. 2023 (arXiv:2302.12173) describe such text in pages that models read. Pages *about* such text contain
+the same words. So each kind of phrase counts at most twice, a phrase in quotation marks or code counts little, and a
+page about attacks, chat templates or research needs many hits for its length. Only English phrases are known; a long
+page with a single order is kept, and so is a page that words its orders differently.
 """
 
 import re
 from collections.abc import Iterable
 
-# Text to models has one of the first and one of the second; patterns look around the first.
+# Text addressed to models contains one of _NEEDLES and one of _ORDERS; the patterns search the bytes around needles.
 _NEEDLES = (b"instructions", b"prompt", b"language model", b"chatgpt")
 _ORDERS = (
     b"ignore ", b"disregard ", b"forget ", b"overrid", b"bypass", b"reveal", b"system prompt", b"you are now",
     b"from now on", b"you are a", b"attention", b"do anything now", b"developer mode", b"dear ",
 )  # fmt: skip
-_BEFORE, _AFTER = 300, 400  # bytes
+_BEFORE, _AFTER = 300, 400  # bytes around a needle
 
 _AI = (
     r"(?:an? )?(?:ai (?:assistant|agent|model|system|reviewer)s?|ai|llms?|(?:large )?language models?|chatgpt|"
@@ -24,7 +24,7 @@ _AI = (
 _FILLERS = r"(?: (?:all|any|every|each|the|your|my|of|these|those|everything|and))"
 _EARLIER = r"(?:previous|prior|above|earlier|preceding|foregoing|existing|original|initial|system|safety)"
 _RULES = r"(?:instructions?|prompts?|directions?|directives?|guidelines|rules|commands?|messages?|programming)"
-# Points of the first hit of a kind, and its pattern. A second hit gives half of that, more give none.
+# (points of the first hit, pattern) for each kind of phrase. A second hit gives half the points, further hits none.
 _KINDS = [
     (points, re.compile(pattern))
     for points, pattern in (
@@ -88,14 +88,15 @@ _ABOUT = (
     "prompt injection", "jailbreak", "attack", "vulnerab", "researcher", "adversarial", "security", "chat template",
     "tokenizer", "special token", "fine-tun", "example",
 )  # fmt: skip
-_ABOUT_DENSITY = 6.0  # points per 1,000 characters that such a page needs
+_ABOUT_DENSITY = 6.0  # points per 1,000 characters; a page about models and attacks scores 0 below this
 _SHORT_DENSITY = 3.0  # points per 1,000 characters at which two points are enough
 _QUOTES = re.compile("[\"`\u201c\u2018\u00ab]|(?<!\\w)'")
 _QUOTED = 0.25
 
 
 def injection(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Return a score; 3 and more means text addressed to language models."""
+    """Return a score; 3 or more means that the text is addressed to language models. data: `text` as lower-case UTF-8.
+    signs: the members of INJECTION_SIGNS in `data`."""
     score = 0.0
     if any(sign in _NEEDLES for sign in signs) and any(order in data for order in _ORDERS):
         around = near(data, _NEEDLES, _BEFORE, _AFTER)
@@ -116,13 +117,14 @@ def injection(text: str, data: bytes, signs: list[bytes]) -> float:
 
 
 def _weight(text: str, match: re.Match) -> float:
-    """Return a lower weight for a citation: a quotation mark within a few words before it, in the same line."""
+    """Return the weight of `match`: lower if it is quoted, with a quotation mark in the 40 characters before it in its
+    line."""
     before = text[max(match.start() - 40, 0) : match.start()].rpartition("\n")[2]
     return _QUOTED if _QUOTES.search(before) else 1.0
 
 
 def near(data: bytes, needles: Iterable[bytes], before: int, after: int, most: int = 200) -> str:
-    """Return the bytes around the first `most` occurrences of each needle, without overlap, as lines of text.
+    """Return the bytes around the first `most` occurrences of the needles, without overlap, as lines of text.
 
     Patterns then search these lines instead of the whole text.
     """

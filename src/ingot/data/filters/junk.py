@@ -1,16 +1,16 @@
-"""Filter junk that quality rules keep: encoded data, broken encodings, text for or by machines.
+"""Filter junk that quality rules keep: encoded data, broken encodings, text for machines or by machines.
 
-Each rule is a measure with a threshold. The rules prefer precision over recall:
+Each rule is a measure with a threshold. The rules favor precision over recall:
 
     junk.encoded             base64, hex, escapes, minified code: share of the characters
-    junk.mojibake            UTF-8 read as something else, replacement characters: share of the characters
+    junk.mojibake            UTF-8 decoded as something else, replacement characters: share of the characters
     junk.mixed_script        words of Latin and Cyrillic or Greek letters: share of the words
     junk.injection           text that gives orders to language models: a score, see injection.py
-    junk.machine_translated  phrases and remains that only bad translation or article spinning leaves: how many
+    junk.machine_translated  phrases and remains that only bad translation or article spinning leaves: their number
     junk.keyword_stuffing    lists in which most entries repeat one word: share of the entries
     junk.placeholder         template fields and lorem ipsum: share of the characters
 
-Each rule first searches for byte strings without which it cannot apply, so that a normal page costs little.
+Each rule first searches for byte strings that any match of it must contain, so a normal page costs little.
 docs/design/junk.md has the measurements and the known limits.
 """
 
@@ -30,13 +30,13 @@ _MOST, _PLACES = 64, 3
 
 
 class Signs:
-    """A set of short byte strings, found in a text in one pass; at most 64, each of at least two bytes."""
+    """A set of at most 64 short byte strings ("signs") of two bytes or more, all found in one pass over a text."""
 
     def __init__(self, signs: Iterable[bytes]):
         self.signs = tuple(sorted(set(signs)))
         if len(self.signs) > _MOST or min(map(len, self.signs)) < 2:
             raise ValueError(f"{len(self.signs)} signs, must be at most {_MOST} of two bytes or more")
-        # For each of the first three bytes, and each value of it: a bit for every sign that allows it there.
+        # For each position 0 .. 2 and byte value: a bit per sign that may have this byte at this position.
         masks = array("Q", bytes(8 * 256 * _PLACES))
         for number, sign in enumerate(self.signs):
             for place in range(_PLACES):
@@ -45,20 +45,20 @@ class Signs:
         self._masks = masks.tobytes()
 
     def found_in(self, data: bytes) -> list[bytes]:
-        """Return the signs in `data`."""
+        """Return the signs that occur in `data`."""
         module = compiled("_quality")
         return module.signs(data, self.signs, self._masks) if module else self.plain_found_in(data)
 
     def plain_found_in(self, data: bytes) -> list[bytes]:
-        """The reference of `found_in`."""
+        """Return the result of `found_in`; the reference implementation in Python."""
         return [sign for sign in self.signs if sign in data]
 
 
-_BLOCKS = 12  # a run without spaces of a sixth of the text fills one of them
-# Blobs have no spaces; base64 in mails and keys is in lines of 64 or 76.
+_BLOCKS = 12  # a run without spaces that is a sixth of the text covers at least one block of a twelfth
+# Encoded data has no spaces; base64 in mails and keys has lines of 64 or 76 characters.
 _UNBROKEN = re.compile(r"[!-~]{64,}+(?:\n[!-~]{1,80})*+")
 _WEB_ADDRESS = re.compile(r"https?://|www\.")
-_SLASHES = 30  # characters for each slash of a path, at most; base64 has one in 64
+_SLASHES = 30  # a run with more than one slash per 30 characters is a path; base64 has one in 64
 _ESCAPES = re.compile(
     r"(?:%[0-9A-Fa-f]{2}){2,}|(?:\\x[0-9A-Fa-f]{2}|\\u\{?[0-9A-Fa-f]{4,6}\}?|\\[0-7]{3}|\\[nrt\"'/\\]){2,}"
     r"|(?:&(?:#[0-9]{2,6}|#x[0-9A-Fa-f]{2,5}|[a-z]{2,6});){3,}|(?:=[0-9A-F]{2}){3,}"
@@ -66,11 +66,11 @@ _ESCAPES = re.compile(
 _HEX_DUMP = re.compile(r"(?:\b(?:0x)?[0-9A-Fa-f]{2}\b[ ,\n]{1,2}){16,}|(?:\b[0-9A-Fa-f]{4}\b[ \n]){8,}")
 _HEX_LETTER = re.compile("[A-Fa-f]")
 _IN_HEX_DUMPS = b"0123456789abcdefx ,\r\n"
-_SHORTEST = 100  # bytes of a block
-_LONG_LINE = 300  # characters; of code that was made small for machines
-_DISTINCT = 12  # characters in a blob; rulers of dashes and DNA have fewer
+_SHORTEST = 100  # least number of bytes in a block
+_LONG_LINE = 300  # characters; minified code has lines at least this long
+_DISTINCT = 12  # least number of different characters in encoded data; rows of dashes and DNA have fewer
 
-# UTF-8 read as Latin-1 or Windows-1252: a lead byte and continuation bytes, each as a character of its own.
+# UTF-8 decoded as Latin-1 or Windows-1252: the lead byte and the continuation bytes each become a character.
 _CONTINUATION = bytes(range(0x80, 0xC0)).decode("latin-1") + bytes(
     byte for byte in range(0x80, 0xA0) if byte not in (0x81, 0x8D, 0x8F, 0x90, 0x9D)
 ).decode("cp1252")
@@ -78,10 +78,10 @@ _MOJIBAKE = re.compile(
     rf"[\u00c2-\u00c5\u00ce\u00cf][{_CONTINUATION}]|\u00e2[\u0080-\u0082\u20ac][{_CONTINUATION}]"
     rf"|\u00f0[\u009f\u0178][{_CONTINUATION}]{{2}}|(?:[\u00d0\u00d1][{_CONTINUATION}]){{2,}}"
     rf"|(?:[\u00e0\u00e3-\u00e9][{_CONTINUATION}]{{2}}){{2,}}|\u00ef\u00bf\u00bd|\ufffd"
-    # UTF-8 read as Windows-1251: every second letter is one of two.
+    # UTF-8 decoded as Windows-1251: every second letter is one of two.
     r"|(?:[\u0420\u0421][\u0080-\u00bf\u0400-\u040f\u0450-\u045f\u2013-\u2122\u0490\u0491]){3,}"
 )
-# How these begin in UTF-8.
+# The first bytes of such text in UTF-8.
 _LATIN = re.compile(
     rb"\xc3(?:[\x82-\x85\x8e-\x91][\xc2-\xe2]|\xa2(?:\xe2\x82|\xc2\x80)|[\xa0\xa3-\xa9]\xc2[\x80-\x9f\xa1-\xbf]|"
     rb"\xaf\xc2\xbf|\xb0(?:\xc5|\xc2\x9f))"
@@ -90,9 +90,9 @@ _CYRILLIC = re.compile(rb"\xd0\xa0[\xc2-\xe2]")
 _REPLACEMENT, _ER = "\ufffd".encode(), "\u0420".encode()
 MOJIBAKE_SIGNS = (_REPLACEMENT, _ER)
 
-_OTHER_ALPHABETS = (b"\xce", b"\xcf", b"\xd0", b"\xd1")  # how Greek and Cyrillic letters begin in UTF-8
+_OTHER_ALPHABETS = (b"\xce", b"\xcf", b"\xd0", b"\xd1")  # lead bytes of Greek and Cyrillic letters in UTF-8
 _OTHER_LETTER = r"[\u0391-\u03a1\u03a3-\u03c9\u0400-\u04ff]"
-# Three letters at least, so that units and differences ("\u03bcm", "k\u03a9", "\u0394t") stay.
+# At least three letters, so that units and differences ("\u03bcm", "k\u03a9", "\u0394t") do not count.
 _MIXED = re.compile(
     rf"(?:[A-Za-z]{_OTHER_LETTER}[A-Za-z]|{_OTHER_LETTER}[A-Za-z]{_OTHER_LETTER}|[A-Za-z]{{3}}{_OTHER_LETTER}"
     rf"|{_OTHER_LETTER}[A-Za-z]{{3}}|[A-Za-z]{_OTHER_LETTER}{{3}}|{_OTHER_LETTER}{{3}}[A-Za-z])\w*"
@@ -100,7 +100,7 @@ _MIXED = re.compile(
 
 
 def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Return the share of the characters in encoded data or escapes."""
+    """Return the share of the characters that are in encoded data, minified code or escapes."""
     covered = 0
     size = len(text)
     block = max(len(data) // _BLOCKS, _SHORTEST)
@@ -119,12 +119,12 @@ def encoded(text: str, data: bytes, signs: list[bytes]) -> float:
     middle = data[size // 2 : size // 2 + 400]
     if len(middle.translate(None, _IN_HEX_DUMPS)) * 3 < len(middle):
         dumps = (match[0] for match in _HEX_DUMP.finditer(text))
-        covered += sum(map(len, filter(_HEX_LETTER.search, dumps)))  # without a letter: a table of numbers
+        covered += sum(map(len, filter(_HEX_LETTER.search, dumps)))  # without a hex letter it is a table of numbers
     return min(covered / max(size, 1), 1.0)
 
 
 def mojibake(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Return the share of the characters that a wrong decoding made, or that replace undecodable bytes."""
+    """Return the share of the characters that come from a wrong decoding or replace undecodable bytes."""
     if text.isascii():
         return 0.0
     seen = _REPLACEMENT in signs or (b"\xc3" in data and _LATIN.search(data))
@@ -140,8 +140,8 @@ def mixed_script(text: str, data: bytes, signs: list[bytes]) -> float:
     return sum(1 for _ in _MIXED.finditer(text)) / (data.count(b" ") + data.count(b"\n") + 1)
 
 
-# Word-by-word paraphrases of terms, as "counterfeit consciousness" for artificial intelligence: tortured phrases
-# (Cabanac, Labbe and Magazinov 2021, arXiv:2107.06751). One near a needle lets the whole text be searched.
+# Tortured phrases: word-by-word paraphrases of terms, such as "counterfeit consciousness" for artificial intelligence
+# (Cabanac, Labbe and Magazinov 2021, arXiv:2107.06751). The whole text is searched only if one is near a needle.
 _TORTURED_NEEDLES = (b"counterfeit conscious", b"profound learning", b"bosom peril")
 _TORTURED = re.compile(
     r"counterfeit (?:consciousness|intelligence|neural)|(?:discourse|facial|face|picture|image|voice|gesture) "
@@ -179,12 +179,14 @@ _ENTRY = re.compile(r"[,|;\n\u2022\u00b7/]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _STOP_WORDS = "the and for with from that this you your our are was has have not but all can will one new more"
 _STOP = frozenset(_STOP_WORDS.split(" "))
-_ENTRIES = 30  # fewer are no list
+_ENTRIES = 30  # a list has at least this many entries
 
 
 def machine_translated(text: str, data: bytes, signs: list[bytes]) -> int:
-    """Count different remains of machine translation and article spinning; spinner's syntax counts from three hits
-    on."""
+    """Count the different remains of machine translation and article spinning in `text`.
+
+    Spintax ("{good|fine}") counts 2 per three occurrences.
+    """
     found = 0
     if any(sign in _TORTURED_NEEDLES for sign in signs) and _TORTURED.search(
         near(data, _TORTURED_NEEDLES, 30, 40, most=20)
@@ -199,8 +201,8 @@ def machine_translated(text: str, data: bytes, signs: list[bytes]) -> int:
 
 
 def keyword_stuffing(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Return the share of entries with the most frequent word, for a text that is mostly a list of short entries; else
-    0."""
+    """Return the share of entries that contain the most frequent word; 0 if the text is not mostly a list of short
+    entries."""
     half = len(data) // 2
     middle = data[half : half + 500]
     if (middle.count(b",") + middle.count(b"|")) * 40 < len(middle):
@@ -218,7 +220,7 @@ def keyword_stuffing(text: str, data: bytes, signs: list[bytes]) -> float:
 
 
 def placeholder(text: str, data: bytes, signs: list[bytes]) -> float:
-    """Return the share of the characters in unfilled template fields and in lines of lorem ipsum."""
+    """Return the share of the characters that are in unfilled template fields or in lines of lorem ipsum."""
     covered = 0
     if any(sign in _FIELD_SIGNS for sign in signs):
         covered += sum(match.end() - match.start() for match in _FIELDS.finditer(text))
@@ -228,8 +230,8 @@ def placeholder(text: str, data: bytes, signs: list[bytes]) -> float:
     return covered / max(len(text), 1)
 
 
-# Name -> measure (text, its UTF-8 with ASCII letters in lower case, the SIGNS found in these bytes). Searching bytes
-# costs the same for every script; `str.lower` of a page that is not ASCII would cost more than all rules.
+# Name -> measure. Its arguments: the text, its UTF-8 with ASCII letters in lower case, the SIGNS found in these bytes.
+# Searching bytes costs the same for every script; `str.lower` of a non-ASCII page would cost more than all rules.
 MEASURES: dict[str, Callable[[str, bytes, list[bytes]], float]] = {
     "encoded": encoded,
     "mojibake": mojibake,
@@ -244,7 +246,7 @@ SIGNS = Signs((*MOJIBAKE_SIGNS, *INJECTION_SIGNS, *RESIDUE_SIGNS))
 
 @dataclass(frozen=True, kw_only=True)
 class JunkRules:
-    """Thresholds of the junk rules: a document whose measure reaches one is dropped; 0 switches a rule off."""
+    """Thresholds of the junk rules. A document is dropped if a measure reaches its threshold; 0 switches a rule off."""
 
     enabled: bool = True
     encoded: float = 0.2
@@ -264,7 +266,7 @@ class JunkRules:
 
 
 class Junk:
-    """Stage with the rules junk.encoded ... junk.placeholder; the first that applies is named."""
+    """Stage with the rules junk.encoded ... junk.placeholder; the drop names the first rule that applies."""
 
     name = "junk"
 

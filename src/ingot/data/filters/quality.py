@@ -1,9 +1,9 @@
-"""The quality section of a data recipe, its presets and stages, and FineWeb's own rules.
+"""The quality section of a data recipe: its presets and stages, and FineWeb's own rules. The presets:
 
 web      FineWeb's rules on whitespace-separated words: the default
-fineweb  what datatrove's examples/fineweb.py runs, decision for decision: its words, limits and peculiarities
+fineweb  the same decisions as datatrove's examples/fineweb.py: its words, limits and peculiarities
 gopher   Gopher's quality and repetition rules alone
-c4       C4's rules as the paper has them: every line ends in punctuation; bad words where a list is given
+c4       C4's rules as in the paper: every line ends in punctuation; bad words if a list is given
 none     no quality rules
 """
 
@@ -22,11 +22,11 @@ from ingot.schema.document import Document, Drop
 class FineWebRules:
     """Limits of FineWeb's rules.
 
-    terminal_punctuation: the least share of lines that end in a sentence mark. The others are the largest shares.
+    terminal_punctuation: the least share of lines that end in a sentence mark. The other limits are largest values.
 
-    closing_quotes: quotation marks and ellipses end a line too, not only the sentence marks of all scripts.
-    duplicate_line_characters: 0.01 is what FineWeb's code ran with; its paper and blog speak of 0.1.
-    short_lines: share of lines with at most `short_line_characters`. newline_ratio: line breaks per word.
+    closing_quotes: a line may also end in a quotation mark or an ellipsis, not only in a sentence mark of any script.
+    duplicate_line_characters: share of characters in repeated lines. FineWeb's code uses 0.01, its paper says 0.1.
+    short_lines: share of lines with at most `short_line_characters` characters. newline_ratio: newlines per word.
     """
 
     enabled: bool = True
@@ -42,7 +42,7 @@ class FineWebRules:
 
 
 class FineWeb:
-    """Stage with rules fineweb.*; only reads the text. words: of ingot.data.filters.words.WORDS."""
+    """Stage with the rules fineweb.*; does not change the text. words: one of filters.words.WORDS."""
 
     name = "fineweb"
 
@@ -70,7 +70,7 @@ class FineWeb:
             return self._drop("duplicate_line_characters", repeated, ">")
         newlines = counts.newlines / counts.words
         if newlines > rules.newline_ratio and self.words == "spacy":
-            # spaCy never finds fewer words than there are between whitespace: only now the splitting can matter.
+            # spaCy never finds fewer words than whitespace does, so its slower splitting matters only here.
             newlines = counts.newlines / len(split_english(document.text))
         if newlines > rules.newline_ratio:
             return self._drop("newline_ratio", newlines, ">")

@@ -1,7 +1,7 @@
-"""Filter toxic pages: by the share of listed words, and by a classifier if the recipe names one.
+"""Filter toxic pages by the share of listed words, and by a classifier if the recipe names one.
 
-The word list comes with ingot, a classifier does not: no weights are shipped. Train one on a licensed set
-with `ingot data classifier train --positive TOXIC --negative HARMLESS` (docs/design/classifiers.md lists such sets).
+The word list comes with ingot; a classifier does not. Train a classifier on a licensed data set with
+`ingot data classifier train --positive TOXIC --negative HARMLESS` (docs/design/classifiers.md lists such sets).
 """
 
 import re
@@ -21,15 +21,16 @@ from ingot.schema.document import Document, Drop
 _LETTER = r"[^\W\d_]"
 _WORD = re.compile(f"{_LETTER}+")
 _START_BYTES = 4
-_SPREAD = np.uint32(0x9E3779B1)  # Fibonacci hashing: the upper half of the product is the place in a table
+_SPREAD = np.uint32(0x9E3779B1)  # Fibonacci hashing: the upper half of the product is the index in a table
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToxicityRules:
-    """Both `min_words` listed words and a `words` share of all words are needed to drop a page.
+    """Settings of the toxicity rules.
 
-    model: a fastText `.bin` or `.ftz`; "" for none. Pages whose probability of `label` is at least `classifier` are
-    dropped; without a model these decide nothing. characters: beginning of a page that the model scores; 0: all of it.
+    A page is dropped if it has at least `min_words` listed words and they are at least the share `words` of its words.
+    model: a fastText `.bin` or `.ftz`; "": none. With a model, a page whose probability of `label` is at least
+    `classifier` is dropped. characters: how many characters from the start of a page the model scores; 0: all.
     """
 
     enabled: bool = True
@@ -58,16 +59,16 @@ def listed_words() -> frozenset[str]:
 
 
 def fingerprint(rules: ToxicityRules) -> str:
-    """Return the hash of the model, which decides verdicts in addition to the rules; "" without a model."""
+    """Return the SHA-256 of the model, which decides about pages in addition to the rules; "" without a model."""
     return model_sha256(Path(rules.model)) if rules.enabled and rules.model else ""
 
 
 class Toxicity:
     """Stage with rules toxicity.words and toxicity.classifier; sets notes["toxicity"] to the classifier's score.
 
-    words: lower-case words, matched between word borders; the shipped list if None.
-    classifier: text -> score in [0, 1], a Python object in place of rules.model. It must be picklable when the build
-    uses several workers. The model of the rules is loaded when first needed, once per process.
+    words: words to find as whole words, in any case; if None, the list that comes with ingot.
+    classifier: a Python callable, text -> score in [0, 1], used instead of rules.model. It must be picklable if the
+    build uses several workers. rules.model is loaded when first needed, once per process.
     """
 
     name = "toxicity"
@@ -98,7 +99,7 @@ class Toxicity:
     def __call__(self, document: Document) -> Drop | None:
         lower = document.text.lower()
         hits = self._listed.count(lower)
-        if hits and hits >= self.rules.min_words:  # few pages come here, and only they have their words counted
+        if hits and hits >= self.rules.min_words:  # rarely true, so the words of few pages are counted
             share = hits / len(_WORD.findall(lower))
             if share >= self.rules.words:
                 return Drop(self.name, "toxicity.words", f"{share:.3f} >= {self.rules.words:g}")
@@ -120,11 +121,11 @@ class Toxicity:
 
 
 class _Listed:
-    """Counts the words of a lower-case text that are listed.
+    """Counts the listed words in a lower-case text.
 
-    Most pages hold none. So the text is read as overlapping numbers of four bytes: a listed word is searched for only
-    if one of these numbers is its beginning. This is five times faster than one search per word, and ten times faster
-    than splitting.
+    Most pages contain none. So the text is read as overlapping 4-byte integers, and a listed word is searched for only
+    if one of these integers equals its first four bytes. This is five times faster than one search per word, and ten
+    times faster than splitting the text.
     """
 
     def __init__(self, words: Iterable[str]):
@@ -133,9 +134,9 @@ class _Listed:
         self._table = np.zeros(1 << 16, bool)
         for word in sorted(words):
             if not _WORD.fullmatch(word):
-                continue  # no word of any text
-            # A pattern that begins with plain text is searched for quickly, so the test of the letter before the word
-            # comes last.
+                continue  # cannot match a word of a text
+            # `re` is fast for patterns that begin with literal text, so the test of the letter before the word is a
+            # lookbehind after the word.
             pattern = re.compile(f"{word}(?<!{_LETTER}{word})(?!{_LETTER})")
             start = word.encode("utf-8", "surrogatepass")[:_START_BYTES]
             if len(start) < _START_BYTES:
@@ -161,7 +162,8 @@ def _places(numbers: np.ndarray) -> np.ndarray:
 
 
 def classifier_name(classifier: Callable[[str], float] | None) -> str:
-    """Return the name of a classifier in the funnel: its attribute `name`, else its module and qualified name."""
+    """Return the name that the funnel shows for a classifier: its attribute `name`, else its module and qualified
+    name."""
     if classifier is None:
         return "none"
     kind = classifier if hasattr(classifier, "__qualname__") else type(classifier)

@@ -14,7 +14,7 @@ from ingot.schema.corpus import CorpusManifest
 from ingot.schema.tokens import MANIFEST, TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 
-KEPT_CHARACTERS = 700  # of a sample's text that are shown; a dropped document has only an excerpt
+KEPT_CHARACTERS = 700  # characters shown of a sample's text; a dropped document has only an excerpt
 _TOP = 15
 _SAMPLE_FILES = 8  # crawl files to take samples from, so that the card of a large corpus reads few parts
 _LIKE = "regexp_extract(value, '[0-9a-f]{32}')"
@@ -24,7 +24,8 @@ Counts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """The counts of a source. documents, text_bytes: kept. tokens: split -> tokens, ends of text included."""
+    """The counts of a source. documents, text_bytes: of kept records only. tokens: the number of tokens in each split,
+    end-of-text tokens included."""
 
     name: str
     records: int
@@ -35,9 +36,9 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class SampleText:
-    """A sample document. rule, value: of its drop, "" for a kept document.
+    """A sample document. rule, value: the rule that dropped it and the recorded value; "" for a kept document.
 
-    text: the beginning of the text, one character longer than KEPT_CHARACTERS if the text goes on.
+    text: the beginning of the text; longer than KEPT_CHARACTERS by one character if the text continues.
     """
 
     url: str
@@ -51,10 +52,10 @@ class SampleText:
 class CardFacts:
     """The facts of a data card.
 
-    name: of the folder. lengths: (least UTF-8 bytes, documents) of kept documents, in powers of two.
-    languages, encodings, domains: (name, kept documents), largest first. edits: (note, documents, sum) for every note
-    in which a stage counts its changes. clusters: (documents in a cluster of near-duplicates, clusters), the kept
-    document included.
+    name: the name of the folder. lengths: a histogram of kept documents, (least UTF-8 bytes, documents), in powers of
+    two. languages, encodings, domains: (name, kept documents), largest first. edits: (note, documents, sum) for every
+    note in which a stage counts its changes. clusters: (size, number of near-duplicate clusters of this size); the
+    size includes the kept document.
     """
 
     name: str
@@ -77,9 +78,10 @@ class CardFacts:
 
 
 def gather_card(data: Path, samples: int = 3) -> CardFacts:
-    """Read the facts. samples: number of texts per source (of kept documents) and per rule (of dropped documents).
+    """Read the facts of a data card from the folder `data`.
 
-    Raises DataError without a corpus or lineage.
+    samples: number of sample texts per source (kept documents) and per rule (dropped documents). Raises DataError if
+    there is no corpus or no lineage.
     """
     corpus = corpus_folder(data)
     root = corpus.parent if corpus != data else data
@@ -137,7 +139,7 @@ def _sources(query: Query, tokens: dict[str, TokenManifest]) -> tuple[SourceFact
 
 
 def _lengths(query: Query) -> tuple[tuple[int, int], ...]:
-    """Return (least bytes, documents) for every power of two from the smallest to the largest."""
+    """Return (least bytes, documents) for every power of two from the shortest to the longest kept document."""
     power = "floor(log2(greatest(after_bytes, 1)))::int"
     rows = dict(query(f"select {power}, count(*) from lineage where rule = '' group by 1"))
     return tuple((2**power, rows.get(power, 0)) for power in range(min(rows), max(rows) + 1)) if rows else ()
@@ -153,7 +155,8 @@ def _top(query: Query, column: str) -> Counts:
 
 
 def _edits(query: Query) -> tuple[tuple[str, int, float], ...]:
-    """Return (note, documents, sum) of notes that are whole numbers: the changes that a stage counted in a text."""
+    """Return (note, documents, sum) for every note whose values are whole numbers: these count a stage's changes to a
+    text."""
     noted = "select notes, unnest(json_keys(notes)) as name from lineage where rule = ''"
     counted = f"select name, try_cast(json_extract_string(notes, '$.\"' || name || '\"') as double) as n from ({noted})"
     whole = f"select name, count(*), sum(n) from ({counted}) where n > 0 group by 1 having bool_and(n = floor(n))"
@@ -166,7 +169,7 @@ def _clusters(query: Query) -> tuple[tuple[int, int], ...]:
 
 
 def _samples(corpus: Path, files: list[Path], count: int) -> list[SampleText]:
-    """Return `count` documents of every source and of every rule, from a few crawl files spread over the corpus."""
+    """Return up to `count` documents of every source and every rule, from a few crawl files spread over the corpus."""
     step = max(len(files) // _SAMPLE_FILES, 1)
     with lineage_connection(files[::step][:_SAMPLE_FILES]) as connection:
         # An id is a hash, so the order of ids is a random order that is the same every time.

@@ -1,7 +1,7 @@
 """The inspection of a corpus: rules with their counts, examples, the setting of a rule, and the effect of other limits.
 
-Counts and filters come from lineage, so only the parts with the examples are read. A folder without lineage, from an
-older version, is read whole.
+Counts and filters use the lineage, so only the parts with the examples are read. A folder without lineage, from an
+older version, is read completely.
 """
 
 import difflib
@@ -20,8 +20,8 @@ from ingot.schema.corpus import FunnelStage
 
 _TOP = 10
 _SHARES = (0.25, 0.5, 0.75, 0.9)
-# Most rules record the measured value and the limit ("12 < 50", "0.153 > 0.1"). Language and near-duplicates record the
-# measured value alone ("en 0.58", "0.912 with ID"); whether their limit is a minimum is fixed here.
+# Most rules record the measured value and the limit ("12 < 50", "0.153 > 0.1"). Language and near-duplicates record
+# only the measured value ("en 0.58", "0.912 with ID"), so _SIDE says whether their limit is a minimum.
 _MEASURE = r"try_cast(regexp_extract(value, '^(?:[A-Za-z_-]+ )?(-?[0-9]+(?:\.[0-9]+)?)', 1) as double)"
 _SIDE = (
     "case when rule = 'language.unsure' then '<' when rule = 'near_duplicates.similar' then '>' "
@@ -31,9 +31,10 @@ _SIDE = (
 
 @dataclass(frozen=True)
 class RuleLimit:
-    """The effect of another limit of a rule: `kept` of the `dropped` documents pass. below: the limit is a minimum.
+    """The effect of another limit of a rule: `kept` of the `dropped` documents would pass. below: the limit is a
+    minimum.
 
-    Later rules have not seen these documents and may still drop them.
+    Later rules have not examined these documents, and may still drop them.
     """
 
     limit: float
@@ -46,12 +47,12 @@ class RuleLimit:
 class Inspection:
     """The result of an inspection.
 
-    funnel: of the whole corpus. rules: (rule, documents) of the whole corpus, the rule that dropped most first.
+    funnel: the funnel of the whole corpus. rules: (rule, dropped documents) of the whole corpus, largest first.
     examples: rows of dropped documents (id, url, source, file, stage, rule, value, text), or of kept documents (..,
     text); with lineage also before_bytes, after_bytes and notes, which show the edits.
     total: the number of documents that the examples were chosen from. setting: the recipe key of the requested rule, or
-    "". warnings: crawl files that are cut. domains, languages: (name, documents) of the total, largest first.
-    limits: the effect of other limits, for a rule that records a measured value.
+    "". warnings: crawl files that are truncated. domains, languages: (name, number of these documents), largest first.
+    limits: the effect of other limits, if the requested rule records a measured value.
     """
 
     funnel: tuple[FunnelStage, ...]
@@ -75,13 +76,13 @@ def inspect(
     language: str = "",
     edited: bool = False,
 ) -> Inspection:
-    """Inspect a corpus folder. The examples are spread evenly over the corpus, and the same in every call.
+    """Inspect a corpus folder. The examples are spread evenly over the corpus, and are the same in every call.
 
-    dropped_by: a rule ("gopher.symbol_ratio") or a stage ("gopher"); "" chooses kept documents.
-    url: only documents whose URL contains this text. domain: only documents of this host and its subdomains. language:
-    only documents with this identified language. edited: only kept documents whose text changed after extraction.
-    Raises UsageError for a rule that dropped nothing, DataError for a folder that is not a corpus, or that lacks the
-    lineage that a filter needs.
+    dropped_by: a rule ("gopher.symbol_ratio") or a stage ("gopher"); "" selects kept documents. count: the number of
+    examples. url: only documents whose URL contains this text. domain: only documents of this host and its subdomains.
+    language: only documents with this identified language. edited: only documents whose text changed after extraction.
+    Raises UsageError for a rule that dropped nothing, DataError for a folder that is not a corpus, or that has no
+    lineage although a filter needs it.
     """
     corpus = corpus_folder(corpus)
     manifest = load_corpus(corpus)
@@ -111,7 +112,7 @@ def inspect(
 
 
 class _Selection:
-    """The documents that match the filters, found in the lineage."""
+    """The documents that match the filters of `inspect`, found in the lineage."""
 
     def __init__(self, corpus: Path, dropped_by: str, url: str, domain: str, language: str, edited: bool):
         self.corpus, self._files = corpus, require_lineage(corpus)
@@ -141,7 +142,7 @@ class _Selection:
         return tuple(self._query(query + f"group by 1 order by n desc, 1 limit {_TOP}"))
 
     def examples(self, count: int) -> list[dict]:
-        """Return `count` evenly spaced documents, each with its text or excerpt."""
+        """Return up to `count` evenly spaced documents, each with its text or excerpt."""
         step = max(self.total // max(count, 1), 1)
         place = "row_number() over (order by filename, file_row_number) - 1 as place"
         rows = self._query(
@@ -165,7 +166,7 @@ class _Selection:
         measured = f"select {_MEASURE} as measure, {_SIDE} as side from lineage where {self._where}"
         found = []
         for below, side, passes in ((True, "<", ">="), (False, ">", "<=")):
-            # A lower minimum lets the largest measures pass first, a higher maximum the smallest.
+            # With a lower minimum the largest values pass first, with a higher maximum the smallest.
             quantiles = [1 - share if below else share for share in _SHARES]
             measures = f"select measure from ({measured}) where side = '{side}' and measure is not null"
             limits = self._query(f"select unnest(quantile_disc(measure, {quantiles})) from ({measures})")
@@ -186,7 +187,7 @@ def _rows_of(part: Path, ids: set[str]) -> dict[str, dict]:
 
 
 def corpus_folder(path: Path) -> Path:
-    """Return the corpus folder of `path`, which is a corpus folder or an output folder of `data build`."""
+    """Return the corpus folder in `path`, an output folder of `data build`; a corpus folder is returned unchanged."""
     return path / "corpus" if (path / "corpus" / "corpus.json").exists() else path
 
 
@@ -206,9 +207,9 @@ def _require_known(name: str, rules: list[tuple[str, int]], funnel: tuple[Funnel
 
 
 def _spread(rows: Iterable[dict], count: int) -> tuple[list[dict], int]:
-    """Return about `count` evenly spread `rows` and the number of rows, in one pass.
+    """Return up to `count` evenly spread `rows`, and the number of all rows, in one pass.
 
-    Whenever too many rows are stored, every second stored row is removed, and only every second new row is added.
+    Whenever too many rows are stored, every second stored row is removed, and from then on half as many are added.
     """
     chosen, every, total = [], 1, 0
     for row in rows:

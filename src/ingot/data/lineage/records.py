@@ -3,9 +3,9 @@
     corpus/lineage-NNNNN.parquet        all records of one crawl file, kept and dropped, in crawl order
     tokens/SPLIT/NAME.lineage.parquet   the documents of shard NAME, in shard order
 
-Both are plain Parquet for any tool; ingot queries them with DuckDB, in this process. Identifying columns have Bloom
-filters, so that a look-up reads little data, however many files there are. Equal rows give equal bytes with the same
-version of pyarrow: row groups and compression are fixed, and no time or machine name is stored.
+Both are plain Parquet, readable by any tool; ingot queries them with DuckDB, in its own process. Identifying columns
+have Bloom filters, so that a look-up reads little data even if there are many files. Equal rows give equal bytes with
+the same version of pyarrow: row groups and compression are fixed, and no time or machine name is stored.
 """
 
 import glob
@@ -26,9 +26,9 @@ from ingot.errors import DataError, UsageError, require
 from ingot.schema.corpus import LineagePart
 from ingot.storage import atomic_file, sha256_file
 
-GROUP_ROWS = 65_536  # rows of a row group, which is in memory as a whole and has its own Bloom filters
+GROUP_ROWS = 65_536  # rows of a row group; a whole group is in memory and has its own Bloom filters
 
-# Column -> Parquet type. url_hash: of the canonical URL. before, after: XXH3-128 of the extracted and of
+# Column -> Parquet type. url_hash: hash of the canonical URL. before, after: XXH3-128 of the extracted and of
 # the kept text. notes: JSON. part, row: the corpus part and the line in it, "" and -1 for a dropped record.
 RECORD_COLUMNS = {
     "id": "string", "source": "string", "file": "string", "record_id": "string", "url": "string",
@@ -36,25 +36,25 @@ RECORD_COLUMNS = {
     "after": "string", "after_bytes": "int64", "stage": "string", "rule": "string", "value": "string",
     "notes": "string", "part": "string", "row": "int64",
 }  # fmt: skip
-# start, tokens: the first token in the shard and the number of tokens, with the end of text.
+# start, tokens: offset of the first token in the shard, and number of tokens including the end-of-text token.
 SHARD_COLUMNS = {
     "id": "string", "start": "int64", "tokens": "int64", "url": "string", "domain": "string", "source": "string",
     "file": "string", "record_id": "string", "before": "string", "after": "string",
 }  # fmt: skip
-_LOOKED_UP = ("id", "url_hash", "domain", "before", "after")  # with a Bloom filter
-_REPETITIVE = ("source", "file", "domain", "language", "stage", "rule", "part")  # stored as dictionaries
+_LOOKED_UP = ("id", "url_hash", "domain", "before", "after")  # columns with a Bloom filter
+_REPETITIVE = ("source", "file", "domain", "language", "stage", "rule", "part")  # dictionary-encoded columns
 _DEFAULTS = {"string": "", "int64": 0, "uint64": 0}
 SPLITS = ("train", "heldout")
 COPIES = ("duplicates", "near_duplicates")  # stages that drop a copy and record the id of the document that is kept
 _MEMORY = "1GiB"
-_ROWS = 4096  # fetched from DuckDB at once
+_ROWS = 4096  # rows fetched from DuckDB at once
 _ID_DIGITS = 32
 _IN_ORDER = "order by filename, file_row_number"  # crawl order
-OF_DOMAIN = "(domain = ? or ends_with(domain, ?))"  # parameters: `host_of` a domain, and a dot followed by this host
+OF_DOMAIN = "(domain = ? or ends_with(domain, ?))"  # parameters: the host from `host_of`, and "." + this host
 
 
 def text_hash(text: str) -> str:
-    """Return XXH3-128 of the UTF-8 text (the columns `before` and `after`) in hex digits, "" for no text."""
+    """Return the XXH3-128 hash of the UTF-8 text in hex digits, as in the columns `before` and `after`; "" for ""."""
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass")) if text else ""
 
 
@@ -82,9 +82,9 @@ def write_lineage(path: Path, rows: Iterable[dict]) -> LineagePart:
 
 
 def write_shard_lineage(path: Path, rows: Iterable[dict]) -> str:
-    """Write tokens/SPLIT/NAME.lineage.parquet from rows in shard order (keys of SHARD_COLUMNS except domain).
+    """Write tokens/SPLIT/NAME.lineage.parquet; return the SHA-256 of the file.
 
-    Return the SHA-256 of the file.
+    rows: the documents in shard order, with the keys of SHARD_COLUMNS except domain.
     """
     write_rows(path, (_only(SHARD_COLUMNS, row | {"domain": _domain(row)}) for row in rows), SHARD_COLUMNS)
     return sha256_file(path)
@@ -110,7 +110,7 @@ def _record(row: dict) -> dict:
 
 
 def _only(columns: dict[str, str], row: dict) -> dict:
-    """Return `row` reduced to `columns`, without its text, because a whole row group stays in memory."""
+    """Return `row` reduced to `columns`. This drops its text, because a whole row group stays in memory."""
     return {name: row[name] for name in columns if name in row}
 
 
@@ -154,7 +154,7 @@ def _table(arrow, schema, rows: Sequence[dict], columns: dict[str, str]):
 
 
 def _well_formed(text: str) -> str:
-    """Return `text` with lone surrogates (of broken URLs) written as \\uXXXX, because Parquet holds UTF-8."""
+    """Return `text` with lone surrogates (from broken URLs) as \\uXXXX, because Parquet stores UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -164,34 +164,35 @@ def _well_formed(text: str) -> str:
 def lineage_files(data: Path) -> list[Path]:
     """Return the lineage files of an output folder of `data build`, or of a corpus folder, sorted by name.
 
-    The list is empty for a folder from before lineage was written.
+    The list is empty for a folder from an older version, which did not write lineage.
     """
     corpus = data / "corpus" if (data / "corpus").is_dir() else data
     return sorted(corpus.glob("lineage-*.parquet"))
 
 
 def require_lineage(data: Path) -> list[Path]:
-    """Return `lineage_files`. Raises DataError if there are none."""
+    """Return the lineage files of `data`. Raises DataError if there are none."""
     if files := lineage_files(data):
         return files
     raise DataError(
         "E-LINEAGE-MISSING",
-        f"{data} holds no lineage",
-        rule="a build writes corpus/lineage-NNNNN.parquet for every crawl file; older builds did not",
-        fix="build it again with this version: ingot data build FILES... --out DIR",
+        f"{data} has no lineage",
+        rule="a build writes corpus/lineage-NNNNN.parquet for every crawl file; older versions did not",
+        fix="build the folder again with this version: ingot data build FILES... --out DIR",
         folder=str(data),
     )
 
 
 def part_of(row: dict) -> str:
-    """Return the name of the corpus file that holds the text (kept) or the excerpt (dropped) of a lineage row."""
+    """Return the name of the corpus file that contains a lineage row's text (if kept) or excerpt (if dropped)."""
     number = Path(row["filename"]).stem.removeprefix("lineage-")
     return row["part"] or f"dropped-{number}.jsonl.gz"
 
 
 @contextmanager
 def lineage_connection(files: Iterable[Path]) -> Iterator[Any]:
-    """Yield a DuckDB connection on which `lineage` is a view over `files`, with `filename` and `file_row_number`."""
+    """Yield a DuckDB connection with a view `lineage` over `files`, which has the additional columns `filename` and
+    `file_row_number`."""
     duckdb = require("duckdb", "data")
     settings = {"memory_limit": _MEMORY, "autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
     with (
@@ -206,8 +207,8 @@ def lineage_connection(files: Iterable[Path]) -> Iterator[Any]:
             raise DataError(
                 "E-LINEAGE-UNREADABLE",
                 f"the lineage cannot be read ({str(error).splitlines()[0]})",
-                rule="lineage files are Parquet as the build wrote them",
-                fix="ingot data verify DIR lists the damaged files",
+                rule="lineage files are the Parquet files that the build wrote",
+                fix="list the damaged files with `ingot data verify DIR`, and restore them",
             ) from None
 
 
@@ -224,9 +225,9 @@ def find(
     """Return the lineage rows of `data` that match all given conditions, in crawl order.
 
     The keys of a row are RECORD_COLUMNS, filename and file_row_number.
-    doc: an id, or its first 6 or more digits. url: any spelling of a URL; with `under` all pages below it as well.
-    domain: a host with its subdomains. limit: the largest number of rows; 0: all.
-    Raises UsageError if no condition is given, DataError without lineage.
+    doc: an id, or at least its first 6 digits. url: any spelling of a URL. under: also find all pages below `url`.
+    domain: a host with its subdomains. source: the name of a source. limit: the largest number of rows; 0: all.
+    Raises UsageError if no condition is given, DataError if there is no lineage.
     """
     conditions, parameters = [], []
     if doc:
@@ -263,15 +264,15 @@ def find(
     query = f"select * from lineage where {' and '.join(conditions)} {_IN_ORDER}"
     with lineage_connection(require_lineage(data)) as connection:
         rows = _rows(connection, query + (f" limit {limit}" if limit and not url else ""), parameters)
-        if url:  # hashes can collide, and the pages below a URL are found by its spelling
+        if url:  # hashes can collide, and pages below a URL can only be found by comparing URLs
             rows = (row for row in rows if _is_page(canonical_url(row["url"]), canonical, under))
         return list(islice(rows, limit or None))
 
 
 def host_of(domain: str) -> str:
-    """Return the host of a domain that a user wrote, as lineage stores it.
+    """Return the host in `domain`, text from a user, in the form that lineage stores.
 
-    Raises UsageError for text that is not a host, and for the address of a page.
+    Raises UsageError for text that is not a host, and for the URL of a page.
     """
     given = domain.strip()
     canonical = canonical_url(given if "://" in given else f"http://{given.strip('.')}")
@@ -281,7 +282,7 @@ def host_of(domain: str) -> str:
             "E-DOMAIN-NAME", f"{domain!r} is not a host", rule="a domain is written like example.org", domain=domain
         )
     parts = urlsplit(canonical)
-    if parts.path.strip("/") or parts.query:  # to take the whole site instead of one page would be a costly mistake
+    if parts.path.strip("/") or parts.query:  # a user who wants one page must not get the whole site
         raise UsageError(
             "E-DOMAIN-PAGE",
             f"{domain!r} is a page, not a domain",
@@ -297,14 +298,15 @@ def _is_page(url: str, wanted: str, under: bool) -> bool:
 
 
 def rows_of(data: Path, ids: Collection[str]) -> list[dict]:
-    """Return the lineage rows of these ids, in crawl order."""
+    """Return the lineage rows of the documents `ids`, in crawl order."""
     with lineage_connection(require_lineage(data)) as connection:
         _wanted(connection, ids)
         return list(_rows(connection, f"select l.* from lineage l join wanted using (id) {_IN_ORDER}"))
 
 
 def copies_of(data: Path, ids: Collection[str], url_hashes: Collection[int]) -> list[dict]:
-    """Return the rows of records dropped as copies of one of `ids`, or as repetitions of one of these URLs."""
+    """Return the lineage rows of records that were dropped as copies of one of `ids`, or because their URL, with a
+    hash in `url_hashes`, occurred before."""
     with lineage_connection(require_lineage(data)) as connection:
         _wanted(connection, ids)
         connection.execute("create temp table hashes as select unnest(?::ubigint[]) as url_hash", [list(url_hashes)])
@@ -325,7 +327,8 @@ def _wanted(connection, ids: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class DocumentLocation:
-    """The location of a document's tokens: `tokens` tokens, including the end of text, from `start` on in a shard."""
+    """The location of a document's tokens in a shard: `tokens` tokens from offset `start`, including the end-of-text
+    token."""
 
     id: str
     split: str
@@ -335,9 +338,9 @@ class DocumentLocation:
 
 
 def locate_documents(data: Path, ids: Collection[str]) -> list[DocumentLocation]:
-    """Return the locations of these documents in the token folders of `data`, by split, shard and start.
+    """Return the locations of the documents `ids` in the token folders of `data`, ordered by split, shard and start.
 
-    They are read from the document indexes, which every token folder has.
+    The locations are read from the document indexes, which every token folder has.
     """
     import numpy as np
 

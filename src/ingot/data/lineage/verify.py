@@ -1,4 +1,4 @@
-"""The verification of a token folder: hashes, token ids, document ends, index. All damage is raised as one error."""
+"""The verification of a token folder: hashes, token ids, document ends, index. One error lists all damage."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,18 +12,18 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, 
 from ingot.storage import sha256_bytes
 
 _FIX = "copy the folder again from its origin, or remove it and build it again (ingot data build)"
-_SAME_HASH = "every file has the SHA-256 that the build wrote down"
-LISTED = 20  # damaged places that one error lists
+_SAME_HASH = "every file has the SHA-256 that the build recorded"
+LISTED = 20  # most damaged places that one error lists
 
 
 class Damaged(DataError):
-    """Several damaged places, each an error of its own in `places`."""
+    """An error for several damaged places. places: one error per place."""
 
     places: tuple[DataError, ...] = ()
 
 
 def raise_all(damage: Iterable[DataError]) -> None:
-    """Raise one DataError that lists every place in `damage` (the first 20, and a count); raise nothing without damage.
+    """Raise one DataError that lists the first 20 errors in `damage` and counts the others; return if there are none.
 
     A single error is raised unchanged. The error for several places gives each rule and each fix once.
     """
@@ -50,7 +50,7 @@ def raise_all(damage: Iterable[DataError]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The counts of a folder that was read and found correct."""
+    """The counts of a token folder that was read and is correct."""
 
     shards: int
     blocks: int
@@ -60,7 +60,7 @@ class Verified:
 
 
 def block_digests(path: Path, block_bytes: int) -> bytes:
-    """Return the concatenated SHA-256 digests of the blocks of a file."""
+    """Return the concatenated SHA-256 digests of the blocks of a file; every block but the last has `block_bytes`."""
     with path.open("rb") as file:
         return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(block_bytes), b""))
 
@@ -88,7 +88,7 @@ def verify_tokens(folder: Path, progress: Callable[[float, str], None] | None = 
 
 
 def _shard_damage(folder: Path, shard: Shard, manifest: TokenManifest) -> Iterator[DataError]:
-    """Yield an error for every damaged file and block of a shard. Checks that need a damaged file are left out."""
+    """Yield an error for every damaged file and block of a shard. Checks that need a damaged file are skipped."""
     index = digests = None
     try:
         index = _index(folder, shard)
@@ -141,7 +141,7 @@ def _missing(path: Path) -> DataError:
 
 
 def _index(folder: Path, shard: Shard) -> np.ndarray:
-    """Return the checked document index of a shard: documents follow each other without gaps and fill the shard."""
+    """Return the document index of a shard. Raises DataError unless its documents fill the shard without gaps."""
     data = _read(folder, f"{shard.name}.documents", shard.documents_sha256)
     dtype = np.dtype(DOCUMENT_DTYPE)
     index = np.frombuffer(data, dtype) if len(data) == shard.documents * dtype.itemsize else np.empty(0, dtype)
@@ -160,7 +160,7 @@ def _index(folder: Path, shard: Shard) -> np.ndarray:
 def _block_damage(
     folder: Path, shard: Shard, manifest: TokenManifest, index: np.ndarray | None, digests: bytes | None
 ) -> Iterator[DataError]:
-    """Yield an error for every damaged block. Without `digests` or `index` (if damaged) their checks are left out."""
+    """Yield an error for every damaged block. Checks that need `digests` or `index` are skipped if it is None."""
     path, dtype = folder / f"{shard.name}.tokens", np.dtype(manifest.dtype).newbyteorder("<")
     if not path.exists():
         yield _missing(path)
@@ -199,13 +199,13 @@ def _block_damage(
 def _wrong_ids(
     path: Path, place: str, tokens: np.ndarray, at: int, manifest: TokenManifest, document_ends: np.ndarray | None
 ) -> DataError | None:
-    """Return the error of a block at byte `at` whose token ids or document ends are wrong, None if it is correct."""
+    """Return the error if token ids or document ends are wrong in the block at byte `at`, None if it is correct."""
     if (high := int(tokens.max())) >= manifest.vocab_size:
         offset = at + int(np.argmax(tokens)) * tokens.itemsize
         return DataError(
             "E-SHARD-TOKEN-ID",
-            f"{place}: token {high} at byte {offset:,}",
-            rule=f"ids are below vocab_size = {manifest.vocab_size}",
+            f"{place}: token id {high} at byte {offset:,}",
+            rule=f"token ids are below vocab_size = {manifest.vocab_size}",
             fix=_FIX,
             path=str(path),
             block=at // manifest.block_bytes,

@@ -1,12 +1,12 @@
 """DSIR: select the documents of a corpus that are most similar to a target, by hashed n-grams (Xie et al. 2023,
 arXiv:2302.03169).
 
-A text is a bag of unigrams and bigrams in 10,000 buckets. Two such bags, of the target and of the corpus, give every
-document a log importance weight, sum over its features of log p_target - log p_corpus; Gumbel noise on top (Kool et al.
-2019) makes the k largest keys a sample without replacement in proportion to the weights.
+A text is a bag of unigrams and bigrams, hashed to 10,000 buckets. The bucket frequencies of the target and of the
+corpus give each document a log importance weight: the sum over its features of log p_target - log p_corpus. With Gumbel
+noise added (Kool et al. 2019), the k largest keys are a sample without replacement in proportion to the weights.
 
-The corpus is read twice, document by document. In between, features are in a file, 2 bytes each; memory holds
-about 60 bytes per document.
+The corpus is read twice, document by document. In between, features are in a file, 2 bytes each; memory use is about
+60 bytes per document.
 """
 
 import math
@@ -41,11 +41,12 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DsirRules:
-    """Settings. buckets: of the hash, as in the paper. smoothing: added to the count of every bucket.
+    """Settings of DSIR. buckets: number of hash buckets, by default as in the paper. smoothing: added to each bucket's
+    count.
 
-    min_words: shorter documents are never chosen. A sum over few features is near 0, and where most of a corpus is
-    unlike the target, that would put an empty document before nearly all others. seed: seed of the noise. A document's
-    noise depends on the seed and its id alone.
+    min_words: documents with fewer words are never chosen. A sum over few features is near 0; in a corpus mostly unlike
+    the target, that would rank an empty document above nearly all others. seed: seed of the noise. A document's noise
+    depends only on the seed and its id.
     """
 
     buckets: int = 10_000
@@ -63,24 +64,25 @@ class DsirRules:
 
 
 class Features:
-    """The hashed features of texts: lower-case words and runs of punctuation, and pairs of neighbours."""
+    """Computes the hashed features of texts: lower-case words and runs of punctuation, and adjacent pairs of them."""
 
     def __init__(self, buckets: int):
         self.buckets = buckets
         self._hashes = _Hashes()
 
     def __call__(self, text: str) -> np.ndarray:
-        """Return uint16 [2 * words - 1], unigrams first; empty for a text without words."""
+        """Return the buckets of the features, uint16 [2 * words - 1], unigrams first; empty for a text without
+        words."""
         words = _TOKEN.findall(text.lower())
         hashes = np.fromiter(map(self._hashes.__getitem__, words), np.uint64, len(words))
-        # SplitMix64's increments, odd and irregular: (a, b) and (b, a) are different pairs.
+        # SplitMix64's constants, two different odd numbers, so that (a, b) and (b, a) get different hashes.
         pairs = hashes[:-1] * np.uint64(0x9E3779B97F4A7C15) + hashes[1:] * np.uint64(0xBF58476D1CE4E5B9)
         found = np.concatenate([hashes, pairs >> np.uint64(32)]) % np.uint64(self.buckets)
         return found.astype(np.uint16)
 
 
 class _Hashes(dict):
-    """Word -> CRC-32 of its UTF-8, remembered; emptied when it grows large, which changes no value."""
+    """A cache of the CRC-32 of each word's UTF-8. The cache is emptied when it grows large."""
 
     def __missing__(self, word: str) -> int:
         if len(self) >= _REMEMBERED_WORDS:
@@ -90,21 +92,21 @@ class _Hashes(dict):
 
 
 def log_frequencies(counts: np.ndarray, smoothing: float) -> np.ndarray:
-    """Return the log of the smoothed shares of the buckets, float64; the shares add up to one."""
+    """Return the log of each bucket's smoothed share, float64; the shares add up to one."""
     smooth = counts + smoothing
     return np.log(smooth) - math.log(smooth.sum())
 
 
 def gumbel(seed: int, identity: str) -> float:
-    """Return standard Gumbel noise for one document; it depends on the seed and the id alone."""
+    """Return standard Gumbel noise for one document, which depends only on the seed and the document's id."""
     uniform = (derive(seed, "dsir", identity) + 0.5) / 2**63
     return -math.log(-math.log(uniform))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """Result of the selection. log_weights: float64 [documents]. chosen: bool [documents]. Both in the order of the
-    corpus."""
+    """The log importance weight of each document, and which documents are chosen. Both arrays, float64 [documents]
+    and bool [documents], are in the order of the corpus."""
 
     log_weights: np.ndarray
     chosen: np.ndarray
@@ -117,9 +119,10 @@ def importance(
     rules: DsirRules,
     scratch: IO[bytes],
 ) -> Importance:
-    """Return the weights of `documents` (id, text), and the `keep` chosen ones. Raises ConfigError if there are fewer.
+    """Return the weights of `documents` (id, text), and which `keep` of them are chosen.
 
-    target: counts of the target's features, [buckets]. scratch: an empty file for the documents' features.
+    target: counts of the target's features, [buckets]. scratch: an empty file for the documents' features. Raises
+    ConfigError if fewer than `keep` documents have `min_words` words.
     """
     features = Features(rules.buckets)
     lengths, noise, counts = array("q"), array("d"), np.zeros(rules.buckets, np.int64)
@@ -134,7 +137,7 @@ def importance(
     if not 0 < keep <= (count := int(long_enough.sum())):
         raise ConfigError(
             "E-DSIR-KEEP",
-            f"{keep:,} documents are to be kept of {count:,} with at least {rules.min_words} words",
+            f"{keep:,} documents are to be kept, but {count:,} have at least {rules.min_words} words",
             rule="keep is at least 1, and at most the number of documents that are long enough",
             fix="lower --keep, or lower min_words",
             keep=keep,
@@ -150,7 +153,10 @@ def importance(
 
 
 def _sums(scratch: IO[bytes], lengths: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Return the sum of table[feature] over each document's features, some documents at a time: float64 [documents]."""
+    """Return the sum of table[feature] over each document's features, float64 [documents].
+
+    Reads `scratch` in pieces of whole documents. lengths: number of features of each document.
+    """
     scratch.flush()
     scratch.seek(0)
     ends, sums, first = np.cumsum(lengths), np.zeros(len(lengths)), 0
@@ -166,7 +172,7 @@ def _sums(scratch: IO[bytes], lengths: np.ndarray, table: np.ndarray) -> np.ndar
 
 @dataclass(frozen=True, kw_only=True)
 class SourceChoice:
-    """Numbers of one source: all documents, chosen documents, and the mean weight over all documents."""
+    """The counts of one source. mean_log_weight: mean over all documents of the source, chosen or not."""
 
     source: str
     documents: int
@@ -178,7 +184,8 @@ class SourceChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The selection, as written to dsir.json. target: file -> SHA-256. weights: source -> share of the chosen text."""
+    """The selection, as written to dsir.json. target: the SHA-256 of each file. weights: each source's share of the
+    chosen text in bytes."""
 
     corpus_sha256: str
     target: dict[str, str]
@@ -202,11 +209,12 @@ def select(
     """Choose `keep` documents of the folder `corpus` that are similar to the texts in `target`; write the folder `out`.
 
     out/importance.jsonl.gz  id, source, log_weight and chosen of every document, in the order of the corpus
-    out/corpus/              a corpus of the chosen ones with their lineage, to make tokens of; its funnel has a row
-                             `dsir`
+    out/corpus/              a corpus of the chosen documents with their lineage, ready to be tokenized; its funnel has
+                             the additional row `dsir`
     out/dsir.json            the Selection
 
-    target: files or corpus folders (see classify.make.read_texts). Raises ConfigError when `out` exists, DataError.
+    target: files or corpus folders (see classify.make.read_texts). Raises ConfigError if `out` exists or a rule is
+    invalid, DataError for an unusable target or corpus.
     """
     rules, say = rules or DsirRules(), progress or (lambda fraction, text: None)
     for name, problem in rules.problems():
@@ -221,7 +229,7 @@ def select(
         raise ConfigError(
             "E-DSIR-EXISTS",
             f"{out} exists",
-            rule="a selection is written into a new folder",
+            rule="a selection is written to a new folder",
             fix="name another folder with --out",
             path=str(out),
         )
@@ -230,7 +238,7 @@ def select(
     require_free(out, 2 * text_bytes, "choosing documents")
     counts = _target_counts(target, rules, text_field)
     work = out.with_name(f".{out.name}.work")
-    shutil.rmtree(work, ignore_errors=True)  # of a selection that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by a selection that was killed
     work.mkdir(parents=True)
 
     def documents_of_corpus() -> Iterator[tuple[str, str]]:
@@ -266,7 +274,7 @@ def _target_counts(target: Sequence[Path], rules: DsirRules, text_field: str) ->
     if not counts.any():
         raise DataError(
             "E-DSIR-TARGET",
-            "the target holds no words",
+            "the target has no words",
             rule="DSIR needs texts of the wanted kind to compare with",
             fix="name files or corpus folders with text as the target",
             target=[str(path) for path in target],
@@ -277,7 +285,7 @@ def _target_counts(target: Sequence[Path], rules: DsirRules, text_field: str) ->
 def _write(
     corpus: Path, manifest: CorpusManifest, found: Importance, out: Path, say: Callable[[int], None]
 ) -> tuple[list[SourceChoice], list[CorpusPart]]:
-    """Write the importance file and the parts of the chosen corpus; return the numbers by source and by part."""
+    """Write the importance file and the parts of the chosen corpus; return the counts of each source and the parts."""
     (out / CORPUS).mkdir()
     tallies: dict[str, Counter[str]] = {}
     weight_sums: dict[str, float] = {}
@@ -330,7 +338,7 @@ def _write(
 
 
 def _write_lineage(corpus: Path, manifest: CorpusManifest, chosen: np.ndarray, out: Path) -> list[LineagePart]:
-    """Write the lineage of the chosen documents, at their new places. chosen: bool [documents], in corpus order."""
+    """Write the lineage of the chosen documents, with their new rows. chosen: bool [documents], in corpus order."""
     cuts = np.cumsum([part.documents for part in manifest.parts])[:-1]
     of_part = dict(zip([part.name for part in manifest.parts], np.split(chosen, cuts), strict=True))
     new_row = {name: np.cumsum(mine) - 1 for name, mine in of_part.items()}
@@ -351,9 +359,10 @@ def _write_lineage(corpus: Path, manifest: CorpusManifest, chosen: np.ndarray, o
 def _manifest(
     manifest: CorpusManifest, selection: Selection, parts: list[CorpusPart], lineage: list[LineagePart]
 ) -> CorpusManifest:
-    """Return the manifest of the chosen corpus: crawl and funnel of the whole corpus, and a row for this selection.
+    """Return the manifest of the chosen corpus: that of the whole corpus with the new parts and lineage, and with this
+    selection as a stage of the funnel.
 
-    Records of dropped documents stay with the whole corpus.
+    The records of dropped documents are left out; the whole corpus has them.
     """
     stage = FunnelStage(
         name="dsir",

@@ -15,9 +15,9 @@ _WEIGHTS = re.compile(r"\s*[\"']?weights[\"']?\s*[=.]")
 
 
 def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, float]:
-    """Set data.weights of TOML `run_file`; comments and order stay. Returns the earlier weights.
+    """Replace data.weights in the TOML file `run_file`, keeping comments and order; return the earlier weights.
 
-    Raises ConfigError, and leaves the file unchanged, when it is not a valid run file, would be invalid with these
+    Raises ConfigError, and leaves the file unchanged, if the file is not a valid run file, would be invalid with these
     weights, or has a form that must be edited by hand.
     """
     before = dict(load_run(run_file).data.weights)
@@ -30,7 +30,7 @@ def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, flo
         raise ConfigError(
             "E-WEIGHTS-FORM",
             f"{run_file}: data.weights has a form that ingot cannot edit",
-            rule="the weights are a section [data.weights], or one line weights = { ... } in [data]",
+            rule="the weights must be a section [data.weights], or one line weights = { ... } in [data]",
             fix=f"edit the file by hand: {weights_section(weights)!r}",
             path=str(run_file),
         )
@@ -46,7 +46,7 @@ def _parses_to(text: str, values: dict) -> bool:
 
 
 def with_weights(text: str, weights: Mapping[str, float]) -> str:
-    """Return `text` of a run file with another [data.weights], placed after [data]."""
+    """Return the text of a run file with `weights` as its [data.weights], placed after [data]."""
     kept: list[str] = []
     section, end_of_data = "", 0
     for line in text.splitlines():

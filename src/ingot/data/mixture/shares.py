@@ -1,7 +1,7 @@
-"""The tokens that a run takes from each source: weights, a budget, and a cap on repetition.
+"""The number of tokens that a run takes from each source, from weights, a token budget, and a cap on repetition.
 
 A source that is too small for its weight is repeated up to its cap; the missing tokens come from the other sources in
-proportion to their weights. A budget that the caps do not allow is refused. Weights come from the command line
+proportion to their weights. A budget that the caps do not allow is an error. Weights come from the command line
 (source=share), a preset, or a file.
 """
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from ingot.errors import ConfigError, UsageError
 from ingot.units import format_count
 
-# Up to about four epochs repeated tokens are worth nearly as much as new ones; beyond, their worth falls quickly
+# Up to about four epochs, repeated tokens are nearly as useful as new tokens; after that their value falls quickly
 # (Muennighoff et al. 2023, arXiv:2305.16264, figure 5 and section 6).
 EPOCHS_WELL_SPENT = 4.0
 
-# Shares that add up to one. `classic` is the division that is often named for general models; its parts name 95%, and
-# the rest is here given to questions and answers, which LLaMA (Touvron et al. 2023, table 1) takes as a source as well.
+# Shares that add up to one. `classic` is an often quoted mixture for general models. Its parts add up to 95%; the rest
+# is given to forums (questions and answers), which are also a source of LLaMA (Touvron et al. 2023, table 1).
 PRESETS: dict[str, dict[str, float]] = {
     "classic": {"web": 0.70, "code": 0.10, "books": 0.05, "papers": 0.05, "encyclopedia": 0.05, "forums": 0.05},
 }
-NATURAL, EQUAL = "natural", "equal"  # presets that follow from what is there
+NATURAL, EQUAL = "natural", "equal"  # presets whose shares follow from the available sources
 PRESET_NAMES = (*PRESETS, NATURAL, EQUAL)
 
 
@@ -32,8 +32,8 @@ PRESET_NAMES = (*PRESETS, NATURAL, EQUAL)
 class SourceShare:
     """The share of one source.
 
-    available: tokens of the source. wanted, share: shares of the budget, before and after caps. epochs: tokens /
-    available.
+    available: number of tokens the source has. tokens: number of tokens taken from it. wanted, share: its share of the
+    budget, before and after caps. epochs: tokens / available.
     """
 
     source: str
@@ -46,8 +46,8 @@ class SourceShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """A mixture. sources: largest share first. notes: deviations from the weights. warnings: possible harm to the
-    run."""
+    """A mixture of `tokens` tokens. sources: largest share first. notes: deviations from the weights. warnings:
+    choices that may harm the run."""
 
     tokens: int
     sources: tuple[SourceShare, ...]
@@ -56,14 +56,15 @@ class Mixture:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Return source -> share for data.weights of a run, without sources that give no tokens."""
+        """The shares for data.weights of a run, without sources from which no tokens are taken."""
         return {one.source: round(one.share, 6) for one in self.sources if one.tokens}
 
 
 def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return (weights of preset `name` for the available sources, notes on sources left out). Raises UsageError.
+    """Return (weights of preset `name` for the available sources, notes on sources left out).
 
-    available: source -> tokens. The share of a missing source goes to the others.
+    available: the number of tokens of each source. The share of a missing source goes to the others. Raises UsageError
+    for an unknown preset, or if none of its sources is available.
     """
     if name == NATURAL:
         return {source: float(tokens) for source, tokens in available.items()}, ()
@@ -73,7 +74,7 @@ def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, f
         raise UsageError(
             "E-MIXTURE-UNKNOWN",
             f"no mixture is called {name!r}",
-            rule=f"presets: {', '.join(PRESET_NAMES)}",
+            rule=f"the presets are {', '.join(PRESET_NAMES)}",
             fix="name one of the presets, or a file with weights",
             name=name,
         )
@@ -82,7 +83,7 @@ def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, f
     if not weights:
         raise UsageError(
             "E-MIXTURE-NO-SOURCE",
-            f"the preset {name!r} names none of these sources",
+            f"the preset {name!r} has none of the sources of these tokens",
             rule=f"the preset mixes {', '.join(preset)}; these tokens have {', '.join(sorted(available))}",
             fix="name sources when building (data build --source NAME FILES), or give --weights",
             name=name,
@@ -92,9 +93,9 @@ def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, f
     notes = []
     if missing:
         share = sum(preset[source] for source in missing)
-        notes.append(f"{', '.join(missing)}: not in these tokens; their {share:.0%} go to the other sources")
+        notes.append(f"{', '.join(missing)}: not in these tokens; the other sources get their share of {share:.0%}")
     if unnamed:
-        notes.append(f"{', '.join(unnamed)}: not named by the preset {name!r}, and not used")
+        notes.append(f"{', '.join(unnamed)}: not in the preset {name!r}, so not used")
     return weights, tuple(notes)
 
 
@@ -104,10 +105,10 @@ def mix(
     tokens: int,
     max_epochs: float | Mapping[str, float] = EPOCHS_WELL_SPENT,
 ) -> Mixture:
-    """Divide `tokens` over the sources. weights: positive shares in any unit; a source without one is not used.
+    """Divide `tokens` among the sources. weights: positive shares in any unit; a source without a weight is not used.
 
-    max_epochs: the cap of every source, or source -> cap (sources not named: EPOCHS_WELL_SPENT). Raises ConfigError for
-    missing sources, and when the caps do not allow the budget.
+    max_epochs: one cap for all sources, or a cap for some of them (EPOCHS_WELL_SPENT for the others). Raises
+    ConfigError for unknown or empty sources, for invalid numbers, and if the caps do not allow the budget.
     """
     _check(available, weights, tokens)
     caps = _caps(available, weights, max_epochs)
@@ -150,7 +151,7 @@ def _check(available: Mapping[str, int], weights: Mapping[str, float], tokens: i
     if not weights:
         raise ConfigError(
             "E-MIXTURE-EMPTY",
-            "a mixture of no sources",
+            "the mixture has no sources",
             rule=f"a mixture has at least one of these sources: {', '.join(sorted(available))}",
             fix="give a weight to at least one source",
         )
@@ -159,24 +160,24 @@ def _check(available: Mapping[str, int], weights: Mapping[str, float], tokens: i
         if not 0 < weight < float("inf"):
             raise ConfigError(
                 "E-WEIGHT-RANGE",
-                f"{source} = {weight}",
-                rule="weights are positive shares",
-                fix="remove the source from the weights",
+                f"the weight of {source} is {weight}",
+                rule="weights are positive finite numbers",
+                fix="give a positive weight, or remove the source from the weights",
                 source=source,
                 weight=weight,
             )
         if available[source] < 1:
             raise ConfigError(
                 "E-SOURCE-EMPTY",
-                f"the source {source!r} holds no tokens",
-                rule="every source of a mixture holds tokens",
+                f"the source {source!r} has no tokens",
+                rule="every source of a mixture has tokens",
                 fix="remove the source from the weights",
                 source=source,
             )
     if tokens < 1:
         raise ConfigError(
             "E-MIXTURE-BUDGET",
-            f"a budget of {tokens} tokens",
+            f"the budget is {tokens} tokens",
             rule="the budget is at least one token",
             fix="give a positive number of tokens",
             tokens=tokens,
@@ -189,7 +190,7 @@ def _require_known(source: str, available: Mapping[str, int]) -> None:
         raise ConfigError(
             "E-SOURCE-UNKNOWN",
             f"the tokens have no source {source!r}",
-            rule=f"sources of these tokens: {', '.join(sorted(available))}",
+            rule=f"the sources of these tokens are {', '.join(sorted(available))}",
             fix=f"did you mean {close[0]!r}?" if close else "remove the source from the weights",
             source=source,
             close=close,
@@ -199,7 +200,7 @@ def _require_known(source: str, available: Mapping[str, int]) -> None:
 def _caps(
     available: Mapping[str, int], weights: Mapping[str, float], max_epochs: float | Mapping[str, float]
 ) -> dict[str, float]:
-    """Return source -> the largest number of tokens that it may give."""
+    """Return the largest number of tokens that may be taken from each source."""
     own = max_epochs if isinstance(max_epochs, Mapping) else dict.fromkeys(weights, max_epochs)
     for source, epochs in own.items():
         _require_known(source, available)
@@ -216,7 +217,10 @@ def _caps(
 
 
 def _fill(wanted: Mapping[str, float], caps: Mapping[str, float], tokens: float) -> dict[str, float]:
-    """Return tokens by source: in proportion to `wanted` for sources below their caps, the cap for the others."""
+    """Return the tokens of each source: its cap, or, for sources below their caps, a part in proportion to `wanted`.
+
+    Raises ConfigError if the caps add up to less than `tokens`.
+    """
     amounts: dict[str, float] = {}
     open_ones, left = dict(wanted), tokens
     while open_ones:
@@ -233,16 +237,16 @@ def _fill(wanted: Mapping[str, float], caps: Mapping[str, float], tokens: float)
     possible = sum(caps.values())
     raise ConfigError(
         "E-MIXTURE-CAPS",
-        f"{format_count(tokens)} tokens are wanted, these sources give {format_count(possible)} at their caps",
+        f"{format_count(tokens)} tokens are wanted, but these sources have {format_count(possible)} at their caps",
         rule="no source is repeated more often than its cap (max_epochs)",
-        fix="lower the budget, raise max_epochs, or give more sources",
+        fix="lower the budget, raise max_epochs, or add sources",
         tokens=tokens,
         possible=possible,
     )
 
 
 def _whole(amounts: Mapping[str, float], tokens: int) -> dict[str, int]:
-    """Return whole tokens that add up to the budget: largest remainders (Hamilton's method)."""
+    """Return `amounts` rounded to whole numbers that add up to `tokens`, by the method of largest remainders."""
     whole = {source: int(amount) for source, amount in amounts.items()}
     by_remainder = sorted(amounts, key=lambda source: whole[source] - amounts[source])
     for source in by_remainder[: tokens - sum(whole.values())]:
@@ -254,7 +258,7 @@ Weights = dict[str, float]
 
 
 def parse_weights(pairs: Sequence[str]) -> Weights:
-    """Return the weights of ["web=.7", "code=0.3"]. Raises UsageError."""
+    """Return the weights in `pairs`, such as ["web=.7", "code=0.3"]. Raises UsageError for another form."""
     found: Weights = {}
     for pair in pairs:
         source, sign, value = pair.rpartition("=")
@@ -267,16 +271,17 @@ def parse_weights(pairs: Sequence[str]) -> Weights:
                 "E-WEIGHT-FORM",
                 f"{pair!r} is not a weight",
                 rule="a weight is SOURCE=SHARE",
-                fix="write it like web=0.7",
+                fix="write a weight like web=0.7",
                 text=pair,
             )
     return found
 
 
 def read_weights(path: Path) -> Weights:
-    """Return the weights in a run file ([data.weights]), in TOML with source = share, or in JSON of DSIR and DoReMi.
+    """Return the weights in a run file ([data.weights]), in TOML lines source = share, or in the JSON that DSIR or
+    DoReMi wrote.
 
-    Raises ConfigError when the file holds no weights.
+    Raises ConfigError if the file cannot be read or has no weights.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -300,8 +305,8 @@ def read_weights(path: Path) -> Weights:
     if not numbers or not values:
         raise ConfigError(
             "E-WEIGHTS-MISSING",
-            f"{path} holds no weights",
-            rule="weights are [data.weights] of a run file, a section [weights], or a file with only source = share",
+            f"{path} has no weights",
+            rule="weights are in [data.weights] of a run file, in [weights], or in a file with only source = share",
             fix="write lines like web = 0.7",
             path=str(path),
         )
@@ -309,7 +314,8 @@ def read_weights(path: Path) -> Weights:
 
 
 def named_weights(spec: str, available: Mapping[str, int]) -> tuple[str, Weights, tuple[str, ...]]:
-    """Return (name, weights, notes) of `spec`: the name of a preset, or the path of a file (its stem is the name)."""
+    """Return (name, weights, notes) of the mixture `spec`: the name of a preset, or the path of a file, whose stem is
+    then the name."""
     if spec in PRESET_NAMES:
         return spec, *preset_weights(spec, available)
     path = Path(spec)

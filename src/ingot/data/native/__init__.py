@@ -1,8 +1,8 @@
 """The compiled core: small C modules for the most expensive loops, each with a Python reference that gives equal
 results.
 
-They are built when ingot is installed, if there is a C compiler; without one ingot is slower, not broken. Each caller
-asks for its module with `compiled` and falls back to its reference. INGOT_NATIVE=0 switches all of them off.
+The modules are built when ingot is installed, if there is a C compiler; without them ingot works, but more slowly. Each
+caller gets its module from `compiled`, or uses its Python reference. INGOT_NATIVE=0 switches all modules off.
 """
 
 import importlib
@@ -13,7 +13,7 @@ MODULES = ("_minhash", "_page", "_quality")
 
 
 def compiled(name: str) -> ModuleType | None:
-    """The C module `name` of MODULES, or None where it was not built or INGOT_NATIVE=0."""
+    """Return the C module `name`, one of MODULES; None if it is not built or INGOT_NATIVE=0."""
     if os.environ.get("INGOT_NATIVE") == "0":
         return None
     try:

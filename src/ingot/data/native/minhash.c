@@ -1,8 +1,8 @@
-/* Loops of near-duplicate search (ingot.data.dedup). The plain references stand beside the callers in Python.
+/* The loops of near-duplicate search (ingot.data.dedup). The reference implementations are next to the callers in Python.
 
    Word hashes are XXH3-64 (Collet, the specification of xxHash) with seed 0. Words of up to 64 bytes are hashed here;
-   longer ones, which are rare, by the xxhash package through a callable, so that its code for long input is not
-   repeated. All arithmetic is modulo 2^32 or 2^64 and bytes are read little-endian: results are equal everywhere. */
+   longer words, which are rare, by a callable of the xxhash package, so that its code for long input is not repeated.
+   All arithmetic is modulo 2^32 or 2^64 and bytes are read little-endian, so results are equal on all machines. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -41,7 +41,7 @@ static inline uint64_t swap_bytes(uint64_t x) {
     return x << 32 | x >> 32;
 }
 
-/* Low and high half of the 128-bit product, by exclusive or. */
+/* Returns the exclusive or of the low and high half of the 128-bit product. */
 static inline uint64_t fold(uint64_t a, uint64_t b) {
 #ifdef __SIZEOF_INT128__
     unsigned __int128 product = (unsigned __int128)a * b;
@@ -93,7 +93,7 @@ static inline uint64_t word_hash(const uint8_t *p, size_t n) {
 
 /* --- words ----------------------------------------------------------------------------------------------------- */
 
-/* Bytes of the whitespace character (of str.split) that begins at p, 0 if none does. */
+/* Returns the number of bytes of the whitespace character (of str.split) that begins at p, 0 if there is none. */
 static inline size_t space_at(const uint8_t *p, const uint8_t *end) {
     uint8_t c = *p;
     if (c < 0x80)
@@ -114,7 +114,7 @@ static inline size_t space_at(const uint8_t *p, const uint8_t *end) {
 
 /* --- shingles -------------------------------------------------------------------------------------------------- */
 
-/* What becomes of the shingles: all are kept in `all` (grown), or their low halves go through the permutations. */
+/* The destination of shingles: they are kept in the growing array `all`, or their low halves update the minima. */
 typedef struct {
     uint64_t *all;
     size_t count, room;
@@ -214,10 +214,11 @@ static int hash_long(PyObject *long_hash, const uint8_t *word, size_t size, uint
     return *hash == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-/* All runs of `ngram` words into the sink: sum of word[k] * MULTIPLIER^(ngram - 1 - k), rolled along, then mixed. */
+/* Sends the hash of each run of `ngram` words to the sink: the rolling sum of word[k] * MULTIPLIER^(ngram - 1 - k), then
+   mixed. */
 static int each_shingle(const uint8_t *p, const uint8_t *end, size_t ngram, PyObject *long_hash, Sink *sink) {
     size_t words = 0, slot = 0, most = (size_t)(end - p) + 1;
-    ngram = ngram < most ? ngram : most; /* there are fewer words than bytes: the same shingle, and bounded memory */
+    ngram = ngram < most ? ngram : most; /* the same shingle, as words <= bytes; bounds memory */
     uint64_t *window = calloc(ngram, sizeof *window), rolled = 0, leaving = 1;
     if (!window) {
         PyErr_NoMemory();
@@ -253,7 +254,7 @@ static int each_shingle(const uint8_t *p, const uint8_t *end, size_t ngram, PyOb
     return failed;
 }
 
-/* UTF-8 of `text`; *owner (NULL if `text` itself) keeps it alive. Lone surrogates pass. */
+/* Returns `text` as UTF-8; *owner keeps it alive (NULL: `text` itself does). Lone surrogates are allowed. */
 static const uint8_t *utf8_of(PyObject *text, Py_ssize_t *size, PyObject **owner) {
     *owner = NULL;
     const char *bytes = PyUnicode_AsUTF8AndSize(text, size);
@@ -276,14 +277,14 @@ static int check_ngram(Py_ssize_t ngram) {
     return -1;
 }
 
-/* A buffer of whole items of `size` bytes, contiguous; its format is the caller's word. */
+/* Gets a contiguous buffer of whole items of `size` bytes; the item format is not checked. */
 static int take(PyObject *object, Py_buffer *view, Py_ssize_t size, int flags) {
     if (PyObject_GetBuffer(object, view, flags))
         return -1;
     if (view->len % size == 0)
         return 0;
     PyBuffer_Release(view);
-    PyErr_SetString(PyExc_ValueError, "the buffer does not hold whole items");
+    PyErr_SetString(PyExc_ValueError, "the buffer does not consist of whole items");
     return -1;
 }
 
@@ -307,7 +308,7 @@ static PyObject *shingles(PyObject *self, PyObject *args) {
     return result;
 }
 
-/* The result of `minima` and `signature`: `permutations` times the greatest value, and the sink that lowers it. */
+/* Makes the result of `minima` and `signature`, with the greatest value at all places, and the sink that lowers them. */
 static PyObject *start_minima(Sink *sink, const Py_buffer *factors, const Py_buffer *offsets) {
     if (factors->len != offsets->len) {
         PyErr_SetString(PyExc_ValueError, "factors and offsets differ in length");
@@ -419,8 +420,8 @@ static PyObject *common(PyObject *self, PyObject *args) {
     return PyLong_FromSize_t(count);
 }
 
-/* The root of x, halving the path to it; -1 where a parent is greater than its child, which would lead anywhere. Only
-   parents on the path are looked at: a check of all would cost the whole forest for every piece of pairs. */
+/* Returns the root of x and halves the path to it; -1 if a parent is greater than its child, which is invalid. Only the
+   parents on the path are checked, because checking all of them for every piece of pairs would be slow. */
 static inline int64_t root_of(uint32_t *parent, uint32_t x) {
     for (uint32_t above; (above = parent[x]) != x; x = parent[x]) {
         if (above > x || parent[above] > above)
@@ -430,8 +431,8 @@ static inline int64_t root_of(uint32_t *parent, uint32_t x) {
     return x;
 }
 
-/* Records of (earlier, later, similarity) into the forest `parent`, whose roots are the smallest numbers, and into the
-   smallest partner of every document. */
+/* Adds records (earlier, later, similarity) to the union-find `parent`, whose roots are the smallest numbers, and to
+   every document's smallest partner. */
 static PyObject *unite(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *objects[4], *result = NULL;
@@ -456,7 +457,7 @@ static PyObject *unite(PyObject *self, PyObject *args) {
         memcpy(numbers, record, 8);
         memcpy(&found, record + 8, 4);
         if (numbers[0] >= documents || numbers[1] >= documents) {
-            PyErr_SetString(PyExc_ValueError, "a pair names a document that is not there");
+            PyErr_SetString(PyExc_ValueError, "a pair has a document number beyond the last document");
             goto done;
         }
         for (int side = 0; side < 2; side++) {
@@ -487,7 +488,7 @@ static PyMethodDef methods[] = {
     {"shingles", shingles, METH_VARARGS, "(lower-case text, ngram, hash of long words) -> uint64 shingles as bytes"},
     {"signature", signature, METH_VARARGS, "(text, ngram, hash of long words, factors, offsets) -> uint32 as bytes"},
     {"minima", minima, METH_VARARGS, "(uint64 hashes, factors, offsets) -> uint32 as bytes"},
-    {"common", common, METH_VARARGS, "(uint64 ascending, uint64 ascending) -> how many they share"},
+    {"common", common, METH_VARARGS, "(uint64 ascending, uint64 ascending) -> number of common values"},
     {"unite", unite, METH_VARARGS, "(parent, like, similarity, records): in place"},
     {NULL, NULL, 0, NULL},
 };

@@ -1,5 +1,5 @@
-/* HTML to flat pre-order arrays, in one pass and in linear time. What it must do is written in
- * ingot/data/extract/page_reference.py, which gives the same arrays; both are driven by the tables of
+/* Parses HTML into flat pre-order arrays, in one pass and in linear time. The specification is
+ * ingot/data/extract/page_reference.py, which gives the same arrays; both use the tables of
  * ingot/data/extract/tags.py and vocabulary.py. */
 
 #define PY_SSIZE_T_CLEAN
@@ -12,7 +12,7 @@
 enum { GROUPS = 12, BARRIERS = 4, STRIDE = 64, WORD_STRIDE = 32, SAME_NAME_STEPS = 16, MAX_TAGS = 256 };
 enum { VOID = 1, RAW = 2, RAW_TO_END = 4, HEADING = 8, PRE = 16, FOREIGN = 32, ONCE = 64, NO_END = 128 };
 enum { PLAIN = 1, NAMED = 2, TARGET = 3 };                   /* kinds of attributes */
-enum { OTHER = 1, BREAK = 2 };                               /* tag ids that the code knows by name */
+enum { OTHER = 1, BREAK = 2 };                               /* tag ids that the code refers to */
 enum { FINE = 0, TOO_DEEP = 1, TOO_MANY = 2, NO_MEMORY = 3 };
 #define MARKED ((uint64_t)1 << 63) /* on an element: has href; on text: follows white space */
 #define HYPHEN 27
@@ -25,7 +25,7 @@ typedef struct {
 
 typedef struct {
     Py_ssize_t num_names, num_words;
-    uint16_t *names;      /* [num_names][STRIDE]: trie over tag names and, behind '=', attribute names */
+    uint16_t *names;      /* [num_names][STRIDE]: trie over tag names and, after '=', attribute names */
     uint8_t *name_ids;    /* [num_names]: tag id or kind of attribute, 0 for none */
     uint16_t *words;      /* [num_words][WORD_STRIDE]: automaton over attribute values */
     uint64_t *word_flags; /* [num_words] */
@@ -201,7 +201,7 @@ static void add_text(Parser *p, Py_ssize_t start, Py_ssize_t stop) {
 
 /* ---- tags ---- */
 
-/* The position behind `</name` of a raw element (before the white space, '/' or '>'), or -1; *stop: of its text. */
+/* Returns the position after `</name` of a raw element (before whitespace, '/' or '>'), or -1; *stop: end of its text. */
 static Py_ssize_t raw_end(const Parser *p, Py_ssize_t i, Py_ssize_t name, Py_ssize_t length, Py_ssize_t *stop) {
     const uint8_t *d = p->data;
     while (i < p->length) {
@@ -222,8 +222,8 @@ static Py_ssize_t raw_end(const Parser *p, Py_ssize_t i, Py_ssize_t name, Py_ssi
 
 static uint32_t feed(const Tables *t, uint32_t state, int symbol) { return t->words[state * WORD_STRIDE + symbol]; }
 
-/* Runs the automaton over a run of bytes: letters in lower case, everything else and the step from lower to upper case
- * `joint`, of which there are never two in a row. *last: the symbol before, and then the last one. */
+/* Runs the automaton over bytes, as letters in lower case. All other bytes, and a change from lower to upper case, are
+ * the symbol `joint`, which never occurs twice in a row. *last: the previous symbol; updated to the last symbol read. */
 static uint32_t feed_run(const Tables *t, uint32_t state, const uint8_t *s, Py_ssize_t length, int joint, int *last,
                          uint64_t *flags) {
     uint8_t previous = 0;
@@ -243,7 +243,7 @@ static uint32_t feed_run(const Tables *t, uint32_t state, const uint8_t *s, Py_s
     return state;
 }
 
-/* A plain value is read as "-value-", a named one as "-name=value=" with "=" between its words. */
+/* The automaton reads a PLAIN value as "-value-", a NAMED value as "-name=value=" with "=" between its words. */
 static uint64_t value_flags(const Tables *t, int kind, const uint8_t *name, Py_ssize_t name_length,
                             const uint8_t *value, Py_ssize_t value_length) {
     static const uint8_t end = ' ';
@@ -259,7 +259,7 @@ static uint64_t value_flags(const Tables *t, int kind, const uint8_t *name, Py_s
     return flags;
 }
 
-/* Attributes from i on. Returns the position behind '>', or -1 where the input ends inside of the tag. */
+/* Reads the attributes from i on. Returns the position after '>', or -1 if the input ends inside the tag. */
 static Py_ssize_t attributes(const Parser *p, Py_ssize_t i, uint64_t *flags, int *self_closing) {
     const uint8_t *d = p->data;
     const Tables *t = p->tables;
@@ -351,7 +351,7 @@ static Py_ssize_t start_tag(Parser *p, Py_ssize_t i) {
     return behind;
 }
 
-/* The position behind `pattern` (of `length` bytes) from i on, or the end of the input. */
+/* Returns the position after the next `pattern` (of `length` bytes) from i on, or the end of the input. */
 static Py_ssize_t behind(const Parser *p, Py_ssize_t i, const char *pattern, Py_ssize_t length) {
     while (i + length <= p->length) {
         const uint8_t *found = memchr(p->data + i, pattern[0], (size_t)(p->length - length + 1 - i));
@@ -362,7 +362,7 @@ static Py_ssize_t behind(const Parser *p, Py_ssize_t i, const char *pattern, Py_
     return p->length;
 }
 
-static Py_ssize_t comment(const Parser *p, Py_ssize_t i) { /* i: behind "<!--" */
+static Py_ssize_t comment(const Parser *p, Py_ssize_t i) { /* i: after "<!--" */
     const uint8_t *d = p->data;
     if (i < p->length && d[i] == '>') return i + 1;
     if (i + 1 < p->length && d[i] == '-' && d[i + 1] == '>') return i + 2;
@@ -411,7 +411,7 @@ static void parse(Parser *p) {
         } else {
             next = behind(p, next, ">", 1);
         }
-        if (next < 0) next = p->length; /* the input ends inside of a tag, or inside of a script */
+        if (next < 0) next = p->length; /* the input ends inside a tag or a script */
         i = text = next;
     }
     if (p->status == FINE) add_text(p, text, p->length);
@@ -443,7 +443,7 @@ static PyObject *py_tables(PyObject *self, PyObject *args) {
     Py_ssize_t num_names = ids_size, num_words = flags_size / 8, num_tags = tags_size / 12;
     if (num_names < 1 || names_size != num_names * STRIDE * 2 || num_words < 1 || flags_size % 8 ||
         words_size != num_words * WORD_STRIDE * 2 || tags_size % 12 || num_tags < 3 || num_tags > MAX_TAGS) {
-        PyErr_SetString(PyExc_ValueError, "tables: sizes do not fit together");
+        PyErr_SetString(PyExc_ValueError, "tables: the sizes do not match");
         return NULL;
     }
     Tables *t = calloc(1, sizeof *t);

@@ -1,11 +1,12 @@
 /* Words and the counts of the quality rules, over the UTF-8 of a text.
  *
- * Each function gives what its Python reference gives: words() and sentences() those of ingot.data.filters.words.english,
- * gopher(), c4() and fineweb() those of ingot.data.filters.counts. What a character is comes from Python too: setup()
- * takes a function that gives the classes of 256 characters, and it is asked once per page that occurs in a text.
+ * Each function gives the same result as its Python reference: words() and sentences() as in
+ * ingot.data.filters.words.english, gopher(), c4() and fineweb() as in ingot.data.filters.counts. The character classes
+ * come from Python too: setup() takes a function that returns the classes of a page of 256 characters; it is called once
+ * for each page that occurs in a text.
  *
- * Every scan and every table is linear in the text. Hashes only choose slots, which are compared byte by byte, and are
- * salted per process: no text can collide on purpose, and no collision changes a result. */
+ * Every scan and every table is linear in the text. Hashes only choose slots, whose entries are compared byte by byte,
+ * and are salted per process: no text can collide on purpose, and no collision changes a result. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -30,7 +31,7 @@ enum { ELLIPSIS = 0x2026 };
 static PyObject *page_source;
 static uint32_t *pages[0x1100];
 static uint32_t byte_flags[256];
-static int page_failed; /* an error is set; whoever asked for classes looks before it returns a result */
+static int page_failed; /* an error is set; each caller checks for errors before it returns a result */
 static uint64_t salt;
 
 static const uint32_t *load_page(uint32_t number) {
@@ -62,7 +63,7 @@ static inline uint32_t flags_of(uint32_t c) {
     return (page != NULL ? page : load_page(c >> 8))[c & 255];
 }
 
-/* The character at p, which moves behind it. The text is valid UTF-8: Python made it. */
+/* Returns the character at p, and moves p after it. The text is valid UTF-8, because Python encoded it. */
 static inline uint32_t next_character(const byte **at) {
     const byte *p = *at;
     uint32_t c = p[0];
@@ -73,7 +74,7 @@ static inline uint32_t next_character(const byte **at) {
     return (c & 7) << 18 | (uint32_t)(p[1] & 63) << 12 | (p[2] & 63) << 6 | (p[3] & 63);
 }
 
-/* The character that ends before p; p moves to its front. */
+/* Returns the character before p, and moves p to its start. */
 static inline uint32_t previous_character(const byte **at) {
     const byte *p = *at - 1;
     while ((*p & 0xC0) == 0x80) p--;
@@ -100,7 +101,7 @@ static inline uint64_t mix(uint64_t h, uint64_t x) {
     return h ^ h >> 29;
 }
 
-/* Up to eight bytes of p as a number, without reading at or behind `limit`. */
+/* Returns up to eight bytes at p as a number, without reading at `limit` or after it. */
 static inline uint64_t load(const byte *p, size_t size, const byte *limit) {
     uint64_t x = 0;
     if (size >= 8) {
@@ -125,9 +126,9 @@ static inline uint64_t hash_bytes(const byte *p, size_t size, const byte *limit)
     return h ^ h >> 32;
 }
 
-/* A table of numbers of entries, open addressing. `size` is a power of two, at least twice the entries. */
+/* A hash table of entry numbers with open addressing. `size` is a power of two, at least twice the number of entries. */
 typedef struct {
-    uint32_t *slots; /* 0 is free, else number + 1 */
+    uint32_t *slots; /* 0: free; else entry number + 1 */
     size_t size;
 } Table;
 
@@ -162,14 +163,14 @@ enum { MOST_PARTS = 4, MOST_JOINED = 12, MOST_STOP_WORDS = 16 };
 typedef struct {
     byte *bytes;
     uint32_t size;
-    byte parts, joined;     /* words it becomes; words it is joined of, 0 if it never is */
-    byte ends[MOST_PARTS];  /* of the words it becomes, in characters */
-    byte cuts[MOST_JOINED]; /* of the words it is joined of */
+    byte parts, joined;     /* number of words it becomes; number of words that are joined to it, 0 if never */
+    byte ends[MOST_PARTS];  /* ends of the words it becomes, in characters */
+    byte cuts[MOST_JOINED]; /* ends of the words that are joined to it */
 } Special;
 
 static Special *specials;
 static Table special_table;
-static uint64_t special_sizes[256], joined_sizes[256]; /* by first byte: bit n for a case of n bytes */
+static uint64_t special_sizes[256], joined_sizes[256]; /* by first byte: bit n is set if a case has n bytes */
 static size_t longest_special;                          /* in characters */
 static char *units[256];
 static size_t unit_sizes[256]; /* in bytes */
@@ -194,9 +195,9 @@ static const Special *find_special(const byte *p, size_t size, uint64_t hash) {
 
 typedef struct {
     const byte *text, *limit;
-    uint32_t *chars, *flags, *offsets; /* of the chunk, by character; offsets has one more */
-    uint32_t *ends;                    /* of its words, in characters, ascending */
-    uint32_t *spare, *cases;           /* room to work in */
+    uint32_t *chars, *flags, *offsets; /* per character of the chunk; offsets has one entry more */
+    uint32_t *ends;                    /* ends of its words, in characters, ascending */
+    uint32_t *spare, *cases;           /* scratch memory */
     byte *taken;
     size_t num_ends;
     Array memory;
@@ -359,13 +360,13 @@ static int is_address(const Chunk *c, size_t start, size_t end) {
     return 0;
 }
 
-/* Neighbours that make up a special case become that case: longest first, then leftmost. */
+/* Replaces adjacent words that form a special case by the words of that case: longest first, then leftmost. */
 static void join(Chunk *c) {
     size_t found = 0, count = c->num_ends, start = 0;
     if (count < 2) return;
     for (size_t i = 0; i < count; start = c->ends[i++]) {
         const byte *p = c->text + c->offsets[start];
-        c->cases[i] = 0; /* bit n: n words from here are a case */
+        c->cases[i] = 0; /* bit n is set if the n words from here form a case */
         if (!joined_sizes[*p]) continue;
         for (size_t words = 1; words <= MOST_JOINED && i + words <= count; words++) {
             size_t end = c->ends[i + words - 1], size = c->offsets[end] - c->offsets[start];
@@ -388,7 +389,7 @@ static void join(Chunk *c) {
         for (size_t i = 0; i + words <= count; i++) {
             if (!(c->cases[i] >> words & 1)) continue;
             if (!taken[i] && !taken[i + words - 1]) chosen[i] = (byte)words;
-            memset(taken + i, 1, words); /* also of one that was not chosen, as in spaCy */
+            memset(taken + i, 1, words); /* even if the case was not chosen, as in spaCy */
         }
     size_t made = 0;
     start = 0;
@@ -407,7 +408,7 @@ static void join(Chunk *c) {
     c->num_ends = made;
 }
 
-/* Decode the chunk text[from:to] and cut it: c->ends. Returns -1 without memory. */
+/* Decodes the chunk text[from:to] and splits it: c->ends. Returns -1 if memory is short. */
 static int split_chunk(Chunk *c, size_t from, size_t to) {
     size_t n = 0, most = to - from + 1;
     if (array_reserve(&c->memory, most, 6 * sizeof(uint32_t) + 2) < 0) return -1;
@@ -426,7 +427,7 @@ static int split_chunk(Chunk *c, size_t from, size_t to) {
     c->offsets[n] = (uint32_t)to;
     size_t start = 0, end = n, made = 0, cut = 0;
     const Special *special = NULL;
-    uint32_t *suffixes = c->spare; /* where each begins, outermost first */
+    uint32_t *suffixes = c->spare; /* the start of each suffix, outermost first */
     while (start < end && (special = special_at(c, start, end)) == NULL) {
         size_t prefix = prefix_length(c, start, end);
         if (prefix && (special = special_at(c, start + prefix, end)) != NULL) {
@@ -449,7 +450,7 @@ static int split_chunk(Chunk *c, size_t from, size_t to) {
             size_t word = start;
             for (size_t i = start; i < end;) {
                 size_t infix = infix_length(c, i, start, end);
-                if (infix && i > start) { /* an infix at the very front cuts nothing */
+                if (infix && i > start) { /* an infix at the start cuts nothing */
                     if (i > word) c->ends[made++] = (uint32_t)i;
                     c->ends[made++] = (uint32_t)(word = i + infix);
                 }
@@ -460,7 +461,7 @@ static int split_chunk(Chunk *c, size_t from, size_t to) {
             c->ends[made++] = (uint32_t)end;
         }
     }
-    while (cut) { /* a suffix ends where the one outside it begins */
+    while (cut) { /* a suffix ends where the next outer suffix begins */
         cut--;
         c->ends[made++] = cut ? suffixes[cut - 1] : (uint32_t)n;
     }
@@ -469,13 +470,13 @@ static int split_chunk(Chunk *c, size_t from, size_t to) {
     return 0;
 }
 
-/* Whether the chunk, which has `all` classes in common and is ASCII, is a word as it is; with its hash. */
+/* Checks whether the chunk is one word without further splitting: ASCII letters only, and not a special case. */
 static inline int is_plain(uint32_t any, uint32_t all, const byte *p, size_t size, uint64_t hash) {
     if (any & NOT_ASCII || !(all & LETTER)) return 0;
     return !may_be_special(p, size) || find_special(p, size, hash) == NULL;
 }
 
-/* The end of the chunk at p, which is no whitespace. *any and *all: bits of any and of all its characters. */
+/* Returns the end of the chunk at p, which is not whitespace. *any, *all: classes of any and of all its characters. */
 static inline const byte *chunk_end(const byte *p, const byte *end, uint32_t *any, uint32_t *all, size_t *chars) {
     uint32_t or = 0, and = ~(uint32_t)0;
     size_t count = 0;
@@ -506,7 +507,7 @@ static const byte *utf8(PyObject *text, size_t *size) {
     page_failed = 0;
     if (data == NULL) return NULL;
     if ((uint64_t)length >= (uint64_t)1 << 30) {
-        PyErr_SetString(PyExc_OverflowError, "a text of a gigabyte or more");
+        PyErr_SetString(PyExc_OverflowError, "the text has a gigabyte or more");
         return NULL;
     }
     *size = (size_t)length;
@@ -552,7 +553,7 @@ static PyObject *words(PyObject *self, PyObject *text) {
     return list;
 }
 
-/* The number of sentences, at least one: see english.sentences. */
+/* Returns the number of sentences, at least one: see english.sentences. */
 static PyObject *sentences(PyObject *self, PyObject *text) {
     size_t size, count = 1;
     const byte *start = utf8(text, &size), *end = start + size;
@@ -564,7 +565,7 @@ static PyObject *sentences(PyObject *self, PyObject *text) {
         uint32_t any, all;
         size_t chars;
         const byte *next = chunk_end(p, end, &any, &all, &chars);
-        if (next == p) { /* whitespace; the one space after a word is no word */
+        if (next == p) { /* whitespace; a single space after a word does not count as a word */
             const byte *from = p;
             while (next < end && (p = next, flags_of(next_character(&p)) & SPACE)) next = p;
             if (after_mark && next - from > (from > start && *from == ' ')) {
@@ -575,7 +576,7 @@ static PyObject *sentences(PyObject *self, PyObject *text) {
             continue;
         }
         p = next;
-        if (!(any & (NOT_ASCII | CATEGORY_P)) && all & ALPHANUMERIC) { /* no mark in it, whatever its words are */
+        if (!(any & (NOT_ASCII | CATEGORY_P)) && all & ALPHANUMERIC) { /* contains no mark, so its words do not matter */
             count += after_mark;
             after_mark = 0;
             continue;
@@ -604,7 +605,7 @@ static PyObject *sentences(PyObject *self, PyObject *text) {
 
 /* ---- repetition ---- */
 
-/* Which pieces came before: how many, and their characters. */
+/* Pieces that equal an earlier piece: their number and their characters. */
 typedef struct {
     Table table;
     const byte **pieces;
@@ -638,7 +639,7 @@ static void pieces_add(Pieces *set, const byte *p, size_t size, const byte *limi
     set->table.slots[slot] = (uint32_t)++set->count;
 }
 
-/* Pieces of the text between runs of at least `newlines` newlines; returns how many. */
+/* Splits the text at runs of at least `newlines` newlines; returns the number of pieces. */
 static size_t separated(Pieces *set, const byte *start, const byte *end, int newlines) {
     size_t count = 0;
     const byte *limit = end, *piece = start, *p = start;
@@ -670,7 +671,8 @@ static int add_word(Words *words, size_t start, size_t size, size_t chars, uint6
     return 0;
 }
 
-/* ids[i]: the number of word i among the different ones, the stop words being the first. Returns how many, or -1. */
+/* Sets ids[i] to the number of word i among the distinct words, of which the stop words come first. Returns their
+ * number, or -1. */
 static Py_ssize_t number_words(const Words *words, const byte *text, uint32_t *ids, int *stops) {
     const Word *word = words->words.items;
     size_t most = words->count + num_stop_words, mask, count = 0;
@@ -713,8 +715,8 @@ out_of_memory:
     return -1;
 }
 
-/* Which of `count` hashes may occur twice: may[i] is 0 only where no other is the same. Two passes over a few bits
- * each, without a branch, are much faster than a table; `bits` has room for 4 * count + 8 bytes. */
+/* Finds which of `count` hashes may occur twice: may[i] is 0 only if no other hash is equal. Two passes over a few bits
+ * per hash, without branches, are much faster than a hash table; `bits` has 4 * count + 8 bytes. */
 static void may_repeat(const uint64_t *hashes, size_t count, byte *may, byte *bits) {
     size_t size = 64;
     while (size < 16 * count) size *= 2; /* at most 32 bits each */
@@ -732,9 +734,9 @@ static void may_repeat(const uint64_t *hashes, size_t count, byte *may, byte *bi
     }
 }
 
-/* top[0..2]: characters of repetition of the commonest 2-, 3- and 4-gram: its length with spaces times its count; of
- * equally common ones the first in the text. An n-gram that occurs twice begins and ends with (n-1)-grams that do, so
- * only those are looked at: where[k] is the position of such a one, grams[k] its number. */
+/* Sets top[0..2] to the length with spaces of the most frequent 2-, 3- and 4-gram times its count; of equally frequent
+ * n-grams the first in the text. A repeated n-gram begins and ends with repeated (n-1)-grams, so only those are
+ * examined: where[k] is the position of such an n-gram, grams[k] its number. */
 static int top_ngrams(const Words *words, const uint32_t *ids, size_t top[3]) {
     const Word *word = words->words.items;
     size_t count = words->count, num = 0, failed = 1;
@@ -800,12 +802,12 @@ done:
     return failed ? -1 : 0;
 }
 
-/* duplicates[0..5]: characters of the 5- to 10-grams that came before, where the words of a hit are not looked at
- * again. Two n-grams are the same when their words, joined without spaces, are.
+/* Sets duplicates[0..5] to the number of characters in 5- to 10-grams that occurred before; after such an n-gram, its
+ * words are skipped. Two n-grams are equal if their words, joined without spaces, are equal.
  *
- * In `joined`, all words without spaces, two that are the same and BEGINNING bytes or longer begin with the same
- * BEGINNING bytes. So only those positions are candidates where such bytes begin another word too, and those of short
- * 5-grams. */
+ * `joined` has all words without spaces. Equal n-grams of at least BEGINNING bytes begin with the same BEGINNING bytes
+ * in it. So only two kinds of positions are candidates: those whose BEGINNING bytes also begin at another word, and
+ * those of shorter 5-grams. */
 enum { BEGINNING = 12 };
 
 static int duplicate_ngrams(const Words *words, const byte *text, size_t duplicates[6]) {
@@ -895,7 +897,7 @@ static void count_word(size_t *counts, size_t chars, uint32_t any, int is_real) 
     }
 }
 
-/* The words of the chunk text[from:to] by the rules of spaCy, counted and added. */
+/* Splits the chunk text[from:to] by the rules of spaCy, and adds and counts its words. */
 static int count_chunk(Chunk *c, Words *words, size_t *counts, size_t from, size_t to) {
     if (split_chunk(c, from, to) < 0) return -1;
     for (size_t i = 0, start = 0; i < c->num_ends; start = c->ends[i++]) {
@@ -912,7 +914,7 @@ static int count_chunk(Chunk *c, Words *words, size_t *counts, size_t from, size
     return 0;
 }
 
-/* Words and lines. The line's first and last words say whether it begins with a bullet or ends in an ellipsis. */
+/* Counts words and lines. The first and last words of a line show if it begins with a bullet or ends in an ellipsis. */
 static int count_words(Chunk *c, Words *words, size_t *counts, const byte *text, const byte *end, int spacy) {
     int first = 1, dots = 0; /* no word in the line yet; its last word ends in an ellipsis */
     const byte *line = text;
@@ -1067,7 +1069,7 @@ static const char *const policies[] = {"terms of use", "privacy policy", "cookie
                                        "uses cookies", "use of cookies", "use cookies"};
 enum { TERMINAL_RULE = 1, JAVASCRIPT = 2, POLICY = 4, LOREM = 8, CURLY = 16, CITATIONS_FIRST = 32 };
 
-/* Whether the lower-cased text has `phrase`. */
+/* Checks whether the lower-case text contains `phrase`. */
 static int holds(const byte *p, const byte *end, const char *phrase) {
     size_t size = strlen(phrase);
     while ((size_t)(end - p) >= size && (p = memchr(p, phrase[0], end - p - size + 1)) != NULL) {
@@ -1083,7 +1085,7 @@ static int holds_policy(const byte *p, const byte *end) {
     return 0;
 }
 
-/* [], [12], [edit] and [citation needed] at p: its bytes, else 0. */
+/* Returns the bytes of a citation mark ([], [12], [edit], [citation needed]) at p, 0 if there is none. */
 static size_t citation(const byte *p, const byte *end) {
     const byte *q = p + 1;
     while (q < end) {
@@ -1096,7 +1098,7 @@ static size_t citation(const byte *p, const byte *end) {
     return end - p >= 17 && memcmp(p, "[citation needed]", 17) == 0 ? 17 : 0;
 }
 
-/* Copy [p, end) without citations; returns the bytes written. */
+/* Copies [p, end) without citation marks; returns the number of bytes written. */
 static size_t without_citations(byte *to, const byte *p, const byte *end) {
     byte *start = to;
     while (p < end) {
@@ -1113,7 +1115,7 @@ static size_t without_citations(byte *to, const byte *p, const byte *end) {
     return to - start;
 }
 
-/* Words of a line, and whether one has more than `longest` characters. */
+/* Counts the words of a line, and checks whether one has more than `longest` characters. */
 static size_t line_words(const byte *p, const byte *end, size_t longest, int *too_long) {
     size_t count = 0;
     while (p < end) {
@@ -1146,8 +1148,8 @@ static PyObject *c4(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "UnnI", &object, &longest, &fewest, &rules)) return NULL;
     const byte *text = utf8(object, &size), *end = text + size;
     if (text == NULL) return NULL;
-    /* lower: of the text, and, for a line that lost citations, of that line. Only A-Z matter: of other characters only
-     * the Kelvin sign has a small letter that is in a phrase, and then the reference does it. */
+    /* lower: the text in lower case; for a line that lost citation marks, that line. Only A-Z are converted: of all other
+     * characters, only the Kelvin sign has a lower-case letter that is in a phrase, and then the reference is used. */
     byte *out = PyMem_Malloc(size + 1), *lower = PyMem_Malloc(size + 1), *line_lower = PyMem_Malloc(size + 1);
     byte *cleaned = PyMem_Malloc(size + 1);
     if (!out || !lower || !line_lower || !cleaned) {
@@ -1218,8 +1220,8 @@ done:
 
 /* ---- signs ---- */
 
-/* The `signs` that are in `data`, in their order. masks: three times 256 numbers, for each of the first three bytes, and
- * each value of it, a bit for every sign that allows it there: see ingot.data.filters.junk. */
+/* Returns those of `signs` that are in `data`, in the order of `signs`. masks: 3 * 256 numbers; for each position 0 .. 2
+ * and byte value, a bit per sign that may have this byte at this position: see ingot.data.filters.junk. */
 static PyObject *signs(PyObject *self, PyObject *args) {
     const byte *data, *masks;
     Py_ssize_t size, masks_size;
@@ -1235,7 +1237,7 @@ static PyObject *signs(PyObject *self, PyObject *args) {
     memcpy(may_be, masks, sizeof(may_be));
     for (Py_ssize_t i = 0; i + 1 < size; i++) {
         uint64_t may = may_be[0][data[i]] & may_be[1][data[i + 1]];
-        if (may == 0) continue; /* nine of ten */
+        if (may == 0) continue; /* true for nine of ten bytes */
         may &= ~found;
         if (i + 2 < size) may &= may_be[2][data[i + 2]];
         for (Py_ssize_t n = 0; may != 0 && n < count; n++, may >>= 1) {
@@ -1252,7 +1254,7 @@ static PyObject *signs(PyObject *self, PyObject *args) {
     return list;
 }
 
-/* ---- what Python hands over ---- */
+/* ---- tables from Python ---- */
 
 static char *copy_of(PyObject *text) {
     Py_ssize_t size;
@@ -1264,13 +1266,13 @@ static char *copy_of(PyObject *text) {
 
 static int fill_ends(PyObject *numbers, byte *ends, Py_ssize_t most) {
     Py_ssize_t size = PyTuple_Size(numbers);
-    if (size > most) PyErr_SetString(PyExc_ValueError, "a special case of more words than there is room for");
+    if (size > most) PyErr_SetString(PyExc_ValueError, "a special case has too many words");
     for (Py_ssize_t i = 0; i < size && !PyErr_Occurred(); i++)
         ends[i] = (byte)PyLong_AsLong(PyTuple_GetItem(numbers, i));
     return PyErr_Occurred() ? -1 : (int)size;
 }
 
-/* cases: (text, ends of the words it becomes, ends of the words it is joined of), ends in characters. */
+/* cases: (text, ends of the words it becomes, ends of the words that are joined to it); ends count characters. */
 static int take_specials(PyObject *cases) {
     Py_ssize_t count = PyList_Size(cases);
     if (count < 0) return -1;
@@ -1288,7 +1290,7 @@ static int take_specials(PyObject *cases) {
         if (parts < 0 || joined < 0 || (special->bytes = (byte *)copy_of(text)) == NULL) return -1;
         size_t size = special->size = (uint32_t)strlen((char *)special->bytes);
         if (size < 1 || size > 63) {
-            PyErr_SetString(PyExc_ValueError, "a special case has 1 to 63 bytes");
+            PyErr_SetString(PyExc_ValueError, "a special case must have 1 to 63 bytes");
             return -1;
         }
         special->parts = (byte)parts;
@@ -1307,7 +1309,7 @@ static int take_specials(PyObject *cases) {
 static int take_strings(PyObject *tuple, char **strings, size_t most, size_t *count) {
     Py_ssize_t size = PyTuple_Size(tuple);
     if (size < 0 || (size_t)size > most) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "more strings than there is room for");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "too many strings");
         return -1;
     }
     for (Py_ssize_t i = 0; i < size; i++)
@@ -1324,7 +1326,7 @@ static PyObject *setup(PyObject *self, PyObject *args) {
                           &stop_tuple, &salt_given))
         return NULL;
     if (page_source != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "set up already");
+        PyErr_SetString(PyExc_RuntimeError, "setup was already called");
         return NULL;
     }
     salt = salt_given | 1;
@@ -1343,7 +1345,7 @@ static PyObject *setup(PyObject *self, PyObject *args) {
         if (chars > longest_unit) longest_unit = chars;
     }
     Py_RETURN_NONE;
-failed: /* only without memory; what was taken stays with the module */
+failed: /* only if memory is short; the memory already allocated stays with the module */
     return NULL;
 }
 

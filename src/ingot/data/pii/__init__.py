@@ -1,12 +1,12 @@
-"""Replace personal data by placeholders: e-mail addresses, phone numbers, payment cards, IP addresses, ids by plug-in.
+"""Replace personal data with placeholders: e-mail and IP addresses, phone and card numbers, and plug-ins' id numbers.
 
 Patterns alone hit order numbers, versions and ISBNs, so each kind is checked further: cards by issuer and Luhn sum
 (ISO/IEC 7812-1), IP addresses by range and by the text before them, phone numbers by country code and length
 (ITU-T E.164), the North American plan, or a label such as "Tel." in front. The other kinds skip text that a plug-in
 found, so that an IBAN does not become a phone number.
 
-Every scan is linear in the text, and begins with a search for a necessary mark of its kind: "@", a run of digits, two
-colons. Personal names and postal addresses are out of scope; docs/design/junk.md says what was measured.
+Every scan takes time linear in the text, and first searches for a mark that its kind needs: "@", a run of digits, two
+colons. Personal names and postal addresses are out of scope; docs/design/junk.md has the measurements.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from ingot.schema.document import Document, Drop
 __all__ = ["CARD", "EMAIL", "IP", "PHONE", "Pii", "PiiRules", "Span", "is_card", "is_public_ipv4", "scrub"]
 
 Kind = Literal["email", "phone", "card", "ip"]
-_WORD = 8  # characters, of a script that has no spaces between words
+_WORD = 8  # characters counted as one word, for scripts that have no spaces between words
 KINDS: tuple[Kind, ...] = ("email", "phone", "card", "ip")
 
 
@@ -31,7 +31,7 @@ KINDS: tuple[Kind, ...] = ("email", "phone", "card", "ip")
 class PiiRules:
     """Settings of the replacement.
 
-    density: the largest number of placeholders per word; above it a page is a list of contacts and is dropped.
+    density: the largest number of placeholders per word; a page above this limit is a list of contacts and is dropped.
 
     kinds: kinds of personal data to replace, in addition to ids. obfuscated: also "name [at] host [dot] com".
     ids: names of plug-ins, built in ("iban", "us_ssn", ...: see ids.py) or from installed packages.
@@ -52,8 +52,8 @@ class PiiRules:
 class Pii:
     """Stage: replaces personal data in the text and counts it in notes (pii_email, ...).
 
-    Rules: pii.density; pii.plugin where a plug-in raised or gave a span outside the text, as the document may
-    still hold personal data. Raises ConfigError for an id that is not installed.
+    Rules: pii.density; pii.plugin if a plug-in raised an exception or returned a span outside the text, because the
+    document may still contain personal data. Raises ConfigError for a plug-in that is not installed.
     """
 
     name = "pii"
@@ -92,7 +92,7 @@ def scrub(
 ) -> tuple[str, Counter[str]]:
     """Return (`text` with placeholders, count of each placeholder). ids: plug-ins from `load_ids`.
 
-    Raises any exception of a plug-in, and ValueError where a plug-in gives a span outside the text.
+    Passes on any exception of a plug-in. Raises ValueError if a plug-in returns a span outside the text.
     """
     return _replace(text, _spans(text, tuple(kinds), obfuscated, _plugin_spans(text, ids)))
 
@@ -108,7 +108,10 @@ def _plugin_spans(text: str, ids: Iterable[IdPlugin]) -> list[Span]:
 
 
 def _spans(text: str, kinds: tuple[str, ...], obfuscated: bool, claimed: list[Span]) -> list[Span]:
-    """Return all spans in the text's order, none overlapping: plug-ins' first, then e-mail, then IP, card, phone."""
+    """Return all spans in the order of the text, without overlaps.
+
+    Of overlapping spans the first kind in this order stays: plug-ins, e-mail, IPv6, IPv4, card, phone.
+    """
     spans = claimed
     if "email" in kinds:
         spans = spans + find_emails(text, obfuscated)

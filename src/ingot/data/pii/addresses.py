@@ -1,7 +1,7 @@
-"""E-mail addresses and public IP addresses in a text.
+"""Find e-mail addresses and public IP addresses in a text.
 
-E-mail: RFC 5321 lengths, RFC 6531 (letters of any script), tags with +. IP: addresses of the public internet; private,
-reserved, multicast and documentation ranges identify nobody.
+E-mail: lengths by RFC 5321, letters of any script (RFC 6531), tags with +. IP: addresses of the public internet only;
+private, reserved, multicast and documentation ranges identify nobody.
 """
 
 import ipaddress
@@ -12,14 +12,14 @@ from ingot.data.pii.span import EMAIL, IP, Span
 _LOCAL_MAX = 64
 # The part before the @; the first character is a letter, digit or "_", so that quotes and dots stay outside.
 _LOCAL = re.compile(r"(?<![\w.%+\-])\w[\w.%+\-'&~!$*]{0,63}\Z")
-# Scripts without spaces, whose words touch an address without a space.
+# Scripts without spaces between words (Thai, Japanese, Chinese, Korean): their letters may directly precede an address.
 _UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _AFTER_UNSPACED = re.compile(rf"(?<=[{_UNSPACED}])[A-Za-z0-9_][A-Za-z0-9_.%+\-]*\Z")
 _DOMAIN = re.compile(
     r"(?:[^\W_](?:[\w\-]{0,61}[^\W_])?\.){1,8}"
     rf"(?:[A-Za-z]{{2,24}}(?=[{_UNSPACED}])|(?:xn--[A-Za-z0-9\-]{{2,59}}|[^\W\d_]{{2,24}})(?!\w))"
 )
-# name@2x.png is an image for dense screens, no address.
+# name@2x.png is an image for high-resolution screens, not an address.
 _FILE_ENDINGS = frozenset(
     ("png", "jpg", "jpeg", "gif", "svg", "webp", "avif", "ico", "css", "js", "json", "html", "php")
 )
@@ -31,14 +31,16 @@ _OBFUSCATED = re.compile(
 
 
 def find_emails(text: str, obfuscated: bool = False) -> list[Span]:
-    """Return the spans of e-mail addresses; with `obfuscated` also of "name [at] host [dot] com" (brackets around "at"
-    are needed)."""
+    """Return the spans of e-mail addresses.
+
+    obfuscated: also find "name [at] host [dot] com" (the brackets around "at" are required).
+    """
     spans, done = [], 0
     at = text.find("@")
     while at >= 0:
         domain = _domain(text, at + 1)
         if domain:
-            # One character more than the longest name, for the lookbehind: a longer run is no name.
+            # One character more than the longest name, so that the lookbehind rejects a run too long for a name.
             low = max(at - _LOCAL_MAX - 1, done)
             before = text[low:at]
             local = _LOCAL.search(before)
@@ -74,14 +76,17 @@ _VERSION_BEFORE = re.compile(
 )
 # "the 8.8.8.8 release"
 _VERSION_AFTER = re.compile(r" (?:version|release|update|build|beta|patch)", re.IGNORECASE)
-# Two colons with at most four hex digits between. Times have them too, so the whole is checked then.
+# Two colons with at most four hex digits between them. Times match too, so _IPV6 then checks the whole address.
 _COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
-# Only global unicast, 2000::/3.
+# Global unicast addresses only: 2000::/3.
 _IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])", re.ASCII)
 
 
 def find_ipv4(window: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the spans of IPv4 addresses that begin in window[start:end]; text before `start` may mark a version."""
+    """Return the spans of public IPv4 addresses that begin in window[start:end].
+
+    The text around an address may show that it is a version or a heading's number; such numbers are skipped.
+    """
     spans = []
     for match in _IPV4.finditer(window, start):
         if match.start() >= end:
@@ -96,7 +101,7 @@ def _is_number_of_something(window: str, match: re.Match) -> bool:
         return True
     if _VERSION_AFTER.match(window, match.end()):
         return True
-    # "1.2.3.4 Title" at the start of a line or quotation: a heading's number.
+    # "1.2.3.4 Title" at the start of a line or quotation: the number of a heading.
     begins = match.start() == 0 or window[match.start() - 1] in "\n\"'\u201c"
     heading = begins and window[match.end() : match.end() + 1] == " " and window[match.end() + 1 :][:1].isupper()
     return heading and all(int(octet) < 60 for octet in match[0].split("."))
@@ -128,7 +133,7 @@ def is_public_ipv4(text: str) -> bool:
 
 
 def is_public_ipv6(text: str) -> bool:
-    """Check whether `text` is a public IPv6 address with at least three groups: 2002:: is a network."""
+    """Check whether `text` is a public IPv6 address with at least three groups; with fewer (2002::) it is a network."""
     try:
         return ipaddress.IPv6Address(text).is_global and sum(map(bool, text.split(":"))) >= 3
     except ValueError:

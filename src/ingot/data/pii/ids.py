@@ -1,4 +1,4 @@
-"""Identity numbers by plug-in: some built in, others from any installed package.
+"""Plug-ins that find identity numbers: some are built in, others come from any installed package.
 
 A plug-in is an object with `placeholder` ("<IBAN>") and `find(text)`, which yields spans (start, end) of `text`. A
 package offers one through the entry point group `ingot.pii`:
@@ -6,8 +6,9 @@ package offers one through the entry point group `ingot.pii`:
     [project.entry-points."ingot.pii"]
     de_tax_id = "my_package.ids:TaxId"      # the object, or a class or function that makes it
 
-A recipe names plug-ins (`pii.ids = ["iban", "de_tax_id"]`); only installed packages are ever asked, so that a recipe
-from elsewhere cannot bring code along. Built in are numbers whose check digits or unusual form keep false hits rare.
+A recipe names plug-ins (`pii.ids = ["iban", "de_tax_id"]`); only installed packages are searched, so a recipe from
+someone else cannot bring code along. The built-in plug-ins find numbers whose check digits or unusual form make false
+matches rare.
 """
 
 import re
@@ -33,7 +34,7 @@ class IdPlugin(Protocol):
 
 @dataclass(frozen=True)
 class CheckedPattern:
-    """A plug-in from a pattern and a check of the match's letters and digits (upper case, no separators)."""
+    """A plug-in made of a pattern and a check, which gets the letters and digits of a match in upper case."""
 
     placeholder: str
     pattern: re.Pattern
@@ -45,7 +46,7 @@ class CheckedPattern:
                 yield match.span()
 
 
-# Country -> length; the registry of SWIFT (ISO 13616).
+# Country code and length of its IBANs, from SWIFT's registry (ISO 13616).
 _IBAN_LENGTHS = """
     AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20 EG29 ES24 FI18 FO18
     FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21
@@ -56,28 +57,29 @@ _IBAN_LENGTH = {item[:2]: int(item[2:]) for item in _IBAN_LENGTHS.split()}
 
 
 def _iban_pattern() -> re.Pattern:
-    # By country, so that a match ends where the number ends, whatever words in capitals follow.
+    # One form per country, so that a match ends where the number ends even if words in capitals follow.
     forms = "|".join(f"{code}[0-9]{{2}}(?:[ -]?[0-9A-Z]){{{length - 4}}}" for code, length in _IBAN_LENGTH.items())
     return re.compile(rf"(?<!\w)(?=[A-Z]{{2}}[0-9]{{2}})(?:{forms})(?!\w)")
 
 
 def is_iban(text: str) -> bool:
-    """Check an IBAN, ISO 13616: the length of its country, and 1 modulo 97 (ISO/IEC 7064). `text` has no separators."""
+    """Check an IBAN (ISO 13616) without separators: it has the length that its country uses, and its number leaves
+    remainder 1 modulo 97 (ISO/IEC 7064)."""
     if _IBAN_LENGTH.get(text[:2]) != len(text) or not text.isascii():
         return False
     return int("".join(str(int(c, 36)) for c in text[4:] + text[:4])) % 97 == 1
 
 
 def is_us_ssn(digits: str) -> bool:
-    """Check a US Social Security number: its area, group and serial number may be issued, and it is no published
-    example."""
+    """Check a US Social Security number: its area, group and serial number are ones that are issued, and it is not a
+    published example."""
     area, group, serial = digits[:3], digits[3:5], digits[5:]
     issued = area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
     return issued and digits not in ("078051120", "219099999", "123456789")
 
 
 def is_cpf(digits: str) -> bool:
-    """Check Brazil's Cadastro de Pessoas Fisicas: two check digits modulo 11."""
+    """Check a Brazilian CPF number (Cadastro de Pessoas Fisicas) by its two check digits modulo 11."""
     for length in (9, 10):
         total = sum(int(d) * weight for d, weight in zip(digits, range(length + 1, 1, -1), strict=False))
         if int(digits[length]) != total * 10 % 11 % 10:
@@ -86,13 +88,15 @@ def is_cpf(digits: str) -> bool:
 
 
 def is_dni(text: str) -> bool:
-    """Check Spain's DNI (eight digits) and NIE (X, Y or Z and seven): a letter for the number modulo 23."""
+    """Check a Spanish DNI (eight digits) or NIE (X, Y or Z and seven digits) by its last letter, which encodes the
+    number modulo 23."""
     number = text[:-1].translate(str.maketrans("XYZ", "012"))
     return "TRWAGMYFPDXBNJZSQVHLCKE"[int(number) % 23] == text[-1]
 
 
 def is_codice_fiscale(text: str) -> bool:
-    """Check Italy's codice fiscale: a letter for the sum of values by odd and even place."""
+    """Check an Italian codice fiscale by its last letter, which encodes the sum of a value per character; odd and even
+    positions have different values."""
     odd = dict(zip("0123456789ABCDEFGHIJ", (1, 0, 5, 7, 9, 13, 15, 17, 19, 21) * 2, strict=True))
     odd |= dict(zip("KLMNOPQRSTUVWXYZ", (2, 4, 18, 20, 11, 3, 6, 8, 12, 14, 16, 10, 22, 25, 24, 23), strict=True))
     total = sum(odd[c] for c in text[:15:2]) + sum(int(c) if c.isdigit() else ord(c) - 65 for c in text[1:15:2])
@@ -100,7 +104,7 @@ def is_codice_fiscale(text: str) -> bool:
 
 
 def is_aadhaar(digits: str) -> bool:
-    """Check India's Aadhaar: Verhoeff's check digit, over the dihedral group of ten elements."""
+    """Check an Indian Aadhaar number by Verhoeff's check digit, computed in the dihedral group of ten elements."""
     check = 0
     for place, digit in enumerate(reversed(digits)):
         check = _dihedral(check, _permuted(int(digit), place))
@@ -158,7 +162,7 @@ def problems_of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def load_ids(names: Iterable[str]) -> list[IdPlugin]:
-    """Return the plug-ins called `names`, in that order. Raises ConfigError for one that is missing or invalid."""
+    """Return the plug-ins called `names`, in that order. Raises ConfigError if a plug-in is missing or invalid."""
     for _, message in problems_of(names):
         raise ConfigError(
             "E-PII-PLUGIN-MISSING",

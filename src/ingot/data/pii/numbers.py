@@ -1,7 +1,7 @@
-"""Personal data made of digits: payment cards, phone numbers, and the search for IPv4 addresses.
+"""Find personal data made of digits: payment cards, phone numbers and IPv4 addresses.
 
 Runs of digits are found first; the checks see only these runs with a little text on both sides. Phone numbers are
-those with + or an exit code (ITU-T E.164), of the North American plan, and national numbers after a label.
+international numbers with + or an exit code (ITU-T E.164), North American numbers, and national numbers after a label.
 """
 
 import re
@@ -12,21 +12,21 @@ from ingot.data.pii.span import CARD, IP, PHONE, Span
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\uff0d"
 _SPACES = "\t\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
-# One character for one, so that places stay places.
+# Each character is replaced by one character, so that offsets in the text remain valid.
 _PLAIN = str.maketrans(
     dict.fromkeys(_DASHES, "-") | dict.fromkeys(_SPACES, " ") | {"\uff0b": "+", "\uff08": "(", "\uff09": ")"}
 )
 _RUN = re.compile(rf"[0-9][0-9 ()./\-{_DASHES}{_SPACES}\uff08\uff09]{{5,}}[0-9]")
-_BEFORE, _AFTER = 48, 10  # characters around a run that may decide what it is
+_BEFORE, _AFTER = 48, 10  # characters before and after a run that help to classify it
 
 _CARD = re.compile(
     r"(?<![\w.\-+])(?:[0-9]{13,19}"
     r"|[0-9]{4}( ?[\-.] ?| {1,2})[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?P<tail>\1[0-9]{1,3})?"
     r"|[0-9]{4}( ?[\-.] ?| {1,2})[0-9]{6}\3[0-9]{4,5})(?!\.[0-9]|-?\w)",
-    re.ASCII,  # letters of scripts without spaces do not make it part of a word
+    re.ASCII,  # a number may touch letters of scripts without spaces between words
 )
-# First digits of issuers by number of digits. 13: old Visa; 14: Diners; 15: American Express (not 35, an IMEI);
-# 17 to 19: Maestro, UnionPay, JCB, Visa, Discover.
+# Number of digits -> first digits of card issuers. 13: old Visa; 14: Diners; 15: American Express (not 35: an IMEI
+# begins so); 17 to 19: Maestro, UnionPay, JCB, Visa, Discover.
 _ISSUERS = {
     13: re.compile("4"),
     14: re.compile("3(?:0[0-5]|095|[689])"),
@@ -48,10 +48,10 @@ _URL = re.compile(r"(?:://|www\.)[^\s<>\"]*$")
 
 
 def find_numbers(text: str, kinds: Iterable[str] = ("ip", "card", "phone")) -> list[Span]:
-    """Return spans of public IPv4 addresses, cards and phone numbers; where they overlap the more certain kind is
-    first."""
+    """Return the spans of public IPv4 addresses, cards and phone numbers. Spans may overlap; for each run of digits
+    the more certain kind comes first."""
     spans: list[Span] = []
-    number_before = 0  # where the phone number before ends, for "Tel. 12345678 or 12345679"
+    number_before = 0  # where the previous phone number ends, for "Tel. 12345678 or 12345679"
     for run in _RUN.finditer(text):
         low = max(run.start() - _BEFORE, 0)
         window = text[low : run.end() + _AFTER]
@@ -93,26 +93,26 @@ def is_card(text: str) -> bool:
 
 
 def is_luhn(digits: str) -> bool:
-    """Check the Luhn sum, ISO/IEC 7812-1, annex B: every second digit from the right doubled, digits of the products
-    summed."""
+    """Check the Luhn sum (ISO/IEC 7812-1, annex B): with every second digit from the right doubled, the sum of all
+    digits is divisible by 10."""
     doubled = "0246813579"
     return (sum(map(int, digits[-1::-2])) + sum(int(doubled[int(d)]) for d in digits[-2::-2])) % 10 == 0
 
 
 def _is_ean13(digits: str) -> bool:
-    """Check whether `digits` are a bar code; the two sums agree for one number in ten only."""
+    """Check whether `digits` are a bar code (EAN-13). Only one card number in ten also has a valid bar code sum."""
     return (sum(map(int, digits[::2])) + 3 * sum(map(int, digits[1::2]))) % 10 == 0
 
 
 # A group of digits, perhaps in brackets, and the separators between groups. Possessive: no backtracking.
-# ASCII: where a script has no spaces, its letters touch a number.
+# re.ASCII: letters of scripts without spaces between words may touch a number.
 _GROUP = r"(?:\([0-9]{1,5}\)|[0-9]++)"
 _BETWEEN = r"(?: ?[\-./] ?| )?+"
 _END = r"(?!\.[0-9]|-?\w)"
 _INTERNATIONAL = re.compile(
     rf"(?<![\w+])(?:\(\+[1-9][0-9]{{0,3}}\)|\+\(?[1-9][0-9]*+\)?)(?:{_BETWEEN}{_GROUP})*+{_END}", re.ASCII
 )
-# 00 in most of the world, 011 from North America; digits without a gap may be any padded number.
+# 00 in most of the world, 011 in North America. A gap is required: digits without one may be any zero-padded number.
 _EXIT_CODE = re.compile(rf"(?<![\w+.,\-/])(?:00|011[ \-])(?=[1-9])[0-9]++(?:{_BETWEEN}{_GROUP})++{_END}", re.ASCII)
 _NORTH_AMERICAN = re.compile(
     r"(?<![\w.\-/+])(?:"
@@ -145,7 +145,7 @@ _NO_PHONE = re.compile(
     r"(?:19|20)[0-9]{2} ?[-/] ?(?:(?:19|20)?[0-9]{2})(?: ?[-/].*)?|[0-9]+\.[0-9]+"
     r"|[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}"
 )
-# ITU-T E.164 country codes: the ones of one and two digits; any other number begins with one of three.
+# ITU-T E.164 country codes of one and two digits; all other codes have three digits.
 _SHORT_CODES = """
     1 7 20 27 30 31 32 33 34 36 39 40 41 43 44 45 46 47 48 49 51 52 53 54 55 56 57 58 60 61 62 63 64 65 66 81 82 84 86
     90 91 92 93 94 95 98
@@ -163,8 +163,8 @@ def find_phones(
 ) -> list[tuple[int, int]]:
     """Return the spans of the phone numbers in window[start:end], a run of digits; international numbers first.
 
-    number_before: where the phone number before this run ends, negative if far; labeled_otherwise: a label
-    like "order no." precedes the run, or the run is part of a URL.
+    number_before: where the previous phone number ends, negative if that is before the window. labeled_otherwise: a
+    label like "order no." precedes the run, or the run is part of a URL.
     """
     spans: list[tuple[int, int]] = []
     labeled = not labeled_otherwise and _has_label(window, start, number_before)
@@ -197,8 +197,8 @@ def find_phones(
 
 
 def _find_national(window: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the spans of the numbers of national form at the start of a labeled run: one, or several with "/"
-    between."""
+    """Return the spans of the national numbers at the start of a labeled run: one number, or several with "/", "or" or
+    the like between them."""
     spans: list[tuple[int, int]] = []
     first = start - 1 if start and window[start - 1] == "(" else start
     while match := _NATIONAL.match(window, first, min(first + 48, end + 2)):
@@ -221,7 +221,8 @@ def _has_label(window: str, start: int, number_before: int) -> bool:
 
 
 def _international(match: re.Match) -> tuple[int, int] | None:
-    """Return the span of the number with + in `match`, shortened to the limit of E.164; None if it is not a number."""
+    """Return the span of the number with + in `match`, without groups beyond the 15 digits of E.164; None if it is not
+    a phone number."""
     text = match[0]
     digits = "".join(c for c in text if c.isdigit())
     code = _country(digits)
@@ -240,7 +241,7 @@ def _international(match: re.Match) -> tuple[int, int] | None:
 
 
 def _country(digits: str) -> str:
-    """Return the country code that `digits` begin with, or ""."""
+    """Return the country code at the start of `digits`, "" if there is none."""
     for length in (1, 2):
         if digits[:length] in _CODES_1_2:
             return digits[:length]
@@ -248,7 +249,8 @@ def _country(digits: str) -> str:
 
 
 def _is_decimal(text: str) -> bool:
-    """Check whether `text` is a decimal like +51.507351 or +40.7128-074.0060: its point does not separate groups."""
+    """Check whether `text` is a decimal number or a coordinate pair (+51.507351, +40.7128-074.0060), so that its
+    points are decimal points and do not separate the groups of a phone number."""
     if "." not in text:
         return False
     points = text.count(".")
@@ -259,7 +261,8 @@ def _is_decimal(text: str) -> bool:
 
 
 def _cut(match: re.Match, most: int) -> tuple[int, int]:
-    """Return the span of `match` without the groups at its end beyond `most` digits."""
+    """Return the span of `match`, cut after the last group that keeps the number within `most` digits. The span is not
+    cut if the first group alone has more."""
     total, end = 0, match.end()
     for group in _DIGITS.finditer(match.string, match.start(), match.end()):
         total += len(group[0])
@@ -272,8 +275,11 @@ def _cut(match: re.Match, most: int) -> tuple[int, int]:
 
 
 def _is_other_number(window: str, match: re.Match) -> bool:
-    """Check whether `match` is no phone number: it follows a short number (vol. 12 (345) 678-6790), or without brackets
-    is round (pages 100-200-3000) or, with spaces, one of several (200 300 4000 500)."""
+    """Check whether `match` looks like another number than a phone number.
+
+    With brackets: a short number precedes it, as in "vol. 12 (345) 678-6790". Without brackets: all groups are round
+    (pages 100-200-3000), or groups with spaces continue before or after the match (200 300 4000 500).
+    """
     if match[0].startswith("("):
         return _VOLUME.search(window, max(match.start() - 6, 0), match.start()) is not None
     if all(group.endswith("00") for group in _DIGITS.findall(match[0])):

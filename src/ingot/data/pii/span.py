@@ -1,4 +1,4 @@
-"""The spans of personal data in a text."""
+"""Spans of personal data in a text."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ class Span(NamedTuple):
 
 
 def without_overlaps(spans: list[Span]) -> list[Span]:
-    """Return `spans` in the order of the text; of two that overlap the one earlier in `spans` stays."""
+    """Return `spans` in the order of the text, without overlaps; of two overlapping spans the earlier in `spans`
+    stays."""
     if len(spans) < 2:
         return spans
     chosen: list[tuple[int, Span]] = []

@@ -1,7 +1,7 @@
 """The causes of slow steps, one function each: waits, work that follows from the layout, and stops between steps.
 
-Waits are measured by the run's own clocks. Work is measured where the clocks of a CPU run show it; else it is the
-planner's value: a part of the planned step, or the difference to the same run without the cause. Stops (checkpoints,
+Waits are measured by the run's own clocks. Work is measured if the clocks of a CPU run show it; otherwise it is the
+planner's value: a part of the planned step, or the difference from the same run without the cause. Stops (checkpoints,
 evaluations, restarts) are in every event log.
 """
 
@@ -23,7 +23,7 @@ from ingot.report.diagnose.evidence import (
 from ingot.theory.failures import PUBLISHED_RATES, daly_interval, first_order_overhead, job_mttf_seconds
 from ingot.units import format_seconds
 
-# Data waits come in bursts if a tenth of the log lines has more than this share of them; fewer lines do not show it.
+# Data waits come in bursts if a tenth of the log lines has more than this share of them; this needs enough log lines.
 _IN_BURSTS, _LEAST_LINES = 0.5, 10
 _MOST_BATCHES = 64
 
@@ -50,13 +50,13 @@ def data_stall(case: Case) -> Iterator[Cause]:
 
 
 def _prefetch_for_pauses(case: Case) -> int:
-    """Return a prefetch that covers the longest pause, as if all data wait of a log line were one pause."""
+    """Return a value of data.prefetch that covers the longest pause, if the data wait of a log line is one pause."""
     found, prefetch = case.measured, case.run.data.prefetch
     return min(prefetch + math.ceil(found.longest_wait_seconds / found.fastest_seconds), _MOST_BATCHES)
 
 
 def straggler(case: Case) -> Iterator[Cause]:
-    """Yield a rank that computes longer than the mean; not for pipelines, whose ranks have different work."""
+    """Yield the rank that computes longest. Pipelines are left out, because their ranks have different work."""
     computing = case.measured.waits.get("computing")
     if computing is None or not case.on_cpu or case.run.parallel.pp > 1:
         return
@@ -66,7 +66,7 @@ def straggler(case: Case) -> Iterator[Cause]:
         f"{format_seconds(computing.mean)}, and all wait for it"
     )
     text = f"look at the machine of rank {computing.rank}: clock, thermal limit, memory, other load"
-    remedy = Remedy(text=text, settings={}, seconds=late, reason="what it takes longer than the mean")
+    remedy = Remedy(text=text, settings={}, seconds=late, reason="its time above the mean")
     yield Cause(name="straggler", seconds=late, source="measured", evidence=evidence, remedies=(remedy,))
 
 
@@ -101,9 +101,9 @@ def pipeline_bubble(case: Case) -> Iterator[Cause]:
 
 
 def exposed_collectives(case: Case) -> Iterator[Cause]:
-    """Yield the communication that overlaps with nothing.
+    """Yield the communication that does not overlap with other work.
 
-    On a CPU the rank that is blocked least waits for no other rank, so its blocked time is communication alone.
+    On a CPU the rank that is blocked least waits for no other rank, so its blocked time is only communication.
     """
     if case.run.parallel.world_size == 1:
         return
@@ -115,7 +115,7 @@ def exposed_collectives(case: Case) -> Iterator[Cause]:
         evidence += f" (planned {format_seconds(planned)})" if planned else ""
     elif planned:
         seconds, source = planned, "planned"
-        evidence = "collectives without overlap, as planned: a host cannot see how long devices wait for each other"
+        evidence = "collectives without overlap, as planned: the host cannot measure how long devices wait for others"
     else:
         return
     yield Cause(
@@ -140,7 +140,7 @@ def recompute(case: Case) -> Iterator[Cause]:
     without = {"parallel.recompute": "none"}
     shortage = case.prospect.shortage(without)
     evidence = f'recompute = "{how}" runs forwards a second time; '
-    evidence += f"without it a rank {shortage}" if shortage else "without it the run would fit, too"
+    evidence += f"without it a rank {shortage}" if shortage else "without it the run would fit as well"
     yield Cause(
         name="recompute",
         seconds=case.prospect.gain_of(without),
@@ -151,7 +151,8 @@ def recompute(case: Case) -> Iterator[Cause]:
 
 
 def small_micro_batches(case: Case) -> Iterator[Cause]:
-    """Yield the time that larger micro-batches of the same global batch would save: shapes, launches, gathers."""
+    """Yield the time that larger micro-batches of the same global batch would save, by better matrix shapes and fewer
+    launches and gathers."""
     if case.prospect is None:
         return
     train, accumulation = case.run.train, case.run.accumulation
@@ -167,7 +168,7 @@ def small_micro_batches(case: Case) -> Iterator[Cause]:
 
 
 def host_and_launches(case: Case) -> Iterator[Cause]:
-    """Yield the time that a GPU waits for its host: a host-bound run has its results ready when the host reads them."""
+    """Yield the time that a GPU waits for its host. In a host-bound run, the host hardly waits for results."""
     waits, planned = case.measured.waits, case.planned("launches")
     if case.on_cpu or not waits.keys() >= {"reading", "computing"}:
         return
@@ -244,7 +245,8 @@ def restarts(case: Case) -> Iterator[Cause]:
 
 
 def _other_interval(case: Case, stall: float, *, longer: bool) -> Iterator[Remedy]:
-    """Yield Daly's checkpoint interval if it is longer (or shorter) than the run's own and costs less."""
+    """Yield Daly's checkpoint interval if it costs less and is longer than the run's (or shorter, if `longer` is
+    False). stall: seconds per checkpoint."""
     step, every = case.measured.step_seconds, case.run.checkpoint.every_steps
     mttf, known = _mttf(case)
     wanted = max(min(round(daly_interval(mttf, stall) / step), case.run.train.steps), 1)
@@ -279,7 +281,7 @@ def evaluation(case: Case) -> Iterator[Cause]:
         text=f"evaluate.every_steps = {2 * every} (or evaluate.max_tokens = {tokens // 2})",
         settings={"evaluate.every_steps": 2 * every},
         seconds=found.evaluate_seconds / 2,
-        reason="half as often, or half as many tokens, takes half the time",
+        reason="evaluating half as often, or on half as many tokens, takes half the time",
     )
     yield Cause(
         name="evaluation",

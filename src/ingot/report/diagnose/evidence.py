@@ -1,7 +1,7 @@
 """The evidence for a diagnosis: step times from the event log, and the planner's predictions for changed settings.
 
-Means are per step, without the first interval of each attempt. Every proposed change keeps what the model learns
-(schema/run.py, FREE_SETTINGS), so that the run can continue with it.
+Means are per step, without the first interval (of log lines) of each attempt. A proposed change never affects what the
+model learns (schema/run.py, FREE_SETTINGS), so the run can continue with it.
 """
 
 import json
@@ -37,12 +37,12 @@ class MeasuredSteps:
     """The measured times of a run; seconds are per step unless noted.
 
     steps, intervals: the number of steps and of log lines that were measured.
-    step_seconds: without saving, evaluating, faults and the first interval of each attempt, which includes compilation
-    and connection. fastest_seconds: of the fastest log line. first_seconds: the total extra time of first intervals.
-    data_seconds: waiting for data. bursts: the share of it in the worst tenth of the log lines.
-    longest_wait_seconds: the total data wait of one log line, the longest. waits: by kind (telemetry/waits.py); empty
-    in logs of versions without such events. save_seconds, evaluate_seconds: periodic saves and evaluations.
-    restart_seconds: lost to faults, repeated work included. device, host: of the last attempt.
+    step_seconds: the mean step time without saves, evaluations, faults and the first interval of each attempt, which
+    includes compilation and connection. fastest_seconds: the step time of the fastest log line. first_seconds: the
+    total extra time of first intervals. data_seconds: the wait for data. bursts: the share of this wait in the worst
+    tenth of the log lines. longest_wait_seconds: the largest total data wait of a log line. waits: the waits of each
+    kind (telemetry/waits.py); empty for logs of older versions. save_seconds, evaluate_seconds: time of periodic saves
+    and evaluations. restart_seconds: time lost to faults, repeated work included. device, host: of the last attempt.
     """
 
     steps: int
@@ -73,7 +73,7 @@ class MeasuredSteps:
 
 
 def measure(data: RunData) -> MeasuredSteps | None:
-    """Return the measured times, None when the log has no progress line yet."""
+    """Return the measured times, None if the log has no progress line yet."""
     lines = _intervals(data)
     if not lines:
         return None
@@ -105,7 +105,8 @@ def measure(data: RunData) -> MeasuredSteps | None:
 
 
 def _intervals(data: RunData) -> dict[int, int]:
-    """Return step of a progress line -> the number of steps since the line before. Lines with no time are left out."""
+    """Return, for the step of each progress line, the number of steps since the line before. Lines without a step time
+    are left out."""
     starts = sorted({start["from_step"] for start in data.starts})
 
     def timed(step: int) -> bool:
@@ -116,10 +117,10 @@ def _intervals(data: RunData) -> dict[int, int]:
 
 
 def _data_wait(data: RunData, step: int, steps: int) -> float:
-    """Return the data wait per step of the rank that waited most; older logs have rank 0 only.
+    """Return the data wait per step of the rank that waited most; older logs have only rank 0.
 
-    0 where a GPU had more than one step of queued work at the end of the line: it worked while the host waited for
-    data.
+    Returns 0 if each GPU had more than one step of queued work at the end of the log line: the GPUs worked while the
+    host waited for data.
     """
     waits, seconds = data.waits.get(step, {}), data.progress[step]["step_seconds"]
     queued, spread = _spread(waits.get("reading")), _spread(waits.get("data"))
@@ -134,7 +135,7 @@ def _bursts(seconds: list[float]) -> float:
 
 
 def _waits(data: RunData, lines: dict[int, int]) -> dict[str, Spread]:
-    """Return kind of wait -> its mean over the log lines that have it."""
+    """Return the mean of each kind of wait over the log lines that have it. lines: the number of steps of each line."""
     found: dict[str, list[tuple[int, Spread]]] = {}
     for step, steps in lines.items():
         for kind, values in data.waits.get(step, {}).items():
@@ -159,8 +160,8 @@ def _spread(values) -> Spread | None:
 
 
 def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, Any]:
-    """Return the periodic saves, evaluations and restarts, per completed step. The save and the evaluation at the end
-    of a run are not periodic."""
+    """Return the fields of `MeasuredSteps` on periodic saves, evaluations and restarts. The save and the evaluation at
+    the end of a run are not periodic. done: the number of completed steps."""
     every = data.run.checkpoint.every_steps if data.run else 1
     saves = [event["stall_seconds"] for event in data.checkpoints if event["step"] % every == 0]
     last = data.finished["step"] if data.finished else 0
@@ -182,7 +183,7 @@ def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, A
     }
 
 
-LEAST_GAIN = 0.01  # share of the planned step; smaller gains are below the accuracy of a plan
+LEAST_GAIN = 0.01  # share of a step; smaller gains are below the accuracy of a plan
 # The planner's names of the parts of a step that are exposed communication. "collectives" is data-parallel
 # communication; on a CPU it is all communication.
 _EXPOSED = (*NAMES.values(), "collectives")
@@ -190,8 +191,8 @@ _EXPOSED = (*NAMES.values(), "collectives")
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that may help. text: the change, for people. settings: dotted keys of the run file with their values,
-    empty if no setting helps. seconds: the gain per step, None if unknown. reason: the source of the gain."""
+    """A change that may help. text: a description of the change. settings: dotted keys of the run file with their new
+    values, empty if no setting helps. seconds: the gain per step, None if unknown. reason: why there is a gain."""
 
     text: str
     settings: dict[str, Any]
@@ -209,7 +210,7 @@ class Remedy:
 class Prospect:
     """The planner's prediction for a run, and for the same run with other settings.
 
-    measured_seconds: the measured step time. Gains are scaled to it: the planned relative gain times the measured step.
+    measured_seconds: the measured step time. A gain is the planned relative gain times this step time.
     """
 
     def __init__(self, run: RunConfig, cluster: Cluster, measured_seconds: float):
@@ -218,7 +219,8 @@ class Prospect:
         self.seconds = sum(term.value for term in self.terms.values())
 
     def gain(self, run: RunConfig) -> float:
-        """Return the seconds of a measured step that `run` would save; negative if it is slower."""
+        """Return the seconds per step that `run` would save, scaled to the measured step time; negative if `run` is
+        slower."""
         planned = _seconds(run, self.cluster)
         return (1 - planned / self.seconds) * self.measured_seconds if self.seconds and planned else 0.0
 
@@ -238,16 +240,17 @@ class Prospect:
 
     @property
     def device_seconds(self) -> float:
-        """The seconds of the planned step without launches."""
+        """The planned step's seconds without the time of kernel launches."""
         return self.seconds - (self.terms["launches"].value if "launches" in self.terms else 0.0)
 
     def lacks_bytes(self, run: RunConfig) -> float:
-        """Return the bytes that a rank of `run` would need beyond the memory that it has."""
+        """Return how many bytes more than its memory a rank of `run` would need; 0 if the run fits."""
         needed = sum(term.value for term in memory_bill(run, self.cluster).values())
         return max(needed - rank_memory_bytes(self.cluster, run.parallel.world_size), 0.0)
 
     def best(self, changes: Iterable[dict[str, Any]]) -> tuple[Remedy, ...]:
-        """Return the legal change that gains most and fits in memory; an empty tuple if no change gains."""
+        """Return the change with the largest gain among legal changes that fit in memory; an empty tuple if none
+        gains."""
         if not self.seconds:
             return ()
         found = [remedy for change in changes if (remedy := self._judged(change))]
@@ -265,7 +268,7 @@ class Prospect:
         return Remedy(text=shown, settings=settings, seconds=gain, reason=reason)
 
     def shortage(self, settings: dict[str, Any]) -> str:
-        """Return why these settings are not possible, for people; "" if they are."""
+        """Return the reason why these settings are not possible; "" if they are possible."""
         other = changed(self.run, settings)
         if other is None:
             return "this layout does not allow it"
@@ -274,7 +277,7 @@ class Prospect:
 
 
 def changed(run: RunConfig, settings: dict[str, Any]) -> RunConfig | None:
-    """Return `run` with settings like {"parallel.zero": 1}, None if the result is not legal."""
+    """Return `run` with changed settings, such as {"parallel.zero": 1}; None if the result is not legal."""
     for key, value in settings.items():
         section, name = key.split(".")
         run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
@@ -286,14 +289,14 @@ def _seconds(run: RunConfig, cluster: Cluster) -> float:
 
 
 def larger_micro_batches(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield all larger micro-batches that divide the same global batch."""
+    """Yield the settings of all larger micro-batches that divide the same global batch."""
     for times in range(2, run.accumulation + 1):
         if run.accumulation % times == 0:
             yield {"train.micro_batch": run.train.micro_batch * times}
 
 
 def shorter_bubbles(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes with more micro-batches, and with every other schedule."""
+    """Yield changes to the other pipeline schedules, to more micro-batches, and to both."""
     smaller = [m for m in range(1, run.train.micro_batch + 1) if run.train.micro_batch % m == 0]
     for schedule in get_args(PipelineSchedule):
         other = {} if schedule == run.parallel.schedule else {"parallel.schedule": schedule}
@@ -321,7 +324,7 @@ def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def fewer_exchanges(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield larger micro-batches if each micro-batch communicates."""
+    """Yield the settings of larger micro-batches if each micro-batch communicates; nothing otherwise."""
     parallel = run.parallel
     if resolve_parallel(run).zero in (2, 3) or max(parallel.tp, parallel.cp, parallel.ep) > 1:
         yield from larger_micro_batches(run)
@@ -347,7 +350,8 @@ def exposed_seconds(terms: dict[str, Term]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A cause of slow steps. seconds: per step; source: whether they are measured or planned. evidence: a sentence."""
+    """A cause of slow steps. seconds: the time per step. source: whether this time is measured or planned. evidence: a
+    sentence."""
 
     name: str
     seconds: float
@@ -358,7 +362,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Case:
-    """A run with its evidence. prospect: None without a plan for the machine on which the run was trained."""
+    """A run with its evidence. prospect: the planner's predictions; None if there is no plan for the machine on which
+    the run was trained."""
 
     data: RunData
     measured: MeasuredSteps
@@ -376,6 +381,7 @@ class Case:
         return self.measured.step_seconds / prospect.seconds if prospect and prospect.seconds else 0.0
 
     def planned(self, part: str) -> tuple[float, str] | None:
-        """Return the seconds of a part of the planned step, scaled to the measured step, and its formula."""
+        """Return the seconds of a part of the planned step, scaled to the measured step, and its formula; None if the
+        plan has no such part."""
         term = self.prospect.terms.get(part) if self.prospect else None
         return (term.value * self.pace, term.formula) if term else None

@@ -1,6 +1,7 @@
 """The diagnosis of a slow run: measured and planned step time, and the causes, most expensive first, with remedies.
 
-Causes overlap (a rank that waits for data makes other ranks wait in collectives), so their times need not add up.
+Causes overlap (a rank that waits for data makes other ranks wait in collectives), so their times may add up to more
+than the whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,8 +48,8 @@ _DETECTORS: tuple[Callable[[Case], Iterator[Cause]], ...] = (
 class Slowness:
     """The diagnosis of a run.
 
-    running: a process trains the run now. planned_seconds, formulas: of a step, by part; empty where no plan can be
-    compared. unknown: one sentence for each thing that cannot be derived from the log.
+    running: a process trains the run now. planned_seconds, formulas: the planned time of each part of a step and its
+    formula; empty if there is no comparable plan. unknown: one sentence for each fact that the log does not give.
     """
 
     name: str
@@ -70,9 +71,9 @@ class Slowness:
 def explain_slow(root: Path, cluster: Cluster | None = None, *, unplanned: Cluster | None = None) -> Slowness:
     """Return the diagnosis of the run folder `root`; the run may still be training.
 
-    cluster: the cluster to compare with (default: the cluster of the plan). unplanned: the cluster to compare with for
-    a run without plan.json. Raises UsageError when `root` is no run folder, DataMissing when no progress was logged
-    yet, DataError when the log cannot be read.
+    cluster: the cluster to compare with (default: the cluster of the plan). unplanned: the cluster to compare with if
+    the run has no plan.json. Raises UsageError if `root` is not a run folder, DataMissing if no progress was logged
+    yet, DataError if the log cannot be read.
     """
     data = gather(root)
     run = data.run
@@ -121,7 +122,7 @@ def _same_kind(found: MeasuredSteps, cluster: Cluster) -> bool:
 
 
 def _unknown(data: RunData, found: MeasuredSteps, prospect: Prospect | None, *, named: bool) -> Iterator[str]:
-    """Yield a sentence for each thing that is not known, with the reason. named: the user gave --cluster."""
+    """Yield a sentence for each fact that is not known, with the reason. named: the user gave --cluster."""
     if prospect is None:
         yield "there is no plan.json: name the machine (--cluster) for planned times and the gains of remedies"
     else:

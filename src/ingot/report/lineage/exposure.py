@@ -1,6 +1,6 @@
 """The runs that were trained on a document: its samples, and the checkpoints saved after the first of them.
 
-Trained samples are read from the ledger: it records them whatever changed during the run, and reading it is several
+Trained samples are read from the ledger, which is right even if settings changed during the run; reading it is several
 times faster than computing the sample order. Samples of future steps are computed from the order.
 """
 
@@ -33,11 +33,11 @@ _CHUNK_SAMPLES = 1 << 18
 class Exposure:
     """The use of some documents in a run, up to its newest checkpoint.
 
-    documents, samples: the number of these documents that were used, and of samples with them. first_step, last_step:
-    the first and last step with such a sample, 0 if there is none. trained_steps: the step of the newest checkpoint.
-    checkpoints: the steps of checkpoints that may contain what was learned from the documents. unknown_steps: up to
-    this step the tokens are no longer known, so these steps and their checkpoints count as affected. training_now: a
-    process trains the run now and reads the shards.
+    documents: the number of these documents that were used. samples: the number of samples that contain one.
+    first_step, last_step: the first and last step with such a sample, 0 if there is none. trained_steps: the step of
+    the newest checkpoint. checkpoints: the steps of checkpoints that may contain what was learned from the documents.
+    unknown_steps: up to this step the tokens are no longer known, so all checkpoints count as affected. training_now:
+    a process trains the run now and reads the shards.
     """
 
     run: str
@@ -54,7 +54,7 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Use:
-    """A sample of an optimizer step that contains tokens of a document. to_come: the step is not trained yet."""
+    """A sample of an optimizer step that contains tokens of a document. to_come: the step is in the future."""
 
     step: int
     sample: int
@@ -63,9 +63,9 @@ class Use:
 
 
 def runs_on(data: Path, named: Sequence[Path] = ()) -> list[Path]:
-    """Return the runs that train on tokens of the folder `data`: the `named` runs, and runs in folders near `data`.
+    """Return the runs that train on tokens of the folder `data`, among the `named` runs and runs near `data`.
 
-    Searched are folders up to two levels below the parent of `data`. Raises UsageError for a named folder that is no
+    The search covers folders up to two levels below the parent of `data`. Raises UsageError if a named folder is not a
     run folder.
     """
     for run in named:
@@ -88,14 +88,14 @@ def _tokens_of(run: Path) -> Path | None:
 
 
 def data_of(run: Path) -> Path:
-    """Return the `data build` output folder on which a run trains. Raises UsageError when `run` is no run folder."""
+    """Return the `data build` output folder on which a run trains. Raises UsageError if `run` is not a run folder."""
     if tokens := _tokens_of(run):
         return tokens.parent.parent
     raise no_run_folder(run)
 
 
 def exposure(run: Path, documents: Collection[str]) -> Exposure:
-    """Return the use of these documents (ids) in the run folder `run`."""
+    """Return the use of `documents` (ids) in the run folder `run`."""
     reader = RunTokens(run)
     seen = list(reader.consumed(documents))
     first = min((use.step for use in seen), default=0)
@@ -116,14 +116,15 @@ def exposure(run: Path, documents: Collection[str]) -> Exposure:
 
 
 def uses(run: Path, documents: Collection[str], limit: int = 1000) -> list[Use]:
-    """Return the first `limit` samples with tokens of these documents, in order, future steps included."""
+    """Return the first `limit` samples with tokens of `documents` (ids), in order of steps, future steps included."""
     reader = RunTokens(run)
     return list(islice(chain(reader.consumed(documents), reader.to_come(documents)), limit))
 
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps first..last of a run, trained on one token stream. layout: of the token stream, None if no longer known."""
+    """Steps first..last of a run, trained on one token stream. layout: the layout of this token stream, None if it is
+    no longer known."""
 
     first: int
     last: int
@@ -131,7 +132,7 @@ class StepRange:
 
 
 class RunTokens:
-    """A run, with the token streams on which its steps were trained."""
+    """A run with the token streams on which its steps were trained."""
 
     def __init__(self, run: Path):
         self.folder = RunFolder(run)
@@ -145,8 +146,8 @@ class RunTokens:
         self.ranges = self._ranges(newest.data_fingerprint) if newest else []
 
     def _ranges(self, fingerprint: str) -> list[StepRange]:
-        """Return the ranges of steps in order, split at the accepted changes of the token stream (like
-        loader/order.py)."""
+        """Return the ranges of steps, in order, split where a change of the token stream was accepted. fingerprint:
+        the token stream of the newest checkpoint."""
         found, last = [], self.trained_steps
         for step, before, after in reversed(_accepted_tokens(self.folder)):
             if fingerprint.startswith(after) and step < last:
@@ -168,13 +169,13 @@ class RunTokens:
         return TokenLayout(self.manifest, (self.tokens,), True)
 
     def order(self, layout: TokenLayout) -> Order:
-        """Return the sample order of the run over a layout, with all mixtures that the run had."""
+        """Return the sample order of the run on the token stream of `layout`, with all mixtures that the run had."""
         train, weights = self.config.train, self.config.data.weights
         earlier = [(last * train.global_batch, own) for last, own in earlier_weights(self.folder, weights)]
         return Order(layout.manifest, train.seq_len, self.config.seed, weights, earlier=earlier)
 
     def consumed(self, documents: Collection[str]) -> Iterator[Use]:
-        """Yield the uses of these documents in the ledger of the newest checkpoint."""
+        """Yield the uses of `documents` (ids) that the ledger of the newest checkpoint records."""
         for steps in self.ranges:
             wanted = self._windows(steps.layout, documents) if steps.layout else {}
             if not wanted:
@@ -187,7 +188,7 @@ class RunTokens:
                         yield from (Use(step, sample, one) for one in wanted[int(ids[sample])])
 
     def to_come(self, documents: Collection[str]) -> Iterator[Use]:
-        """Yield the uses of these documents after the newest checkpoint, up to the last step of the run file."""
+        """Yield the uses of `documents` (ids) after the newest checkpoint, up to the last step of the run file."""
         layout = TokenLayout(self.manifest, (self.tokens,), True)
         if not (wanted := self._windows(layout, documents)):
             return
@@ -201,7 +202,8 @@ class RunTokens:
                 yield from (Use(step + 1, sample, one, True) for one in wanted[int(ids[hit])])
 
     def _windows(self, layout: TokenLayout, documents: Collection[str]) -> dict[int, list[str]]:
-        """Return window id -> the documents with tokens in the window. A window is seq_len inputs and a target."""
+        """Return, for each window id, those of `documents` with tokens in the window. A window has seq_len inputs and
+        the last target."""
         windows = Windows(layout.manifest, self.config.train.seq_len)
         seq_len, found = windows.seq_len, defaultdict(list)
         ids = np.array([bytes.fromhex(one) for one in documents], "S16")
@@ -216,15 +218,16 @@ class RunTokens:
 
 
 def _where(ids: np.ndarray, windows: np.ndarray) -> list[int]:
-    """Return the positions in `ids` of members of `windows` (sorted, not empty), 10 times faster than np.isin."""
+    """Return the positions in `ids` of values that are in `windows` (sorted, not empty); 10 times faster than
+    np.isin."""
     at = np.searchsorted(windows, ids)
     at[at == len(windows)] = 0
     return np.flatnonzero(windows[at] == ids).tolist()
 
 
 def _accepted_tokens(folder: RunFolder) -> list[tuple[int, str, str]]:
-    """Return accepted changes of the token stream, in order: (last step before the change, prefix of the fingerprint
-    before it, prefix of the fingerprint after it)."""
+    """Return the accepted changes of the token stream, in order: (last step before the change, prefix of the
+    fingerprint before the change, prefix of the fingerprint after the change)."""
     try:
         accepted = json.loads(folder.accepted.read_bytes())
         return [(int(one["step"]), *one["changes"][_DATA]) for one in accepted if _DATA in one["changes"]]
@@ -241,7 +244,7 @@ def _accepted_tokens(folder: RunFolder) -> list[tuple[int, str, str]]:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether a process holds this lock now, without taking it."""
+    """Check whether a process now holds the lock of a run, without waiting for it."""
     if not lock.exists():
         return False
     with lock.open("rb") as file:

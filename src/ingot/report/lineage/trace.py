@@ -1,6 +1,6 @@
-"""The way from a training step back to its documents in the crawl, and from a document to the steps that used it.
+"""Trace a training step back to its documents in the crawl, and a document to the steps that used it.
 
-Both use lineage files. Folders of versions without lineage are traced by reading the whole corpus.
+Both use lineage files. For folders of older versions, which lack lineage, a step is traced by reading the whole corpus.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,9 @@ from ingot.trainer.loader.order import Order
 class TracedDocument:
     """A document, or a part of it, in one sample of a step.
 
-    sample: the position in the global batch. token_start: the first token of the part in its shard. tokens_in_sample:
-    the number of tokens of the part, inputs and the last target. file, record_id: the crawl file and the record in it.
+    sample: the position in the global batch. token_start: the offset of the part's first token in its shard.
+    tokens_in_sample: the number of tokens of the part; a sample has seq_len inputs and the last target. file,
+    record_id: the crawl file and the record in it.
     in_ledger: True if the ledger of a checkpoint confirms the sample; False if it is computed from the sample order.
     """
 
@@ -48,8 +49,8 @@ class TracedDocument:
 def trace_step(run: Path, step: int) -> list[TracedDocument]:
     """Return the documents of optimizer step `step` (from 1) of the run folder `run`, in the order of the batch.
 
-    If a checkpoint covers the step, the samples are compared with its ledger. Raises UsageError when the run has no
-    such step, DataError when the ledger, the tokens or the corpus do not belong to the run.
+    If a checkpoint covers the step, the samples are compared with its ledger. Raises UsageError if the run has no such
+    step, DataError if the ledger, the tokens or the corpus do not belong to the run.
     """
     reader = RunTokens(run)
     config = reader.config
@@ -58,7 +59,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
             "E-STEP-RANGE",
             f"the run {config.name!r} has no step {step}",
             rule=f"steps go from 1 to {config.train.steps}",
-            fix=f"--step N with N from 1 to {config.train.steps}",
+            fix=f"use --step N with N from 1 to {config.train.steps}",
             step=step,
             steps=config.train.steps,
         )
@@ -96,7 +97,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens start..start+tokens of a shard, all of one document and in one sample."""
+    """The tokens [start, start + tokens) of a shard, which belong to one document and one sample."""
 
     sample: int
     shard: Shard
@@ -121,7 +122,8 @@ def _parts(layout: TokenLayout, order: Order, ids: np.ndarray) -> Iterator[_Part
 
 
 def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> bool:
-    """Compare the order with the ledger for `step`; return False if no checkpoint covers the step."""
+    """Check that the ledger has the samples `ids` for `step`; return False if no checkpoint covers the step. Raises
+    DataError if the samples differ."""
     segment = _segment_of(reader.ledger, step)
     if segment is None:
         return False
@@ -130,7 +132,7 @@ def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> bool:
             raise DataError(
                 "E-LEDGER-ORDER",
                 f"step {step}: the ledger has other samples than the order of run.toml",
-                rule="samples are a function of seed, tokens and step alone",
+                rule="seed, tokens, seq_len, global_batch and weights determine the samples of every step",
                 fix="restore seed, seq_len, global_batch and weights in run.toml: they were changed after the run",
                 step=step,
             )
@@ -142,7 +144,7 @@ def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment
 
 
 def _origins(tokens: Path, layout: TokenLayout, parts: list[_Part]) -> dict[str, dict]:
-    """Return document id -> url, file and record_id, from the lineage files next to the shards."""
+    """Return url, file and record_id for the id of each document, from the lineage files next to the shards."""
     wanted = {part.document for part in parts} - {PURGED}
     nothing = {PURGED: {"url": "(purged)", "file": "", "record_id": ""}}
     if not layout.current:
@@ -177,7 +179,7 @@ def _origins(tokens: Path, layout: TokenLayout, parts: list[_Part]) -> dict[str,
 
 
 def _find_documents(corpus: Path, manifest: TokenManifest, wanted: set[str]) -> dict[str, dict]:
-    """Return document id -> its line of the corpus, found in one pass over the corpus."""
+    """Return the corpus line of each document id in `wanted`, found in one pass over the corpus."""
     path = corpus / MANIFEST
     if not path.exists():
         raise DataError(
@@ -216,8 +218,8 @@ def _find_documents(corpus: Path, manifest: TokenManifest, wanted: set[str]) -> 
 class RecordHistory:
     """The history of a record of the crawl.
 
-    row: its lineage row. place: the location of its tokens, None if the record was dropped. uses: its samples in a run.
-    seen: its exposure in this run, None without a run.
+    row: its lineage row. place: the location of its tokens, None if the record was dropped. uses: its samples in the
+    given run. seen: the use of the document in this run, None if no run was given.
     """
 
     row: dict[str, Any]
@@ -229,9 +231,10 @@ class RecordHistory:
 def trace_documents(
     data: Path, *, doc: str = "", url: str = "", run: Path | None = None, limit: int = 20
 ) -> list[RecordHistory]:
-    """Return the histories of at most `limit` records: those with this id, or of this page and the pages below it.
+    """Return the histories of at most `limit` records: the record with the id `doc`, or those of the page `url` and
+    the pages below it.
 
-    data: a folder of `data build --out`. Raises UsageError for an invalid id or URL, DataError without lineage.
+    data: a folder of `data build --out`. Raises UsageError for an invalid id or URL, DataError if there is no lineage.
     """
     rows = find(data, doc=doc, url=url, under=bool(url), limit=limit)
     by_id = {place.id: place for place in locate_documents(data, {row["id"] for row in rows if not row["rule"]})}
@@ -244,7 +247,8 @@ def trace_documents(
 
 
 def purges_of(data: Path, *, doc: str = "", url: str = "") -> list[dict[str, Any]]:
-    """Return the purges that removed this document, or a document of this page, oldest first, as in purges.jsonl."""
+    """Return the records in purges.jsonl of the purges that removed the document `doc`, or a document with the URL
+    `url`; oldest first."""
     wanted = redacted_hash(canonical_url(url)) if url else ""
     found = []
     for record in read_purges(data):

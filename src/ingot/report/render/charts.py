@@ -1,7 +1,7 @@
 """The charts of a report, as inline SVG: loss, gradient norm, learning rate, throughput, data wait, loads of experts.
 
-Colors come from the style sheet of the page, by class, so that dark mode applies to them. A value that is not finite is
-left out of a line.
+Colors come from the style sheet of the page, by CSS class, so they follow dark mode. Values that are not finite are
+left out of lines.
 """
 
 import itertools
@@ -65,10 +65,10 @@ def line_chart(
     marks: Sequence[ChartMark] = (),
     from_zero: bool = False,
 ) -> str:
-    """Return an <svg> of `width` x `height` user units, with text of 12 units; "" if no point is finite.
+    """Return a line chart as an <svg> of `width` x `height` user units, with 12-unit text; "" if no point is finite.
 
-    label: a description for screen readers. y_format: the format spec of the tick labels ("g", ".0%", "si" for 12k).
-    from_zero: let the y axis start at 0.
+    label: a description for screen readers. y_format: the format spec of the y labels ("g", ".0%"; "si" gives 12k).
+    from_zero: the y axis includes 0.
     """
     points = [p for line in lines for p in _finite(line.points)]
     if not points:
@@ -181,7 +181,7 @@ def _line(frame: _Frame, line: Line) -> str:
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
-    """Return the mean of up to `window` points centered on each point; the window shrinks at the ends, without lag."""
+    """Return `points` smoothed by a centered moving mean over up to `window` points; the window shrinks at the ends."""
     points, out = _finite(points), []
     sums = [0.0, *itertools.accumulate(y for _, y in points)]
     for i, (x, _) in enumerate(points):
@@ -191,8 +191,8 @@ def smooth(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def thin(points: Sequence[Point], limit: int = 600) -> list[Point]:
-    """Return at most about `limit` of the points, in order: the lowest and the highest of each bucket, so that every
-    peak stays."""
+    """Return about `limit` of the points at most, in order: the lowest and the highest of each bucket, so that no peak
+    is lost."""
     points = _finite(points)
     if len(points) <= limit:
         return points
@@ -211,7 +211,7 @@ _SMALL = (430, 190), (350, 190)
 def loss_chart(data: RunData) -> Chart | None:
     """Return the chart of the training loss, each logged step and smoothed, with held-out and unigram losses.
 
-    None with fewer than two logged steps.
+    Returns None for fewer than two logged steps.
     """
     raw = [(float(s), float(e["loss"])) for s, e in sorted(data.steps.items())]
     if len(raw) < 2:
@@ -224,7 +224,7 @@ def loss_chart(data: RunData) -> Chart | None:
         lines.append(Line("dots", held_out))
         legend.append(("dots", "held-out loss"))
         last = data.evaluations[-1]
-        if last["bpb"] > 0:  # nats per token and bits per byte of the same tokens differ by one factor
+        if last["bpb"] > 0:  # for the same tokens, nats per token are proportional to bits per byte
             unigram = last["loss"] * last["unigram_bpb"] / last["bpb"]
             lines.append(Line("baseline", [(raw[0][0], unigram), (raw[-1][0], unigram)]))
             legend.append(("baseline", f"unigram baseline on held-out text ({unigram:.2f})"))
@@ -262,7 +262,7 @@ def _chart(title, lines, table, label, sizes, legend=(), marks=(), **options) ->
 
 
 def optimizer_charts(data: RunData) -> Charts | None:
-    """Return charts of gradient norm and learning rate by step, None with fewer than two logged steps."""
+    """Return charts of gradient norm and learning rate by step, None for fewer than two logged steps."""
     if len(data.steps) < 2:
         return None
     steps = sorted(data.steps)
@@ -277,7 +277,8 @@ def optimizer_charts(data: RunData) -> Charts | None:
 
 
 def throughput_charts(data: RunData) -> Charts | None:
-    """Return charts of tokens per second and of the share of a step spent waiting for data, by step."""
+    """Return charts of tokens per second, and of the share of a step spent waiting for data, by step; None for fewer
+    than two log lines."""
     if len(data.progress) < 2:
         return None
     events = [data.progress[s] for s in sorted(data.progress)]
@@ -304,7 +305,8 @@ def _small(title: str, points: Sequence[tuple[float, float]], spec: str, data: R
 
 
 def expert_charts(data: RunData) -> Charts | None:
-    """Return charts of the balance of expert loads by step: means over layers, or extremes of experts."""
+    """Return charts of the balance of expert loads by step: means over layers, or the largest and smallest load of all
+    experts; None for fewer than two events."""
     if len(data.experts) < 2:
         return None
     events = [data.experts[s] for s in sorted(data.experts)]
@@ -326,7 +328,7 @@ def expert_charts(data: RunData) -> Charts | None:
 
 
 def throughput_summary(data: RunData) -> list[tuple[str, str]]:
-    """Return rows of (label, value): medians over the log lines, without the first of each attempt."""
+    """Return rows (label, median over the log lines without the first of each attempt)."""
     events = settled(data)
     if not events:
         return []

@@ -1,7 +1,7 @@
-"""A `ReportPage` as an HTML file (inline style, inline SVG, no scripts, no loading) and as Markdown.
+"""Render a `ReportPage` as an HTML file (inline style, inline SVG, no scripts, no loading) and as Markdown.
 
-Texts of a crawl, model output and names from run files are hostile: every text is escaped, and the HTML has a content
-security policy that forbids scripts and loading.
+Texts of a crawl, model output and names from run files may be hostile: every text is escaped, and the HTML has a
+content security policy that forbids scripts and loading.
 """
 
 import re
@@ -230,7 +230,7 @@ def _html_bars(bars: Bars) -> str:
 
 
 def _html_chart(chart: Chart) -> str:
-    """Return a figure with both sizes of the SVG; the style sheet shows the one that fits the screen."""
+    """Return a figure with both sizes of the SVG; the style sheet shows the size that fits the screen."""
     legend = "".join(f'<li><i class="{escape(kind)}"></i>{escape(text)}</li>' for kind, text in chart.legend)
     return (
         f"<figure><h3>{escape(chart.title)}</h3>"
@@ -241,7 +241,7 @@ def _html_chart(chart: Chart) -> str:
 
 
 def render_markdown(page: ReportPage) -> str:
-    """Return the page as Markdown; hostile text (samples, names) is escaped or fenced, never markup."""
+    """Return the page as Markdown. Hostile text (samples, names) is escaped or fenced, so none of it acts as markup."""
     headline = TableBlock(("", "", ""), [(t.label, t.value, t.note) for t in page.headline])
     parts = [f"# {_markdown_escape(page.title)}", _markdown_escape(page.subtitle)]
     parts += [_markdown_table(headline)] if page.headline else []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class HeadlineFigure:
-    """A figure of the headline. good: True shows it in green, False in red, None in neither."""
+    """A figure of the headline. good: True shows the value in green, False in red, None without a color."""
 
     label: str
     value: str
@@ -27,7 +27,8 @@ class LabeledValues:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """A table. right: the right-aligned columns, from 0. folded: only the caption shows until a reader opens it."""
+    """A table. right: the numbers of right-aligned columns, from 0. folded: only the caption shows until a reader opens
+    the table."""
 
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -38,7 +39,8 @@ class TableBlock:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of `Bars`. fraction: the length, 0 to 1. values: one per column of `Bars.header` after the first."""
+    """A row of `Bars`. fraction: the length of the bar, 0 to 1. values: one per column of `Bars.header` after the
+    first."""
 
     label: str
     fraction: float
@@ -54,9 +56,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. wide, narrow: the same SVG for wide and for narrow screens.
+    """A chart. wide, narrow: the same chart as <svg> for wide and for narrow screens.
 
-    legend: pairs of (CSS class of a line, description). table: the figures of the chart, shown in Markdown instead.
+    legend: pairs (CSS class of a line, description). table: the figures of the chart, which Markdown shows instead.
     """
 
     title: str

@@ -80,7 +80,7 @@ def test_rules_come_out_of_a_recipe(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('enabled = true\n[[models]]\nname = "q"\nmodel = "m.bin"\nlabel = "hq"\nthreshold = 0.3\n')
     assert load(ClassifierRules, path).models[0] == ModelRule(name="q", model="m.bin", label="hq", threshold=0.3)
-    with pytest.raises(ConfigError, match="names its model files"):
+    with pytest.raises(ConfigError, match="needs at least one model"):
         load(ClassifierRules, None, ["enabled=true"])
     path.write_text('[[models]]\nname = "q"\nmodel = ""\nlabel = "hq"\nthreshold = 3\n')
     with pytest.raises(ConfigError, match=r"(?s)is empty.*must be in \[0, 1\]"):

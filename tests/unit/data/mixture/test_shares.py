@@ -89,8 +89,8 @@ def test_a_preset_is_fitted_to_the_sources_that_are_there():
     weights, notes = preset_weights("classic", {"web": 10, "code": 10, "news": 10})
     assert weights == {"web": 0.7, "code": 0.1}
     assert notes == (
-        "books, papers, encyclopedia, forums: not in these tokens; their 20% go to the other sources",
-        "news: not named by the preset 'classic', and not used",
+        "books, papers, encyclopedia, forums: not in these tokens; the other sources get their share of 20%",
+        "news: not in the preset 'classic', so not used",
     )
     assert preset_weights("natural", {"web": 30, "code": 10})[0] == {"web": 30, "code": 10}
     assert preset_weights("equal", {"web": 30, "code": 10})[0] == {"web": 1, "code": 1}

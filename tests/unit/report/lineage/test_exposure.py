@@ -200,7 +200,7 @@ def test_the_verbs(data, run, folders, capsys, tmp_path):
     dry = call(purge_verb, str(data), "--doc", record["id"], "--dry-run")
     assert dry["record"] is None and dry["runs"][0]["checkpoints"]
     text = call(purge_verb, str(data), "--doc", record["id"], "--reason", "asked", json_mode=False)
-    assert "none is left" in text and "--accept-change data.tokens" in text
+    assert "no purged document is left" in text and "--accept-change data.tokens" in text
     assert read_purges(data)[0]["runs"] == dry["runs"]
     answer = call(trace_verb, "--doc", record["id"], "--data", str(data))
     assert answer["documents"] == [] and answer["purges"][0]["reason"] == "asked"

@@ -1,8 +1,8 @@
-"""The definition of a word. It changes the quality rules, so it is a setting: `words = "whitespace"` or "spacy".
+"""Split text into words, by one of two definitions. The quality rules depend on it: `words = "whitespace"` or "spacy".
 
 whitespace: the words of `str.split`.
 spacy: the words of spaCy's `blank("en")`, with which datatrove counts English: a punctuation mark is a word, "don't" is
-two words. These rules of English are used for every language; datatrove uses another splitter per language.
+two words. These English rules are used for every language, whereas datatrove has a splitter per language.
 """
 
 import os
@@ -16,33 +16,33 @@ WORDS = ("whitespace", "spacy")
 
 
 def split_whitespace(text: str) -> list[str]:
-    """The words of `text` between whitespace."""
+    """Return the words of `text` that are separated by whitespace."""
     return text.split()
 
 
 def split_english(text: str) -> list[str]:
-    """The words of `text` by the rules of spaCy's `blank("en")`, without whitespace."""
+    """Return the words of `text` by the rules of spaCy's `blank("en")`, without whitespace."""
     module = native()
     if module is not None:
         try:
             return module.words(text)
-        except UnicodeEncodeError:  # a lone surrogate: there is no UTF-8 of it
+        except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot encode
             pass
     return [word for chunk in text.split() for word in english.words_of_chunk(chunk)]
 
 
 def split_words(text: str, words: str) -> list[str]:
-    """The words of `text` by the definition `words` of WORDS."""
+    """Return the words of `text` by the definition `words`, one of WORDS."""
     return split_english(text) if words == "spacy" else split_whitespace(text)
 
 
 def split_sentences(text: str) -> list[str]:
-    """`text` cut into sentences by the rules of spaCy's sentencizer; together they are `text`. At least one."""
+    """Return the sentences of `text` by the rules of spaCy's sentencizer: at least one; joined they equal `text`."""
     return english.sentences(text)
 
 
 def count_sentences(text: str) -> int:
-    """len(split_sentences(text)), at native speed."""
+    """Return len(split_sentences(text)), by compiled code if there is any."""
     module = native()
     if module is not None:
         try:
@@ -53,7 +53,7 @@ def count_sentences(text: str) -> int:
 
 
 def native() -> ModuleType | None:
-    """The compiled module of words and of the counts of the quality rules, ready for use, or None without it."""
+    """Return the compiled module for words and the counts of the quality rules, set up; None if it is not built."""
     module = compiled("_quality")
     if module is not None:
         _set_up(module)

@@ -1,13 +1,13 @@
-"""Words and sentences as spaCy's `blank("en")` and its sentencizer give them: the plain rules.
+"""Split text into the words and sentences of spaCy's `blank("en")` and its sentencizer, in plain Python.
 
-A text is cut at whitespace into chunks, and each chunk is a matter of its own: prefixes and suffixes are cut off one
-after the other until a special case is left or nothing gives way; the rest is a special case, an address on the web,
-or is cut at infixes. At the end, neighbouring words that together are a special case with punctuation in it (":)")
-become what that case says.
+A text is cut at whitespace into chunks, and each chunk is split alone: prefixes and suffixes are cut off one after the
+other until a special case is left or there are no more; the rest is a special case or a web address, or is cut at
+infixes. At the end, adjacent words that together are a special case with punctuation in it (":)") are replaced by the
+words of that case.
 
-The rules are those of spaCy 3.8.18; the order in which they apply is part of them. They are written here as scans of
-bounded cost, because the usual way, one regular expression per rule, takes quadratic time on hostile text.
-`native/quality.c` does the same much faster; words/__init__.py chooses.
+The rules are those of spaCy 3.8.18, in the same order. They are written here as scans of bounded cost, because the
+usual way, one regular expression per rule, takes quadratic time on hostile text. `native/quality.c` does the same much
+faster; words/__init__.py chooses between the two.
 """
 
 from functools import cache, lru_cache
@@ -35,11 +35,11 @@ from ingot.data.filters.words.tables import (
 SPECIAL = special_cases()
 LONGEST_SPECIAL = max(map(len, SPECIAL))
 _DIGITS = frozenset("0123456789")
-_LONGEST_KEPT = 64  # a longer chunk hardly comes again
+_LONGEST_KEPT = 64  # longer chunks rarely repeat, so they are not cached
 
 
 def words_of_chunk(chunk: str) -> tuple[str, ...]:
-    """The words of a piece of text without whitespace; together they are that piece."""
+    """Return the words of `chunk`, a text without whitespace; joined they equal `chunk`."""
     return _remembered(chunk) if len(chunk) <= _LONGEST_KEPT else _joined(_split(chunk, True))
 
 
@@ -53,7 +53,8 @@ def _is_special(text: str, start: int, end: int) -> bool:
 
 
 def _split(chunk: str, special: bool) -> list[str]:
-    """`chunk` without the joining of neighbours; without special cases if not `special`."""
+    """Return the words of `chunk` before adjacent words are joined to special cases. special: apply special cases while
+    cutting."""
     words, suffixes = [], []
     start, end = 0, len(chunk)
     while start < end:
@@ -85,7 +86,7 @@ def _split(chunk: str, special: bool) -> list[str]:
 
 
 def prefix_length(text: str, start: int, end: int) -> int:
-    """Characters at the front of text[start:end] that are a word of their own, 0 if none."""
+    """Return the length of the prefix of text[start:end] that is a separate word, 0 if there is none."""
     if start >= end:
         return 0
     first = text[start]
@@ -103,7 +104,7 @@ def prefix_length(text: str, start: int, end: int) -> int:
 
 
 def suffix_length(text: str, start: int, end: int) -> int:
-    """Characters at the end of text[start:end] that are a word of their own, 0 if none; the longest of them."""
+    """Return the length of the longest suffix of text[start:end] that is a separate word, 0 if there is none."""
     if start >= end:
         return 0
     last = text[end - 1]
@@ -141,7 +142,7 @@ def _split_infixes(text: str) -> list[str]:
     words, start, i = [], 0, 0
     while i < len(text):
         length = infix_length(text, i)
-        if length and i:  # an infix at the very front cuts nothing
+        if length and i:  # an infix at the start cuts nothing
             if i > start:
                 words.append(text[start:i])
             words.append(text[i : i + length])
@@ -153,7 +154,7 @@ def _split_infixes(text: str) -> list[str]:
 
 
 def infix_length(text: str, i: int) -> int:
-    """Characters at text[i] that cut `text` in two, 0 if none."""
+    """Return the length of the infix at text[i], which cuts `text` in two; 0 if there is none."""
     sign = text[i]
     if sign == "." and text.startswith("..", i):
         return _run(text, i, len(text))
@@ -180,7 +181,7 @@ def infix_length(text: str, i: int) -> int:
 
 
 def _run(text: str, start: int, end: int) -> int:
-    """Count the full stops at `start`."""
+    """Count the full stops in a row from `start` on."""
     i = start
     while i < end and text[i] == ".":
         i += 1
@@ -200,7 +201,7 @@ def is_address(text: str) -> bool:
 
 
 def _is_tail(text: str, i: int) -> bool:
-    """Check whether text[i:] is a port, a path or nothing, as may follow a host."""
+    """Check whether text[i:] can follow a host: a port, a path, both or nothing."""
     if i < len(text) and text[i] == ":":
         port = i + 1
         while port < len(text) and FLAGS[text[port]] & DECIMAL:
@@ -216,7 +217,8 @@ def _in_label(character: str) -> bool:
 
 
 def _host(text: str, start: int) -> int:
-    """End of the host name at `start`, 0 if there is none: labels of 1 to 64 characters, then 2 to 63 small letters."""
+    """Return the end of the host name at `start`, 0 if there is none. A host name has labels of 1 to 64 characters,
+    then 2 to 63 lower-case letters."""
     i, labels = start, 0
     while True:
         label = i
@@ -234,7 +236,7 @@ def _host(text: str, start: int) -> int:
 
 
 def _ip(text: str, start: int) -> int:
-    """End of the public IPv4 address at `start`, 0 if there is none."""
+    """Return the end of the public IPv4 address at `start`, 0 if there is none."""
     octets, i = [], start
     for _ in range(4):
         first = i
@@ -257,7 +259,8 @@ def _ip(text: str, start: int) -> int:
 
 @cache
 def joining_cases() -> dict[str, list[int]]:
-    """Return the special cases that the other rules would cut -> the end offsets of the words they would give."""
+    """Return the special cases that the other rules would cut, each with the end offsets of the words that those rules
+    would give."""
     cases = {}
     for case in SPECIAL:
         infix = any(infix_length(case, i) for i in range(len(case)))
@@ -267,12 +270,13 @@ def joining_cases() -> dict[str, list[int]]:
 
 
 def ends(words) -> list[int]:
-    """Return the end offset of each of `words`, which follow each other."""
+    """Return the end offset of each of `words` in their concatenation."""
     return list(accumulate(map(len, words)))
 
 
 def _joined(words: list[str]) -> tuple[str, ...]:
-    """`words` where neighbours that make up a special case have become that case: longest first, then leftmost."""
+    """Return `words` with adjacent words that form a special case replaced by the words of that case; the longest run
+    first, then the leftmost."""
     if len(words) < 2:
         return tuple(words)
     found, cases = [], joining_cases()
@@ -292,7 +296,7 @@ def _joined(words: list[str]) -> tuple[str, ...]:
         span = range(start, start - length)
         if span[0] not in taken and span[-1] not in taken:
             chosen[start] = (-length, text)
-        taken.update(span)  # also by a span that was not chosen, as in spaCy
+        taken.update(span)  # even if the span was not chosen, as in spaCy
     joined, i = [], 0
     while i < len(words):
         length, text = chosen.get(i, (1, ""))
@@ -302,10 +306,10 @@ def _joined(words: list[str]) -> tuple[str, ...]:
 
 
 def sentences(text: str) -> list[str]:
-    """`text` cut where a sentence ends; whitespace between two belongs to the second, and "" is one sentence too.
+    """Return the sentences of `text`; joined they equal `text`, and "" is one sentence.
 
-    A sentence ends before the first word after a mark like "." that is not punctuation. Whitespace that is more than
-    one space counts as such a word.
+    A sentence ends at the first word after a mark like "." that is not punctuation. Whitespace other than a single
+    space counts as such a word, so it belongs to the second sentence.
     """
     pieces, begin, end, after_mark = [], 0, 0, False
     for start, word in _with_whitespace(text):
@@ -320,7 +324,8 @@ def sentences(text: str) -> list[str]:
 
 
 def _with_whitespace(text: str):
-    """(start, word) for every word and every whitespace: the space after a word belongs to it."""
+    """Yield (start, word) for each word and each run of whitespace, without the one space that belongs to the word
+    before."""
     i = 0
     while i < len(text):
         end, space = i + 1, text[i].isspace()

@@ -1,26 +1,26 @@
 """Tables of the word rules: classes of characters, and chunks with special splits.
 
-The facts are those of spaCy 3.8 for `blank("en")` (prefixes, suffixes, infixes, exceptions) and of datatrove 0.10
+The tables follow spaCy 3.8 for `blank("en")` (prefixes, suffixes, infixes, exceptions) and datatrove 0.10
 (punctuation). They are written here as ranges and as the grammar of contractions, not as lists of results.
 
-A class is a bit. `FLAGS[character]` gives the bits of a character; both the Python rules and the compiled ones (which
-ask for pages of 256 characters) read them from here, so that they cannot disagree.
+A class is a bit. `FLAGS[character]` has the bits of a character. The Python rules and the compiled rules (which request
+pages of 256 characters) both read this table, so they cannot disagree.
 """
 
 import unicodedata
 from array import array
 
-# What Python's own methods say of a character, and of a line: the compiled loops have to agree with them.
+# Results of Python's `str` methods for a character (BREAK: of `splitlines`), which the compiled loops have to match.
 SPACE, BREAK, ALPHABETIC, ALPHANUMERIC, DECIMAL = (1 << bit for bit in range(5))
-# datatrove: a word of nothing but these is no word; a line that ends in one of these is a sentence.
+# datatrove: a word that consists only of PUNCTUATION does not count; a line ends a sentence if it ends in TERMINAL.
 PUNCTUATION, TERMINAL = 1 << 5, 1 << 6
-# spaCy: cut off at the front, cut off at the end, allow a full stop to be cut off after them.
+# spaCy: characters cut off at the front, characters cut off at the end, characters after which a full stop is cut off.
 PREFIX, SUFFIX, BEFORE_STOP = 1 << 7, 1 << 8, 1 << 9
-# spaCy: characters left and right of an infix. Scripts without case are both lower and upper.
+# spaCy: characters that may be next to an infix. Letters of scripts without case are both LOWER and UPPER.
 LETTER, LOWER, UPPER, QUOTE, ICON = (1 << bit for bit in range(10, 15))
-# spaCy's sentences: category P, and the marks that end one.
+# spaCy's sentencizer: Unicode category P, and the marks that end a sentence.
 CATEGORY_P, SENTENCE = 1 << 15, 1 << 16
-# What begins the entry of a list.
+# Characters that begin the entry of a list.
 BULLET = 1 << 17
 
 LINE_BREAKS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
@@ -30,7 +30,8 @@ _CURRENCY = "$£€¥฿₽﷼" + "".join(map(chr, range(0x20A0, 0x20C0)))
 _DASHES = "–—"
 _BULLETS = "-*•‣⁃◦∙·▪▫■□●○◆◇▶►➢➤✓✔"
 
-# Hexadecimal, first-last. Letters with case and without; So of Unicode 11 (dingbats, emoji, box drawing).
+# Hexadecimal ranges, first-last: letters with case, letters without case, and category So of Unicode 11 (dingbats,
+# emoji, box drawing).
 _CASED = (
     "41-5A 61-7A C0-D6 D8-F6 F8-1BF 1C4-2AF 386 388-38A 38C 38E-38F 391-3A9 3AC-3AF 3B1-3C9 3CC-3CE 400-401 403-40A "
     "40C-40D 410-451 453-45A 45C-45D 490-491 496-497 4A2-4A3 4AE-4AF 4BA-4BB 4D8-4D9 4E8-4E9 1D00-1D25 1D6B-1D77 "
@@ -59,7 +60,7 @@ _ICONS = (
     "1F780-1F7D8 1F800-1F80B 1F810-1F847 1F850-1F859 1F860-1F887 1F890-1F8AD 1F900-1F90B 1F910-1F93E 1F940-1F970 "
     "1F973-1F976 1F97A 1F97C-1F9A2 1F9B0-1F9B9 1F9C0-1F9C2 1F9D0-1F9FF 1FA60-1FA6D"
 )
-# Sentence_Terminal of Unicode: what spaCy's sentencizer knows, and what datatrove counts besides.
+# Unicode's Sentence_Terminal: the marks that spaCy's sentencizer knows, and those that datatrove adds.
 _SENTENCE = (
     "21 2E 3F 589 61F 6D4 700-702 7F9 964-965 104A-104B 1362 1367-1368 166E 1735-1736 1803 1809 1944-1945 1AA8-1AAB "
     "1B5A-1B5B 1B5E-1B5F 1C3B-1C3C 1C7E-1C7F 203C-203D 2047-2049 2E2E 2E3C 3002 A4FF A60E-A60F A6F3 A6F7 A876-A877 "
@@ -72,7 +73,7 @@ _TERMINAL = (
     _SENTENCE + " 61D-61E 837 839 83D-83E 17D4-17D6 17D9-17DA 1B7D-1B7E 2E53-2E54 10F55-10F59 10F86-10F89 11944 11946 "
     "11EF7-11EF8 11F43-11F44 16E98"
 )
-# datatrove's list of punctuation, with its two digits that are no digits to it.
+# datatrove's list of punctuation, including the two full-width digits in it.
 _PUNCTUATION = "\"#$%&'()*+,-/:;<=>@[\\]^_`{|}~«´»–—’“”„…∶━►、〈〉《》「」【】％（），１：；～"
 
 
@@ -103,7 +104,7 @@ _CLASSES = (
 
 
 def page(number: int) -> array:
-    """The classes of characters 256 * number .. 256 * number + 255, as 32-bit integers."""
+    """Return the classes of the characters 256 * number .. 256 * number + 255, as 32-bit integers."""
     first = number * 256
     flags = array("I", bytes(256 * 4))
     for bit, ranges in _CLASSES:
@@ -133,7 +134,7 @@ def page(number: int) -> array:
 
 
 class _Flags(dict[str, int]):
-    """The classes of a character; a page is made when the first of its characters is asked for."""
+    """A table from a character to its classes. A page of 256 characters is made at the first look-up in it."""
 
     def __missing__(self, character: str) -> int:
         number = ord(character) >> 8
@@ -143,10 +144,10 @@ class _Flags(dict[str, int]):
 
 FLAGS = _Flags()
 
-# Gopher's: a text without two of them is hardly English prose.
+# Gopher's list: a text without two of these words is hardly English prose.
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
-# Cut off after a digit. The one of six letters is two units that lost the space between them in spaCy's list.
+# Units that are cut off after a digit. "тбكم" is two units: spaCy's list lacks the space between them.
 _UNITS = (
     "km km² km³ m m² m³ dm dm² dm³ cm cm² cm³ mm mm² mm³ ha µm nm yd in ft kg g mg µg t lb oz m/s km/h kmh mph hPa Pa "
     "mbar mb MB kb KB gb GB tb TB T G M K % км км² км³ м м² м³ дм дм² дм³ см см² см³ мм мм² мм³ нм кг г мг м/с км/ч "
@@ -156,7 +157,8 @@ _UNITS = (
 UNITS = frozenset((*_UNITS.split(), *_CURRENCY))
 LONGEST_UNIT = max(map(len, UNITS))
 
-# (words, endings): every word, also with a capital, takes every ending, also without its apostrophes. A space is a cut.
+# (words, endings): each word, with or without a capital, takes each ending, with or without its apostrophes. Words are
+# cut at the spaces.
 _CONTRACTIONS = (
     ("i", "'m;'m a"),
     ("i you he she it we they", "'ll;'ll 've;'d;'d 've"),
@@ -171,9 +173,9 @@ _CONTRACTIONS = (
     ("ai are is was were have has dare", "n't"),
     ("not", "'ve"),
 )
-_ORDINARY = "ill its hell shell shed were well whore"  # words of their own, that only look like contractions
-_CUT = "can-not gon-na got-ta let-'s c'm-on how-'d-'y"  # also with a capital
-_WHOLE_CAPITAL = "doin' goin' nothin' nuthin' ol' somethin' lovin' havin'"  # also with a capital, also without the mark
+_ORDINARY = "ill its hell shell shed were well whore"  # ordinary words that look like contractions without apostrophe
+_CUT = "can-not gon-na got-ta let-'s c'm-on how-'d-'y"  # cut at the hyphens; with or without a capital
+_WHOLE_CAPITAL = "doin' goin' nothin' nuthin' ol' somethin' lovin' havin'"  # with or without a capital and the "'"
 _WHOLE = (
     "em 'em ll 'll nuff 'nuff 'S 's \u2018S \u2018s and/or w/o 're 'Cause 'cause 'cos 'Cos 'coz 'Coz 'cuz 'Cuz 'bout "
     "ma'am Ma'am o'clock O'clock 'd a.m. p.m. e.g. E.g. E.G. i.e. I.e. I.E. v.s. vs. co. Co. D.C. Ph.D. N.C. N.D. N.H. "
@@ -194,7 +196,7 @@ _EMOTICONS = (
 
 
 def special_cases() -> dict[str, tuple[str, ...]]:
-    """Chunks, and parts of chunks, that become exactly these words."""
+    """Return the special cases: each chunk, or rest of a chunk, with the words into which it is split."""
     cases: dict[str, tuple[str, ...]] = {}
     for words, endings in _CONTRACTIONS:
         for word in words.split():

@@ -1,21 +1,21 @@
-"""The history of purges that a data folder keeps: earlier token layouts, and the list of what stays out.
+"""The history of purges in a data folder: earlier token layouts, and the list of documents that later builds leave out.
 
     DIR/purges/FINGERPRINT/manifest.json     the manifest of the token stream before a purge
-    DIR/purges/FINGERPRINT/NAME.documents    the index before the purge of every shard that it changed, with zeros in
-                                             place of all purged ids
+    DIR/purges/FINGERPRINT/NAME.documents    for every shard that the purge changed, its index before the purge, with
+                                             zeros in place of all purged ids
     DIR/purges/FINGERPRINT/next              the fingerprint after the purge
-    DIR/purged.txt                           a line `KIND HEX` for everything that a later build has to leave out
+    DIR/purged.txt                           one line `KIND HEX` per entry that a later build has to leave out
     DIR/purges.jsonl                         a record of every purge, without text or URL
 
 Earlier layouts make training steps from before a purge traceable: an index shows the positions of documents, not their
 content. The index of a shard that a purge did not change is in the next layout, or in the token folder.
 
-The kinds in purged.txt, which reveal nothing about the content:
+The kinds of entries in purged.txt, which reveal nothing about the content:
 
     document   the id
     url        BLAKE2b-128 of the canonical URL
     domain     BLAKE2b-128 of the host, which includes its subdomains
-    text       XXH3-128 of the extracted text, so that the same text from another page stays out as well
+    text       XXH3-128 of the extracted text, so that the same text from another page is left out as well
 """
 
 import hashlib
@@ -51,7 +51,7 @@ REMOVED = "purged.later"  # the rule of records that a purge took out of a finis
 class TokenLayout:
     """The layout of a token stream, now or before a purge.
 
-    folders: the folders to search for an index, in order. current: whether this is the layout of the token folder now.
+    folders: the folders to search for an index, in order. current: this is the present layout of the token folder.
     """
 
     manifest: TokenManifest
@@ -59,7 +59,8 @@ class TokenLayout:
     current: bool
 
     def index(self, shard: Shard) -> np.ndarray:
-        """Return the document index (DOCUMENT_DTYPE) of a shard. The id of a purged document is PURGED.
+        """Return the document index (DOCUMENT_DTYPE) of a shard. In an earlier layout, a purged document has the id
+        PURGED.
 
         Raises DataError for a missing or damaged index.
         """
@@ -79,7 +80,7 @@ class TokenLayout:
             raise DataError(
                 "E-SHARD-HASH",
                 f"{path} does not have the hash in the manifest",
-                rule="every file has the SHA-256 that the build wrote down",
+                rule="every file has the SHA-256 that the build recorded",
                 fix=f"ingot data verify {self.folders[-1]}",
                 path=str(path),
             )
@@ -87,7 +88,10 @@ class TokenLayout:
 
 
 def find_layout(tokens: Path, fingerprint: str) -> TokenLayout | None:
-    """Return the layout of the token folder DIR/tokens/SPLIT whose fingerprint begins with `fingerprint`, else None."""
+    """Return the present or an earlier layout whose fingerprint begins with `fingerprint`; None if there is none.
+
+    tokens: the token folder DIR/tokens/SPLIT.
+    """
     now = read_token_manifest(tokens)
     saved = tokens.parent.parent / FOLDER
     folders: list[Path] = []
@@ -106,16 +110,17 @@ def find_layout(tokens: Path, fingerprint: str) -> TokenLayout | None:
 
 
 def _successors(saved: Path) -> dict[str, str]:
-    """Return the fingerprint before each purge -> the fingerprint after it."""
+    """Return, for the fingerprint before each purge, the fingerprint after it."""
     return {path.parent.name: path.read_text(encoding="utf-8").strip() for path in saved.glob("*/next")}
 
 
 def save_layout(
     data: Path, split: str, fingerprints: tuple[str, str], old: str, gone: Collection[bytes], staging: Staging
 ) -> None:
-    """Stage the layout of a split before this purge. old: its manifest as text. fingerprints: before and after.
+    """Stage the layout that a split has before this purge.
 
-    gone: the ids of purged documents, as bytes.
+    fingerprints: the fingerprints before and after the purge. old: the manifest before the purge, as text. gone: the
+    ids of purged documents, as bytes.
     """
     folder = f"{FOLDER}/{fingerprints[0]}"
     staging.write(f"{folder}/{MANIFEST}", old)
@@ -126,20 +131,20 @@ def save_layout(
 
 
 def blank_older(data: Path, gone: Collection[bytes], staging: Staging) -> None:
-    """Stage the indexes of earlier layouts with zeros in place of these ids."""
+    """Stage the indexes of earlier layouts with zeros in place of the ids `gone`."""
     for path in sorted((data / FOLDER).glob("*/*.documents")):
         if (blanked := _without(path, gone)) is not None:
             staging.write(str(path.relative_to(data)), blanked)
 
 
 def ids_in_layouts(data: Path, ids: Collection[str]) -> list[Path]:
-    """Return the saved indexes that hold one of these ids; after a purge there are none."""
+    """Return the paths of the saved indexes that contain one of `ids`; after a purge there are none."""
     gone = [bytes.fromhex(one) for one in ids]
     return [path for path in sorted((data / FOLDER).glob("*/*.documents")) if _without(path, gone) is not None]
 
 
 def _without(path: Path, gone: Collection[bytes]) -> bytes | None:
-    """Return the index with zeros in place of these ids, None if it holds none of them."""
+    """Return the content of the index `path` with zeros in place of the ids `gone`; None if it contains none."""
     index = np.fromfile(path, DOCUMENT_DTYPE)
     leaves = np.isin(index["id"].view("S16"), np.array(list(gone), "S16"))
     if not leaves.any():
@@ -155,19 +160,22 @@ def read_purges(data: Path) -> list[dict[str, Any]]:
 
 
 def redacted_hash(text: str) -> str:
-    """Return the hash that replaces a URL or a domain in the list."""
+    """Return the hash of a URL or a domain that the list contains instead of the text."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class PurgedList:
-    """The entries of DIR/purged.txt: kind -> hex digits."""
+    """The entries of DIR/purged.txt. entries: the hex digits of each kind."""
 
     entries: dict[str, frozenset[str]] = field(default_factory=lambda: dict.fromkeys(KINDS, frozenset()))
 
     @classmethod
     def load(cls, data: Path) -> "PurgedList":
-        """Read the list of an output folder of `data build`; empty if nothing was purged. Raises DataError."""
+        """Read the list of an output folder of `data build`; the list is empty if nothing was purged.
+
+        Raises DataError for a line that is not an entry.
+        """
         path = data / LIST
         if not path.exists():
             return cls()
@@ -207,14 +215,14 @@ class PurgedList:
 
 
 def is_redacted(row: dict) -> bool:
-    """Return whether a row of a corpus part or of lineage is of a purged record, without URL and text."""
+    """Check whether a row of a corpus part or of the lineage is a purged record without URL and text."""
     return row.get("stage") == STAGE and not row["url"] and not row.get("text")
 
 
 class Purged:
     """The stage that drops documents on the list of earlier purges, and clears their text, so that no excerpt is kept.
 
-    It runs after extraction, before any other stage changes the text.
+    The stage runs after extraction, before any other stage changes the text.
     """
 
     name = STAGE
@@ -245,6 +253,6 @@ class Purged:
 
 
 def _hosts(host: str) -> list[str]:
-    """Return `host` and the domains above it: a.b.example -> a.b.example, b.example, example."""
+    """Return `host` and all domains that contain it: for a.b.example, these are a.b.example, b.example, example."""
     labels = host.split(".")
     return [".".join(labels[i:]) for i in range(len(labels))] if host else []

@@ -1,11 +1,10 @@
-"""The change of many files as one: new files are staged, then a journal lists where they go.
+"""Replace many files as one transaction: new versions are staged, then a journal commits the change.
 
     DIR/.purge/new/PATH       the new version of DIR/PATH
-    DIR/.purge/journal.json   written last; from then on the change is decided
+    DIR/.purge/journal.json   the files to replace and to delete; written last, and commits the change
 
-A kill before the journal is written leaves the old state, and a staging folder that the next call removes. A kill after
-it leaves a folder whose manifests do not match its files until `finish` has moved the remaining files; the next call
-does so.
+A kill before the journal is written leaves the old state, and a staging folder that the next call removes. After a
+later kill, the manifests may not match the files until `finish` has moved the remaining files; the next call does this.
 """
 
 import json
@@ -23,7 +22,7 @@ _JOURNAL = "journal.json"
 
 @dataclass
 class Staging:
-    """New versions of files of `data`, and files to delete. Outside DIR/.purge nothing changes before `commit`."""
+    """New versions of files in the folder `data`, and files to delete. Only DIR/.purge changes before `commit`."""
 
     data: Path
 
@@ -33,7 +32,7 @@ class Staging:
         self._delete: list[str] = []
 
     def path(self, relative: str) -> Path:
-        """Return the path to write the new DIR/relative to, and list this file in the journal."""
+        """Return the path at which to write the new version of DIR/relative, and note the file for the journal."""
         self._replace.append(relative)
         path = self.staged(relative)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,11 +42,11 @@ class Staging:
         write_atomic(self.path(relative), data)
 
     def staged(self, relative: str) -> Path:
-        """Return the path of the new DIR/relative."""
+        """Return the path of the new version of DIR/relative."""
         return self.data / FOLDER / "new" / relative
 
     def delete(self, relative: str) -> None:
-        """List DIR/relative for deletion, and remove its staged version."""
+        """Note DIR/relative for deletion, and remove its staged version if there is one."""
         if relative in self._replace:
             self._replace.remove(relative)
             self.staged(relative).unlink(missing_ok=True)
@@ -60,25 +59,27 @@ class Staging:
         return path
 
     def discard(self) -> None:
-        """Remove the staging folder, so that nothing changes."""
+        """Remove the staging folder; the files of `data` remain unchanged."""
         shutil.rmtree(self.data / FOLDER, ignore_errors=True)
 
     def commit(self, facts: dict[str, Any]) -> None:
-        """Write the journal, which decides the change, and move the files. facts: JSON that `finish` returns."""
+        """Write the journal, which commits the change, then move the files. facts: JSON values that `finish`
+        returns."""
         values = {"replace": self._replace, "delete": self._delete, "facts": facts}
         write_json(self.data / FOLDER / _JOURNAL, values)
         finish(self.data)
 
 
 def is_unfinished(data: Path) -> bool:
-    """Return whether a purge of this folder is decided but unfinished, so that files and manifests do not match."""
+    """Check whether a purge of this folder was committed but not finished, so that its manifests may not match its
+    files."""
     return (data / FOLDER / _JOURNAL).exists()
 
 
 def finish(data: Path) -> dict[str, Any] | None:
-    """Move the files that the journal lists, and return its facts; None without a journal.
+    """Move and delete the files that the journal lists, and return its facts; None if there is no journal.
 
-    A call that was killed at any point can be repeated. Raises DataError for a journal that cannot be read.
+    A call that was killed at any point can be repeated. Raises DataError if the journal cannot be read.
     """
     path = data / FOLDER / _JOURNAL
     try:
@@ -90,8 +91,8 @@ def finish(data: Path) -> dict[str, Any] | None:
         raise DataError(
             "E-PURGE-JOURNAL",
             f"{path} cannot be read ({error})",
-            rule="a purge writes its journal as a whole before it changes files",
-            fix="restore the folder from a copy",
+            rule="a purge writes its whole journal before it changes files",
+            fix="restore the folder from a backup",
             path=str(path),
         ) from None
     touched = set()

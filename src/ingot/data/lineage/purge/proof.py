@@ -1,8 +1,8 @@
-"""The scan after a purge: prove that nothing purged is left, and list the documents that share text with it.
+"""The scan after a purge: prove that no purged document is left, and list the documents that share text with one.
 
-Every file of the folder is read. No file may hold a purged id, and no row, URL or decoded document may match the
-request. The hashes of some stretches of PROBE_TOKENS tokens of every purged document are stored as probes: a document
-with such a stretch holds a copy or a quotation, which is reported, but is no error.
+Every file of the folder is read. No file may contain a purged id, and no row, URL or decoded document may match the
+request. Hashes of some stretches of PROBE_TOKENS tokens of every purged document are used as probes: a document with
+such a stretch contains a copy or a quotation, which is reported, but is not an error.
 """
 
 import re
@@ -23,7 +23,7 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, 
 from ingot.tokenizer.encoder import Encoder, load_encoder
 
 PROBE_TOKENS = 16
-_PROBES = 8  # per document, evenly spread
+_PROBES = 8  # most probes per document, evenly spread over it
 _CHUNK_TOKENS = 1 << 22
 _CHUNK_BYTES = 1 << 24
 _KNOWN = (".jsonl.gz", ".parquet", ".tokens", ".blocks", ".documents")  # files that have their own checks
@@ -34,10 +34,11 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class PurgeProof:
-    """The result of the scan: the numbers of corpus rows, token shards and tokens read, and of probes.
+    """The result of the scan: how many corpus rows, token shards and tokens were read, and how many probes there were.
 
-    shared: id of a remaining document -> number of its stretches that equal a probe.
-    vocabulary: number of tokens of the tokenizer, which was trained on the purged texts too, that match the pattern.
+    shared: for each remaining document that shares text, its id and the number of its stretches that equal a probe.
+    vocabulary: number of the tokenizer's tokens that match the pattern; the tokenizer was trained on the purged texts
+    too.
     """
 
     rows: int
@@ -60,7 +61,8 @@ def hashes_of_stretches(tokens: np.ndarray) -> np.ndarray:
 
 
 def probes_of(data: Path, found: Collection[DocumentLocation]) -> np.ndarray:
-    """Return hashes (uint64, sorted, unique) of up to eight stretches of each document, read from its shard."""
+    """Return the hashes (uint64, sorted, unique) of up to eight stretches of each document in `found`, read from their
+    shards."""
     probes = [np.empty(0, np.uint64)]
     for split in SPLITS:
         folder = data / "tokens" / split
@@ -78,9 +80,9 @@ def _dtype(manifest: TokenManifest) -> np.dtype:
 
 
 def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: PurgeRequest, progress: Progress) -> PurgeProof:
-    """Read the whole folder. Raises DataError that lists everything purged that is left.
+    """Read the whole folder, and return the counts. Raises DataError that lists all purged documents that are left.
 
-    ids: of the purged records. probes: from `probes_of`. request: must not match any remaining record.
+    ids: the ids of the purged records. probes: from `probes_of`. request: no remaining record may match this request.
     """
     remains: list[str] = []
     matches, rows = request.matcher(), Counter()
@@ -108,9 +110,9 @@ def prove(data: Path, ids: frozenset[str], probes: np.ndarray, request: PurgeReq
     if remains:
         raise DataError(
             "E-PURGE-REMAINS",
-            "after the purge there is still:\n  " + "\n  ".join(remains[:20]),
-            rule="after a purge nothing purged is left anywhere in the folder",
-            fix="run the same command again; if the error stays, please report it with this message",
+            "the purge left:\n  " + "\n  ".join(remains[:20]),
+            rule="after a purge, nothing of the purged documents is left in the folder",
+            fix="run the same command again; if the error remains, please report it with this message",
             remains=remains,
         )
     vocabulary = _vocabulary_matches(encoder, request.pattern) if encoder else 0
@@ -135,7 +137,7 @@ def _in_shard_lineage(data: Path, ids: frozenset[str]) -> list[str]:
 
 
 def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
-    """Yield the purged ids in all other files, whatever their content: no index may hold a purged id."""
+    """Yield a line for each other file that contains a purged id, whatever the kind of file."""
     wanted = {one.encode() for one in ids}
     for path in sorted(p for p in data.rglob("*") if p.is_file()):
         if path.name.endswith(_KNOWN) or path.name in (PURGES, LIST, CORPUS_MANIFEST):
@@ -150,7 +152,8 @@ def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
 
 
 def _documents_with_probes(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.ndarray) -> Iterator[str]:
-    """Yield the id of the document for every position in the shard at which a stretch equals a probe."""
+    """Yield the document's id for each position in the shard from which PROBE_TOKENS tokens have the hash of a
+    probe."""
     if not len(probes):
         return
     index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)

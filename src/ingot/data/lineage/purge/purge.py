@@ -1,9 +1,10 @@
-"""The purge: remove documents from a finished data folder, prove that nothing of them is left, and record it.
+"""The purge: remove documents from a finished data folder, prove that nothing of them is left, and record the purge.
 
-The documents are found by lineage. Only files that hold one of them are rewritten, and the other documents in these
-files stay the same bytes in the same order. Both manifests change, so the folder has new fingerprints: a run that
-continues on it has to accept the change (--accept-change data.tokens). All files change as one (journal.py). The folder
-keeps a record of the purge, the earlier token layouts, and a list for later builds (history.py).
+The documents are found by lineage. Only files that contain one of them are rewritten; the other documents in these
+files keep their bytes and their order. The manifests of corpus and tokens change, so the folder has new fingerprints: a
+run that continues on it has to accept the change (--accept-change data.tokens). All files change in one transaction
+(journal.py). The folder keeps a record of the purge, the earlier token layouts, and a list for later builds
+(history.py).
 """
 
 import errno
@@ -38,7 +39,7 @@ from ingot.errors import DataError, DataMissing, ResourceError
 from ingot.schema.tokens import MANIFEST, token_manifest_from_dict
 from ingot.storage import exclusive, require_free, sha256_file
 
-# Ids of documents -> the exposure of each run to them, as JSON; the caller passes it (report/lineage/exposure.py).
+# Takes ids of documents, returns the exposure of each run to them as JSON values (see report/lineage/exposure.py).
 FindRuns = Callable[[frozenset[str]], list[dict[str, Any]]]
 
 
@@ -46,10 +47,10 @@ FindRuns = Callable[[frozenset[str]], list[dict[str, Any]]]
 class PurgeResult:
     """The result of a purge.
 
-    targets: the records that were (in a dry run: would be) removed. locations: of their tokens. runs: the runs that
-    trained on them, from `FindRuns`. record: the line of purges.jsonl, None if nothing changed. proof: of the scan.
-    finished: the record of an interrupted earlier purge that was finished first. earlier: the record of the last purge
-    with the same request, if nothing was left to remove and only the scan was repeated.
+    targets: the records that were (in a dry run: would be) removed. locations: where their tokens are. runs: the runs
+    that trained on them, from `FindRuns`. record: the line of purges.jsonl, None if nothing changed. proof: the result
+    of the scan. finished: the record of an interrupted earlier purge that was finished first. earlier: the record of
+    the last purge with the same request, if nothing was left to remove and only the scan was repeated.
     """
 
     targets: PurgeTargets
@@ -72,16 +73,16 @@ def purge(
 ) -> PurgeResult:
     """Remove the records that match `request` from an output folder of `data build`, and prove that they are gone.
 
-    After a kill at any point, the folder is unchanged, or the same call finishes the purge. Raises UsageError for a bad
-    request, RunBusyError while a build or a purge of this folder runs, DataError if a build is unfinished (its work
-    files hold texts), if a file is damaged, or if the scan finds a remainder.
+    After a kill at any point, the folder is unchanged, or the same call finishes the purge. Raises UsageError for an
+    invalid request, RunBusyError while a build or a purge of this folder runs, DataError if a build is unfinished (its
+    work files contain texts), if a file is damaged, or if the scan finds a purged document.
     """
     report = progress or (lambda fraction, text: None)
     if not (data / "corpus" / CORPUS_MANIFEST).exists():
         raise DataMissing(
             "E-CORPUS-MISSING",
-            f"{data} holds no corpus",
-            rule="a purge takes the folder that `ingot data build --out` wrote",
+            f"{data} has no corpus",
+            rule="a purge needs a folder that `ingot data build --out` wrote",
             fix="name this folder: ingot data purge DIR",
             folder=str(data),
         )
@@ -103,7 +104,8 @@ def purge(
 
 @contextmanager
 def _locked_folder(data: Path) -> Iterator[None]:
-    """Lock the folder. A hidden folder in it belongs to a build: one that runs, or one that was stopped."""
+    """Lock the folder. Raises RunBusyError if a build of it runs, DataError if a stopped build left a hidden work
+    folder."""
     with ExitStack() as stack:
         stack.enter_context(exclusive(data, f"at work in {data}"))
         for parent in (data, data / "tokens"):
@@ -114,8 +116,8 @@ def _locked_folder(data: Path) -> Iterator[None]:
                 raise DataError(
                     "E-BUILD-UNFINISHED",
                     f"{folder} belongs to a build that was stopped",
-                    rule="a purge cannot reach the texts in the work folder of a build",
-                    fix=f"finish the build with the command that began it, or remove the folder: rm -r {folder}",
+                    rule="a purge cannot remove texts from the work folder of a build",
+                    fix=f"finish the build with the command that started it, or remove the folder: rm -r {folder}",
                     folder=str(folder),
                 )
         yield
@@ -124,12 +126,12 @@ def _locked_folder(data: Path) -> Iterator[None]:
 def _finish_interrupted(data: Path, dry_run: bool, request: PurgeRequest, report: Progress) -> dict[str, Any] | None:
     if not is_unfinished(data):
         if not dry_run:
-            Staging(data).discard()  # the files of a purge that was killed before it was decided
+            Staging(data).discard()  # the files of a purge that was killed before it was committed
         return None
     if dry_run:
         raise DataError(
             "E-PURGE-UNFINISHED",
-            f"a purge of {data} was interrupted: some of its files are old, some new",
+            f"a purge of {data} was interrupted: some of its files are old, some are new",
             rule="a dry run needs a folder whose files match its manifests",
             fix="leave out --dry-run: any purge of this folder finishes the interrupted purge first",
             folder=str(data),
@@ -139,7 +141,7 @@ def _finish_interrupted(data: Path, dry_run: bool, request: PurgeRequest, report
     record = facts["record"]
     ids = _ids_of(record)
     same = request.sha256 == record["request_sha256"]
-    # Only the hash of the earlier request is known: if it differs, the scan searches for ids and probes alone.
+    # Only the hash of the earlier request is known: if it differs, the scan searches only for ids and probes.
     wanted = request if same else PurgeRequest(doc=min(ids))
     prove(data, ids, np.array(facts["probes"], np.uint64), wanted, report)
     return record
@@ -203,7 +205,7 @@ def _rewrite(
         staging.write(LIST, PurgedList.load(data).with_entries(list_entries(request, targets)).text)
         staging.commit({"record": record, "probes": probes.tolist()})
     except BaseException as error:
-        if not is_unfinished(data):  # if it is, the purge is decided, and the next call finishes it
+        if not is_unfinished(data):  # an unfinished purge is committed, and the next call finishes it
             staging.discard()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
@@ -225,17 +227,18 @@ def _user() -> str:
 
 
 def _recorded_document(target: PurgeTarget) -> dict[str, str]:
-    """Return the part of a document's data that is recorded, which reveals neither its text nor its URL."""
+    """Return the record of a purged document, which reveals neither its text nor its URL."""
     url = canonical_url(target.url)
     return {"id": target.id, "url": redacted_hash(url) if url else "", "before": target.before, "after": target.after}
 
 
 def _require_room(data: Path, targets: PurgeTargets, found: list[DocumentLocation]) -> None:
-    """Check the free space: for a while the disk holds the old and the new versions of the changed files."""
+    """Check the free space: until the change is finished, the disk holds the old and the new versions of changed
+    files."""
     paths = {data / "corpus" / target.lineage for target in targets.records}
     paths |= {data / "corpus" / target.file for target in targets.records}
     paths |= {data / "tokens" / place.split / f"{place.shard}.tokens" for place in found}
     for index in indexes_in(data):
         paths |= {path for part in parts_with(index, targets.ids) for path in part.iterdir()}
     touched = sum(path.stat().st_size for path in paths if path.exists())
-    require_free(data, touched + (64 << 20), "writing the touched files anew")
+    require_free(data, touched + (64 << 20), "rewriting files")

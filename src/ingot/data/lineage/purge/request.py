@@ -18,8 +18,8 @@ class PurgeRequest:
     """A request with exactly one of url, domain, doc and pattern.
 
     url: any spelling of a URL. domain: a host, with its subdomains. doc: a document id. pattern: a regular expression
-    for Python's `re.search`, matched on kept texts, on the excerpts of dropped documents, on URLs, and on the values
-    that rules recorded. copies: purge also the records that were dropped as copies of a purged document.
+    for Python's `re.search`, applied to kept texts, the excerpts of dropped documents, URLs, and the values that rules
+    recorded. copies: also purge the records that were dropped as copies of a purged document.
     """
 
     url: str = ""
@@ -41,10 +41,10 @@ class PurgeRequest:
             try:
                 empty = re.compile(self.pattern).search("")
             except re.error as error:
-                yield "pattern", f"is no regular expression ({error})"
+                yield "pattern", f"is not a regular expression ({error})"
             else:
                 if empty:
-                    yield "pattern", "matches the empty text, so every document"
+                    yield "pattern", "matches the empty text, and so every document"
 
     @property
     def kind(self) -> str:
@@ -56,7 +56,7 @@ class PurgeRequest:
         return sha256_bytes(f"{self.kind} {getattr(self, self.kind)}".encode("utf-8", "surrogatepass"))
 
     def matcher(self) -> Callable[[dict], bool]:
-        """Return a function: row of a corpus part, kept or dropped -> whether the request matches the row."""
+        """Return a function that checks whether the request matches a row of a corpus part, kept or dropped."""
         if self.doc:
             return lambda row: row["id"] == self.doc
         if self.url:
@@ -78,8 +78,8 @@ class PurgeRequest:
 class PurgeTarget:
     """A record to remove.
 
-    file: the corpus file that holds the record. row: its line in the file if it was kept. lineage: its lineage file.
-    before, after: hashes of the extracted and of the kept text. text_bytes: UTF-8 bytes of the kept text.
+    file: the corpus file that contains the record. row: its line in the file, -1 if it was dropped. lineage: its
+    lineage file. before, after: hashes of the extracted and of the kept text. text_bytes: UTF-8 bytes of the kept text.
     """
 
     id: str
@@ -101,7 +101,7 @@ class PurgeTarget:
 
 @dataclass(frozen=True)
 class PurgeTargets:
-    """The records to remove, and their copies: dropped records that stay, and that a rebuild could bring back."""
+    """The records to remove, and their copies: dropped records that remain, and that a rebuild could keep."""
 
     records: tuple[PurgeTarget, ...]
     copies: tuple[PurgeTarget, ...]
@@ -112,7 +112,7 @@ class PurgeTargets:
 
 
 def find_targets(data: Path, request: PurgeRequest, progress: Callable[[float, str], None]) -> PurgeTargets:
-    """Return the records that match `request`. Raises UsageError for a request that breaks a rule."""
+    """Return the records that match `request`, and their copies. Raises UsageError for an invalid request."""
     for name, message in request.problems():
         raise UsageError(
             "E-PURGE-REQUEST",
@@ -157,7 +157,7 @@ def _target(row: dict) -> PurgeTarget:
 
 
 def matching(corpus: Path, matches: Callable[[dict], bool], progress: Callable[[float, str], None]) -> Iterator[dict]:
-    """Yield the rows of all kept and dropped parts that match. Reads the whole corpus."""
+    """Yield the rows of all parts, kept and dropped, for which `matches` is true. Reads the whole corpus."""
     manifest = load_corpus(corpus)
     parts = (*manifest.parts, *manifest.dropped)
     for number, part in enumerate(parts):

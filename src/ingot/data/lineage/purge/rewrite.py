@@ -1,8 +1,8 @@
-"""New versions of the files that hold purged records. The remaining records keep their bytes and their order.
+"""Rewrite the files that contain purged records. The remaining records keep their bytes and their order.
 
 Indexes of kept documents (`ingot data index`, by default DIR/index) are rewritten as well. A rewritten part equals the
-part that `ingot data index` would write without the purged documents. An empty part stays, because the number of parts
-determines the name of the next part.
+part that `ingot data index` would write without the purged documents. An empty part remains, because the number of
+parts determines the name of the next part.
 """
 
 import bisect
@@ -32,15 +32,18 @@ from ingot.errors import DataError
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST
 from ingot.storage import atomic_file, sha256_bytes, sha256_file
 
-_DAMAGED = "ingot data verify DIR lists all damage; restore the damaged files, then purge"
+_DAMAGED = "list all damage with `ingot data verify DIR`, restore the damaged files, then purge"
 _SAME_HASH = "a purge rewrites only files with the SHA-256 in their manifest"
 _ID = re.compile("[0-9a-f]{32}")
-_IDS = "ids.txt"  # of a part of an index
+_IDS = "ids.txt"  # the file of ids in a part of an index
 _LISTS = ("parts", "dropped", "lineage")  # the keys of corpus.json with a name and a hash per file
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a manifest as JSON values, so that keys that this version does not know are kept."""
+    """Return a manifest as plain JSON values, so that keys unknown to this version are kept.
+
+    Raises DataError if the file cannot be read.
+    """
     try:
         values = json.loads(path.read_bytes())
         assert isinstance(values, dict)
@@ -56,8 +59,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def as_json(values: dict) -> str:
-    """Return the text of a manifest."""
-    return json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n"  # as storage.write_json
+    """Return the text of a manifest file with these values."""
+    return json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n"  # the format of storage.write_json
 
 
 def rewrite_corpus(data: Path, targets: PurgeTargets, staging: Staging) -> str:
@@ -92,7 +95,7 @@ def rewrite_corpus(data: Path, targets: PurgeTargets, staging: Staging) -> str:
 
 
 def require_hash(path: Path, sha256: str | None) -> None:
-    """Raise DataError for a file that differs from its manifest, so that a new hash does not hide damage."""
+    """Raise DataError if a file differs from its hash in the manifest, so that a new hash does not hide damage."""
     if sha256 is None or not path.exists() or sha256_file(path) != sha256:
         raise _differs(path)
 
@@ -110,7 +113,10 @@ def _differs(path: Path) -> DataError:
 def _rewrite_part(
     path: Path, relative: str, gone: set[str], ids: frozenset[str], staging: Staging, entry: dict
 ) -> None:
-    """Stage a part without the ids in `gone`. ids: all purged ids, which the values of other rows may mention."""
+    """Stage a corpus part without the documents `gone`, and update its manifest entry.
+
+    ids: all purged ids; the values of the remaining rows may mention them, and are then rewritten.
+    """
     found: set[str] = set()
     with gzip.open(path, "rb") as lines, jsonl_writer(staging.path(relative)) as keep:
         for line in lines:
@@ -127,7 +133,7 @@ def _rewrite_part(
         raise DataError(
             "E-LINEAGE-MISMATCH",
             f"{path} lacks document {min(gone - found)}, which its lineage names",
-            rule="every kept record in the lineage is in the named part",
+            rule="every record that the lineage lists as kept is in the part that it names",
             fix=_DAMAGED,
             path=str(path),
             id=min(gone - found),
@@ -139,7 +145,7 @@ def _rewrite_part(
 
 
 def names_one_of(row: dict, ids: frozenset[str]) -> bool:
-    """Return whether a row was dropped as a copy of one of `ids`."""
+    """Check whether a row was dropped as a copy of one of `ids`."""
     return row.get("stage") in COPIES and not ids.isdisjoint(_ID.findall(row["value"]))
 
 
@@ -148,7 +154,7 @@ def without_ids(value: str, ids: frozenset[str]) -> str:
 
 
 def _renumbered(path: Path, gone: frozenset[str], removed: dict[str, list[int]]) -> Iterator[dict]:
-    """Yield the remaining rows of a lineage file, with their new line numbers in parts that became shorter."""
+    """Yield the remaining rows of a lineage file, with new line numbers in the parts from which rows were removed."""
     for row in read_lineage(path):
         if row["id"] in gone:
             continue
@@ -160,7 +166,7 @@ def _renumbered(path: Path, gone: frozenset[str], removed: dict[str, list[int]])
 
 
 def _funnel(funnel: list[dict], targets: PurgeTargets) -> list[dict]:
-    """Return the funnel with all purged records dropped by the stage `purged`, instead of the stages before."""
+    """Return the funnel in which all purged records are dropped by the stage `purged` instead of earlier stages."""
     stages: list[dict[str, Any]] = [{**stage, "dropped": dict(stage["dropped"])} for stage in funnel]
     by_name = {stage["name"]: stage for stage in stages}
     if STAGE not in by_name:
@@ -183,7 +189,8 @@ def _funnel(funnel: list[dict], targets: PurgeTargets) -> list[dict]:
 def rewrite_tokens(
     data: Path, split: str, gone: dict[bytes, int], corpus_sha256: str, staging: Staging
 ) -> tuple[dict, dict]:
-    """Stage the shards of one split without `gone` (id -> text bytes); return (old, new) manifest values."""
+    """Stage the shards of one split without the documents `gone`, and the manifest; return the values of the old and
+    the new manifest. gone: the number of text bytes of each id."""
     folder, relative = data / "tokens" / split, f"tokens/{split}"
     old = read_manifest(folder / MANIFEST)
     shards = [_rewrite_shard(folder, relative, shard, gone, old, staging) for shard in old["shards"]]
@@ -195,7 +202,7 @@ def rewrite_tokens(
 def _rewrite_shard(
     folder: Path, relative: str, shard: dict, gone: dict[bytes, int], manifest: dict, staging: Staging
 ) -> dict | None:
-    """Stage a shard without `gone` and return its new manifest entry; None if the shard becomes empty."""
+    """Stage a shard without the documents `gone`; return its new manifest entry, or None if it becomes empty."""
     name = shard["name"]
     require_hash(folder / f"{name}.documents", shard["documents_sha256"])
     index = np.fromfile(folder / f"{name}.documents", DOCUMENT_DTYPE)
@@ -233,7 +240,7 @@ def _rewrite_shard(
 
 
 def _copy_without(folder: Path, shard: dict, ranges: list[tuple[int, int]], block_bytes: int, out: Path) -> None:
-    """Copy NAME.tokens without `ranges` of bytes (ascending), and check the hash of every block."""
+    """Copy NAME.tokens without the byte ranges `ranges` (ascending), and check the hash of every block."""
     path = folder / f"{shard['name']}.tokens"
     digests = (folder / f"{shard['name']}.blocks").read_bytes()
     if sha256_bytes(digests) != shard["blocks_sha256"]:
@@ -267,17 +274,17 @@ def _copy_without(folder: Path, shard: dict, ranges: list[tuple[int, int]], bloc
 
 
 def indexes_in(data: Path) -> list[Path]:
-    """Return the folders of indexes in `data`. An index in another place (--out) is not found."""
+    """Return the index folders directly in `data`. An index elsewhere (`ingot data index --out`) is not found."""
     return sorted(path.parent for path in data.glob(f"*/{INDEX}"))
 
 
 def parts_with(index: Path, ids: frozenset[str]) -> list[Path]:
-    """Return the parts of an index that hold one of these documents."""
+    """Return the folders of the index parts that contain one of the documents `ids`."""
     return [path.parent for path in sorted(index.glob(f"*/{_IDS}")) if not ids.isdisjoint(_read_ids(path))]
 
 
 def rewrite_indexes(data: Path, ids: frozenset[str], staging: Staging) -> None:
-    """Stage every index in `data` without these documents. Raises DataError for a damaged index."""
+    """Stage every index in `data` without the documents `ids`. Raises DataError for a damaged index."""
     for index in indexes_in(data):
         if parts := parts_with(index, ids):
             _rewrite_index(index, parts, ids, staging)
@@ -304,7 +311,7 @@ def _rewrite_index(index: Path, parts: list[Path], ids: frozenset[str], staging:
 
 
 def _staying(opened: Index, part: Path, first: int, ids: frozenset[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (id, shingle set) of the remaining documents of a part. first: the number of its first document."""
+    """Yield (id, shingle set) of each remaining document of a part. first: the number of the part's first document."""
     for number, name in enumerate(_read_ids(part / _IDS), first):
         if name not in ids:
             yield name, opened.set_of(number)
