@@ -64,7 +64,7 @@ def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
     assert main([*command, "--out", "planned.toml"]) == 0
     assert "context   " in out(capsys)
     text = (tmp_path / "planned.toml").read_text()
-    assert 'context = "auto"' not in text and "what adds least to a layer on 8xh100" in text
+    assert 'context = "auto"' not in text and "adds the least time to a layer on 8xh100" in text
     assert main(["plan", "--run", "planned.toml", "--cluster", "8xh100"]) == 0
     assert main([*command, "--set", "train.seq_len=255", "--set", "parallel.context=ring"]) == 3
     assert "nearest: 252 or 256" in out(capsys)

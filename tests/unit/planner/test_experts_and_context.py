@@ -217,7 +217,7 @@ def test_a_plan_decides_the_form_of_context_parallelism_by_its_cluster():
     run = run_of(LLAMA8, cp=16, dp_shard=2, seq_len=131_072)
     planned, reasons = with_context(run, NODES)
     assert (planned.parallel.context, planned.parallel.ulysses) == ("usp", 8)
-    assert reasons["parallel.context"].startswith("Ulysses over 8 in rings of 2 across nodes: what adds least")
+    assert reasons["parallel.context"].startswith("Ulysses over 8 in rings of 2 across nodes: adds the least time")
     require_layout(planned)
     whole, _ = with_context(run, replace(NODES, devices_per_node=32))
     assert (whole.parallel.context, whole.parallel.ulysses) == ("ulysses", 0)
