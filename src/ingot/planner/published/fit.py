@@ -75,7 +75,7 @@ class Fit:
 
     @cached_property
     def _derivatives(self) -> np.ndarray:
-        """The derivatives of the residuals with respect to the constants' logarithms, at the priors, [runs, constants]."""
+        """The derivatives of the residuals by the logarithms of the constants, at the priors: [runs, constants]."""
         base, start = residuals(self.runs, PRIOR), _logs(PRIOR)
         columns = []
         for index in range(len(NAMES)):

@@ -81,7 +81,7 @@ class PublishedRun:
 
     @property
     def tokens(self) -> float:
-        """The number of tokens in the row's step; if one layer alone was timed, divided by the run's number of layers."""
+        """The number of tokens in the row's step, divided by the run's number of layers if one layer was timed."""
         return self.run.tokens_per_step * self.scale
 
     @property

@@ -106,7 +106,7 @@ def _total(bill: dict[str, Term]) -> float:
 
 
 class Evaluator:
-    """An evaluator of one run's layouts on one cluster. The memory bill and step time of each layout are computed once."""
+    """An evaluator of one run's layouts on one cluster. Memory and step time of each layout are computed only once."""
 
     def __init__(self, run: RunConfig, cluster: Cluster, software: Software):
         self.run, self.cluster, self.software = run, cluster, software

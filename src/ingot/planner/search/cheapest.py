@@ -195,7 +195,7 @@ def _legal_batch(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object])
 
 
 def _shareable(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object]) -> set[int]:
-    """Return the multiples nearest to the run's batch, below and above, of each possible number of data-parallel ranks."""
+    """Return, for each possible number of data-parallel ranks, its multiples next to the run's batch (below, above)."""
     whole = replace(run, train=replace(run.train, global_batch=cluster.devices))
     space = Space(run=whole, cluster=cluster, pinned=pinned, reach=WIDE)
     ranks = {mesh.dp_shard for mesh in space.meshes()}

@@ -190,7 +190,7 @@ class Space:
         return [size for size in self.free("micro_batch", sizes) if isinstance(size, int) and of_rank % size == 0]
 
     def recomputes(self, parallel: Parallel) -> list[Parallel]:
-        """Return the layout with each form of recomputation, from the fastest to the one that needs the least memory."""
+        """Return the layout with each form of recomputation, from the fastest to the one with the least memory."""
         return [replace(parallel, recompute=form) for form in self.free("recompute", RECOMPUTE)]
 
     def schedules(self, parallel: Parallel, micro_batches: int) -> Iterator[Parallel]:
