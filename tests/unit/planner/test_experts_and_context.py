@@ -137,7 +137,7 @@ def with_moe(arch: Arch, **changes) -> Arch:
         (
             with_moe(QWEN, groups=4, top_groups=2, num_experts=96),
             {"dp_shard": 6, "ep": 6},
-            ("groups = 4 and parallel.ep = 6 cut experts in different places", "use ep = 2"),
+            ("groups = 4 and parallel.ep = 6 divide experts in different places", "use ep = 2"),
         ),
         (QWEN, {"dp_shard": 2, "seq_len": 1024}, ("an expert multiplies 64 rows", "raise train.micro_batch")),
         (MIXTRAL, {"compiled": "on"}, ("leaves experts uncompiled: the host has to read how many rows each has",)),
@@ -146,7 +146,7 @@ def with_moe(arch: Arch, **changes) -> Arch:
         (
             LLAMA8,
             {"cp": 32, "context": "ulysses", "seq_len": 32_768},
-            ("heads of attention travel between nodes", 'use context = "usp" with ulysses = 8'),
+            ("sends attention heads between nodes", 'use context = "usp" with ulysses = 8'),
         ),
         (
             LLAMA8,
@@ -154,7 +154,7 @@ def with_moe(arch: Arch, **changes) -> Arch:
             ("context_layout = 'contiguous' gives one rank 1.75 times the mean", 'use "zigzag"'),
         ),
         (LLAMA8, {"cp": 2, "seq_len": 131_072}, ("does not fit", "recompute them (parallel.recompute)")),
-        (LLAMA8, {"cp": 2, "seq_len": 2**19, "recompute": "full"}, ("does not fit", "cut sequences (parallel.cp)")),
+        (LLAMA8, {"cp": 2, "seq_len": 2**19, "recompute": "full"}, ("does not fit", "divide sequences (parallel.cp)")),
     ],
 )
 def test_what_disappoints_is_said_with_the_way_out(arch, settings, words):
