@@ -35,7 +35,7 @@ _KNOWN = "DeepSeekMoE 16B, 2.8B active and 6.8B by the rule, equals Llama 2 7B (
 class Decision:
     """One decision of a plan.
 
-    chosen: the result. reason: why it was chosen. formula: the formula behind it, with numbers filled in. runner_up:
+    chosen: the result. reason: why it was chosen. formula: its formula, with numbers filled in. runner_up:
     "runner-up: ..." or "better: ...", the best layout in which this decision is different, with its time and memory; ""
     if there is none.
     """
