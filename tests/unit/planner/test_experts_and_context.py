@@ -140,7 +140,11 @@ def with_moe(arch: Arch, **changes) -> Arch:
             ("groups = 4 and parallel.ep = 6 divide experts in different places", "use ep = 2"),
         ),
         (QWEN, {"dp_shard": 2, "seq_len": 1024}, ("an expert multiplies 64 rows", "raise train.micro_batch")),
-        (MIXTRAL, {"compiled": "on"}, ("leaves experts uncompiled: the host has to read how many rows each has",)),
+        (
+            MIXTRAL,
+            {"compiled": "on"},
+            ("leaves experts uncompiled, because the host has to read each expert's number of rows",),
+        ),
         (with_moe(MIXTRAL, capacity_factor=4.0), {}, ("capacity_factor = 4 drops nothing", "use less than 4")),
         (replace(LLAMA8, sliding_window=4096), {}, ("sliding_window = 4096 hides nothing in training",)),
         (
@@ -193,7 +197,7 @@ def test_notes_say_what_experts_and_context_parallelism_come_to():
     assert noted["context"].startswith(
         "auto, chosen for H100 nodes: a ring of 2 inside a node: messages send 32.0 MiB in"
     )
-    assert noted["context"].endswith("the busiest rank has 1.00 times the mean of attention")
+    assert noted["context"].endswith("the busiest rank has 1.00 times the mean attention work")
     uneven = dict(notes(run_of(LLAMA8, cp=4, context="ring", context_layout="contiguous"), NODE))
     assert "contiguous, the busiest rank has 1.75 times the mean" in uneven["context"]
     assert not uneven["context"].startswith("auto") and "experts" not in uneven
@@ -209,7 +213,7 @@ def test_a_form_costs_the_same_chosen_or_named_and_one_machine_is_one_node():
         auto, noted = (dict(notes(r, cluster))["context"] for r in (run, named))
         assert auto == f"auto, chosen for H100 nodes: {noted}"
         assert ("across nodes" in noted) == (cluster == NODES) and ("inside a node" in noted) == (cluster != NODES)
-        assert ("here has no known links" in noted) == (cluster.link_bandwidth == 0)
+        assert ("links of here are unknown" in noted) == (cluster.link_bandwidth == 0)
     assert "all-to-alls send 280.0 MiB in 147 ms" in dict(notes(named, here))["context"]
 
 

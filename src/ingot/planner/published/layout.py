@@ -238,8 +238,8 @@ def known_device(name: str) -> Device | None:
 
 
 def devices_of(row: PublishedRow, notes: list[str]) -> int | None:
-    """Return the number of devices. If only device-hours are given, it is the power of two that takes about as long as
-    the run (30 days if not stated); None without device-hours."""
+    """Return the number of devices. If only device-hours are given, it is the power of two with which the run takes
+    about its stated duration (30 days if not stated); None without device-hours."""
     if (count := row.count("cluster", "n_gpus")) is not None:
         return count
     hours = row.number("measured", "gpu_hours")

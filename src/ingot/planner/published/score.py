@@ -56,7 +56,7 @@ class PlannerScore:
         """Errors by family, in percent.
 
         n: number of compared rows. rank_correlation: Spearman's correlation of model FLOP/s per device.
-        oom_called: rows that ran out of memory, or were measured above the device's memory, as predicted.
+        oom_called: rows that were predicted not to fit, and ran out of memory or were measured above the device's.
         oom_false: rows that fitted, state their micro-batch and recomputation, and were predicted not to fit.
         """
         names = dict.fromkeys(row.family for row in self.rows)

@@ -95,7 +95,7 @@ def planned_of(request: PlanRequest, run: RunConfig, reasons: dict[str, str]) ->
     """Return the plan of a run that has a layout.
 
     Its checkpoint interval is the best one for the expected failures. The interval that `run` already has is kept
-    instead if it is at least as long and costs little time.
+    instead if it is shorter or equal and costs little time.
     """
     run, context = with_context(run, request.cluster)
     plan, reasons = plan_of(request, run), reasons | context

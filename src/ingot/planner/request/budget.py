@@ -77,7 +77,7 @@ def first_size(budget: Budget, cluster: Cluster, usd_per_hour: float) -> ModelCh
 
 
 def _of_size(parameters: int) -> ModelChoice:
-    """Return a model of this size. Raises UsageError if no model is that small or large."""
+    """Return a dense model with `parameters` parameters. Raises UsageError if this is below 1M or above 100T."""
     try:
         return model_of_size(parameters)
     except ConfigError as error:

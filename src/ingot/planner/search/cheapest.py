@@ -45,7 +45,8 @@ def least_memory(evaluator: Evaluator, space: Space) -> Candidate | None:
 
 
 def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
-    """Yield each sharding with the smallest micro-batch and the recomputation that needs the least memory."""
+    """Yield each sharding (mesh, ZeRO stage, ep) with the smallest micro-batch and the recomputation that needs the
+    least memory."""
     for mesh in space.meshes():
         for parallel in space.shardings(mesh):
             for micro_batch in space.micro_batches(parallel)[:1]:

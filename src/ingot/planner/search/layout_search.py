@@ -37,7 +37,7 @@ _POLISHED = 3
 
 
 class LayoutSearch:
-    """A search of one space.
+    """A search for the fastest layouts in one space. A sharding is a mesh with its ZeRO stage and ep.
 
     considered: number of layouts whose memory was checked against the limit. fitting: number of these that fit.
     left_out: number of shardings whose state fits, but which were dropped as not promising enough.

@@ -125,8 +125,8 @@ def _speed(candidate: Candidate) -> float:
 
 
 def _power_of_two(cluster: Cluster) -> Cluster | None:
-    """Return the cluster with each domain reduced to the largest power of two. Return None if the cluster has one
-    domain, if domains are powers of two already, or if nodes do not divide them."""
+    """Return the cluster with each domain of fast links reduced to the largest power of two of devices. Return None if
+    there is one domain, domains are powers of two already, or these powers of two are not whole nodes."""
     domain, node, device = cluster.domain, cluster.devices_per_node, find_device(cluster.device_name)
     few = 1 << (domain.bit_length() - 1)
     if few == domain or cluster.devices <= domain or few % node or not device:

@@ -89,7 +89,7 @@ def test_what_is_not_offered_says_why():
     whys = [why for control in found.values() for why in control.refused]
     whys += [choice.why for control in found.values() for choice in control.choices if choice.why]
     assert whys and all(len(why) > 10 for why in whys)
-    assert any("NVIDIA A100" in why and "8 bits" in why for why in whys)  # FP8
+    assert any("NVIDIA A100" in why and "8-bit" in why for why in whys)  # FP8
     assert found["schedule"].idle == "there is no pipeline"
     assert found["ep"].idle == "the model has no experts"
 
