@@ -49,13 +49,13 @@ def test_one_more_line_and_the_plan_is_of_experts(capsys):
     assert "2.84M parameters, 1.25M active; 2 on each of 4 ranks" in out(capsys)
     assert main(["check", *command]) == 3  # there is no data
     text = out(capsys)
-    assert "experts   8 experts, 2 to a token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
+    assert "experts   8 experts, 2 per token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
     assert main(["check", *command, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["notes"]["experts"].startswith("8 experts")
     assert main(["check", *command, "--set", "parallel.ep=3"]) == 3
     text = out(capsys)
     assert "--set parallel.ep: parallel.ep: 3 does not divide model.moe.num_experts=8; nearest: 2 or 4" in text
-    assert "8 experts, 2 to a token" not in text  # no note on a broken layout
+    assert "8 experts, 2 per token" not in text  # no note on a broken layout
 
 
 def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):

@@ -346,7 +346,7 @@ def _experts(run: RunConfig) -> str:
     where = f"{moe.num_experts // ep} on each of {ep} ranks" if ep > 1 else "all on every rank"
     rows = max(position.assignments for position in positions(run)) * ep / moe.num_experts
     return (
-        f"{moe.num_experts} experts, {moe.top_k} to a token{shared}: {total} parameters, {active} active; {where},"
+        f"{moe.num_experts} experts, {moe.top_k} per token{shared}: {total} parameters, {active} active; {where},"
         f" {rows:,.0f} rows of a micro-batch each, if all have the same load"
     )
 
