@@ -190,9 +190,7 @@ def test_good_layouts_are_not_warned_of():
 
 def test_notes_say_what_experts_and_context_parallelism_come_to():
     noted = dict(notes(run_of(SHARED, dp_shard=4, cp=2, ep=4), NODE))
-    assert noted["experts"].startswith(
-        "8 experts, 2 per token and 1 shared: 52.3B parameters, 18.5B active; 2 on each"
-    )
+    assert noted["experts"].startswith("8 experts, 2 per token and 1 shared: 52.3B parameters, 18.5B active; 2 on each")
     assert "2,048 rows of a micro-batch each" in noted["experts"]
     assert noted["context"].startswith(
         "auto, chosen for H100 nodes: a ring of 2 inside a node: messages send 32.0 MiB in"
