@@ -1,4 +1,4 @@
-"""`ingot check RUN_FILE`: report every problem of a run file at once, before anything starts."""
+"""`ingot check RUN_FILE`: report all problems of a run file together, before anything starts."""
 
 import argparse
 import textwrap
@@ -32,8 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="dry run: trace memory, traffic and collectives of every rank, without its devices; missing data and disk "
-        "space are then reported, but do not change the exit code",
+        help="dry run: trace memory, traffic and collectives of every rank, without the cluster's devices; missing data"
+        " and disk space are then reported, but do not change the exit code",
     )
     parser.add_argument(
         "--expert-load",
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.expert_load != _BALANCED and not args.simulate:
         raise ConfigError(
             "E-EXPERT-LOAD-ALONE",
-            "--expert-load without --simulate",
+            "--expert-load is given without --simulate",
             rule="--expert-load is a setting of the dry run",
-            fix="add --simulate, or leave --expert-load out",
+            fix="add --simulate, or remove --expert-load",
         )
     cluster = find_cluster(args.cluster, args.run_file.parent)
     cores = usable_cores()
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             facts["simulated"], faulty = _dry_run_facts(simulated), simulated.problems
             _show_dry_run(simulated, terminal)
         else:
-            terminal.say("Not simulated: repair the run file first.")
+            terminal.say("Not simulated: correct the run file first.")
     errors = sum(f.severity == "error" for f in findings)
     # A dry run needs neither data nor disk space.
     wrong = faulty or any(f.severity == "error" and not (args.simulate and f.missing_here) for f in findings)
@@ -114,8 +114,8 @@ def _show_finding(finding: "Finding", terminal: Terminal) -> None:
 
 
 def _init_problems(args: argparse.Namespace) -> "list[Finding]":
-    """Return a finding if the run cannot start from the model in `init`; none for a run file with problems, reported
-    before."""
+    """Return a finding if the run cannot start from the model in `init`. Return none if the run file has problems,
+    which are reported already."""
     from ingot.config import key_lines
     from ingot.errors import ConfigError
     from ingot.hub.config_file import require_fit
@@ -138,7 +138,7 @@ def _init_problems(args: argparse.Namespace) -> "list[Finding]":
 
 
 def _notes(args: argparse.Namespace, cluster: "Cluster") -> dict[str, str]:
-    """Return notes on experts and context parallelism, by name; none for a run file with problems, reported before."""
+    """Return the notes on experts and context parallelism, by name; {} if the run file has problems."""
     from ingot.errors import ConfigError
     from ingot.planner.run.advice import notes
     from ingot.theory.layout import require_layout
@@ -161,7 +161,8 @@ def _show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:
 
 
 def _timeline(args: argparse.Namespace, cluster: "Cluster") -> list[str]:
-    """Return the drawing of the pipeline, empty for a run file with problems. Raises ConfigError without a pipeline."""
+    """Return the lines of the pipeline's drawing; none if the run file has problems. Raises ConfigError if the run has
+    no pipeline."""
     import shutil
 
     from ingot.errors import ConfigError
@@ -179,7 +180,7 @@ def _timeline(args: argparse.Namespace, cluster: "Cluster") -> list[str]:
 
 
 def _simulate(args: argparse.Namespace, device: str, terminal: Terminal) -> tuple["Finding | None", "DryRun | None"]:
-    """Return the dry run, or a finding with the reason that it failed; neither for a run file with problems."""
+    """Return (None, dry run), or (the finding why it failed, None), or (None, None) if the run file has problems."""
     from ingot.errors import ConfigError, IngotError, require
     from ingot.planner.run.check import Finding
     from ingot.rehearse.dryrun.dry_run import simulate
@@ -215,8 +216,8 @@ def _show_dry_run(found: "DryRun", terminal: Terminal) -> None:
 
     first = [trace for trace in found.traces if trace.rank == found.bases[trace.position]]
     terminal.say(
-        f"\n{found.grid.world_size:,} ranks, followed through {len(found.traces)}. Memory of tensors at the peak, by "
-        "phase (planner: the prediction of `ingot plan`):"
+        f"\n{found.grid.world_size:,} ranks, of which {len(found.traces)} were traced. Memory of tensors at the peak,"
+        " by phase (planner: the prediction of `ingot plan`):"
     )
     rows = [
         [t.name, *(format_bytes(t.moments[m].bytes) for m in MOMENTS), format_bytes(found.bills[t.position])]
@@ -246,7 +247,7 @@ def _show_dry_run(found: "DryRun", terminal: Terminal) -> None:
     ]
     terminal.table(rows, ("rank", "useful TFLOP", "computed TFLOP", *axes), right=range(1, len(axes) + 3))
     if found.overlap_left_out:
-        terminal.say("The overlap of parallel.async_tp is not followed: collectives are shown as without it.")
+        terminal.say("The overlap of parallel.async_tp is not traced: collectives are shown as if there were none.")
     _verdicts(found, terminal)
 
 
@@ -258,7 +259,7 @@ def _show_over_bill(found: "DryRun", terminal: Terminal) -> None:
     worst, *others = found.over_bill
     phase, peak = worst.peak
     bill = found.bills[worst.position]
-    more = f"; {len(others)} more of the {len(found.traces)} ranks followed are above their bills" if others else ""
+    more = f"; {len(others)} more of the {len(found.traces)} traced ranks are above their bills" if others else ""
     terminal.say(
         f"More memory than planned: {worst.name} peaks at {format_bytes(peak)} ({phase}), the planner bills"
         f" {format_bytes(bill)}: {peak / bill - 1:.0%} above it{more}."
@@ -266,7 +267,7 @@ def _show_over_bill(found: "DryRun", terminal: Terminal) -> None:
 
 
 def _outermost(axis: str, found: "DryRun") -> tuple[bool, int, int]:
-    """Return a sort key: axes in mesh order, combined axes after their first one, the whole world last."""
+    """Return a sort key for axes: mesh order, combined axes ("a+b") after their first axis, the whole world last."""
     from ingot.rehearse.dryrun.dry_run import WORLD
 
     order, names = list(found.grid.sizes), axis.split("+")
@@ -297,7 +298,7 @@ def _verdicts(found: "DryRun", terminal: Terminal) -> None:
         calls = sum(len(trace.calls) for trace in found.traces)
         terminal.say(f"\nCollectives: {calls:,} calls of {len(found.traces)} ranks match; no mismatch, no deadlock.")
     if not world.alike:
-        terminal.say(f"First and last ranks differ, so {world.followed} corners of the mesh were followed.")
+        terminal.say(f"First and last ranks differ, so {world.followed} corners of the mesh were traced.")
     names = {trace.rank: trace.name for trace in found.traces}
     for c in wrong:
         terminal.say(
@@ -310,10 +311,10 @@ def _verdicts(found: "DryRun", terminal: Terminal) -> None:
 
 
 def _other_loads(found: "DryRun", names: dict[int, str], terminal: Terminal) -> None:
-    """Print the work and traffic that change with the given loads of experts."""
+    """Print the work and traffic that differ with the given expert loads from those with equal loads."""
     changed = [c for c in found.compared if c.other_loads and c.formula]
     if changed:
-        terminal.say("\nWith these loads of experts, compared with equal loads:")
+        terminal.say("\nWith these expert loads, compared with equal loads:")
         rows = [[names[c.rank], c.what, f"{c.traced:.4g}", f"{c.traced / c.formula:.2f} times"] for c in changed]
         terminal.table(rows, ("rank", "what", "traced", "of balanced"), right=(2, 3))
 

@@ -22,10 +22,10 @@ _PLAN_TOPICS = {
     "lr": "the learning rate and its schedule",
     "batch": "the global batch, and its division over ranks and micro-batches",
     "size": "tokens and parameters: compute-optimal, over-trained, cheapest to serve",
-    "failures": "failures, checkpoints, goodput, spare nodes, reading and cost of the whole run",
+    "failures": "failures, checkpoints, goodput, spare nodes, data reading and cost of the whole run",
 }
 TOPICS = {
-    "slow": "why a run is slow: measured and planned step time, causes by milliseconds per step, remedies",
+    "slow": "why a run is slow: measured and planned step time, causes, each with its milliseconds per step, remedies",
     **_PLAN_TOPICS,
     "code": "an error code: meaning, usual causes and fix (also: ingot explain E-CODE); E- lists all codes",
     "topics": "list the topics (also: ingot explain)",
@@ -33,7 +33,7 @@ TOPICS = {
 
 
 def normalize(arguments: list[str]) -> list[str]:
-    """Return the arguments with the topic spelled out: "E-CODE" becomes "code E-CODE", no topic becomes "topics"."""
+    """Return the arguments with the topic inserted: "E-CODE" becomes "code E-CODE"; without words, it is "topics"."""
     words = [word for word in arguments if not word.startswith("-")]
     if words and words[0].upper().startswith("E-"):
         return ["code", *arguments]
@@ -52,10 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_plan_topic(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN.toml", help="run file; without one, give --model or --params"
+        "run", nargs="?", type=Path, metavar="RUN.toml", help="run file; if not given, --model or --params"
     )
     parser.add_argument("--model", default="", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
-    parser.add_argument("--params", metavar="COUNT", help="dense model given by its size alone, like 70b")
+    parser.add_argument("--params", metavar="COUNT", help="dense model given only by its size, like 70b")
     add_budget(parser)
     parser.add_argument("--seq", type=int, default=0, metavar="T", help="sequence length in tokens")
     parser.add_argument("--batch", default=0, metavar="N", help="global batch in sequences, or in tokens like 4M")
@@ -101,7 +101,7 @@ def _explain_code(code: str, terminal: Terminal) -> None:
             "E-CODE-UNKNOWN",
             f"there is no error code {code}" + (f"; similar codes: {', '.join(near)}" if near else ""),
             rule="a code is the first word of an error message, like E-RUN-FOLDER",
-            fix=f"ingot explain {near[0]}" if near else "ingot explain E- lists all codes",
+            fix=f"run `ingot explain {near[0]}`" if near else "list all codes: ingot explain E-",
             given=code,
             similar=near,
         )
@@ -129,10 +129,10 @@ def _explain_plan(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.planner.request.planning import plan
 
     if bool(args.run) == bool(args.model or args.params or args.budget):
-        both = f"{args.run} together with --model, --params or --budget"
+        both = f"{args.run} is given together with --model, --params or --budget"
         raise UsageError(
             "E-EXPLAIN-SUBJECT",
-            both if args.run else "neither a run file nor --model, --params or --budget",
+            both if args.run else "neither a run file nor --model, --params or --budget is given",
             rule="a plan is explained for a run file, or for a model with its tokens",
             fix=f"ingot explain {args.topic} run.toml, or --model llama3-8b --tokens 1.5T --cluster 8xh100",
             topic=args.topic,
@@ -196,7 +196,7 @@ def _show_step(found, terminal: Terminal) -> None:
         parts = sorted(found.planned_seconds.items(), key=lambda item: -item[1])
         terminal.say("planned   " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value))
     stops = measured.clock_seconds - measured.step_seconds
-    first = f"; the first log lines of attempts took {format_seconds(measured.first_seconds)} longer"
+    first = f"; the first log lines of attempts took {format_seconds(measured.first_seconds)} longer in total"
     terminal.say(
         f"clock     {format_seconds(measured.clock_seconds)} per step, of which {format_seconds(stops)} between steps"
         + (first if measured.first_seconds else "")
@@ -207,7 +207,7 @@ def _show_causes(found, terminal: Terminal) -> None:
     from ingot.units import format_seconds
 
     if not found.causes:
-        terminal.say("causes    none that takes 1% of a step")
+        terminal.say("causes    none takes 1% of a step or more")
         return
     terminal.say("causes    by time per step; they overlap, so they need not add up")
     for number, cause in enumerate(found.causes, 1):

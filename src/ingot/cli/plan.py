@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=_RECIPE,
         metavar="TOPIC",
-        help="recipe: each choice with reason and runner-up (default); mem, time, comms, bubble, lr, batch, size,"
+        help="recipe: each decision with its reason and runner-up (default); mem, time, comms, bubble, lr, batch, size,"
         " failures or all: the formulas with their numbers",
     )
     output.add_argument("--out", type=Path, metavar="FILE", help="run file to write, with plan.json next to it")
@@ -53,16 +53,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.force and not args.out:
         raise UsageError(
             "E-FORCE-NO-OUT",
-            "--force without --out",
+            "--force is given without --out",
             rule="--force replaces the run file that --out names",
-            fix="--out run.toml --force, or leave --force out",
+            fix="add --out run.toml, or remove --force",
         )
     if args.top < 1:
         raise UsageError(
             "E-OPTION-RANGE",
             f"--top {args.top}",
-            rule="--top is at least 1 layout",
-            fix="--top 5, or leave the option out",
+            rule="--top is a number of layouts, at least 1",
+            fix="use --top 5, or remove the option",
             option="top",
             value=args.top,
         )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "ingot plan score                              the runs on which the planner was calibrated",
-    "ingot plan score --leave-one-out              each family predicted from the other families",
+    "ingot plan score --leave-one-out              each family predicted by a fit to the other families",
     "ingot plan score runs.json --json",
     "ingot plan score runs.json --rows",
 )
@@ -61,10 +61,9 @@ def _show_families(found: "PlannerScore", terminal: Terminal) -> None:
     skipped = [row for row in found.rows if row.skipped]
     for row in skipped:
         terminal.say(f"skipped   {row.id}: {row.skipped}")
-    terminal.say("step time, memory: mean absolute error; median: of the signed error of step times; rank: Spearman's,")
-    terminal.say(
-        "of model FLOP/s per device; oom called: runs out of memory that were predicted; oom false: runs that fit"
-    )
+    terminal.say("step time, memory: mean absolute error; median: median signed error of step times; rank: Spearman's")
+    terminal.say("correlation of model FLOP/s per device; oom called: runs that ran out of memory, as predicted;")
+    terminal.say("oom false: runs that fitted, but were predicted to run out of memory")
 
 
 def _show_rows(rows: "Sequence[RowScore]", terminal: Terminal) -> None:

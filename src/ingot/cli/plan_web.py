@@ -6,13 +6,13 @@ import contextlib
 from ingot.cli.terminal import Terminal
 
 PORT = 8737
-# Options of the page and of every verb, which are no settings of a plan.
+# Options of the page and of every verb, which are not settings of a plan.
 _NOT_PLAN_OPTIONS = ("web", "port", "host", "json", "quiet", "verbose")
 _DEFAULTS = {"top": 5}
 
 
 def add_page(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the web page."""
+    """Add the options of the web page to the parser of `ingot plan`."""
     page = parser.add_argument_group("web page")
     page.add_argument(
         "--web", action="store_true", help="serve the planner as a web page on this machine, until Ctrl-C"
@@ -24,21 +24,22 @@ def add_page(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Return whether to serve the page. Raises UsageError for --port or --host without --web."""
+    """Return True if --web is given. Raises UsageError for --port or --host without --web."""
     from ingot.errors import UsageError
 
     if not args.web and (args.port is not None or args.host):
         raise UsageError(
             "E-WEB-OPTION-ALONE",
-            "--port or --host without --web",
+            "--port or --host is given without --web",
             rule="--port and --host are options of the web page",
-            fix="ingot plan --web --port 8737",
+            fix="add --web: ingot plan --web --port 8737",
         )
     return args.web
 
 
 def serve(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Serve the page until Ctrl-C. Raises ResourceError if the port is taken, MissingPartError without ingot[web]."""
+    """Serve the page until Ctrl-C. Raises ResourceError if the port is taken, MissingPartError if ingot[web] is not
+    installed."""
     from ingot.errors import EXIT_OK, require
 
     require("starlette", "web")
@@ -72,7 +73,7 @@ def _listen(host: str, port: int):
             "E-OPTION-RANGE",
             f"--port {port}",
             rule="--port is a number from 0 to 65,535",
-            fix="--port 0 takes any free port",
+            fix="use another port; --port 0 takes any free port",
             option="port",
             value=port,
         )
@@ -81,9 +82,9 @@ def _listen(host: str, port: int):
     except OSError:
         raise UsageError(
             "E-WEB-HOST",
-            f"--host {host}",
+            f"--host {host} cannot be resolved to an address",
             rule="--host is an address or a name of this machine",
-            fix="--host 127.0.0.1",
+            fix="use --host 127.0.0.1",
             host=host,
         ) from None
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -94,9 +95,9 @@ def _listen(host: str, port: int):
         listening.close()
         raise ResourceError(
             "E-WEB-PORT",
-            f"{host}:{port}: {error.strerror}",
+            f"cannot listen on {host}:{port}: {error.strerror}",
             rule="the web page needs a port that no other program uses",
-            fix="--port 0 takes any free port",
+            fix="use another port; --port 0 takes any free port",
             host=host,
             port=port,
         ) from None
@@ -105,8 +106,8 @@ def _listen(host: str, port: int):
 
 
 def _link(args: argparse.Namespace) -> str:
-    """Return the options of `ingot plan` as the query of the page's URL. Raises UsageError for options without a
-    control on the page."""
+    """Return the given options of `ingot plan` as the query of the page's URL. Raises UsageError for an option that has
+    no control on the page."""
     from urllib.parse import urlencode
 
     from ingot.errors import UsageError
@@ -123,9 +124,9 @@ def _link(args: argparse.Namespace) -> str:
         kept = ", ".join(f"--{key.replace('_', '-')}" for key in FIELDS if hasattr(args, key))
         raise UsageError(
             "E-WEB-OPTION",
-            f"{', '.join(others)} with --web",
-            rule=f"the page has controls for {kept}",
-            fix=f"leave {', '.join(others)} out",
+            f"{', '.join(others)} cannot be used with --web",
+            rule=f"the page has controls only for {kept}",
+            fix=f"remove {', '.join(others)}",
             options=others,
         )
     state = read_settings((key, str(value)) for key, value in given.items())

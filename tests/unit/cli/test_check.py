@@ -50,7 +50,7 @@ def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, cap
     assert main([*command, *options]) == 0
     text = capsys.readouterr().out
     assert "nowhere is not a token folder" in text and "1 error" in text
-    assert "overlap of parallel.async_tp is not followed" in text
+    assert "overlap of parallel.async_tp is not traced" in text
     assert "no mismatch, no deadlock" in text and "useful TFLOP" in text
     assert main(["check", run_file, "--cluster", "8xh100"]) == 3  # without --simulate the data counts
 
@@ -122,7 +122,7 @@ def test_given_loads_of_experts_are_compared_with_balanced_ones(run_file, tmp_pa
     assert main([*command, "balanced"]) == 0
     assert "of balanced" not in capsys.readouterr().out
     assert main([*command, str(loads)]) == 0
-    assert "With these loads of experts" in (text := capsys.readouterr().out) and "agree with the formulas" in text
+    assert "With these expert loads" in (text := capsys.readouterr().out) and "agree with the formulas" in text
     loads.write_text("[4, 1]")
     assert main([*command, str(loads)]) == 3
     assert "a list of 2, for 8 experts" in capsys.readouterr().out

@@ -54,4 +54,4 @@ def test_bad_files(tmp_path, capsys):
     bad = tmp_path / "bad.json"
     bad.write_text("[")
     assert main(["plan", "score", str(bad), "--json"]) == 20
-    assert "no JSON" in json.loads(capsys.readouterr().out)["found"]
+    assert "not JSON" in json.loads(capsys.readouterr().out)["found"]

@@ -80,8 +80,8 @@ def _other_address() -> str:
         (["--web", "--host", "nowhere.invalid"], 2, "--host nowhere.invalid"),
         (["--web", "--model", "gpt-17", "--port", "0"], 2, "no model preset"),
         (["--web", "--cluster", "8xh1000", "--port", "0"], 2, "no device"),
-        (["--web", "--run", "run.toml", "--port", "0"], 2, "--run with --web"),
-        (["--web", "--pin", "async_tp=true", "--port", "0"], 2, "--pin with --web"),
+        (["--web", "--run", "run.toml", "--port", "0"], 2, "--run cannot be used with --web"),
+        (["--web", "--pin", "async_tp=true", "--port", "0"], 2, "--pin cannot be used with --web"),
     ],
 )
 def test_what_it_cannot_do_is_refused_at_once(options, code, answer, capsys):

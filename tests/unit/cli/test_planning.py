@@ -49,13 +49,13 @@ def test_one_more_line_and_the_plan_is_of_experts(capsys):
     assert "2.84M parameters, 1.25M active; 2 on each of 4 ranks" in out(capsys)
     assert main(["check", *command]) == 3  # there is no data
     text = out(capsys)
-    assert "experts   8 experts, 2 to a token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
+    assert "experts   8 experts, 2 per token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
     assert main(["check", *command, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["notes"]["experts"].startswith("8 experts")
     assert main(["check", *command, "--set", "parallel.ep=3"]) == 3
     text = out(capsys)
     assert "--set parallel.ep: parallel.ep: 3 does not divide model.moe.num_experts=8; nearest: 2 or 4" in text
-    assert "8 experts, 2 to a token" not in text  # no note on a broken layout
+    assert "8 experts, 2 per token" not in text  # no note on a broken layout
 
 
 def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
@@ -64,7 +64,7 @@ def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
     assert main([*command, "--out", "planned.toml"]) == 0
     assert "context   " in out(capsys)
     text = (tmp_path / "planned.toml").read_text()
-    assert 'context = "auto"' not in text and "what adds least to a layer on 8xh100" in text
+    assert 'context = "auto"' not in text and "adds the least time to a layer on 8xh100" in text
     assert main(["plan", "--run", "planned.toml", "--cluster", "8xh100"]) == 0
     assert main([*command, "--set", "train.seq_len=255", "--set", "parallel.context=ring"]) == 3
     assert "nearest: 252 or 256" in out(capsys)
@@ -209,8 +209,8 @@ def test_a_plan_under_json_is_one_object(capsys):
         (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "0"], 2, "at least 1"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--lr", "nan"], 2, "above 0"),
         (["plan", "--model", "tiny", "--tokens", "1M", "--force"], 2, "E-FORCE-NO-OUT"),
-        (["plan", "--model", "tiny", "--tokens", "nowhere"], 3, "no such folder"),
-        (["plan", "--model", "tiny", "--tokens", "./nowhere"], 3, "no such folder"),
+        (["plan", "--model", "tiny", "--tokens", "nowhere"], 3, "neither an existing folder"),
+        (["plan", "--model", "tiny", "--tokens", "./nowhere"], 3, "neither an existing folder"),
         (["plan", "--model", "tiny", "--tokens", "0"], 2, "at least 1 token"),
         (["plan", "--run", "absent.toml"], 3, "there is no file"),
         (["plan", "--run", "absent.toml", "--tp", "2"], 2, "--set"),

@@ -137,16 +137,20 @@ def with_moe(arch: Arch, **changes) -> Arch:
         (
             with_moe(QWEN, groups=4, top_groups=2, num_experts=96),
             {"dp_shard": 6, "ep": 6},
-            ("groups = 4 and parallel.ep = 6 cut experts in different places", "use ep = 2"),
+            ("groups = 4 and parallel.ep = 6 divide experts in different places", "use ep = 2"),
         ),
         (QWEN, {"dp_shard": 2, "seq_len": 1024}, ("an expert multiplies 64 rows", "raise train.micro_batch")),
-        (MIXTRAL, {"compiled": "on"}, ("leaves experts uncompiled: the host has to read how many rows each has",)),
+        (
+            MIXTRAL,
+            {"compiled": "on"},
+            ("leaves experts uncompiled, because the host has to read each expert's number of rows",),
+        ),
         (with_moe(MIXTRAL, capacity_factor=4.0), {}, ("capacity_factor = 4 drops nothing", "use less than 4")),
         (replace(LLAMA8, sliding_window=4096), {}, ("sliding_window = 4096 hides nothing in training",)),
         (
             LLAMA8,
             {"cp": 32, "context": "ulysses", "seq_len": 32_768},
-            ("heads of attention travel between nodes", 'use context = "usp" with ulysses = 8'),
+            ("sends attention heads between nodes", 'use context = "usp" with ulysses = 8'),
         ),
         (
             LLAMA8,
@@ -154,7 +158,7 @@ def with_moe(arch: Arch, **changes) -> Arch:
             ("context_layout = 'contiguous' gives one rank 1.75 times the mean", 'use "zigzag"'),
         ),
         (LLAMA8, {"cp": 2, "seq_len": 131_072}, ("does not fit", "recompute them (parallel.recompute)")),
-        (LLAMA8, {"cp": 2, "seq_len": 2**19, "recompute": "full"}, ("does not fit", "cut sequences (parallel.cp)")),
+        (LLAMA8, {"cp": 2, "seq_len": 2**19, "recompute": "full"}, ("does not fit", "divide sequences (parallel.cp)")),
     ],
 )
 def test_what_disappoints_is_said_with_the_way_out(arch, settings, words):
@@ -186,14 +190,12 @@ def test_good_layouts_are_not_warned_of():
 
 def test_notes_say_what_experts_and_context_parallelism_come_to():
     noted = dict(notes(run_of(SHARED, dp_shard=4, cp=2, ep=4), NODE))
-    assert noted["experts"].startswith(
-        "8 experts, 2 to a token and 1 shared: 52.3B parameters, 18.5B active; 2 on each"
-    )
+    assert noted["experts"].startswith("8 experts, 2 per token and 1 shared: 52.3B parameters, 18.5B active; 2 on each")
     assert "2,048 rows of a micro-batch each" in noted["experts"]
     assert noted["context"].startswith(
         "auto, chosen for H100 nodes: a ring of 2 inside a node: messages send 32.0 MiB in"
     )
-    assert noted["context"].endswith("the busiest rank has 1.00 times the mean of attention")
+    assert noted["context"].endswith("the busiest rank has 1.00 times the mean attention work")
     uneven = dict(notes(run_of(LLAMA8, cp=4, context="ring", context_layout="contiguous"), NODE))
     assert "contiguous, the busiest rank has 1.75 times the mean" in uneven["context"]
     assert not uneven["context"].startswith("auto") and "experts" not in uneven
@@ -209,7 +211,7 @@ def test_a_form_costs_the_same_chosen_or_named_and_one_machine_is_one_node():
         auto, noted = (dict(notes(r, cluster))["context"] for r in (run, named))
         assert auto == f"auto, chosen for H100 nodes: {noted}"
         assert ("across nodes" in noted) == (cluster == NODES) and ("inside a node" in noted) == (cluster != NODES)
-        assert ("here has no known links" in noted) == (cluster.link_bandwidth == 0)
+        assert ("links of here are unknown" in noted) == (cluster.link_bandwidth == 0)
     assert "all-to-alls send 280.0 MiB in 147 ms" in dict(notes(named, here))["context"]
 
 
@@ -217,7 +219,7 @@ def test_a_plan_decides_the_form_of_context_parallelism_by_its_cluster():
     run = run_of(LLAMA8, cp=16, dp_shard=2, seq_len=131_072)
     planned, reasons = with_context(run, NODES)
     assert (planned.parallel.context, planned.parallel.ulysses) == ("usp", 8)
-    assert reasons["parallel.context"].startswith("Ulysses over 8 in rings of 2 across nodes: what adds least")
+    assert reasons["parallel.context"].startswith("Ulysses over 8 in rings of 2 across nodes: adds the least time")
     require_layout(planned)
     whole, _ = with_context(run, replace(NODES, devices_per_node=32))
     assert (whole.parallel.context, whole.parallel.ulysses) == ("ulysses", 0)

@@ -1,13 +1,14 @@
-"""The fit of the time model's constants: they move from their priors as far as published steps require.
+"""The fit of the time model's constants to published step times; constants stay near their priors.
 
 The method is regularized Gauss-Newton in the logarithms of the constants, on the logarithms of step times. With r the
 residual of a row and k a constant, the fit minimizes
 
     sum over families of  mean of weight(r) (r / NOISE)^2 x FAMILY_ROWS   +   sum of ((ln k - ln prior) / sigma)^2
 
-so that every family weighs as FAMILY_ROWS independent rows do, however many rows it has: the rows of one source share
-its errors. Weights are Huber's (1964): beyond NOISE, the pull of a row no longer grows. Derivatives are taken once, by
-finite differences at the priors, and kept (the chord method); residuals are always the model's own.
+Each family (the rows of one source) weighs as much as FAMILY_ROWS independent rows, however many rows it has, because
+the rows of one source share its errors. Weights are Huber's (1964): beyond NOISE, the pull of a row no longer grows.
+Derivatives are computed once, by finite differences at the priors, and reused in all rounds (the chord method);
+residuals are recomputed with the full time model in each round.
 """
 
 from collections import Counter
@@ -21,19 +22,20 @@ from ingot.planner.predict.time.constants import PRIOR, Constants
 from ingot.planner.predict.time.step_time import estimate
 from ingot.planner.published.run import PublishedRun
 
-# Noise of one row, in logarithms: the residuals of rows that the fit has seen are about 10%.
+# Noise of one row's step time, in logarithms: the rows that the fit uses have residuals of about 10%.
 NOISE = 0.1
 FAMILY_ROWS = 2
-_DIFFERENCE = 0.05  # of a logarithm, for derivatives
+_DIFFERENCE = 0.05  # finite difference for derivatives, in the logarithm of a constant
 _ROUNDS = 4
-# Quantiles of the error band that a plan prints: the band holds 80% of the residuals of families left out of a fit.
+# Quantiles of the error band that a plan prints. Each family's residuals are those of a fit without this family; the
+# band holds 80% of them.
 ERROR_BAND = 0.1, 0.9
 
 NAMES = tuple(f.name for f in fields(Constants))
 
 
 def timed(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """Return the runs with a measured step on hardware that has a rate."""
+    """Return the runs that have a measured step time, on hardware with a known peak rate at the run's precision."""
     known = (s for s in runs if s.measured.step_seconds is not None)
     return [s for s in known if s.cluster.peak_flops.get(s.run.train.precision)]
 
@@ -54,7 +56,7 @@ def _logs(constants: Constants) -> np.ndarray:
 
 
 def _constants(logs: np.ndarray) -> Constants:
-    """Return the constants with these logarithms, clipped to their bounds."""
+    """Return the constants with the logarithms `logs`, clipped to their bounds."""
     limits = {f.name: f.metadata for f in fields(Constants)}
     values = zip(NAMES, np.exp(logs), strict=True)
     return Constants(**{n: float(np.clip(v, limits[n]["low"], limits[n]["high"])) for n, v in values})
@@ -62,7 +64,8 @@ def _constants(logs: np.ndarray) -> Constants:
 
 @dataclass(frozen=True)
 class Fit:
-    """Fits to `timed` runs. Derivatives are computed once, and serve the fit without each family too."""
+    """Fits to runs that `timed` returned. The derivatives are computed once, and used for all fits: to all runs, and to
+    the runs without each family."""
 
     runs: tuple[PublishedRun, ...]
 
@@ -72,7 +75,7 @@ class Fit:
 
     @cached_property
     def _derivatives(self) -> np.ndarray:
-        """The derivatives of the residuals by the logarithm of each constant, at the priors."""
+        """The derivatives of the residuals by the logarithms of the constants, at the priors: [runs, constants]."""
         base, start = residuals(self.runs, PRIOR), _logs(PRIOR)
         columns = []
         for index in range(len(NAMES)):
@@ -107,12 +110,13 @@ class Fit:
         return _constants(logs)
 
     def left_out(self) -> dict[str, Constants]:
-        """Return for each family the constants fitted to all other families."""
+        """Return, for each family, the constants fitted to all other families."""
         return {family: self.without(family) for family in self.families}
 
     def error_band(self, left_out: dict[str, Constants]) -> tuple[float, float]:
-        """Return the quantiles of measured over predicted for families left out of the fit; each family weighs
-        alike.
+        """Return the ERROR_BAND quantiles of measured / predicted step time. Families have equal weight.
+
+        left_out: the constants with which each family is predicted, fitted to the other families.
         """
         ratios, weights = [], []
         for family, constants in left_out.items():

@@ -1,10 +1,11 @@
 """The hardware, layout and batch of a published run as Cluster, Parallel and Train.
 
-Degrees that do not multiply to the number of devices: data parallelism takes what tensor, context and pipeline leave.
-No micro-batch: 1 in a pipeline, else the largest part of a replica's batch of at most 8,192 tokens per device.
-No batch: 4M tokens; or as many more as give each replica 8,192 tokens; or in a pipeline twice as many micro-batches as
-  ranks.
-No layout at all: FSDP on TPUs and for up to 20B parameters, else tensor parallelism inside the node and the shortest
+Rules fill in missing or inconsistent values:
+
+- Degrees do not multiply to the number of devices: tp, cp and pp are kept, and dp is all remaining ranks.
+- No micro-batch: 1 in a pipeline, else the largest divisor of a replica's batch with at most 8,192 tokens per device.
+- No batch: 4M tokens, or more if that leaves a replica fewer than 8,192 tokens (in a pipeline, 2 pp times as many).
+- No layout: FSDP on TPUs and for up to 20B parameters, else tensor parallelism inside the node and the shortest
   pipeline that holds the state.
 """
 
@@ -30,8 +31,8 @@ from ingot.theory.rules.nearest import divisors
 _MICRO_BATCH_TOKENS = 8192
 _BATCH_TOKENS = 4 * 2**20
 _SHARDED_PARAMETERS = 20e9
-_STATE_BYTES = 18  # of a parameter in mixed precision with fp32 gradients (theory/params.py)
-# The recipes that NVIDIA's tables are measured with set grad_reduce_in_fp32 to false.
+_STATE_BYTES = 18  # state of one parameter in mixed precision with fp32 gradients (theory/params.py)
+# NVIDIA's tables are measured with recipes that set grad_reduce_in_fp32 to false, so gradients are reduced in bf16.
 _SHORT_GRADIENTS = r"\bnemo\b|megatron-bridge"
 _SCHEDULES = {
     "zb-1p": "zb_h1", "zb-2p": "zb_2p", "zb-h1": "zb_h1", "zb-h2": "zb_h2", "zb-v": "zb_v", "zbv": "zb_v",
@@ -42,7 +43,7 @@ _SCHEDULES = {
 
 @dataclass(frozen=True)
 class Degrees:
-    """The degrees of a layout. zero: stage of ZeRO, 0 for plain data parallelism."""
+    """The degrees of a layout. zero: the ZeRO stage; 0 is plain data parallelism."""
 
     dp: int
     tp: int
@@ -53,7 +54,8 @@ class Degrees:
 
 
 def degrees_of(row: PublishedRow, arch: Arch, cluster: Cluster, count: int, notes: list[str]) -> Degrees:
-    """Return the degrees on `count` devices; their product is what the row's degrees allow, which may be fewer."""
+    """Return the degrees of the row's layout on `count` devices. Their product is less than `count` if tp * cp * pp
+    does not divide `count`."""
     known = {axis: row.count("plan", axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
     if known["tp"] is None and known["pp"] is None and known["dp"] is None:
         return _usual(arch, cluster, count, notes)
@@ -64,7 +66,7 @@ def degrees_of(row: PublishedRow, arch: Arch, cluster: Cluster, count: int, note
     ep = known["ep"] or 1 if arch.is_moe else 1
     if arch.is_moe and (arch.moe.num_experts % ep or (dp * cp * tp) % ep):
         nearest = [d for d in divisors(arch.moe.num_experts) if d <= ep and (dp * cp * tp) % d == 0][-1]
-        notes.append(f"ep {nearest} instead of {ep}, which does not divide experts and ranks")
+        notes.append(f"ep {nearest} instead of {ep}, which does not divide the experts and the ranks")
         ep = nearest
     zero = row.value("plan", "fsdp_zero")
     return Degrees(dp, tp, pp, cp, ep, zero if zero in (0, 1, 2, 3) else 1)
@@ -83,7 +85,7 @@ def _usual(arch: Arch, cluster: Cluster, count: int, notes: list[str]) -> Degree
 
 
 def batch_of(row: PublishedRow, seq_len: int, degrees: Degrees, notes: list[str]) -> tuple[int, int]:
-    """Return (global batch, micro-batch) in sequences; a replica's batch is a whole number of micro-batches."""
+    """Return (global batch, micro-batch) in sequences, such that each replica has a whole number of micro-batches."""
     batch, micro = row.count("plan", "global_batch"), row.count("plan", "micro_batch")
     if batch is None:
         stated = re.search(r"batch (\d+) ?x ?(\d+)", row.words)
@@ -94,12 +96,12 @@ def batch_of(row: PublishedRow, seq_len: int, degrees: Degrees, notes: list[str]
         else:
             busy = _MICRO_BATCH_TOKENS * degrees.dp * (2 * degrees.pp if degrees.pp > 1 else 1)
             batch = max(max(_BATCH_TOKENS, busy) // seq_len, 1)
-        notes.append(f"a batch of {batch} sequences")
+        notes.append(f"the batch is taken as {batch} sequences")
     replica = max(batch // degrees.dp, 1)
     if micro is None:
         room = max(_MICRO_BATCH_TOKENS * degrees.cp * degrees.tp // seq_len, 1) if degrees.pp == 1 else 1
         micro = max(part for part in divisors(replica) if part <= room)
-        notes.append(f"a micro-batch of {micro}")
+        notes.append(f"the micro-batch is taken as {micro}")
     micro = min(micro, replica)
     whole = degrees.dp * micro * max(round(batch / (degrees.dp * micro)), 1)
     if whole != batch:
@@ -108,9 +110,7 @@ def batch_of(row: PublishedRow, seq_len: int, degrees: Degrees, notes: list[str]
 
 
 def train_of(row: PublishedRow, seq_len: int, batch: int, micro: int) -> Train:
-    """Return the training settings; low-precision products are a property of the software, all other numbers are
-    bf16.
-    """
+    """Return the training settings. Rows in fp8 or fp4 get bf16: low-precision products are a property of Software."""
     precision = "fp16" if row.text("plan", "precision") == "fp16" else "bf16"
     if row.text("plan", "precision") in ("fp32", "tf32"):
         precision = "fp32"
@@ -123,7 +123,7 @@ def parallel_of(
     dp = degrees.dp
     copies = dp if degrees.zero == 0 and degrees.ep == 1 else 1
     if degrees.zero == 3 and cluster.device == "tpu" and dp % slices_of(row) == 0:
-        copies = slices_of(row)  # parameters are gathered inside of a slice, not over the network between slices
+        copies = slices_of(row)  # parameters are gathered inside a slice, not over the network between slices
     recompute, every = _recompute(row, cluster, degrees)
     parallel = Parallel(
         dp_replicate=copies,
@@ -142,17 +142,17 @@ def parallel_of(
 
 
 def _sequence(row: PublishedRow, arch: Arch) -> bool:
-    """Return whether sequence parallelism is on: Megatron has it since 2022 (Korthikanti et al. 2022), and experts
-    need it.
+    """Return True if sequence parallelism is on. If the row does not state it, it is on since 2023 (Korthikanti et al.
+    2022 added it to Megatron) and for models with experts, which need it.
     """
     stated = row.flag("plan", "sp")
     return arch.is_moe or (row.year >= 2023 if stated is None else stated)
 
 
 def recomputed_share(row: PublishedRow) -> float:
-    """Return the recomputed share of a forward, or 0.
+    """Return the share of a forward's FLOPs that is recomputed, from the row's HFU and MFU: 3 * (HFU / MFU - 1).
 
-    Where a source only states "yes", the share follows from the difference of hardware and model FLOPs.
+    Return 0 unless the row has both and its recomputation starts with "yes".
     """
     model, hardware = row.number("measured", "mfu_pct"), row.number("measured", "hfu_pct")
     if not row.text("plan", "recompute").startswith("yes") or model is None or hardware is None:
@@ -162,8 +162,8 @@ def recomputed_share(row: PublishedRow) -> float:
 
 
 def _recompute(row: PublishedRow, cluster: Cluster, degrees: Degrees) -> tuple[Any, int]:
-    """Return the form of recomputation; none if the row states nothing, except the default of FSDP on GPUs until
-    2023.
+    """Return (recompute, recompute_every). A row that states nothing has none, except rows until 2023 without a layout
+    on GPUs: FSDP then recomputed whole blocks by default.
     """
     stated = row.text("plan", "recompute")
     if recomputed_share(row):
@@ -183,7 +183,7 @@ def _with_pipeline(
     if pp == 1:
         return parallel
     stated, virtual = row.text("plan", "schedule"), row.count("plan", "vpp") or 0
-    # Megatron overlaps a pipeline's sends in the interleaved schedule only, and its large runs have used it since 2021.
+    # Megatron overlaps pipeline sends only in the interleaved schedule, which its large runs have used since 2021.
     usual = not stated and re.search(r"overlaps dp/tp/pp|megatron-core", row.words)
     interleaved = "interleaved" in stated or virtual > 1 or usual
     name = _SCHEDULES.get(stated, "interleaved" if interleaved else "1f1b")
@@ -192,24 +192,24 @@ def _with_pipeline(
         notes.append(f"{virtual} stages on each rank")
     if name == "interleaved" and (virtual < 2 or accumulation % pp):
         if accumulation % pp:
-            notes.append(f"1f1b: {accumulation} micro-batches are no multiple of {pp} ranks")
+            notes.append(f"1f1b: {accumulation} micro-batches are not a multiple of {pp} ranks")
         name = "1f1b"
     each = virtual if name == "interleaved" else 0
     stages = pp * (each or (2 if name in ("zb_v", "dualpipe", "dualpipe_v") else 1))
     return replace(
         parallel,
         pp=pp,
-        schedule=cast(PipelineSchedule, name),  # some are simulated only, and no run file may name them
+        schedule=cast(PipelineSchedule, name),  # some schedules are only simulated and not allowed in a run file
         stages_per_rank=each,
         stage_layers=_balanced(arch, stages),
     )
 
 
 def _balanced(arch: Arch, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage of a model whose tokens pass the head more than once: the head counts as the
-    blocks of equal cost.
+    """Return the number of blocks of each stage, for a model whose tokens pass the head more than once. The last stage
+    has fewer blocks: each pass of the head counts as blocks with as many parameters.
 
-    (): ingot's own division, which is even where the stages divide the blocks.
+    Return () for other models, which keep ingot's own division: even if the stages divide the blocks.
     """
     passes = arch.head_passes
     if passes == 1 or arch.num_layers < stages:
@@ -223,22 +223,23 @@ def _balanced(arch: Arch, stages: int) -> tuple[int, ...]:
     return (*(rest + (stage < left) for stage in range(stages - 1)), last)
 
 
-# Unknown accelerators: FLOP of the 16-bit peak per byte of memory bandwidth (V100 139, A100 156, MI300X 247, H100 295),
-# and the share of that peak that large matrix products reach.
+# Assumptions for unknown accelerators: 16-bit peak FLOP/s divided by memory bandwidth in bytes/s (V100 139, A100 156,
+# MI300X 247, H100 295), and the share of that peak that large matrix products reach.
 _FLOP_PER_BYTE = 200
 _UNKNOWN_EFFICIENCY = 0.75
-_DAYS = 30  # duration of a run whose number of devices is not stated
+_DAYS = 30  # assumed duration of a run for which neither the number of devices nor the duration is stated
 
 
 def known_device(name: str) -> Device | None:
-    """Return the device by a common name: "A100-80", "TPUv4", "H100-HBM2e-96-500W"."""
+    """Return the device with a name as sources spell it: "A100-80", "TPUv4", "H100-HBM2e-96-500W"; None if unknown."""
     spaced = re.sub(r"tpu[\s-]*v", "tpu v", name.lower())
     sized = re.sub(r"[-_ ](\d{2,3})(?:gb)?\b", r" \1gb", spaced)
     return find_device(re.sub(r"\bmi250\b", "mi250x", sized.replace("_", " ")))
 
 
 def devices_of(row: PublishedRow, notes: list[str]) -> int | None:
-    """Return the number of devices; for whole runs with device-hours alone, a usual number."""
+    """Return the number of devices. If only device-hours are given, it is the power of two with which the run takes
+    about its stated duration (30 days if not stated); None without device-hours."""
     if (count := row.count("cluster", "n_gpus")) is not None:
         return count
     hours = row.number("measured", "gpu_hours")
@@ -251,13 +252,13 @@ def devices_of(row: PublishedRow, notes: list[str]) -> int | None:
 
 
 def slices_of(row: PublishedRow) -> int:
-    """Return the number of TPU slices, which a slow network joins."""
+    """Return the number of TPU slices; only the slow network connects devices of different slices. 1 on GPUs."""
     found = re.search(r"(\d+)[- ](?:slices?|pods?)\b", row.words) if "tpu" in row.text("cluster", "gpu") else None
     return max(int(found[1]), 1) if found else 1
 
 
 def cluster_for(row: PublishedRow, count: int, notes: list[str]) -> Cluster | None:
-    """Return the cluster, or None when the device is unknown and the row has no peak."""
+    """Return the cluster with `count` devices; None if the device is unknown and the row states no peak FLOP/s."""
     name = row.text("cluster", "gpu")
     device = known_device(name) or _described(row, name, notes)
     if device is None:

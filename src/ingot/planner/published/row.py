@@ -1,4 +1,4 @@
-"""One published run as a dictionary in which anything may be missing or of an unexpected type."""
+"""One published run as a dictionary in which any value can be missing or of an unexpected type."""
 
 import json
 import math
@@ -24,21 +24,21 @@ class PublishedRow:
     values: Mapping[str, Any]
 
     def value(self, *path: str) -> Any:
-        """Return values[path[0]][path[1]].., or None if it is missing."""
+        """Return the value at `path`, values[path[0]][path[1]]..., or None if it is missing."""
         found: Any = self.values
         for key in path:
             found = found.get(key) if isinstance(found, Mapping) else None
         return found
 
     def number(self, *path: str) -> float | None:
-        """Return a positive finite number, else None: no figure of a run is zero or negative."""
+        """Return the number at `path`, or None unless it is positive and finite, as all figures of a run are."""
         found = self.value(*path)
         if isinstance(found, bool) or not isinstance(found, int | float):
             return None
         return float(found) if math.isfinite(found) and found > 0 else None
 
     def count(self, *path: str) -> int | None:
-        """Return a positive whole number, else None."""
+        """Return the number at `path` rounded to a whole number, or None unless it is positive."""
         found = self.number(*path)
         return round(found) if found is not None and round(found) > 0 else None
 
@@ -47,15 +47,15 @@ class PublishedRow:
         return found if isinstance(found, bool) else None
 
     def text(self, *path: str) -> str:
-        """Return the text in lower case, or ""."""
+        """Return the string at `path` in lower case, or "" if it is missing or not a string."""
         found = self.value(*path)
         return found.lower() if isinstance(found, str) else ""
 
     @property
     def words(self) -> str:
-        """All prose of the row, lower case.
+        """All prose of the row, in lower case: id, family, source, table, note, network and address.
 
-        Quotations in a note explain the source's own words and are left out, because they do not describe this row.
+        Quotations in the note are left out: they explain terms of the source and do not describe this row.
         """
         note = re.sub(r"'[^']*'", " ", self.text("note"))
         parts = (self.id.lower(), self.family.lower(), self.text("source"), self.text("table"), note)
@@ -63,7 +63,7 @@ class PublishedRow:
 
     @property
     def year(self) -> int:
-        """The year of the software: as its source states, or when its hardware was new."""
+        """The year of the software: the one that the source states, otherwise the year when the hardware was new."""
         named = re.search(r"\b(?:container|summary|nemo)[- ]?(\d\d)\.\d\d", self.words)
         if named:
             return 2000 + int(named[1])
@@ -72,9 +72,9 @@ class PublishedRow:
 
 
 def read_rows(path: str | Path) -> list[PublishedRow]:
-    """Read a file of published runs. Rows without an id get a number.
+    """Read a file of published runs. Rows without an id are named row-N.
 
-    Raises DataMissing for a file that cannot be read, DataError for one with other content.
+    Raises DataMissing if the file cannot be read, DataError if it is not JSON with a list of rows.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -83,11 +83,11 @@ def read_rows(path: str | Path) -> list[PublishedRow]:
             "E-ROWS-MISSING",
             f"cannot read {path}: {error.strerror}",
             rule=_RULE,
-            fix="give the path of a file",
+            fix="give the path of a readable file",
             path=str(path),
         ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError("E-ROWS-SYNTAX", f"{path} is no JSON: {error}", rule=_RULE, fix=_FIX, path=str(path)) from None
+        raise DataError("E-ROWS-SYNTAX", f"{path} is not JSON: {error}", rule=_RULE, fix=_FIX, path=str(path)) from None
     rows = data.get("rows") if isinstance(data, Mapping) else data
     if not isinstance(rows, list) or not all(isinstance(values, Mapping) for values in rows):
         raise DataError("E-ROWS-SHAPE", f"{path} has no list of rows", rule=_RULE, fix=_FIX, path=str(path))

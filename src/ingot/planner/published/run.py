@@ -1,7 +1,7 @@
-"""A published row as a run that can be predicted: model, layout, hardware, software, and the figures measured.
+"""A published row as a run that can be predicted: model, layout, hardware, software, and the measured figures.
 
-Runs of other systems are translated into ingot's own terms. Where a source is silent, a rule decides, which is written
-here once, never per row or per source; what could not be expressed exactly is noted.
+Runs of other systems are translated into ingot's own terms. If a source does not state a value, a rule chooses it. The
+rules are the same for all rows and sources, and a note records each value that a rule chose or changed.
 """
 
 import re
@@ -30,22 +30,23 @@ __all__ = [
     "published_runs",
 ]
 
-# A source that times one layer alone is predicted as a model of this many such layers, and this many micro-batches.
+# If a source times one layer alone, the prediction is for a model of _LAYERS such layers and _LAYER_BATCHES
+# micro-batches per step.
 _LAYERS, _LAYER_BATCHES = 64, 16
-# Share of a run's device-hours in which it made steps: above 0.9 in "The Llama 3 herd of models" (2024, section 3.3.4).
+# Share of a run's device-hours spent on steps that count: above 0.9 in "The Llama 3 herd of models" (2024, 3.3.4).
 _GOODPUT = 0.9
-# The year since when Megatron-Core's recompute_modules name parts of blocks, and NVIDIA's recipes use them.
+# The year in which NVIDIA's recipes began to use Megatron-Core's recompute_modules, which name parts of blocks.
 _PARTS_YEAR = 2025
 _MOST_DEVICES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedFigures:
-    """The figures of a row, or what follows from the row with its own definition of FLOPs; None without a figure.
+    """The measured figures of a row; None for a figure that the row does not have.
 
-    step_seconds: of the row's step; derived: the other figure that it follows from, "" when it is the row's own.
-    memory_bytes: peak of one device; memory_without: kinds of a memory bill that the source did not count.
-    bubble: share of a step. ran_out: the run did not fit in memory.
+    step_seconds: time of the row's step. derived: the figure of the row from which step_seconds was computed, like
+    "tokens/s"; "" if the row has the step time itself. memory_bytes: peak of one device. memory_without: kinds of a
+    memory bill that the source did not count. bubble: share of a step. ran_out: the run did not fit in memory.
     """
 
     step_seconds: float | None = None
@@ -60,9 +61,10 @@ class PublishedFigures:
 class PublishedRun:
     """A published row in ingot's terms.
 
-    scale: the row's step, in steps of the run: 1, unless a batch had to be rounded or a part of a step was timed.
-    part: one layer was timed, of which the run has more: its memory has no meaning.
-    notes: what the source does not state and a rule decided. why: reasons for the software's properties.
+    scale: duration of the row's step in steps of `run`: 1, unless the batch was rounded or part of a step was timed.
+    part: the source timed one layer, and `run` has many of them, so its predicted memory has no meaning.
+    notes: the values that rules chose because the source does not state them. why: reasons for the software's
+    properties.
     """
 
     id: str
@@ -79,7 +81,7 @@ class PublishedRun:
 
     @property
     def tokens(self) -> float:
-        """The tokens of the row's step; of one layer alone, fewer by as much as the run has more layers."""
+        """The number of tokens in the row's step, divided by the run's number of layers if one layer was timed."""
         return self.run.tokens_per_step * self.scale
 
     @property
@@ -98,21 +100,20 @@ class SkippedRow:
 
 
 def shipped_rows() -> list[PublishedRow]:
-    """Return the rows that the planner's constants are fitted to, with their sources."""
+    """Return the rows of published_runs.json, to which the planner's constants are fitted."""
     with resources.as_file(resources.files("ingot.planner.published").joinpath("published_runs.json")) as path:
         return read_rows(path)
 
 
 def published_runs(rows: list[PublishedRow]) -> list[PublishedRun]:
-    """Return the runs of the rows that can be predicted."""
+    """Return the runs of all rows that can be expressed as a run; other rows are left out."""
     found = [published_run(row) for row in rows]
     return [one for one in found if isinstance(one, PublishedRun)]
 
 
 def published_run(row: PublishedRow) -> PublishedRun | SkippedRow:
-    """Return the run of a row. Never raises: a row that cannot be expressed in ingot's terms is skipped with the
-    reason.
-    """
+    """Return a row as a run, or as a SkippedRow with the reason if it cannot be expressed in ingot's terms. A bad row
+    never raises an error."""
     try:
         return _translated(row)
     except (IngotError, ArithmeticError, LookupError, ValueError) as error:
@@ -148,7 +149,7 @@ def _translated(row: PublishedRow) -> PublishedRun | SkippedRow:
     scale = (row.count("plan", "global_batch") or batch) / batch
     part = "one layer" in row.text("model", "name")
     if part:
-        many, batches = _LAYERS, _LAYER_BATCHES  # so that what comes once per step or micro-batch weighs nothing
+        many, batches = _LAYERS, _LAYER_BATCHES  # many, so that costs per step or per micro-batch hardly count
         arch = replace(arch, vocab_size=degrees.tp, num_layers=many)
         batch, scale = batch * batches, scale / (many * batches)
         notes.append("one layer alone, without embedding, head and update")
@@ -179,18 +180,18 @@ def _translated(row: PublishedRow) -> PublishedRun | SkippedRow:
 def _recomputed(
     row: PublishedRow, run: RunConfig, cluster: Cluster, software: Software, notes: list[str]
 ) -> tuple[RunConfig, Software]:
-    """Return the run and software with recomputation, for GPU runs that state none and would not fit without.
+    """Return the run and software with recomputation if they are for GPUs, state none and would not fit without it.
 
-    Megatron-Core recomputes parts of blocks since 2025, at next to no cost. Where no layout is stated either, whole
+    Since 2025 Megatron-Core recomputes parts of blocks, at almost no cost. In other runs without a stated layout, whole
     blocks are recomputed.
     """
     if row.value("plan", "recompute") is not None or cluster.device != "cuda" or _fits(run, cluster, software):
         return run, software
     if software.megatron_state and row.year >= _PARTS_YEAR:
-        notes.append("norms, activation functions and up projections are computed again, for else they do not fit")
+        notes.append("norms, activation functions and up projections are recomputed, because they do not fit otherwise")
         software = replace(software, parts_recomputed=True)
     elif all(row.value("plan", name) is None for name in ("dp", "tp", "pp")):
-        notes.append("blocks are recomputed, for else they do not fit")
+        notes.append("blocks are recomputed, because they do not fit otherwise")
         run = replace(run, parallel=replace(run.parallel, recompute="full"))
     return run, software
 
@@ -215,9 +216,10 @@ def _measured(row: PublishedRow, run: RunConfig, count: int, tokens: float) -> P
 
 
 def _not_counted(kind: str) -> tuple[str, ...]:
-    """Return the kinds of a bill that PyTorch's counters do not see.
+    """Return the kinds of a memory bill that the source's memory counter does not include.
 
-    They see neither the device's context nor, in allocated bytes, what the allocator holds idle.
+    PyTorch's counters leave out the device's context. The count of allocated bytes also leaves out memory that the
+    allocator has reserved but not given to tensors.
     """
     if "accounting" in kind or "alloc" in kind:
         return "runtime", "fragmentation"
@@ -225,8 +227,9 @@ def _not_counted(kind: str) -> tuple[str, ...]:
 
 
 def _step_seconds(row: PublishedRow, run: RunConfig, count: int, tokens: float) -> tuple[float | None, str]:
-    """Return (seconds of the row's step, the figure they follow from): the row's own step before derived ones, and
-    figures nearest to a clock first.
+    """Return (seconds of the row's step, the figure they are computed from, or "").
+
+    The row's own step time comes first, then tokens/s, device-hours, days, and last FLOP/s or MFU.
     """
     if (seconds := row.number("measured", "step_s")) is not None:
         return seconds, ""
@@ -242,16 +245,17 @@ def _step_seconds(row: PublishedRow, run: RunConfig, count: int, tokens: float) 
     rate = row.number("measured", "tflops_gpu")
     peak, share = row.number("cluster", "peak_tflops"), row.number("measured", "mfu_pct")
     if rate is None and peak is not None and share is not None and "fp8" not in row.text("plan", "precision"):
-        rate = peak * share / 100  # shares of a low-precision peak differ by source
+        rate = peak * share / 100  # not in fp8, where sources differ in the peak that MFU refers to
     if rate is None:
         return None, ""
     return tokens * _row_flops_per_token(row, run) / (rate * 1e12 * count), "FLOP/s"
 
 
 def _row_flops_per_token(row: PublishedRow, run: RunConfig) -> float:
-    """Return the FLOPs per token by the row's convention.
+    """Return the FLOPs per token as the row's source counts them.
 
-    Sources that state none count all of attention, as Megatron-LM did first. Hardware FLOPs count a recomputed forward.
+    Sources that state no convention count attention without the causal mask, as Megatron-LM introduced. Hardware FLOPs
+    include a recomputed forward.
     """
     causal = "causal" in row.text("flops_convention")
     again = 4 / 3 if row.text("measured", "tflops_kind") == "hardware" and run.parallel.recompute == "full" else 1.0

@@ -1,7 +1,7 @@
-"""The planner's accuracy on published runs: errors by family, and their mean over families.
+"""The planner's accuracy on published runs: errors by family (the rows of one source), and their mean over families.
 
-Families differ in size, so each is scored alone. Step times are compared, never MFU, whose denominators and FLOPs
-differ by source. A row without a step time is compared by the step time that follows from its other figures.
+Each family is scored alone, so that large families do not dominate the mean. Step times are compared, not MFU, because
+sources count FLOPs and peaks differently. For a row without a step time, it is computed from the row's other figures.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,10 @@ from ingot.theory.flops import train_flops_per_token
 class RowScore:
     """The prediction of one row.
 
-    step_error, memory_error: predicted over measured, minus 1; None where nothing was measured.
-    speed: model FLOP/s of one device, (predicted, measured). over: the prediction does not fit in memory. judged:
-      fitting can be judged, because the row states its micro-batch and its recomputation.
+    skipped: why the row was not compared. step_error, memory_error: predicted / measured - 1; None if not measured.
+    speed: model FLOP/s of one device, (predicted, measured). ran_out: the run exceeded the device's memory. over: the
+      prediction exceeds it. judged: a wrong `over` counts as an error, because the row states micro-batch and
+      recomputation.
     """
 
     id: str
@@ -54,15 +55,15 @@ class PlannerScore:
     def families(self) -> dict[str, dict[str, Any]]:
         """Errors by family, in percent.
 
-        n: rows that were compared. rank_correlation: Spearman's, of model FLOP/s per device. oom_called: rows that ran
-          out of memory, or were measured above the device's memory, and are predicted to run out. oom_false: rows that
-          ran, state what fills the memory, and are predicted to run out.
+        n: number of compared rows. rank_correlation: Spearman's correlation of model FLOP/s per device.
+        oom_called: rows that were predicted not to fit, and ran out of memory or were measured above the device's.
+        oom_false: rows that fitted, state their micro-batch and recomputation, and were predicted not to fit.
         """
         names = dict.fromkeys(row.family for row in self.rows)
         return {name: _family([row for row in self.rows if row.family == name]) for name in names}
 
     def mean(self, figure: str) -> float | None:
-        """Return the mean of a figure over families."""
+        """Return the mean of a figure over the families that have it, None if no family has it."""
         known = [family[figure] for family in self.families.values() if family[figure] is not None]
         return _rounded(float(np.mean(known))) if known else None
 
@@ -78,14 +79,14 @@ class PlannerScore:
 def score(
     rows: Sequence[PublishedRow], constants_for: Callable[[str], Constants | None] = lambda family: None
 ) -> PlannerScore:
-    """Return the score of all rows. constants_for: the constants for a family; None: those that the package ships."""
+    """Return the scores of all rows. constants_for: returns the constants to predict a family with, or None for the
+    constants that the package ships."""
     return PlannerScore(tuple(score_row(row, constants_for(row.family)) for row in rows))
 
 
 def score_row(row: PublishedRow, constants: Constants | None = None) -> RowScore:
-    """Return the score of a row; a row that cannot be predicted, or has nothing to compare with, is skipped with the
-    reason.
-    """
+    """Return the score of a row. If the row cannot be predicted or has no measured figure to compare with, the score
+    has the reason in `skipped`."""
     found = published_run(row)
     if isinstance(found, SkippedRow):
         return RowScore(id=row.id, family=row.family, skipped=found.reason)
@@ -126,10 +127,10 @@ def _compared(found: PublishedRun, constants: Constants | None) -> RowScore:
 
 
 def _figures(found: PublishedRun, seconds: float, memory: float) -> dict[str, float]:
-    """Return the predicted figures in the units of the file.
+    """Return the predicted figures in the units of the rows' file.
 
-    MFU counts causal attention half, over the 16-bit peak. Figures that the row itself prints follow its own
-    convention, in which FLOPs are the same for the predicted and the measured time.
+    MFU is relative to the 16-bit peak, with causal attention counted half. FLOP/s, MFU, HFU and device-hours that the
+    row itself reports are scaled by predicted and measured step time instead, so they follow the row's convention.
     """
     speed = found.tokens / seconds / found.devices
     flops = train_flops_per_token(found.run.model, found.run.train.seq_len)
@@ -178,7 +179,7 @@ def _family(rows: Sequence[RowScore]) -> dict[str, Any]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return Spearman's correlation, ties at their mean rank; None where one side is all ties."""
+    """Return Spearman's rank correlation. Ties have their mean rank; None if all values of one side are equal."""
     one, other = _ranks(first), _ranks(second)
     if np.ptp(one) == 0 or np.ptp(other) == 0:
         return None

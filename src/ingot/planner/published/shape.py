@@ -1,4 +1,4 @@
-"""The model of a published run as an Arch that theory/ can count."""
+"""The model of a published run as an Arch, so that theory/ can count its parameters and FLOPs."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,23 +8,23 @@ from ingot.planner.run.scaling import shape_of
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.theory.flops import mean_keys
 
-# The widths of DeepSeek-AI 2024 (V3, section 4.2), where a source only states that attention is latent.
+# The widths of DeepSeek-V3 (DeepSeek-AI 2024, section 4.2), for sources that only state that attention is latent.
 _LATENT = Mla(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-_WINDOW = 128  # gpt-oss (OpenAI 2025, model card, section 2.2), where a source only states that windows slide
+_WINDOW = 128  # gpt-oss (OpenAI 2025, model card, section 2.2), for sources that name sliding windows without a size
 _GATED = ("swiglu", "geglu", "reglu", "glu", "silu")
-_VOCABULARY = 32000  # where a source states none
-_SEQUENCES = {2023: 4096, 2024: 8192}  # where a source states none, since that year; 2,048 before
+_VOCABULARY = 32000  # for sources that state none
+_SEQUENCES = {2023: 4096, 2024: 8192}  # for sources that state none, from that year on; 2,048 before 2023
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignArch(Arch):
     """An Arch with the properties that only models of other systems have.
 
-    ffn_matrices: matrices of one feed-forward; 2 without a gate (GELU, squared ReLU).
-    head_passes: how often a token passes the head: 2 with a module that predicts one more token (DeepSeek-AI 2024, V3,
-      section 2.2; its block is one of num_layers).
-    sliding_window: where only some layers have a window, the window with which all layers would see as many keys
-      together.
+    ffn_matrices: number of matrices in one feed-forward; 2 without a gate (GELU, squared ReLU).
+    head_passes: how many times each token goes through the head: 2 with a multi-token-prediction module (DeepSeek-V3,
+      DeepSeek-AI 2024, section 2.2), whose block is counted in num_layers.
+    sliding_window: if only some layers have a window, one window that, used in every layer, gives the same total number
+      of keys.
     """
 
     ffn_matrices: int = 3  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -32,7 +32,7 @@ class ForeignArch(Arch):
 
 
 def arch_of(row: PublishedRow, notes: list[str]) -> Arch | None:
-    """Return the model, or None when the row gives neither layers and width nor a number of parameters."""
+    """Return the model, or None if the row gives neither layers and width nor a number of parameters."""
     arch = _given_shape(row) or _derived_shape(row, notes)
     if arch is None:
         return None
@@ -77,7 +77,7 @@ def _derived_shape(row: PublishedRow, notes: list[str]) -> ForeignArch | None:
     parameters = row.number("model", "params")
     if parameters is None:
         return None
-    notes.append("the shape is a usual one of as many parameters")
+    notes.append("the shape is a usual one with this number of parameters")
     usual = shape_of(parameters, vocab_size=row.count("model", "vocab") or _VOCABULARY)
     known = {name: getattr(usual, name) for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ffn")}
     kv = {name: getattr(usual, name) for name in ("num_kv_heads", "head_dim", "tied_embeddings")}
@@ -106,7 +106,7 @@ def _with_window(row: PublishedRow, arch: ForeignArch, notes: list[str]) -> Fore
         return arch
     if "alternate" in row.words:
         keys = (mean_keys(seq_len, window) + mean_keys(seq_len)) / 2
-        # mean_keys of a window W is W - W^2/2T; this is its inverse.
+        # The window W whose mean_keys, W - W^2/2T, equal `keys`.
         window = round(seq_len * (1 - math.sqrt(1 - 2 * keys / seq_len)))
-        notes.append(f"windows on alternate layers are one of {window} tokens on all")
+        notes.append(f"windows on alternate layers are replaced by a window of {window} tokens on all layers")
     return replace(arch, sliding_window=window)

@@ -1,7 +1,7 @@
-"""The software of a published run, derived from its source: words, year, precision. Properties only.
+"""The software of a published run as properties, derived from the words, year and precision of its source.
 
-Rules apply in order; later rules refine earlier ones. A system that no rule knows gets the usual properties of its
-year.
+Rules apply in order, and later rules override earlier ones. Systems that are not known by name get the usual
+properties of their year.
 """
 
 import re
@@ -13,7 +13,7 @@ from ingot.planner.published.layout import recomputed_share
 from ingot.planner.published.row import PublishedRow
 from ingot.schema.software import Recipe, Software
 
-# FlashAttention appeared in May 2022 (Dao et al. 2022), and was in common systems a year later.
+# FlashAttention appeared in May 2022 (Dao et al. 2022); common training systems had it a year later.
 _FLASH_YEAR = 2023
 _MEGATRON = r"megatron|nemo|mt-nlg"
 _LARGE = 256
@@ -21,7 +21,8 @@ _LARGE = 256
 
 @dataclass(frozen=True)
 class SoftwareRule:
-    """`properties` hold for rows for which `applies` is true. why: the reason, shown with a prediction."""
+    """A rule that gives a row's software `properties` if `applies` returns True. why: the reason to show with a
+    prediction."""
 
     why: str
     applies: Callable[[PublishedRow], bool]
@@ -33,7 +34,7 @@ def _says(pattern: str) -> Callable[[PublishedRow], bool]:
 
 
 def _says_of_itself(pattern: str) -> Callable[[PublishedRow], bool]:
-    """Return a test of the row's own id and note, not of the table that contains the row."""
+    """Return a test that searches `pattern` only in the row's id and note, not in words about its whole table."""
     return lambda row: re.search(pattern, f"{row.id.lower()} {row.text('note')}") is not None
 
 
@@ -50,15 +51,15 @@ def _tpu(row: PublishedRow) -> bool:
 
 
 def _old_halves(row: PublishedRow) -> bool:
-    """Return whether the row is in fp16 without a word of flash: systems of that time that had not moved to bf16 had
-    not moved to flash attention either.
+    """Return True if the row is in fp16, until 2023, and does not mention flash attention. Systems of that time that
+    had not moved to bf16 did not use flash attention either.
     """
     return row.year <= _FLASH_YEAR and row.text("plan", "precision") == "fp16" and "flash" not in row.words
 
 
 def _of_megatron(row: PublishedRow) -> bool:
-    """Return whether the system is Megatron, by name; until 2023, all that divided layers over GPUs was Megatron or
-    a descendant.
+    """Return True if the row names Megatron, or if it divides layers over GPUs (tp or pp above 1) until 2023: all such
+    systems were then Megatron or derived from it.
     """
     cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
     return re.search(_MEGATRON, row.words) is not None or (cut and row.year <= _FLASH_YEAR and not _tpu(row))
@@ -69,8 +70,8 @@ def _first_megatron(row: PublishedRow) -> bool:
 
 
 def _cut_at_scale(row: PublishedRow) -> bool:
-    """Return whether a model is divided over hundreds of devices since FlashAttention: such systems tune the kernels
-    between products.
+    """Return True if layers are divided (tp or pp above 1) on at least 256 devices, since 2023. Such systems have
+    optimized kernels for the operations between matrix products.
     """
     cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
     return cut and row.year >= _FLASH_YEAR and (row.count("cluster", "n_gpus") or 0) >= _LARGE
@@ -81,7 +82,7 @@ def _says_recompute(pattern: str) -> Callable[[PublishedRow], bool]:
 
 
 def _early_experts(row: PublishedRow) -> bool:
-    """Return whether the row has experts and an early container; containers are named by year and month."""
+    """Return True if the model has experts and the row names no container of 26.07 (July 2026) or later."""
     named = re.search(r"\b(\d\d)\.(\d\d)", row.words)
     early = named is None or (int(named[1]), int(named[2])) < (26, 7)
     return row.count("model", "moe", "experts") is not None and early
@@ -100,17 +101,17 @@ def _first_zero3(row: PublishedRow) -> bool:
 _HALF = {"products_recomputed": 0.5}
 
 RULES = (
-    SoftwareRule("eager kernels are PyTorch's default", lambda row: True, {"name": "unknown", "kernels": "eager"}),
-    SoftwareRule("a loss of whole logits is PyTorch's default", lambda row: True, {"loss": "whole"}),
+    SoftwareRule("PyTorch's default: eager kernels", lambda row: True, {"name": "unknown", "kernels": "eager"}),
+    SoftwareRule("PyTorch's default: the loss is computed from all logits", lambda row: True, {"loss": "whole"}),
     SoftwareRule("torchtitan compiles its loss since the end of 2024", _since(2025, r"torchtitan"), {"loss": "fused"}),
-    SoftwareRule("cut over many devices, with kernels of its own", _cut_at_scale, {"kernels": "compiled"}),
+    SoftwareRule("divided over many devices, so it has fused kernels", _cut_at_scale, {"kernels": "compiled"}),
     SoftwareRule(
         "says that its kernels are fused", _says(r"\bfused?\b|\bfusion|liger|apex\b"), {"kernels": "compiled"}
     ),
     SoftwareRule("before FlashAttention was common", lambda row: row.year < _FLASH_YEAR, {"attention": "unfused"}),
-    SoftwareRule("in fp16, and nobody says flash", _old_halves, {"attention": "unfused", "dropout": True}),
+    SoftwareRule("fp16 without flash attention", _old_halves, {"attention": "unfused", "dropout": True}),
     SoftwareRule(
-        "Megatron fuses its own kernels, and keeps 18 bytes of state per parameter",
+        "Megatron has fused kernels, and keeps 18 bytes of state per parameter",
         _of_megatron,
         {
             "name": "megatron",
@@ -121,52 +122,52 @@ RULES = (
         },
     ),
     SoftwareRule(
-        "Megatron of its first papers waits for every collective",
+        "Megatron, in its first papers, waits for every collective",
         _first_megatron,
         {"overlap_data": False, "overlap_pipeline": False, "dropout": True},
     ),
     SoftwareRule(
-        "Megatron's products of gradients add up themselves since 2022; DeepSpeed's pipeline has a kernel for it",
+        "since 2022, Megatron's weight-gradient products accumulate in place; DeepSpeed's pipeline does not",
         lambda row: row.year >= 2022 and _of_megatron(row) and not _says(r"mt-nlg")(row),
         {"fused_gradients": True},
     ),
     SoftwareRule(
-        "Megatron-Core and NeMo: Transformer Engine's kernels; collectives of tensor parallelism run beside products",
+        "Megatron-Core and NeMo: Transformer Engine's kernels; tensor-parallel collectives overlap with products",
         _since(2023, r"megatron-core|megatron_core|nemo|megatron-bridge"),
         {"kernels": "tuned", "overlap_tensor": True, "attention": "flash", "dropout": False},
     ),
     SoftwareRule(
-        "NVIDIA's tables since 2025 record graphs, have attention kernels of the device's generation and fused losses",
+        "NVIDIA's tables since 2025: CUDA graphs, attention kernels for the device's generation, fused losses",
         _since(2025, r"nemo|megatron-bridge"),
         {"graphs": True, "attention": "tuned", "dispatch_once": True, "loss": "fused"},
     ),
     SoftwareRule(
-        "NVIDIA's recipes with experts over the network: all-to-alls run beside another micro-batch of the pipeline",
+        "NVIDIA's recipes with experts over the network: all-to-alls overlap with another micro-batch's computation",
         _experts_over_nodes,
         {"overlap_experts": True},
     ),
     SoftwareRule(
-        "experts whose rows the host has to count were not in graphs before the summer of 2026",
+        "experts whose row counts the host needs were not captured in graphs before July 2026",
         _early_experts,
         {"graphs": False},
     ),
     SoftwareRule("says flash attention", _says(r"flash"), {"attention": "flash"}),
-    SoftwareRule("positions as biases of scores", _says(r"alibi"), {"biased_scores": True}),
+    SoftwareRule("ALiBi adds position biases to attention scores", _says(r"alibi"), {"biased_scores": True}),
     SoftwareRule(
         "compiled", _says(r"compile|maxtext|jax|xla|levanter|pax"), {"name": "compiled", "kernels": "compiled"}
     ),
     SoftwareRule("TPUs run one compiled program", _tpu, {"kernels": "compiled", "attention": "flash", "graphs": True}),
     SoftwareRule(
-        "XLA schedules collectives beside products",
+        "XLA overlaps collectives with products",
         lambda row: _tpu(row) or re.search(r"maxtext|jax|xla", row.words) is not None,
         {"overlap_tensor": True, "overlap_data": True, "overlap_pipeline": True, "megatron_state": False},
     ),
     SoftwareRule(
-        "its loss is one fused kernel, with gradients in place", _says(r"llm-foundry|flash-attn"), {"loss": "fused"}
+        "the loss is one fused kernel, with gradients in place", _says(r"llm-foundry|flash-attn"), {"loss": "fused"}
     ),
     SoftwareRule("eager", _says(r"\beager\b"), {"kernels": "eager"}),
     SoftwareRule(
-        "per-operation recomputation keeps every other product", _says_recompute(r"per-op|default config"), _HALF
+        "per-operation recomputation keeps half of the products", _says_recompute(r"per-op|default config"), _HALF
     ),
     SoftwareRule(
         "DeepSpeed's pipeline sends whole activations from every rank",
@@ -174,28 +175,30 @@ RULES = (
         {"scatter_sends": False, "fused_gradients": False},
     ),
     SoftwareRule(
-        "ZeRO-3 of DeepSpeed in 2021: one ring through one card", _first_zero3, {"rails": False, "overlap_data": True}
+        "DeepSpeed's ZeRO-3 of 2021: one ring over one network card",
+        _first_zero3,
+        {"rails": False, "overlap_data": True},
     ),
-    SoftwareRule("DeepSpeed gathers matrix by matrix", _first_zero3, {"gathers_matrices": True}),
+    SoftwareRule("DeepSpeed gathers each matrix separately", _first_zero3, {"gathers_matrices": True}),
     SoftwareRule("asynchronous tensor parallelism", _says_of_itself(r"async"), {"overlap_tensor": True}),
     SoftwareRule("gradients are reduced after the backward", _says(r"not overlapped"), {"overlap_data": False}),
     SoftwareRule(
         "says which collectives it overlaps", _says(r"overlaps dp"), {"overlap_data": True, "overlap_pipeline": True}
     ),
     SoftwareRule(
-        "says that it overlaps, and not what: all of them",
+        "says that it overlaps collectives, and does not name any: all of them",
         lambda row: re.search(r"(?<!not )\boverlap(?!s dp|\w* all)", row.words) is not None,
         {"overlap_data": True, "overlap_pipeline": True, "overlap_tensor": True},
     ),
-    SoftwareRule("experts drop what is beyond their capacity", _says(r"token ?drop"), {"dropless": False}),
+    SoftwareRule("experts drop tokens beyond their capacity", _says(r"token ?drop"), {"dropless": False}),
     SoftwareRule(
-        "DeepSeek's way: all-to-alls beside computation, once over the network for a node's experts; its own kernels",
+        "DeepSeek: all-to-alls overlap with computation and send a token once per node; optimized kernels",
         lambda row: re.search(r"dualpipe|deepep", f"{row.words} {row.text('plan', 'schedule')}") is not None,
         {"overlap_experts": True, "dispatch_once": True, "kernels": "tuned"},
     ),
 )
 
-# Recipes by words in the precision; the first match wins.
+# Low-precision recipes by patterns in the row's precision; the first match counts.
 _RECIPES: tuple[tuple[str, Recipe], ...] = (
     ("nvfp4|fp4", "nvfp4"),
     ("mx", "mxfp8"),
@@ -206,7 +209,7 @@ _RECIPES: tuple[tuple[str, Recipe], ...] = (
 
 
 def software_of(row: PublishedRow) -> tuple[Software, tuple[str, ...]]:
-    """Return the software, and the reasons in the order in which their rules apply."""
+    """Return the software, and the reasons for its properties, in the order of the rules."""
     found, why = Software(), []
     for rule in RULES:
         if rule.applies(row):
@@ -216,5 +219,5 @@ def software_of(row: PublishedRow) -> tuple[Software, tuple[str, ...]]:
     recipe = next((recipe for words, recipe in _RECIPES if re.search(words, precision)), "")
     if share := recomputed_share(row):
         found = replace(found, products_recomputed=share)
-        why.append("hardware FLOPs exceed model FLOPs by what is recomputed")
+        why.append("the recomputed share follows from hardware FLOPs minus model FLOPs")
     return replace(found, recipe=recipe), tuple(why)

@@ -1,7 +1,7 @@
 """Parsers of the amounts in a plan request: budgets, prices, shares, tokens, batches, rates.
 
-Each parser refuses spellings of another quantity, and names the right spelling: bytes instead of tokens, a percentage
-written as a share above 1, a budget without a unit.
+Each parser refuses a text that spells another quantity, and names the right spelling: for bytes instead of tokens, a
+percentage written as a share above 1, a budget without a unit.
 """
 
 import math
@@ -21,7 +21,7 @@ _BUDGETS = "a budget is operations (6e23flop), money ('$2M', 2MUSD), time (24h, 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A budget: exactly one of the fields is above 0. device_hours: of all devices together."""
+    """A budget, of which exactly one field is above 0. device_hours: hours summed over all devices."""
 
     flops: float = 0.0
     usd: float = 0.0
@@ -30,7 +30,7 @@ class Budget:
 
 
 def parse_budget(text: str | float) -> Budget:
-    """Parse "6e23flop", "$2M", "2MUSD", "24h" or "1M gpu-hours". Raises UsageError, also for a bare number."""
+    """Parse "6e23flop", "$2M", "2MUSD", "24h" or "1M gpu-hours". Raises UsageError, even for a bare number."""
     plain = str(text).strip().lower().replace(" ", "")
     for pattern, make in _FORMS:
         if match := re.fullmatch(pattern, plain):
@@ -74,11 +74,11 @@ def _number(text: str) -> float:
 
 
 def _suggested_budget(plain: str) -> str:
-    """Return the probable meaning of a budget that has no unit, or a wrong one."""
+    """Return the fix for a budget without a unit or with a wrong unit: the spelling that was probably meant."""
     if re.fullmatch("[kmb]?", plain):
         return "quote it: '$2M', or write 2MUSD; the shell takes $2 for a variable"
     if plain.startswith("-"):
-        return "leave the minus: a budget is above 0"
+        return "remove the minus sign: a budget is above 0"
     if re.fullmatch(_NUMBER + "[kmbt]?", plain):
         count = f"{plain}flop or {plain} gpu-hours" if plain[-1].isalpha() else f"{plain}flop or {plain}h"
         return f"did you mean {plain}usd, {count}? tokens are given by --tokens"
@@ -90,18 +90,19 @@ def _suggested_budget(plain: str) -> str:
 
 
 def parse_tokens(text: str | float) -> int:
-    """Parse '1.5T' to 1.5e12. Raises ConfigError if the text is no count, UsageError for bytes and counts below 1."""
+    """Parse '1.5T' to 1.5e12. Raises ConfigError if the text is not a count, UsageError for bytes or a count below
+    1."""
     plain = str(text).strip()
     if _BYTES.fullmatch(plain):
         count = re.sub(r"i?b(?:ytes)?$", "", plain, flags=re.IGNORECASE)
-        why = "a token is 2 bytes in shards (4 from 65,537 ids on), and about 4 bytes of English text"
+        why = "a token takes 2 bytes in shards (4 if there are over 65,536 ids), and about 4 bytes of English text"
         raise _count_in_bytes("--tokens", text, f"tokens are counted; {why}", f"--tokens {count}")
     plain = re.sub(r"[\s-]*tok(?:en)?s?$", "", plain, flags=re.IGNORECASE)
     return _at_least_one("--tokens", text, parse_count(plain), "token")
 
 
 def parse_parameters(text: str | float) -> int:
-    """Parse '70b' to 7e10: b means billions, never bytes. Raises UsageError."""
+    """Parse '70b' to 70e9 parameters; b means billions, never bytes. Raises UsageError."""
     plain = str(text).strip()
     if re.fullmatch(_NUMBER + r"\s*[kmgt]i?b", plain, re.IGNORECASE):
         raise _count_in_bytes("--params", text, "parameters are counted", "--params 70b")
@@ -134,13 +135,13 @@ def _count_in_bytes(option: str, text: object, rule: str, fix: str) -> UsageErro
 
 
 def parse_failures(option: str, text: str | float) -> float:
-    """Parse '0.38%' or 0.0038 to 0.0038 failures per node and day; 0 is allowed. Raises UsageError.
+    """Parse '0.38%' or 0.0038 to 0.0038 failures per node per day; 0 is allowed. Raises UsageError.
 
-    A bare 0.38 is refused: it would mean that more than a third of all nodes fail each day, so it probably means 0.38%.
+    A bare 0.38 is refused, because 38% of all nodes failing each day is unlikely: the user probably means 0.38%.
     """
     share = parse_share(option, text, none=True)
     if share > _MANY_FAILURES and not str(text).strip().endswith("%"):
-        rule = f"a share of nodes that fail in a day; published are 0.23% to 1.6%, {text} would be {share:.0%}"
+        rule = f"the share of nodes that fail in a day; published shares are 0.23% to 1.6%, {text} means {share:.0%}"
         raise UsageError(
             "E-FAILURES-PERCENT",
             f"{option} {text}",
@@ -153,7 +154,7 @@ def parse_failures(option: str, text: str | float) -> float:
 
 
 def parse_share(option: str, text: str | float, *, none: bool = False) -> float:
-    """Parse '45%' or 0.45 to 0.45, a share above 0 and up to 1. none: 0 is allowed. Raises UsageError."""
+    """Parse '45%' or 0.45 to 0.45, a share above 0 and at most 1. none: allow 0 too. Raises UsageError."""
     plain = str(text).strip()
     percent = plain.endswith("%")
     try:
@@ -168,18 +169,19 @@ def parse_share(option: str, text: str | float, *, none: bool = False) -> float:
 
 
 def parse_price(text: str | float) -> float:
-    """Parse '4', '$4', '4/h' or '4usd' to US dollars per device and hour. Raises UsageError."""
+    """Parse '4', '$4', '4/h' or '4usd' to US dollars per device-hour. Raises UsageError."""
     match = re.fullmatch(_NUMBER + r"(?:usd)?(?:/(?:gpu-?)?h(?:our)?)?", str(text).strip().lower().removeprefix("$"))
     price = _number(match[1]) if match else math.nan
     if not 0 < price < math.inf:
-        raise _out_of_range("--price", text, "above 0: US dollars per device and hour", "--price 4")
+        raise _out_of_range("--price", text, "above 0: US dollars per device-hour", "--price 4")
     return price
 
 
 def parse_batch(text: str | int, seq_len: int) -> tuple[int, str]:
-    """Return the sequences of a global batch, and the reason: '512' counts sequences, '4M' tokens. Raises UsageError.
+    """Return the number of sequences in a global batch, and the reason for it. Raises UsageError.
 
-    Batches in tokens are round numbers: 4M means 4,194,304 tokens if that makes whole sequences and 4,000,000 does not.
+    text: '512' means 512 sequences, '4M' means tokens: 4,000,000, or 4,194,304 if only that is a whole number of
+    sequences.
     """
     plain = re.sub(r"[\s-]*tok(?:en)?s?$", "", str(text).strip(), flags=re.IGNORECASE)
     named = plain != str(text).strip()
@@ -198,9 +200,9 @@ def parse_batch(text: str | int, seq_len: int) -> tuple[int, str]:
     if tokens < seq_len:
         raise UsageError(
             "E-BATCH-SHORT",
-            f"--batch {text}: {format_count(tokens)} tokens are less than one sequence of {seq_len:,}",
-            rule="a batch with a unit counts tokens",
-            fix=f"--batch {tokens} means sequences",
+            f"--batch {text}: {format_count(tokens)} tokens is less than one sequence of {seq_len:,}",
+            rule="a --batch with a unit counts tokens, without one sequences",
+            fix=f"write --batch {tokens} for {tokens} sequences",
             tokens=tokens,
             seq_len=seq_len,
         )
@@ -219,8 +221,8 @@ def parse_bandwidth(text: str | float) -> float:
     if not match:
         raise UsageError(
             "E-BANDWIDTH-FORMAT",
-            f"{text!r} is no bandwidth",
-            rule="a bandwidth is bytes or bits per second with the unit",
+            f"{text!r} is not a bandwidth",
+            rule="a bandwidth is a number with its unit, bytes or bits per second",
             fix="write 50GB/s, or 400Gb/s, which is the same",
             text=text,
         )

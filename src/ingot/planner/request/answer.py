@@ -1,4 +1,4 @@
-"""From a plan request to ranked plans: the run that follows from the rules, with the layouts that a search finds."""
+"""Answers to plan requests: ranked plans of a run whose settings follow from rules and whose layouts a search finds."""
 
 import math
 from collections.abc import Mapping
@@ -23,23 +23,26 @@ from ingot.theory.layout import layout_problems
 from ingot.theory.rules.nearest import divisors, nearest
 from ingot.units import format_seconds
 
-# The number of layouts that a search returns: those that are shown, and their runners-up.
+# The number of layouts that a search returns: the plans to show, and their runners-up.
 _SEARCHED = 60
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult(RankedPlans):
-    """Ranked plans with their text forms: `print(result)`, a table in notebooks, explanations, and the run file."""
+    """Ranked plans that can be printed, shown as a table in a notebook, explained, and written as a run file."""
 
     def explain(self, topic: str) -> list[str]:
-        """Return lines about "mem", "time", "comms", "bubble", "lr" or "batch" of the best plan. Raises UsageError."""
+        """Return lines that explain the best plan's "mem", "time", "comms", "bubble", "lr" or "batch".
+
+        Raises UsageError for another topic.
+        """
         return explain(topic, self.best)
 
     def recipe(self) -> list[str]:
-        """Return the decisions of the best plan in order: each with its reason, its formula and the runner-up.
+        """Return the decisions of the best plan in order, each with its reason, its formula and the runner-up.
 
-        For a run file, or on a CPU, the search is made now. Raises ConfigError if no layout fits.
+        If the plan was made without a search (run file, CPU), a search runs now. Raises ConfigError if no layout fits.
         """
         if not self.fits:
             raise ConfigError(
@@ -55,9 +58,10 @@ class PlanResult(RankedPlans):
         return [part for line in decision_lines(context) for part in wrapped(line)]
 
     def write(self, path: str | Path, *, force: bool = False) -> Path:
-        """Write the run file of the best plan, and plan.json in the same folder; return the path of plan.json.
+        """Write the best plan's run file to `path`, and plan.json to the same folder; return the path of plan.json.
 
-        Raises UsageError if the file exists, ConfigError if the trainer cannot execute the plan.
+        force: overwrite an existing run file. Raises UsageError if the run file exists, ConfigError if the trainer
+        cannot execute the plan.
         """
         return write_plan(Path(path), self.best, force=force)
 
@@ -69,7 +73,8 @@ class PlanResult(RankedPlans):
 
 
 def answer(request: PlanRequest) -> PlanResult:
-    """Return the ranked plans of a request. Raises ConfigError for an unknown pin, or pins that allow no layout."""
+    """Return the ranked plans for a request. Raises ConfigError if a pinned setting is unknown, or if no layout has
+    all pinned settings."""
     run, reasons = base_run(request)
     model = {"parameters": request.model.parameters, "shape": request.model.shape, "pinned": request.pinned}
     if request.cluster.device == "cpu" and not request.pinned:
@@ -87,8 +92,11 @@ def answer(request: PlanRequest) -> PlanResult:
 
 
 def planned_of(request: PlanRequest, run: RunConfig, reasons: dict[str, str]) -> PlannedRun:
-    """Return the plan of a run with a layout. Its checkpoint interval is the best one for the expected failures, or
-    the rules' if that is shorter and costs little time; the plan counts the interval of its run file."""
+    """Return the plan of a run that has a layout.
+
+    Its checkpoint interval is the best one for the expected failures. The interval that `run` already has is kept
+    instead if it is shorter or equal and costs little time.
+    """
     run, context = with_context(run, request.cluster)
     plan, reasons = plan_of(request, run), reasons | context
     if plan.outlook:
@@ -98,12 +106,12 @@ def planned_of(request: PlanRequest, run: RunConfig, reasons: dict[str, str]) ->
         if steps >= run.checkpoint.every_steps and kept.outlook and not loses_time(kept.outlook, plan.outlook):
             return PlannedRun(run=run, plan=kept, reasons=reasons)
         run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
-        reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, by the failures to expect (Daly 2006)"
+        reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, best for the expected failures (Daly 2006)"
     return PlannedRun(run=run, plan=plan, reasons=reasons)
 
 
 def assumptions_of(request: PlanRequest, run: RunConfig) -> Assumptions:
-    """Return the request's assumptions, with the run's checkpoint interval unless an interval is assumed."""
+    """Return the request's assumptions, with the run's checkpoint interval if they do not set one themselves."""
     given = request.assumptions
     if given.checkpoint_every_seconds or given.checkpoint_every_steps:
         return given
@@ -111,19 +119,20 @@ def assumptions_of(request: PlanRequest, run: RunConfig) -> Assumptions:
 
 
 def _why(candidate: Candidate, request: PlanRequest, found: Found) -> dict[str, str]:
-    """Return the reason of each setting of the layout that differs from its default."""
+    """Return the reason for each layout setting that differs from its default, by its key in the run file."""
     default, parallel = Parallel(), candidate.run.parallel
     place = found.best.index(candidate) if candidate in found.best else 0
     rank = "the fastest" if not place else f"number {place + 1}"
     why = f"{rank} of {found.considered:,} layouts on {request.cluster.name}"
-    why = why if found.best else f"needs least memory of {found.considered:,} layouts; none fits {request.cluster.name}"
+    least = f"needs the least memory of {found.considered:,} layouts; none fits {request.cluster.name}"
+    why = why if found.best else least
     chosen = [name for name in vars(default) if getattr(parallel, name) != getattr(default, name)]
     reasons = {f"parallel.{name}": "as asked for" if name in request.pinned else why for name in chosen}
     return reasons | {"train.micro_batch": "as asked for" if "micro_batch" in request.pinned else why}
 
 
 def _no_layout(run: RunConfig, request: PlanRequest, found: Found) -> ConfigError:
-    """Return the error for a search without any legal layout, where no single pin is the cause."""
+    """Return the error for a search that found no legal layout although no single pinned setting is the cause."""
     tried = _pinned_run(run, request)
     problems = [f"{key}: {message}" for key, message in layout_problems(tried)] if tried else []
     return ConfigError(
@@ -136,7 +145,7 @@ def _no_layout(run: RunConfig, request: PlanRequest, found: Found) -> ConfigErro
 
 
 def _require_legal(run: RunConfig, request: PlanRequest) -> None:
-    """Raise ConfigError for pins that no layout can have, before the search."""
+    """Raise ConfigError, before any search, if no layout can have the pinned settings."""
     _require_values(request.pinned)
     _require_devices(request)
     _require_micro_batch(run, request.pinned.get("micro_batch", 1))
@@ -147,13 +156,13 @@ def _require_legal(run: RunConfig, request: PlanRequest) -> None:
                 "E-PIN-LAYOUT",
                 "\n".join(problems),
                 rule="a layout divides model and batch into equal parts",
-                fix="use a legal value, or leave the pin",
+                fix="use a legal value, or remove the pin",
                 problems=problems,
             )
 
 
 def _require_values(pinned: Mapping[str, object]) -> None:
-    """Raise ConfigError for pins of a wrong type or value. The search reports unknown names."""
+    """Raise ConfigError if a pinned setting has a wrong type or value. The search reports unknown names."""
     known = {name: value for name, value in pinned.items() if name in vars(Parallel())}
     try:
         from_dict(Parallel, known, where=lambda key: "pinned")
@@ -177,7 +186,7 @@ def _require_devices(request: PlanRequest) -> None:
         raise ConfigError(
             "E-PIN-DEVICES",
             f"{shown} does not divide the {devices:,} devices of {request.cluster.name}",
-            rule="every device has a place in the mesh",
+            rule="the degrees of a mesh multiply to the number of devices",
             fix=f"use {nearest(product, divisors(devices))}",
             product=product,
             devices=devices,
@@ -206,8 +215,10 @@ def _require_micro_batch(run: RunConfig, size: object) -> None:
 
 
 def _pinned_run(run: RunConfig, request: PlanRequest) -> RunConfig | None:
-    """Return the run with the pins, where the remaining ranks share the batch; None if a pin has an unknown name, which
-    the search reports."""
+    """Return the run with the pinned settings; unless dp_shard is pinned, it uses the remaining devices.
+
+    Return None if a pinned setting has an unknown name, which the search reports.
+    """
     pinned = dict(request.pinned)
     micro_batch = int(str(pinned.pop("micro_batch", 1)))
     if any(name not in vars(run.parallel) for name in pinned):

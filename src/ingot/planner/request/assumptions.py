@@ -1,4 +1,4 @@
-"""Changes of a plan's assumptions by name: facts of the cluster, of failures and prices, properties of the software."""
+"""Changes to a plan's assumptions by name: facts about the cluster, failures and prices, properties of the software."""
 
 import re
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ from ingot.units import parse_bytes, parse_seconds
 
 
 def assume(cluster: Cluster, assumptions: Assumptions, settings: Iterable[str]) -> tuple[Cluster, Assumptions]:
-    """Return the cluster and the assumptions with changed fields.
+    """Return the cluster and the assumptions with the fields that `settings` change.
 
-    settings: "network_bandwidth=400Gb/s", "restart_seconds=20min": fields of Cluster or Assumptions. Raises UsageError
-    for unknown fields and texts, ConfigError for illegal values.
+    settings: fields of Cluster or Assumptions with their values, like "network_bandwidth=400Gb/s" and
+    "restart_seconds=20min". Raises UsageError for unknown fields or unreadable values, ConfigError for illegal values.
     """
     facts, outlook = {f.name for f in fields(Cluster)} - {"name", "device", "peak_flops"}, _names(Assumptions)
     changed: dict[str, object] = {}
@@ -37,8 +37,11 @@ def assume(cluster: Cluster, assumptions: Assumptions, settings: Iterable[str]) 
 
 
 def with_properties(software: Software, settings: Iterable[str], recipe: str = "") -> Software:
-    """Return `software` with changed properties. settings: "kernels=tuned". recipe: of low-precision products; "" keeps
-    the recipe of `software`. Raises UsageError for unknown properties, ConfigError for illegal values."""
+    """Return `software` with changed properties.
+
+    settings: properties with values, like "kernels=tuned". recipe: recipe of low-precision matrix products; "" keeps
+    the one of `software`. Raises UsageError for unknown properties, ConfigError for illegal values.
+    """
     changed = dict(_split("--software", setting) for setting in settings)
     if recipe:
         changed["recipe"] = recipe
@@ -75,7 +78,7 @@ def _split(option: str, setting: str) -> tuple[str, str]:
 
 
 def _value(key: str, text: str) -> object:
-    """Return the value of an assumption; the suffix of its key decides the unit."""
+    """Return the parsed value of an assumption; the suffix of its key (_bytes, _seconds, ...) decides the unit."""
     try:
         if key.endswith(("bandwidth", "bytes_per_second")):
             return parse_bandwidth(float(text) if _plain(text) else text)
@@ -95,7 +98,7 @@ def _value(key: str, text: str) -> object:
 
 
 def _bytes(key: str, text: str) -> int:
-    """Return a number of bytes. GB and GiB are different units; Gb are bits, which are refused."""
+    """Return the number of bytes of a size in GB or GiB. Raises UsageError for Gb, which means bits."""
     if re.fullmatch(r"[0-9.,_ ]+[KMGTkmgt]i?b(it)?s?", text):
         size = re.sub(r"b(it)?s?$", "B", text)
         fix = f"{key}={size} or {key}={size.replace('B', 'iB') if 'i' not in size else size}"

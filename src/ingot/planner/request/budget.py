@@ -1,4 +1,5 @@
-"""Plans for a budget: the tokens that it pays for at the predicted speed, and without a model the size to train."""
+"""Plans for a budget: the number of tokens it pays for at the predicted speed and, if no model is named, the size of
+the model to train."""
 
 from dataclasses import replace
 
@@ -17,27 +18,27 @@ from ingot.theory.flops import train_flops_6nd
 from ingot.theory.params import count_active_parameters
 from ingot.units import format_count, format_usd
 
-# The MFU that large runs reach, for a first guess before anything is predicted.
+# The MFU that large runs usually reach: the first guess, used before a speed is predicted.
 _USUAL_MFU = 0.4
-# A speed decides the size or the batch, which change the predicted speed: at most so many rounds, until sizes of two
-# rounds differ by less than this share.
+# The predicted speed decides the size or the batch, and these change the predicted speed. The planner iterates at most
+# _ROUNDS times, until the sizes of two rounds differ by less than the share _CLOSE.
 _ROUNDS, _CLOSE = 4, 0.02
 _DAY_SECONDS, _HOUR_SECONDS = 86400.0, 3600.0
 
 
 def spend(request: PlanRequest, budget: Budget, *, sized: bool) -> PlanResult:
-    """Return the plans for as many tokens as `budget` pays for, failures included.
+    """Return the plans for as many tokens as `budget` pays for, including the cost of failures.
 
-    sized: choose the size of the model as well, with 20 tokens per parameter (Hoffmann et al. 2022); the size in
-    `request` is then a first guess. Raises UsageError if the cluster has no price (for a budget of money) or no rate
-    (for a budget of time), or if the budget is below one step.
+    sized: choose the model's size too, with 20 tokens per parameter (Hoffmann et al. 2022); the size in `request` is
+    then a first guess. Raises UsageError if the budget pays for less than one step, if it is money and the cluster has
+    no price, or if it is not operations and the cluster's FLOP/s are unknown.
     """
     if request.wanted.steps:
         raise UsageError(
             "E-BUDGET-STEPS",
             "--steps and --budget are both given",
             rule="the number of steps follows from the budget",
-            fix="leave --steps, or give --tokens instead of --budget",
+            fix="remove --steps, or give --tokens instead of --budget",
             steps=request.wanted.steps,
         )
     request = replace(request, tokens=_guessed_tokens(budget, request))
@@ -52,7 +53,8 @@ def spend(request: PlanRequest, budget: Budget, *, sized: bool) -> PlanResult:
 
 
 def _sized(budget: Budget, result: PlanResult, request: PlanRequest) -> PlanRequest:
-    """Return the request with the compute-optimal size at the speed of the plan; unchanged if the sizes are close."""
+    """Return the request with the model size that is compute-optimal at the predicted speed. The request is unchanged
+    if its size is within 2% of that."""
     if budget.flops:
         return request
     size, tokens = compute_optimal(affordable_steps(budget, result.best, request) * _step_flops(result.best))
@@ -62,7 +64,7 @@ def _sized(budget: Budget, result: PlanResult, request: PlanRequest) -> PlanRequ
 
 
 def _settled(budget: Budget, result: PlanResult, request: PlanRequest) -> PlanRequest:
-    """Return the request with the tokens that the budget pays for if these change the batch; else unchanged."""
+    """Return the request with the number of tokens that the budget pays for; unchanged if the batch stays the same."""
     run = result.best.run
     tokens = int(affordable_steps(budget, result.best, request) * run.tokens_per_step)
     other = replace(request, tokens=max(tokens, 1))
@@ -70,12 +72,12 @@ def _settled(budget: Budget, result: PlanResult, request: PlanRequest) -> PlanRe
 
 
 def first_size(budget: Budget, cluster: Cluster, usd_per_hour: float) -> ModelChoice:
-    """Return the compute-optimal model at the usual MFU of large runs. Raises UsageError."""
+    """Return the compute-optimal model for the budget at the usual MFU of large runs. Raises UsageError."""
     return _of_size(rounded(compute_optimal(_guessed_flops(budget, cluster, usd_per_hour))[0]))
 
 
 def _of_size(parameters: int) -> ModelChoice:
-    """Return a model of this size. Raises UsageError if no model is that small or large."""
+    """Return a dense model with `parameters` parameters. Raises UsageError if this is below 1M or above 100T."""
     try:
         return model_of_size(parameters)
     except ConfigError as error:
@@ -83,20 +85,20 @@ def _of_size(parameters: int) -> ModelChoice:
             "E-BUDGET-SIZE",
             f"the compute-optimal size for the budget is {format_count(parameters)} parameters",
             rule=error.rule,
-            fix="another budget, or the size itself: --params 70b",
+            fix="give another budget, or the size itself: --params 70b",
             parameters=parameters,
         ) from None
 
 
 def rounded(parameters: float) -> int:
-    """Return the size rounded to two digits, the accuracy of the fit."""
+    """Return the size rounded to two significant digits, the accuracy of the scaling law."""
     return round(float(f"{parameters:.2g}"))
 
 
 def affordable_steps(budget: Budget, planned: PlannedRun, request: PlanRequest) -> float:
     """Return the number of steps of a plan that the budget pays for.
 
-    The cost per step depends on the number of steps (failures, storage), so the number is found by iteration.
+    The cost per step (failures, storage) depends on the number of steps, so this number is found by iteration.
     """
     run, plan = planned.run, planned.plan
     if budget.flops:
@@ -131,14 +133,14 @@ def _share_spent(budget: Budget, run: RunConfig, plan: Plan, request: PlanReques
 
 
 def _cut_to(budget: Budget, planned: PlannedRun, request: PlanRequest) -> PlannedRun:
-    """Return the plan with the steps that the budget pays for. Raises UsageError if it pays for no step."""
+    """Return the plan with as many steps as the budget pays for. Raises UsageError if that is less than one."""
     steps = affordable_steps(budget, planned, request)
     if steps < 1:
         raise UsageError(
             "E-BUDGET-SMALL",
             f"the budget pays for {steps:.2g} steps of {format_count(planned.run.tokens_per_step)} tokens",
             rule="a budget pays for at least one step",
-            fix="a larger budget, a smaller --model, or a smaller --batch",
+            fix="give a larger budget, a smaller --model, or a smaller --batch",
             steps=steps,
         )
     run, reasons = _with_steps(planned, request, int(steps))
@@ -147,7 +149,8 @@ def _cut_to(budget: Budget, planned: PlannedRun, request: PlanRequest) -> Planne
 
 
 def _with_steps(planned: PlannedRun, request: PlanRequest, steps: int) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run with other steps in the same layout and batch; rules choose the values that depend on steps."""
+    """Return the run with `steps` steps in the same layout and batch, and the reasons of its settings. Rules choose
+    the values that depend on the number of steps."""
     train, run = planned.run.train, planned.run
     wanted = replace(request.wanted, steps=steps, global_batch=train.global_batch)
     other, reasons = base_run(replace(request, tokens=steps * run.tokens_per_step, wanted=wanted))
@@ -205,9 +208,9 @@ def _require_known(budget: Budget, planned: PlannedRun, request: PlanRequest) ->
 def _no_rate(cluster: Cluster) -> UsageError:
     return UsageError(
         "E-BUDGET-RATE",
-        f"a budget on {cluster.name}, whose FLOP/s are not known",
-        rule="a budget is converted to steps by the predicted time of a step",
-        fix="ingot doctor --bench measures them, or plan with a budget of operations (6e23flop)",
+        f"the FLOP/s of {cluster.name} are not known, so --budget cannot be converted to steps",
+        rule="a budget of money or time is divided by the predicted time of a step",
+        fix="measure them with `ingot doctor --bench`, or plan with a budget of operations (6e23flop)",
         cluster=cluster.name,
     )
 
@@ -215,8 +218,8 @@ def _no_rate(cluster: Cluster) -> UsageError:
 def _no_price(budget: Budget, cluster: Cluster) -> UsageError:
     return UsageError(
         "E-BUDGET-PRICE",
-        f"{format_usd(budget.usd)} on {cluster.name}, which has no price",
-        rule="a budget of money needs the price of a device and hour",
-        fix="--price USD",
+        f"--budget is {format_usd(budget.usd)}, but {cluster.name} has no price",
+        rule="a budget of money needs the price of a device-hour",
+        fix="give --price USD",
         cluster=cluster.name,
     )

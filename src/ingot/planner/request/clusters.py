@@ -1,11 +1,11 @@
 """The cluster of a plan: by name, from a file, or this machine.
 
 h200              one device
-8xh100            one node of eight; 1024xh100: as many as that takes
-128x8xh100        128 nodes of eight
-72xgb200          one rack whose devices all share fast links; 16x72xgb200: 16 of them
-v5p-256, 4xv5e-256    a slice of TPUs by its product name, and four of them (planning only)
-machine.json      a file that `doctor --bench` wrote, or your own with the fields of schema/cluster.py
+8xh100            one node with 8 devices; 1024xh100: as many full nodes as 1024 devices need
+128x8xh100        128 nodes with 8 devices each
+72xgb200          one rack in which fast links join all devices; 16x72xgb200: 16 such racks
+v5p-256, 4xv5e-256    a TPU slice by its product name; four such slices (planning only)
+machine.json      a file that `doctor --bench` wrote, or your own file with the fields of schema/cluster.py
 """
 
 import re
@@ -21,7 +21,7 @@ from ingot.theory.devices import Device, cluster_of, devices, find_device
 
 MACHINE_FILE = "machine.json"
 MOST_DEVICES = 1_000_000
-# Slices of these TPUs are named by the number of cores. A chip has two cores: v4-128 has 64 chips.
+# The names of these TPU slices count cores, and a chip has two cores: v4-128 has 64 chips.
 _TWO_CORES = ("v3", "v4", "v5p")
 _RACK = "nvl72"  # 72 GB200
 _ALIASES = {"a100-80": "a100", "h100-sxm": "h100", "h100-80": "h100", "v5litepod": "tpu-v5e"}
@@ -29,10 +29,10 @@ _WAYS = "write 8xh100, 128x8xh100, 16x72xgb200, v5p-256, or give a machine.json"
 
 
 def find_cluster(name_or_file: str | None, folder: Path = Path()) -> Cluster:
-    """Return the cluster of a name or a file.
+    """Return the cluster that a name or a file describes.
 
-    None: the machine.json of `doctor --bench` in `folder` or the working directory, else this machine with published
-    rates. Raises UsageError, for a file ConfigError.
+    name_or_file: if None, the cluster is read from machine.json (of `doctor --bench`) in `folder` or the working
+    directory; without such a file it is this machine with published rates. Raises UsageError, for a file ConfigError.
     """
     if name_or_file:
         path = Path(name_or_file)
@@ -44,7 +44,8 @@ def find_cluster(name_or_file: str | None, folder: Path = Path()) -> Cluster:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return a cluster by its name, in the forms above. Raises UsageError with the nearest names."""
+    """Return the cluster with a name of the forms listed at the top of this file. Raises UsageError, which proposes
+    the nearest names."""
     name = name.strip().lower()
     sizes, kind = re.fullmatch(r"((?:\d+x){0,2})(.*)", name).groups()  # type: ignore[union-attr]
     counts = [int(n) for n in sizes.split("x") if n]
@@ -52,11 +53,11 @@ def load_cluster(name: str) -> Cluster:
     if slice_ and f"tpu-{slice_[1]}" in devices():
         chips = int(slice_[2]) // (2 if slice_[1] in _TWO_CORES else 1)
         if len(counts) == 2:
-            raise _bad_cluster(name, f"{slice_[0]} is a whole slice", f"write 4x{slice_[0]}")
+            raise _bad_cluster(name, f"{slice_[0]} names a whole slice", f"write 4x{slice_[0]}")
         kind, counts = f"tpu-{slice_[1]}", [*(counts or [1]), chips]
     if kind == _RACK:
         if len(counts) == 2:
-            raise _bad_cluster(name, f"{_RACK} is a whole rack", f"write {counts[0]}x{_RACK}")
+            raise _bad_cluster(name, f"{_RACK} names a whole rack", f"write {counts[0]}x{_RACK}")
         kind, counts = "gb200", [*(counts or [1]), devices()["gb200"].domain]
     key = _ALIASES.get(kind, kind)
     if key not in devices():
@@ -67,8 +68,8 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _sized(name: str, device: Device, counts: list[int]) -> Cluster:
-    """Return a cluster of a device. counts: [], [devices], or [groups, devices per group], where a group is a node or a
-    domain of fast links."""
+    """Return a cluster of one kind of device. counts: [] for one device, [devices], or [groups, devices per group],
+    where a group is a node or a domain of fast links."""
     groups, each = (counts[0], counts[1]) if len(counts) == 2 else (1, counts[0] if counts else 1)
     if groups * each > MOST_DEVICES:
         found = f"has {groups * each:,} devices"
@@ -84,7 +85,7 @@ def _sized(name: str, device: Device, counts: list[int]) -> Cluster:
     if each % node:
         low = each // node * node
         found = f"has {each} {device.device_name}, which do not fill nodes of {node}"
-        raise _bad_cluster(name, "nodes are whole", f"use {low} or {low + node} devices", found)
+        raise _bad_cluster(name, "all devices of a node are used", f"use {low} or {low + node} devices", found)
     return cluster_of(device, groups * each, name=name, domain=each if len(counts) == 2 else 0)
 
 
@@ -93,7 +94,8 @@ def _bad_cluster(name: str, rule: str, fix: str, found: str = "") -> UsageError:
 
 
 def with_published_rates(cluster: Cluster) -> Cluster:
-    """Return a "cuda" cluster of known GPUs with their published rates and its own size; other clusters unchanged."""
+    """Return the cluster with the published rates of its GPUs; its size and memory stay. Clusters of other devices
+    and of unknown GPUs are returned unchanged."""
     device = find_device(cluster.device_name) if cluster.device == "cuda" else None
     if device is None:
         return cluster

@@ -1,4 +1,4 @@
-"""The request for a plan: a model, a cluster and tokens; and the run that follows from them before it has a layout."""
+"""The request for a plan (model, cluster, tokens), and the run that follows from it before a layout is chosen."""
 
 import os
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ NOWHERE = Data(tokens="data/tokens/train")
 class PlanRequest:
     """A request for ranked plans.
 
-    tokens: in the training set. wanted: the batch, sequence length, steps and learning rate that the user asked for.
-    batch_why: the reason of that batch. pinned: settings that the search must keep. mfu: replaces the predicted MFU.
-    top: the number of plans. relative_to: the folder of the run file, to which its paths are relative.
+    tokens: number of tokens to train on. wanted: the batch, sequence length, steps and learning rate that the user
+    asked for. batch_why: the reason for that batch. pinned: settings that the search must keep. mfu: a value that
+    replaces the predicted MFU, 0 for none. top: number of plans to return. relative_to: folder of the run file.
     """
 
     model: ModelChoice
@@ -51,10 +51,10 @@ class PlanRequest:
 
 
 def base_run(request: PlanRequest) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run without a layout, and the reason of each chosen value. On a CPU the run has its layout: the ranks
-    of the machine share the batch, because its rates were measured with them.
+    """Return the run before its layout is chosen, and the reason for each chosen value.
 
-    Raises ConfigError if data and model do not fit together.
+    On a CPU the run already has its layout: all ranks of the machine share the batch, because the machine's rates were
+    measured with all ranks running. Raises ConfigError if data and model do not fit together.
     """
     model, cluster = request.model, request.cluster
     proposal = _proposal(request, request.wanted)
@@ -67,7 +67,7 @@ def base_run(request: PlanRequest) -> tuple[RunConfig, dict[str, str]]:
         for key in [key for key in reasons if key.startswith("parallel.") or key == "train.micro_batch"]:
             del reasons[key]
         if not request.wanted.global_batch and model.hints.global_batch not in (0, run.train.global_batch):
-            reasons["train.global_batch"] += f", made a number that {cluster.devices:,} devices can share"
+            reasons["train.global_batch"] += f", changed to a number that {cluster.devices:,} devices can share"
     if request.batch_why:
         reasons["train.global_batch"] = request.batch_why
     if model.init:
@@ -75,7 +75,7 @@ def base_run(request: PlanRequest) -> tuple[RunConfig, dict[str, str]]:
             check_vocabulary(request.manifest, run.model.vocab_size)
         require_fit(model.init, run.model)
         run = replace(run, init=relative(model.init, request.relative_to))
-        reasons["init"] = "the first weights, and the shape in [model]"
+        reasons["init"] = "the initial weights, and the source of the shape in [model]"
     return run, reasons
 
 
@@ -87,7 +87,7 @@ def _proposal(request: PlanRequest, wanted: Hints) -> ProposedRun:
         request.data,
         name=request.name or model.name,
         tokens=request.tokens,
-        # A model with given weights keeps its vocabulary; base_run refuses tokens with other ids.
+        # A model with given weights keeps its vocabulary; base_run refuses tokens whose ids it does not have.
         vocab_size=request.manifest.vocab_size if request.manifest and not model.init else 0,
         preset=_shared_hints(model.hints, cluster),
         wanted=wanted,
@@ -97,14 +97,15 @@ def _proposal(request: PlanRequest, wanted: Hints) -> ProposedRun:
 
 
 def _shared_hints(hints: Hints, cluster: Cluster) -> Hints:
-    """Return hints with a batch that the devices can share in many ways, because the layout is not known yet."""
+    """Return hints with a global batch that many layouts can divide evenly, because the layout is not known yet."""
     if cluster.device == "cpu" or not hints.global_batch:
         return hints
     return replace(hints, global_batch=shareable_batch(hints.global_batch, cluster.devices))
 
 
 def _repeats(request: PlanRequest, run: RunConfig) -> bool:
-    """Return True if the rules would repeat tokens that the user gave as a count, and not as a folder of data."""
+    """Return True if the proposed run would train on more tokens than the user's count. If the tokens are a folder or
+    the number of steps is given, the result is False."""
     chosen = request.wanted.steps or request.model.hints.steps
     return not request.manifest and not chosen and run.train.steps * run.tokens_per_step > request.tokens
 
@@ -123,9 +124,10 @@ def plan_of(request: PlanRequest, run: RunConfig) -> Plan:
 
 
 def _undivided(cluster: Cluster, batch_given: bool) -> Cluster:
-    """Return a cluster for a run without a layout: one node with the odd factor of the number of devices.
+    """Return a cluster with which to propose a run that has no layout yet: one node.
 
-    The proposed batch is then a multiple of this factor; with a given batch the cluster has one device.
+    Its number of devices is the largest odd factor of `cluster.devices`, so that the proposed batch is a multiple of
+    this factor; it is 1 if the user gave the batch.
     """
     odd = cluster.devices
     while odd % 2 == 0:
@@ -134,10 +136,10 @@ def _undivided(cluster: Cluster, batch_given: bool) -> Cluster:
 
 
 def read_data(tokens: str, relative_to: Path) -> tuple[Data, TokenManifest | None, int]:
-    """Return the [data] section, the manifest (None for a count) and the number of tokens.
+    """Return the [data] section, the manifest (None if `tokens` is a count) and the number of tokens.
 
-    tokens: a count ("1.5T"), or DATA of `data build --out DATA`, DATA/tokens or DATA/tokens/train. relative_to: the
-    folder of the run file. Raises DataError, UsageError.
+    tokens: a count ("1.5T"), the folder DATA of `data build --out DATA`, DATA/tokens or DATA/tokens/train.
+    relative_to: the folder of the run file. Raises DataError, UsageError.
     """
     folder = Path(tokens)
     if not folder.is_dir():
@@ -159,9 +161,9 @@ def _count(tokens: str) -> int:
     except ConfigError:
         raise DataMissing(
             "E-TOKENS-ARGUMENT",
-            f"--tokens {tokens}: no such folder, and not a count",
+            f"--tokens {tokens} is neither an existing folder nor a count",
             rule="--tokens is the folder of `ingot data build --out`, or a count like 1.5T",
-            fix="ingot data build FILES... --out DIR makes the folder",
+            fix="give a count, or make the folder: ingot data build FILES... --out DIR",
             path=tokens,
         ) from None
 

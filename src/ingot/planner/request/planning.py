@@ -1,4 +1,4 @@
-"""`ingot.plan(...)`: the best layouts of a run on a cluster, as objects; and the project folder of `ingot init`.
+"""`ingot.plan(...)`, which returns the best layouts of a run as objects, and `make_project`, for `ingot init`.
 
 from ingot import plan
 result = plan(params="70b", tokens="1.5T", cluster="128x8xh100", price=4)
@@ -49,7 +49,7 @@ _GITIGNORE = "/data/\n/runs/\n/machine.json\n"
 
 @dataclass(frozen=True, kw_only=True)
 class _Conditions:
-    """The cluster of a plan, and the quantities that the user gives instead of predictions."""
+    """The cluster of a plan, the software, and the quantities that the user gives in place of predictions."""
 
     cluster: Cluster
     assumptions: Assumptions
@@ -84,11 +84,11 @@ def plan(
     top: int = 5,
     relative_to: Path = Path(),
 ) -> PlanResult:
-    """Return ranked plans of a model on a cluster. `ingot plan --help` describes the arguments, which are its options.
+    """Return ranked plans for a model on a cluster. The arguments are the options that `ingot plan --help` describes.
 
-    run: a run file, which is planned with its own layout. overrides: changes to it, "train.steps=100".
-    recipe: of low-precision products (--fp8). relative_to: the folder of the new run file, to which its paths are
-    relative. Raises UsageError, ConfigError or DataError.
+    run: a run file, which is planned with its own layout. overrides: changes to the run file, like "train.steps=100".
+    recipe: recipe of low-precision matrix products (--fp8). relative_to: folder of the new run file, to which its
+    paths are relative. Raises UsageError, ConfigError or DataError.
     """
     conditions = _conditions(
         cluster, Path(run).parent if run else Path(), assumptions, software, recipe, mfu, price, failures
@@ -99,7 +99,7 @@ def plan(
                 "E-PLAN-FILE",
                 "a run file and other values are both given",
                 rule="a run file has its own model, tokens, batch and layout",
-                fix='change it with overrides=["train.steps=100"], on the command line with --set',
+                fix='change the run file with overrides=["train.steps=100"], or on the command line with --set',
                 path=str(run),
             )
         return PlanResult(plans=(_plan_file(Path(run), tuple(overrides), conditions),))
@@ -119,8 +119,8 @@ def plan(
 
 
 def _plan_file(path: Path, overrides: tuple[str, ...], conditions: _Conditions) -> PlannedRun:
-    """Return the plan of a run file. It counts the file's checkpoint interval unless one is assumed, and the passes
-    over the data if the token folder exists."""
+    """Return the plan of a run file. The plan uses the file's checkpoint interval unless `conditions` assume one, and
+    counts the passes over the data if the token folder exists."""
     run = load_run(path, overrides)
     if conditions.usd_per_hour:
         run = replace(run, cost=replace(run.cost, usd_per_hour=conditions.usd_per_hour))
@@ -145,16 +145,16 @@ def _require_amount(tokens: str | Path | float | None, spent: Budget | None) -> 
     if tokens is None and spent is None:
         raise UsageError(
             "E-PLAN-AMOUNT",
-            "a plan without tokens or a budget",
-            rule="a new run is planned for a number of tokens",
-            fix="--tokens data, --tokens 1.5T, or --budget 6e23flop",
+            "neither tokens nor a budget is given",
+            rule="a new run is planned for a number of tokens or for a budget",
+            fix="give --tokens data, --tokens 1.5T, or --budget 6e23flop",
         )
     if tokens is not None and spent is not None and not Path(str(tokens)).is_dir():
         raise UsageError(
             "E-BUDGET-TOKENS",
             f"--tokens {tokens} and --budget are both given",
             rule="the number of tokens follows from the budget",
-            fix="leave one of them, or give --tokens a folder of data",
+            fix="remove one of them, or give --tokens a folder of data",
             tokens=str(tokens),
         )
 
@@ -166,14 +166,14 @@ def _require_positive(**numbers: float) -> None:
                 "E-OPTION-RANGE",
                 f"--{name} {value}",
                 rule=f"--{name} is a number above 0",
-                fix=f"give such a number, or leave --{name} to the rules",
+                fix=f"give such a number, or omit --{name}, and the rules choose it",
                 option=f"--{name}",
                 value=value,
             )
 
 
 def _conditions(cluster, folder: Path, settings, software, recipe: str, mfu, price, failures) -> _Conditions:
-    """Return the parsed conditions. folder: where a machine.json is searched if no cluster is named."""
+    """Return the parsed conditions. folder: where to look for machine.json if no cluster is named."""
     found = cluster if isinstance(cluster, Cluster) else find_cluster(cluster, folder)
     assumptions = Assumptions()
     if failures:
@@ -193,7 +193,7 @@ def _conditions(cluster, folder: Path, settings, software, recipe: str, mfu, pri
 
 
 def _model_choice(model: str, params, init, spent: Budget | None, given: _Conditions) -> tuple[ModelChoice, bool]:
-    """Return the model, and True if its size follows from the budget."""
+    """Return the model, and True if the budget decides its size."""
     if spent and not (model or params or init):
         return first_size(spent, given.cluster, given.usd_per_hour), True
     parameters = parse_parameters(params) if params is not None else 0
@@ -201,15 +201,15 @@ def _model_choice(model: str, params, init, spent: Budget | None, given: _Condit
 
 
 def make_project(folder: Path, model: str) -> list[Path]:
-    """Make `folder` with a run.toml for the data of `ingot data build --out data`, and a .gitignore; return the paths.
+    """Make `folder` with a .gitignore and a run.toml for the data of `ingot data build --out data`; return both paths.
 
-    model: a preset or model file. Raises UsageError if there is a run.toml already, or `folder` is a file.
+    model: a preset or a model file. Raises UsageError if `folder` has a run.toml already or is a file.
     """
     if (folder / "run.toml").exists():
         raise UsageError(
             "E-FILE-EXISTS",
-            f"{folder / 'run.toml'} exists",
-            rule="init starts new projects",
+            f"{folder / 'run.toml'} exists already",
+            rule="init starts a new project and overwrites no file",
             fix="choose another folder",
             path=str(folder / "run.toml"),
         )
@@ -217,7 +217,7 @@ def make_project(folder: Path, model: str) -> list[Path]:
         raise UsageError(
             "E-FOLDER-FILE",
             f"{folder} is a file",
-            rule="init makes a folder",
+            rule="init makes a folder for the project",
             fix="choose another name",
             path=str(folder),
         )

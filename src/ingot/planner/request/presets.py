@@ -1,4 +1,4 @@
-"""Models to plan for: presets by name, model files, folders of weights, and models known by their size alone."""
+"""Models to plan for: named presets, model files, Hugging Face folders, and models given only by their size."""
 
 import difflib
 import tomllib
@@ -15,19 +15,19 @@ from ingot.schema.arch import Arch
 from ingot.theory.params import count_parameters
 from ingot.units import format_count
 
-# The shape of a preset is used for a bare number of parameters if their sizes differ by less than this share.
+# A model given only by its size has a preset's shape if the two sizes differ by less than this share.
 _NEAR = 0.04
 _PROPORTIONS = "usual proportions"
-# Models of at least this size rarely have shorter sequences.
+# Models of at least _LARGE parameters are rarely trained on shorter sequences than _USUAL_SEQUENCE tokens.
 _LARGE, _USUAL_SEQUENCE = 1e9, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """A model of models.toml or of a model file.
+    """A model from models.toml or from a model file.
 
-    parameters, active_parameters: the publisher's figures, 0 for ingot's own shapes (and active ones for dense models).
-    train: settings known to work with this model.
+    parameters, active_parameters: counts that the publisher reports; 0 for ingot's own shapes. active_parameters is
+    also 0 for dense models. train: training settings known to work with this model.
     """
 
     arch: Arch
@@ -42,8 +42,8 @@ class ModelPreset:
 class ModelChoice:
     """The model that a plan is for.
 
-    parameters: the size of a model known by its size alone, 0 otherwise. shape: for such a model, the name of the
-    preset whose shape `arch` is. init: a folder with the first weights of the run.
+    parameters: the size of a model given only by its size, otherwise 0. shape: for such a model, the preset whose
+    shape `arch` has, or "usual proportions". init: a Hugging Face folder with the run's initial weights.
     """
 
     name: str
@@ -100,7 +100,10 @@ def _model_file(path: Path) -> ModelPreset:
 
 
 def unknown(code: str, what: str, given: str, known: tuple[str, ...], fix: str = "") -> UsageError:
-    """Return the error for an unknown name, with the nearest known names before `fix`."""
+    """Return the error for an unknown name. Its fix proposes the nearest known names, followed by `fix`.
+
+    what: the kind of thing that `given` should name, like "device".
+    """
     close = difflib.get_close_matches(given, known, n=3, cutoff=0.4)
     fixes = [f"did you mean {' or '.join(map(repr, close))}?"] if close else []
     fixes += [fix] if fix else []
@@ -115,10 +118,10 @@ def unknown(code: str, what: str, given: str, known: tuple[str, ...], fix: str =
 
 
 def choose_model(model: str = "", *, parameters: int = 0, init: Path | None = None) -> ModelChoice:
-    """Return the model that exactly one of the arguments names.
+    """Return the model that exactly one of the three arguments names.
 
     model: a preset or a model file. parameters: the size of a dense model. init: a Hugging Face model folder.
-    Raises UsageError, for files ConfigError.
+    Raises UsageError, or ConfigError for wrong file contents.
     """
     if (given := sum(map(bool, (model, parameters, init)))) != 1:
         raise UsageError(
@@ -138,7 +141,8 @@ def choose_model(model: str = "", *, parameters: int = 0, init: Path | None = No
 
 
 def model_of_size(parameters: int) -> ModelChoice:
-    """Return a dense model of a size, with the shape of a preset of this size, else with usual proportions.
+    """Return a dense model with about `parameters` parameters: the shape of the nearest preset if it is within 4%,
+    otherwise one with usual proportions.
 
     Raises ConfigError for fewer than 1M or more than 100T parameters.
     """

@@ -30,12 +30,12 @@ from ingot.units import format_bytes, format_count, format_seconds, format_usd
 _TIGHT = 0.9
 _LARGE_BUBBLE = 0.2
 _UINT16_IDS = 65_536
-# Below so many rows of a product, a GPU reads the weights longer than it multiplies (an H100: 300 FLOP per byte).
+# If a product has fewer rows than this, a GPU takes longer to read the weights than to multiply (H100: 300 FLOP/byte).
 _FEW_ROWS = 128
 _UNEVEN = 1.1
-# A smaller share of wall-clock time, lost by the interval between checkpoints, causes no warning.
+# The planner warns about a checkpoint interval only if it loses more than this share of wall-clock time.
 _RELEVANT_SHARE = 0.01
-# The rate that teaching texts call an H100's sustained rate, and then multiply by an MFU once more.
+# Tutorials call _TEXTS_RATE an H100's sustained rate, and then multiply it by an MFU a second time.
 _TEXTS_RATE, _TEXTS_DEVICE_PEAK, _TEXTS_MFU = 400e12, 989e12, 0.45
 
 
@@ -48,7 +48,8 @@ def warnings(
     manifest: TokenManifest | None,
     software: Software = INGOT,
 ) -> Iterator[str]:
-    """Yield the warnings of a plan: one sentence each, with a remedy. tokens: in the training set, 0 if unknown."""
+    """Yield the warnings of a plan, each one sentence with a remedy. tokens: number of tokens in the training set, 0 if
+    unknown."""
     yield from _memory(run, cluster, bill)
     yield from _low_precision(cluster, software)
     yield from _devices(run, cluster)
@@ -62,7 +63,7 @@ def warnings(
 def check_warnings(
     run: RunConfig, cluster: Cluster, bill: dict[str, Term], seconds: float, manifest: TokenManifest | None
 ) -> Iterator[str]:
-    """Yield the warnings of `ingot check`: those about failing or slow runs, without the plan's advice on size."""
+    """Yield the warnings of `ingot check`: those on failing and slow runs, without those on the model's size."""
     yield from _memory(run, cluster, bill)
     if cluster.device == "cpu":
         yield from _devices(run, cluster)
@@ -76,7 +77,7 @@ def _low_precision(cluster: Cluster, software: Software) -> Iterator[str]:
     bits = "4" if software.recipe == "nvfp4" else "8"
     if software.recipe and not cluster.peak_flops.get(f"fp{bits}"):
         name = cluster.device_name or cluster.name
-        yield f"{name} has no products in {bits} bits: {software.recipe} makes nothing faster there; leave --fp8"
+        yield f"{name} has no {bits}-bit matrix products, so {software.recipe} makes nothing faster; remove --fp8"
 
 
 def _rates(run: RunConfig, cluster: Cluster, seconds: float, manifest: TokenManifest | None) -> Iterator[str]:
@@ -85,7 +86,7 @@ def _rates(run: RunConfig, cluster: Cluster, seconds: float, manifest: TokenMani
     if not seconds:
         yield f"no {run.train.precision} rate of {cluster.name} is known: run `ingot doctor --bench` to predict time"
     elif not cluster.measured and cluster.device != "tpu":
-        yield f"time on {cluster.name} follows from published figures; `ingot doctor --bench` there measures it"
+        yield f"time on {cluster.name} follows from published figures; run `ingot doctor --bench` there to measure it"
 
 
 def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator[str]:
@@ -99,7 +100,7 @@ def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator
     if largest == "activations" and run.train.micro_batch == 1 and run.parallel.recompute == "none":
         fix = "recompute them (parallel.recompute)"
     elif largest == "activations" and run.train.micro_batch == 1 and cluster.device != "cpu":
-        fix = "cut sequences (parallel.cp), or shorten train.seq_len"
+        fix = "divide sequences (parallel.cp), or shorten train.seq_len"
     if needed > there:
         yield f"does not fit: {format_bytes(needed)} per rank of {format_bytes(there)}, mostly {largest}; {fix}"
     elif needed > _TIGHT * there:
@@ -110,13 +111,13 @@ def _devices(run: RunConfig, cluster: Cluster) -> Iterator[str]:
     ranks = run.parallel.world_size
     if cluster.device != "cpu" and ranks > cluster.devices:
         kind = "TPUs" if cluster.device == "tpu" else "GPUs"
-        yield f"{ranks} ranks want {ranks} {kind}, {cluster.name} has {cluster.devices}; lower {degrees(run.parallel)}"
+        yield f"{ranks} ranks need {ranks} {kind}, {cluster.name} has {cluster.devices}; lower {degrees(run.parallel)}"
     elif cluster.device == "cpu" and cluster.measured and ranks != cluster.devices_per_node:
         yield f"{cluster.name} was measured with {cluster.devices_per_node} ranks, the run has {ranks}; times differ"
 
 
 def degrees(parallel: Parallel) -> str:
-    """Return the keys of the run file whose product is the number of ranks, joined by "or"."""
+    """Return the keys of the run file whose values multiply to the number of ranks, joined by "or"."""
     named = [name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(parallel, name) > 1]
     return " or ".join(f"parallel.{name}" for name in named or ["dp_shard"])
 
@@ -142,7 +143,7 @@ def _layout(run: RunConfig, cluster: Cluster, seconds: float) -> Iterator[str]:
 
 
 def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, LineTime], seconds: float) -> Iterator[str]:
-    """Warn if tensor-parallel or ZeRO 3 groups, which communicate in every layer, span several nodes."""
+    """Yield warnings if groups of tensor parallelism or ZeRO 3, which communicate in every layer, span nodes."""
     domain, zero, parallel = cluster.domain, resolve_parallel(run).zero, run.parallel
     crossing = {line: time for line, time in slowest.items() if time.crosses}
     if "tp" in crossing:
@@ -156,7 +157,8 @@ def _slow_links(run: RunConfig, cluster: Cluster, slowest: dict[str, LineTime], 
 
 
 def _inside_nodes(run: RunConfig, cluster: Cluster) -> str:
-    """Return the degrees of a layout that gathers parameters inside a node; other advice if none fits in memory."""
+    """Return the data-parallel degrees with which parameters are gathered inside a node; other advice if that layout is
+    not legal or does not fit."""
     parallel = run.parallel
     inside = max(cluster.domain // (parallel.tp * parallel.cp), 1)
     shape = {"dp_shard": inside, "dp_replicate": parallel.data_ranks // inside}
@@ -168,7 +170,8 @@ def _inside_nodes(run: RunConfig, cluster: Cluster) -> str:
 
 
 def _canonical(run: RunConfig) -> Iterator[str]:
-    """Report the traffic and memory of the fixed ("canonical") order of gradient sums."""
+    """Yield a warning about the traffic and memory of canonical gradient sums, whose order does not depend on the
+    layout."""
     parallel = run.parallel
     if parallel.reduce != "canonical":
         return
@@ -183,13 +186,13 @@ def _canonical(run: RunConfig) -> Iterator[str]:
     )
     kept = levels * gradient if parallel.virtual_ranks > parallel.dp_replicate else gradient
     yield (
-        f"canonical sums: {format_bytes(sent)} sent per rank and step, fast ones {format_bytes(otherwise)}; and up to "
-        f"{format_bytes(kept)} of buffers for sums"
+        f"canonical sums: a rank sends {format_bytes(sent)} per step, with fast sums {format_bytes(otherwise)}; and "
+        f"needs up to {format_bytes(kept)} of buffers for them"
     )
 
 
 def _without_effect(run: RunConfig) -> Iterator[str]:
-    """Warn about changed settings that have no effect in this run."""
+    """Yield warnings about settings that were changed but have no effect in this run."""
     parallel, default, zero = run.parallel, Parallel(), resolve_parallel(run).zero
     if parallel.tp == 1 and not parallel.sequence:
         yield "parallel.sequence = false has no effect: there is no tensor parallelism (tp = 1)"
@@ -221,7 +224,8 @@ def _passes(run: RunConfig, tokens: int) -> Iterator[str]:
 
 
 def _compute_optimal(run: RunConfig) -> Iterator[str]:
-    """Warn about too few tokens for the model's size. Only active parameters count: the fits are of dense models."""
+    """Yield a warning about too few tokens for the model's size. Only active parameters count, because the scaling laws
+    are fitted on dense models."""
     consumed, parameters = run.train.steps * run.tokens_per_step, count_active_parameters(run.model)
     optimal = compute_optimal_tokens(parameters)
     if consumed < optimal / 2:
@@ -233,7 +237,8 @@ def _compute_optimal(run: RunConfig) -> Iterator[str]:
 
 
 def _expert_warnings(run: RunConfig, cluster: Cluster, position: Position, times: dict[str, LineTime]) -> Iterator[str]:
-    """Warn about experts. position: the busiest pipeline rank. times: of the slowest rank, by communication line."""
+    """Yield warnings about experts. position: the pipeline rank with the most expert parameters. times: traffic of the
+    slowest rank, by line of the mesh."""
     if not run.model.is_moe:
         return
     moe, parallel = run.model.moe, run.parallel
@@ -248,13 +253,13 @@ def _expert_warnings(run: RunConfig, cluster: Cluster, position: Position, times
         yield f"ep = {parallel.ep} spans nodes of {cluster.domain}: {each}; use ep of at most {max(legal)}"
     if moe.groups > 1 and parallel.ep > 1 and moe.groups % parallel.ep and parallel.ep % moe.groups:
         whole = [ep for ep in legal_ep(moe.num_experts, parallel) if moe.groups % ep == 0 or ep % moe.groups == 0]
-        found = f"model.moe.groups = {moe.groups} and parallel.ep = {parallel.ep} cut experts in different places"
+        found = f"model.moe.groups = {moe.groups} and parallel.ep = {parallel.ep} divide experts in different places"
         why = "so choosing few groups does not send a token to few ranks"
         yield f"{found}, {why}; use ep = {nearest(parallel.ep, whole)}"
     if run.train.compile == "on":
         found, kept = 'train.compile = "on" leaves experts uncompiled', parallel.recompute == "selective"
         also = ", and all of the blocks that are recomputed selectively" if kept else ""
-        yield f"{found}{also}: the host has to read how many rows each has"
+        yield f"{found}{also}, because the host has to read each expert's number of rows"
     rows = position.assignments * parallel.ep / moe.num_experts
     if cluster.device == "cuda" and rows < _FEW_ROWS:
         found = f"an expert multiplies {rows:.0f} rows of a micro-batch at once, too few to keep a GPU busy"
@@ -264,22 +269,23 @@ def _expert_warnings(run: RunConfig, cluster: Cluster, position: Position, times
 def _context_warnings(
     run: RunConfig, parallel: Parallel, times: dict[str, LineTime], cluster: Cluster
 ) -> Iterator[str]:
-    """Warn about context parallelism. parallel: resolved. times: of the slowest rank, by communication line."""
+    """Yield warnings about context parallelism. parallel: the layout without "auto" values. times: traffic of the
+    slowest rank, by line of the mesh."""
     if parallel.cp == 1:
         return
     if "ulysses" in times and times["ulysses"].crosses:
         inside = max(cluster.domain // parallel.tp, 1)
         sides = [u for u in range(2, parallel.ulysses) if parallel.cp % u == parallel.ulysses % u == 0 and u <= inside]
         use = f'context = "usp" with ulysses = {max(sides)}' if sides else 'context = "ring"'
-        yield f"the heads of attention travel between nodes: {_over_network(times['ulysses'])}; use {use}"
+        yield f"Ulysses sends attention heads between nodes: {_over_network(times['ulysses'])}; use {use}"
     uneven = imbalance(parallel, run.train.seq_len, run.model.sliding_window)
     if uneven > _UNEVEN:
-        found = f"context_layout = {parallel.context_layout!r} gives one rank {uneven:.2f} times the mean of attention"
-        yield f'{found}, and all wait for it; use "zigzag"'
+        found = f"context_layout = {parallel.context_layout!r} gives one rank {uneven:.2f} times the mean attention"
+        yield f'{found} work, and all other ranks wait; use "zigzag"'
 
 
 def _model_without_effect(run: RunConfig) -> Iterator[str]:
-    """Warn about settings of the model that have no effect with sequences of this length."""
+    """Yield warnings about settings of the model that have no effect with the run's sequence length."""
     moe, train, window = run.model.moe, run.train, run.model.sliding_window
     if window >= train.seq_len:
         yield f"model.sliding_window = {window} hides nothing in training: train.seq_len is {train.seq_len}"
@@ -296,9 +302,9 @@ def _over_network(time: LineTime) -> str:
 def outlook_warnings(
     run: RunConfig, step_seconds: float, found: Outlook, assumptions: Assumptions | None
 ) -> Iterator[str]:
-    """Warn about slow storage and about checkpoints too far apart or too frequent.
+    """Yield warnings about slow storage, and about checkpoints that are too frequent or too far apart.
 
-    step_seconds: predicted, without waiting for storage.
+    step_seconds: predicted step time, without waiting for storage.
     """
     given = assumptions or Assumptions()
     reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
@@ -309,7 +315,7 @@ def outlook_warnings(
 
 
 def loses_time(found: Outlook, best: Outlook) -> bool:
-    """Return True if the checkpoint interval of `found` wastes a relevant share of time compared with `best`."""
+    """Return True if the goodput of `found` is more than 1 percentage point below that of `best`."""
     return best.goodput - found.goodput > _RELEVANT_SHARE
 
 
@@ -326,7 +332,7 @@ def _interval(step_seconds: float, most: int, found: Outlook) -> Iterator[str]:
 
 
 def notes(run: RunConfig, cluster: Cluster) -> Iterator[tuple[str, str]]:
-    """Yield (subject, one sentence) about experts and context parallelism of a run without problems."""
+    """Yield (subject, sentence) pairs that describe the experts and the context parallelism of a legal run."""
     if run.model.is_moe:
         yield "experts", _experts(run)
     if run.parallel.cp > 1:
@@ -340,27 +346,27 @@ def _experts(run: RunConfig) -> str:
     where = f"{moe.num_experts // ep} on each of {ep} ranks" if ep > 1 else "all on every rank"
     rows = max(position.assignments for position in positions(run)) * ep / moe.num_experts
     return (
-        f"{moe.num_experts} experts, {moe.top_k} to a token{shared}: {total} parameters, {active} active; {where},"
+        f"{moe.num_experts} experts, {moe.top_k} per token{shared}: {total} parameters, {active} active; {where},"
         f" {rows:,.0f} rows of a micro-batch each, if all have the same load"
     )
 
 
 def _context(run: RunConfig, cluster: Cluster) -> str:
-    """Describe the form of context parallelism and its cost on `cluster`. A form "auto" is resolved as the trainer
-    resolves it, with the figures of a fixed machine."""
+    """Describe the form of context parallelism and its cost on `cluster`. "auto" is replaced by the form that the
+    trainer would choose, which assumes the links of H100 nodes."""
     parallel = resolve_parallel(run)
     uneven = imbalance(parallel, run.train.seq_len, run.model.sliding_window)
     how = "auto, chosen for H100 nodes: " if run.parallel.context == "auto" else ""
     costs = explain_context(run.model, run.train, parallel, links_of(cluster, run.train.precision))
-    unknown = "" if cluster.link_bandwidth else f"; {cluster.name} has no known links: those of H100 nodes are assumed"
+    unknown = "" if cluster.link_bandwidth else f"; the links of {cluster.name} are unknown, H100 nodes' are assumed"
     layout = f"{parallel.context_layout}, " if parallel.ring > 1 else ""
-    return f"{how}{costs}{unknown}; {layout}the busiest rank has {uneven:.2f} times the mean of attention"
+    return f"{how}{costs}{unknown}; {layout}the busiest rank has {uneven:.2f} times the mean attention work"
 
 
 def double_discount(plan: Plan, run: RunConfig, parameters: int) -> str:
     """Explain why common texts predict too many days and dollars: they multiply a sustained rate by an MFU.
 
-    parameters: of a model known by its size alone. Returns "" for devices whose peak is not that of an H100.
+    parameters: the size of a model given only by its size. Return "" for devices whose peak is not that of an H100.
     """
     peak, devices = plan.cluster.peak_flops.get("bf16", 0.0), run.parallel.world_size
     if peak != _TEXTS_DEVICE_PEAK or plan.cluster.device != "cuda":

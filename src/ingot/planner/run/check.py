@@ -1,6 +1,6 @@
-"""All problems of a run file that can be found before a start, reported at once.
+"""The check of a run file before a run starts, which reports all problems together.
 
-A section with a problem hides only the checks that need this section.
+If a section has a problem, only the checks that need this section are skipped.
 Nothing is written or started, and only small files are read: the run file, manifests and tables of hashes.
 """
 
@@ -31,9 +31,10 @@ _HIGH_LEARNING_RATE = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run file. where: "run.toml:14", or the key. fix: the remedy, "" if the message contains it.
+    """One problem of a run file.
 
-    missing_here: True if data or disk space is missing on this machine; the run file itself can be correct.
+    where: "run.toml:14", or the key. fix: the remedy, "" if the message contains it. missing_here: data or disk space
+    is missing on this machine, while the run file itself can be correct.
     """
 
     severity: Literal["error", "warning"]
@@ -71,9 +72,9 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
 
 
 def _whole(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> Iterator[Finding]:
-    """Yield the findings that need all sections: derived layout problems, memory, warnings."""
+    """Yield the findings that need all sections of the run file: derived layout problems, memory, warnings."""
     if any(run_problems(run)):
-        return  # these problems are reported already, and an impossible layout would only cause more
+        return  # these problems are reported already, and an impossible layout would only cause further ones
     problems = list(derived_problems(run))
     for key, message in problems:
         yield Finding("error", key, f"{key}: {message}")
@@ -87,7 +88,8 @@ def _whole(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> 
 
 
 def _in_order(findings: list[Finding], path: Path, overrides: tuple[str, ...]) -> list[Finding]:
-    """Return each finding once with its place: findings with a line by line, then of --set, then of the plan."""
+    """Return each finding once, with its place filled in: first those with a line of the run file, by line, then those
+    of --set, then all others."""
     lines = key_lines(path.read_text(encoding="utf-8"))
     given = {override.partition("=")[0].strip() for override in overrides}
     placed = {}
@@ -109,7 +111,7 @@ def _seconds(run: RunConfig, machine: Cluster) -> float:
 
 
 def _config_finding(problem: str) -> Finding:
-    """Return the finding of a problem that ingot.config reports as "place: message"."""
+    """Return the finding for a problem that ingot.config reported as "place: message"."""
     match = re.match(r"(--set \S+?|.*?\.toml(?::\d+)?): (.*)", problem, re.DOTALL)
     return Finding("error", match[1], match[2]) if match else Finding("error", "", problem)
 
@@ -124,7 +126,7 @@ def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:
     elif machine.device == "cuda" and run.train.device != "cpu" and ranks > machine.devices:
         lower = f"set it to {machine.devices}" if where == named == "parallel.dp_shard" else f"lower {named}"
         fix = f"{lower}, or plan on another machine with --cluster"
-        yield Finding("error", where, f"{ranks} ranks want {ranks} GPUs, here are {machine.devices}", fix)
+        yield Finding("error", where, f"{ranks} ranks need {ranks} GPUs, this machine has {machine.devices}", fix)
     elif machine.device == "cpu" and ranks > cores:
         fix = f"parallel.dp_shard = {cores} is faster" if named == "parallel.dp_shard" else f"{cores} ranks are faster"
         yield Finding("warning", where, f"{ranks} ranks share {cores} cores", fix)
@@ -134,7 +136,7 @@ def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:
 
 
 def _values(run, sound: Set[str]) -> Iterator[Finding]:
-    """Warn about values that are legal but probably a mistake."""
+    """Yield warnings about values that are legal but probably mistakes."""
     if "optim" in sound and run.optim.lr > _HIGH_LEARNING_RATE:
         fix = "peak rates of AdamW are between 1e-5 and 1e-2"
         yield Finding("warning", "optim.lr", f"optim.lr = {run.optim.lr} is high for AdamW", fix)
@@ -185,7 +187,7 @@ def _shards(folder: Path, manifest: TokenManifest) -> Iterator[str]:
         if not tokens.is_file():
             yield f"{tokens} is missing"
         elif tokens.stat().st_size != shard.tokens * width:
-            yield f"{tokens} has {tokens.stat().st_size:,} bytes, the manifest says {shard.tokens * width:,}"
+            yield f"{tokens} has {tokens.stat().st_size:,} bytes, but {shard.tokens * width:,} by the manifest"
         for suffix, expected in ((".blocks", shard.blocks_sha256), (".documents", shard.documents_sha256)):
             table = folder / f"{shard.name}{suffix}"
             if not table.is_file():
@@ -214,7 +216,7 @@ def _sources(run, manifest: TokenManifest | None) -> Iterator[Finding]:
     for source in run.data.weights:
         if source not in manifest.sources:
             message = f"data.weights names {source!r}; the sources are {', '.join(manifest.sources)}"
-            yield Finding("error", "data.weights", message, "a weight for each source that is used")
+            yield Finding("error", "data.weights", message, "give weights only to these sources")
 
 
 def _disk(run, base: Path) -> Iterator[Finding]:

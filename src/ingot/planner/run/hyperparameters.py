@@ -1,7 +1,7 @@
-"""Proposed hyperparameters of a training run, each with its formula and source; and the bubble of a batch ramp.
+"""Proposed hyperparameters of a training run, each with its formula and source; and the bubbles of a batch ramp.
 
-Proposals are starting points. Published rules disagree beyond the sizes on which they were fitted, so some names have
-several proposals; a proposed run file takes the first of each name.
+Proposals are starting points. Published rules disagree outside the range of sizes they were fitted on, so there are
+several proposals for some names. A proposed run file uses the first proposal for each name.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from ingot.units import format_count
 
 _BI = "Bi et al. 2024 (DeepSeek LLM), eq. 1"
 _HOFFMANN = "Hoffmann et al. 2022, approaches 1 and 2"
-# Beyond so many tokens per parameter, fits predict a lower loss than runs showed (Sardana et al. 2024, section 4).
+# With more tokens per parameter than this, fits predict a lower loss than runs reached (Sardana et al. 2024, sec. 4).
 _TOKENS_PER_PARAMETER_SEEN = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProposedValue:
-    """A proposed hyperparameter. shown: `value` as text with its unit. formula: with its numbers filled in. note: the
-    limits of the rule, and other practice."""
+    """A proposed hyperparameter. shown: `value` as text with its unit. formula: the rule with numbers filled in. note:
+    the limits of the rule, and what others do."""
 
     name: str
     value: float
@@ -39,15 +39,16 @@ class ProposedValue:
 def propose_hyperparameters(
     arch: Arch, tokens: int, seq_len: int, *, batch_tokens: float = 0.0
 ) -> tuple[ProposedValue, ...]:
-    """Return the proposals for a run of a model on so many tokens. Names can repeat. Raises ConfigError for no tokens.
+    """Return the proposals for training a model on `tokens` tokens. Several proposals can have the same name.
 
-    batch_tokens: the batch for the comparison, the ramp and the schedule; 0 takes the proposed batch.
+    batch_tokens: the batch on which the ramp, the schedule and the comparison with the critical batch are based; 0
+    means the proposed batch. Raises ConfigError if `tokens` or `seq_len` is below 1.
     """
     if tokens < 1 or seq_len < 1:
         raise ConfigError(
             "E-TOKENS-NONE",
             f"{tokens:,} tokens in sequences of {seq_len:,}",
-            rule="a run has at least one token",
+            rule="a run has at least one token, in sequences of at least one token",
             fix="give a larger --tokens and --seq",
             tokens=tokens,
             seq_len=seq_len,
@@ -66,7 +67,7 @@ def propose_hyperparameters(
 
 
 def size_in_laws(arch: Arch) -> int:
-    """Return the N of the scaling laws: all parameters; of a model with experts the active ones."""
+    """Return the N of the scaling laws: the number of parameters, for a model with experts only the active ones."""
     return count_active_parameters(arch) if arch.is_moe else count_parameters(arch)
 
 
@@ -92,7 +93,7 @@ def _data(arch: Arch, parameters: int, tokens: int) -> list[ProposedValue]:
             formula=f"{per} x {_n(arch, parameters)} = {format_count(optimal)}; {format_count(tokens)} are"
             f" {over.multiple:.3g} times that",
             source=_HOFFMANN,
-            note="more is common where a model is served: Llama 3 8B saw 15T, 94 times its 160B",
+            note="more is common for models that are served: Llama 3 8B was trained on 15T, 94 times its 160B",
         ),
         ProposedValue(
             name="compute-optimal size",
@@ -109,13 +110,14 @@ def _data(arch: Arch, parameters: int, tokens: int) -> list[ProposedValue]:
             formula=f"{fit.e} + {fit.a}/N^{fit.alpha} + {fit.b}/D^{fit.beta}, N {format_count(parameters)},"
             f" D {format_count(tokens)}; best for these FLOPs {over.best_loss:.3f}",
             source=f"{fit.source}, on Hoffmann et al.'s runs",
-            note=f"of their text and tokenizer: only differences carry over; {trade}",
+            note=f"for their text and tokenizer, so compare only differences; {trade}",
         ),
     ]
 
 
 def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> list[ProposedValue]:
-    """Return the proposals about the batch. batch: tokens of the batch in use; the first proposal is the rule's."""
+    """Return the proposals on the batch. batch: tokens of the batch in use. loss: the expected final loss, from which
+    the critical batch follows."""
     budget, critical = scaling.compute_budget(arch, seq_len, tokens), scaling.kaplan_critical_batch(loss)
     ruled = scaling.suggested_batch_tokens(arch, seq_len, tokens)
     near = [run for run in scaling.nearest_runs(size_in_laws(arch), arch.is_moe) if run.batch_tokens][:2]
@@ -139,7 +141,7 @@ def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> 
             shown=f"{format_count(critical)} tokens",
             formula=f"2e8 / {loss:.3f}^(1/0.21) = {format_count(critical)}; {takes}",
             source="Kaplan et al. 2020, eq. 1.4; McCandlish et al. 2018, eq. 2.11",
-            note="of another text and loss: measure the gradient's noise scale, which grows as the loss falls",
+            note="fitted on other text: measure the gradient's noise scale, which grows as the loss falls",
         ),
         ProposedValue(
             name="batch ramp",
@@ -147,7 +149,7 @@ def _batch(arch: Arch, seq_len: int, tokens: int, batch: float, loss: float) -> 
             shown=" -> ".join(format_count(size) for size, _ in ramp) + " tokens",
             formula=", ".join(f"{format_count(size)} until {format_count(until)}" for size, until in ramp) + " tokens",
             source="between PaLM, Llama 3 405B and GPT-3 (planner/run/scaling.py)",
-            note="small batches learn more per token while the loss is high, and leave a pipeline few micro-batches",
+            note="while the loss is high, small batches learn more per token; but a pipeline has few micro-batches",
         ),
     ]
 
@@ -195,7 +197,7 @@ def _schedule(tokens: int, batch: float) -> list[ProposedValue]:
             shown=f"cosine to {final:.0%} of the peak",
             formula=f"half a period over all {steps:,} steps",
             source="Hoffmann et al. 2022, appendix B",
-            note="a cosine planned more than 25% too long costs loss: choose WSD where the number of tokens is open",
+            note="a cosine more than 25% longer than the run costs loss: use WSD if the number of tokens is not fixed",
         ),
         ProposedValue(
             name="schedule",
@@ -203,7 +205,7 @@ def _schedule(tokens: int, batch: float) -> list[ProposedValue]:
             shown=f"WSD, decay over {decay:,} steps",
             formula=f"10% of {steps:,} steps",
             source="Hu et al. 2024 (MiniCPM), section 4",
-            note="as good as a cosine once decayed, and it can go on from before the decay",
+            note="as good as a cosine after the decay, and training can continue from before the decay",
         ),
         ProposedValue(
             name="warm-up",
@@ -211,7 +213,7 @@ def _schedule(tokens: int, batch: float) -> list[ProposedValue]:
             shown=f"{warmup:,} steps",
             formula=f"5% of {steps:,} steps, at most 2,000",
             source="Touvron et al. 2023 (LLaMA), section 2.3",
-            note="Llama 3 405B took 8,000 steps, GPT-3 375M tokens",
+            note="Llama 3 405B had 8,000 steps of warm-up, GPT-3 375M tokens",
         ),
     ]
 
@@ -221,8 +223,8 @@ def _optimizer() -> list[ProposedValue]:
     common = "Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3"
     given = (
         ("weight decay", optim.weight_decay, "on matrices only, decoupled from the gradient"),
-        ("beta2", optim.beta2, "below Adam's 0.999: a rare large gradient is forgotten in 20 steps, not 1,000"),
-        ("clip norm", optim.clip_norm, "of the whole gradient"),
+        ("beta2", optim.beta2, "below Adam's 0.999: a rare large gradient has an effect for 20 steps, not 1,000"),
+        ("clip norm", optim.clip_norm, "the norm of the whole gradient"),
     )
     return [
         ProposedValue(name=name, value=value, shown=f"{value:g}", formula="as published", source=common, note=note)
@@ -236,10 +238,10 @@ def _experts(arch: Arch) -> ProposedValue:
         name="experts",
         value=active,
         shown=f"{format_count(active)} of {format_count(total)} parameters are active",
-        formula=f"{arch.moe.top_k} of {arch.moe.num_experts} experts and what all tokens share",
+        formula=f"{arch.moe.top_k} of {arch.moe.num_experts} experts, and all parameters that every token uses",
         source="theory/params.py",
-        note="the laws above are of dense models: with active parameters they give too high a loss and too few tokens,"
-        " with all of them too low a loss",
+        note="the laws above are fitted on dense models: with active parameters they give too high a loss and too few"
+        " tokens, with all parameters too low a loss",
     )
 
 
@@ -251,10 +253,11 @@ def inference_aware(
     weight: float = 1.0,
     fit: scaling.LossFit = scaling.BESIROGLU,
 ) -> tuple[scaling.CheapestServed, ProposedValue]:
-    """Return the size that is cheapest to train and to serve at the loss of a model of `parameters` on `tokens`.
+    """Return the model size that is cheapest to train and to serve, at the loss that a model of `parameters` reaches on
+    `tokens`; and this size as a proposal.
 
-    served_tokens: read and written in the model's whole life. weight: the cost of a served FLOP in training FLOPs
-    (`serving_weight`). Raises ConfigError for numbers that are not positive.
+    served_tokens: number of tokens that the model reads and writes in its whole use. weight: cost of a served FLOP
+    relative to a training FLOP (`serving_weight`). Raises ConfigError for numbers that are not positive.
     """
     for name, value in (("parameters", parameters), ("tokens", tokens), ("weight", weight)):
         if not value > 0:
@@ -270,11 +273,11 @@ def inference_aware(
         name="inference-aware size",
         value=found.parameters,
         shown=f"{format_count(found.parameters)} on {format_count(found.tokens)} tokens",
-        formula=f"least 6 N D + {weight:g} x 2 N x {format_count(served_tokens)} served at a loss of {loss:.3f}"
+        formula=f"minimum of 6 N D + {weight:g} x 2 N x {format_count(served_tokens)} served, at a loss of {loss:.3f},"
         f" = {found.flops:.2e} FLOPs; {format_count(found.usual_parameters)} on {format_count(found.usual_tokens)}, the"
         f" cheapest to train, {found.usual_flops:.2e}; {format_count(parameters)} on {format_count(tokens)} {own:.2e}",
         source=f"Sardana et al. 2024, eq. 3, with the fit of {fit.source}",
-        note=f"{found.saved:.0%} saved over the cheapest to train{far}",
+        note=f"saves {found.saved:.0%} compared with the cheapest to train{far}",
     )
 
 
@@ -290,10 +293,11 @@ def _serving_error(name: str, value: float, rule: str) -> ConfigError:
 
 
 def serving_weight(training_mfu: float, serving_mfu: float, price_ratio: float = 1.0) -> float:
-    """Return the cost of a served FLOP in training FLOPs. price_ratio: price of a serving hour over a training hour.
+    """Return the cost of a served FLOP relative to a training FLOP. price_ratio: price of an hour of serving divided by
+    that of an hour of training.
 
     Generation reaches an MFU of about 1% with single sequences, and tens of percent in large batches (Sardana et al.
-    2024). Raises ConfigError for an MFU that is not a share, or a price that is not positive.
+    2024). Raises ConfigError for an MFU outside 0 to 1, or a price ratio that is not positive.
     """
     for name, mfu in (("training_mfu", training_mfu), ("serving_mfu", serving_mfu)):
         if not 0 < mfu <= 1:
@@ -305,10 +309,10 @@ def serving_weight(training_mfu: float, serving_mfu: float, price_ratio: float =
 
 @dataclass(frozen=True)
 class RampStage:
-    """One stage of a batch ramp, whose small batches give a pipeline few micro-batches.
+    """One stage of a batch ramp. The small batches of early stages give a pipeline few micro-batches.
 
-    until_tokens: the token count at which the next stage begins. bubble: the share of a step that pipeline ranks wait;
-    None if the schedule has no table for `micro_batches`.
+    until_tokens: number of tokens of the run after which the next stage begins. bubble: share of a step in which
+    pipeline ranks wait; None if the schedule does not allow this number of micro-batches.
     """
 
     batch_tokens: float
@@ -320,7 +324,8 @@ class RampStage:
 def ramp_bubbles(run: RunConfig, tokens: int = 0, first_batch: float = 0.0) -> tuple[RampStage, ...]:
     """Return the stages of a batch ramp with the bubble of each, for equal pipeline stages and F = I = W.
 
-    tokens: of the whole run; 0: those of its steps. first_batch: tokens of the first batch; 0: a quarter of the run's.
+    tokens: number of tokens of the whole run; 0 means those of its steps. first_batch: tokens of the first batch; 0
+    means a quarter of the run's.
     """
     ramp = batch_ramp(run.tokens_per_step, tokens or run.train.steps * run.tokens_per_step)
     if first_batch:
@@ -341,15 +346,17 @@ def _bubble(run: RunConfig, micro_batches: int) -> float | None:
 
 
 def ramp_warning(run: RunConfig, tolerated: float = 0.25) -> str:
-    """Return a sentence if a batch ramp would leave pipeline ranks idle for more than a `tolerated` share; else ""."""
+    """Return a warning if, at the start of a batch ramp, pipeline ranks would wait for more than the share `tolerated`
+    of a step; otherwise ""."""
     first, *_, last = ramp_bubbles(run)
     if first.bubble is None:
-        why = f"{run.parallel.schedule} has no table for its {first.micro_batches} micro-batches"
+        why = f"{run.parallel.schedule} is not possible with its {first.micro_batches} micro-batches"
     elif first.bubble > tolerated:
         now = "" if last.bubble is None else f", and {last.bubble:.0%} with the whole batch"
         why = f"pipeline ranks would wait {first.bubble:.0%} of a step with {first.micro_batches} micro-batches{now}"
     else:
         return ""
     return (
-        f"a batch ramp from {format_count(first.batch_tokens)} tokens: {why}; begin larger, or with a shorter pipeline"
+        f"a batch ramp from {format_count(first.batch_tokens)} tokens: {why}; begin with a larger batch, or use a"
+        " shorter pipeline"
     )

@@ -1,7 +1,7 @@
-"""The outlook of a whole run: wall-clock days, failures, checkpoints, useful time and money.
+"""The outlook of a whole run: wall-clock days, failures, checkpoints, useful time and cost.
 
-Every assumption is a field of Assumptions, and can be set with `--assume`. Prices are list prices, which age quickly.
-Storage and egress count gigabytes of 10^9 bytes.
+Every assumption is a field of Assumptions and can be set with `--assume`. Prices are list prices, which are soon out of
+date. Storage and egress are priced per gigabyte of 10^9 bytes.
 """
 
 import math
@@ -25,7 +25,7 @@ from ingot.theory.memory import Term
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 _DEFAULT_RATE = PUBLISHED_RATES["llama3"]
-# The assumed rate of a device's link to its host where none is known: PCIe 4 x16 in practice.
+# The assumed bytes/s of a device's link to its host if the rate is unknown: PCIe 4 x16 in practice.
 _HOST_BANDWIDTH = 25e9
 GIGABYTE = 10**9
 MONTH_DAYS = 365.25 / 12
@@ -38,26 +38,27 @@ STORAGE_PRICE_SOURCE = "AWS S3 standard, us-east-1, list price, May 2026"
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions about failures, storage and prices. All can be given; 0 usually means that a default applies.
+    """Assumptions about failures, storage and prices. The user can set all of them.
 
-    failures_per_node_day: failures of one node of the cluster per day; None takes Llama 3's 0.38% of nodes of 8
-      devices, scaled by the number of devices in a node.
-    restart_seconds: from a failure until steps continue: detection, replacement, start, loading (10 min: in
-      MegaScale, Jiang et al. 2024, most failures are found and diagnosed in less, and caught up within 15).
-    write_bytes_per_second: rate of one node to storage (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
-    storage_write_bytes_per_second: rate of the whole storage; 0: no limit (2 TB/s: Llama team 2024, section 3.3.1).
-    storage_read_bytes_per_second: rate of the whole storage; 0: not known and assumed to be sufficient. If reading is
-      slower than the steps, they wait.
-    meeting_seconds, manifest_seconds_per_rank: time of every checkpoint in addition to its bytes. Ranks synchronize
-      and open files; one rank writes the list of parts and reads it back while the others wait: 20 s for 16,384 ranks
-      (docs/design/recovery.md).
-    asynchronous: steps stop only for the synchronization and a copy to the host's memory. ingot's trainer waits for
-      the whole write.
-    checkpoint_every_seconds, checkpoint_every_steps: at most one is given; 0 takes Daly's interval.
-    keep: number of checkpoints that are kept; 0 takes the run file's.
-    usd_per_hour: price of one device, on a CPU of one machine; 0 takes the run file's or the cluster's price.
-    spares: nodes that are paid for and idle. repair_days: for one failed node (OPT-175B: about 2 of 128 nodes lost a
-      day, 12 to 18 in the pool of spares).
+    failures_per_node_day: failures of one node per day; None means Llama 3's 0.38% for nodes of 8 devices, scaled by
+      the number of devices in a node.
+    restart_seconds: time from a failure until steps continue: detection, replacement, start, loading (10 min: in
+      MegaScale, Jiang et al. 2024, most failures are detected and diagnosed faster, and made up for within 15 min).
+    write_bytes_per_second: write rate of one node (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
+    storage_write_bytes_per_second: write rate of the whole storage (2 TB/s: Llama team 2024, section 3.3.1); 0 means no
+      limit.
+    storage_read_bytes_per_second: read rate of the whole storage; 0 means that it is unknown and assumed sufficient. If
+      reading is slower than the steps, the steps wait.
+    meeting_seconds, manifest_seconds_per_rank: time of every checkpoint in addition to writing its bytes. Ranks
+      synchronize and open files; one rank writes the list of parts and reads it back while the others wait: 20 s for
+      16,384 ranks (docs/design/recovery.md).
+    asynchronous: steps stop only for the synchronization and a copy to host memory. False, as in ingot's trainer: steps
+      wait for the whole write.
+    checkpoint_every_seconds, checkpoint_every_steps: at most one is given; if both are 0, Daly's interval is used.
+    keep: number of checkpoints to keep; 0 means the run file's.
+    usd_per_hour: price of one device (on CPU: of one machine); 0 means the run file's or the cluster's price.
+    spares: nodes that are paid for but idle. repair_days: repair time of a failed node (OPT-175B lost about 2 of 128
+      nodes a day, and had 12 to 18 spares).
     """
 
     failures_per_node_day: float | None = None
@@ -81,14 +82,14 @@ class Assumptions:
         for name in (field.name for field in fields(self) if field.name != "asynchronous"):
             value = getattr(self, name)
             if value is not None and not (0 <= value < math.inf):
-                yield name, f"is {value}, must be a number of at least 0"
+                yield name, f"is {value}, must be finite and at least 0"
         if self.write_bytes_per_second == 0:
-            yield "write_bytes_per_second", "is 0: no checkpoint is ever written; give the bytes/s of one node"
+            yield "write_bytes_per_second", "is 0, so no checkpoint would ever be complete; must be above 0"
 
 
 @dataclass(frozen=True)
 class _NodesInUse:
-    """The nodes and devices that a run uses. rate: failures per node and day, with its source as the formula."""
+    """The numbers of nodes and devices that a run uses. rate: failures per node per day, with the source as formula."""
 
     nodes: int
     devices: int
@@ -96,7 +97,7 @@ class _NodesInUse:
 
     @property
     def mttf(self) -> float:
-        """The mean time to a failure of the job, in seconds."""
+        """The mean time between failures of the job, in seconds."""
         return job_mttf_seconds(self.nodes, self.rate.value)
 
 
@@ -107,10 +108,11 @@ def outlook(
     checkpoint_bytes: float,
     assumptions: Assumptions | None = None,
 ) -> tuple[Outlook, dict[str, str]]:
-    """Return the outlook of a run and its formulas by "outlook.NAME".
+    """Return the outlook of a run, and its formulas with keys "outlook.NAME".
 
-    step_seconds: predicted or given. checkpoint_bytes: of one checkpoint. The outlook's usd_by_kind is empty if no
-    price of devices is known. Raises ConfigError for impossible assumptions, or restarts slower than failures.
+    step_seconds: step time, without waiting for storage. checkpoint_bytes: size of one checkpoint. The outlook's
+    usd_by_kind is empty if no device price is known. Raises ConfigError for impossible assumptions, or if failures are
+    more frequent than restarts can repair.
     """
     given = assumptions or Assumptions()
     _require(given, step_seconds, checkpoint_bytes)
@@ -176,12 +178,13 @@ def _require(given: Assumptions, step_seconds: float, checkpoint_bytes: float) -
     problems = [f"{name} {problem}" for name, problem in given.problems()]
     for name, value in (("step_seconds", step_seconds), ("checkpoint_bytes", checkpoint_bytes)):
         if not 0 < value < math.inf:
-            problems.append(f"{name} is {value}, must be a positive number")
+            problems.append(f"{name} is {value}, must be finite and above 0")
     if problems:
         raise ConfigError(
             "E-OUTLOOK-VALUE",
             "\n".join(problems),
-            rule="rates, times and prices are finite numbers of at least 0",
+            rule="rates, times and prices are finite and not negative; step time, checkpoint size and write rate are"
+            " above 0",
             fix="change these values (--assume NAME=VALUE)",
             names=[problem.split()[0] for problem in problems],
         )
@@ -193,7 +196,7 @@ def _require_progress(job: _NodesInUse, useful: float, given: Assumptions) -> No
         raise ConfigError(
             "E-OUTLOOK-PROGRESS",
             f"{job.nodes:,} nodes fail every {every}, and a restart takes {restart}: the run would never end",
-            rule="a restart is shorter than the time between failures",
+            rule="a restart takes less time than passes between two failures",
             fix="assume a faster restart (--assume restart_seconds=5min), fewer failures (--failures) or fewer nodes",
             nodes=job.nodes,
             mttf_seconds=job.mttf,
@@ -209,8 +212,8 @@ def _job(run: RunConfig, cluster: Cluster, given: Assumptions) -> _NodesInUse:
 
 
 def _rate(published: FailureRate, per_node: int, given: Assumptions) -> Term:
-    """Return the failures per node and day. per_node: devices of a node, 0 for a machine with only a CPU, which is
-    assumed to fail as often as a published node."""
+    """Return the failures per node per day, scaled from a published rate unless the user gave one. per_node: number of
+    devices in a node; 0 for a machine without devices, which is assumed to fail as often as a published node."""
     if given.failures_per_node_day is not None:
         return Term(given.failures_per_node_day, "as given")
     rate = published.of_nodes_with(per_node or published.devices_per_node)
@@ -219,7 +222,7 @@ def _rate(published: FailureRate, per_node: int, given: Assumptions) -> Term:
 
 
 def _stalls(job: _NodesInUse, cluster: Cluster, given: Assumptions, checkpoint_bytes: float) -> tuple[Term, Term]:
-    """Return the seconds until a checkpoint is complete, and the seconds of these in which no step runs."""
+    """Return two times in seconds: until a checkpoint is complete, and the part of it in which no step runs."""
     size = blocking_stall(
         checkpoint_bytes, job.nodes, given.write_bytes_per_second, given.storage_write_bytes_per_second
     )
@@ -233,7 +236,8 @@ def _stalls(job: _NodesInUse, cluster: Cluster, given: Assumptions, checkpoint_b
 
 
 def _cadence(job: _NodesInUse, given: Assumptions, stall: float, write: float, step: float, productive: float) -> Term:
-    """Return the seconds of steps between two checkpoints: at least one step and one asynchronous write.
+    """Return the interval between two checkpoints, in seconds of steps: the assumed one, or else Daly's. Daly's is
+    raised to at least one step and, if writes are asynchronous, one write.
 
     stall, write, step: seconds of a checkpoint's stall, of its write and of a step. productive: seconds of all steps.
     """
@@ -262,7 +266,8 @@ def _usd(
     stored: float,
     checkpoint_bytes: float,
 ) -> dict[str, Term]:
-    """Return the cost by kind. Token shards are stored for the whole run; one checkpoint is moved out (egress)."""
+    """Return the cost by kind, {} if no device price is known. Token shards are stored for the whole run; egress is the
+    transfer of one checkpoint out of the cloud."""
     price = given.usd_per_hour or run.cost.usd_per_hour or cluster.usd_per_hour
     if not price:
         return {}
@@ -283,7 +288,7 @@ def _usd(
     usd["storage"] = Term(
         storage.value, f"checkpoints kept and {format_count(tokens)} tokens: {storage.formula}{where}"
     )
-    usd["egress"] = Term(egress.value, f"one checkpoint leaves: {egress.formula}{where}")
+    usd["egress"] = Term(egress.value, f"one checkpoint is moved out: {egress.formula}{where}")
     return usd
 
 
@@ -292,7 +297,7 @@ def device_hours(devices: int, days: float) -> float:
 
 
 def device_usd(devices: int, days: float, usd_per_hour: float) -> Term:
-    """Return the price of devices (or machines). usd_per_hour: of one device (or machine)."""
+    """Return the price of `devices` devices (or machines) for `days`. usd_per_hour: price of one of them."""
     hours = device_hours(devices, days)
     usd = hours * usd_per_hour
     formula = f"{devices:,} x {days:,.1f} days x 24 = {format_count(hours)} hours x ${usd_per_hour:g}"

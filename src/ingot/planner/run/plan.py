@@ -1,4 +1,4 @@
-"""The plan of a run before it starts: memory, time and money, each with its formula."""
+"""The plan of a run before it starts: memory, time and cost, each with its formula."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,13 +27,13 @@ from ingot.theory.work import step_work
 from ingot.units import format_bytes, format_count, format_flops, format_seconds
 
 GIVEN_MFU = "at the MFU that was given"
-# Longer runs are whole trainings, which texts about costs describe.
+# Runs longer than this count as whole trainings, which texts about training costs describe.
 _WHOLE_TRAINING_SECONDS = 3 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run with its plan. reasons: dotted key of the run file -> why the planner chose this value."""
+    """A run with its plan. reasons: why the planner chose a value, by its dotted key in the run file."""
 
     run: RunConfig
     plan: Plan
@@ -46,10 +46,10 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RankedPlans:
-    """The plans of one run, best first; if no layout fits, the one layout that needs least memory.
+    """The plans of one run, best first; if no layout fits, only the one that needs the least memory.
 
-    search_result: the result of the search; None on a CPU and for a run file, which need no search.
-    parameters: the size of a model known by its size alone, 0 otherwise. shape: the name of the shape used for it.
+    search_result: the result of the search; None on a CPU and for a run file, which are planned without a search.
+    parameters: the size of a model given only by its size, otherwise 0. shape: the name of the shape used for it.
     pinned: the settings that the search had to keep.
     """
 
@@ -69,12 +69,12 @@ class RankedPlans:
 
     @property
     def fix(self) -> str:
-        """The cheapest change with which a layout would fit; "" if one fits already or no change was found."""
+        """The cheapest change with which a layout would fit; "" if a layout fits already or no change was found."""
         return "" if self.fits or not self.search_result else self.search_result.fix
 
     @property
     def why_not_executed(self) -> str:
-        """The reason why ingot's trainer cannot execute the best plan, "" if it can."""
+        """The reason why ingot's trainer cannot execute the best plan, "" if the trainer can."""
         try:
             require_executable(self.best)
         except ConfigError as error:
@@ -83,9 +83,10 @@ class RankedPlans:
 
     @property
     def texts(self) -> str:
-        """The reason why common texts state other days and dollars for a model of this size, "" if they do not.
+        """An explanation of why common texts predict other days and dollars for a model of this size; "" if they do
+        not.
 
-        Such texts are about whole trainings, so short runs have none.
+        Such texts are about whole trainings, so there is no explanation for short runs.
         """
         asked = self.parameters and self.best.plan.total_seconds > _WHOLE_TRAINING_SECONDS
         return double_discount(self.best.plan, self.best.run, self.parameters) if asked else ""
@@ -103,7 +104,7 @@ class RankedPlans:
 
 
 def _layout_facts(planned: PlannedRun) -> dict:
-    """Return the values in which ranked layouts differ, of one layout."""
+    """Return the values of one plan in which ranked layouts differ, for JSON."""
     plan, outlook = planned.plan, planned.plan.outlook
     return {
         "parallel": to_dict(planned.run.parallel),
@@ -123,7 +124,8 @@ def _layout_facts(planned: PlannedRun) -> dict:
 
 
 def write_plan(out: Path, planned: PlannedRun, *, force: bool = False) -> Path:
-    """Write the run file, with the reason of each chosen value, and plan.json in the same folder; return its path.
+    """Write the run file `out`, with the reason for each chosen value, and plan.json in the same folder; return the
+    path of plan.json.
 
     Raises UsageError if `out` exists and `force` is off, because a user may have edited it; ConfigError if ingot's
     trainer cannot execute the plan.
@@ -132,9 +134,9 @@ def write_plan(out: Path, planned: PlannedRun, *, force: bool = False) -> Path:
     if out.exists() and not force:
         raise UsageError(
             "E-FILE-EXISTS",
-            f"{out} exists",
+            f"{out} exists already",
             rule="a run file is not overwritten, because it may have been edited",
-            fix="--force, or another --out",
+            fix="add --force, or choose another --out",
             path=str(out),
         )
     write_atomic(out, to_toml(planned.run, planned.reasons))
@@ -144,14 +146,14 @@ def write_plan(out: Path, planned: PlannedRun, *, force: bool = False) -> Path:
 
 
 def require_executable(planned: PlannedRun) -> None:
-    """Raise ConfigError if ingot's trainer cannot execute the plan: on TPUs, or with other software."""
+    """Raise ConfigError if ingot's trainer cannot execute the plan, because it is for TPUs or for other software."""
     plan = planned.plan
     if plan.cluster.device == "tpu":
         raise ConfigError(
             "E-PLAN-DEVICE",
             f"{plan.cluster.name} has TPUs: this plan is only an estimate",
             rule="ingot trains on CPUs and GPUs",
-            fix="leave --out, or use a cluster of GPUs",
+            fix="remove --out, or use a cluster of GPUs",
             cluster=plan.cluster.name,
             device=plan.cluster.device,
         )
@@ -160,7 +162,7 @@ def require_executable(planned: PlannedRun) -> None:
             "E-PLAN-SOFTWARE",
             f"the plan is for other software than ingot's own: {plan.software.name}",
             rule="ingot's trainer computes in 16 bits, with its own kernels",
-            fix="leave --out, or plan without --fp8 and --software",
+            fix="remove --out, or plan without --fp8 and --software",
             software=plan.software.name,
         )
 
@@ -179,10 +181,10 @@ def make_plan(
     """Return the plan of a run on a cluster. A run that does not fit still gets a plan, with a warning.
 
     The plan's step_seconds is 0.0 if the cluster has no measured or published rate for the run's precision.
-    tokens: in the training set; 0: unknown. A `manifest` replaces them.
-    mfu: replaces the predicted step time; 0.0: predict it.
-    parameters: the size of a model known by its size alone, whose FLOPs are then 6 per parameter and token; 0: count
-    the FLOPs of the model's shape, attention included.
+    tokens: number of tokens in the training set, 0 if unknown; ignored if there is a `manifest`.
+    mfu: if not 0, the step time follows from this MFU instead of the prediction.
+    parameters: the size of a model given only by its size, whose FLOPs are then 6 per parameter and token; 0 means to
+    count the FLOPs of the model's shape, including attention.
     """
     tokens = manifest.tokens if manifest else tokens
     bills = stage_bills(run, cluster, software)
@@ -218,7 +220,7 @@ def make_plan(
 
 
 def _asked(run: RunConfig, cluster: Cluster, software: Software) -> dict[str, Any]:
-    """Return the plan's fields that need no prediction: cluster, software, run hash, counts."""
+    """Return the fields of a plan that need no prediction: cluster, software, the run's hash, and counts."""
     return {
         "cluster": cluster,
         "software": software,
@@ -231,7 +233,8 @@ def _asked(run: RunConfig, cluster: Cluster, software: Software) -> dict[str, An
 
 
 def _formulas(bill: dict[str, Term], timing: StepTime, size: Term, known: dict[str, Term | None]) -> dict[str, str]:
-    """Return formulas of the parts of memory and time, of a checkpoint, and of the terms in `known` that exist."""
+    """Return the formulas of the parts of memory and time, of a checkpoint's size, and of all terms in `known` that are
+    not None."""
     formulas = {f"memory.{kind}": term.formula for kind, term in bill.items()}
     for part, term in timing.terms.items():
         formulas[f"time.{part}"] = f"{term.formula} = {format_seconds(term.value)}"
@@ -256,8 +259,8 @@ def _flops_per_token(run: RunConfig, parameters: int) -> Term:
 
 
 def _timing(run: RunConfig, cluster: Cluster, software: Software, flops: float, mfu: float) -> StepTime:
-    """Return the time of one step; without parts if no rate is known. A given MFU replaces the parts, but neither the
-    bubble nor the exposed communication."""
+    """Return the time of one step; it has no terms if no rate is known. A given MFU replaces all terms by one, but
+    keeps the predicted bubble and communication."""
     found = estimate(run, cluster, software) or StepTime({}, {})
     peak = _peak(run, cluster)
     if not mfu or not peak:
@@ -268,18 +271,21 @@ def _timing(run: RunConfig, cluster: Cluster, software: Software, flops: float, 
 
 
 def _band(cluster: Cluster, seconds: float, mfu: float) -> tuple[float, float]:
-    """Return the low and high end of the error band; zeros if the time is measured or given."""
+    """Return the low and high end of the error band in seconds; zeros if the time is measured or follows from a given
+    MFU."""
     low, high = error_band(seconds)
     return (0.0, 0.0) if mfu or cluster.device == "cpu" or low == high else (low, high)
 
 
 def _peak(run: RunConfig, cluster: Cluster) -> float:
-    """Return the peak FLOP/s of all devices in the run's precision: the 16-bit peak also if products have 8 bits."""
+    """Return the peak FLOP/s of all devices in the run's precision, which is the 16-bit peak even if products run in
+    8 bits."""
     return cluster.peak_flops.get(run.train.precision, 0.0) * run.parallel.world_size
 
 
 def _counts(run: RunConfig, flops: Term, tokens: int) -> dict[str, str]:
-    """Return the formulas that follow from the run file alone. tokens: in the training set, 0 if unknown."""
+    """Return the formulas of the run's counts: tokens per step, FLOPs and epochs. tokens: number of tokens in the
+    training set, 0 if unknown."""
     train = run.train
     total = train.steps * run.tokens_per_step
     formulas = {
@@ -294,7 +300,7 @@ def _counts(run: RunConfig, flops: Term, tokens: int) -> dict[str, str]:
 
 
 def _mfu(run: RunConfig, cluster: Cluster, flops: float, seconds: float) -> Term | None:
-    """Return the MFU for `flops` per token. None on a CPU, which has no peak, and without a step time."""
+    """Return the MFU of a step with `flops` per token; None on a CPU, or if the peak or the step time is unknown."""
     peak = _peak(run, cluster)
     if cluster.device == "cpu" or not peak or not seconds:
         return None
@@ -304,7 +310,8 @@ def _mfu(run: RunConfig, cluster: Cluster, flops: float, seconds: float) -> Term
 
 
 def _hfu(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
-    """Return the HFU: all operations of the devices count, also recomputed ones and the attention of the shape."""
+    """Return the hardware FLOPs utilization, which counts all products and attention of the devices, even recomputed
+    ones; None if `_mfu` is None."""
     peak = _peak(run, cluster)
     if cluster.device == "cpu" or not peak or not seconds:
         return None
@@ -319,14 +326,15 @@ def _hfu(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
 def _outlook(
     run: RunConfig, cluster: Cluster, seconds: float, checkpoint: float, assumptions: Assumptions | None
 ) -> tuple[Outlook | None, dict[str, str]]:
-    """Return the outlook and its formulas; None on a CPU, whose failure rate is not published, and without a time."""
+    """Return the outlook and its formulas; (None, {}) on a CPU, for which no failure rate is published, or if the step
+    time is unknown."""
     if cluster.device == "cpu" or not seconds:
         return None, {}
     return outlook(run, cluster, seconds, checkpoint, assumptions)
 
 
 def _cost(run: RunConfig, cluster: Cluster, seconds: float) -> Term | None:
-    """Return the US dollars for all devices (machines on a CPU). None if price or time is not known."""
+    """Return the cost of all steps in US dollars, for all devices (on CPU: machines); None without a price or time."""
     price = run.cost.usd_per_hour or cluster.usd_per_hour
     if not price or not seconds:
         return None

@@ -1,4 +1,4 @@
-"""A complete run file from a model, its tokens and a cluster, with the rule that chose each value."""
+"""A complete run file for a model, a number of tokens and a cluster, with the rule that chose each value."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,8 @@ from ingot.units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """Settings known to work with a model, or asked for by a user; 0 leaves the choice to a rule. why: their source."""
+    """Settings known to work with a model, or asked for by the user. A rule chooses those that are 0. why: the source
+    of the settings."""
 
     steps: int = 0
     seq_len: int = 0
@@ -39,7 +40,7 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True, kw_only=True)
 class ProposedRun:
-    """A run and the reasons of its values. reasons: dotted key of the run file -> why this value."""
+    """A proposed run. reasons: why a value was chosen, by its dotted key in the run file."""
 
     run: RunConfig
     reasons: dict[str, str]
@@ -58,11 +59,11 @@ def propose(
     precision: str = "bf16",
     usd_per_hour: float = 0.0,
 ) -> ProposedRun:
-    """Return a run for a model, a cluster and data, and the reason of each chosen value.
+    """Return a run for a model, a cluster and data, and the reason for each chosen value.
 
-    tokens: in the training set. vocab_size: of its tokenizer, 0 if unknown. wanted: settings that the user asked for;
-    they take precedence over the preset's hints, and the hints over the rules. Raises ConfigError if the batch asked
-    for cannot be shared by the cluster's devices.
+    tokens: number of tokens in the training set. vocab_size: vocabulary of its tokenizer, 0 if unknown. wanted:
+    settings that the user asked for, which take precedence over the preset's, and these over the rules. Raises
+    ConfigError if the batch that the user asked for is not a multiple of the cluster's devices.
     """
     reasons: dict[str, str] = {}
     arch = _fit_vocabulary(arch, vocab_size, reasons)
@@ -122,23 +123,24 @@ def _fit_vocabulary(arch: Arch, vocab_size: int, reasons: dict[str, str]) -> Arc
 
 
 def _training_tokens(arch: Arch, tokens: int) -> int:
-    """Return the tokens to train on: one pass over the data, or up to four if one is less than compute-optimal."""
+    """Return the number of tokens to train on: one pass over the data, or up to four passes if one pass has fewer
+    tokens than is compute-optimal."""
     return max(tokens, min(compute_optimal_tokens(count_active_parameters(arch)), MAX_USEFUL_EPOCHS * tokens))
 
 
 def _expert_ranks(arch: Arch, cluster: Cluster, reasons: dict[str, str]) -> int:
-    """Return the largest legal degree of expert parallelism inside a node; 1 for dense and for small models, whose
-    experts are cheaper to gather than tokens are to send."""
+    """Return the largest legal ep inside a node; 1 for dense models, and for small models, in which gathering experts
+    is cheaper than sending tokens."""
     if not arch.is_moe or count_parameters(arch) < WHOLE_PARAMETERS:
         return 1
     legal = legal_ep(arch.moe.num_experts, Parallel(dp_shard=cluster.devices))
-    reasons["parallel.ep"] = "tokens travel inside of a node, instead of experts between all ranks"
+    reasons["parallel.ep"] = "tokens are sent inside a node, instead of gathering experts from all ranks"
     return max(ep for ep in legal if ep <= cluster.devices_per_node)
 
 
 def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: dict[str, str]) -> int:
-    """Return the sequences per step, a multiple of `ranks`. suggested: the rule's number, the last choice after the
-    user's and the preset's. Raises ConfigError if the user's batch is not such a multiple."""
+    """Return the number of sequences per step, a multiple of `ranks`: the user's, or else the preset's, or else
+    `suggested`. Raises ConfigError if the user's is not such a multiple."""
     key = "train.global_batch"
     batch = _choose(key, wanted.global_batch, preset, "global_batch", reasons)
     if not batch:
@@ -163,7 +165,7 @@ def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: 
 
 
 def _power_of_two(value: float) -> int:
-    """Return the power of two nearest to `value` by ratio, at least 1."""
+    """Return the power of two whose ratio to `value` is nearest to 1; at least 1."""
     power = 1
     while power * 2**0.5 < value:
         power *= 2
@@ -191,7 +193,7 @@ def _warmup(steps: int, reasons: dict[str, str]) -> int:
 
 
 def _fit_micro_batch(run: RunConfig, cluster: Cluster, reasons: dict[str, str]) -> RunConfig:
-    """Return the run with the largest micro-batch that fits into memory; with 1 if none fits (the plan then warns)."""
+    """Return the run with the largest micro-batch that fits into memory. If none fits, it is 1, and the plan warns."""
     per_rank = run.train.global_batch // run.parallel.data_ranks
     budget = MEMORY_SHARE * rank_memory_bytes(cluster, run.parallel.world_size)
     sizes = [n for n in range(per_rank, 0, -1) if per_rank % n == 0]
@@ -202,5 +204,5 @@ def _fit_micro_batch(run: RunConfig, cluster: Cluster, reasons: dict[str, str]) 
         if sum(term.value for term in memory_bill(candidate, cluster).values()) <= budget:
             reasons["train.micro_batch"] = "the largest that fits into memory" if size < per_rank else "no accumulation"
             return candidate
-    reasons["train.micro_batch"] = "the smallest; even it does not fit"
+    reasons["train.micro_batch"] = "the smallest, but even this does not fit"
     return replace(run, train=replace(run.train, micro_batch=1))

@@ -12,52 +12,53 @@ from ingot.units import format_bytes, format_count, format_seconds
 _UINT16_IDS = 65_536
 # English text with a vocabulary of 32k to 128k ids: 3.5 to 4.5 bytes per token.
 TEXT_BYTES_PER_TOKEN = 4.0
-# Consecutive tokens per read in ingot's data order (docs/design/order.md). A loader that picks single windows at
-# random seeks for each window.
+# The number of consecutive tokens that one read gets in ingot's data order (docs/design/order.md). A loader that picks
+# single windows at random has a seek for each window.
 BLOCK_TOKENS = 1 << 19
-# A checkpoint has float32 master weights and two moments, but no gradients: 12 bytes per parameter (theory/memory.py,
-# checkpoint_bytes); 14 with the 16-bit weights. Measured on other groups' runs: 12.9 to 13.1.
+# A checkpoint has float32 master weights and two float32 moments, but no gradients: 12 bytes per parameter
+# (theory/memory.py, checkpoint_bytes), or 14 with the 16-bit weights. In published runs of others: 12.9 to 13.1.
 SAVED_STATE_BYTES = 12
 SAVED_STATE_AND_WEIGHTS_BYTES = 14
 
 
 @dataclass(frozen=True)
 class Drive:
-    """A kind of drive. bytes_per_second: of sequential reads. seek_seconds: the delay before each read."""
+    """A kind of drive. bytes_per_second: rate of sequential reads. seek_seconds: delay before each read."""
 
     bytes_per_second: float
     seek_seconds: float
 
     def rate(self, read_bytes: float) -> float:
-        """Return bytes per second when each read has `read_bytes` bytes."""
+        """Return the bytes per second of reads of `read_bytes` bytes each."""
         return read_bytes / (self.seek_seconds + read_bytes / self.bytes_per_second)
 
 
-# Data sheets of 2024: a 7,200 rpm disk on its inner tracks; a PCIe 4 NVMe drive at half of its 6-7 GB/s.
+# Data sheets of 2024: a 7,200 rpm hard disk at its inner tracks; a PCIe 4 NVMe drive at half of its 6-7 GB/s.
 DRIVES = {"hdd": Drive(150e6, 0.010), "nvme": Drive(3e9, 0.0001)}
 
 
 def token_bytes(vocab_size: int) -> int:
-    """Return the bytes of one token in a shard: 2 (uint16) if all ids fit, else 4 (uint32)."""
+    """Return the bytes of one token in a shard: 2 (uint16) if all ids of the vocabulary fit, otherwise 4 (uint32)."""
     return 2 if vocab_size <= _UINT16_IDS else 4
 
 
 def text_bytes_per_second(tokens_per_second: float, bytes_per_token: float = TEXT_BYTES_PER_TOKEN) -> float:
-    """Return the bytes of raw text per second that a loader reads if it tokenizes while it reads."""
+    """Return the bytes of raw text per second that a loader must read if it tokenizes during training."""
     return tokens_per_second * bytes_per_token
 
 
 def drives(bytes_per_second: float, kind: str, read_bytes: float = BLOCK_TOKENS * 2.0) -> int:
-    """Return the number of drives of a kind of DRIVES that deliver this rate in reads of `read_bytes`."""
+    """Return the number of drives that together deliver `bytes_per_second` in reads of `read_bytes` bytes. kind: a key
+    of DRIVES."""
     return max(math.ceil(bytes_per_second / DRIVES[kind].rate(read_bytes)), 1)
 
 
 @dataclass(frozen=True)
 class DataReading:
-    """The load that reading the training data puts on storage.
+    """The load on storage from reading the training data.
 
-    bytes_per_second: of all loaders together. drives: number of drives that deliver this rate, by kind. share: of the
-    storage's rate, 0 if that is not known; above 1 the run waits for storage.
+    bytes_per_second: rate of all loaders together. drives: number of drives that deliver this rate, by kind. share: the
+    rate divided by the storage's read rate, 0 if that is unknown; if it is above 1, the run waits for storage.
     """
 
     tokens_per_second: float
@@ -72,16 +73,17 @@ class DataReading:
 
 
 def data_reading(run: RunConfig, step_seconds: float, storage_bytes_per_second: float = 0.0) -> DataReading:
-    """Return how fast the run reads its data. Raises ConfigError for impossible times and rates.
+    """Return the rate at which a run reads its data, and the drives that deliver it. Raises ConfigError for impossible
+    times and rates.
 
-    Each sample counts once: ranks of one pipeline, tensor or context group read the same sample, which the page cache
-    of their node serves.
+    Each sample counts once, even if all ranks of a pipeline, tensor or context group read it, because repeated reads
+    are served from the page cache of the node.
     """
     if not 0 < step_seconds < math.inf or not 0 <= storage_bytes_per_second < math.inf:
         raise ConfigError(
             "E-STORAGE-VALUE",
             f"a step of {step_seconds} s, storage of {storage_bytes_per_second} bytes/s",
-            rule="a step takes more than 0 s, and the rate of storage is not negative",
+            rule="a step takes more than 0 s, and the read rate of storage is not negative",
             fix="give --assume storage_read_bytes_per_second=RATE with a rate of at least 0",
             step_seconds=step_seconds,
             storage_bytes_per_second=storage_bytes_per_second,
@@ -100,9 +102,9 @@ def data_reading(run: RunConfig, step_seconds: float, storage_bytes_per_second: 
 
 
 def blocking_stall(size_bytes: float, nodes: int, node_write: float, storage_write: float = 0.0) -> Term:
-    """Return the seconds in which all nodes write their equal parts of a checkpoint and no step runs.
+    """Return the seconds in which all nodes write equal parts of a checkpoint while no step runs.
 
-    node_write: bytes/s from one node to storage. storage_write: bytes/s of the whole storage, 0 for no limit.
+    node_write: bytes/s from one node to storage. storage_write: bytes/s that the whole storage accepts, 0 for no limit.
     """
     together = min(nodes * node_write, storage_write or math.inf)
     of = f"{nodes:,} nodes x {format_bytes(node_write)}/s"
@@ -113,9 +115,10 @@ def blocking_stall(size_bytes: float, nodes: int, node_write: float, storage_wri
 
 
 def copy_stall(size_bytes: float, devices: int, host_bandwidth: float) -> Term:
-    """Return the seconds until every device has copied its part of a checkpoint to the host's memory.
+    """Return the seconds in which all devices copy equal parts of a checkpoint to host memory. The host writes this
+    copy to storage while steps continue.
 
-    The host writes this copy to storage while steps continue. host_bandwidth: bytes/s of one device.
+    host_bandwidth: bytes/s from one device to its host.
     """
     seconds = size_bytes / (devices * host_bandwidth)
     of = f"{devices:,} devices x {format_bytes(host_bandwidth)}/s to the host"
@@ -125,8 +128,8 @@ def copy_stall(size_bytes: float, devices: int, host_bandwidth: float) -> Term:
 def kept_bytes(size_bytes: float, interval_seconds: float, step_seconds: float, keep: int = 0) -> float:
     """Return the bytes of all checkpoints in storage at the end of a run.
 
-    interval_seconds: between two checkpoints. step_seconds: of all steps together. keep: the number of newest
-    checkpoints that a run keeps, 0 for all.
+    interval_seconds: time of steps between two checkpoints. step_seconds: time of all steps together. keep: number of
+    newest checkpoints that the run keeps, 0 for all.
     """
     written = math.ceil(step_seconds / interval_seconds)
     return size_bytes * (min(written, keep) if keep else written)

@@ -1,4 +1,4 @@
-"""One layout of a search: its memory and its time, computed on demand and then cached."""
+"""The memory and step time of the layouts of a search, computed on demand and then cached."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from ingot.theory.layout import Position, layout_problems, positions
 from ingot.theory.memory import Term
 from ingot.theory.schedule import PUBLISHED
 
-# Room kept free on a device: the next allocation must not be the last.
+# The share of a device's memory that a layout may use; the rest is a margin for errors of the prediction.
 MEMORY_SHARE = 0.9
-# Layouts whose times differ by less than this share are equally fast within a prediction's accuracy; the simpler one
-# goes first.
+# Layouts whose times differ by less than this share count as equally fast, because predictions are not more accurate;
+# the simpler one goes first.
 EQUAL = 0.02
 _DISTINCT = ("tp", "cp", "context", "pp", "ep", "zero", "schedule", "recompute", "offload", "offload_parameters")
 _DIVIDES_STATE = ("dp_replicate", "dp_shard", "zero", "recompute", "offload", "offload_parameters")
-# For schedules without a published formula, the schedule whose formula holds for each of their stages.
+# For schedules without a published bubble formula: the schedule whose formula is used for each of their stages.
 _BUBBLE_LIKE = {"interleaved_zb": "zb_h1"}
 
 
@@ -30,10 +30,10 @@ _BUBBLE_LIKE = {"interleaved_zb": "zb_h1"}
 class Candidate:
     """A layout with its predicted memory and time.
 
-    run: the run with this layout. step_seconds: 0.0 on a cluster whose rate is unknown. memory_bytes: of the fullest
-      rank.
-    mfu: with causal attention counted half (theory/flops.py); 0.0 without a known peak. bubble: share of a step that
-      pipeline ranks wait.
+    run: the run with this layout. step_seconds: 0.0 if the cluster's FLOP/s are unknown. memory_bytes: peak memory of
+      the fullest rank.
+    mfu: model FLOPs utilization, with causal attention counted half (theory/flops.py); 0.0 if the peak is unknown.
+      bubble: share of a step in which pipeline ranks wait.
     """
 
     run: RunConfig
@@ -45,10 +45,10 @@ class Candidate:
 
 
 def complexity(run: RunConfig) -> int:
-    """Return the complexity of a layout, to break ties.
+    """Return the complexity of a layout, with which `ranked` breaks ties.
 
-    It is two for each way of dividing a model or its sequences, and one for each other difference from plain data
-    parallelism.
+    The sum has 2 for each of pp, cp, tp and ep above 1 and for offload, and 1 for each other feature: sharding,
+    replication, recomputation, several stages per rank, a split backward.
     """
     parallel = run.parallel
     cuts = sum(degree > 1 for degree in (parallel.pp, parallel.cp, parallel.tp, parallel.ep))
@@ -58,7 +58,8 @@ def complexity(run: RunConfig) -> int:
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates, fastest first; those as fast as the fastest remaining one go simplest first."""
+    """Return the candidates, fastest first. Candidates within 2% of the fastest remaining one are ordered by
+    simplicity."""
     waiting, found = sorted(candidates, key=lambda candidate: candidate.step_seconds), []
     while waiting:
         limit = waiting[0].step_seconds * (1 + EQUAL)
@@ -69,7 +70,8 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the first of the candidates that differ only in the split of data-parallel ranks or in virtual stages."""
+    """Return the candidates without repetitions: of those that differ only in dp_shard and dp_replicate or in stages
+    per rank, only the first is kept."""
     first: dict[tuple, Candidate] = {}
     for candidate in candidates:
         key = tuple(getattr(candidate.run.parallel, name) for name in _DISTINCT)
@@ -85,11 +87,12 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, float]:
 
 
 def _unfilled(schedule: str, pp: int, micro_batches: int) -> float:
-    """Return the extra waiting of ranks with fewer micro-batches than published bubbles assume.
+    """Return the waiting time that is added to the published bubble if there are fewer micro-batches than its formula
+    assumes.
 
-    The unit is one micro-batch on one rank, F = I = W. In V-shaped schedules a rank goes forward alone until its first
-    micro-batch has passed all 2 pp stages, and so does the last one backward; in looped ones each round takes as long
-    as pp micro-batches.
+    The unit is the time of one micro-batch on one rank, with F = I = W. In V-shaped schedules a rank only has forwards
+    until its first micro-batch has passed all 2 pp stages, and only backwards at the end. In looped schedules each
+    round takes as long as pp micro-batches.
     """
     if schedule in V_SHAPED:
         return max(2 * pp - micro_batches, 0) / 3
@@ -103,7 +106,7 @@ def _total(bill: dict[str, Term]) -> float:
 
 
 class Evaluator:
-    """Bills and times of layouts of one run on one cluster, each computed once."""
+    """An evaluator of one run's layouts on one cluster. Memory and step time of each layout are computed only once."""
 
     def __init__(self, run: RunConfig, cluster: Cluster, software: Software):
         self.run, self.cluster, self.software = run, cluster, software
@@ -129,10 +132,10 @@ class Evaluator:
         return self.memory_bytes(run) <= self.limit_bytes(run)
 
     def least_bytes(self, run: RunConfig) -> float:
-        """Return a lower bound of `memory_bytes`, which is that of the fullest pipeline rank.
+        """Return a lower bound of `memory_bytes`, the memory of the fullest pipeline rank.
 
-        The bound is the larger bill of the first rank, which keeps the most micro-batches in most schedules, and of the
-        rank with the most parameters.
+        The bound is the larger of two bills: that of the first rank, which in most schedules keeps the most
+        micro-batches, and that of the rank with the most parameters.
         """
         key = run.parallel, run.train.micro_batch
         if key not in self._least:
@@ -143,11 +146,11 @@ class Evaluator:
         return self._least[key]
 
     def least_state_bytes(self, run: RunConfig) -> float:
-        """Return a lower bound of `memory_bytes` for every schedule except looped_bfs, whose gradients never all exist
-        at once.
+        """Return a lower bound of `memory_bytes` that is valid for every schedule except looped_bfs, in which the
+        gradients of a rank never all exist at the same time.
 
-        The bound has no activations, and takes the rank with the fewest parameters, because no schedule assigns stages
-        so that all ranks have fewer.
+        The bound is the state of the rank with the fewest parameters, without activations: in every schedule, some rank
+        has at least that many.
         """
         place = self._places(run)[1]
         parts = [memory.weights(place), memory.optimizer(place)]
@@ -161,8 +164,8 @@ class Evaluator:
         return held * (1 + self.cluster.fragmentation) + self.cluster.runtime_bytes
 
     def _places(self, run: RunConfig) -> tuple[Position, Position, Position]:
-        """Return the first pipeline rank, and the ranks with the fewest and the most parameters. Data-parallel
-        degrees do not change the choice.
+        """Return the positions of three pipeline ranks: the first, the one with the fewest and the one with the most
+        parameters. Data-parallel degrees do not change which ranks these are.
         """
         settings = {name: getattr(run.parallel, name) for name in _DIVIDES_STATE}
         plain = {"recompute": "none", "offload": "none", "offload_parameters": False}
@@ -181,7 +184,7 @@ class Evaluator:
         return self._timed(run)[0]
 
     def _timed(self, run: RunConfig) -> tuple[float, float]:
-        """Return (seconds of a step, the share of the step that pipeline ranks wait)."""
+        """Return (seconds of a step, share of the step in which pipeline ranks wait)."""
         key = run.parallel, run.train.micro_batch
         if key not in self._seconds:
             time = estimate(run, self.cluster, self.software)
@@ -189,10 +192,10 @@ class Evaluator:
         return self._seconds[key]
 
     def coarse_seconds(self, run: RunConfig) -> float:
-        """Return the seconds of a step without playing a schedule.
+        """Return an estimate of the seconds of a step that does not simulate the pipeline schedule.
 
-        The time is that of the model on one rank instead of `pp`, shared by all pipeline ranks, with the published
-        bubble. Uneven stages take as long as the longest.
+        The estimate is the step time without a pipeline divided by pp, times the excess of the longest stage over an
+        equal share, plus the published bubble of the schedule.
         """
         parallel = run.parallel
         if parallel.pp == 1:

@@ -1,6 +1,6 @@
-"""The changes that would make a run fit that fits nowhere, in the order of their cost.
+"""The search for the cheapest change that makes a run fit if none of its layouts fits.
 
-The order is: one pinned setting less, more or larger devices, and last a change of the experiment.
+Changes are tried in this order: one pinned setting less, more or larger devices, and last shorter sequences.
 """
 
 import math
@@ -17,19 +17,19 @@ from ingot.schema.software import Software
 from ingot.theory.devices import Device, cluster_of, devices, find_device
 from ingot.units import format_bytes, format_seconds, parse_bytes
 
-# Beyond this many times the devices, another model is cheaper.
+# The most devices to propose, as a multiple of the cluster's.
 _MOST_TIMES_DEVICES = 64
 _SHORTEST_SEQUENCE = 512
-# Layouts whose bill is computed to find the layout that needs least.
+# The number of layouts, least state first, among which `least_memory` compares whole memory bills.
 _LEAST_STATE = 200
 _NODE = 8
-# Changes are tried in turn; where a model is a thousand times too large, most of them do not help.
+# Changes are tried one after another for at most this time: if a model is far too large, most of them do not help.
 _PATIENCE_SECONDS = 10.0
 
 
 def least_memory(evaluator: Evaluator, space: Space) -> Candidate | None:
-    """Return the layout that needs the least memory, of those with the least state and all legal recomputation; None
-    without a legal layout.
+    """Return the layout that needs the least memory, with the smallest micro-batch and the most recomputation; None if
+    no layout is legal. Only the layouts with the smallest parameter and optimizer state are compared.
     """
     frugal = sorted(
         enumerate(_frugal(evaluator, space)), key=lambda entry: (evaluator.least_state_bytes(entry[1]), entry[0])
@@ -45,7 +45,8 @@ def least_memory(evaluator: Evaluator, space: Space) -> Candidate | None:
 
 
 def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
-    """Yield for each sharding the smallest micro-batch with the recomputation that keeps least."""
+    """Yield each sharding (mesh, ZeRO stage, ep) with the smallest micro-batch and the recomputation that needs the
+    least memory."""
     for mesh in space.meshes():
         for parallel in space.shardings(mesh):
             for micro_batch in space.micro_batches(parallel)[:1]:
@@ -57,8 +58,8 @@ def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """A run on a cluster, with pins, that does not fit. offload: optimizer state may be on the host. until: the time
-    after which no further change is tried.
+    """A run, a cluster and pinned settings for which to search a layout that fits. offload: optimizer state may be in
+    host memory. until: the time.monotonic() after which no search starts.
     """
 
     run: RunConfig
@@ -69,7 +70,7 @@ class _Wish:
     until: float
 
     def fastest(self) -> Candidate | None:
-        """Return the fastest layout that fits, or None; a search is made only where the layout that needs least
+        """Return the fastest layout that fits, or None. The search only runs if the layout with the least memory
         fits.
         """
         if time.monotonic() > self.until:
@@ -86,9 +87,10 @@ class _Wish:
 def cheapest_fix(
     evaluator: Evaluator, pinned: Mapping[str, object], nearest: Candidate | None, *, offload: bool = False
 ) -> str:
-    """Return one sentence, or "" where no change helps.
+    """Return a sentence with the cheapest change that makes a layout fit, or "" if no change helps.
 
-    nearest: the layout that needs least. offload: offloading optimizer state to the host is no change.
+    nearest: the layout that needs the least memory, None if no layout is legal. offload: the changed run may offload
+    optimizer state to the host.
     """
     run, cluster = evaluator.run, evaluator.cluster
     wish = _Wish(
@@ -119,13 +121,14 @@ def _described(best: Candidate, name: str = "") -> str:
 
 
 def _other_devices(wish: _Wish) -> list[str]:
-    """Return sentences on more devices and on larger ones; the cheaper step goes first where both prices are known."""
+    """Return up to two sentences, one on more devices and one on larger devices; the cheaper goes first if both prices
+    are known."""
     found = [(cost, text) for cost, text in (_more(wish), _larger(wish)) if text]
     return [text for _, text in (sorted(found) if all(cost for cost, _ in found) else found)]
 
 
 def _cost(cluster: Cluster, best: Candidate) -> float:
-    """Return US dollars per hour of the devices, times seconds of a step."""
+    """Return a number to compare costs by: US dollars per hour of all devices, times the seconds of a step."""
     return cluster.usd_per_hour * cluster.devices * best.step_seconds
 
 
@@ -151,7 +154,8 @@ def _doubled(cluster: Cluster) -> Cluster:
 
 
 def _larger(wish: _Wish) -> tuple[float, str]:
-    """Return the cost and a sentence on as many devices of another kind, the cheapest kind that helps."""
+    """Return the cost and a sentence for the same number of larger devices, of the cheapest kind with which the run
+    fits; (0.0, "") if there is none."""
     cluster = wish.cluster
     kinds = [device for device in devices().values() if device.device == cluster.device]
     larger = [device for device in kinds if parse_bytes(device.memory) > cluster.memory_bytes]
@@ -182,7 +186,7 @@ def _shorter(wish: _Wish) -> str:
 
 
 def _legal_batch(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object]) -> str:
-    """Return a sentence with the batch nearest to the run's that some mesh can share."""
+    """Return a sentence that proposes the legal global batch nearest to the run's, or "" if there is none."""
     batch = run.train.global_batch
     for size in sorted(_shareable(run, cluster, pinned), key=lambda size: (abs(size - batch), size)):
         other = replace(run, train=replace(run.train, global_batch=size))
@@ -192,7 +196,7 @@ def _legal_batch(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object])
 
 
 def _shareable(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object]) -> set[int]:
-    """Return the multiples, next to the batch, of each possible number of data-parallel ranks."""
+    """Return, for each possible number of data-parallel ranks, its multiples next to the run's batch (below, above)."""
     whole = replace(run, train=replace(run.train, global_batch=cluster.devices))
     space = Space(run=whole, cluster=cluster, pinned=pinned, reach=WIDE)
     ranks = {mesh.dp_shard for mesh in space.meshes()}

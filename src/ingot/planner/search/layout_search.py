@@ -1,13 +1,13 @@
-"""One search of a space of layouts; each step leaves less for the next.
+"""One search of a space of layouts, in four steps that each drop layouts:
 
     1. shardings (space.py) whose parameters, gradients and optimizer state alone do not fit are dropped;
-    2. the most promising of the others get every micro-batch, recomputation and schedule that they could have, and all
-       are ordered by a coarse time;
-    3. in that order memory is computed in full, where its lower bound allows; a layout that does not fit rules out all
-       larger micro-batches of its sharding, and is tried again with more recomputation;
-    4. the first that fit are timed in full, a few of each mesh, and then the neighbors of the fastest.
+    2. the most promising of the others are combined with every possible micro-batch, recomputation and schedule, and
+       all these layouts are ordered by a coarse estimate of their time;
+    3. in that order the memory of each layout is computed in full if its lower bound fits; a layout that does not fit
+       is tried again with more recomputation, and can rule out larger micro-batches of its sharding;
+    4. the first layouts that fit are timed in full, a few of each mesh, followed by the neighbors of the fastest.
 
-Time and memory are those of planner/predict; nothing is estimated by a formula of its own.
+All times and memory sizes are computed by planner/predict.
 """
 
 import heapq
@@ -23,23 +23,24 @@ from ingot.planner.search.space import Space
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 
-# Layouts timed in full, in all and of each mesh.
+# The numbers of layouts to time in full: overall, and of each mesh.
 _TIMED, _TIMED_OF_MESH = 40, 4
 # A layout whose coarse time is this many times the fastest full time is not timed in full.
 _HOPELESS = 1.15
 # Tokens of a trial micro-batch: enough that matrix products are efficient.
 _PROBE_TOKENS = 8192
-# The least memory with another schedule than 1f1b, or with a larger micro-batch, as a share (tests compare them).
+# A schedule needs at least this share of 1f1b's memory, and a micro-batch at least this share of a smaller one's memory
+# (checked by tests).
 SLACK = 0.85
 # The number of fastest layouts whose neighbors are tried.
 _POLISHED = 3
 
 
 class LayoutSearch:
-    """A search of one space.
+    """A search for the fastest layouts in one space. A sharding is a mesh with its ZeRO stage and ep.
 
-    considered: layouts whose memory was compared. fitting: the number of them that fit. left_out: shardings whose state
-      fits but that were not promising enough.
+    considered: number of layouts whose memory was checked against the limit. fitting: number of these that fit.
+    left_out: number of shardings whose state fits, but which were dropped as not promising enough.
     """
 
     def __init__(self, evaluator: Evaluator, space: Space):
@@ -48,7 +49,7 @@ class LayoutSearch:
         self._far_too_large: dict[Parallel, int] = {}
 
     def fastest(self) -> list[Candidate]:
-        """Return the layouts that were timed in full, in no order."""
+        """Search, and return the layouts that were timed in full, in no particular order."""
         chosen: dict[RunKey, RunConfig] = {}
         best = math.inf
         for coarse, run in self._by_coarse_time():
@@ -60,7 +61,7 @@ class LayoutSearch:
         return [self.evaluator.candidate(run) for run in chosen.values()]
 
     def _polish(self, chosen: "dict[RunKey, RunConfig]") -> None:
-        """Add the neighbors of the fastest, until none of them is faster."""
+        """Add to `chosen` the neighbors of the fastest layouts, until no neighbor is among the fastest."""
         done: set[RunKey] = set()
         while True:
             first = sorted(chosen, key=lambda key: self.evaluator.seconds(chosen[key]))[:_POLISHED]
@@ -75,8 +76,8 @@ class LayoutSearch:
                         chosen[place] = other
 
     def _fits(self, run: RunConfig) -> bool:
-        """Return whether the run fits. No schedule needs less than `SLACK` of 1f1b's memory, so one bill decides for
-        most.
+        """Return True if the run fits. No schedule needs less than `SLACK` of 1f1b's memory, so a lower bound for 1f1b
+        rules out most schedules that do not fit.
         """
         self.considered += 1
         plain = replace(run.parallel, schedule="1f1b", stages_per_rank=0)
@@ -87,10 +88,10 @@ class LayoutSearch:
         return fits
 
     def _has_room(self, parallel: Parallel, size: int, share: float = 1.0) -> bool:
-        """Return whether the lower bound of memory leaves room. share: the part of the bound that is compared.
+        """Return True if `share` of the lower bound of memory fits. size: the micro-batch, in sequences.
 
-        With several micro-batches per step, a larger micro-batch needs no less than `SLACK` of a smaller one's memory:
-        a size that is far too large rules out larger ones.
+        With several micro-batches per step, a larger micro-batch needs at least `SLACK` of a smaller one's memory, so a
+        size that is far too large rules out all larger sizes.
         """
         run = self.evaluator.laid_out(parallel, size)
         if run.accumulation > 1 and size > self._far_too_large.get(parallel, size):
@@ -101,8 +102,8 @@ class LayoutSearch:
         return share * least <= limit
 
     def _by_coarse_time(self) -> Iterator[tuple[float, RunConfig]]:
-        """Yield layouts that fit by coarse time, each with the least recomputation that it needs, a few of each
-        mesh.
+        """Yield (coarse seconds, run) of legal layouts that fit, fastest first, at most a few of each mesh. Each has
+        the least recomputation with which it fits.
         """
         heap: list[tuple[float, int, int, RunConfig, list[Parallel]]] = []
         count = itertools.count()
@@ -130,7 +131,7 @@ class LayoutSearch:
                 push(more, run.train.micro_batch)
 
     def _shardings(self) -> list[Parallel]:
-        """Return the most promising shardings whose state fits."""
+        """Return the most promising shardings of all meshes whose state fits, most promising first."""
         found: list[tuple[float, int, Parallel]] = []
         for mesh in self.space.meshes():
             of_mesh = [
@@ -150,7 +151,7 @@ class LayoutSearch:
                 yield parallel
 
     def _promise(self, parallel: Parallel) -> float:
-        """Return the coarse seconds with a medium micro-batch, nothing recomputed."""
+        """Return the coarse seconds of a step with a micro-batch of medium size and no recomputation."""
         wanted = max(_PROBE_TOKENS * parallel.cp // self.evaluator.run.train.seq_len, 1)
         sizes = self.space.micro_batches(parallel)
         size = min(sizes, key=lambda size: abs(math.log(size / wanted)))

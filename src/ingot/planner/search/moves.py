@@ -1,4 +1,4 @@
-"""The layouts one step from a layout along one axis; the remaining ranks become data-parallel."""
+"""The neighbors of a layout: layouts in which one setting differs by one step and other ranks are data-parallel."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,8 +15,10 @@ _DEGREES = ("tp", "pp", "cp")
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChange:
-    """A step from a layout. key: setting of the run file, without "parallel."; before, after: its values. fits: the
-    layout fits in a device's memory.
+    """One step from a layout to a neighbor.
+
+    key: the setting of the run file that changes, without "parallel.". before, after: its values. candidate: the
+    neighbor. fits: the neighbor fits in a device's memory.
     """
 
     key: str
@@ -27,10 +29,10 @@ class LayoutChange:
 
 
 def neighbors(candidate: Candidate, cluster: Cluster) -> tuple[LayoutChange, ...]:
-    """Return one change for each legal step from `candidate`, whether it fits or not.
+    """Return one change for each legal step from `candidate`, even if the new layout does not fit.
 
-    A step is a degree or a micro-batch twice or half as large, or another ZeRO stage, recomputation, schedule or
-    offload. All devices stay in use.
+    A step doubles or halves a degree or the micro-batch, or changes the ZeRO stage, recomputation, schedule or offload.
+    All devices stay in use.
     """
     run = candidate.run
     evaluator = Evaluator(run, cluster, candidate.software)
@@ -52,7 +54,10 @@ def _value(run: RunConfig, key: str) -> object:
 
 
 def moves(run: RunConfig, space: Space, *, offload: bool = False) -> Iterator[tuple[str, RunConfig]]:
-    """Yield (setting that changes, the run with it), legal or not. Pinned settings do not change."""
+    """Yield (changed setting, the run with the change) for each step, legal or not. Pinned settings do not change.
+
+    offload: include the step that offloads optimizer state to the host.
+    """
     for key, other in _all_moves(run, space, offload):
         if all(_value(other, name) == _value(run, name) for name in space.pinned):
             yield key, other
@@ -92,7 +97,7 @@ def _twice_and_half(degree: int) -> list[int]:
 
 
 def _degree(run: RunConfig, space: Space, key: str, degree: int) -> Iterator[Parallel]:
-    """Yield the layouts with another degree of a mesh axis; shards make room before copies do."""
+    """Yield the layouts with `degree` as the degree `key`. dp_shard adapts to it; dp_replicate stays if possible."""
     old = run.parallel
     inner = {name: getattr(old, name) for name in _DEGREES} | {key: degree}
     ranks, rest = divmod(old.world_size, inner["tp"] * inner["pp"] * inner["cp"])

@@ -1,5 +1,5 @@
-"""The fastest layouts of a run on a cluster that fit, what would help where none does, and whether idle devices
-would help.
+"""The search for the fastest layouts of a run that fit on a cluster. If none fits, the search proposes a change; if
+fewer devices would be faster, it reports that.
 """
 
 import time
@@ -24,11 +24,11 @@ NO_PINS: Mapping[str, object] = MappingProxyType({})
 class Found:
     """The result of a search.
 
-    best: fastest first, one of each group that hardly differs. considered: layouts whose memory was compared. fitting:
-      the number of them that fit. seconds: duration of the search.
-    nearest: where nothing fits, the layout that needs least (None without a legal layout); fix: the cheapest change
-      with which a layout would fit.
-    idle: what would be faster with idle devices in each rack, or "".
+    best: candidates, fastest first, with nearly equal ones represented by one. considered: number of layouts whose
+      memory was checked against the limit. fitting: number of these that fit. seconds: duration of the search.
+    nearest: if nothing fits, the layout that needs the least memory (None if no layout is legal). fix: the cheapest
+      change that would make a layout fit.
+    idle: a sentence, if the run would be faster with some devices of each rack left idle; otherwise "".
     """
 
     best: tuple[Candidate, ...]
@@ -50,13 +50,14 @@ def search(
     recipes: Sequence[Recipe] = (),
     offload: bool = True,
 ) -> Found:
-    """Search the fastest layouts and micro-batches of a run.
+    """Search for the fastest layouts and micro-batches of a run.
 
-    run: model, sequence length, global batch and steps. pinned: settings of Parallel, or "micro_batch", that are not
-      searched. All devices of the cluster take part, unless the pins say otherwise. recipes: low-precision recipes to
-      try besides the software's own. offload: optimizer state may go to the host where nothing fits without.
+    run: model, sequence length, global batch and steps. pinned: fixed values of Parallel's settings or of
+      "micro_batch". All devices of the cluster take part, unless all degrees are pinned. limit: the most layouts to
+      return. recipes: low-precision recipes to try besides the software's own. offload: optimizer state may go to host
+      memory if nothing fits without that.
 
-    Raises ConfigError for an unknown pin.
+    Raises ConfigError if `pinned` has an unknown name.
     """
     start, considered, fitting = time.perf_counter(), 0, 0
     systems = [software, *(replace(software, recipe=recipe) for recipe in recipes if recipe != software.recipe)]
@@ -95,11 +96,11 @@ _OF_ALL = ("dp_shard", "dp_replicate")
 def better_idle(
     run: RunConfig, cluster: Cluster, software: Software, pinned: Mapping[str, object], best: Candidate
 ) -> str:
-    """Return a sentence on what is faster, by tokens per second, if only a power of two of each domain's devices is
-    used.
+    """Return a sentence if the run has more tokens per second with a power of two of each domain's devices than with
+    all of them; otherwise "".
 
-    The result is "" where all devices are better, or every domain is a power of two. best: the layout on all devices.
-    Only models with experts are tried: other groups of ranks are small enough to divide a rack.
+    best: the fastest layout on all devices. Only models with experts are tried: the groups of ranks in other models are
+    small enough to divide a rack.
     """
     smaller = _power_of_two(cluster)
     if not smaller or not run.model.is_moe or not best.step_seconds or any(name in pinned for name in _OF_ALL):
@@ -114,8 +115,8 @@ def better_idle(
     few, all_of_them = smaller.domain, cluster.domain
     return (
         f"{few} of the {all_of_them} devices of each domain of fast links would be {gain:.0%} faster than all of them:"
-        f" groups of ranks are powers of two, and then no group crosses a border. --cluster {smaller.name} plans that;"
-        f" the price of the {all_of_them - few} idle ones comes on top"
+        f" groups of ranks are powers of two, and then no group extends over two domains. Plan this with --cluster"
+        f" {smaller.name}; its price does not include the {all_of_them - few} idle devices in each domain"
     )
 
 
@@ -124,7 +125,8 @@ def _speed(candidate: Candidate) -> float:
 
 
 def _power_of_two(cluster: Cluster) -> Cluster | None:
-    """Return the cluster with as many domains, each cut to the largest power of two."""
+    """Return the cluster with each domain of fast links reduced to the largest power of two of devices. Return None if
+    there is one domain, domains are powers of two already, or these powers of two are not whole nodes."""
     domain, node, device = cluster.domain, cluster.devices_per_node, find_device(cluster.device_name)
     few = 1 << (domain.bit_length() - 1)
     if few == domain or cluster.devices <= domain or few % node or not device:

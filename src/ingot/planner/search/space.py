@@ -1,14 +1,15 @@
-"""The layouts that a run could have on a cluster: a degree for each axis, and the form of each.
+"""The layouts that a run can have on a cluster: the degree of each axis, and the settings that belong to it.
 
-A narrow search leaves out what is never better (a test compares each such rule with a search that leaves nothing out)
-or what is tried when nothing else fits:
+A narrow search leaves out layouts that are never better (a test compares each such rule with an exhaustive search) and
+layouts that are only tried if nothing else fits. It tries:
 
-    tp         within the domain of fast links, and in equal groups of it
-    cp         while a rank keeps `rank_tokens` tokens of a sequence; in the form that theory/context.py chooses
-    dp_shard   from the domain on, in steps of eight, or none at all
-    ep         in steps of four, degrees that fill the domain or divide it, and the largest
-    schedule   without gpipe (1f1b waits as long and keeps less), and without looped_bfs where micro-batches are a
-               multiple of the ranks (interleaved waits as long and keeps less)
+    tp         degrees that divide the domain of fast links
+    cp         degrees that leave each rank at least `rank_tokens` tokens of a sequence; in the form that
+               theory/context.py chooses
+    dp_shard   1; the largest that stays inside the domain, and 8, 64, ... times that; all data-parallel ranks
+    ep         powers of 4, the largest degree inside the domain, the largest that divides it, and the largest of all
+    schedule   all except gpipe (1f1b has the same bubble and less memory), and except looped_bfs if the micro-batches
+               are a multiple of the ranks (interleaved has the same bubble and less memory)
     recompute  the least that fits
 """
 
@@ -27,12 +28,12 @@ from ingot.theory.rules.layout import legal_tp
 from ingot.theory.rules.nearest import divisors
 from ingot.theory.schedule import schedule_problems
 
-# More tokens per micro-batch than this make no product faster.
+# Micro-batches with more tokens per rank than this do not make matrix products faster.
 MICRO_BATCH_TOKENS = 65_536
 RECOMPUTE = ("none", "selective", "full")
 _STEPS_OF_FOUR = tuple(4**n for n in range(6))
 _SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v", "interleaved_zb", "dualpipe_v", "looped_bfs", "gpipe")
-# The settings that a search decides; other settings of a layout stay as in the run.
+# The settings that a search decides. Other settings of a layout stay as they are in the run.
 SEARCHED = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "context", "ulysses", "zero", "schedule", "stages_per_rank",
     "recompute", "offload", "offload_parameters",
@@ -42,8 +43,11 @@ PINS = (*(field.name for field in fields(Parallel)), "micro_batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """The extent of a search. rank_tokens: tokens of a sequence that a rank keeps. shardings: the number of
-    shardings whose micro-batches and schedules are tried. every: nothing legal is left out.
+    """The extent of a search.
+
+    rank_tokens: the fewest tokens of a sequence on a rank, which limits cp. shardings: number of shardings whose
+    micro-batches and schedules are tried. beyond_domain: tp may be larger than the domain of fast links. offload:
+    optimizer state and parameters may go to host memory. every: try all legal layouts.
     """
 
     rank_tokens: int = 4096
@@ -63,8 +67,8 @@ PATIENT = replace(WIDE, shardings=1000)
 class Space:
     """The layouts of a run on a cluster.
 
-    run: model, sequence length, batch and the settings that are not searched. pinned: by names of Parallel's fields, or
-      "micro_batch".
+    run: model, sequence length, batch and the settings that are not searched. pinned: fixed values by name, which is a
+      field of Parallel or "micro_batch". Raises ConfigError for another name.
     """
 
     run: RunConfig
@@ -77,9 +81,9 @@ class Space:
             if name not in PINS:
                 raise ConfigError(
                     "E-PIN-UNKNOWN",
-                    f"cannot pin {name!r}",
-                    rule=f"a layout has {', '.join(PINS)}",
-                    fix="use one of these",
+                    f"cannot pin {name!r}, which is not a setting of a layout",
+                    rule=f"the settings of a layout are {', '.join(PINS)}",
+                    fix="pin one of these",
                     pin=name,
                 )
 
@@ -88,7 +92,7 @@ class Space:
 
     @property
     def devices(self) -> int:
-        """The number of devices: all of the cluster, unless every degree is pinned."""
+        """The number of devices that a layout uses: all of the cluster, unless every degree is pinned."""
         degrees = [self.pinned.get(name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
         found = 1
         for degree in degrees:
@@ -98,8 +102,8 @@ class Space:
         return found
 
     def meshes(self) -> Iterator[Parallel]:
-        """Yield meshes of tp, cp and pp; the remaining ranks are dp_shard for now. Each data-parallel rank has
-        sequences of the batch.
+        """Yield the meshes of tp, cp and pp in which all other ranks are dp_shard (`shardings` splits these) and the
+        data-parallel ranks divide the global batch.
         """
         base = self._plain()
         for tp in self.free("tp", self._tensor_degrees()):
@@ -112,7 +116,7 @@ class Space:
                         yield from self.contexts(mesh)
 
     def _plain(self) -> Parallel:
-        """Return the run's layout with its searched settings at their defaults, and the pinned settings."""
+        """Return the run's layout with the searched settings at their defaults, and with all other pinned settings."""
         idle = {field.name: field.default for field in fields(Parallel) if field.name in SEARCHED}
         fixed = {name: value for name, value in self.pinned.items() if name not in SEARCHED and name != "micro_batch"}
         idle |= {"offload": self.pinned.get("offload", "cpu" if self.reach.offload else "none")}
@@ -130,7 +134,7 @@ class Space:
         return [cp for cp in divisors(self.devices // tp) if cp == 1 or cp <= most]
 
     def contexts(self, mesh: Parallel) -> Iterator[Parallel]:
-        """Yield the mesh with each form of context parallelism, written out."""
+        """Yield the mesh with each form of context parallelism to try; "auto" is replaced by the form it means."""
         train = self.run.train
         if mesh.cp == 1 or "context" in self.pinned:
             settings = {name: self.pinned[name] for name in ("context", "ulysses") if name in self.pinned}
@@ -144,7 +148,7 @@ class Space:
             yield with_context(replace(self.run, parallel=mesh), self.cluster)[0].parallel
 
     def shardings(self, mesh: Parallel) -> Iterator[Parallel]:
-        """Yield the mesh with each dp_shard and dp_replicate, ZeRO stage, and number of ranks that divide experts."""
+        """Yield the mesh with each combination of dp_shard and dp_replicate, ZeRO stage, ep and offload_parameters."""
         moe, ranks = self.run.model.moe, mesh.dp_shard
         for shard in self.free("dp_shard", self._shards(mesh)):
             if ranks % shard or self.pinned.get("dp_replicate", ranks // shard) != ranks // shard:
@@ -179,14 +183,14 @@ class Space:
         return [shard for shard in found if shard in (1, within, mesh.dp_shard) or shard in steps]
 
     def micro_batches(self, parallel: Parallel) -> list[int]:
-        """Return the sizes of micro-batches in sequences, ascending."""
+        """Return the micro-batch sizes to try, in sequences, ascending."""
         of_rank = self.run.train.global_batch // parallel.data_ranks
         most = max(MICRO_BATCH_TOKENS * parallel.cp // self.run.train.seq_len, 1)
         sizes = [size for size in divisors(of_rank) if size <= most]
         return [size for size in self.free("micro_batch", sizes) if isinstance(size, int) and of_rank % size == 0]
 
     def recomputes(self, parallel: Parallel) -> list[Parallel]:
-        """Return the layout with each form of recomputation, from the fastest to the one that keeps least."""
+        """Return the layout with each form of recomputation, from the fastest to the one with the least memory."""
         return [replace(parallel, recompute=form) for form in self.free("recompute", RECOMPUTE)]
 
     def schedules(self, parallel: Parallel, micro_batches: int) -> Iterator[Parallel]:
@@ -208,7 +212,7 @@ class Space:
         return name == "gpipe" or (name == "looped_bfs" and micro_batches % parallel.pp == 0)
 
     def _stages(self, name: str, pp: int) -> list[int]:
-        """Return the possible stages per rank; 0 is the schedule's own number."""
+        """Return the numbers of stages per rank to try; 0 means the schedule's own number."""
         if name not in TWO_STAGES:
             return [0]
         layers = self.run.model.num_layers
@@ -218,10 +222,10 @@ class Space:
 
 
 def with_context(run: RunConfig, cluster: Cluster) -> tuple[RunConfig, dict[str, str]]:
-    """Return `run`, which has no problems, with context "auto" decided by the links of `cluster`; and dotted key ->
-    reason.
+    """Return `run` with context "auto" replaced by the best form for the links of `cluster`, and the reason by dotted
+    key ({} if nothing was replaced). The layout of `run` must be legal.
 
-    The trainer decides by fixed figures, so that all ranks decide alike; a plan knows its cluster.
+    The trainer itself decides "auto" by fixed link speeds, so that all ranks choose the same form.
     """
     parallel = run.parallel
     if parallel.cp == 1 or parallel.context != "auto":
@@ -231,13 +235,14 @@ def with_context(run: RunConfig, cluster: Cluster) -> tuple[RunConfig, dict[str,
     why, _, _ = explain_context(run.model, run.train, parallel, links).partition(":")
     degree = decided.ulysses if decided.context == "usp" else 0
     chosen = replace(parallel, context=decided.context, ulysses=degree)
-    return replace(run, parallel=chosen), {"parallel.context": f"{why}: what adds least to a layer on {cluster.name}"}
+    reason = f"{why}: adds the least time to a layer on {cluster.name}"
+    return replace(run, parallel=chosen), {"parallel.context": reason}
 
 
 def links_of(cluster: Cluster, precision: str) -> Links:
-    """Return the links of the cluster, with defaults for unknown rates.
+    """Return the links of the cluster, with those of H100 nodes for unknown rates.
 
-    One machine is one node, however many ranks share it; where fast links join several nodes, they count as one node.
+    A single machine is one node, however many ranks share it. Several nodes that fast links join count as one node.
     """
     flops = cluster.peak_flops.get(precision, 0.0) * cluster.attention_efficiency
     return Links(

@@ -1,5 +1,5 @@
-"""The alternatives to a plan's decisions: for each decision the best layout that decides it otherwise, and for the
-model its dense or sparse twin."""
+"""The alternatives to a plan's decisions: for each decision the best layout in which it is different, and for the model
+its dense or sparse twin."""
 
 import math
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_bytes, format_count, format_seconds
 
-# The settings that distinguish layouts. Each one that differs counts as a share of a step in distances.
+# The settings that distinguish layouts. In `_distance`, each setting that differs adds the share _DIFFERENCE of a step.
 _SETTINGS = (
     "tp", "pp", "schedule", "stages_per_rank", "cp", "ep", "dp_replicate", "dp_shard", "zero", "recompute", "offload",
     "micro_batch",
 )  # fmt: skip
 _DIFFERENCE = 0.02
-_EQUAL = 0.005  # layouts whose times differ by less are equally fast
-# The usual sparse twin of a dense model, as Mixtral is one of Mistral 7B's shape (Jiang et al. 2024).
+_EQUAL = 0.005  # layouts whose times differ by less than this share count as equally fast
+# The usual sparse twin of a dense model; Mixtral has the same relation to Mistral 7B (Jiang et al. 2024).
 _EXPERTS, _TOP_K = 8, 2
 _RULE = "by the rule of thumb sqrt(all x active)"
 _KNOWN = "DeepSeekMoE 16B, 2.8B active and 6.8B by the rule, equals Llama 2 7B (Dai et al. 2024)"
@@ -33,10 +33,11 @@ _KNOWN = "DeepSeekMoE 16B, 2.8B active and 6.8B by the rule, equals Llama 2 7B (
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One decision of a plan. chosen: its result. reason: why. formula: with its numbers filled in.
+    """One decision of a plan.
 
-    runner_up: "runner-up: ..." or "better: ...", the best layout that decides this otherwise, with its time and memory;
-    "" if there is none.
+    chosen: the result. reason: why it was chosen. formula: its formula, with numbers filled in. runner_up:
+    "runner-up: ..." or "better: ...", the best layout in which this decision is different, with its time and memory; ""
+    if there is none.
     """
 
     title: str
@@ -48,7 +49,8 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionContext:
-    """A plan and the search that its decisions are compared with. pinned: the settings that the search had to keep."""
+    """A plan, and the search whose other layouts its decisions are compared with. pinned: the settings that the search
+    had to keep."""
 
     planned: PlannedRun
     search_result: Found
@@ -63,13 +65,13 @@ class DecisionContext:
         return self.planned.plan.cluster
 
     def runner_up(self, *names: str) -> str:
-        """Describe the best layout that differs from the plan's in one of the settings `names`; "" without any.
+        """Describe the best layout that differs from the plan's in one of the settings `names`; "" if there is none.
 
-        The best one is the fastest among the found layouts, else among those one change away. Each further setting
-        that differs counts as additional time, so that the layout shows the effect of this decision.
+        The best one is the fastest of the layouts that the search found, otherwise of those one change away. Each
+        further setting that differs counts as additional time, so that the layout shows the effect of this decision.
         """
         if any(name in self.pinned for name in names):
-            return "runner-up: none was searched, because this is pinned"
+            return "runner-up: none was searched, because this setting is pinned"
         mine = settings_of(self.run, names)
         others = [c for c in self.search_result.best if settings_of(c.run, names) != mine]
         steps = [step for step in self._one_change_away if settings_of(step.candidate.run, names) != mine]
@@ -83,7 +85,7 @@ class DecisionContext:
 
     @cached_property
     def own_layout(self) -> Candidate:
-        """The plan's own layout, as the search evaluates it."""
+        """The plan's own layout with the memory and time that the search computed for it."""
         seen = next((c for c in self.search_result.best if same_layout(c.run, self.run)), None)
         return seen or Evaluator(self.run, self.cluster, self.planned.plan.software).candidate(self.run)
 
@@ -92,21 +94,22 @@ class DecisionContext:
         return neighbors(self.own_layout, self.cluster)
 
     def _distance(self, candidate: Candidate) -> float:
-        """Return the step time of a layout, increased for each setting in which it differs from the plan's."""
+        """Return the step time of a layout, increased by 2% for each setting in which it differs from the plan's."""
         mine, other = settings_of(self.run, _SETTINGS), settings_of(candidate.run, _SETTINGS)
         return candidate.step_seconds * (1 + _DIFFERENCE * sum(a != b for a, b in zip(mine, other, strict=True)))
 
     def second(self) -> Candidate | None:
-        """Return the best layout that is not the plan's own."""
+        """Return the best layout that is not the plan's own, None if the search found no other."""
         return next((c for c in self.search_result.best if not same_layout(c.run, self.run)), None)
 
     def without_recompute(self) -> RunConfig:
         return replace(self.run, parallel=replace(self.run.parallel, recompute="none", recompute_every=1))
 
     def compared(self, candidate: Candidate) -> str:
-        """Describe a layout: its step time relative to the plan's, and its memory.
+        """Describe a layout with its step time relative to the plan's, and its memory.
 
-        It is "better" than the layout of a run file, or of a plan with pins, if it is faster; else a "runner-up".
+        The text begins with "better" if the layout is faster than the plan's, which is possible for a run file or with
+        pinned settings; otherwise with "runner-up".
         """
         base = self.own_layout.step_seconds
         which = "better" if candidate.step_seconds < (1 - _EQUAL) * base else "runner-up"
@@ -116,7 +119,8 @@ class DecisionContext:
 
 
 def settings_of(run: RunConfig, names: tuple[str, ...]) -> tuple[object, ...]:
-    """Return the values of settings of a layout. "auto" is resolved, so that equal layouts have equal values."""
+    """Return the values of a layout's settings `names`. "auto" is replaced by its value, so that equal layouts compare
+    equal."""
     parallel = resolve_parallel(run)
     return tuple(run.train.micro_batch if name == "micro_batch" else getattr(parallel, name) for name in names)
 
@@ -130,10 +134,10 @@ def full_layout_text(run: RunConfig) -> str:
 
 
 def dense_vs_moe(context: DecisionContext) -> Decision | None:
-    """Compare the plan's model with its twin (with experts if it is dense, else dense) of equally many active
-    parameters: tokens per dollar on the same cluster, each in its best layout.
+    """Compare the plan's model with its twin by tokens per dollar on the same cluster, each in its best layout. The
+    twin of a dense model has experts, and the reverse; both have the same number of active parameters.
 
-    Returns None if no time is known, or no layout of the twin fits.
+    Return None if the step time is unknown, or if no layout of the twin fits.
     """
     arch, plan = context.run.model, context.planned.plan
     mine = context.own_layout
@@ -170,19 +174,20 @@ def dense_vs_moe(context: DecisionContext) -> Decision | None:
 
 
 def sparse_twin(arch: Arch) -> Arch:
-    """Return a model with 8 experts of half the width, 2 per token: equal work per token, four times the feed-forward
-    parameters."""
+    """Return the model with 8 experts of half the feed-forward's width, 2 of them per token: the work per token is
+    equal, and feed-forwards have four times the parameters."""
     return replace(arch, moe=Moe(num_experts=_EXPERTS, top_k=_TOP_K, d_expert=max(arch.d_ffn // _TOP_K, 1)))
 
 
 def dense_twin(arch: Arch) -> Arch:
-    """Return a dense model whose feed-forward is as wide as all experts that process a token."""
+    """Return the dense model whose feed-forward is as wide as all experts of one token together."""
     moe = arch.moe
     return replace(arch, moe=Moe(), d_ffn=(moe.top_k + moe.shared_experts) * moe.d_expert)
 
 
 def dense_equivalent(arch: Arch) -> float:
-    """Return the parameters of a dense model of about the same loss on the same tokens, by a rule of thumb."""
+    """Return the number of parameters of a dense model with about the same loss after the same tokens, by the rule of
+    thumb sqrt(all parameters x active parameters)."""
     return math.sqrt(count_parameters(arch) * count_active_parameters(arch))
 
 

@@ -1,5 +1,5 @@
-"""The decisions of a plan in their order: each with its reason, its formula and the runner-up, another layout that the
-search evaluated in full. `ingot plan --explain recipe` prints them."""
+"""The decisions of a plan in order, each with its reason, its formula and the runner-up, which is another layout that
+the search evaluated in full. `ingot plan --explain recipe` prints them."""
 
 import math
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import state_per_parameter
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
-# Sequences of this length need context parallelism, or a reason for not using it (Llama team 2024, section 3.3.2, uses
-# it beyond 8k tokens).
+# From this sequence length on, context parallelism is a decision of its own, even if it is not used (Llama team 2024,
+# section 3.3.2, uses it beyond 8k tokens).
 _LONG_SEQUENCE = 16_384
 
 
 def decisions(context: DecisionContext) -> Iterator[Decision]:
-    """Yield the decisions, from the memory that the model needs to the predicted time and cost."""
+    """Yield the decisions of a plan in order, from the memory that the model needs to the predicted time and cost."""
     yield _bill(context)
     yield _tensor(context)
     yield _pipeline(context)
@@ -82,12 +82,12 @@ def _tensor(context: DecisionContext) -> Decision:
 
 
 def _gap(context: DecisionContext) -> str:
-    """Return how much slower links are beyond the domain of fast links, "" if all devices are in one domain."""
+    """Return as text how much slower the network is than fast links; "" if all devices are in one domain."""
     inside, across = context.cluster.link_bandwidth, context.cluster.network_bandwidth
     if not inside or not across or context.cluster.devices <= context.cluster.domain:
         return ""
     rates = f"{inside / 1e9:,.0f} GB/s inside / {across / 1e9:,.0f} GB/s across"
-    return f"{rates} = {inside / across:.0f} times slower beyond"
+    return f"{rates} = {inside / across:.0f} times slower across"
 
 
 def _pipeline(context: DecisionContext) -> Decision:
@@ -174,7 +174,7 @@ def _recompute(context: DecisionContext) -> Decision:
             if needed > there
             else "the larger micro-batch that it allows is faster"
         )
-        # The plan of a model known by its size alone counts 6ND; recomputed FLOPs are those of the assumed shape.
+        # For a model given only by its size, plan.mfu counts 6ND, but plan.hfu the FLOPs of the assumed shape.
         model = plan.mfu * train_flops_per_token(run.model, run.train.seq_len) / plan.flops_per_token if plan.mfu else 0
         extra = f"; costs {plan.hfu / model - 1:.1%} more operations (HFU over MFU)" if plan.hfu and model else ""
         formula = f"without it {format_bytes(needed)}, with it {format_bytes(plan.total_memory_bytes)} of"
@@ -221,7 +221,7 @@ def _score(context: DecisionContext) -> Decision:
 
 
 def _line(context: DecisionContext, name: str) -> str:
-    """Describe the traffic of one communication line of the mesh, "" if the layout does not have it."""
+    """Describe the traffic on the line `name` of the mesh; "" if the layout has none there."""
     line, seconds = context.planned.plan.communication.get(name), context.planned.plan.step_seconds
     if not line or not line.sent_bytes:
         return ""

@@ -1,4 +1,4 @@
-"""The formulas of a plan with their numbers filled in, by topic; and a run's pipeline as a timeline."""
+"""Explanations of a plan by topic, which fill numbers into its formulas, and a run's pipeline as a timeline."""
 
 import textwrap
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _WIDTH = 118
 
 
 def explain(topic: str, planned: PlannedRun) -> list[str]:
-    """Return the lines about a topic: one of TOPICS, or "all". Raises UsageError for others."""
+    """Return the lines that explain a topic of a plan. topic: one of TOPICS, or "all". Raises UsageError for others."""
     if topic == "all":
         return [line for name in TOPICS for line in ("", name, *explain(name, planned))][1:]
     if topic not in TOPICS:
@@ -103,14 +103,14 @@ def _communication(planned: PlannedRun) -> Iterator[str]:
     cluster = plan.cluster
     yield (
         f"{cluster.name}: {cluster.link_bandwidth / 1e9:,.0f} GB/s between the {cluster.domain} devices of a domain,"
-        f" {cluster.network_bandwidth / 1e9:,.0f} GB/s beyond, of one device in one direction"
+        f" {cluster.network_bandwidth / 1e9:,.0f} GB/s between domains, per device in one direction"
     )
     for line, c in plan.communication.items():
         where = "leaves the domain" if c.crosses else "stays in the domain"
         share = f", {c.exposed_seconds / plan.step_seconds:.1%} of a step" if plan.step_seconds else ""
         yield (
-            f"{line}: sends {format_bytes(c.sent_bytes)} per rank and step, {where}; {format_seconds(c.seconds)} on its"
-            f" own, of which a step waits for {format_seconds(c.exposed_seconds)}{share}"
+            f"{line}: sends {format_bytes(c.sent_bytes)} per rank and step, {where}; {format_seconds(c.seconds)} if"
+            f" alone, of which a step waits for {format_seconds(c.exposed_seconds)}{share}"
         )
     yield from _aligned(_formulas(planned, "comms.", "communication."))
 
@@ -128,7 +128,7 @@ def _bubble(planned: PlannedRun) -> Iterator[str]:
     yield f"simulated with the planned time of each stage: ranks wait {timeline.bubble_fraction:.1%} of a step"
     filled = f"{ranks - 1}/({each} x {micro_batches} + {ranks - 1})"
     yield f"1F1B of equal stages: (p-1)/(v m + p-1) = {filled} = {share:.1%} of a step"
-    yield f"the same over useful work: (p-1)/(v m) = {overhead:.1%}"
+    yield f"the same relative to useful work: (p-1)/(v m) = {overhead:.1%}"
     if published := PUBLISHED.get(parallel.schedule):
         yield f"published for {parallel.schedule}: a rank idles {published.formula} ({published.source})"
     yield "other schedules with this pipeline and equal stages, F = I = W:"
@@ -165,7 +165,8 @@ def _batch(planned: PlannedRun) -> Iterator[str]:
 
 
 def _size(planned: PlannedRun) -> Iterator[str]:
-    """Yield the rules about the model's size, and the cheapest sizes to serve 1, 10 and 100 x its tokens."""
+    """Yield the rules on the model's size, and the sizes that are cheapest to train and to serve 1, 10 and 100 times
+    the number of training tokens."""
     run = planned.run
     tokens = run.train.steps * run.tokens_per_step
     yield from _proposals(planned, "optimal", "loss", "experts")
@@ -177,7 +178,7 @@ def _size(planned: PlannedRun) -> Iterator[str]:
 def _failures(planned: PlannedRun) -> Iterator[str]:
     whole = {name.removeprefix("outlook."): text for name, text in _formulas(planned, "outlook.").items()}
     if not whole:
-        yield "no failures are counted: a CPU has no published rate, or the time of a step is not known"
+        yield "failures are not counted: CPUs have no published failure rate, or the time of a step is unknown"
         return
     yield "M: mean time to failure of the job, w: stall of a checkpoint, t: time between checkpoints, R: restart"
     yield from _aligned(whole)
@@ -209,10 +210,10 @@ TOPICS: dict[str, Callable[[PlannedRun], Iterator[str]]] = {
 
 
 def timeline_lines(run: RunConfig, cluster: Cluster, schedule: str = "", width: int = 120) -> list[str]:
-    """Return a title, one line per pipeline rank, and the published bubble.
+    """Return the lines of a timeline: a title, one line per pipeline rank, and the published bubble.
 
-    schedule: "" draws the run's own, with the planned times of its stages; any other is drawn with F = I = W.
-    width: columns. Raises ConfigError if there is no pipeline, or the schedule does not fit it.
+    schedule: "" is the run's own schedule, drawn with the planned times of its stages; another is drawn with F = I = W.
+    width: number of columns. Raises ConfigError if the run has no pipeline, or the schedule does not fit the pipeline.
     """
     parallel, own = run.parallel, not schedule or schedule == run.parallel.schedule
     if parallel.pp == 1:
@@ -220,7 +221,7 @@ def timeline_lines(run: RunConfig, cluster: Cluster, schedule: str = "", width: 
             "E-PIPELINE-NONE",
             "the run has no pipeline (parallel.pp = 1)",
             rule="a timeline shows at least two pipeline ranks",
-            fix="--set parallel.pp=2, or another number of ranks",
+            fix="set more pipeline ranks: --set parallel.pp=2",
             pp=parallel.pp,
         )
     name = schedule or parallel.schedule
@@ -236,7 +237,7 @@ def timeline_lines(run: RunConfig, cluster: Cluster, schedule: str = "", width: 
         raise ConfigError(
             "E-SCHEDULE-FIT",
             "; ".join(problems),
-            rule="a schedule fits its ranks and micro-batches",
+            rule="a schedule is possible only with certain numbers of ranks and micro-batches",
             fix="change parallel.pp or train.global_batch, or draw another schedule",
             schedule=name,
             pp=parallel.pp,

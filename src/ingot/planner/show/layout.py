@@ -1,4 +1,4 @@
-"""A layout as text. Every command, page and report prints layouts with these functions."""
+"""Layouts as text. Every command, page and report prints layouts with these functions."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 def degrees_text(degrees: Mapping[str, object]) -> str:
     """Return {"dp_shard": 4, "cp": 2, "ep": 2, "context": "ring"} as "dp_shard 4 x cp 2 (ring), ep 2".
 
-    ep is no axis of the mesh: its groups use ranks of the other axes. Axes of size 1 are omitted, except in
-    {"dp_shard": 1}, a single process.
+    ep is not an axis of the mesh: its groups consist of ranks of the other axes. Axes of size 1 are omitted, unless the
+    only axis has size 1.
     """
     axes = {axis: size for axis, size in degrees.items() if axis not in ("ep", "context")}
     form = {"cp": f" ({degrees['context']})"} if "context" in degrees else {}
@@ -21,7 +21,7 @@ def degrees_text(degrees: Mapping[str, object]) -> str:
 
 
 def layout_text(run: RunConfig) -> str:
-    """Return the degrees of a run's layout: "pp 4 x dp_shard 8 x tp 4, ep 8"; "one rank" without any."""
+    """Return the degrees of a run's layout, like "pp 4 x dp_shard 8 x tp 4, ep 8", or "one rank" if all are 1."""
     parallel = resolve_parallel(run)
     degrees: dict[str, object] = {axis: getattr(parallel, axis) for axis in _AXES}
     degrees |= {"context": parallel.context_form} if parallel.cp > 1 else {}
@@ -29,7 +29,7 @@ def layout_text(run: RunConfig) -> str:
 
 
 def settings_text(run: RunConfig) -> str:
-    """Return the other settings of a run's layout: "1f1b x2, zero 1, micro-batch 1, recompute full"."""
+    """Return the settings of a run's layout besides its degrees: "1f1b x2, zero 1, micro-batch 1, recompute full"."""
     parallel = resolve_parallel(run)
     each = parallel.stages_on_each_rank
     words = [parallel.schedule + (f" x{each}" if each > 1 else "")] if parallel.pp > 1 else []

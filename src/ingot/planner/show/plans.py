@@ -18,9 +18,10 @@ from ingot.units import format_bytes, format_count, format_seconds, format_usd
 WIDTH = 118
 _BAR_WIDTH = 32
 _DAY_SECONDS = 86400
-_MOST_STAGES = 8  # with more pipeline ranks, only the first, the last and the fullest are shown
-_LABEL = 10  # columns of the names of lines
-# Kinds of memory, in the order of the HTML bar; colors that the color-blind can distinguish (Okabe & Ito 2008).
+_MOST_STAGES = 8  # with more pipeline ranks, only the two first, the two last and the fullest are shown
+_LABEL = 10  # columns reserved for the label of a line
+# The colors of kinds of memory, in the order of the HTML bar. Color-blind people can distinguish them (Okabe & Ito
+# 2008).
 _COLORS = {
     "weights": "#0072B2", "gradients": "#56B4E9", "optimizer": "#009E73", "gathered": "#F0E442",
     "activations": "#E69F00", "logits": "#D55E00", "fragmentation": "#CC79A7", "runtime": "#999999",
@@ -30,7 +31,7 @@ _CELL = "padding:2px 8px;text-align:right;white-space:nowrap"
 
 
 def plans_text(ranked: RankedPlans) -> Iterator[str]:
-    """Yield the lines of the text form."""
+    """Yield the lines that `ingot plan` prints for ranked plans."""
     best = ranked.best
     yield from _model(ranked)
     yield from _ranking(ranked)
@@ -72,7 +73,8 @@ RANKING = (
 
 
 def ranking_rows(ranked: RankedPlans) -> list[tuple[str, ...]]:
-    """Return the cells of RANKING for each plan; "-" if an axis is not used or a figure is not known."""
+    """Return one row of cells per plan, with the columns of RANKING. A cell is "-" if the layout does not use the axis
+    or the figure is unknown."""
     alike = len({planned.run.train.steps for planned in ranked.plans}) == 1
     return [_row(number, planned, "-" if alike else _tokens(planned)) for number, planned in enumerate(ranked.plans, 1)]
 
@@ -129,7 +131,7 @@ def format_days(days: float) -> str:
 
 
 def plan_lines(planned: PlannedRun) -> Iterator[str]:
-    """Yield the lines of one plan in full, without its model."""
+    """Yield the lines that describe one plan in full: notes, layout, memory, time, communication, failures, cost."""
     run, plan = planned.run, planned.plan
     for name, text in notes(run, plan.cluster):
         yield from _wrapped(name, text)
@@ -172,7 +174,8 @@ def _memory(plan: Plan, run: RunConfig) -> Iterator[str]:
 
 
 def _stages(totals: list[int]) -> str:
-    """Return the memory of all pipeline ranks; of many ranks only the first, the last and the fullest."""
+    """Return the memory of all pipeline ranks as text; if there are more than _MOST_STAGES, only that of the two first,
+    the two last and the fullest."""
     last, fullest = len(totals) - 1, totals.index(max(totals))
     if len(totals) <= _MOST_STAGES:
         return f"pipeline ranks 0 to {last}: {', '.join(map(format_bytes, totals))}"
@@ -291,7 +294,8 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, right: S
 
 
 def plans_html(ranked: RankedPlans) -> str:
-    """Return self-contained HTML with every text escaped. It sets no text color, so it suits light and dark pages."""
+    """Return ranked plans as self-contained HTML with all text escaped. No text color is set, so that light and dark
+    pages can show it."""
     best = ranked.best
     head = f"{format_count(best.plan.parameters)} parameters on {best.plan.cluster.name}"
     rows = ranking_rows(ranked)

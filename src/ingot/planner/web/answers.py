@@ -1,7 +1,7 @@
-"""The page's access to the planner: settings of the page become a run, a cluster and a plan.
+"""The page's access to the planner: settings of the page are converted to a run, a cluster and a plan.
 
-The most recent plans are cached, so that a comparison needs no new predictions. Settings are called settled if they are
-complete and their degrees were adapted to each other (settle.py).
+The most recent plans are cached, so that a comparison needs no new predictions. Settings are called "settled" if no
+value is missing and their degrees were adapted to each other (settle.py).
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,8 @@ _MAX_ACTIONS = 400_000
 
 @dataclass(frozen=True, kw_only=True)
 class PagePlan:
-    """The plan of settled settings. problems: (key, sentence); the plan is None if there are any."""
+    """The plan for settled settings. reasons: why a rule chose a value, by key. problems: (key, sentence) pairs; if
+    there are any, `plan` is None."""
 
     settings: PageSettings
     cluster: Cluster
@@ -49,15 +50,15 @@ class PagePlan:
 
 
 def model_of(settings: PageSettings) -> ModelChoice:
-    """Return the model of the settings: a preset or a size, never a file, because a link must not make the server read
-    files. Raises UsageError."""
+    """Return the model of the settings: a preset or a size. Files are not allowed, because a link must not make the
+    server read files. Raises UsageError."""
     return _subject("" if settings.params else settings.model, settings.params)
 
 
 @lru_cache(maxsize=64)
 def _subject(model: str, parameters: int) -> ModelChoice:
     if model and model not in model_names():
-        raise unknown("E-MODEL-UNKNOWN", "model preset", model, model_names(), "choose one of the list")
+        raise unknown("E-MODEL-UNKNOWN", "model preset", model, model_names(), "choose a model from the list")
     return choose_model(model, parameters=parameters)
 
 
@@ -83,7 +84,7 @@ def cluster_of(name: str) -> Cluster:
 
 
 def filled(settings: PageSettings) -> PageSettings:
-    """Return the settings with the sequence, batch and tokens that the link does not give: from the preset, or by the
+    """Return the settings with sequence length, batch and tokens filled in where they are 0: from the preset, or by the
     rules of `ingot plan`."""
     tokens = settings.tokens or compute_optimal_tokens(count_active_parameters(model_of(settings).arch))
     if settings.seq and settings.batch:
@@ -94,7 +95,7 @@ def filled(settings: PageSettings) -> PageSettings:
 
 @lru_cache(maxsize=256)
 def _by_rules(model: str, params: int, cluster: str, seq: int, batch: int, tokens: int) -> tuple[int, int]:
-    """Return sequence length and batch; either can be 0, which leaves it to the rules."""
+    """Return (sequence length, global batch). The rules choose them if `seq` or `batch` is 0."""
     chosen = model_of(PageSettings(model=model, params=params))
     wanted = Hints(seq_len=seq, global_batch=batch)
     train = base_run(PlanRequest(model=chosen, cluster=cluster_of(cluster), tokens=tokens, wanted=wanted))[0].train
@@ -102,14 +103,15 @@ def _by_rules(model: str, params: int, cluster: str, seq: int, batch: int, token
 
 
 def settled(settings: PageSettings, moved: str = "") -> PageSettings:
-    """Return complete settings whose degrees fit together. moved: the user's last change, which keeps its value."""
+    """Return the settings completed and with degrees that fit together. moved: the setting that the user changed last,
+    which keeps its value."""
     settings = filled(settings)
     return settle(settings, model_of(settings).arch, cluster_of(settings.cluster), moved)
 
 
 @lru_cache(maxsize=256)
 def answer(settings: PageSettings) -> PagePlan:
-    """Return the plan of settled settings, or the problems that prevent one."""
+    """Return the plan for settled settings, or the problems because of which there is none."""
     run, reasons = run_of(settings)
     found = PagePlan(settings=settings, cluster=cluster_of(settings.cluster), run=run, reasons=reasons)
     if problems := tuple(problems_of(settings, run)):
@@ -119,7 +121,7 @@ def answer(settings: PageSettings) -> PagePlan:
 
 
 def run_of(settings: PageSettings) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run of settled settings, and the reason of every value that a rule chose."""
+    """Return the run for settled settings, and the reason for each value that a rule chose."""
     base, reasons = _base(replace(settings, **_NO_LAYOUT))
     data = data_ranks(settings, cluster_of(settings.cluster)) or 1
     parallel = Parallel(
@@ -140,13 +142,15 @@ def run_of(settings: PageSettings) -> tuple[RunConfig, dict[str, str]]:
 
 
 def offloading(choice: str) -> dict[str, object]:
-    """Return the fields of Parallel for the page's "none", "cpu" (optimizer state) or "all" (parameters too)."""
+    """Return the offload fields of Parallel for a choice on the page: "none", "cpu" (optimizer state) or "all"
+    (parameters too)."""
     return {"offload": "none" if choice == "none" else "cpu", "offload_parameters": choice == "all"}
 
 
 @lru_cache(maxsize=64)
 def _base(settings: PageSettings) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run with steps, learning rate and warm-up by the rules, before the page's layout."""
+    """Return the run before the page's layout is set, with steps, learning rate and warm-up chosen by the rules; and
+    the reasons."""
     return base_run(_question(settings))
 
 
@@ -194,16 +198,17 @@ def problems_of(settings: PageSettings, run: RunConfig) -> Iterator[tuple[str, s
     yield from layout_problems(run)
     actions = run.parallel.stages * run.accumulation * 3
     if run.parallel.pp > 1 and actions > _MAX_ACTIONS:
-        yield "train.micro_batch", f"{actions:,} actions of a pipeline in one step: the page simulates {_MAX_ACTIONS:,}"
+        message = f"{actions:,} pipeline actions in one step: the page simulates at most {_MAX_ACTIONS:,}"
+        yield "train.micro_batch", message
 
 
 def _lacks(recipe: str, cluster: Cluster) -> str:
     bits, dtype = (4, "fp4") if recipe == "nvfp4" else (8, "fp8")
-    return "" if cluster.peak_flops.get(dtype) else f"{cluster.device_name} has no products in {bits} bits"
+    return "" if cluster.peak_flops.get(dtype) else f"{cluster.device_name} has no {bits}-bit matrix products"
 
 
 def timeline_of(settings: PageSettings) -> Timeline:
-    """Return the simulated pipeline of settled settings. Raises ConfigError without a pipeline, or with problems."""
+    """Return the simulated pipeline for settled settings. Raises ConfigError if they have problems or pp is 1."""
     found = answer(settings)
     if found.plan is None:
         raise _problems_error(found)

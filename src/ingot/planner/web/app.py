@@ -1,10 +1,10 @@
-"""The page's server: static files, and the planner under /api. It stores nothing, and reads no files for a request.
+"""The page's server: static files, and the planner under /api. It stores nothing, and requests cannot name files.
 
     GET /                     the page
     GET /api/options          models, devices, typical clusters
     GET /api/plan?STATE       a plan; moved=KEY names the setting that the user changed last
-    GET /api/fixes?STATE      single changes with which it fits
-    GET /api/search?STATE     the best layouts; keep=tp,pp: with these settings unchanged
+    GET /api/fixes?STATE      single changes with which the plan fits
+    GET /api/search?STATE     the best layouts; keep=tp,pp leaves these settings unchanged
     GET /api/timeline?STATE   the simulated pipeline; window=step|start|end
     GET /api/compare?a=&b=    two plans, each a STATE
     GET /api/run.toml?STATE   the run file
@@ -47,7 +47,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _THREADS = 2
 _MOST_WAITING = 16
 _MOST_SEARCHES = 4  # each occupies one core
-# Headers of every response: nothing is loaded from other sites, embedded in other pages, or stored.
+# Headers of every response. The page loads nothing from other sites, cannot be embedded in other pages, and is not
+# cached.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -65,8 +66,8 @@ _HEADERS = {
 def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
     """Return the server application.
 
-    hosts: the host names that requests may have ("*": any). Others are refused, because another web page could send
-    its visitors' browsers here under its own name.
+    hosts: the host names that requests may have ("*": any). Other names are refused, because a foreign web page could
+    otherwise send its visitors' browsers here under its own host name (DNS rebinding).
     """
     desk = _WorkQueue()
     routes = [
@@ -89,7 +90,7 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
 
 
 class _WorkQueue:
-    """A limit on concurrent work: threads with a bounded queue, and a number of searches."""
+    """A limit on concurrent work: a few threads with a bounded queue, and a maximum number of searches."""
 
     def __init__(self):
         self._limiter: anyio.CapacityLimiter | None = None
@@ -98,7 +99,7 @@ class _WorkQueue:
     @contextmanager
     def searching(self) -> Iterator[None]:
         if self._searches >= _MOST_SEARCHES:
-            raise HTTPException(503, "too many searches are under way; try again when one has ended")
+            raise HTTPException(503, "too many searches are running; try again when one has ended")
         self._searches += 1
         try:
             yield
@@ -109,7 +110,7 @@ class _WorkQueue:
         if self._limiter is None:  # made here, because a limiter needs the running event loop
             self._limiter = anyio.CapacityLimiter(_THREADS)
         if self._limiter.statistics().tasks_waiting >= _MOST_WAITING:
-            raise HTTPException(503, "too many requests wait already")
+            raise HTTPException(503, "too many requests are waiting; try again later")
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
 
 
@@ -125,7 +126,7 @@ async def _page(request: Request) -> Response:
 
 
 def _pairs(request: Request, *other: str) -> list[tuple[str, str]]:
-    """Return the pairs of the query, without the keys `other`, which are no settings."""
+    """Return the (key, text) pairs of the query without the keys `other`, which are not settings."""
     return [(key, text) for key, text in request.query_params.multi_items() if key not in other]
 
 
@@ -138,7 +139,7 @@ def _plan(request: Request) -> dict:
     if moved and moved not in FIELDS:
         raise UsageError(
             "E-PAGE-SETTING",
-            f"moved={moved[:20]} is no setting",
+            f"moved={moved[:20]} is not a setting",
             rule=f"settings are {', '.join(FIELDS)}",
             fix="use the name of a setting",
             setting=moved[:20],
@@ -159,7 +160,7 @@ def _timeline(request: Request) -> dict:
             "E-PAGE-WINDOW",
             f"there is no window {window[:20]!r}",
             rule=f"windows are {', '.join(WINDOWS)}",
-            fix=f"window={WINDOWS[0]}",
+            fix=f"use window={WINDOWS[0]}",
             window=window[:20],
         )
     settings = _settled(request, "window")
@@ -172,8 +173,8 @@ def _compare(request: Request) -> dict:
         raise UsageError(
             "E-PAGE-COMPARE",
             f"the keys of this comparison are {', '.join(keys)[:60] or 'missing'}",
-            rule="a comparison has exactly two plans",
-            fix="a=STATE&b=STATE",
+            rule="a comparison has exactly two plans, a and b",
+            fix="use a=STATE&b=STATE",
         )
     a, b = (_state_of(request.query_params[name]) for name in ("a", "b"))
     return comparison(answers.answer(a), answers.answer(b))
@@ -201,13 +202,13 @@ def _search(desk: _WorkQueue):
         answers.settled(settings)  # reports errors of the settings before a process is started
         with desk.searching():
             found = await _while_open(request, settings, keep)
-        return JSONResponse(found) if found is not None else Response(status_code=499)  # the client has left
+        return JSONResponse(found) if found is not None else Response(status_code=499)  # the client closed the request
 
     return endpoint
 
 
 async def _while_open(request: Request, settings: PageSettings, keep: tuple[str, ...]) -> dict | None:
-    """Return the result of a search, None if the client closed the request, which also ends the search."""
+    """Return the result of a search. If the client closes the request, stop the search and return None."""
     outcome: list[dict | IngotError] = []
     async with anyio.create_task_group() as group:
         group.start_soon(_until_closed, request, group)
@@ -236,7 +237,7 @@ async def _no_such_thing(request: Request, error: HTTPException) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """Print the traceback to the terminal; the page gets only a sentence."""
+    """Return an internal error with one sentence for the page, and print the traceback to the terminal."""
     traceback.print_exception(error, file=sys.stderr)
     found = "the planner failed on these settings; the terminal of `ingot plan --web` shows where"
     return JSONResponse({"found": found, "rule": "", "fix": "report it with the link"}, status_code=500)

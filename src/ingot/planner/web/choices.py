@@ -1,6 +1,6 @@
-"""The controls of the page: their legal values, single changes that make a plan fit, and the lists to pick from.
+"""The controls of the page with their legal values, single changes that make a plan fit, and the lists to pick from.
 
-Each value is tried as if the user had set it: other settings are adapted (settle.py), then the layout rules apply.
+Each value is tried as if the user had set it: other settings are adapted (settle.py), then the layout rules decide.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.theory.rules.nearest import divisors
 from ingot.units import format_bytes, format_count, format_seconds
 
-# The number of values of one control; a slider with more would be hard to set.
+# The most values of one control; a slider with more would be hard to set.
 _MOST = 14
 _MOST_REASONS = 3
 _SHOWN_FIXES = 3
@@ -61,7 +61,7 @@ _OFFLOAD = {
     "cpu": "in the host's memory",
     "all": "in the host's memory, parameters too (ZeRO 3)",
 }
-_CONTEXT = {"auto": "what suits the links", "ring": "ring", "ulysses": "Ulysses", "usp": "USP, a grid of both"}
+_CONTEXT = {"auto": "best for the links", "ring": "ring", "ulysses": "Ulysses", "usp": "USP, a grid of both"}
 _RECIPE = {
     "": "16 bits (bf16)",
     "tensorwise": "FP8, a scale per tensor",
@@ -93,7 +93,8 @@ class ControlValue:
 
 @dataclass(frozen=True)
 class Control:
-    """A control. refused: illegal values with their reasons. idle: the reason if there is no choice, else ""."""
+    """A control of the page. choices: the values to choose from. refused: illegal values with their reasons, as text.
+    idle: why the control has no effect, "" if it has one."""
 
     choices: tuple[ControlValue, ...]
     refused: tuple[str, ...] = ()
@@ -101,7 +102,7 @@ class Control:
 
 
 def controls(settings: PageSettings) -> dict[str, Control]:
-    """Return the controls of settled settings, by the name of the setting."""
+    """Return the controls for settled settings (answers.py), by the name of the setting."""
     arch, cluster = model_of(settings).arch, cluster_of(settings.cluster)
     found = {}
     for key, (values, labels) in _candidates(settings, arch, cluster).items():
@@ -123,7 +124,7 @@ def as_json(found: dict[str, Control]) -> dict:
 
 
 def steps_away(settings: PageSettings) -> Iterable[tuple[str, int | str, PageSettings]]:
-    """Yield (key, value, settled settings) of every legal layout that differs in one control."""
+    """Yield (key, value, settled settings) for every legal layout that differs in one control."""
     arch, cluster = model_of(settings).arch, cluster_of(settings.cluster)
     for key, control in controls(settings).items():
         for choice in control.choices:
@@ -132,7 +133,7 @@ def steps_away(settings: PageSettings) -> Iterable[tuple[str, int | str, PageSet
 
 
 def setting_text(key: str, value: int | str) -> str:
-    """Return a setting as text: "tensor parallel 8"."""
+    """Return a setting and its value as text, like "tensor parallel 8"."""
     if key == "recipe":
         return _RECIPE[str(value)]
     named = {"zero": _ZERO, "recompute": _RECOMPUTE, "schedule": _SCHEDULES, "offload": _OFFLOAD, "context": _CONTEXT}
@@ -148,7 +149,7 @@ def _why_not(settings: PageSettings, key: str, value: int | str) -> str:
 
 
 def _needs(key: str, value: int | str) -> str:
-    """Return the reason why a value cannot be kept together with the other settings."""
+    """Return the reason why settling (settle.py) had to change a value to fit the other settings."""
     if key in ("schedule", "stages_per_rank"):
         return "needs a pipeline (pp of 2 or more)"
     if key == "context":
@@ -170,7 +171,7 @@ def _idle(settings: PageSettings, arch: Arch, key: str) -> str:
 
 
 def _candidates(settings: PageSettings, arch: Arch, cluster: Cluster) -> dict[str, tuple[list, dict]]:
-    """Return the values to try and their labels, in the order of the controls."""
+    """Return (values to try, labels by value) for each setting, in the order of the controls."""
     devices, data = cluster.devices, data_ranks(settings, cluster)
     per_rank = settings.batch // data if data and settings.batch % data == 0 else 1
     looped = settings.schedule in TWO_STAGES and settings.schedule not in V_SHAPED
@@ -194,7 +195,7 @@ def _candidates(settings: PageSettings, arch: Arch, cluster: Cluster) -> dict[st
 
 
 def _few(values: Iterable[int]) -> list[int]:
-    """Return at most _MOST values: first powers of two, then the smallest others."""
+    """Return at most _MOST of the values, ascending: powers of two have priority, then the smallest others."""
     ordered = sorted(values, key=lambda n: (n & (n - 1) != 0, n))
     return sorted(ordered[:_MOST])
 
@@ -213,7 +214,8 @@ class _Fix:
 def fixes(found: PagePlan, asked: PageSettings) -> list[dict]:
     """Return single changes with which the plan fits, ordered by step time; empty if no single change is enough.
 
-    asked: the settings of the link. Values that it leaves to the rules stay so in the links of the changes.
+    asked: the settings of the page's link. Values that this link leaves to the rules are left to the rules in the links
+    of the changes too.
     """
     cluster = cluster_of(found.settings.cluster)
     tried = []
@@ -248,7 +250,8 @@ def _shown(one: _Fix, found: PagePlan, asked: PageSettings) -> dict:
 
 @cache
 def options() -> dict:
-    """Return the lists to pick from: model presets, devices, typical clusters, and settings that a search can keep."""
+    """Return the lists that the page offers: model presets, devices, typical clusters, and settings that a search can
+    keep."""
     return {
         "models": [_model(name) for name in model_names()],
         "devices": [_device(name) for name in devices()],

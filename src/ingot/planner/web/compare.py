@@ -1,4 +1,4 @@
-"""A comparison of two plans: every figure of both, and the relative change."""
+"""The page's comparison of two plans: every figure of both, and the relative change."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class _Figure:
 
 
 def comparison(a: PagePlan, b: PagePlan) -> dict:
-    """Return rows of both texts and the change from a to b; settings that differ are first."""
+    """Return the rows of the comparison: first settings that differ, then figures with the change from a to b."""
     rows = [_row(label, x, y, "", 0) for label, x, y in _settings(a, b)]
     if a.plan and b.plan:
         rows += [_change(x, y) for x, y in zip(_figures(a, a.plan), _figures(b, b.plan), strict=True)]
@@ -30,7 +30,7 @@ def comparison(a: PagePlan, b: PagePlan) -> dict:
 
 
 def _settings(a: PagePlan, b: PagePlan) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, text of a, text of b) of settings that differ."""
+    """Yield (label, text for a, text for b) for each setting that differs."""
     for label, say in _WORDS.items():
         if say(a) != say(b):
             yield label, say(a), say(b)
@@ -48,8 +48,8 @@ _WORDS: dict[str, Callable[[PagePlan], str]] = {
     "batch": lambda found: f"{found.settings.batch:,} sequences",
     "tokens": lambda found: format_count(found.settings.tokens),
     "price": lambda found: f"${found.settings.price or found.cluster.usd_per_hour:g} per hour",
-    "MFU that is given": lambda found: f"{found.settings.mfu:g}" if found.settings.mfu else "-",
-    "failures that are given": lambda found: f"{found.settings.failures:g}" if found.settings.failures else "-",
+    "given MFU": lambda found: f"{found.settings.mfu:g}" if found.settings.mfu else "-",
+    "given failures": lambda found: f"{found.settings.failures:g}" if found.settings.failures else "-",
     "layout": lambda found: layout_text(found.run),
 }
 

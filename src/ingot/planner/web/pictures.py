@@ -1,4 +1,4 @@
-"""A simulated pipeline as rectangles to paint: one row for each pipeline rank, times as shares of what is shown."""
+"""A simulated pipeline as rectangles to draw: one row for each pipeline rank, times as shares of the shown time."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from ingot.units import format_seconds
 # More pieces in a row than this are too thin to distinguish, so neighbors are merged.
 MOST_PIECES = 160
 _COLUMNS = 300
-# The shown part: all of a step, or so many actions from its start or end that each can be distinguished.
+# The shown part: a whole step, or only so many actions from its start or end that each action can be distinguished.
 WINDOWS = ("step", "start", "end")
 _READABLE_ACTIONS = 28
 
@@ -18,8 +18,8 @@ _READABLE_ACTIONS = 28
 class _PictureSpan:
     """A rectangle of the picture: one action, or several merged ones.
 
-    kind: F, B, I or W; M for merged actions of several kinds. upper: True for every second stage of a rank. label: the
-    micro-batch, "" if merged. busy: seconds without the short waits between merged actions.
+    kind: F, B, I or W; M for merged actions of several kinds. upper: True for every second stage of a rank. label:
+    number of the micro-batch, "" if merged. start, end: seconds. busy: seconds without waits between merged actions.
     """
 
     kind: str
@@ -31,8 +31,8 @@ class _PictureSpan:
 
 
 def picture(run: RunConfig, timeline: Timeline, window: str, *, instead: bool = False) -> dict:
-    """Return the picture as JSON values. window: one of WINDOWS. instead: True if the plan's step time follows from a
-    given MFU, so that it differs from the drawn time."""
+    """Return the picture of a pipeline as JSON values. window: one of WINDOWS. instead: the plan's step time follows
+    from a given MFU, so the predicted times that are drawn differ from it."""
     first, last = _window(timeline, window)
     rows = [_row(timeline, rank, first, last) for rank in range(timeline.table.ranks)]
     merged = max(map(len, rows)) > MOST_PIECES
@@ -65,8 +65,8 @@ def picture(run: RunConfig, timeline: Timeline, window: str, *, instead: bool = 
 
 
 def _window(timeline: Timeline, window: str) -> tuple[float, float]:
-    """Return the start and end of the shown time. "start" ends when the last rank has begun, and the first rank has
-    finished as many actions as are readable."""
+    """Return the start and end of the shown time in seconds. "start" shows so many actions of the first rank as are
+    readable, but at least two per rank of the pipeline; "end" shows as many at the end."""
     whole = timeline.step_time
     if window == "step":
         return 0.0, whole
@@ -88,8 +88,8 @@ def _row(timeline: Timeline, rank: int, first: float, last: float) -> list[_Pict
 
 
 def _merged(row: list[_PictureSpan], least: float) -> list[_PictureSpan]:
-    """Merge consecutive pieces that are each shorter than `least`. The merged kind is their common kind, else "M".
-    Idle times of at least half of `least` remain visible."""
+    """Return the row with consecutive pieces merged if each is shorter than `least` seconds. The merged kind is their
+    common kind, or "M". Idle times of at least half of `least` remain visible."""
     found: list[_PictureSpan] = []
     run_ends = -1.0  # the end of the last piece in `found` if it is short or merged
     for piece in row:
@@ -106,7 +106,8 @@ def _merged(row: list[_PictureSpan], least: float) -> list[_PictureSpan]:
 
 
 def _drawn(piece: _PictureSpan, first: float, span: float) -> list:
-    """Return [kind, upper, label, x, width, busy]: x and width are shares of the shown time, busy of the piece."""
+    """Return [kind, upper, label, x, width, busy]: x and width are shares of the shown time, busy is a share of the
+    piece's duration."""
     length = piece.end - piece.start
     x, width = (piece.start - first) / span, length / span
     return [piece.kind, int(piece.upper), piece.label, round(x, 5), round(width, 5), round(piece.busy / length, 3)]

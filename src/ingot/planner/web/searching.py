@@ -1,4 +1,5 @@
-"""The page's search for the best layouts, in its own process, which ends at a deadline or with its request.
+"""The page's search for the best layouts. It runs in its own process, which is stopped at a deadline or if the request
+is closed.
 
 python -m ingot.planner.web.searching QUERY [KEEP ...]     prints the result for the page as JSON
 """
@@ -23,14 +24,14 @@ _SHOWN = 6
 
 
 def read_keep(text: str) -> tuple[str, ...]:
-    """Parse 'tp,pp' to ("tp", "pp"). Raises UsageError."""
+    """Parse the names of settings to keep, like 'tp,pp'. Raises UsageError for a setting that is not in KEEPABLE."""
     kept = tuple(text.split(",")) if text else ()
     if other := [key for key in kept if key not in KEEPABLE]:
         raise UsageError(
             "E-SEARCH-KEEP",
             f"a search cannot keep {other[0][:20]!r}",
             rule=f"a search can keep {', '.join(KEEPABLE)}",
-            fix="keep=tp,pp",
+            fix="name only these, like keep=tp,pp",
             setting=other[0][:20],
         )
     return kept
@@ -41,7 +42,7 @@ async def best_layouts(
 ) -> dict:
     """Return the best layouts for the settings of a link. keep: settings of KEEPABLE that the search must not change.
 
-    Raises ConfigError for errors of the search, and if it does not end before the deadline.
+    Raises ConfigError for an error in the search, or if the search does not end before the deadline.
     """
     command = [sys.executable, "-m", __name__, urlencode(link_pairs(settings)), *keep]
     try:
@@ -52,7 +53,7 @@ async def best_layouts(
             "E-SEARCH-DEADLINE",
             f"the search took more than {deadline_seconds:g} s and was stopped",
             rule=f"a search of the page takes at most {deadline_seconds:g} s",
-            fix="fewer devices, or `ingot plan`, which has no limit",
+            fix="use fewer devices, or `ingot plan`, which has no limit",
             deadline_seconds=deadline_seconds,
         ) from None
     if done.returncode:
@@ -60,7 +61,7 @@ async def best_layouts(
         raise ConfigError(
             "E-SEARCH-FAILED",
             f"the process of the search ended with status {done.returncode}",
-            rule="a search ends with status 0",
+            rule="the process of a search ends with status 0",
             fix="look at the terminal of `ingot plan --web`, which shows its traceback",
             status=done.returncode,
         )
@@ -72,7 +73,8 @@ async def best_layouts(
 
 
 def main(query: str, *keep: str) -> dict:
-    """Search in the new process; errors are returned as {"refused": [code, found, rule, fix]}."""
+    """Search for the best layouts and return the result for the page. This runs in the new process. query: the page's
+    link. keep: settings to keep. Errors are returned as {"refused": [code, found, rule, fix]}."""
     try:
         asked = read_settings(parse_qsl(query))
         settings = settled(asked)
@@ -107,7 +109,7 @@ def _candidate(settings: PageSettings, candidate: Candidate) -> dict:
 
 
 def settings_of_candidate(settings: PageSettings, candidate: Candidate) -> PageSettings:
-    """Return the settings with the layout of a candidate."""
+    """Return the page's settings with the layout of a candidate of the search."""
     parallel = candidate.run.parallel
     resolved = resolve_parallel(candidate.run)
     layout = {key: value for key, value in asdict(parallel).items() if key in LAYOUT}

@@ -21,9 +21,9 @@ _MAX_TEXT = 64
 class PageSettings:
     """A model on a cluster and its layout; dp_shard follows from the number of devices.
 
-    params: parameters of a dense shape, instead of a preset `model`. seq, batch (in sequences), tokens: 0 leaves them
-    to the preset or the rules. price (US dollars per device and hour), mfu and failures (per node and day):
-    0 leaves them to the planner.
+    params: number of parameters of a dense model, instead of a preset `model`. seq, batch (in sequences), tokens: the
+    preset or the rules choose those that are 0. price (US dollars per device-hour), mfu and failures (per node per
+    day): the planner predicts or looks up those that are 0.
     """
 
     model: str = "llama3-8b"
@@ -85,7 +85,8 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 
 def read_settings(pairs: Iterable[tuple[str, str]]) -> PageSettings:
-    """Return the settings of the (key, text) pairs of a query. Raises UsageError or ConfigError, which name the key."""
+    """Return the settings that the (key, text) pairs of a query describe. Raises UsageError or ConfigError, which name
+    the key."""
     values: dict[str, Any] = {}
     for key, text in pairs:
         if key not in FIELDS:
@@ -142,7 +143,8 @@ def _bad_value(kind: type[IngotError], key: str, found: str, rule: str) -> Ingot
 
 
 def link_pairs(settings: PageSettings) -> dict[str, str]:
-    """Return the pairs of the link: settings that differ from their defaults, and always model and cluster."""
+    """Return the (key, text) pairs of the page's link: model (or params), cluster, and all settings that differ from
+    their defaults."""
     always = ("params",) if settings.params else ("model",)
     kept = (*always, "cluster")
     return {

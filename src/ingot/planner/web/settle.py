@@ -1,6 +1,6 @@
 """The adaptation of a layout after the user has changed one setting, so that its degrees divide the devices.
 
-The changed setting keeps its value. If no adaptation of the others makes the layout legal, the page shows the problem.
+The changed setting keeps its value. If the adapted layout is still not legal, the page shows the problem.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,8 @@ from ingot.theory.schedule import schedule_problems
 
 
 def settle(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str = "") -> PageSettings:
-    """Return settings whose degrees fit together. moved: the setting that keeps its value. Sequence, batch: known."""
+    """Return the settings with degrees that fit together. moved: the setting that keeps its value. `settings` must have
+    a sequence length and a batch."""
     settings = _axes(settings, cluster, moved)
     settings = _pipeline(settings, arch, moved)
     settings = _data(settings, arch, cluster, moved)
@@ -23,13 +24,14 @@ def settle(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str = ""
 
 
 def data_ranks(settings: PageSettings, cluster: Cluster) -> int:
-    """Return the number of ranks that read different samples; 0 if the other axes do not divide the devices."""
+    """Return the number of data-parallel ranks; 0 if tp x pp x cp does not divide the devices."""
     model_ranks = settings.tp * settings.pp * settings.cp
     return 0 if cluster.devices % model_ranks else cluster.devices // model_ranks
 
 
 def accumulation(settings: PageSettings, cluster: Cluster) -> int:
-    """Return the micro-batches per step of each data-parallel rank; 0 if they do not divide the batch."""
+    """Return the number of micro-batches per step on each data-parallel rank; 0 if the batch is not a multiple of
+    micro-batch x data-parallel ranks."""
     sequences = settings.micro_batch * data_ranks(settings, cluster)
     return settings.batch // sequences if sequences and settings.batch % sequences == 0 else 0
 
@@ -44,7 +46,8 @@ def _divisor(value: int, number: int) -> int:
 
 
 def _axes(settings: PageSettings, cluster: Cluster, moved: str) -> PageSettings:
-    """Reduce cp, pp and tp, in this order and except the moved one, until their product divides the devices."""
+    """Return the settings with cp, pp and tp reduced, in this order, until their product divides the devices. The moved
+    setting keeps its value."""
     for axis in ("cp", "pp", "tp"):
         if axis == moved:
             continue
@@ -70,7 +73,8 @@ def _pipeline(settings: PageSettings, arch: Arch, moved: str) -> PageSettings:
 
 
 def _data(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str) -> PageSettings:
-    """Reduce dp_replicate, ep and micro-batch until they divide the data-parallel ranks, the experts and the batch."""
+    """Return the settings with dp_replicate, ep and micro-batch reduced until they divide the data-parallel ranks, the
+    experts and the batch. The moved setting keeps its value."""
     data = data_ranks(settings, cluster)
     if not data:
         return settings
@@ -87,7 +91,8 @@ def _data(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str) -> P
 
 
 def _schedule(settings: PageSettings, cluster: Cluster, moved: str) -> PageSettings:
-    """Replace a schedule that does not fit the number of micro-batches by 1F1B, which fits any number."""
+    """Return the settings with 1F1B, which allows any number of micro-batches, if the schedule does not allow this
+    number."""
     count = accumulation(settings, cluster)
     if settings.pp == 1 or not count or moved in ("schedule", "stages_per_rank"):
         return settings

@@ -1,4 +1,4 @@
-"""A plan as the page shows it: texts and shares of bars, made here so that the page only draws them."""
+"""The view of a plan for the page: all texts and the shares of bars, so that the page only has to draw them."""
 
 from dataclasses import asdict, replace
 from urllib.parse import urlencode
@@ -17,12 +17,12 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_bytes, format_count, format_flops, format_seconds, format_usd, parse_count
 
-# A plan that uses more than this share of memory is called tight, because fragmentation differs between runs.
+# A plan that uses more than this share of memory is marked as tight, because fragmentation differs between runs.
 TIGHT = 0.9
 _LINES = {
     "tp": "tensor parallel",
     "sequence": "choices of experts",
-    "ulysses": "context, heads dealt out",
+    "ulysses": "context, Ulysses",
     "ring": "context, ring",
     "ep": "tokens to experts",
     "shard": "shards of the model (ZeRO)",
@@ -36,7 +36,8 @@ _PHASES = ("initialisation", "first step", "steady state", "save")
 
 
 def view(found: PagePlan, asked: PageSettings) -> dict:
-    """Return all data that the page shows of a plan. asked: the settings before others were adapted to them."""
+    """Return all data that the page shows of a plan. asked: the settings of the link, before settings were filled in or
+    adapted."""
     settings, run, plan = found.settings, found.run, found.plan
     open_ = replace(settings, seq=asked.seq, batch=asked.batch, tokens=asked.tokens)
     cluster = _cluster(found)
@@ -74,7 +75,10 @@ def view(found: PagePlan, asked: PageSettings) -> dict:
 
 
 def _filled(settings: PageSettings, open_: PageSettings) -> dict[str, str]:
-    """Return the texts of the input fields. Tokens that a rule chose are rounded."""
+    """Return the texts of the input fields. The number of tokens is rounded if a rule chose it.
+
+    open_: the settings in which a sequence length, batch or number of tokens that a rule chose is 0.
+    """
     tokens = format_count(settings.tokens) if not open_.tokens else _exact(settings.tokens)
     given = {key: f"{value:g}" if (value := getattr(settings, key)) else "" for key in ("price", "mfu", "failures")}
     given["params"] = format_count(settings.params) if settings.params else ""
@@ -82,7 +86,7 @@ def _filled(settings: PageSettings, open_: PageSettings) -> dict[str, str]:
 
 
 def _exact(tokens: int) -> str:
-    """Return 1.5T for 1,500,000,000,000; all digits if no short form is exact."""
+    """Return a number of tokens in short form, like "1.5T", or with all digits if no short form is exact."""
     short = format_count(tokens)
     return short if parse_count(short) == tokens else str(tokens)
 
@@ -92,7 +96,7 @@ def _about(settings: PageSettings) -> str:
     if not settings.params:
         return about(settings.model)
     size = format_count(chosen.parameters)
-    return f"{size} parameters, FLOPs by 6 for each and token; memory by the shape of {chosen.shape}"
+    return f"{size} parameters, 6 FLOPs per parameter and token; memory for the shape of {chosen.shape}"
 
 
 def _hints(found: PagePlan, asked: PageSettings, cluster: dict) -> dict[str, str]:
@@ -104,12 +108,12 @@ def _hints(found: PagePlan, asked: PageSettings, cluster: dict) -> dict[str, str
         "model": _about(settings),
         "batch": steps if asked.batch and asked.tokens else f"{steps}; the rules fill empty fields",
         "cluster": cluster["facts"],
-        "layout": f"{ranks}. Moved along: {', '.join(adapted)}" if adapted else f"{ranks}.",
+        "layout": f"{ranks}. Adapted: {', '.join(adapted)}" if adapted else f"{ranks}.",
     }
 
 
 def adapted_settings(asked: PageSettings, settings: PageSettings) -> list[str]:
-    """Return the settings that were adapted to the user's change, with old and new values."""
+    """Return one text per setting that was adapted to the user's change, like "tp 4 → 2"."""
     before, after = asdict(asked), asdict(settings)
     return [
         f"{key} {before[key]} → {after[key]}"
@@ -138,7 +142,7 @@ def _cluster(found: PagePlan) -> dict:
     facts = [f"{format_bytes(cluster.memory_bytes)} each"]
     facts += [f"{format_flops(peak)}/s bf16"] if peak else []
     facts += [f"fast links join {cluster.domain}"] if cluster.devices > 1 else []
-    facts += [f"${price:g} per hour and device"] if price else []
+    facts += [f"${price:g} per device-hour"] if price else []
     facts += ["planning only: ingot's trainer does not run on it"] if cluster.device == "tpu" else []
     racks = device is not None and device.domain > device.node
     return {
@@ -154,7 +158,7 @@ def _cluster(found: PagePlan) -> dict:
 
 
 def verdict(run: RunConfig, plan: Plan) -> dict:
-    """Return whether the plan fits, and a sentence with the memory used."""
+    """Return the verdict on memory: flags ("fits", "tight"), and a short and a long text with the memory used."""
     bar = memory_bars(run, plan)
     if bar["fits"]:
         how = "fits, tightly" if bar["tight"] else "fits"
@@ -166,7 +170,7 @@ def verdict(run: RunConfig, plan: Plan) -> dict:
 
 
 def tiles(settings: PageSettings, run: RunConfig, plan: Plan) -> list[dict]:
-    """Return the tiles of the head: label, value, and a note that explains the value."""
+    """Return the tiles at the top of the page, each with a label, a value, and a note that explains the value."""
     found = [_step_tile(plan), _mfu_tile(settings, plan), *_duration_tiles(plan)]
     if run.parallel.pp > 1:
         each = resolve_parallel(run).stages_on_each_rank
@@ -177,14 +181,14 @@ def tiles(settings: PageSettings, run: RunConfig, plan: Plan) -> list[dict]:
 
 
 def bubble(plan: Plan) -> float:
-    """Return the share of a step that pipeline ranks wait."""
+    """Return the share of a step in which pipeline ranks wait."""
     if plan.bubble or not plan.step_seconds:
         return plan.bubble
     return plan.time_seconds.get("pipeline bubble", 0.0) / plan.step_seconds
 
 
 def _tile(key: str, label: str, value: str, note: str, brief: str = "") -> dict:
-    """Return a tile. brief: its text in the line that stays visible."""
+    """Return a tile. brief: its text in the summary line at the top, which stays visible while scrolling."""
     return {"key": key, "label": label, "value": value, "note": note, "brief": brief or value}
 
 
@@ -217,14 +221,14 @@ def _mfu_tile(settings: PageSettings, plan: Plan) -> dict | None:
         notes = ["as given", counted]
     elif plan.step_seconds_high:
         low, high = (plan.mfu * plan.step_seconds / s for s in (plan.step_seconds_high, plan.step_seconds_low))
-        notes = [f"{low:.0%} to {high:.0%} in that band", counted]
+        notes = [f"{low:.0%} to {high:.0%} in the same band", counted]
     if plan.hfu is not None:
-        notes.append(f"HFU {plan.hfu:.1%}, of all that devices compute")
+        notes.append(f"HFU {plan.hfu:.1%}, with recomputation")
     return _tile("mfu", "MFU", f"{plan.mfu:.1%}", "; ".join(notes), f"{plan.mfu:.0%} MFU")
 
 
 def _duration_tiles(plan: Plan) -> list[dict | None]:
-    """Return the tiles of days, dollars and goodput, with failures if their rate is known."""
+    """Return the tiles of duration, cost and goodput. Failures are included if their rate is known."""
     if not plan.step_seconds:
         return []
     steps = f"{plan.steps:,} steps"
@@ -250,7 +254,7 @@ def _days(days: float) -> str:
 
 
 def memory_bars(run: RunConfig, plan: Plan) -> dict:
-    """Return the memory of the fullest rank by kind, of every pipeline rank, and of each phase, on one scale."""
+    """Return the memory bars, all on one scale: the fullest rank by kind, every pipeline rank, and each phase."""
     capacity = rank_memory_bytes(plan.cluster, run.parallel.world_size)
     used = plan.total_memory_bytes
     stages = plan.stage_memory_bytes
@@ -293,7 +297,7 @@ def _stage(rank: int, kinds: dict[str, int], scale: float, capacity: float) -> d
 
 
 def step_bars(plan: Plan) -> list[dict]:
-    """Return the parts of a step, longest first."""
+    """Return the bars of the parts of a step, longest first."""
     parts = sorted(plan.time_seconds.items(), key=lambda item: -item[1])
     whole = plan.step_seconds or 1.0
     return [
@@ -310,7 +314,7 @@ def step_bars(plan: Plan) -> list[dict]:
 
 
 def communication_bars(plan: Plan) -> list[dict]:
-    """Return the traffic of one rank per step by communication line: bytes, time alone, and exposed time."""
+    """Return the bars of one rank's traffic per step, by line of the mesh: bytes, time alone, exposed time."""
     lines = plan.communication
     longest = max((line.seconds for line in lines.values()), default=0.0) or 1.0
     return [

@@ -173,7 +173,7 @@ def test_a_batch_that_does_not_divide_is_scaled():
         ({"pp": 4, "schedule": "1f1b", "global_batch": 64}, "1f1b", 0),
         ({"pp": 4, "schedule": "ZB-2p", "global_batch": 64}, "zb_2p", 0),
         ({"pp": 4, "schedule": "interleaved", "global_batch": 64}, "interleaved", 2),
-        ({"pp": 4, "vpp": 4, "global_batch": 80}, "1f1b", 0),  # 5 micro-batches are no multiple of 4 ranks
+        ({"pp": 4, "vpp": 4, "global_batch": 80}, "1f1b", 0),  # 5 micro-batches are not a multiple of 4 ranks
     ],
 )
 def test_schedules_by_their_published_names(plan, schedule, each):
@@ -219,6 +219,6 @@ def test_nvidias_tables_sum_gradients_in_bf16_and_make_parts_of_blocks_again_whe
     roomy, full = (run_of(**nvidia, plan=plan | {"micro_batch": size}) for size in (4, 32))
     assert roomy.run.parallel.grads == "bf16" and run_of().run.parallel.grads == "fp32"
     assert (roomy.software.parts_recomputed, full.software.parts_recomputed) == (False, True)
-    assert any("computed again" in note for note in full.notes) and roomy.notes == ()
+    assert any("are recomputed" in note for note in full.notes) and roomy.notes == ()
     stated = run_of(**nvidia, plan=plan | {"micro_batch": 32, "recompute": "none"})
     assert not stated.software.parts_recomputed

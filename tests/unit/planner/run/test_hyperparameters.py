@@ -84,7 +84,7 @@ def test_a_size_for_serving():
     found, proposal = inference_aware(70e9, 1.4e12, 2e13)
     assert proposal.value == found.parameters < 40e9
     assert found.tokens > 1.4e12
-    assert "saved over the cheapest to train" in proposal.note
+    assert "compared with the cheapest to train" in proposal.note
     dearer, _ = inference_aware(70e9, 1.4e12, 2e13, weight=serving_weight(0.45, 0.1))
     assert dearer.parameters < found.parameters
     assert "more than fits know" in inference_aware(70e9, 1.4e12, 1e15)[1].note
@@ -128,7 +128,7 @@ def test_a_run_without_a_pipeline_has_no_bubble():
 def test_a_schedule_that_needs_more_micro_batches_is_told():
     run = run_with(Parallel(tp=4, pp=4, dp_shard=64, schedule="dualpipe_v"), 1024)
     assert ramp_bubbles(run)[0].bubble is None
-    assert "dualpipe_v has no table for its 4 micro-batches" in ramp_warning(run)
+    assert "dualpipe_v is not possible with its 4 micro-batches" in ramp_warning(run)
 
 
 def test_another_first_batch():

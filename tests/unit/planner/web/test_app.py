@@ -69,7 +69,7 @@ def test_an_illegal_layout_says_why_and_has_no_plan(client):
         ("/api/plan?cluster=8xh1000", "no device"),
         ("/api/plan?cluster=99999x8xh100", "has 799,992 devices"),
         ("/api/plan?tp=1.5", "tp is '1.5'"),
-        ("/api/plan?moved=everything", "is no setting"),
+        ("/api/plan?moved=everything", "is not a setting"),
         ("/api/timeline?window=all", "there is no window"),
         ("/api/timeline?pp=1", "no pipeline"),
         ("/api/compare?a=tp%3D2", "keys of this comparison"),

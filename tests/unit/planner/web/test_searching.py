@@ -68,7 +68,7 @@ def test_bad_settings_are_refused_before_a_process_is_started(client, monkeypatc
 def test_searches_that_would_crowd_out_others_are_refused(client, monkeypatch):
     monkeypatch.setattr("ingot.planner.web.app._MOST_SEARCHES", 0)
     refused = client.get("/api/search?cluster=8xh100")
-    assert refused.status_code == 503 and "searches are under way" in refused.json()["found"]
+    assert refused.status_code == 503 and "searches are running" in refused.json()["found"]
 
 
 @pytest.mark.anyio

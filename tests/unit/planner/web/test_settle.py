@@ -41,7 +41,7 @@ def test_a_schedule_that_splits_the_backward_takes_zero_1():
 
 def test_micro_batches_that_interleaving_does_not_take_fall_back_to_1f1b():
     state = settled("micro_batch", model="llama3-8b", pp=4, schedule="interleaved", zero=1, batch=12, micro_batch=1)
-    assert state.schedule == "1f1b"  # 6 micro-batches are no multiple of 4
+    assert state.schedule == "1f1b"  # 6 micro-batches are not a multiple of 4
     assert not problems(state)
 
 
@@ -89,7 +89,7 @@ def test_what_is_not_offered_says_why():
     whys = [why for control in found.values() for why in control.refused]
     whys += [choice.why for control in found.values() for choice in control.choices if choice.why]
     assert whys and all(len(why) > 10 for why in whys)
-    assert any("NVIDIA A100" in why and "8 bits" in why for why in whys)  # FP8
+    assert any("NVIDIA A100" in why and "8-bit" in why for why in whys)  # FP8
     assert found["schedule"].idle == "there is no pipeline"
     assert found["ep"].idle == "the model has no experts"
 

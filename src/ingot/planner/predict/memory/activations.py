@@ -1,8 +1,8 @@
-"""Bytes that micro-batches leave in memory between their forward and their backward, on one rank.
+"""The bytes that a micro-batch keeps on one rank between its forward and its backward.
 
-theory/saved.py has the bytes per token of ingot's own blocks. This module adds blocks of Megatron's kind (Korthikanti
-et al. 2022, sections 4, 5). Their table 2, of s tokens, b sequences, h d_model, a heads on t tensor-parallel ranks, in
-16 bits:
+theory/saved.py has the bytes per token of ingot's own blocks. This module adds blocks like Megatron's (Korthikanti et
+al. 2022, sections 4, 5). Their table 2 has the bytes of a block in 16 bits, with s tokens per sequence, b sequences,
+width h (d_model), a heads and t tensor-parallel ranks:
 
     nothing divided                 s b h (34 + 5 a s / h)
     tensor parallelism              s b h (10 + 24 / t + 5 a s / (h t))
@@ -10,10 +10,10 @@ et al. 2022, sections 4, 5). Their table 2, of s tokens, b sequences, h d_model,
     attention core computed again   the same without 5 a s / (h t)
     all computed again              2 s b h
 
-Here its parts serve other shapes than 4 h, grouped heads, SwiGLU, and flash attention, which keeps its output and one
-number per query instead of scores. Inputs of regions are kept divided and gathered again, unlike ingot's. Low-precision
-products keep their inputs as they read them, in 8 or 4 bits with scales (Transformer Engine), and attention keeps its
-output in 16 bits next to the copy that the next matrix reads.
+This module counts the same parts for other widths than 4 h, grouped heads, SwiGLU, and flash attention, which keeps its
+output and one number per query instead of scores. Unlike ingot, Megatron keeps the inputs of tensor-parallel regions
+divided and gathers them again. Low-precision products keep their inputs in 8 or 4 bits with scales (Transformer
+Engine), and attention keeps its output in 16 bits in addition to the copy that the next matrix reads.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ from ingot.theory.saved import block_bytes, degrees, norm_bytes, products_for_at
 
 @dataclass(frozen=True)
 class BlockSize:
-    """Bytes per token of one block.
+    """The bytes per token of one block.
 
-    kept, recomputed: kept from forward to backward, without and with recomputation.
-    attention: the part of `kept` that is left when the backward reaches attention.
-    fed_backward, attended_backward: buffers of the backward of the feed-forward and of attention.
-    left: kept between the two halves of a split backward.
+    kept, recomputed: bytes kept from forward to backward, without and with recomputation.
+    attention: the part of `kept` that remains when the backward reaches attention.
+    fed_backward, attended_backward: temporary buffers in the backward of the feed-forward and of attention.
+    left: bytes kept between the two halves, I and W, of a split backward.
     """
 
     kept: float = 0.0
@@ -43,7 +43,7 @@ class BlockSize:
 
 
 def block_sizes(position: Position, device: str = "cpu", *, experts: bool = False) -> BlockSize:
-    """Return the sizes of a block, with or without experts."""
+    """Return the bytes per token of a block. experts: a block with experts; all 0 if the model has none."""
     if experts and not position.arch.is_moe:
         return BlockSize()
     megatrons, again = is_megatrons(position), position.parallel.recompute != "none"
@@ -62,8 +62,8 @@ def block_sizes(position: Position, device: str = "cpu", *, experts: bool = Fals
 
 
 def input_bytes(position: Position, stage: PipelineStage) -> float:
-    """Return the bytes per token of a stage's input: token ids on the first stage. Hidden states belong to the first
-    block.
+    """Return the bytes per token of a stage's input: token ids on the first stage, 0 on others, where the first block
+    counts the hidden states.
     """
     return 8.0 if stage.first else 0.0
 
@@ -71,8 +71,8 @@ def input_bytes(position: Position, stage: PipelineStage) -> float:
 def output_bytes(position: Position, stage: PipelineStage, device: str = "cpu") -> float:
     """Return the bytes per token of a stage's output.
 
-    They are hidden states, from which the backward starts; on the last stage those of the last norm, the gradient of
-    its output (which the loss computes ahead), and target ids.
+    These are the hidden states, from which the backward starts. On the last stage they are the tensors that the last
+    norm keeps, the gradient of its output (which the loss computes in the forward), and the target ids.
     """
     e, _, cut = degrees(position)
     stream = position.arch.d_model * e
@@ -80,8 +80,8 @@ def output_bytes(position: Position, stage: PipelineStage, device: str = "cpu") 
 
 
 def head_gradient_bytes(position: Position, stage: PipelineStage) -> float:
-    """Return the bytes of the head's gradient of one micro-batch, which a chunked loss computes ahead and keeps
-    until the backward.
+    """Return the bytes of the head's gradient, which a chunked loss computes in the forward and keeps until the
+    backward; 0 on other stages than the last.
     """
     e, tp, _ = degrees(position)
     if position.software.loss != "chunked":
@@ -90,17 +90,17 @@ def head_gradient_bytes(position: Position, stage: PipelineStage) -> float:
 
 
 def attention_names(saved: Mapping[str, float]) -> list[str]:
-    """Return the names of what a block keeps before its second norm, in order."""
+    """Return the names of the tensors that a block keeps before its second norm, in order."""
     names = list(saved)
     return names[: names.index("mlp norm")]
 
 
 def fed_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:
-    """Return the bytes per token of buffers while a feed-forward runs backward.
+    """Return the bytes per token of temporary buffers while a feed-forward runs backward.
 
-    They are the gradient of the residual stream, once more where tensor parallelism gathers it, and gradients inside of
-    the feed-forward, once the product is not needed any more. Experts have the same and rows; or rows in two orders, as
-    on the way back to tokens in the forward.
+    They are the gradient of the residual stream, a second copy if tensor parallelism gathers it, and the gradients
+    inside the feed-forward. Blocks with experts count rows instead of tokens: gradients inside the experts and of their
+    rows, or the rows in two orders, whichever is larger.
     """
     e, tp, cut = degrees(position)
     arch, rows = position.arch, position.assignments / position.tokens
@@ -110,10 +110,10 @@ def fed_backward_bytes(position: Position, device: str = "cpu", *, experts: bool
 
 
 def attended_backward_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> float:
-    """Return the bytes per token of buffers when the backward reaches attention: the largest of three peaks.
+    """Return the bytes per token of temporary buffers when the backward reaches attention: the largest of three places.
 
-    1. Queries, keys and values, with rotated ones in float32. 2. The input of attention, whose three gradients are
-    added up. 3. The end of the feed-forward: its input, two gradients of the input and one of its inside.
+    1. The core: gradients of queries, keys and values, with rotated ones in float32. 2. The input of attention, where
+    three gradients are added. 3. The end of the feed-forward: its input, two gradients of the input and one inside.
     """
     e, tp, cut = degrees(position)
     arch, wide = position.arch, position.arch.d_model * e
@@ -129,10 +129,10 @@ def _stream_backward(position: Position, device: str) -> float:
 
 
 def left_bytes(position: Position, *, experts: bool = False) -> float:
-    """Return the bytes per token that I keeps of one block for W: inputs of matrices and gradients of their outputs
-    (parallel/split_backward.py).
+    """Return the bytes per token of one block that are kept between I and W: the inputs of its matrices and the
+    gradients of their outputs (parallel/split_backward.py).
 
-    Routed experts have their whole backward in I.
+    Routed experts keep nothing, because their whole backward runs in I.
     """
     e, tp, _ = degrees(position)
     arch = position.arch
@@ -148,7 +148,8 @@ def left_bytes(position: Position, *, experts: bool = False) -> float:
 
 
 def blocks_text(position: Position, stage: PipelineStage, device: str = "cpu") -> str:
-    """Return what a stage keeps per token, by kind: "9 blocks x 168,072 B + 1 recomputed blocks x 8,192 B + ends"."""
+    """Return the bytes that a stage keeps per token, as text: "9 blocks x 168,072 B + 1 recomputed blocks x 8,192 B +
+    ends"."""
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
     sparse, parts = len(stage.expert_layers), []
     for experts, blocks, recomputed in (
@@ -163,18 +164,20 @@ def blocks_text(position: Position, stage: PipelineStage, device: str = "cpu") -
 
 
 _MASK_BYTES = 1
-# Bytes of one number of a matrix's input, with its share of the scales: of 128 in fp32, of 32 and of 16 in 8 bits.
+# Bytes per number of a matrix's input, with its share of the scale: one scale for 128 numbers in fp32 (blockwise), for
+# 32 (mxfp8) and for 16 (nvfp4) in 8 bits.
 _INPUT_BYTES = {"tensorwise": 1, "rowwise": 1, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
 
 def is_megatrons(position: Position) -> bool:
-    """Return whether the software has blocks of Megatron's kind, not eager PyTorch's, which theory/saved.py counts."""
+    """Return True if the software's blocks keep the tensors that Megatron's do. Otherwise they keep those of ingot's
+    own blocks (theory/saved.py)."""
     software = position.software
     return software.core_recompute or software.attention == "unfused" or position.arch.ffn_matrices == 2
 
 
 def megatron_block_bytes(position: Position, *, experts: bool = False) -> dict[str, float]:
-    """Return the bytes per token that a Megatron block keeps by tensor, without recomputation of whole blocks."""
+    """Return the bytes per token that a block like Megatron's keeps, by tensor, if it is not recomputed as a whole."""
     arch, e, cut = position.arch, COMPUTE_BYTES[position.train.precision], position.sequence_ranks
     stream = arch.d_model * e / cut
     mask = arch.d_model * _MASK_BYTES / cut if position.software.dropout else 0.0
@@ -192,8 +195,8 @@ def megatron_block_bytes(position: Position, *, experts: bool = False) -> dict[s
 
 
 def megatron_recomputed_bytes(position: Position, *, experts: bool = False) -> float:
-    """Return the bytes per token that a recomputed Megatron block keeps: "full" its input; "selective" all but the
-    attention core.
+    """Return the bytes per token that a recomputed block like Megatron's keeps: with "full" only its input, with
+    "selective" everything except the attention core.
     """
     arch, e = position.arch, COMPUTE_BYTES[position.train.precision]
     if position.parallel.recompute == "full":
@@ -203,13 +206,14 @@ def megatron_recomputed_bytes(position: Position, *, experts: bool = False) -> f
 
 
 def _input_bytes(position: Position) -> float:
-    """Return the bytes of one number that a matrix product reads and keeps for the gradient of the matrix."""
+    """Return the bytes per number of a matrix product's input, as the product keeps it for the backward."""
     return _INPUT_BYTES.get(position.software.recipe, COMPUTE_BYTES[position.train.precision])
 
 
 def _attention_bytes(position: Position) -> dict[str, float]:
-    """Return q, k, v (or the latents that make them again), the input of the output matrix, and for unfused
-    attention the softmax of its scores, with dropout its result and mask: 5 a s.
+    """Return the bytes per token that attention keeps: q, k, v (or the latents from which they are recomputed) and the
+    input of the output matrix. Unfused attention also keeps the softmax of its scores and, with dropout, its result and
+    mask: together the 5 a s of table 2.
     """
     arch, software, e = position.arch, position.software, COMPUTE_BYTES[position.train.precision]
     heads = arch.num_heads / position.parallel.tp
@@ -227,8 +231,8 @@ def _attention_bytes(position: Position) -> dict[str, float]:
 
 
 def _inside(position: Position, width: float) -> float:
-    """Return the bytes inside of a feed-forward: the input of GELU, or gate and up; and the input of the last
-    matrix.
+    """Return the bytes per token kept inside a feed-forward of `width`: the input of GELU, or gate and up, and the
+    input of the last matrix.
     """
     before = 1 if position.arch.ffn_matrices == 2 else 2
     after = 0.0 if position.software.parts_recomputed else _input_bytes(position)
@@ -236,8 +240,8 @@ def _inside(position: Position, width: float) -> float:
 
 
 def _expert_bytes(position: Position) -> dict[str, float]:
-    """Return the bytes of experts: permuted rows, returned rows (unless tuned kernels weigh rows inside of experts),
-    shared experts, and the router's scores in float32.
+    """Return the bytes per token that experts keep: permuted input rows, output rows (unless tuned kernels apply the
+    router's weights inside the experts), shared experts, and the router's scores in float32.
     """
     arch, moe, e = position.arch, position.arch.moe, COMPUTE_BYTES[position.train.precision]
     rows, tp = position.assignments / position.tokens, position.parallel.tp

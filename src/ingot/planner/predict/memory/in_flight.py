@@ -1,8 +1,8 @@
-"""The work in flight on one pipeline rank at each action of its row.
+"""The work in flight on one pipeline rank at each action of its row of the schedule.
 
-In flight are micro-batches between forward and backward, delayed halves of backwards, and gradients of stages that have
-begun. A row of a thousand actions has few different states, and only some of them could be a peak of memory. They are
-found once for each schedule and cached.
+In flight are micro-batches between forward and backward, inputs kept for a delayed W, and gradients of stages whose
+backwards have begun. A row of a thousand actions has few different states, and only some of these could be the peak of
+memory. They are computed once for each schedule and cached.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ import numpy as np
 
 from ingot.theory.schedule import Action, Kind, ScheduleTable, build_table
 
-# Micro-batches beyond this many times the ranks repeat earlier states, so the peaks do not change (they grow with the
-# number of micro-batches only where all forwards come first).
+# More micro-batches than this many times the ranks only repeat earlier states, so the peak does not change, except in
+# schedules that run all forwards first.
 _ROUNDS = 4
 _ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
 class MemoryAction(NamedTuple):
-    """An action, as far as memory is concerned.
+    """The properties of an action on which memory depends.
 
-    stage: index among this rank's stages, in order. first, last: the action is the first or last backward of its stage
-      in a step. before: the stage of the backward that this rank ended last, -1 if there was none.
+    kind: F, B, I or W. stage: index among this rank's stages. first, last: the action is the first or last backward of
+      its stage in a step. before: the stage of the backward that this rank ended last, -1 if there was none.
     """
 
     kind: Kind
@@ -35,10 +35,11 @@ class MemoryAction(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """The state at one action, the action included. Tuples are by this rank's stages, in order.
+    """The state of a rank while one action runs. Tuples have one entry per stage of the rank, in order.
 
-    alive: micro-batches that ran forward and not yet backward (B or I). left: micro-batches between I and W. begun,
-      ended: gradients of the stage exist before this action; its last backward is over.
+    doing: the action. alive: number of micro-batches that ran forward and not yet backward (B or I). left: number of
+      micro-batches between I and W. begun: the stage has gradients before this action. ended: its last backward is
+      over.
     """
 
     doing: MemoryAction
@@ -50,9 +51,10 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class RankHistory:
-    """The states of one rank that could be a peak, also as arrays [state, stage].
+    """The states of one rank in which memory could be at its peak.
 
-    doings: the distinct actions. which: for each state the index of its action in `doings`.
+    doings: the distinct actions. which: [state] the index of each state's action in `doings`. alive, left, begun,
+    ended: the fields of the states as arrays [state, stage].
     """
 
     situations: tuple[InFlight, ...]
@@ -65,7 +67,7 @@ class RankHistory:
 
 
 def micro_batches_that_matter(schedule: str, pp: int, micro_batches: int) -> int:
-    """Return the smallest number of micro-batches that has the same peaks as `micro_batches`."""
+    """Return the smallest number of micro-batches that has the same memory peak as `micro_batches`."""
     if pp == 1:
         return min(micro_batches, 3)  # the first, those between, the last
     if schedule in _ALL_FORWARDS_FIRST:
@@ -75,13 +77,14 @@ def micro_batches_that_matter(schedule: str, pp: int, micro_batches: int) -> int
 
 
 def history_of(schedule: str, pp: int, micro_batches: int, stages_per_rank: int, rank: int) -> RankHistory:
-    """Return the states of a rank that could be a peak of memory."""
+    """Return the states of a rank in which memory could be at its peak."""
     return full_history(schedule, pp, micro_batches_that_matter(schedule, pp, micro_batches), stages_per_rank, rank)
 
 
 @lru_cache(maxsize=8192)
 def full_history(schedule: str, pp: int, micro_batches: int, stages_per_rank: int, rank: int) -> RankHistory:
-    """Return the history of a rank with all micro-batches, cached: a search asks for some ranks of a schedule only."""
+    """Return the history of one rank with all `micro_batches`. The result is cached by rank, because a search needs
+    only some ranks of a schedule."""
     table = _table(schedule, pp, micro_batches, stages_per_rank)
     return _history(_largest(_played(table.rows[rank], table.stages_of(rank))))
 
@@ -126,7 +129,7 @@ def _played(row: tuple[Action, ...], stages: tuple[int, ...]) -> list[InFlight]:
 
 
 def _largest(found: list[InFlight]) -> tuple[InFlight, ...]:
-    """Return the states without those that hold nothing beyond another state of the same kind."""
+    """Return the states without those for which another state of the same kind of action holds at least as much."""
     kept: dict[tuple, list[InFlight]] = {}
     for situation in sorted(dict.fromkeys(found), key=_size, reverse=True):
         larger = kept.setdefault((situation.doing.kind, situation.doing.stage, situation.doing.before), [])
@@ -136,14 +139,14 @@ def _largest(found: list[InFlight]) -> tuple[InFlight, ...]:
 
 
 def _size(s: InFlight) -> tuple[int, int]:
-    """Return a sort key: a state never sorts below a state that it holds all of."""
+    """Return a sort key: a state that holds at least as much as another never has a smaller key."""
     return sum(s.alive + s.left), sum(s.begun) - sum(s.ended) - s.doing.first - s.doing.last
 
 
 def _holds_all_of(one: InFlight, other: InFlight) -> bool:
-    """Return whether `one` holds at least as much as `other`.
+    """Return True if `one` holds at least as much as `other` in every respect.
 
-    Gradients that have begun are larger than those of a first backward; those of a last backward shrink during it.
+    A stage holds more gradients after its first backward than during it, and fewer during its last one.
     """
     return (
         one.doing.first <= other.doing.first

@@ -1,7 +1,7 @@
-"""The peak of memory of one pipeline rank in an optimizer step, kind by kind.
+"""The peak memory of one pipeline rank in an optimizer step, by kind.
 
-The peak is searched at the places where a forward or a backward can be largest, for every state of the schedule
-(in_flight.py).
+The peak is the largest of the places in a forward or backward where memory can be largest, over all states of the
+schedule (in_flight.py).
 """
 
 import math
@@ -18,8 +18,8 @@ _NOTHING = ParameterUnit(0)
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Bytes alive at one place of the program, without weights, optimizer state and constant buffers. place: a
-    description.
+    """The bytes alive at one place of the program, without weights, optimizer state and constant buffers. place: the
+    description of the place in messages. backward: temporary buffers of a backward.
     """
 
     place: str
@@ -36,10 +36,10 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The largest of a rank's live bytes.
+    """The peak of a rank's live bytes.
 
-    moment: bytes of the whole rank, everything in flight included. own: the part of the action alone, without what its
-      stages have in flight (`situation`). stays: gradients whose buffers are never freed.
+    moment: all live bytes at the peak. own: the part due to the action that runs then, without the micro-batches in
+      flight (`situation`). stages: the rank's stages. stays: bytes of gradient buffers that are never freed.
     """
 
     moment: LiveBytes
@@ -50,8 +50,8 @@ class MemoryPeak:
 
 
 class Gradients:
-    """Bytes of gradients by their progress: whole gradients as they are computed, and the shards of sums that ranks
-    keep.
+    """A counter of gradient bytes on one rank: whole gradients that a backward computes, and the rank's shards of the
+    accumulated gradients.
     """
 
     def __init__(self, position: Position, stages: tuple[StageMemory, ...]):
@@ -61,7 +61,7 @@ class Gradients:
         self.kept, self.sent = kept_gradient_bytes(parallel, precision), sent_gradient_bytes(parallel, precision)
         self.ranks = parallel.shard_ranks
         self.expert_ranks = parallel.expert_ranks
-        # Gradient buffers that a rank shares with no other stay from step to step; Megatron's all stay.
+        # Gradient buffers that are not sharded stay allocated from step to step; Megatron's always stay.
         always = position.software.megatron_state
         self.common_stays = self.zero != 3 and (self.ranks == 1 or always)
         self.routed_stays = self.zero != 3 and (self.expert_ranks == 1 or always)
@@ -71,29 +71,32 @@ class Gradients:
         self.stays = self.kept * (position.common * self.common_stays + position.routed * self.routed_stays)
 
     def whole(self, *units: ParameterUnit) -> float:
-        """Return the bytes of these units' whole gradients, in the dtype in which they are kept or reduced."""
+        """Return the bytes of the units' whole gradients, in the dtype in which these are kept or reduced."""
         common = 0 if self.common_stays else sum(unit.common for unit in units)
         routed = 0 if self.routed_stays else sum(unit.routed for unit in units)
         return float(min(common + routed, self.most) * (self.sent if self.zero == 3 else self.kept))
 
     def shards(self, *units: ParameterUnit) -> float:
-        """Return the bytes of this rank's shards of these units' gradients."""
+        """Return the bytes of this rank's shards of the units' gradients."""
         common = 0 if self.common_stays else sum(unit.common for unit in units) / self.ranks
         routed = 0 if self.routed_stays else sum(unit.routed for unit in units) / self.expert_ranks
         return (common + routed) * self.kept
 
     def computed(self, *units: ParameterUnit) -> float:
-        """Return the bytes of gradients in the compute dtype, which FSDP2 gathers before it reduces a unit."""
+        """Return the bytes of the units' gradients in the compute dtype, which FSDP2 collects before it reduces a unit.
+
+        If the software gathers single matrices, only the largest matrix counts.
+        """
         return float(min(sum(unit.common + unit.routed for unit in units), self.most) * self.element)
 
     @property
     def keeps_whole(self) -> bool:
-        """Return whether whole gradients are kept between a stage's first backward and its last."""
+        """True if whole gradients are kept from a stage's first backward to its last."""
         return self.zero == 1 or (self.zero == 2 and self.holds)
 
 
 def peak(position: Position, device: str) -> MemoryPeak:
-    """Return the state with the most bytes."""
+    """Return the memory peak of a pipeline rank: the action and the state of the schedule with the most live bytes."""
     parallel = position.parallel
     row = history_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
     stages = stage_memories(position, device)
@@ -119,7 +122,7 @@ def peak(position: Position, device: str) -> MemoryPeak:
 
 
 def messages(position: Position) -> float:
-    """Return the bytes of messages between stages: one that is received, one that is expected, one that is sent."""
+    """Return the bytes of three messages between stages: one received, one still to be received, and one being sent."""
     if position.parallel.pp == 1:
         return 0.0
     e = COMPUTE_BYTES[position.train.precision]
@@ -129,8 +132,10 @@ def messages(position: Position) -> float:
 def _moments(
     position: Position, stages: tuple[StageMemory, ...], doing: MemoryAction, gradients: Gradients, device: str
 ) -> list[LiveBytes]:
-    """Return the places where one action can be largest, besides what is kept anyway (which counts this action's
-    micro-batch whole).
+    """Return the places where memory can be largest during one action.
+
+    Their bytes are relative to what all micro-batches in flight keep, in which this action's micro-batch counts in
+    full; `activations` can therefore be negative.
     """
     stage = stages[doing.stage]
     sending = _sending(stages, doing, gradients)
@@ -159,8 +164,8 @@ def _forward(position: Position, stage: StageMemory, sending: float, device: str
 def _at_head(
     position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients, sending: float
 ) -> LiveBytes:
-    """Return the bytes at the start of a backward: the gradients that the loss made move to where gradients are
-    kept.
+    """Return the bytes at the start of a stage's backward. On the last stage, the head's gradients, which the loss
+    computed, are then copied to the gradient buffers.
     """
     gathered = _gathered(position, stage, len(stage.units) - 1)
     if gradients.zero == 3 or not stage.last:
@@ -170,7 +175,8 @@ def _at_head(
 
 
 def _sending(stages: tuple[StageMemory, ...], doing: MemoryAction, gradients: Gradients) -> float:
-    """Return the bytes of the previous backward's last unit, which is being reduced until the next unit is ready."""
+    """Return the gradient bytes of the previous backward's last unit, whose reduction (ZeRO-2) still runs until the
+    next unit is ready."""
     if gradients.zero != 2 or gradients.holds or doing.before < 0:
         return 0.0
     unit = stages[doing.before].last_unit
@@ -185,7 +191,7 @@ def _at_block(
     at: BlockBackward,
     sending: float,
 ) -> list[LiveBytes]:
-    """Return the bytes at the start of a block's backward, and when the backward reaches attention."""
+    """Return two places of a block's backward: its start, and where it reaches attention."""
     own = _gradients_at_block(stage, doing, gradients, at, sending)
     begins = LiveBytes(
         f"the backward of block {at.layer}",
@@ -194,7 +200,8 @@ def _at_block(
         gradients=own,
         gathered=_gathered(position, stage, at.unit),
     )
-    # FSDP2 keeps gradients in the compute dtype until the unit is done: of its last matrix, then of the feed-forward.
+    # FSDP2 keeps gradients in the compute dtype until the unit is done: at first those of the block's last matrix, then
+    # those of its feed-forward.
     computed = gradients.computed(at.fed_unit) if gradients.zero == 3 else 0.0
     if gradients.zero == 3:
         begins = replace(begins, gradients=own + stage.matrix)
@@ -211,11 +218,14 @@ def _at_block(
 def _gradients_at_block(
     stage: StageMemory, doing: MemoryAction, gradients: Gradients, at: BlockBackward, sending: float
 ) -> float:
-    """Return the bytes of gradients at a block: its own unit has a buffer, and the unit after it is being reduced."""
+    """Return the bytes of gradients at a block's backward: those of its own unit, of the next unit, which is being
+    reduced, and the shards of later units."""
     after = stage.units[at.unit + 1 :]
     growing = gradients.shards(*after) if doing.first else 0.0
     if gradients.zero == 3:
-        return gradients.whole(*after[:1]) + stage.head + growing  # the head's waits for the end of the stage
+        return (
+            gradients.whole(*after[:1]) + stage.head + growing
+        )  # the head's gradient is reduced at the end of the stage
     outer = [stage.outer] if stage.last else []
     if gradients.keeps_whole and not _sends_at_once(doing, gradients):
         return gradients.whole(*outer, stage.units[at.unit], *after) if doing.first else 0.0
@@ -223,20 +233,22 @@ def _gradients_at_block(
 
 
 def _left(position: Position, doing: MemoryAction, left: float) -> float:
-    """Return the bytes kept for W; in a schedule with split backwards, a whole backward is both halves in turn."""
+    """Return the bytes kept for W, 0 if the backward is not split. Even a whole backward (B) of a schedule with split
+    backwards runs I and then W."""
     return left if doing.kind == "I" or position.parallel.splits_backward else 0.0
 
 
 def _sends_at_once(doing: MemoryAction, gradients: Gradients) -> bool:
-    """Return whether each unit is reduced at once: ZeRO-1 with one micro-batch never has all of its whole gradients."""
+    """Return True if each unit is reduced immediately, because the stage has one micro-batch in the step. Even ZeRO-1
+    then never has all whole gradients at the same time."""
     return doing.first and doing.last and not gradients.holds
 
 
 def _unit_done(
     position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients, at: BlockBackward
 ) -> LiveBytes:
-    """Return the bytes when the last block of a unit has run backward under FSDP2: its gradients exist, those of the
-    next unit are being reduced.
+    """Return the bytes after the backward of a unit's last block under FSDP2: the unit's gradients exist, and those of
+    the next unit are being reduced.
     """
     unit, after = stage.units[at.unit], stage.units[at.unit + 1 :]
     own = gradients.computed(unit) + gradients.whole(*after[:1]) + stage.head
@@ -250,7 +262,7 @@ def _unit_done(
 
 
 def _at_embedding(position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients) -> list[LiveBytes]:
-    """Return the bytes at the backward of the embedding, whose gradient is computed whole before others are added."""
+    """Return the places at the embedding's backward, which computes its whole gradient in a separate buffer."""
     alive = LiveBytes(
         "the backward of the embedding",
         activations=stage.input - stage.kept,
@@ -269,10 +281,8 @@ def _at_embedding(position: Position, stage: StageMemory, doing: MemoryAction, g
 
 
 def _gathered(position: Position, stage: StageMemory, unit: int) -> float:
-    """Return the bytes of parameters that ZeRO-3 has gathered: those outside of blocks, unit `unit` (-1: none) and the
-    units gathered ahead.
-
-    All parameters of the rank where forwards do not free them.
+    """Return the bytes of parameters that ZeRO-3 has gathered: those outside blocks, of unit `unit` (-1: none) and of
+    the prefetched units; or all parameters of the rank if they are not freed after the forward.
     """
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     if parallel.zero != 3:
@@ -286,8 +296,8 @@ def _gathered(position: Position, stage: StageMemory, unit: int) -> float:
 
 
 def _gathered_at_end(position: Position, stage: StageMemory) -> float:
-    """Return the bytes of gathered parameters at the end of a forward: FSDP2 keeps the last unit's buffer, even if
-    freed.
+    """Return the bytes of gathered parameters at the end of a forward. FSDP2 keeps the buffer of the last unit even
+    after freeing its parameters.
     """
     if position.parallel.zero != 3:
         return 0.0
@@ -299,5 +309,5 @@ def _gathered_at_end(position: Position, stage: StageMemory) -> float:
 
 
 def _stay(position: Position) -> bool:
-    """Return whether gathered parameters are never freed."""
+    """Return True if gathered parameters stay gathered after the forward."""
     return not position.parallel.reshard or position.parallel.unit_blocks == 0

@@ -1,8 +1,7 @@
-"""The memory bill of one rank at its peak, by kind; the bill of every pipeline rank; and the peak of each phase of a
-run.
+"""The memory bill of a rank at its peak, by kind; the bills of all pipeline ranks; and the peak of each phase of a run.
 
-The bytes alive come from theory/memory.py (state) and peak.py (what forwards and backwards hold). This module turns
-them into terms with formulas, and adds what no formula of the model gives: the allocator's loss, and the process.
+The live bytes come from theory/memory.py (state) and peak.py (forward and backward). This module turns them into terms
+with formulas, and adds the memory that the allocator loses and that of the process.
 """
 
 from dataclasses import replace
@@ -22,7 +21,8 @@ _HOST_PARTS_BYTES = 32 * 1024**2
 
 
 def memory_bill(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term]:
-    """Return terms that sum to the peak memory of one rank: tensors alive, the allocator's loss, and the process."""
+    """Return the terms of one rank's peak memory, by kind: live tensors, fragmentation, and the process. With a
+    pipeline this is the rank that needs the most."""
     return _with_process(live_bill(run, cluster.device, software), run, cluster)
 
 
@@ -33,10 +33,10 @@ def stage_bills(run: RunConfig, cluster: Cluster, software: Software = INGOT) ->
 
 
 def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term]:
-    """Return the peak of each phase of a run, for the rank that needs the most, with fragmentation and process.
+    """Return the memory peak of each phase of a run, for the rank that needs the most, with fragmentation and process.
 
-    The phases are "initialisation", "first step", "steady state" and "save". The trainer makes both moments of AdamW as
-    zeros at its start, so its first step is as large as any other.
+    The phases are "initialisation", "first step", "steady state" and "save". The first step needs as much as any other,
+    because the trainer allocates both moments of AdamW at its start.
     """
     device = cluster.device
     position = max(positions(run, software), key=lambda position: _live_bytes(position, device))
@@ -60,16 +60,16 @@ def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dic
 
 
 def live_bill(run: RunConfig, device: str, software: Software = INGOT) -> dict[str, Term]:
-    """Return the tensors alive at the peak, by kind, on the pipeline rank that holds the most."""
+    """Return the bytes of the tensors alive at the peak, by kind, on the pipeline rank that holds the most."""
     places = positions(run, software)
     return position_bill(places[0] if len(places) == 1 else max(places, key=lambda p: _live_bytes(p, device)), device)
 
 
 def position_bill(position: Position, device: str) -> dict[str, Term]:
-    """Return the tensors of one pipeline rank that are alive at its peak, by kind.
+    """Return the bytes of the tensors that are alive at one pipeline rank's peak, by kind.
 
-    The peak may be at the update, where gradients of another dtype are converted. Held-out scoring passes its logits in
-    the same chunks and saves nothing.
+    The peak can be at the update, where gradients are converted if they have another dtype. Held-out evaluation needs
+    less: it computes logits in the same chunks and saves no activations.
     """
     if device == "cpu":
         position = _without_host_offload(position)
@@ -93,7 +93,7 @@ def position_bill(position: Position, device: str) -> dict[str, Term]:
 
 
 def _live_bytes(position: Position, device: str) -> float:
-    """Return the sum of `position_bill` faster, because only one rank's formulas are read."""
+    """Return the sum of `position_bill`, but faster, because no formulas are written."""
     if device == "cpu":
         position = _without_host_offload(position)
     state = memory.weights(position).value + memory.optimizer(position).value
@@ -104,12 +104,12 @@ def _live_bytes(position: Position, device: str) -> float:
 def _with_process(bill: dict[str, Term], run: RunConfig, cluster: Cluster) -> dict[str, Term]:
     live = _total(bill)
     if cluster.fragmentation:
-        formula = f"{cluster.fragmentation:.0%} of the above: what the allocator holds and cannot use"
+        formula = f"{cluster.fragmentation:.0%} of the above: memory that the allocator holds but cannot use"
         bill["fragmentation"] = Term(live * cluster.fragmentation, formula)
     bill["runtime"] = _runtime(run, cluster)
     if cluster.device == "cpu":
         bill["loader and buffers"] = Term(
-            _HOST_PARTS_BYTES, "seen: loader, tokenizer, held-out text, checkpoint buffers"
+            _HOST_PARTS_BYTES, "measured: loader, tokenizer, held-out text, checkpoint buffers"
         )
     return bill
 
@@ -121,7 +121,7 @@ def _runtime(run: RunConfig, cluster: Cluster) -> Term:
 
 
 def _without_host_offload(position: Position) -> Position:
-    """Return the position without offload to the host: on a CPU the host's memory is the device's."""
+    """Return the position without offload to the host, which saves nothing on a CPU."""
     if position.parallel.offload != "cpu":
         return position
     return replace(position, parallel=replace(position.parallel, offload="none", offload_parameters=False))
@@ -137,7 +137,7 @@ def _total(bill: dict[str, Term]) -> float:
 
 
 def rank_memory_bytes(cluster: Cluster, ranks: int) -> float:
-    """Return the memory that one rank may use. The processes of one CPU machine share its memory."""
+    """Return the memory in bytes that one rank may use. On CPU, all ranks of a machine share its memory equally."""
     if cluster.device != "cpu":
         return cluster.memory_bytes
     on_one_machine = -(-ranks // cluster.nodes)
@@ -145,8 +145,8 @@ def rank_memory_bytes(cluster: Cluster, ranks: int) -> float:
 
 
 def activations_formula(position: Position, peak: MemoryPeak, device: str) -> str:
-    """Return the formula of activations: micro-batches in flight by stage, what each keeps, and the buffers at the
-    peak.
+    """Return the formula of activations as text: the micro-batches in flight on each stage with the bytes each keeps,
+    and the buffers at the peak.
     """
     situation, parts = peak.situation, []
     stages = zip(position.stages, peak.stages, situation.alive, situation.left, strict=True)
@@ -167,19 +167,19 @@ def activations_formula(position: Position, peak: MemoryPeak, device: str) -> st
 
 
 def gradients_formula(position: Position, peak: MemoryPeak) -> str:
-    """Return the formula of gradients: those of stages whose backwards have begun, and those added at the peak."""
+    """Return the formula of gradients as text: accumulated ones, and those that the action at the peak adds."""
     parallel, total = position.parallel, peak.moment.gradients
     ranks = f"zero {parallel.zero} over {parallel.shard_ranks}" if parallel.shard_ranks > 1 else "whole"
     held = total - peak.own.gradients
     parts = [f"{held:,.0f} B of {position.parameters:,} parameters, {ranks}"] if held else []
     if peak.own.gradients:
-        parts.append(f"{peak.own.gradients:,.0f} B on their way at {peak.own.place}")
+        parts.append(f"{peak.own.gradients:,.0f} B being computed or reduced at {peak.own.place}")
     return " + ".join(parts) or f"0 B of {position.parameters:,} parameters yet: {ranks}, at {peak.own.place}"
 
 
 def gathered_formula(position: Position, peak: MemoryPeak) -> str:
-    """Return the formula of ZeRO-3's gathered parameters: those outside of blocks and units of blocks, or single
-    matrices.
+    """Return the formula of ZeRO-3's gathered parameters as text: the parameters outside blocks and units of blocks, or
+    single matrices.
     """
     stage = peak.stages[peak.situation.doing.stage]
     if position.software.gathers_matrices:
@@ -187,6 +187,6 @@ def gathered_formula(position: Position, peak: MemoryPeak) -> str:
     sizes = sorted({unit.common + unit.routed for unit in stage.units})
     units = " or ".join(f"{size:,}" for size in sizes) or "0"
     if not position.parallel.reshard or position.parallel.unit_blocks == 0:
-        return f"{position.parameters:,} parameters whole, and a unit of {units} coming"
+        return f"all {position.parameters:,} parameters, and the buffer of a unit with {units}"
     outer = f"outer unit {stage.outer.common:,}"
     return f"{peak.moment.gathered:,.0f} B: {outer} + up to {1 + position.parallel.prefetch} units x {units} parameters"

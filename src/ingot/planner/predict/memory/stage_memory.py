@@ -1,9 +1,9 @@
-"""Bytes that one pipeline stage keeps of a micro-batch, and needs while the stage runs backward, on one rank.
+"""The bytes that one pipeline stage keeps of a micro-batch, and those it needs while it runs backward, on one rank.
 
-The backward goes from the last block to the first. Saved activations become less; gradients of parameters, and in a
-split backward the inputs kept for W, become more. All three change evenly from block to block, so a backward is largest
-at one of its ends: at its last block, at the block before (where the last block's gradients are reduced), or at its
-first.
+The backward runs from the last block to the first. Meanwhile saved activations shrink; gradients of parameters and, in
+a split backward, the inputs kept for W grow. All three change evenly from block to block, so memory is largest at one
+end of the backward: at the last block, at the block before it (while the last block's gradients are reduced), or at the
+first block.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from ingot.theory.params import COMPUTE_BYTES, block_norm_parameters
 
 @dataclass(frozen=True)
 class BlockBackward:
-    """Bytes at the start of the backward of block `layer`.
+    """The bytes of one micro-batch at the start of the backward of block `layer`.
 
-    before: kept by the stage's input and the earlier blocks. kept: kept by this block, recomputed parts included.
-    attention: the part of `kept` that is left when the backward reaches attention.
-    fed, attended: buffers of the backward of the feed-forward and of attention. left: kept by later blocks for W.
-    fed_unit: parameters of the block's feed-forward. unit: index of the block's unit in the stage.
+    before: bytes that the stage's input and earlier blocks keep. kept: bytes of this block, with recomputed tensors.
+    attention: the part of `kept` that remains when the backward reaches attention.
+    fed, attended: temporary buffers in the backward of the feed-forward and of attention. left: bytes that later blocks
+    keep for W. fed_unit: parameters of the block's feed-forward. unit: index of the block's unit in the stage.
     """
 
     layer: int
@@ -42,7 +42,8 @@ class BlockBackward:
 
 @dataclass(frozen=True)
 class ParameterUnit:
-    """Parameters that are gathered and reduced together. common: all but routed experts. routed: routed experts."""
+    """Numbers of parameters that are gathered and reduced together. common: all except routed experts. routed: those of
+    routed experts."""
 
     common: int
     routed: int = 0
@@ -50,13 +51,13 @@ class ParameterUnit:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes and parameters of one stage.
+    """The bytes and parameters of one stage.
 
-    kept: bytes of one micro-batch from F to B or I. input: the part of `kept` that stays longest, the stage's input.
-      head: the part that is freed first, the gradients that the loss makes ahead.
-    left: bytes between I and W. blocks: the blocks at which a backward can be largest.
-    units: the units of its blocks; outer: the unit outside of blocks.
-    embedding: bytes of the embedding's whole gradient; matrix: bytes of the gradient of the largest other matrix.
+    kept: bytes that one micro-batch keeps from F to B or I. input: the part of `kept` that is freed last, the stage's
+      input. head: the part that is freed first, the head's gradients, which the loss computes in the forward.
+    left: bytes that one micro-batch keeps between I and W. blocks: the blocks at which the backward can be largest.
+    units: the parameters of blocks, by unit. outer: the parameters outside blocks.
+    embedding: bytes of the embedding's whole gradient. matrix: bytes of the largest other matrix's gradient.
     """
 
     number: int
@@ -80,12 +81,13 @@ class StageMemory:
 
     @property
     def last_unit(self) -> ParameterUnit:
-        """The unit whose gradients are complete last: the embedding's, or the first blocks'."""
+        """The unit whose gradients are complete last: the parameters outside blocks on the first stage, which has the
+        embedding, otherwise the unit of the first blocks."""
         return self.outer if self.first or not self.units else self.units[0]
 
 
 def stage_memories(position: Position, device: str) -> tuple[StageMemory, ...]:
-    """Return the memory of each stage of a rank."""
+    """Return the bytes and parameters of each stage of a rank, in order."""
     sizes = block_sizes(position, device), block_sizes(position, device, experts=True)
     return tuple(_stage_memory(_Blocks(position, stage, *sizes), device) for stage in position.stages)
 
@@ -123,7 +125,7 @@ class _Blocks:
     sparse: BlockSize
 
     def kept(self, layers: range) -> float:
-        """Return the bytes per token that these blocks keep."""
+        """Return the bytes per token that the blocks `layers` keep from forward to backward."""
         parallel, experts = self.position.parallel, _common(layers, self.stage.expert_layers)
         every, recomputed = parallel.recompute_every, parallel.recompute != "none"
         sparse_again = _multiples(experts, every) if recomputed else 0
@@ -132,7 +134,7 @@ class _Blocks:
         return dense + (len(experts) - sparse_again) * self.sparse.kept + sparse_again * self.sparse.recomputed
 
     def left(self, layers: range) -> float:
-        """Return the bytes per token that these blocks keep for W."""
+        """Return the bytes per token that the blocks `layers` keep between I and W."""
         experts = len(_common(layers, self.stage.expert_layers))
         return experts * self.sparse.left + (len(layers) - experts) * self.dense.left
 
@@ -164,7 +166,8 @@ def _common(layers: range, others: range) -> range:
 
 
 def block_matrix(position: Position, experts: bool) -> int:
-    """Return the elements of the largest matrix of a block on this rank; the experts of a rank are one matrix."""
+    """Return the number of elements in the largest matrix of a block on this rank. All experts of a rank count as one
+    matrix."""
     arch, tp = position.arch, position.parallel.tp
     around = max(arch.num_heads * arch.head_dim, 1) * arch.d_model // tp
     if not experts:
@@ -173,7 +176,7 @@ def block_matrix(position: Position, experts: bool) -> int:
 
 
 def _multiples(layers: range, every: int) -> int:
-    """Return how many of the layers divide by `every`."""
+    """Return how many of the layer numbers are multiples of `every`."""
     return max(-(-layers.stop // every) - -(-layers.start // every), 0) if len(layers) else 0
 
 

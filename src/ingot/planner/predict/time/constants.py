@@ -1,9 +1,7 @@
-"""The few numbers of the time model that no data sheet states, fitted once to all published runs together, and the
-error band.
+"""The constants of the time model that no data sheet states, fitted to all published runs together, and the error band.
 
-Each constant has a meaning of its own, a prior from what is known of hardware, and bounds beyond which it would have no
-meaning. planner/published/fit.py moves them from the priors as far as published steps require; fitted.json has the
-result.
+Each constant has its own meaning, a prior from knowledge of the hardware, and bounds outside which it would have no
+meaning. planner/published/fit.py fits them to published step times; fitted.json has the result.
 """
 
 import json
@@ -14,7 +12,7 @@ from typing import Any
 
 
 def _fitted(prior: float, sigma: float, low: float, high: float) -> Any:
-    """Return a field with its prior. sigma: deviation of the prior's logarithm. low, high: bounds."""
+    """Return a field for a constant. sigma: standard deviation of the prior's logarithm. low, high: its bounds."""
     return field(default=prior, metadata={"sigma": sigma, "low": low, "high": high})
 
 
@@ -22,21 +20,21 @@ def _fitted(prior: float, sigma: float, low: float, high: float) -> Any:
 class Constants:
     """The constants of the time model.
 
-    matmul_share: share of the best measured rate of a 16-bit product that large products sustain inside of a step.
-    throttle: share of that rate that is lost where the power limit is unknown or below 1 W per TFLOP/s of the 16-bit
+    matmul_share: share of the best measured rate of 16-bit products that large products sustain in a training step.
+    throttle: share of that rate that is lost if the power limit is unknown or below 1 W per TFLOP/s of the 16-bit
       peak.
-    low_share: like matmul_share, for products in 8 and 4 bits, of their own peak.
-    tile_depth: k, in 16-bit numbers, whose multiplication takes as long as a tile's start and end.
-    attention_share: share of Cluster.attention_efficiency that flash attention reaches in a step, forward.
-    tuned_attention: share of the peak that kernels written for the very device reach, forward.
-    bandwidth_share: share of the memory's bandwidth that elementwise kernels reach.
+    low_share: like matmul_share, for products in 8 and 4 bits, relative to their own peak.
+    tile_depth: the k, in 16-bit numbers, whose multiplication takes as long as a tile's start and end.
+    attention_share: share of Cluster.attention_efficiency that flash attention's forward reaches in a training step.
+    tuned_attention: share of the peak that attention's forward reaches in kernels written for this device.
+    bandwidth_share: share of the memory bandwidth that elementwise kernels reach.
     eager_bytes, tuned_bytes: bytes that unfused and hand-fused kernels move, divided by those of compiled kernels.
-    cast_bytes: bytes moved to quantize the inputs of low-precision products, divided by the least (efficiency.py).
-    launch_share: host time per operation in a system without graphs, as a share of Cluster.op_seconds.
-    link_share, network_share: shares of link and network bandwidth that collectives of large messages reach.
+    cast_bytes: bytes that quantization of products' inputs moves, divided by the minimum (efficiency.py, _cast_bytes).
+    launch_share: host time per operation without CUDA graphs, divided by Cluster.op_seconds.
+    link_share, network_share: shares of the link and the network bandwidth that collectives of large messages reach.
     interference: slow-down of computation by a concurrent collective, as a share of the collective's time.
-    tensor_exposed: exposed share of tensor-parallel collectives that overlap products.
-    expert_bytes: bytes moved to bring rows to experts and back, divided by the least.
+    tensor_exposed: share of tensor-parallel collectives that remains exposed if they overlap with products.
+    expert_bytes: bytes moved to gather rows for experts and scatter them back, divided by the minimum.
     """
 
     matmul_share: float = _fitted(0.93, 0.05, 0.6, 1.0)
@@ -62,7 +60,7 @@ PRIOR = Constants()
 
 @cache
 def fitted() -> Constants:
-    """Return the constants that the package ships; priors for those that fitted.json does not have."""
+    """Return the constants that the package ships. A constant that is not in fitted.json has its prior."""
     source = resources.files("ingot.planner.predict.time").joinpath("fitted.json")
     if not source.is_file():
         return PRIOR
@@ -73,10 +71,10 @@ def fitted() -> Constants:
 
 @cache
 def error_ratios() -> tuple[float, float]:
-    """Return the (low, high) quantiles of measured over predicted step time that hold 80% of the rows of families left
-    out of the fit.
+    """Return two quantiles (low, high) of measured / predicted step time, between which 80% of the published rows are,
+    each predicted without its own family in the fit (planner/published/fit.py).
 
-    Both are 1.0 without a fit. Source: planner/published/fit.py.
+    Both are 1.0 if there is no fit.
     """
     source = resources.files("ingot.planner.predict.time").joinpath("fitted.json")
     if not source.is_file():
@@ -86,6 +84,6 @@ def error_ratios() -> tuple[float, float]:
 
 
 def error_band(seconds: float) -> tuple[float, float]:
-    """Return the (low, high) seconds of a step that is predicted to take `seconds`."""
+    """Return the error band (low, high), in seconds, of a step that is predicted to take `seconds`."""
     low, high = error_ratios()
     return low * seconds, high * seconds

@@ -1,4 +1,4 @@
-"""The time of a step on a CPU, where nothing overlaps, and pipelines timed by the rates measured there."""
+"""The time of a step on a CPU, where work and communication do not overlap, and the simulated pipeline of a CPU run."""
 
 from ingot.planner.predict.time.exposed import cpu_collectives
 from ingot.planner.predict.time.links import line_times
@@ -17,7 +17,7 @@ from ingot.units import format_bytes, format_flops, format_seconds
 
 
 def estimate_cpu_step(run: RunConfig, cluster: Cluster, software: Software) -> StepTime:
-    """Return the time of one step on a CPU cluster, which has a rate for the run's precision."""
+    """Return the time of one step on a CPU cluster. The cluster must have a rate for the run's precision."""
     everyone = positions(run, software)
     timer = MeasuredTimer(everyone[0], cluster)
     work = {position.rank: step_work(position, cluster.device) for position in everyone}
@@ -67,8 +67,8 @@ def _waiting(run: RunConfig, everyone: tuple[Position, ...], timeline: Timeline)
 
 
 def cpu_timeline(run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...], known: bool) -> Timeline:
-    """Return the run's pipeline, action by action. known: the cluster has rates; otherwise FLOPs take the place of
-    seconds.
+    """Return the run's simulated pipeline, action by action. known: the cluster has rates; if not, the times are FLOPs
+    instead of seconds.
     """
     timer, message = MeasuredTimer(everyone[0], cluster), 0.0
     stages = sorted(((s.number, p, s) for p in everyone for s in p.stages), key=lambda found: found[0])

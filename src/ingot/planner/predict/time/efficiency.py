@@ -1,12 +1,13 @@
-"""The matrix products of a stage with their shapes, and how fast a device does them, attention, and byte-moving work.
+"""The matrix products of a stage with their shapes, and the speed of a device at matrix products, attention and
+elementwise work.
 
-There is no single efficiency. A product loses what its last tiles and its last wave leave empty, and the start and end
-of each tile (which a short k does not repay), and it is never faster than its bytes through memory. What is left is a
-share of the best rate ever measured on the device.
+The model has no single efficiency. A product has a share of the best rate ever measured on the device. It loses time in
+partly empty tiles, in a partly empty last wave, and at the start and end of each tile (more so with a short k), and it
+takes at least as long as moving its inputs and output through memory.
 
-The operations of the products sum to those of theory/work.py. A product [m, k] x [k, n] of the forward has two of the
-same size in the backward: for its inputs [m, n] x [n, k], for its weights [n, m] x [m, k]. Projections with the same
-input are one product, as in all tuned systems.
+The FLOPs of all products sum to those of theory/work.py. A product [m, k] x [k, n] of the forward has two products of
+the same size in the backward: [m, n] x [n, k] for its inputs and [n, m] x [m, k] for its weights. Projections of the
+same input are one product, as in all tuned systems.
 """
 
 import math
@@ -25,9 +26,9 @@ from ingot.theory.params import value_width
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`groups` products of [m, k] and [k, n] that are started together.
+    """A batch of `groups` matrix products [m, k] x [k, n] that one launch starts.
 
-    what: a name like "q, k, v". low: the product may run in low precision.
+    what: a name, like "q, k, v". low: the product may run in low precision.
     """
 
     what: str
@@ -43,12 +44,12 @@ class Product:
 
     @property
     def for_inputs(self) -> "Product":
-        """The product of the backward for the inputs."""
+        """The product of the backward that computes the inputs' gradient."""
         return replace(self, n=self.k, k=self.n)
 
     @property
     def for_weights(self) -> "Product":
-        """The product of the backward for the weights."""
+        """The product of the backward that computes the weights' gradient."""
         return replace(self, m=self.n, n=self.k, k=self.m)
 
 
@@ -57,9 +58,10 @@ def total_flops(products: Iterable[Product]) -> float:
 
 
 def block_products(position: Position, experts: bool) -> tuple[Product, ...]:
-    """Return the forward products of one block, with or without experts.
+    """Return the forward products of one block on one rank. experts: a block with experts.
 
-    Ranks of tensor parallelism share heads and widths; each computes all latents, and routes its own tokens.
+    Tensor-parallel ranks divide attention heads and feed-forward widths; each rank computes all latents, and routes its
+    own tokens.
     """
     return (*_attention(position), *(_experts(position) if experts else _feed_forward(position)))
 
@@ -83,7 +85,7 @@ def _latent(arch: Arch, heads: float, m: float) -> Iterator[Product]:
 
 
 def _pair(arch: Arch, what: str, rows: float, width: float, groups: int = 1) -> Iterator[Product]:
-    """Yield the products of a feed-forward: gate and up, or up alone; then down."""
+    """Yield the products of a feed-forward: "gate, up" (only up if the model has no gate), then "down"."""
     yield Product(f"gate, up{what}", rows, (arch.ffn_matrices - 1) * width, arch.d_model, groups)
     yield Product(f"down{what}", rows, arch.d_model, width, groups)
 
@@ -107,10 +109,11 @@ def _experts(position: Position) -> Iterator[Product]:
 
 
 def repeated_products(position: Position, experts: bool) -> tuple[Product, ...]:
-    """Return the products that the backward of a recomputed block runs again, as theory/work.py counts them.
+    """Return the forward products that the backward of a recomputed block repeats, as theory/work.py counts them.
 
-    With "full", all but the last; with "selective", those whose results tensor parallelism sums over ranks, or none
-    where "selective" means the attention core. If software.products_recomputed is set, that share of each product.
+    With "full", all products, or all but the last if its result is not needed. With "selective", the products whose
+    results tensor parallelism sums over ranks, or none if "selective" means the attention core. If
+    software.products_recomputed is set, that share of each product.
     """
     parallel, forward = position.parallel, block_products(position, experts)
     last_too = experts or parallel.splits_backward
@@ -126,14 +129,14 @@ def repeated_products(position: Position, experts: bool) -> tuple[Product, ...]:
 
 
 def head_product(position: Position) -> Product:
-    """Return the product that makes the logits of one micro-batch, always in 16 bits."""
+    """Return the product that computes the logits of one micro-batch, which is never in low precision."""
     arch = position.arch
     return Product("head", position.tokens, arch.vocab_size / position.parallel.tp, arch.d_model, low=False)
 
 
 @dataclass(frozen=True)
 class StageProducts:
-    """The products of one micro-batch on one stage, each with its number of runs."""
+    """The products of one micro-batch on one stage, each with the number of times it runs."""
 
     forward: tuple[tuple[Product, int], ...]
     inputs: tuple[tuple[Product, int], ...]
@@ -141,15 +144,15 @@ class StageProducts:
 
     @property
     def flops(self) -> tuple[float, float, float]:
-        """FLOPs of (forward, backward for the inputs, backward for the weights)."""
+        """The FLOPs of (forward, backward for the inputs, backward for the weights)."""
         parts = (self.forward, self.inputs, self.weights)
         forward, inputs, weights = (sum(p.flops * count for p, count in part) for part in parts)
         return forward, inputs, weights
 
 
 def stage_products(position: Position, stage: PipelineStage) -> StageProducts:
-    """Return the products of a stage. The loss computes its gradients in the forward; recomputed products count with
-    the backward for the inputs.
+    """Return the products of a stage. All three products of the head are in `forward`, because the loss computes its
+    gradients there; recomputed products are in `inputs`.
     """
     sparse, again = len(stage.expert_layers), position.recomputed_with_experts(stage)
     kinds = ((False, len(stage.layers) - sparse, position.recomputed(stage) - again), (True, sparse, again))
@@ -167,38 +170,42 @@ def stage_products(position: Position, stage: PipelineStage) -> StageProducts:
     return StageProducts(tuple(forward), tuple(inputs), tuple(weights))
 
 
-# Multiprocessors, which each work on one tile at a time, by the beginning of a device's key (vendors' data sheets).
+# The number of multiprocessors, each of which works on one tile at a time, by the beginning of a device's key (vendors'
+# data sheets).
 _MULTIPROCESSORS = {
     "v100": 80, "a100": 108, "a800": 108, "a6000": 84, "a10": 72, "h100-pcie": 114, "h20": 78, "h": 132, "gh": 132,
     "b": 148, "gb": 148, "l40": 142, "rtx-4090": 128, "rtx4090": 128, "rtx-3090": 82, "rtx3090": 82, "mi250": 208,
     "mi3": 304, "mi355": 256,
 }  # fmt: skip
 _TYPICAL_MULTIPROCESSORS = 132
-# Tiles that libraries choose among: rows, columns, and the share of a large tile's rate (small tiles reuse loads less).
+# The tiles from which libraries choose: rows, columns, and their rate as a share of a large tile's rate (small tiles
+# reuse loaded data less).
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
-_SHORTEST_SPLIT = 2048  # shortest part of k, where too few tiles are split along k
-_KERNEL_SECONDS = 2e-6  # between two kernels that are already queued
-_ATTENTION_TOKENS = 512  # at which attention's blocks on the diagonal take as long as the others
-_ATTENTION_BACKWARD = 0.8  # rate of attention's backward over its forward (Dao 2023, fig. 4 and 5; Shah et al. 2024)
-_ATTENTION_WIDTH = 64  # head width beyond 64 at which attention has gained the last fifth of its rate
-_BIASED = 0.6  # rate with a bias over the rate without, in the kernels of 2023 that had one
-_PLAIN_EAGER = 0.3  # share of the extra bytes of unfused kernels in a model of LayerNorm and GELU
+_SHORTEST_SPLIT = 2048  # shortest part of k, if a product with few tiles is split along k
+_KERNEL_SECONDS = 2e-6  # gap between two kernels that are already queued
+_ATTENTION_TOKENS = 512  # length at which attention has half its rate, because blocks on the diagonal are half masked
+_ATTENTION_BACKWARD = 0.8  # rate of attention's backward / forward (Dao 2023, fig. 4 and 5; Shah et al. 2024)
+_ATTENTION_WIDTH = 64  # attention has 80% of its rate at a head width of 64, and all of it at this much more
+_BIASED = 0.6  # rate of attention with a bias / without, in the kernels of 2023 that supported a bias
+_PLAIN_EAGER = 0.3  # share of unfused kernels' extra bytes that a model with LayerNorm and GELU has
 _LOW_PEAK = {"nvfp4": "fp4"}
-# Scales along k are applied between partial sums, outside of the tensor cores: by rows CUTLASS's kernels of 2024
-# reached about two thirds of the rate with one scale, by blocks (DeepSeek-AI 2024, V3, section 3.3.2) more; later cores
-# apply scales themselves.
+# Rates relative to one scale per tensor. Scales along k are applied between partial sums, outside the tensor cores:
+# CUTLASS's row-wise kernels of 2024 reached about two thirds, kernels with scales per block (DeepSeek-AI 2024, V3,
+# section 3.3.2) more. Later tensor cores apply block scales themselves.
 _RECIPE_RATE = {"rowwise": 0.67, "blockwise": 0.85}
 _NUMBER_BYTES = {"nvfp4": 0.5625}  # bytes of one number with its share of the scales
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of one device under one software: FLOP/s of large products and of forward attention, bytes/s of memory.
+    """The rates of one device with one software. matmul, attention: FLOP/s of large 16-bit products and of attention's
+    forward. memory: bytes/s.
 
-    low: FLOP/s in low precision, 0 without. bytes_factor: bytes moved over those of compiled kernels.
-    depth: k at which a 16-bit product reaches half of its rate. units: multiprocessors; 0: the device is one large one
-      (TPU).
-    number: bytes of a low-precision number. cast: bytes moved per number of an input that is quantized.
+    low: FLOP/s of low-precision products, 0 if there are none. bytes_factor: bytes that elementwise work moves, divided
+      by those of compiled kernels.
+    depth: the k at which a 16-bit product reaches half its rate. units: number of multiprocessors; 0 for a TPU, which
+      works as a single unit.
+    number: bytes of a low-precision number. cast: bytes moved per number that is quantized.
     """
 
     matmul: float
@@ -213,10 +220,10 @@ class Rates:
 
 
 def rates_of(cluster: Cluster, software: Software, precision: str, constants: Constants, gated: bool = True) -> Rates:
-    """Return the rates of a cluster's devices. The cluster has a peak for `precision` (step_time.py checks that first).
+    """Return the rates of a cluster's devices. The cluster must have a peak for `precision` (step_time.py checks it).
 
-    gated: the model has RMSNorm, rotary positions and a gate, each several operations in an eager system; LayerNorm and
-      GELU are one operation each.
+    gated: the model has RMSNorm, rotary positions and a gate, which take several operations each in an eager system;
+      LayerNorm and GELU take one operation each.
     """
     peak, clock = cluster.peak_flops[precision], clock_share(cluster) * sustained_share(cluster, constants.throttle)
     best = cluster.matmul_efficiency * clock
@@ -241,20 +248,21 @@ def rates_of(cluster: Cluster, software: Software, precision: str, constants: Co
 
 
 def clock_share(cluster: Cluster) -> float:
-    """Return the clock of a card under a lower power limit, as a share of the clock of other cards with the same peak.
+    """Return the clock of a card as a share of that of cards with the same peak and the highest power limit.
 
-    Power grows with the third power of the clock (voltage follows the clock), so the clock grows with the cube root of
-    the limit.
+    Power grows with the cube of the clock (voltage grows with the clock), so the clock is proportional to the cube root
+    of the power limit. The share is 1 if the limit is not known.
     """
     rated = _rated_watts(cluster.peak_flops.get("bf16", 0.0), cluster.matmul_efficiency)
     return min((cluster.watts / rated) ** (1 / 3), 1.0) if cluster.watts and rated else 1.0
 
 
 def sustained_share(cluster: Cluster, throttle: float) -> float:
-    """Return the sustained rate of a product as a share of its rate in a short test.
+    """Return the sustained rate of a product as a share of its rate in a short test: 1 - throttle for devices with less
+    than 1 W per TFLOP/s, otherwise 1.
 
-    Peaks grew faster than power from generation to generation: an A100 has 1.28 W per TFLOP/s, an H100 0.71, a B200
-      0.44, and clocks drop.
+    With each generation, peaks grew faster than power: an A100 has 1.28 W per TFLOP/s, an H100 0.71, a B200 0.44.
+    Devices with little power per FLOP lower their clock under sustained load.
     """
     tera = cluster.peak_flops.get("bf16", 0.0) / 1e12
     return 1.0 if tera and cluster.watts >= tera else 1.0 - throttle
@@ -274,11 +282,12 @@ def _multiprocessors(device_name: str) -> int:
 
 
 def _cast_bytes(software: Software) -> float:
-    """Return the bytes moved per number that is quantized, beyond the reading that its producer would do anyway.
+    """Return the bytes that quantization moves per number of an input, without the producer's own reads and writes.
 
-    tensorwise: read for the largest magnitude and again to convert, written in place and transposed. Hand-tuned kernels
-      scale by earlier maxima inside of the kernel before, and only write. rowwise: two sets of scales, along rows and
-      along columns, each with its own passes. Blocks of 128 or 32 numbers need one pass, which writes scales too.
+    tensorwise: two reads of 2 bytes (for the maximum, and to convert) and two writes of 1 byte (plain and transposed);
+      hand-tuned kernels scale by earlier maxima inside the preceding kernel, and only write. rowwise: two sets of
+      scales, along rows and along columns, each with its own passes. blockwise, mxfp8, nvfp4: one pass, which also
+      writes the scales.
     """
     fused = software.kernels == "tuned"
     return {
@@ -293,12 +302,12 @@ def _cast_bytes(software: Software) -> float:
 
 @lru_cache(maxsize=65_536)
 def product_seconds(rates: Rates, product: Product) -> float:
-    """Return the seconds of one product whose inputs are in memory, casts left out; in low precision where the
-    software has it.
+    """Return the seconds of one product, in low precision if software and product allow it. Casts of its inputs are not
+    included.
     """
     low = product.low and rates.low > 0
     rate, number = (rates.low, rates.number) if low else (rates.matmul, 2.0)
-    depth = rates.depth * (rate / rates.matmul)  # the start and the end of a tile take the same time at any rate
+    depth = rates.depth * (rate / rates.matmul)  # the start and end of a tile take the same time in any precision
     filled = tile_share(product, rates.units) * product.k / (product.k + depth)
     read = (product.m + product.n) * product.k * number
     moved = product.groups * (read + 2.0 * product.m * product.n)
@@ -306,7 +315,8 @@ def product_seconds(rates: Rates, product: Product) -> float:
 
 
 def tile_share(product: Product, units: int) -> float:
-    """Return the useful share of whole waves of whole tiles, for the best of the tiles."""
+    """Return the share of the multiprocessors' work that is useful: tiles at the edges and the last wave of tiles are
+    partly empty. The tile size with the best rate counts. units: number of multiprocessors, 0 for a TPU."""
     if units == 0:
         return _filled(product.m, 128) * _filled(product.n, 128) * _filled(product.k, 128)
     return max(_tile_share(product, rows, columns, units) * rate for rows, columns, rate in _TILES)
@@ -327,8 +337,8 @@ def _filled(size: float, tile: int) -> float:
 
 
 def cast_seconds(rates: Rates, product: Product) -> float:
-    """Return the seconds to quantize both inputs of one of a matrix's three products: a third of the casts of all
-    three.
+    """Return the seconds to quantize the inputs of one product. Two of the three products of a matrix (forward, two
+    backward) use each quantized input, so half of its cost counts here.
     """
     if not product.low or not rates.low:
         return 0.0
@@ -337,8 +347,8 @@ def cast_seconds(rates: Rates, product: Product) -> float:
 
 
 def attention_seconds(rates: Rates, flops: float, tokens: float, width: int, *, backward: bool = False) -> float:
-    """Return the seconds of flash attention over sequences of `tokens` (of one rank, or of a window). width: of a
-    head.
+    """Return the seconds of flash attention. tokens: length of the part of the sequence on one rank, or of the window.
+    width: head dimension. backward: use the lower rate of the backward.
     """
     narrow = min(1.0, 0.8 + 0.2 * (width - 64) / _ATTENTION_WIDTH) if width < 128 else min(1.0, 128 / width) ** 0.5
     rate = rates.attention * narrow * tokens / (tokens + _ATTENTION_TOKENS)
@@ -346,5 +356,5 @@ def attention_seconds(rates: Rates, flops: float, tokens: float, width: int, *, 
 
 
 def moved_seconds(rates: Rates, moved_bytes: float) -> float:
-    """Return the seconds of elementwise work; moved_bytes counts compiled kernels (theory/work.py)."""
+    """Return the seconds of elementwise work. moved_bytes: the bytes that compiled kernels move (theory/work.py)."""
     return moved_bytes * rates.bytes_factor / rates.memory

@@ -1,11 +1,11 @@
-"""Communication and host transfers that a step waits for, by purpose. Hidden communication slows computation down a
-little.
+"""The exposed time of communication and host transfers (the time that a step waits for them), by purpose. Communication
+that is not exposed still slows computation down a little.
 
-tensor parallel    in the way of the next product: all of it, unless products and collectives are cut to overlap
+tensor parallel    the next product waits: all of it, or a share if products and collectives are split to overlap
 Ulysses            attention waits for its heads: all of it
-ring               keys and values travel during attention: the part that takes longer
-experts            a block waits for its tokens; the half that brings them to experts overlaps the shared experts
-data parallel      the part that exceeds the concurrent computation, and always the first gather and last reduction
+ring               keys and values move during attention: the part that exceeds attention's time
+experts            a block waits for its tokens: all of it, but sending to experts overlaps with the shared experts
+data parallel      the part that exceeds the concurrent computation; at least the first gather and the last reduction
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ingot.theory.traffic import step_traffic
 from ingot.units import format_bytes, format_seconds
 
 DATA_PARALLEL = ("shard", "expert_shard", "dp_replicate")
-# The communication that blocks wait for, by line.
+# The names of the communication that blocks wait for, by line of the mesh (links.py).
 NAMES = {
     "tp": "tensor-parallel collectives",
     "sequence": "choices of experts",
@@ -35,8 +35,8 @@ TIED = "tied matrix"
 
 @dataclass(frozen=True)
 class Overlappable:
-    """Seconds of computation of one rank and step that can overlap collectives: all computation, attention, and the
-    shared experts' products.
+    """One rank's seconds of computation per step that collectives can overlap with. busy: all computation. attention:
+    attention alone. shared: the products of shared experts.
     """
 
     busy: float
@@ -47,7 +47,10 @@ class Overlappable:
 def blocking(
     position: Position, cluster: Cluster, times: dict[str, LineTime], beside: Overlappable, constants: Constants
 ) -> dict[str, Term]:
-    """Return what blocks of a pipeline rank wait for in forward and backward, in one step."""
+    """Return the exposed communication of a pipeline rank's blocks in one step (forward and backward), by name.
+
+    times: the traffic of each line. beside: the computation that can overlap with it.
+    """
     found = {}
     for line, name in NAMES.items():
         if line in times:
@@ -71,14 +74,15 @@ def _tensor(position: Position, time: LineTime, sent: str, constants: Constants)
 
 def _partly(seconds: float, sent: str, constants: Constants) -> Term:
     share = constants.tensor_exposed
-    return Term(seconds * share, f"{sent}, {share:.0%} of it not hidden")
+    return Term(seconds * share, f"{sent}, {share:.0%} of it exposed")
 
 
 def _ring(position: Position, time: LineTime, sent: str, attention: float) -> Term:
-    """Return the exposed time of a ring, whose last step computes and sends nothing."""
+    """Return the exposed time of ring attention. Nothing is sent in its last step, so the attention of that step does
+    not overlap."""
     steps = ring_steps(position.parallel, position.train.seq_len, position.arch.sliding_window)
     beside = attention * (steps - 1) / steps
-    return Term(max(time.seconds - beside, 0.0), f"{sent}, beside {format_seconds(beside)} of attention")
+    return Term(max(time.seconds - beside, 0.0), f"{sent}, overlaps with {format_seconds(beside)} of attention")
 
 
 def _experts(position: Position, time: LineTime, sent: str, beside: Overlappable, constants: Constants) -> Term:
@@ -86,17 +90,18 @@ def _experts(position: Position, time: LineTime, sent: str, beside: Overlappable
         return _partly(time.seconds, sent, constants)
     if not beside.shared:
         return Term(time.seconds, sent)
-    formula = f"{sent}, half of it beside {format_seconds(beside.shared)} of shared experts"
+    formula = f"{sent}, half of it overlaps with {format_seconds(beside.shared)} of shared experts"
     return Term(time.seconds / 2 + max(time.seconds / 2 - beside.shared, 0.0), formula)
 
 
 def data_parallel(
     position: Position, cluster: Cluster, times: dict[str, LineTime], busy: float, constants: Constants
 ) -> Term:
-    """Return the exposed time of data-parallel collectives.
+    """Return the exposed time of data-parallel collectives in a step. busy: seconds of computation.
 
-    ZeRO-2 and 3 overlap every micro-batch, other stages the last ones (and the next forward). Copies of the model
-    (HSDP) are reduced once per step, after the last ones, in the computation that the shards leave.
+    With ZeRO-2 and 3 they overlap with the computation of every micro-batch, otherwise only with that of the last ones.
+    With HSDP, the reduction between copies of the model runs once per step, and overlaps with the computation that the
+    collectives of the shards leave free.
     """
     lines = [line for line in DATA_PARALLEL if line in times]
     if not lines:
@@ -104,7 +109,7 @@ def data_parallel(
     formula = " + ".join(_sent(line, position, times, cluster) for line in lines)
     total = sum(times[line].seconds for line in lines)
     if not position.software.overlap_data:
-        return Term(total, f"{formula}, nothing beside it")
+        return Term(total, f"{formula}, no overlap")
     each, units = busy / position.accumulation, sum(map(position.units, position.stages))
     every, last = _overlapped_batches(position), _last(position)
     copies = times["dp_replicate"].seconds if "dp_replicate" in times and every > last else 0.0
@@ -113,14 +118,14 @@ def data_parallel(
     if copies:
         exposed += max(copies - max(each - shards / every, 0.0) * last, copies / units)
     slowed = constants.interference * (total - exposed)
-    return Term(exposed + slowed, f"{formula}, {format_seconds(exposed)} not hidden, the rest slows its computation")
+    return Term(exposed + slowed, f"{formula}, {format_seconds(exposed)} exposed; the rest slows computation down")
 
 
 def cpu_collectives(position: Position, cluster: Cluster) -> Term:
-    """Return the time of a pipeline rank's collectives in one step on a CPU, where nothing hides them.
+    """Return the time of a pipeline rank's collectives in one step on a CPU, where they do not overlap with anything.
 
-    Messages of the pipeline are in the simulated schedule. The time is 0 where the links were not measured; collectives
-    are then in the fixed cost of a step.
+    Messages between pipeline stages are part of the simulated schedule instead. The time is 0 if the links were not
+    measured; the fixed cost of a step then includes the collectives.
     """
     constants, lines = fitted(), {}
     for traffic in step_traffic(position, counted_as(cluster)):
@@ -133,15 +138,13 @@ def cpu_collectives(position: Position, cluster: Cluster) -> Term:
 
 
 def _overlapped_batches(position: Position) -> int:
-    """Return the micro-batches whose computation overlaps what data-parallel ranks divide."""
+    """Return the number of micro-batches of a step whose computation overlaps with the collectives of the shards."""
     return position.accumulation if position.parallel.zero in (2, 3) else _last(position)
 
 
 def _last(position: Position) -> int:
-    """Return the micro-batches whose computation overlaps collectives that run once per step.
-
-    With several stages on a rank, the collectives of one stage run while a round of micro-batches passes the next
-    stage.
+    """Return the number of micro-batches whose computation overlaps with collectives that run once per step: 1, or with
+    several stages per rank up to pp, because one stage's collectives run while micro-batches pass the next stage.
     """
     parallel = position.parallel
     return min(parallel.pp, position.accumulation) if parallel.stages_on_each_rank > 1 else 1
@@ -155,20 +158,19 @@ def _sent(line: str, position: Position, times: dict[str, LineTime], cluster: Cl
     return f"{line}: {format_bytes(times[line].sent)} over {where} in {format_seconds(times[line].seconds)}"
 
 
-# Numbers per parameter that cross the link: master and gradient go to the host, the new master comes back
-# (optim/offload.py).
+# Numbers per parameter that cross the link between device and host: the master and the gradient go to the host, and the
+# new master comes back (optim/offload.py).
 _TRAVEL = 3
-# AdamW on the host reads master, gradient and both moments, and writes three of them. The devices share the host's
-# memory, which is assumed to be as fast for each device as the link to it.
+# Numbers per parameter that AdamW on the host moves: it reads master, gradient and both moments, and writes all but the
+# gradient. Each device's share of the host's memory bandwidth is assumed to equal the bandwidth of its link.
 _UPDATED = 7
 
 
 def host_update(position: Position, cluster: Cluster, busy: float, constants: Constants) -> Term | None:
-    """Return the seconds that offloading adds to a step, or None without offloading or without a known link to the
-    host.
+    """Return the time that offloading adds to a step; None if nothing is offloaded or the host link's rate is unknown.
 
-    busy: seconds of computation. Where parameters are on the host, every gather reads them from there and every
-      gradient goes there, concurrent with computation, which they slow down as collectives do.
+    busy: seconds of computation. With offload_parameters, parameters are read from the host for every gather and every
+      gradient goes there. These transfers overlap with computation, and slow it down like collectives.
     """
     parallel = position.parallel
     if parallel.offload == "none" or not cluster.host_bandwidth:
@@ -185,5 +187,5 @@ def host_update(position: Position, cluster: Cluster, busy: float, constants: Co
         beside = position.accumulation * often * owned / cluster.host_bandwidth
         exposed = max(beside - busy, 0.0)
         waited += exposed + constants.interference * (beside - exposed)
-        formula += f" + {format_seconds(beside)} of parameters and gradients, {format_seconds(exposed)} not hidden"
+        formula += f" + {format_seconds(beside)} of parameters and gradients, {format_seconds(exposed)} exposed"
     return Term(waited, formula)

@@ -1,17 +1,19 @@
-"""The links that the traffic of each line of the mesh uses, and the time of collectives on them.
+"""The links that the traffic on each line of the mesh uses, and the time of collectives on them.
 
-A line is an axis of the mesh or a view of it (trainer/mesh): ranks that differ on it alone. Its neighbors are `stride`
-ranks apart, so that one domain of fast links holds as many of its ranks as strides fit there.
+A line is an axis of the mesh, or of one of its views (trainer/mesh); the ranks of one group on a line differ only in
+their index on it. Neighbors on a line are `stride` ranks apart, so a domain of fast links holds as many ranks of the
+group as strides fit into the domain.
 
-The time of a collective is a latency for every hop, and bytes over the narrowest link. S bytes over n ranks, g of which
-share a domain of fast links (n/g domains), b_l and b_n bytes/s of one rank inside and between domains, a_l and a_n
-seconds of a hop (Thakur et al. 2005; Patarasuk & Yuan 2009; NCCL's own choices):
+The time of a collective is a latency for each hop, plus its bytes over the slowest link. S is the number of bytes, n
+the number of ranks, g the number of ranks in one domain of fast links (there are n/g domains), b_l and b_n the bytes/s
+of one rank inside and between domains, and a_l and a_n the seconds of a hop (Thakur et al. 2005; Patarasuk & Yuan 2009;
+NCCL's own choices):
 
     ring          gather or reduce-scatter S(n-1)/n / min(b_l, g b_n) + (n - n/g) a_l + n/g a_n; all-reduce twice that.
-                  Rings run over all network cards of a node at once, so g ranks share g cards
+                  Rings use all network cards of a node at once, so g ranks share g cards
     tree          all-reduce 2 S / min(b_l, g b_n) + 2 log2(n) a; the least latency
     hierarchical  all-reduce: reduce-scatter in the domain, all-reduce of S/g between domains, gather in the domain
-    switch        all-reduce inside of a domain whose switches add up (SHARP): S / b_l
+    switch        all-reduce inside a domain whose switches reduce (SHARP): S / b_l
     all-to-all    the larger of S(g-1)/n / b_l and S(n-g)/n / b_n
 """
 
@@ -25,8 +27,8 @@ from ingot.schema.parallel import Parallel
 from ingot.theory.layout import Position
 from ingot.theory.traffic import Traffic, step_traffic
 
-# The share of a link that a message between two ranks reaches, which has few of the channels of a ring through all
-# ranks. Of an A100's 300 GB/s, 47 are published (Qi et al. 2023, table 4: 28 MB of hidden states in 0.6 ms).
+# The share of a link's bandwidth that a message between two ranks reaches; it uses fewer channels than a ring through
+# all ranks. For an A100's 300 GB/s, 47 GB/s are published (Qi et al. 2023, table 4: 28 MB of hidden states in 0.6 ms).
 PAIR_SHARE = 0.25
 
 
@@ -34,10 +36,11 @@ PAIR_SHARE = 0.25
 class CollectiveGroup:
     """The ranks of one collective.
 
-    near: ranks of the group in one domain of fast links. link, network: bytes/s that one rank sends there in one
-      direction.
-    link_seconds, network_seconds: latency of a hop. sharp: the domain's switches add up.
-    across: share of an all-to-all's bytes between domains that is sent, where rows for one domain travel together.
+    near: ranks of the group in one domain of fast links. link, network: bytes/s that one rank sends inside the domain
+      and between domains, in one direction.
+    link_seconds, network_seconds: latency of a hop. sharp: the domain's switches do reductions in the network (SHARP).
+    across: the share of an all-to-all's inter-domain bytes that is really sent; below 1 if the rows for one domain are
+      sent once.
     """
 
     ranks: int
@@ -55,7 +58,7 @@ class CollectiveGroup:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of a ring through all ranks."""
+        """The bytes/s of a ring through all ranks."""
         return min(self.link, self.near * self.network) if self.crosses and self.near > 1 else self._outer
 
     @property
@@ -68,20 +71,20 @@ class CollectiveGroup:
 
     @property
     def ring_latency(self) -> float:
-        """Latency of one round of the ring."""
+        """The latency of one round of a ring through all ranks, in seconds."""
         if not self.crosses:
             return (self.ranks - 1) * self.link_seconds
         return (self.ranks - self.domains) * self.link_seconds + (self.domains - 1) * self.network_seconds
 
     @property
     def tree_latency(self) -> float:
-        """Latency of one pass up or down the tree."""
+        """The latency of one pass up or down a tree of all ranks, in seconds."""
         inside = math.ceil(math.log2(self.near)) * self.link_seconds
         return inside + math.ceil(math.log2(self.domains)) * self.network_seconds
 
 
 def all_gather(group: CollectiveGroup, size: float) -> float:
-    """Return the seconds until every rank has `size` bytes. Large groups of recent libraries use trees."""
+    """Return the seconds of an all-gather on a ring, after which every rank has all `size` bytes."""
     if group.ranks == 1:
         return 0.0
     return size * (group.ranks - 1) / group.ranks / group.bandwidth + group.ring_latency
@@ -99,14 +102,15 @@ def tree_all_reduce(group: CollectiveGroup, size: float) -> float:
 
 
 def hierarchical_all_reduce(group: CollectiveGroup, size: float) -> float:
-    """Return the seconds of the three phases in turn: within a domain, between domains, within a domain."""
+    """Return the seconds of an all-reduce in three phases: reduce-scatter inside each domain, all-reduce between
+    domains, all-gather inside each domain."""
     inside = CollectiveGroup(group.near, group.near, group.link, link_seconds=group.link_seconds)
     between = CollectiveGroup(group.domains, 1, group.link, group.network, group.link_seconds, group.network_seconds)
     return ring_all_reduce(inside, size) + ring_all_reduce(between, size / group.near)
 
 
 def all_reduce(group: CollectiveGroup, size: float) -> float:
-    """Return the seconds of the fastest algorithm, for which libraries tune."""
+    """Return the seconds of an all-reduce with the fastest algorithm, which libraries select."""
     if group.ranks == 1:
         return 0.0
     ways = [ring_all_reduce(group, size), tree_all_reduce(group, size)]
@@ -118,7 +122,7 @@ def all_reduce(group: CollectiveGroup, size: float) -> float:
 
 
 def all_to_all(group: CollectiveGroup, size: float) -> float:
-    """Return the seconds of an all-to-all. size: bytes that each rank has, its own part included."""
+    """Return the seconds of an all-to-all. size: bytes that each rank distributes, including the part it keeps."""
     if group.ranks == 1:
         return 0.0
     inside = size * (group.near - 1) / group.ranks / group.link
@@ -129,8 +133,8 @@ def all_to_all(group: CollectiveGroup, size: float) -> float:
 
 
 def send(group: CollectiveGroup, size: float) -> float:
-    """Return the seconds of a message to the next rank. The last rank of a domain sends over the network, and others
-    wait for it.
+    """Return the seconds of a message to the next rank. If the group crosses domains, this is the time over the
+    network, because all ranks wait for the last rank of a domain.
     """
     if group.crosses:
         return size / min(group.network, PAIR_SHARE * group.link) + group.network_seconds
@@ -146,7 +150,7 @@ SECONDS: dict[str, Callable[[CollectiveGroup, float], float]] = {
 }
 
 
-# Lines of the traffic between ranks of one copy of the model, by Traffic.what (theory/traffic.py).
+# The line of each kind of traffic inside one copy of the model, by Traffic.what (theory/traffic.py).
 _LINES = {
     "hidden states": "tp",
     "numbers of the loss": "tp",
@@ -164,7 +168,7 @@ _LINES = {
 
 
 def counted_as(cluster: Cluster) -> str:
-    """Return the device kind that theory/ counts for: a TPU has the chunks and norms of a GPU."""
+    """Return the device kind with which theory/ counts work and traffic. TPUs are counted as "cuda"."""
     return "cpu" if cluster.device == "cpu" else "cuda"
 
 
@@ -174,7 +178,7 @@ def line_of(traffic: Traffic) -> str:
 
 
 def stride(parallel: Parallel, line: str) -> int:
-    """Return the distance in ranks between neighbors on a line. `parallel` is resolved."""
+    """Return the distance in ranks between neighbors on a line. `parallel` has no "auto" values."""
     copy = parallel.dp_shard * parallel.cp * parallel.tp
     return {
         "tp": 1,
@@ -190,9 +194,7 @@ def stride(parallel: Parallel, line: str) -> int:
 
 
 def span(parallel: Parallel, line: str) -> int:
-    """Return the number of neighboring ranks that a line stretches over: neighbors share a node. `parallel` is
-    resolved.
-    """
+    """Return the number of consecutive ranks that contain a whole group of a line. `parallel` has no "auto" values."""
     copy = parallel.dp_shard * parallel.cp * parallel.tp
     return {
         "tp": parallel.tp,
@@ -208,33 +210,30 @@ def span(parallel: Parallel, line: str) -> int:
 
 
 def crosses_nodes(parallel: Parallel, line: str, cluster: Cluster) -> bool:
-    """Return whether a line can have ranks in different domains of fast links, which mostly are nodes.
-
-    A line of a single rank sends nothing.
-    """
+    """Return True if a group of this line can have ranks in different domains of fast links (usually nodes)."""
     reach = span(parallel, line)
     return cluster.devices > cluster.domain and reach > 1 and cluster.domain % reach != 0
 
 
 def least_in_domain(parallel: Parallel, line: str, cluster: Cluster) -> int:
-    """Return the fewest ranks of a line's span that are in one domain.
+    """Return the smallest number of ranks of a span that share one domain.
 
-    Domains may not end where lines do: of 64 ranks in racks of 72, the second line has 8 ranks in the first rack, and
-      the others wait for them.
+    Spans and domains need not end together: with spans of 64 ranks and domains of 72, the second span has only 8 ranks
+    in the first domain, and the other ranks wait for those 8.
     """
     reach, domain = span(parallel, line), cluster.domain
     return domain if reach % domain == 0 else math.gcd(reach, domain)
 
 
 def bandwidth_of(parallel: Parallel, line: str, cluster: Cluster) -> float:
-    """Return the bytes/s that one rank sends to the next on `line`; 0 when unknown."""
+    """Return the bytes/s at which one rank sends to the next on `line`; 0 if unknown."""
     return cluster.network_bandwidth if crosses_nodes(parallel, line, cluster) else cluster.link_bandwidth
 
 
 def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, constants: Constants) -> CollectiveGroup:
-    """Return the group of `ranks` ranks of a line, with the rates that its links reach.
+    """Return the group of `ranks` ranks on a line, with the rates that collectives reach on its links.
 
-    On a CPU, links were measured with the library that uses them, so their rates are taken whole.
+    On a CPU these are the cluster's full rates, because they were measured with the library that runs the collectives.
     """
     reached = 1.0 if cluster.device == "cpu" else constants.link_share
     network = 1.0 if cluster.device == "cpu" else constants.network_share
@@ -242,7 +241,7 @@ def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, consta
     if crosses_nodes(parallel, line, cluster):
         near = min(max(least_in_domain(parallel, line, cluster) // stride(parallel, line), 1), ranks)
         if line == "pp" and near > 1:
-            near = 1  # some rank's neighbor is in another domain, and the others wait for it
+            near = 1  # at least one rank's neighbor is in another domain, and the other ranks wait for it
     return CollectiveGroup(
         ranks=ranks,
         near=near,
@@ -256,8 +255,8 @@ def group_of(parallel: Parallel, line: str, ranks: int, cluster: Cluster, consta
 
 @dataclass(frozen=True)
 class LineTime:
-    """The traffic of a line. sent: bytes per step of one rank. seconds: time of the line alone on its links, 0 when
-    a bandwidth is unknown. crosses: the line leaves the domain of fast links.
+    """The traffic of a line. sent: bytes that one rank sends per step. seconds: time of this traffic without other
+    traffic on its links, 0 if a bandwidth is unknown. crosses: the line leaves the domain of fast links.
     """
 
     sent: float
@@ -266,7 +265,7 @@ class LineTime:
 
 
 def line_times(position: Position, cluster: Cluster, constants: Constants | None = None) -> dict[str, LineTime]:
-    """Return the time of each line that sends anything."""
+    """Return the traffic and its time per step, for each line on which the ranks at `position` send anything."""
     constants = constants or fitted()
     sent: dict[str, float] = {}
     seconds: dict[str, float] = {}
@@ -279,16 +278,17 @@ def line_times(position: Position, cluster: Cluster, constants: Constants | None
 
 
 def dispatched_once(position: Position, group: CollectiveGroup) -> float:
-    """Return the share of rows between domains that is sent if a token's rows for one other domain are sent as one row.
+    """Return the share of inter-domain rows that is sent if each token is sent only once to each domain, even if
+    several of its experts are there.
 
-    With d domains and k experts drawn alike, the expected share is d (1 - (1 - 1/d)^k) / k.
+    With d domains and k experts chosen at random, the expected share is d (1 - (1 - 1/d)^k) / k.
     """
     d, k = group.domains, position.arch.moe.top_k
     return d * (1 - (1 - 1 / d) ** k) / k
 
 
 def traffic_seconds(position: Position, traffic: Traffic, cluster: Cluster, constants: Constants) -> float:
-    """Return the seconds of all operations of a Traffic together."""
+    """Return the seconds of all operations of `traffic` in a step; 0 if the bandwidth is unknown."""
     parallel, software, line = position.parallel, position.software, line_of(traffic)
     if not bandwidth_of(parallel, line, cluster):
         return 0.0

@@ -1,6 +1,6 @@
-"""Seconds of one micro-batch on one stage: forward, backward for the inputs, backward for the weights, by kind of work.
+"""The seconds of one micro-batch on one stage by kind of work: forward, backward for inputs, backward for weights.
 
-All blocks of a stage are alike, so one block without and one with experts are timed, and the times multiplied.
+All blocks with experts are alike, and so are all blocks without, so one block of each is timed and multiplied.
 """
 
 from collections.abc import Iterable
@@ -30,16 +30,17 @@ PRODUCTS, ATTENTION, MOVED, CASTS = "matrix products", "attention", "everything 
 ROUTING, LAUNCHES = "rows of experts", "launches"
 KINDS = (PRODUCTS, ATTENTION, MOVED, CASTS, ROUTING, LAUNCHES)
 
-# Share of the operations that Python starts that is left where a compiler or hand-written kernels join operations.
+# The share of operations that the host still has to launch if a compiler or hand-written kernels fuse operations.
 _JOINED = {"eager": 1.0, "compiled": 0.6, "tuned": 0.6}
 _IN_GRAPHS = 0.02
 _LOSS_BYTES = {"eager": 1.0, "compiled": 0.6, "tuned": 0.5}
-# Passes over scores [T, T] of unfused attention: softmax reads and writes them; its gradient reads two and writes one.
+# Passes over the scores [T, T] of unfused attention: softmax reads and writes one such matrix; its gradient reads two
+# and writes one.
 _SCORE_PASSES, _SCORE_GRADIENT_PASSES = 2, 3
-# Passes of dropout, forward and again backward: read, written, and a mask of one byte.
+# Passes of dropout over the scores, the same in forward and backward: one read, one write, and a mask of one byte.
 _DROPOUT_PASSES = 2.5
 
-# Operations that quantise the inputs of an expert's two products; block scales need more.
+# Number of operations that quantize the inputs of an expert's two products; block scales need more than the default, 4.
 _CAST_OPERATIONS = {"mxfp8": 8, "nvfp4": 8}
 
 Seconds = dict[str, float]
@@ -47,8 +48,8 @@ Seconds = dict[str, float]
 
 @dataclass(frozen=True)
 class WorkTime:
-    """The time of one direction of one block or stage: seconds of the device by kind, and of the host that starts
-    the work.
+    """The time of a block or stage in one direction. device: device seconds by kind of work. host: seconds that the
+    host takes to launch the work.
     """
 
     device: Seconds
@@ -63,17 +64,17 @@ class WorkTime:
 
     @property
     def busy(self) -> float:
-        """Seconds of the device."""
+        """The device's seconds of all kinds together."""
         return sum(self.device.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of the slower of device and host: operations are started ahead."""
+        """The seconds of device or host, whichever is slower, because the host launches operations ahead."""
         return max(self.busy, self.host)
 
 
 class StageTimer:
-    """A timer of the stages of one run, whose positions all have the same blocks."""
+    """A timer of the pipeline stages of one run. The blocks of all stages have the same shapes."""
 
     def __init__(self, position: Position, cluster: Cluster, constants: Constants):
         self._position, self._cluster, self._constants = position, cluster, constants
@@ -82,9 +83,9 @@ class StageTimer:
         )
 
     def stage(self, position: Position, stage: PipelineStage) -> tuple[WorkTime, WorkTime, WorkTime]:
-        """Return the times of (forward, backward for the inputs, backward for the weights).
+        """Return a stage's times of (forward, backward for the inputs, backward for the weights), per micro-batch.
 
-        As in theory/work.py, recomputed work counts with the backward for the inputs.
+        As in theory/work.py, recomputed work is part of the backward for the inputs.
         """
         sparse, again = len(stage.expert_layers), position.recomputed_with_experts(stage)
         forward, inputs, weights = self._ends(position, stage), WorkTime({}), WorkTime({})
@@ -140,14 +141,14 @@ class StageTimer:
         return WorkTime(forward.device | products, forward.host)
 
     def _ends(self, position: Position, stage: PipelineStage) -> WorkTime:
-        """Return the time of embedding, last norm, head and loss."""
+        """Return the time of the stage's work outside blocks: embedding, last norm, head and loss."""
         ends = work.ends_work(position, stage, counted_as(self._cluster))
         part = WorkTime({}, self._host(ends.operations))
         if not stage.last:
             return part
         head = head_product(position)
         seconds = sum(product_seconds(self.rates, p) for p in (head, head.for_inputs, head.for_weights))
-        # theory/work.py counts single operations; fused losses leave out some of the passes.
+        # theory/work.py counts the loss as single operations; fused losses need fewer passes over memory.
         moved = ends.moved_bytes * _LOSS_BYTES[position.software.kernels] / self.rates.memory
         return WorkTime({PRODUCTS: seconds * position.arch.head_passes, MOVED: moved}, part.host)
 
@@ -169,7 +170,7 @@ class StageTimer:
         return {ATTENTION: attention_seconds(self.rates, flops, tokens, arch.head_dim, backward=backward)}
 
     def _unfused(self, backward: bool) -> float:
-        """Return the seconds of unfused attention: all scores, masked ones too, are multiplied, written and read."""
+        """Return the seconds of unfused attention, which computes, writes and reads all scores, even masked ones."""
         position = self._position
         arch, t, e = position.arch, position.train.seq_len, COMPUTE_BYTES[position.train.precision]
         heads = position.train.micro_batch * arch.num_heads // position.parallel.tp
@@ -184,18 +185,16 @@ class StageTimer:
         return products / position.parallel.cp + moved_seconds(self.rates, written)
 
     def _routing(self) -> float:
-        """Return the seconds of gathering rows for experts and scattering them back: each is read and written once,
-        twice.
+        """Return the seconds of gathering token rows for experts and scattering them back. Both steps read and write
+        each row once.
         """
         position = self._position
         row = position.arch.d_model * COMPUTE_BYTES[position.train.precision]
         return 4 * position.assignments * row * self._constants.expert_bytes / self.rates.memory
 
     def _accumulated(self, products: Iterable[Product]) -> Seconds:
-        """Return the seconds of adding weights' gradients to those of earlier micro-batches: read and written once
-        more.
-
-        ZeRO-3 adds up only the rank's own part.
+        """Return the seconds of adding the weights' gradients to those of earlier micro-batches, which reads and writes
+        them once more; {} if fused kernels add them, or with ZeRO-3, where a rank adds only its own shard.
         """
         position = self._position
         parts = position.parallel.zero == 3 and position.parallel.shard_ranks > 1
@@ -206,18 +205,18 @@ class StageTimer:
         return {MOVED: 2 * kept * numbers / self.rates.memory}
 
     def _one_by_one(self) -> float:
-        """Return the operations of a forward that are started for each expert: two products with views of their inputs
-        and, in low precision, casts of the inputs.
+        """Return the number of operations in a block's forward that are launched for each expert separately: two
+        products with views of their inputs and, in low precision, casts of the inputs.
 
-        A backward has twice as many.
+        The backward has twice as many.
         """
         position, software = self._position, self._position.software
         local = position.arch.moe.num_experts // position.parallel.ep
         return local * (4 + _CAST_OPERATIONS.get(software.recipe, 4 if software.recipe else 0))
 
     def _waits(self) -> float:
-        """Return the seconds that the device waits for the host: without graphs, the host reads the rows of each
-        expert, then starts the following operations one by one.
+        """Return the seconds that the device waits for the host in a block with experts. Without CUDA graphs, the host
+        reads each expert's number of rows before it launches the next operations.
         """
         position = self._position
         if position.software.graphs or not position.software.dropless:
@@ -232,7 +231,7 @@ class StageTimer:
 
 
 class MeasuredTimer(StageTimer):
-    """A timer for clusters whose rates were measured (doctor --bench), one rate per kind of work."""
+    """A timer for clusters with measured rates (doctor --bench), which have one rate per kind of work."""
 
     def __init__(self, position: Position, cluster: Cluster):
         self._position, self._cluster = position, cluster
@@ -242,7 +241,7 @@ class MeasuredTimer(StageTimer):
         return forward, inputs, weights
 
     def part(self, done: work.Work) -> WorkTime:
-        """Return the time of an amount of work."""
+        """Return the time of the work `done`, at the measured rates."""
         cluster = self._cluster
         peak = cluster.peak_flops[self._position.train.precision]
         device = {

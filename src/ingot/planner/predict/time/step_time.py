@@ -1,4 +1,4 @@
-"""The time of one optimizer step: what its blocks compute, what they wait for, and what pipeline ranks wait."""
+"""The time of one optimizer step: computation, exposed communication, waiting of pipeline ranks, and the update."""
 
 from ingot.planner.predict.time.constants import Constants, fitted
 from ingot.planner.predict.time.cpu_step_time import cpu_timeline, estimate_cpu_step
@@ -31,12 +31,12 @@ __all__ = ["StepTime", "estimate", "rank_work", "simulated", "step_seconds"]
 
 
 def rank_work(run: RunConfig, device: str) -> Work:
-    """Return the work of the pipeline rank that multiplies most."""
+    """Return the work per step of the pipeline rank with the most matrix-product FLOPs."""
     return max((step_work(p, device) for p in positions(run)), key=lambda work: work.matmul_flops)
 
 
 def step_seconds(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term] | None:
-    """Return the terms of `estimate`."""
+    """Return the terms of the predicted step time (`estimate`), or None if there is no rate."""
     found = estimate(run, cluster, software)
     return found.terms if found else None
 
@@ -44,11 +44,11 @@ def step_seconds(run: RunConfig, cluster: Cluster, software: Software = INGOT) -
 def estimate(
     run: RunConfig, cluster: Cluster, software: Software = INGOT, constants: Constants | None = None
 ) -> StepTime | None:
-    """Return the predicted time of a step, or None when the cluster has no rate for the run's precision.
+    """Return the predicted time of a step, or None if the cluster has no rate for the run's precision.
 
-    On a GPU, operations are started ahead of their execution and some communication overlaps them, so each counts only
-    by the part that exceeds the device's own work (exposed.py). On a CPU everything happens in turn, and where links
-    were not measured, collectives are part of the fixed cost per step. Experts are assumed to have equal loads.
+    On a GPU, the host launches operations ahead of their execution and some communication overlaps with them, so both
+    count only by the part that exceeds the device's own work (exposed.py). On a CPU nothing overlaps; if its links were
+    not measured, the fixed cost per step includes collectives. Experts are assumed to have equal loads.
     """
     if _rate(run, cluster) <= 0 or cluster.memory_bandwidth <= 0:
         return None
@@ -95,7 +95,7 @@ class _OverlappedStep:
         return self._parts[key]
 
     def lines(self, position: Position) -> tuple[dict[str, LineTime], dict[str, Term]]:
-        """Return (time of each line, what blocks wait for) of a rank in one step."""
+        """Return (traffic of each line, exposed communication of blocks by name) of a rank in one step."""
         key = tuple(_kind_of(position, stage) for stage in position.stages)
         if key not in self._lines:
             times = line_times(position, self.cluster, self.constants)
@@ -106,7 +106,7 @@ class _OverlappedStep:
         return self._lines[key]
 
     def _compute(self, position: Position) -> dict[str, float]:
-        """Return the device's seconds by kind, of all micro-batches."""
+        """Return the device's seconds by kind of work, for all micro-batches of a step together."""
         total: dict[str, float] = {}
         for stage in position.stages:
             for part in self.parts(position, stage):
@@ -127,9 +127,9 @@ class _OverlappedStep:
         return work + sum(term.value for term in self.lines(position)[1].values()) / self.accumulation
 
     def stage_times(self) -> tuple[list[float], list[float], list[float]]:
-        """Return the seconds of every stage: forward, backward for the inputs, backward for the weights.
+        """Return three lists of seconds over stages: forward, backward for the inputs, backward for the weights.
 
-        Blocks wait the same time in both directions.
+        The exposed communication of blocks is included, half in the forward and half in the backward for the inputs.
         """
         times: dict[int, tuple[float, float, float]] = {}
         for position in self.everyone:
@@ -143,8 +143,8 @@ class _OverlappedStep:
         return list(forward), list(inputs), list(weights)
 
     def send_seconds(self) -> float:
-        """Return the seconds of hidden states to the next stage; with divided sequences, each tensor-parallel rank
-        sends a part.
+        """Return the seconds to send hidden states to the next stage. If sequences are divided, or the software
+        scatters the hidden states, each tensor-parallel rank sends only a part.
         """
         position = self.everyone[0]
         group = group_of(self.parallel, "pp", self.parallel.pp, self.cluster, self.constants)
@@ -153,10 +153,10 @@ class _OverlappedStep:
         return send(group, hidden_bytes(position) / parts) if known else 0.0
 
     def _pipeline(self) -> tuple[float, float, TimedPipeline]:
-        """Return (seconds of all micro-batches, the share of them that ranks wait, the pipeline)."""
+        """Return (seconds of all micro-batches, share of these in which ranks wait, the timed pipeline)."""
         parallel, times, message = self.parallel, self.stage_times(), self.send_seconds()
         played = times
-        if not self.everyone[0].software.overlap_pipeline:  # both wait until a message has arrived
+        if not self.everyone[0].software.overlap_pipeline:  # sender and receiver wait until a message has arrived
             played = [f + 2 * message for f in times[0]], [i + 2 * message for i in times[1]], times[2]
             message = 0.0
         each = parallel.stages_on_each_rank
@@ -182,7 +182,7 @@ class _OverlappedStep:
         amounts_text = {
             PRODUCTS: f"{format_flops(done.matmul_flops)}, by their shapes",
             ATTENTION: format_flops(done.attention_flops),
-            LAUNCHES: f"{format_seconds(host * self.accumulation)} of the host's, where the device waits for it",
+            LAUNCHES: f"{format_seconds(host * self.accumulation)} on the host, as far as the device waits for it",
         }
         terms = {}
         for kind in KINDS:
@@ -204,8 +204,8 @@ class _OverlappedStep:
     def _communication(
         self, times: dict[str, LineTime], waits: dict[str, Term], data: Term
     ) -> dict[str, Communication]:
-        """Return the communication by line; the exposed time of data-parallel lines is divided in proportion to
-        their seconds.
+        """Return the communication by line. The exposed time of the data-parallel collectives is divided among their
+        lines in proportion to seconds.
         """
         total = sum(times[line].seconds for line in DATA_PARALLEL if line in times)
         found = {}
@@ -224,7 +224,7 @@ class _OverlappedStep:
 
 
 def _kind_of(position: Position, stage: PipelineStage) -> tuple:
-    """Return a key that is equal for stages that take the same time."""
+    """Return a key for a stage; stages with equal keys take the same time."""
     again = position.recomputed(stage), position.recomputed_with_experts(stage)
     return len(stage.layers), len(stage.expert_layers), stage.first, stage.last, *again
 
@@ -232,8 +232,8 @@ def _kind_of(position: Position, stage: PipelineStage) -> tuple:
 def simulated(
     run: RunConfig, cluster: Cluster, everyone: tuple[Position, ...], constants: Constants | None = None
 ) -> Timeline:
-    """Return the run's pipeline, action by action, with the time of each stage, or its FLOPs where the cluster has
-    no rate.
+    """Return the run's simulated pipeline, action by action. If the cluster has no rate, the times are FLOPs instead of
+    seconds.
     """
     known = _rate(run, cluster) > 0 and cluster.memory_bandwidth > 0
     if not known or cluster.device == "cpu":

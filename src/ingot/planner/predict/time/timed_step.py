@@ -1,8 +1,8 @@
 """The result of a step-time prediction: its terms, its pipeline, and the bubble of 1F1B in closed form.
 
-Texts print two different numbers under the name "bubble": the share of a step in which ranks wait, (p-1)/(v m + p-1),
-and the time that waiting adds to the ideal step, (p-1)/(v m). theory/schedule/build.py has the bubbles of the other
-schedules.
+The literature uses the name "bubble" for two numbers: the share of a step in which ranks wait, (p-1)/(v m + p-1), and
+the waiting time divided by the time of work, (p-1)/(v m). theory/schedule/build.py has the bubbles of the other
+schedules. p: pipeline ranks, v: stages per rank, m: micro-batches.
 """
 
 import math
@@ -18,8 +18,8 @@ from ingot.theory.schedule import PUBLISHED, pipeline_seconds
 class StepTime:
     """A predicted step time.
 
-    terms: parts that sum to `seconds`, each with its formula, of the busiest pipeline rank and its waiting for others.
-    communication: by line of the mesh. bubble: share of a step that pipeline ranks wait for each other.
+    terms: the parts of `seconds`, each with its formula: the work of the busiest pipeline rank and its waiting times.
+    communication: communication by line of the mesh. bubble: share of a step in which pipeline ranks wait.
     """
 
     terms: dict[str, Term]
@@ -33,15 +33,16 @@ class StepTime:
 
     @cached_property
     def schedule_bubble(self) -> float:
-        """The bubble if all stages took as long as the median stage: the figure that authors of schedules print. The
-        rest of `bubble` comes from uneven stages.
+        """The bubble if all stages took as long as the median stage, which is the number that papers on schedules
+        report. The rest of `bubble` is due to uneven stages.
         """
         return self.pipeline.even_bubble if self.pipeline else 0.0
 
 
 @dataclass(frozen=True)
 class TimedPipeline:
-    """A schedule and its times: seconds of F, I and W of every stage, and of a message."""
+    """A pipeline schedule with its times. times: seconds of F (forward), I (backward for inputs) and W (backward for
+    weights), each a list over stages. send: seconds of a message between stages."""
 
     schedule: str
     ranks: int
@@ -63,18 +64,18 @@ class TimedPipeline:
 
 
 def bubble_overhead(ranks: int, micro_batches: float, stages_per_rank: int = 1) -> float:
-    """Return the time of waiting over the time of work, (p-1)/(v m), for stages of equal time."""
+    """Return the time of waiting / time of work, (p-1)/(v m), for 1F1B with stages of equal time."""
     stage = 1 / stages_per_rank
     return PUBLISHED["1f1b"].bubble(ranks, stage / 3, stage / 3, stage / 3, 2 * stage / 3) / micro_batches
 
 
 def bubble_share(ranks: int, micro_batches: float, stages_per_rank: int = 1) -> float:
-    """Return the share of a step in which ranks wait, (p-1)/(v m + p-1)."""
+    """Return the share of a step in which ranks wait, (p-1)/(v m + p-1), for 1F1B with stages of equal time."""
     overhead = bubble_overhead(ranks, micro_batches, stages_per_rank)
     return overhead / (1 + overhead)
 
 
 def micro_batches_for(ranks: int, share: float, stages_per_rank: int = 1) -> int:
-    """Return the fewest micro-batches with which ranks wait at most `share` of a step."""
+    """Return the smallest number of micro-batches with which ranks wait for at most `share` of a step."""
     exact = bubble_overhead(ranks, 1, stages_per_rank) * (1 - share) / share
     return max(math.ceil(exact - 1e-9), 1)

@@ -1,4 +1,4 @@
-// Memory, the parts of a step, and communication: bars of shares that the server computed.
+// The bars of memory, of the parts of a step, and of communication. The server computes their lengths.
 
 import { el, find, show } from "./dom.js";
 

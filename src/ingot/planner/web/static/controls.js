@@ -1,4 +1,4 @@
-// The form on the left: the legal values, and the reasons why others are not, both from the server.
+// The form on the left: the legal values, and why other values are illegal. Both come from the server.
 
 import { el, show } from "./dom.js";
 
@@ -27,7 +27,7 @@ export class Controls {
   #options;
   #change;
 
-  /** change(words, moved): called with the user's settings. best(): called to search the best layout. */
+  /** change(words, moved): called with changed settings and the last changed one. best(): starts the layout search. */
   constructor(form, options, { change, best }) {
     this.#options = options;
     this.#change = change;
@@ -90,7 +90,7 @@ export class Controls {
     return el("details", { id: "keep" }, el("summary", { text: "Keep some settings as they are" }), boxes);
   }
 
-  /** The settings that a search keeps: "tp,pp". */
+  /** The settings that a search keeps, like "tp,pp". */
   get kept() {
     return [...document.querySelectorAll("#keep input:checked")].map((input) => input.value).join(",");
   }
@@ -100,9 +100,9 @@ export class Controls {
       "details", { id: "given" }, el("summary", { text: "Your own figures instead of predictions and list prices" }),
       el(
         "div", { class: "row" },
-        this.#field("price", "Price", "US$ per device and hour"),
+        this.#field("price", "Price", "US$ per device-hour"),
         this.#field("mfu", "MFU", "a share, as 0.45"),
-        this.#field("failures", "Failures", "per node and day, as 0.004"),
+        this.#field("failures", "Failures", "per node per day, as 0.004"),
       ),
     );
   }
@@ -163,7 +163,7 @@ export class Controls {
     this.#change({ cluster: `${part("groups")}x${part("each")}x${this.#selects.device.select.value}` }, "cluster");
   }
 
-  /** Show the settings of a plan, other legal values, and the settings that were adapted. */
+  /** Show the settings of a plan, the other legal values, and which settings were adapted. */
   update(view) {
     const { state, choices, cluster } = view;
     this.#selects.model.select.value = state.params ? "" : state.model;
@@ -209,7 +209,7 @@ export class Controls {
     why.textContent = control.idle || refused.map((choice) => `${choice.label}: ${choice.why}`).join("\n");
   }
 
-  /** Mark the setting that the server refused. problem: {key, text}, or {} for none. */
+  /** Mark the setting `key` as refused, with the reason `text`; {} removes all marks. */
   blame({ key, text }) {
     for (const [id, { input, why }] of Object.entries(this.#fields)) {
       const wrong = id === key || (key === "cluster" && (id === "groups" || id === "each"));

@@ -1,8 +1,9 @@
-// DOM elements, made without HTML strings, so that no text is parsed as markup.
+// Functions that make DOM elements without HTML strings, so that no text is parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** el("p", {class: "note", text: "..."}, child, ...); a function under "on..." listens, null children are left out. */
+/** Make an element: el("p", {class: "note", text: "..."}, child, ...). A function under "on..." becomes a listener;
+ *  null children are left out. */
 export function el(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }

@@ -27,8 +27,8 @@ async function start() {
   return refresh();
 }
 
-/** Handle a changed control. Several quick changes are one request; a pending answer is for older settings, and
- *  would put the control back. */
+/** Handle a changed control. Several quick changes become one request. A pending answer is discarded, because it is for
+ *  older settings and would undo the change. */
 function change(words, moved) {
   lines.plan.drop();
   wanted = { ...wanted, ...words };
@@ -71,7 +71,7 @@ async function refresh(byButton = false) {
   }
 }
 
-/** Dim the shown plan, which belongs to older settings, until the answer arrives. */
+/** Dim the shown plan until the answer arrives, because it belongs to older settings. */
 function asking(yes) {
   document.body.classList.toggle("asking", yes);
   if (yes) find("plan").setAttribute("aria-busy", "true");
@@ -158,7 +158,7 @@ async function copy() {
   setTimeout(() => (button.textContent = "Copy link"), 1500);
 }
 
-/** Handle errors of the panels next to the plan silently, because the plan itself shows the problem. */
+/** Ignore errors of the additional panels, because the plan itself shows the problem. */
 async function quietly(promise) {
   try {
     return await promise;
@@ -167,7 +167,7 @@ async function quietly(promise) {
   }
 }
 
-/** Announce the plan to screen readers when the settings no longer change. */
+/** Announce `text` to screen readers after the settings have stopped changing. */
 function say(text) {
   clearTimeout(speaking);
   speaking = setTimeout(() => (find("live").textContent = text), SPEAK_MS);

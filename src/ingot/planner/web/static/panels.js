@@ -14,7 +14,7 @@ export function showHead(view) {
   show(find("strip"), el("b", {}, el("a", { class: kind, href: "#plan", text: words })), plan ? plan.tiles.filter((t) => t.key !== "goodput").map((t) => el("span", { class: `brief-${t.key}`, text: t.brief })) : null);
 }
 
-/** Show the problems of the plan, and buttons that fix them. apply(words): called with the settings of a button. */
+/** Show the plan's problems, and buttons that fix them. apply(words): called with the settings of a clicked button. */
 export function showTrouble(view, fixes, apply) {
   const box = find("trouble");
   const { plan } = view;

@@ -1,9 +1,9 @@
-// The settings of the page and its link. Values are texts, which only the server interprets.
+// The settings of the page, and their link. Values are texts, which only the server interprets.
 
 const PINNED = "a";
 
 export class Settings {
-  /** words: setting -> text, for settings that are not left to the rules. pinned: the link of plan A, or "". */
+  /** words: the text of each setting that the rules do not choose. pinned: the link of plan A, or "". */
   constructor(words = {}, pinned = "") {
     this.words = words;
     this.pinned = pinned;
@@ -20,14 +20,14 @@ export class Settings {
     return new URLSearchParams(this.words).toString();
   }
 
-  /** Return the settings with changed texts; an empty text leaves its setting to the rules. */
+  /** Return the settings with changed texts. If a text is empty, the rules choose this setting. */
   with(changes) {
     const words = { ...this.words, ...changes };
     for (const key of Object.keys(words)) if (words[key] === "") delete words[key];
     return new Settings(words, this.pinned);
   }
 
-  /** Return the address of the page with the present settings. */
+  /** Return the address of the page with the current settings. */
   get address() {
     const query = new URLSearchParams(this.words);
     if (this.pinned) query.set(PINNED, this.pinned);

@@ -1,4 +1,4 @@
-// The simulated schedule as SVG: one row for each pipeline rank. Positions are shares that the server computed.
+// The simulated schedule as SVG, with one row for each pipeline rank. The server computes all positions.
 
 import { el, find, show, svg } from "./dom.js";
 
@@ -15,7 +15,7 @@ export class Timeline {
   #buttons;
   window = "step";
 
-  /** ask(): fetch the picture of `window` again. */
+  /** ask(): called when the user selects another part of the step, to fetch its picture. */
   constructor(ask) {
     this.#buttons = WINDOWS.map(([value, text]) =>
       el("button", {
