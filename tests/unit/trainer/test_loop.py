@@ -301,7 +301,7 @@ def test_a_skipped_step_is_written_down_at_once(fork_ranks, make_run):
     assert ending == (6, False)
     assert [e["step"] for e in read_events(folder.events, "progress")] == [3, 4, 5, 6]
     assert [e["steps"] for e in read_events(folder.events, "skipped")] == [[2], [4], [5]]
-    assert "skipped   the update of step 4" in lines
+    assert "skipped   update of step 4" in lines
 
 
 def test_an_update_that_was_made_cannot_be_skipped(fork_ranks, make_run):

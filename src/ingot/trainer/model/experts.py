@@ -196,8 +196,7 @@ class Arriving(Protocol):
     """Rows on their way to this rank's experts."""
 
     def arrive(self) -> tuple[Tensor, Tensor]:
-        """Wait for the rows. Return them, [R', D] sorted by expert, and the row count of each local expert, [E'] on CPU.
-        """
+        """Wait for the rows. Return them, [R', D] sorted by expert, and the rows per local expert, [E'] on the CPU."""
         ...
 
 
@@ -258,7 +257,7 @@ class LocalDispatch:
         return _ReturningHere(made_RD)
 
     def on_host(self, counts: Tensor, balanced: int, kind: RowCounts) -> list[int]:
-        """Call `on_host` of this module. parallel/expert.py calls this method, so a dry run replaces one function only."""
+        """Call `on_host` of this module. parallel/expert.py calls this method, so a dry run replaces one function."""
         return on_host(counts, balanced, kind)
 
 

@@ -345,7 +345,7 @@ class MomentFile:
         return f"the file of moments in {self.folder}"
 
     def tensor(self, name: str, kind: str) -> Tensor:
-        """Return a block as a memory-mapped tensor, whose pages belong to the system's file cache, not to this process."""
+        """Return a block as a mapped tensor. Its pages belong to the system's file cache, not to this process."""
         value = self.values[name]
         position = self.positions[name, kind]
         return torch.frombuffer(self.map, dtype=value.dtype, count=value.numel(), offset=position).view(value.shape)
