@@ -79,7 +79,7 @@ KINDS = tuple(Waits.__dataclass_fields__)
 
 
 def summary(rows: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
-    """Return the fields of a `waits` event: seconds per step by kind. rows: [ranks, kinds], `Waits.row` of each rank."""
+    """Return the fields of a `waits` event: seconds per step by kind. rows: `Waits.row` per rank, [ranks, kinds]."""
     found = {}
     for kind, column in zip(KINDS, (rows / steps).T, strict=True):
         found[kind] = {"mean": _rounded(column.mean()), "least": _rounded(column.min()), "most": _rounded(column.max())}
