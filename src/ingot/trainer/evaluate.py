@@ -47,7 +47,7 @@ class Evaluation:
         return asdict(self.total) | {"by_source": {name: asdict(score) for name, score in self.by_source.items()}}
 
 
-# (inputs and targets, int64 [B, T]; document ids or None) -> nats of every target, [B, T]; zeros on ranks without result
+# (inputs, targets int64 [B, T], document ids or None) -> nats of every target [B, T]; zeros on ranks without a result
 Nats = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 

@@ -65,7 +65,7 @@ def swapped(ledger):
 @pytest.mark.parametrize(
     ("consumed", "message"),
     [
-        (lambda o: steps_of(o, 1, 2, 4), "step 3 is missing: the ledger goes on with step 4"),
+        (lambda o: steps_of(o, 1, 2, 4), "step 3 is missing: the ledger continues with step 4"),
         (lambda o: steps_of(o, 2, 3), "step 1 is missing"),
         (lambda o: steps_of(o, 1, 2, 2, 3), "step 2 was consumed twice"),
         (lambda o: steps_of(o, 1, 2, 3, 1), "step 1 was consumed twice"),
