@@ -88,7 +88,7 @@ def require_same_experiment(
             f"the run file differs from the checkpoint of step {newest.step} in settings that affect training:\n  "
             + "\n  ".join(map(str, unconfirmed)),
             rule="a changed setting must be confirmed with --accept-change; nothing was started",
-            fix=f"add {flags}, or train into another folder (--out DIR)",
+            fix=f"{flags}, or train into another folder (--out DIR)",
             step=newest.step,
             keys=[c.key for c in unconfirmed],
         )

@@ -175,7 +175,7 @@ def _follow(
         if signals.count and not asked:
             asked = True
             write_atomic(folder.stop_request, "save and stop\n")
-            _report(say, "saving and stopping at the next log line; a second signal stops now without saving")
+            _report(say, "stopping at the next log line, saving first; a second signal stops now and does not save")
         if not lost_at and (dead := _lost_ranks(folder, log_reader)):
             lost_at = time.monotonic()
         if lost_at and (None not in dead.values() or time.monotonic() - lost_at > _REPORT_SECONDS):

@@ -40,7 +40,7 @@ class Ledger:
         self._ids.append(np.asarray(sample_ids, np.int64))
 
     def segment(self, first_step: int, last_step: int) -> np.ndarray:
-        """Return this rank's samples of these steps (inclusive): int64 [steps, n]. Raises DataError if one is missing."""
+        """Return this rank's samples of steps first..last: int64 [steps, n]. Raises DataError if a step is missing."""
         begin, end = first_step - self._first_step, last_step - self._first_step + 1
         if not 0 <= begin < end <= len(self._ids):
             held = f"{self._first_step} to {self._first_step + len(self._ids) - 1}" if self._ids else "none"

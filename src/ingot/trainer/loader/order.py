@@ -82,7 +82,7 @@ class Order:
         return self.samples((step - 1) * global_batch, global_batch)
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, per window id, the index of its shard in the manifest and its first token in the shard: both int64."""
+        """Return, per window id, the index of its shard in the manifest and its first token in the shard, as int64."""
         return self.windows.locate(ids)
 
     def epochs(self, samples: int) -> dict[str, float]:
@@ -141,7 +141,7 @@ class Order:
         return out
 
     def _labels(self, mix: "_Mix", cycle: int) -> np.ndarray:
-        """Return the source number of each sample of a cycle: the quotas, shuffled. Each mix has its own shuffle key."""
+        """Return the source number of each sample of a cycle: the quotas, shuffled with a key of the mix and cycle."""
         if self._cycle_at != (mix.number, cycle):
             labels = np.repeat(np.arange(len(mix.quotas)), mix.quotas)
             names = (cycle,) if not mix.begin else ("from", mix.begin, cycle)

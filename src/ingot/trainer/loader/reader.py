@@ -63,7 +63,7 @@ class Windows:
             )
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, per window id, the index of its shard in the manifest and its first token in the shard: both int64."""
+        """Return, per window id, the index of its shard in the manifest and its first token in the shard, as int64."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.count:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
             raise DataError(
@@ -143,7 +143,7 @@ class TokenReader:
         if size != expected:
             raise DataError(
                 "E-SHARD-SIZE",
-                f"shard {shard.name}: {path} has {size:,} bytes instead of {expected:,}",
+                f"shard {shard.name}: {path} has {size:,} bytes, not {expected:,}",
                 rule=f"the manifest lists {shard.tokens:,} tokens of {self.manifest.dtype}",
                 fix=_FIX,
                 shard=shard.name,
