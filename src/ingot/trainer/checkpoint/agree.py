@@ -45,10 +45,10 @@ def from_rank_zero(find: Callable[[], T]) -> T:
 
 
 def from_all_ranks(part: Callable[[], P], combine: Callable[[list[P]], T]) -> T:
-    """Call `part` on every rank, `combine` on rank 0 with the results in rank order, and return that on every rank.
+    """Call `part` on every rank and `combine` on rank 0 with the list of results; return its result on every rank.
 
-    An error of `combine`, or of `part` on any rank (the lowest rank if several raise), is raised on every rank. The
-    results of `part` are sent to rank 0, so they must be small and picklable. Collective.
+    The list is in rank order. An error of `combine`, or of `part` on any rank (the lowest rank if several raise), is
+    raised on every rank. The results of `part` are sent to rank 0, so they must be small and picklable. Collective.
     """
     if not dist.is_initialized():
         return combine([part()])

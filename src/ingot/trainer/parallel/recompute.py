@@ -156,6 +156,6 @@ def _keep(split_by_rows: list[nn.Linear], kept: KeptResults | None, context, op,
 
 
 def _is_view_of(matrix: Tensor, weight: Tensor) -> bool:
-    """Return whether `matrix` and `weight` share memory (a transpose does). Works for fake tensors, too."""
+    """Return whether `matrix` is `weight` or its transpose: a view of the same memory. Works for fake tensors, too."""
     same = storage_key(matrix.untyped_storage()) == storage_key(weight.untyped_storage())
     return same and matrix.storage_offset() == weight.storage_offset()

@@ -243,7 +243,7 @@ def masked_tiles(
 def _rows(elements: int, keys: int, window: int) -> int:
     """Return the largest number of adjacent queries whose mask has at most `elements` elements.
 
-    With a window, n adjacent queries attend to at most n + window + 1 keys. window: in steps between adjacent queries.
+    With a window, n adjacent queries attend to at most n + window + 1 keys. window: divided by the distance of queries.
     """
     rows = elements // keys
     if window:

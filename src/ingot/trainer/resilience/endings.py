@@ -126,8 +126,8 @@ class JobIncident:
     """The early end of an attempt.
 
     rank: the rank that ended first, -1 if unknown. cause: a phrase for people ("was killed (SIGKILL)"). signature:
-    equal for two incidents with the same cause; "" for causes after which a restart is always tried. step: the last
-    step in the log. error: the IngotError of a rank, if there is one.
+    equal for two incidents with the same cause; "" for accidents, which may repeat by chance. step: the last step in
+    the log. error: the IngotError of a rank, if there is one.
     """
 
     rank: int
