@@ -1,6 +1,6 @@
-"""Held-out bits per byte by source, with a unigram model on the same tokens for comparison; samples from prompts.
+"""Held-out bits per byte by source, with a unigram model on the same tokens for comparison; and samples from prompts.
 
-Bits per byte compare models with different tokenizers: nats of all text tokens / ln 2 / UTF-8 bytes of the text.
+Bits per byte make models with different tokenizers comparable: nats of all text tokens / ln 2 / UTF-8 bytes.
 """
 
 import math
@@ -20,14 +20,14 @@ from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.model.generate import NextLogits, cached, generate
 from ingot.trainer.parts import Trainer
 
-# Samples for people to read: lively, but without the long tail of unlikely tokens.
+# Settings of samples for people to read: varied, but without the long tail of unlikely tokens.
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 
 
 @dataclass(frozen=True)
 class TextScore:
     """The score of some text. loss: nats per token. bpb: bits per byte. unigram_bpb: bits per byte of a model that
-    knows token frequencies only, on the same tokens."""
+    uses only token frequencies, on the same tokens."""
 
     bpb: float
     loss: float
@@ -47,12 +47,12 @@ class Evaluation:
         return asdict(self.total) | {"by_source": {name: asdict(score) for name, score in self.by_source.items()}}
 
 
-# (inputs, targets int64 [B, T], document ids or None) -> nats of every target [B, T]; zeros on a rank without results
+# (inputs, targets int64 [B, T], document ids or None) -> nats of every target [B, T]; zeros on ranks without a result
 Nats = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def local_nats(model: torch.nn.Module) -> Nats:
-    """Return the scoring function of a model that this process holds whole."""
+    """Return the scoring function of a model that is entirely in this process."""
     return lambda inputs, targets, documents: model(inputs, targets, documents, per_token=True).view(inputs.shape)
 
 
@@ -71,7 +71,7 @@ def evaluate(
     """
     cut = heldout.rows
     rows, parts = len(cut.source), len(readers or [0])
-    # Every rank makes the same number of forwards: a sharded model gathers its weights in each.
+    # Every rank runs the same number of forwards, because a sharded model gathers its weights in each forward.
     per_rank = -(-rows // parts)
     own = np.arange(part * per_rank, (part + 1) * per_rank).clip(max=rows - 1)
     nats = score_rows(nats_of, heldout, own, micro_batch, device)
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def score_rows(nats_of: Nats, heldout: Heldout, rows: np.ndarray, micro_batch: int, device: torch.device) -> np.ndarray:
-    """Return the nats of the counted targets of each row, float64 [len(rows)]."""
+    """Return, for each row, the sum of nats over its counted targets: float64 [len(rows)]."""
     nats = np.zeros(len(rows))
     for start in range(0, len(rows), micro_batch):
         batch = rows[start : start + micro_batch]
@@ -119,10 +119,10 @@ def sample_prompts(
     max_tokens: int,
     seed: int,
 ) -> list[tuple[str, str]]:
-    """Return (prompt, continuation) for each prompt; a continuation ends before the first end of text. Collective.
+    """Return (prompt, continuation) for each prompt; a continuation ends before the first end-of-text. Collective.
 
-    next_logits: makes the function of the next token's logits for a new text. All ranks draw the same tokens and run
-    the same number of forwards, so none stops early.
+    next_logits: makes a NextLogits function for a new text. All ranks draw the same tokens and run the same number of
+    forwards, so no rank stops early.
     """
     samples = []
     for number, prompt in enumerate(prompts):
@@ -141,8 +141,8 @@ def sample_prompts(
 
 
 def run_nats(trainer: Trainer) -> Nats:
-    """Return the scoring function of a run's model; only the last pipeline stage has results. Collective over pp, cp
-    and tp."""
+    """Return the scoring function of a run's model. The result is zeros except on the last pipeline stage. Each call is
+    collective over pp, cp and tp."""
 
     def nats_of(inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         found = trainer.program.forward_only(inputs_BT, targets_BT, documents_BT, per_token=True)
@@ -152,11 +152,11 @@ def run_nats(trainer: Trainer) -> Nats:
 
 
 def run_logits(trainer: Trainer, capacity: int) -> NextLogits:
-    """Return the function of the next token's logits for one text of at most `capacity` tokens. Collective.
+    """Return the function that computes the next token's logits, for one text of at most `capacity` tokens. Collective.
 
-    All ranks get the same logits. A rank that has all stages, heads and tokens keeps keys and values. Other ranks run
-    the whole text through the pipeline for every token, padded to a length that the ranks can divide; causal attention
-    keeps the padding from changing the result.
+    All ranks get the same logits. A rank with the whole model and whole sequences caches keys and values. Otherwise the
+    ranks run the whole text through the pipeline for every token, padded to a length that they can divide; because
+    attention is causal, the padding does not change the result.
     """
     mesh, arch, device = trainer.mesh, trainer.config.model, trainer.place.device
     if mesh.size("pp") == mesh.size("cp") == mesh.size("tp") == 1:

@@ -1,4 +1,4 @@
-"""The text of a run besides its batches: the tokenizer, prompts, held-out documents and a unigram model. No torch."""
+"""The text of a run besides its batches: tokenizer, prompts, held-out documents, unigram model. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from ingot.schema.tokens import Shard, TokenManifest, read_token_manifest
 from ingot.tokenizer.encoder import Encoder, load_encoder
 from ingot.trainer.loader.reader import TokenReader
 
-# Enough to count every token that matters. In a larger corpus only the starts of evenly chosen shards are counted; few
-# shards, because reading the first token of a shard costs the hash of a whole block.
+# Enough to count every frequent token. In a larger corpus, only the starts of evenly spaced shards are counted; of few
+# shards, because reading the first token of a shard requires the hash of a whole block.
 UNIGRAM_TOKENS, UNIGRAM_SHARDS = 20_000_000, 64
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """Whole held-out documents of one source, each followed by the end of text.
+    """Whole held-out documents of one source, each followed by the end-of-text token.
 
-    ids: int64. text_bytes: the UTF-8 bytes that the ids encode (the end of text encodes none).
+    ids: token ids, int64. text_bytes: the number of UTF-8 bytes that the ids encode (end-of-text encodes none).
     """
 
     source: str
@@ -31,9 +31,9 @@ class SourceText:
 
 
 def first_tokens(folder: Path, manifest: TokenManifest, shard: Shard, count: int) -> np.ndarray:
-    """Return the first `count` tokens (at least 2, at most all) of `shard`, int64, checked against their hashes."""
+    """Return the first `count` tokens (at least 2, at most all) of `shard`, int64, checked against its hashes."""
     count = min(max(count, 2), shard.tokens)
-    # One window of this length, so that only TokenReader reads and checks blocks.
+    # Read one window of this length with TokenReader, so that only one class reads and checks blocks.
     reader = TokenReader(folder, count - 1, manifest=replace(manifest, shards=(shard,)))
     return reader.read(np.zeros(1, np.int64))[0]
 
@@ -41,9 +41,9 @@ def first_tokens(folder: Path, manifest: TokenManifest, shard: Shard, count: int
 def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder: Encoder | None) -> list[SourceText]:
     """Read an equal share of `max_tokens` from each source, rounded to whole documents, at least one.
 
-    Documents are shuffled within their shards, so the first ones are a fair sample. encoder: counts the bytes of a
-    shard that is read in part; ConfigError is raised where it is needed and None. Raises DataError when there is
-    nothing to score.
+    Documents are shuffled within their shards, so the first documents are a fair sample. encoder: counts the bytes of a
+    shard that is read in part. Raises ConfigError if an encoder is needed but None, DataError if there is nothing to
+    score.
     """
     share = max_tokens // len(manifest.sources)
     texts = []
@@ -62,7 +62,7 @@ def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder
         raise DataError(
             "E-HELDOUT-EMPTY",
             f"{folder} has no shard with at least two tokens",
-            rule="held-out text is scored, so there has to be some",
+            rule="held-out text has at least one shard with a document to score",
             fix="build the tokens again with more held-out documents: ingot data build",
             folder=str(folder),
         )
@@ -70,7 +70,7 @@ def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder
 
 
 def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted: int) -> np.ndarray:
-    """Read the documents that end within the first `wanted` tokens of `shard`, or its first document."""
+    """Read the documents that end within the first `wanted` tokens of `shard`; without any, the first document."""
     count = wanted
     while True:
         ids = first_tokens(folder, manifest, shard, count)
@@ -81,8 +81,8 @@ def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted:
         if len(ids) == shard.tokens:
             raise DataError(
                 "E-SHARD-NO-EOT",
-                f"shard {shard.name} in {folder} has no end of text (token {manifest.eot_id})",
-                rule="every document is followed by the end of text",
+                f"shard {shard.name} in {folder} has no end-of-text token (id {manifest.eot_id})",
+                rule="every document is followed by the end-of-text token",
                 fix="build the tokens again: ingot data build",
                 shard=shard.name,
                 eot_id=manifest.eot_id,
@@ -91,13 +91,13 @@ def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted:
 
 
 def count_bytes(ids: np.ndarray, manifest: TokenManifest, encoder: Encoder | None) -> int:
-    """Count the UTF-8 bytes of the documents in `ids`, one by one, because a token may be part of a character."""
+    """Count the UTF-8 bytes of the documents in `ids`, document by document: a token may be a part of a character."""
     if encoder is None:
         raise ConfigError(
             "E-TOKENIZER-UNSET",
             "data.tokenizer is not set, but only a part of the held-out tokens is scored",
             rule="bits per byte need the exact number of bytes of the documents that were scored",
-            fix="set data.tokenizer, or raise evaluate.max_tokens above the held-out tokens",
+            fix="set data.tokenizer, or raise evaluate.max_tokens above the number of held-out tokens",
             needed_for="evaluate.max_tokens",
         )
     documents = np.split(ids, np.flatnonzero(ids == manifest.eot_id) + 1)
@@ -108,7 +108,7 @@ def count_bytes(ids: np.ndarray, manifest: TokenManifest, encoder: Encoder | Non
 class HeldoutRows:
     """Documents of all sources, cut into W rows of T tokens for the model. inputs, targets: int64 [W, T].
 
-    counted: bool [W, T], True for targets that are text. source: int64 [W], the index into the texts.
+    counted: bool [W, T], True for targets that are text. source: int64 [W], the index of each row's SourceText.
     """
 
     inputs: np.ndarray
@@ -120,8 +120,8 @@ class HeldoutRows:
 def cut_rows(texts: Sequence[SourceText], seq_len: int, eot_id: int) -> HeldoutRows:
     """Cut texts into rows, so that every token is a target exactly once.
 
-    A row begins with the token before its first target, the first row of a source with the end of text. The end of
-    text is input to the model but is not counted, because it encodes no byte of text. It also pads short rows.
+    A row begins with the token before its first target; the first row of a source begins with end-of-text. This token
+    is an input of the model but does not count as a target, because it encodes no text. It also pads short rows.
     """
     inputs, targets, source = [], [], []
     for number, text in enumerate(texts):
@@ -136,7 +136,7 @@ def cut_rows(texts: Sequence[SourceText], seq_len: int, eot_id: int) -> HeldoutR
 
 
 def unigram_nats(folder: Path, manifest: TokenManifest) -> np.ndarray:
-    """Return -log p of every token id by its smoothed frequency in the training tokens: float64 [vocab_size]."""
+    """Return -log p for every token id, where p is its smoothed frequency in training tokens: float64 [vocab_size]."""
     shards = manifest.shards[:: -(-len(manifest.shards) // UNIGRAM_SHARDS) or 1]
     share = max(UNIGRAM_TOKENS // max(len(shards), 1), 2)
     counts = np.ones(manifest.vocab_size, np.int64)
@@ -148,7 +148,7 @@ def unigram_nats(folder: Path, manifest: TokenManifest) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Heldout:
-    """The held-out text, prepared to be scored many times. unigram: nats per token id, float64 [vocab_size]."""
+    """The held-out text, prepared to be scored many times. unigram: result of `unigram_nats`, float64 [vocab_size]."""
 
     texts: list[SourceText]
     rows: HeldoutRows
@@ -167,9 +167,9 @@ class Heldout:
 def open_heldout(
     config: RunConfig, folder: RunFolder, encoder: Encoder | None, *, tokens: Path | None = None, max_tokens: int
 ) -> Heldout | None:
-    """Open the held-out text of the run file, or of the token folder `tokens`. Returns None if there is neither.
+    """Open the held-out text in the token folder `tokens`, by default that of the run file. None if there is neither.
 
-    Raises ConfigError for tokens of another tokenizer than that of the training tokens.
+    Raises ConfigError if the tokenizer of the held-out tokens is not that of the training tokens.
     """
     if tokens is None:
         if not config.data.heldout:
@@ -180,7 +180,7 @@ def open_heldout(
     if manifest.tokenizer_sha256 != train.tokenizer_sha256:
         raise ConfigError(
             "E-TOKENIZER-MISMATCH",
-            f"the tokens in {tokens} were encoded with another tokenizer than data.tokens",
+            f"the tokens in {tokens} were encoded with a different tokenizer than data.tokens",
             rule="held-out text is scored in the tokens that the model was trained on",
             fix="build both from one corpus: ingot data build",
             path=str(tokens),
@@ -200,7 +200,8 @@ def data_path(folder: RunFolder, path: str) -> Path:
 
 
 def open_encoder(config: RunConfig, folder: RunFolder, manifest: TokenManifest) -> Encoder | None:
-    """Open the run's tokenizer, None if the run names none. Raises ConfigError if it did not make the run's tokens."""
+    """Open the run's tokenizer; None if the run file names none. Raises ConfigError if the training tokens were made
+    with another tokenizer, or if prompts need a tokenizer and there is none."""
     if not config.data.tokenizer:
         if config.evaluate.prompts:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The record of a run: events for machines, one line per interval for people. Only rank 0 writes."""
+"""The record of a run: events for programs, and one line per interval for people. Only rank 0 writes."""
 
 import math
 import os
@@ -32,7 +32,7 @@ from ingot.trainer.telemetry.waits import ThreadTime, Waits, summary
 class Interval:
     """The steps between two log lines, on this rank's clocks. Saving and evaluation are not part of an interval.
 
-    pipeline_before: seconds that this rank had waited for neighbors in the pipeline before the interval began.
+    pipeline_before: the total seconds that this rank had waited for pipeline neighbors when the interval began.
     """
 
     began: ThreadTime
@@ -53,7 +53,7 @@ def log_interval(trainer: Trainer, recent: list[StepResult], interval: Interval,
     """Write a `step` event for each step, one `progress` event, one line, and the load of experts. Collective.
 
     The host waits for the device here. saves: a checkpoint follows, so the load of every expert is written, too.
-    Returns the numbers of the steps, which the policy has not judged yet.
+    Returns the numbers of each step, which the policy has not judged yet.
     """
     read_at = time.monotonic()
     numbers = read_steps(recent)
@@ -63,7 +63,8 @@ def log_interval(trainer: Trainer, recent: list[StepResult], interval: Interval,
         trainer.log(events.STEP, step=result.step, loss=own.loss, grad_norm=own.grad_norm, lr=result.lr)
     if skipped := [own.step for own in numbers if own.skipped]:
         trainer.log(events.SKIPPED, steps=skipped)
-        trainer.say(f"skipped   the update of step {', '.join(map(str, skipped))}")
+        s = "s" if len(skipped) > 1 else ""
+        trainer.say(f"skipped   update{s} of step{s} {', '.join(map(str, skipped))}")
     config, step, steps = trainer.config, recent[-1].step, trainer.config.train.steps
     tokens_per_second = config.tokens_per_step / step_seconds
     mfu = None
@@ -99,7 +100,7 @@ def log_interval(trainer: Trainer, recent: list[StepResult], interval: Interval,
 
 
 def log_waits(trainer: Trainer, step: int, steps: int, own: Waits) -> None:
-    """Write one `waits` event about all ranks. Collective."""
+    """Write one `waits` event with the waits of all ranks. Collective."""
     rows = gather_from(range(trainer.place.world_size), own.row())
     trainer.log(events.WAITS, step=step, steps=steps, **summary(rows, steps))
 
@@ -192,13 +193,13 @@ def log_start(trainer: Trainer) -> None:
 
 
 def _extra_layout(parallel: Parallel) -> dict[str, int | str]:
-    """Return extra fields logged with a layout: expert degree, context form. parallel: resolved."""
+    """Return the fields logged with a layout besides its axes: expert degree and form of context parallelism."""
     experts: dict[str, int | str] = {"ep": parallel.ep} if parallel.ep > 1 else {}
     return experts | ({"context": parallel.context_form} if parallel.cp > 1 else {})
 
 
 def devices_in_use(place: RankInfo) -> int:
-    """Return the factor of a price per hour: the number of GPUs, or of machines on a CPU."""
+    """Return the number of devices that a price per hour counts: GPUs, or machines if the run is on CPUs."""
     return place.world_size if place.device.type == "cuda" else max(place.world_size // place.local_world_size, 1)
 
 

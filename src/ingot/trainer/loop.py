@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: next batch, step, verdict; at intervals log, save, evaluate, stop."""
+"""The training loop: next batch, step, verdict of the policy; at intervals log, save, evaluate, stop."""
 
 import time
 from collections import Counter
@@ -19,18 +19,19 @@ ROLL_BACKS_PER_STEP = 3
 
 @dataclass(frozen=True)
 class Ending:
-    """step: the last step done and saved. stopped: before the last step, on request or at `until_step`."""
+    """The end of training. step: the last step, which is saved. stopped: the run stopped early, on request or at
+    `until_step`."""
 
     step: int
     stopped: bool
 
 
 def train(trainer: Trainer) -> Ending:
-    """Train from `trainer.first_step` to the last step or to a stop request, and save the last one done. Collective.
+    """Train from `trainer.first_step` to the last step or a stop request, and save the last completed step. Collective.
 
     `trainer.until_step` is a stop requested in advance. Between two log lines the results of the steps stay on the
-    device, and the host waits for it only if the policy does. Any verdict but CONTINUE is acted on at once, after its
-    causes were logged. Nothing is saved before the policy has judged the steps up to it.
+    device, and the host waits for it only if the policy does. Any verdict except CONTINUE takes effect at once, after
+    the steps so far are logged. A step is saved only after the policy has judged all steps up to it.
     """
     config = trainer.config
     steps, done, stopped = config.train.steps, trainer.first_step - 1, False
@@ -39,7 +40,7 @@ def train(trainer: Trainer) -> Ending:
     interval = Interval.begin(trainer)
     roll_backs: Counter[int] = Counter()
 
-    if trainer.until_step < trainer.first_step <= steps:  # an earlier attempt came this far
+    if trainer.until_step < trainer.first_step <= steps:  # an earlier attempt reached until_step
         trainer.log(events.STOPPED, step=done, reason="requested")
         return Ending(done, stopped=True)
 
@@ -71,14 +72,14 @@ def train(trainer: Trainer) -> Ending:
         stopped = done < steps and (done == trainer.until_step or verdict is Verdict.STOP)
         if save_now or stopped:
             save(trainer, done)
-        if evaluate_now:  # also before a stop: the run that continues from here starts after this step
+        if evaluate_now:  # also before a stop: a later attempt continues after this step
             log_evaluation(trainer, done)
         if stopped:
             trainer.log(events.STOPPED, step=done, reason="requested")
             break
         interval = Interval.begin(trainer)
 
-    if not stopped:  # also when a run continues that was killed after its last checkpoint
+    if not stopped:  # also if the loop had no steps left: an earlier attempt was killed after the last checkpoint
         log_evaluation(trainer, done)
         log_samples(trainer, done)
         seconds = round(time.monotonic() - began, 3)
@@ -87,7 +88,7 @@ def train(trainer: Trainer) -> Ending:
 
 
 def is_due(step: int, every_steps: int) -> bool:
-    """Return whether an action of every `every_steps` steps happens after `step`; 0 means never."""
+    """Return whether an action that happens every `every_steps` steps is due after `step`; 0 means never."""
     return every_steps > 0 and step % every_steps == 0
 
 
@@ -96,17 +97,17 @@ def require_vetoed(numbers: StepNumbers) -> None:
     if not numbers.skipped:
         raise RunFailed(
             "E-POLICY-SKIP",
-            f"the policy's verdict skips step {numbers.step}, but its veto let the update happen",
-            rule="an update is skipped before it is made; afterwards a run can only roll back",
-            fix="let `veto` and `verdict` of the policy agree",
+            f"the policy's verdict skips step {numbers.step}, but its veto did not prevent the update",
+            rule="an update can only be skipped before it is made; afterwards a run can only roll back",
+            fix="change the policy so that `veto` and `verdict` agree",
             step=numbers.step,
         )
 
 
 def roll_back(trainer: Trainer, step: int, so_far: Counter[int]) -> int:
-    """Go back to the newest checkpoint and report it. Returns the step of that checkpoint. Collective.
+    """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective.
 
-    so_far: the number of roll-backs by the step that asked for them. Raises RunFailed when `step` asks too often.
+    so_far: step -> the number of roll-backs from there. Raises RunFailed after too many roll-backs from `step`.
     """
     so_far[step] += 1
     if so_far[step] > ROLL_BACKS_PER_STEP:
@@ -114,11 +115,11 @@ def roll_back(trainer: Trainer, step: int, so_far: Counter[int]) -> int:
             "E-ROLLBACK-LIMIT",
             f"the policy asked to roll back from step {step} for the {so_far[step]}th time",
             rule=f"a run rolls back at most {ROLL_BACKS_PER_STEP} times from the same step",
-            fix=f"ingot report {trainer.folder.root} shows the losses up to this step",
+            fix=f"look at the losses up to this step: ingot report {trainer.folder.root}",
             step=step,
             times=so_far[step],
         )
     back_at = reload(trainer)
     trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at)
-    trainer.say(f"rolled    back from step {step} to step {back_at}")
+    trainer.say(f"rollback  from step {step} to step {back_at}")
     return back_at

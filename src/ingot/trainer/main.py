@@ -1,6 +1,6 @@
 """One rank of a training job, started by torchrun: `python -m ingot.trainer.main RUN_FOLDER [--until-step N]`.
 
-Exit codes: 0 finished, 10 stopped on request (or after --until-step) with everything saved, else the error's own.
+Exit codes: 0 finished; 10 stopped on request (or after --until-step) with everything saved; otherwise the error's code.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from ingot.trainer.resilience.endings import guarded
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, guard the rank and train."""
     parser = argparse.ArgumentParser(prog="python -m ingot.trainer.main", description=__doc__)
-    parser.add_argument("run_folder", type=Path, help="holds the resolved run.toml; everything is written here")
-    parser.add_argument("--until-step", type=int, help="save and stop there (default: the run's last step)")
+    parser.add_argument("run_folder", type=Path, help="folder with the resolved run.toml; all output goes there")
+    parser.add_argument("--until-step", type=int, help="save and stop after this step (default: the run's last step)")
     parser.add_argument("--quiet", action="store_true", help="print no progress lines")
     args = parser.parse_args(argv)
     folder = RunFolder(args.run_folder)
@@ -35,7 +35,7 @@ def _say(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        # The reader of the lines is gone (`| head`, a closed terminal); training does not end for that.
+        # The reader of the lines is gone (`| head`, a closed terminal); training continues without it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

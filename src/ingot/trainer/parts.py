@@ -28,9 +28,9 @@ class StepParts:
     """The parts of one training step on this rank: the same in a run, a proof, a benchmark and a dry run.
 
     program: runs micro-batches through the pipeline's stages (one stage without pipeline parallelism).
-    loss_scale: in fp16 only. state: the tensors that a checkpoint holds.
+    loss_scale: None except in fp16. state: the tensors that a checkpoint holds.
     readers: one global rank per part of the batch, in order; each knows the loss of its part.
-    token_readers: all global ranks that read tokens of their own. balance: the load balance of experts, if there are
+    token_readers: all global ranks that read different tokens. balance: the load balancing of experts, None without
     experts.
     """
 
@@ -51,11 +51,11 @@ class StepParts:
 class Trainer(StepParts):
     """The parts of a run on this rank. The loop (loop.py) drives them.
 
-    place: this process among all ranks. segments: the ledger segments that checkpoints hold so far.
+    place: the rank and device of this process. segments: the ledger segments that checkpoints hold so far.
     tokens_per_byte: tokens per UTF-8 byte of the training text.
-    flops_per_token, peak_flops: in the norm convention (theory/flops.py); the peak is of all devices together, None
-    where no peak is published.
-    first_step: the next step to do. until_step: the step to stop after; the last step by default.
+    flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
+    all devices together, FLOP/s; None if unknown.
+    first_step: the next step to run. until_step: the step to stop after, by default the last.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0.
     """
 

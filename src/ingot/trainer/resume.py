@@ -1,4 +1,4 @@
-"""Load the newest checkpoint of a run and open its data at the step after: at the start, and when a run rolls back."""
+"""Load a run's newest checkpoint and open its data at the next step: at the start, and when the run rolls back."""
 
 from collections.abc import Callable
 
@@ -22,9 +22,9 @@ from ingot.trainer.parts import StepParts, Trainer
 def load_newest(
     parts: StepParts, folder: RunFolder, facts: CheckpointFacts, log: Callable[..., None]
 ) -> CheckpointManifest | None:
-    """Load the newest checkpoint of `folder` that verifies into `parts`. Returns None for a new run. Collective.
+    """Load the newest undamaged checkpoint of `folder` into `parts`. Returns None for a new run. Collective.
 
-    A checkpoint that does not verify is logged, and the next older one is tried.
+    A checkpoint that cannot be used is logged, and the next older one is tried.
     """
     restored = resume(
         folder,
@@ -61,9 +61,9 @@ def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.
 
 
 def reload(trainer: Trainer) -> int:
-    """Load the newest checkpoint that verifies into the running `trainer`. Returns its step. Collective.
+    """Load the newest undamaged checkpoint into the running `trainer`. Returns its step. Collective.
 
-    Raises RunFailed when there is no checkpoint yet, CheckpointError when none can be used.
+    Raises RunFailed if there is no checkpoint yet, CheckpointError if no checkpoint can be used.
     """
     restored = load_newest(trainer, trainer.folder, trainer.checkpoint_facts, trainer.log)
     if restored is None:
@@ -71,7 +71,7 @@ def reload(trainer: Trainer) -> int:
             "E-ROLLBACK-NO-CHECKPOINT",
             "the policy asked to roll back, but there is no checkpoint yet",
             rule="a run rolls back to its newest checkpoint",
-            fix="lower checkpoint.every_steps",
+            fix="lower checkpoint.every_steps, so that the first checkpoint is saved earlier",
             run=str(trainer.folder.root),
         )
     trainer.loader.close()

@@ -1,4 +1,4 @@
-"""A run on one rank, top to bottom: config -> mesh -> model -> parallelize -> optimizer -> loader -> resume -> loop."""
+"""A run on one rank, in this order: config -> mesh -> model -> parallelize -> optimizer -> resume -> loader -> loop."""
 
 import os
 import socket
@@ -50,7 +50,7 @@ from ingot.trainer.telemetry.usage import CostMeter
 def run_rank(folder: RunFolder, until_step: int | None = None, say: Callable[[str], None] | None = None) -> int:
     """Train the run in `folder` as the rank that the environment names. Returns the exit code.
 
-    until_step: save and stop there. say: receives the lines for people, on rank 0.
+    until_step: the step to save and stop after. say: on rank 0, called with each line for people.
     """
     config = load_run(folder.config)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
@@ -67,7 +67,7 @@ def run_rank(folder: RunFolder, until_step: int | None = None, say: Callable[[st
 def build_trainer(
     config: RunConfig, folder: RunFolder, place: RankInfo, *, until_step: int | None = None, say: Callable[[str], None]
 ) -> Trainer:
-    """Build the model, load the newest good checkpoint of `folder` into it, and open the data where the run stopped.
+    """Build the model, load the newest usable checkpoint of `folder`, and open the data where the run stopped.
 
     Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
     """
@@ -127,12 +127,12 @@ def build_parts(
     first_values: bool = True,
     continues: bool = False,
 ) -> StepParts:
-    """Build the model on this rank's place in the mesh, with its first weights and its optimizer. Collective.
+    """Build this rank's part of the model, with its first weights and its optimizer. Collective.
 
-    base: the folder that relative paths of the run file start from. policy: None in a benchmark or a trace.
-    first_values: False leaves weights unset, for a trace. continues: a checkpoint will replace the weights, so the
+    base: the folder that relative paths of the run file start from. policy: None in a benchmark or a dry run.
+    first_values: False leaves weights unset, for a dry run. continues: a checkpoint will replace the weights, so the
     folder of config.init is not read and need not exist any more.
-    Raises ConfigError with every problem of the layout, or if the model in config.init has another shape.
+    Raises ConfigError with every problem of the layout, or if the model in config.init has a different shape.
     """
     require_layout(config)
     settings, arch = resolve_parallel(config), config.model
@@ -162,7 +162,7 @@ def build_parts(
         model.shards,
         optimizer,
         extras=loss_scale.state() if loss_scale else {},
-        optional_extras=frozenset(LOSS_SCALE),  # a run may have begun in another precision
+        optional_extras=frozenset(LOSS_SCALE),  # the run may have begun in another precision
         buffers=balance.shards if balance else (),
     )
     return StepParts(
@@ -181,7 +181,7 @@ def build_parts(
 
 
 def _first_value(config: RunConfig, base: Path, continues: bool) -> InitialValue:
-    """Return the function of a weight's first value: drawn from the seed, or read from the model in config.init."""
+    """Return the function that makes first values: drawn from the seed, or read from the model in config.init."""
 
     def drawn(name: str, shape, offsets, sizes) -> torch.Tensor:
         return initial_value(name, shape, config.model, config.seed, offsets, sizes)
@@ -217,4 +217,4 @@ def _build_model(
 
 
 def _silent(*_, **__) -> None:
-    """Drop events and lines, on every rank but the first."""
+    """Drop events and lines: used on every rank except the first."""

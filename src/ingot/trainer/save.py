@@ -1,4 +1,4 @@
-"""One checkpoint of a run: the samples consumed since the last one go to the ledger, then the state is saved."""
+"""A checkpoint of a run: the samples consumed since the last checkpoint go to the ledger, then the state is saved."""
 
 import time
 from collections.abc import Sequence
@@ -30,20 +30,20 @@ def save(trainer: Trainer, step: int) -> None:
 
 
 def next_segment(trainer: Trainer, step: int) -> LedgerSegment:
-    """Write the samples of all ranks since the last segment as one file. Collective."""
+    """Write the ids of the samples that all ranks consumed since the last segment to one file. Collective."""
     first = trainer.segments[-1].last_step + 1 if trainer.segments else 1
     own = trainer.ledger.segment(first, step)
     if not trainer.place.is_first:
         if trainer.place.rank in trainer.readers:
             dist.send(torch.from_numpy(np.ascontiguousarray(own)), dst=0)
         return LedgerSegment(file="", first_step=first, last_step=step, sha256="")
-    # Data rank r read the r-th part of each global batch, so the parts side by side are the batch.
+    # Data rank r read the r-th part of each global batch, so the concatenated parts are the batch.
     ids = np.concatenate(_of_readers(own, trainer.readers), axis=1)
     return write_segment(trainer.folder.ledger, first, step, ids)
 
 
 def _of_readers(own: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
-    """Receive on rank 0 the samples of each of `readers`, all of the shape of `own`; other ranks have no new ones."""
+    """Receive, on rank 0, the sample ids of each rank in `readers`, each with the shape of `own`."""
     parts = [torch.from_numpy(own) if rank == 0 else torch.empty(own.shape, dtype=torch.int64) for rank in readers]
     arriving = [dist.irecv(part, src=rank) for rank, part in zip(readers, parts, strict=True) if rank != 0]
     for work in arriving:

@@ -1,4 +1,4 @@
-"""A rank's block of one parameter: the only thing that optimizer, clipping, checkpoints and offload know of a layout.
+"""A rank's block of one parameter: all that the optimizer, clipping, checkpoints and offload know about the layout.
 
 Tensor parallelism splits a parameter along one dim and data parallelism splits its rows, so a rank has one rectangular
 block of the whole parameter. Pipeline stages have different parameters. Ranks that hold the same block (replicas) all
@@ -14,12 +14,12 @@ from torch import Tensor
 class ParameterShard:
     """A block of the parameter `name`, whose whole shape is `shape`.
 
-    offsets, sizes: of the block within the whole, one number per dim; a size may be 0 (more ranks than rows).
+    offsets, sizes: position and shape of the block in the whole; a size may be 0 (if there are more ranks than rows).
     value: the master copy of the block, contiguous, of shape `sizes`, float32 (float64 in a float64 run). An optimizer
       updates it in place; the tensor stays the same object for the whole run.
     owner: True on exactly one of the ranks that hold this block.
-    grad: the gradient of the block, of shape `sizes`, on the device of `value` or of the parameters, possibly of a
-      lower dtype. Set for each optimizer step, else None; the optimizer frees it.
+    grad: the gradient of the block, of shape `sizes`, on the device of `value` or of the parameters, possibly in a
+      narrower dtype. Set for each optimizer step, otherwise None; the optimizer frees it.
     """
 
     name: str

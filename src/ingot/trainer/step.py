@@ -1,4 +1,4 @@
-"""One optimizer step. It never waits for the device: the measured values stay there until the log reads them."""
+"""One optimizer step, which never waits for the device: measured values stay there until the log reads them."""
 
 from ingot.trainer.optim.clip import clip_factor, gradient_norm
 from ingot.trainer.parallel.pipeline import MicroBatches

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that ingot uses, each in a wrapper: no other file of src touches one (a test checks).
+"""Every private name of PyTorch that ingot uses, each in a wrapper. A test checks that no other file of src uses one.
 
 A name is private if it, or a module on its path, begins with an underscore. A wrapper states why ingot needs the name
 ("Why"), the versions of PyTorch it was checked on ("Checked"), and what to use once the name is gone ("Then").
@@ -22,7 +22,7 @@ __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]  
 def functional_collectives() -> Any:
     """Return the namespace of collectives that return new tensors: all_reduce, all_gather_into_tensor, wait_tensor, ...
 
-    Why: the compiler can see and overlap these operators; those of torch.distributed it cannot.
+    Why: the compiler can see and overlap these operators, but not those of torch.distributed.
     Checked: 2.11, 2.13.
     Then: torch.distributed's own functions, once the compiler traces them.
     """
@@ -30,7 +30,7 @@ def functional_collectives() -> Any:
 
 
 class AttentionKernels(NamedTuple):
-    """Operators of attention, by kernel."""
+    """The operators of attention, by kernel."""
 
     flash_on_cpu: Any
     flash_on_cpu_backward: Any
@@ -72,7 +72,7 @@ def grouped_product_kernel() -> Any:
 
 
 def operator_packet(operator: Any) -> Any:
-    """Return the operator of a particular overload: aten.mm of aten.mm.default.
+    """Return the operator without its overload: aten.mm for aten.mm.default.
 
     Why: a trace counts and names operators, whichever overload runs.
     Checked: 2.11, 2.13.
@@ -112,7 +112,7 @@ class WideBuffers(nn.Module):
 
 
 def gather_before_backward(fsdp_module: Any, output: Any) -> Any:
-    """Return `output` such that `fsdp_module` gathers its parameters when the backward of `output` begins.
+    """Hook `output` so that `fsdp_module` gathers its parameters when the backward of `output` begins; return `output`.
 
     Why: FSDP2 registers this hook on the module's own output only. A module inside a recomputed block has to be
     gathered before the block runs again.
@@ -130,7 +130,7 @@ def compiler_is_loaded() -> bool:
 
     Why: a call of torch.compiler imports the compiler, which takes half a second in a process that compiles nothing.
     Checked: 2.11, 2.13.
-    Then: call torch.compiler.set_stance always.
+    Then: always call torch.compiler.set_stance.
     """
     return "torch._dynamo" in sys.modules
 
@@ -155,8 +155,8 @@ def overlap_products_with_collectives(group_name: str) -> None:
 class TraceMode(TorchDispatchMode):
     """A mode that sees every operation below autograd.
 
-    Why: there is no public class of dispatch modes. The override saves time: nothing is compiled in a trace, and hiding
-    from the compiler takes as long as the tracking of an operation.
+    Why: there is no public class of dispatch modes. The override saves time: nothing is compiled in a trace, so the
+    mode need not be hidden from the compiler, which takes as long as the tracking of an operation.
     Checked: 2.11, 2.13.
     Then: the public class; without the override a trace is slower.
     """
@@ -180,7 +180,7 @@ class UncompiledFakeMode(FakeTensorMode):
 
 
 def new_fake_tensor(meta: Tensor, attributes: dict[str, Any]) -> FakeTensor:
-    """Return FakeTensor(mode, meta, cpu), without its checks. attributes: of a tensor that the constructor made.
+    """Return FakeTensor(mode, meta, cpu) without its checks. attributes: those of a tensor that the constructor made.
 
     Why: a trace makes millions of fake tensors, and the checks take most of their time.
     Checked: 2.11, 2.13.
@@ -196,7 +196,7 @@ def new_fake_tensor(meta: Tensor, attributes: dict[str, Any]) -> FakeTensor:
 def without_dispatch() -> Any:
     """Return a context in which tensor subclasses and modes do not see operations.
 
-    Why: a remembered result of a trace needs no way through the dispatcher.
+    Why: a cached result of a trace need not pass through the dispatcher.
     Checked: 2.11, 2.13.
     Then: no context; a trace is slower.
     """
@@ -206,7 +206,7 @@ def without_dispatch() -> Any:
 def fake_store() -> Any:
     """Return the store of a process group of the backend "fake", whose collectives return at once.
 
-    Why: one process traces a rank of a run of thousands.
+    Why: a single process traces one rank of a run with thousands of ranks.
     Checked: 2.11, 2.13.
     Then: the store that the documentation of the backend names.
     """
@@ -216,7 +216,7 @@ def fake_store() -> Any:
 
 
 def count_group_name(ranks: list[int]) -> None:
-    """Use up the name of a process group that this rank is no member of.
+    """Use up the name of a process group that does not include this rank.
 
     Why: torch.distributed numbers the names of groups on every rank; a trace skips the groups of other ranks.
     Checked: 2.11, 2.13.
@@ -226,7 +226,7 @@ def count_group_name(ranks: list[int]) -> None:
 
 
 def group_of_name(name: str) -> Any:
-    """Return the process group that an operator's argument names.
+    """Return the process group with this name, which an operator got as an argument.
 
     Why: functional collectives refer to groups by name.
     Checked: 2.11, 2.13.
@@ -236,7 +236,7 @@ def group_of_name(name: str) -> Any:
 
 
 def is_process_group(value: Any) -> bool:
-    """Return whether a script object of an operator's arguments is a process group.
+    """Return whether `value`, an argument of an operator, is a process group as a script object.
 
     Why: torch.ScriptObject has no public type.
     Checked: 2.11, 2.13.

@@ -1,4 +1,4 @@
-"""A trained model in one process, outside of a training job: load it, score it, sample from it."""
+"""A trained model in one process, outside a training job: load, score, and sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from ingot.trainer.parallel.apply import COMPUTE
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of a checkpoint with its run. encoder: None if the run file names no tokenizer."""
+    """The model of a checkpoint, and its run. encoder: the tokenizer; None if the run file names none."""
 
     config: RunConfig
     folder: RunFolder
@@ -36,7 +36,7 @@ class Trained:
 
 
 def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") -> Trained:
-    """Load and verify a checkpoint, or the newest one of a run, in the precision that its run computes in."""
+    """Load and verify a checkpoint, or the newest checkpoint of a run, in the compute dtype of its run."""
     folder, checkpoint = find_checkpoint(path)
     config = load_run(folder.config)
     chosen = choose_device(device, local_rank=0)
@@ -47,9 +47,9 @@ def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") ->
 
 
 def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: int | None = None) -> Evaluation:
-    """Score the run's held-out tokens, or the tokens in the folder `tokens`. Training tokens make the unigram model.
+    """Score the run's held-out tokens, or those in the folder `tokens`. The unigram model comes from training tokens.
 
-    Raises ConfigError when the run names no held-out tokens, or when another tokenizer made them.
+    Raises ConfigError if the run names no held-out tokens, or if they were made with another tokenizer.
     """
     config, folder = trained.config, trained.folder
     if max_tokens is not None and max_tokens < 1:
@@ -68,7 +68,7 @@ def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: i
             "E-HELDOUT-UNSET",
             f"{folder.config} names no data.heldout",
             rule="bits per byte are measured on text that the model was not trained on",
-            fix="name a token folder with --tokens DIR",
+            fix="set data.heldout, or name a token folder with --tokens DIR",
             run_file=str(folder.config),
         )
     return evaluate(local_nats(trained.model), heldout, micro_batch=config.train.micro_batch, device=trained.device)
@@ -77,7 +77,7 @@ def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: i
 def sample_trained(
     trained: Trained, prompts: Sequence[str], *, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> list[str]:
-    """Return the model's continuation of each prompt, up to the end of text or `max_tokens`."""
+    """Return the model's continuation of each prompt, up to the end-of-text token or `max_tokens` tokens."""
     encoder = trained.encoder
     if encoder is None:
         raise ConfigError(

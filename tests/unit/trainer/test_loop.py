@@ -220,9 +220,9 @@ def test_rolling_back_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run)
 
     results = fork_ranks(roll_back, 2)
     assert [ending for ending, _ in results] == [(12, False)] * 2
-    assert [line for line in results[0][1] if line.startswith("rolled")] == [
-        "rolled    back from step 7 to step 5",
-        "rolled    back from step 12 to step 10",
+    assert [line for line in results[0][1] if line.startswith("rollback")] == [
+        "rollback  from step 7 to step 5",
+        "rollback  from step 12 to step 10",
     ]
     jumps = [(e["from_step"], e["to_step"]) for e in read_events(broken.events, "rolled_back")]
     assert jumps == [(7, 5), (12, 10)]
@@ -301,7 +301,7 @@ def test_a_skipped_step_is_written_down_at_once(fork_ranks, make_run):
     assert ending == (6, False)
     assert [e["step"] for e in read_events(folder.events, "progress")] == [3, 4, 5, 6]
     assert [e["steps"] for e in read_events(folder.events, "skipped")] == [[2], [4], [5]]
-    assert "skipped   the update of step 4" in lines
+    assert "skipped   update of step 4" in lines
 
 
 def test_an_update_that_was_made_cannot_be_skipped(fork_ranks, make_run):

@@ -1,4 +1,4 @@
-"""One answer for all ranks: every rank gets the result of rank 0, or the error that any rank raised."""
+"""One result for all ranks: every rank gets the result of rank 0, or the error that a rank raised."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,21 +12,21 @@ P = TypeVar("P")
 
 
 class RankError(RuntimeError):
-    """An error of another rank that is no IngotError: its rank, kind and message."""
+    """An error of another rank that is not an IngotError: its rank, class and message."""
 
 
 def rank() -> int:
-    """Return this process's global rank, 0 without a process group."""
+    """Return this process's global rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """Return the number of ranks, 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def from_rank_zero(find: Callable[[], T]) -> T:
-    """Return the result of `find()` on rank 0 to every rank, or raise its error on every rank. Collective.
+    """Call `find()` on rank 0 and return its result on every rank, or raise its error on every rank. Collective.
 
     An IngotError, OSError or ValueError is raised unchanged, any other error as a RankError that names it.
     """
@@ -45,10 +45,10 @@ def from_rank_zero(find: Callable[[], T]) -> T:
 
 
 def from_all_ranks(part: Callable[[], P], combine: Callable[[list[P]], T]) -> T:
-    """Return `combine([part() of rank 0, part() of rank 1, ...])`, computed on rank 0, to every rank. Collective.
+    """Call `part` on every rank and `combine` on rank 0 with the list of results; return its result on every rank.
 
-    An error of `combine`, or of `part` on any rank (the lowest rank if there are several), is raised on every rank.
-    The results of `part` are sent to rank 0, so they are small and picklable.
+    The list is in rank order. An error of `combine`, or of `part` on any rank (the lowest rank if several raise), is
+    raised on every rank. The results of `part` are sent to rank 0, so they must be small and picklable. Collective.
     """
     if not dist.is_initialized():
         return combine([part()])
@@ -73,18 +73,18 @@ def from_all_ranks(part: Callable[[], P], combine: Callable[[list[P]], T]) -> T:
     except Exception as error:
         if cause is None:
             raise
-        raise error from cause  # this rank's own traceback is the one worth reading
+        raise error from cause  # keeps this rank's own traceback
 
 
 def on_all_ranks(part: Callable[[], P]) -> P:
-    """Return this rank's own `part()`; an error on any rank is raised on every rank. Collective."""
+    """Call `part` on every rank and return this rank's result. An error on any rank is raised on all. Collective."""
     results: list[P] = []
     from_all_ranks(lambda: results.append(part()), lambda _: None)
     return results[0]
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error itself if other ranks can unpickle and understand it, else a RankError with its message."""
+    """Return the error itself if other ranks can unpickle and handle it, otherwise a RankError with its message."""
     if isinstance(error, IngotError | OSError | ValueError | RankError):
         return error
     return RankError(f"rank {rank()}: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""The folders of checkpoints: publish a new one, remove old ones, find the one that a path means. No torch.
+"""The folders of checkpoints: publish a new folder, remove old folders, find the checkpoint of a path. No torch.
 
-A folder is renamed before it is removed, so that a half-removed one is never taken for a checkpoint.
+A folder is renamed before it is removed, so that a half-removed folder is never taken for a checkpoint.
 """
 
 import shutil
@@ -12,13 +12,13 @@ from ingot.storage import fsync_dir
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished
 
 SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
-REMOVED = ".removed-"  # a folder with this prefix is no checkpoint any more
+REMOVED = ".removed-"  # a folder with this prefix is not a checkpoint any more
 
 
 def publish(folder: RunFolder, step: int) -> None:
-    """Make the complete temporary folder of `step` the checkpoint of that step."""
+    """Rename the complete temporary folder of `step` to the name of the checkpoint of that step."""
     path = folder.checkpoint(step)
-    if path.exists():  # a checkpoint of this step that did not verify, which is why the step was made again
+    if path.exists():  # a damaged checkpoint of this step, because of which the step was trained again
         aside = path.with_name(REMOVED + path.name)
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
@@ -27,10 +27,10 @@ def publish(folder: RunFolder, step: int) -> None:
 
 
 def prune(folder: RunFolder, step: int, keep: int) -> None:
-    """Remove the checkpoints older than the newest `keep` whole ones. The newest is that of `step`, just saved.
+    """Keep the newest `keep` complete checkpoints up to `step`, which was just saved, and remove the older ones.
 
-    A folder of a later step was refused when this run resumed (a flipped bit keeps its size). It does not count, or it
-    would displace checkpoints that can be used.
+    A folder of a later step was refused when this run resumed (for example because of a flipped bit, which keeps the
+    size). Such a folder does not count: it would displace usable checkpoints.
     """
     whole = 0
     for path in candidate_folders(folder.checkpoints):
@@ -44,7 +44,10 @@ def prune(folder: RunFolder, step: int, keep: int) -> None:
 
 
 def remove_leftovers(folder: RunFolder) -> list[str]:
-    """Remove the remains of killed saves and prunes. Only for the owner of the run's lock, while nothing is saved."""
+    """Remove the leftovers of killed saves and prunes, and return their names.
+
+    Only for the owner of the run's lock, while nothing is saved.
+    """
     removed = []
     for prefix in (SAVING, REMOVED):
         for path in sorted(folder.checkpoints.glob(prefix + "*")):
@@ -56,7 +59,7 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
 def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     """Return the run folder and the checkpoint that `path` names; a run folder means its newest checkpoint.
 
-    Raises UsageError when `path` is neither a run folder nor a checkpoint in one, CheckpointError when there is none.
+    Raises UsageError if `path` is neither a run folder nor a checkpoint in one, CheckpointError for a run without any.
     """
     folder = RunFolder(path)
     if folder.config.is_file():
@@ -66,7 +69,7 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
                 "E-CKPT-NONE",
                 f"{path} has no checkpoint yet",
                 rule="a run saves its first checkpoint after checkpoint.every_steps steps",
-                fix=f"ingot train {path}",
+                fix=f"continue the run: ingot train {path}",
                 run=str(path),
             )
         return folder, candidates[0]
@@ -76,7 +79,7 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     raise UsageError(
         "E-RUN-NOT-FOUND",
         f"{path} is neither a run folder nor a checkpoint in one",
-        rule="a run folder contains run.toml, and its checkpoints are checkpoints/step-*",
+        rule="a run folder contains run.toml, and its checkpoints are the folders checkpoints/step-*",
         fix="name the folder that ingot train wrote",
         path=str(path),
     )

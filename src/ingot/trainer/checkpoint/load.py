@@ -1,4 +1,4 @@
-"""Resume from the newest checkpoint that verifies, or load one for a single process."""
+"""Resume from the newest undamaged checkpoint, or load a checkpoint into a model in a single process."""
 
 import json
 from collections import defaultdict
@@ -42,13 +42,13 @@ def resume(
     data_fingerprint: str,
     on_refused: Callable[[int, Path, str], None],
 ) -> CheckpointManifest | None:
-    """Fill `state` from the newest checkpoint of `folder` that verifies. Returns None if there is none. Collective.
+    """Fill `state` from the newest usable checkpoint of `folder`. Returns None if the run has none. Collective.
 
     Only master weights are filled; the caller updates the parameters in compute precision.
 
-    A checkpoint that does not verify is reported by `on_refused(step, path, reason)` on every rank, and the next older
-    one is tried. Random states are restored if the number of ranks is the same. Raises CheckpointError if there are
-    checkpoints and none can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
+    A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason)` on every rank, and
+    the next older one is tried. Random states are restored if the number of ranks is the same. Raises CheckpointError
+    if no existing checkpoint can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
     candidates = from_rank_zero(lambda: candidate_folders(folder.checkpoints))
     refused = []
@@ -74,7 +74,7 @@ def resume(
             f"none of the {len(candidates)} checkpoints in {folder.checkpoints} can be used:\n  "
             + "\n  ".join(refused),
             rule="a run that has checkpoints never starts again from step 0 on its own",
-            fix="restore one of them, or start again and keep the old run: ingot train ... --fresh --archive",
+            fix="restore a checkpoint, or start again and keep the old run: ingot train ... --fresh --archive",
             folder=str(folder.checkpoints),
             checkpoints=len(candidates),
         )
@@ -82,17 +82,17 @@ def resume(
 
 
 def _verified_by_all(path: Path) -> CheckpointManifest:
-    """Verify `path` with all ranks, each hashing its share of the files. A problem on one rank is raised on all."""
+    """Verify `path` on all ranks: each hashes its share of the files. An error on one rank is raised on all ranks."""
     manifest = from_rank_zero(lambda: read_manifest(path))
     on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank() :: world()]))
     return manifest
 
 
 def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, config_sha256: str, data: str) -> None:
-    # The launcher compares key by key and records the changes that the user accepted; this is the last check before
-    # weights are loaded.
+    # The launcher compares settings key by key and records the changes that the user accepted; this is the last check
+    # before weights are loaded.
     def check() -> None:
-        # A hash from a version that hashed more settings differs, though the settings themselves are equal.
+        # An older version that hashed more settings wrote a different hash, even if the settings are equal.
         same = config_sha256 in (manifest.config_sha256, settings_sha256(manifest.settings))
         if same and manifest.data_fingerprint == data:
             return
@@ -103,7 +103,7 @@ def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, conf
                 "E-RUN-CHANGED",
                 f"the run's {what} differ from those of its checkpoint at step {manifest.step}",
                 rule="a changed setting must be confirmed with --accept-change",
-                fix="ingot train shows the changed keys and the flags that accept them",
+                fix="run `ingot train`, which shows the changed keys and the flags that accept them",
                 step=manifest.step,
                 changed=what,
             )
@@ -112,7 +112,7 @@ def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, conf
 
 
 def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> None:
-    """Load all blocks, after all ranks compared names, shapes and types: another model is never loaded in part."""
+    """Load all blocks after all ranks have compared names, shapes and dtypes: another model is never loaded in part."""
     names = sorted(name for name in manifest.tensors if not state.is_skipped(name))
     moments = on_all_ranks(state.optimizer.moments)
     blocks: list[StateBlock] = []
@@ -122,7 +122,7 @@ def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> Non
         blocks.extend(b for b in every if b.name in manifest.tensors or not b.optional)
         _check_fits(path, manifest, blocks)
         own = {block.name for block in blocks}
-        return sum(1 << i for i, name in enumerate(names) if name in own)  # one bit per name: cheap from 16k ranks
+        return sum(1 << i for i, name in enumerate(names) if name in own)  # one bit per name: cheap with 16k ranks
 
     def covered(by_rank: list[int]) -> None:
         for i, name in enumerate(names):
@@ -150,7 +150,7 @@ def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[StateBloc
 def _other_model(path: Path, name: str, difference: str) -> CheckpointError:
     return CheckpointError(
         "E-CKPT-OTHER-MODEL",
-        f"checkpoint {path} is of another model: {name}: {difference}",
+        f"checkpoint {path} is of another model: tensor {name}: {difference}",
         rule="a checkpoint is loaded into a model with the same tensors",
         fix="use the run file that the checkpoint was trained with",
         path=str(path),
@@ -159,11 +159,11 @@ def _other_model(path: Path, name: str, difference: str) -> CheckpointError:
 
 
 def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
-    """Verify `checkpoint` and load its weights into `model` in this one process; no process group, any device.
+    """Verify `checkpoint` and load its weights into `model`, on any device, in one process without a process group.
 
-    The tensors of `model` keep their type: fp32 master weights become bf16 where the model is bf16. The loads of
-    experts, which only training uses, are not loaded. Router biases that the checkpoint lacks keep their value: the run
-    began to use them later. Raises CheckpointError when the checkpoint does not verify or is of another model.
+    The tensors of `model` keep their dtype: fp32 master weights become bf16 if the model is bf16. The loads of experts,
+    which only training uses, are not loaded. Router biases keep their value if the checkpoint has none, because the run
+    began to use them later. Raises CheckpointError if the checkpoint is damaged or of another model.
     """
     manifest = verify_checkpoint(checkpoint)
     targets = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(LOAD)}
@@ -186,13 +186,13 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
 
 
 def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[StateBlock]) -> None:
-    """Fill the tensor of each block from checkpoint `path`, whatever blocks its files hold.
+    """Fill the tensor of each block from checkpoint `path`, however the checkpoint was divided into blocks.
 
-    manifest: verified, and with every block's name. Only the bytes that a block needs are read. The tensors keep their
-    device and dtype. One file is open at a time. Raises CheckpointError.
+    manifest: verified; must contain the name of every block. Only the bytes that a block needs are read. The tensors
+    keep their device and dtype. One file is open at a time. Raises CheckpointError if a file cannot be read.
     """
     wanted: dict[str, list[tuple[StateBlock, StoredBlock]]] = defaultdict(list)
-    shared: dict[tuple, list[int]] = {}  # weights, moments and layers share cuts: each cut is searched once
+    shared: dict[tuple, list[int]] = {}  # weights, moments and layers share cuts, so each cut is searched only once
     for block in blocks:
         entry = manifest.tensors[block.name]
         place = (entry.cut, block.offsets, block.sizes)

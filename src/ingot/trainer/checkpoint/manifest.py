@@ -1,11 +1,12 @@
-"""The manifest of a checkpoint, and the check that its files hold exactly the bytes that the manifest names.
+"""The manifest of a checkpoint, and the check that the files contain exactly the bytes that were saved.
 
     checkpoints/step-00000400/
         rank-00000.safetensors    what one rank wrote; plain safetensors
         rank-00001.safetensors
-        manifest.json             written last, carries a hash of itself
+        manifest.json             written last, contains a hash of itself
 
-No torch: listing and verifying work on machines that do not train. Nothing is ever unpickled.
+A cut is the division of a tensor into blocks, which tensors of equal shape may share. No torch: listing and verifying
+work on machines that do not train. Nothing is ever unpickled.
 """
 
 import json
@@ -33,7 +34,7 @@ from ingot.trainer.checkpoint.blocks import tiling_problem
 
 MANIFEST = "manifest.json"
 VERSION = 2
-# torch's name of a type -> bytes per element, safetensors' name.
+# torch's name of a dtype -> bytes per element, safetensors' name of the dtype.
 DTYPES = {
     "float64": (8, "F64"),
     "float32": (4, "F32"),
@@ -55,7 +56,7 @@ _NEXT_OLDER = "delete or restore this folder; training then continues from the n
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A folder with the name of a checkpoint. If it is damaged, `manifest` is None and `damage` names the reason."""
+    """A folder with the name of a checkpoint. If it is damaged, `manifest` is None and `damage` is the reason."""
 
     path: Path
     step: int
@@ -68,7 +69,7 @@ class ListedCheckpoint:
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write the manifest as one line per key, which people can read and `is_finished` can search."""
+    """Write the manifest with one line per key, which people can read and `is_finished` can search."""
     values = to_dict(manifest)
     lines = [f"{canonical_json(k)}:{canonical_json(v)}" for k, v in (values | {"sha256": _hash(values)}).items()]
     write_atomic(folder / MANIFEST, "{\n" + ",\n".join(lines) + "\n}\n")
@@ -79,9 +80,9 @@ def _hash(values: dict) -> str:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Read the manifest of checkpoint `folder`. Raises CheckpointError when it is missing, damaged or breaks a rule.
+    """Read the manifest of checkpoint `folder`. Raises CheckpointError if it is missing, damaged or breaks a rule.
 
-    Only names and sizes of tensor files are checked; `verify_checkpoint` reads the files.
+    Of the tensor files, only names and sizes are checked; `verify_checkpoint` reads the files.
     """
     values = _read_values(folder)
     try:
@@ -95,7 +96,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether `folder` has a manifest and files of the sizes in it. No hash is computed."""
+    """Return whether `folder` has a manifest and all files have the sizes listed there. No hash is computed."""
     try:
         files = _read_files(folder)
         return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
@@ -104,18 +105,18 @@ def is_finished(folder: Path) -> bool:
 
 
 def _read_files(folder: Path) -> dict:
-    """Read the `files` of the manifest alone, which are one short line."""
+    """Read only the key `files` of the manifest, which is one short line."""
     mark = b'"files":'
     with (folder / MANIFEST).open("rb") as file:
         line = next((line for line in file if line.startswith(mark)), None)
         file.seek(-3, 2)
         if line is not None and file.read() == b"\n}\n":
             return json.loads(line.removeprefix(mark).rstrip(b",\n"))
-    return _read_values(folder)["files"]  # a version 1 manifest, or a torn one
+    return _read_values(folder)["files"]  # a manifest of version 1, or an incomplete manifest
 
 
 def _read_values(folder: Path) -> dict:
-    """Read the values of the manifest, without its hash, after checking the hash. Raises CheckpointError."""
+    """Read the manifest, check its hash, and return the values without the hash. Raises CheckpointError."""
     try:
         values = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -133,7 +134,7 @@ def _read_values(folder: Path) -> dict:
         found = values.get("version")
         raise damaged(
             folder,
-            f"its format is version {found!r}, this ingot reads 1 to {VERSION}",
+            f"its format is version {found!r}, but this version of ingot reads 1 to {VERSION}",
             "E-CKPT-VERSION",
             version=found if isinstance(found, int | str) else repr(found),
         )
@@ -144,14 +145,14 @@ def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:
     # The rules keep a reader from opening a foreign file, allocating without bound, or leaving a hole.
     named = _FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
-        raise damaged(folder, f"its manifest is of step {manifest.step}", "E-CKPT-STEP", step=manifest.step)
+        raise damaged(folder, f"its manifest is for step {manifest.step}", "E-CKPT-STEP", step=manifest.step)
     for name, entry in manifest.files.items():
         if not _FILE.fullmatch(name):
-            raise damaged(folder, f"manifest.json names the file {name!r}", "E-CKPT-MANIFEST", file=name)
+            raise damaged(folder, f"manifest.json lists {name!r}, not a file name", "E-CKPT-MANIFEST", file=name)
         _check_size(folder, name, entry)
     for cut in manifest.cuts:
         if not len(cut.ranks) == len(cut.offsets) == len(cut.sizes):
-            raise damaged(folder, "a cut has not as many ranks as blocks", "E-CKPT-MANIFEST")
+            raise damaged(folder, "a cut has different numbers of ranks and blocks", "E-CKPT-MANIFEST")
     _check_tensors(folder, manifest)
     stored: Counter[int] = Counter()
     for (number, dtype), tensors in Counter((t.cut, t.dtype) for t in manifest.tensors.values()).items():
@@ -173,7 +174,7 @@ def _check_tensors(folder: Path, manifest: CheckpointManifest) -> None:
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
             raise damaged(
-                folder, f"tensor {name} has the unknown type {tensor.dtype!r}", "E-CKPT-MANIFEST", tensor=name
+                folder, f"tensor {name} has the unknown dtype {tensor.dtype!r}", "E-CKPT-MANIFEST", tensor=name
             )
         if not 0 <= tensor.cut < len(manifest.cuts):
             raise damaged(folder, f"tensor {name} names a cut that does not exist", "E-CKPT-MANIFEST", tensor=name)
@@ -188,7 +189,7 @@ def _check_tensors(folder: Path, manifest: CheckpointManifest) -> None:
         except ValueError:
             complete = False
         if not complete:
-            raise damaged(folder, f"tensor {name} has not one checksum per block", "E-CKPT-MANIFEST", tensor=name)
+            raise damaged(folder, f"tensor {name} does not have one checksum per block", "E-CKPT-MANIFEST", tensor=name)
 
 
 def _cut_problem(manifest: CheckpointManifest, cut: BlockLayout, shape: tuple[int, ...]) -> str:
@@ -215,7 +216,7 @@ def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
     if size != entry.bytes:
         raise damaged(
             folder,
-            f"{name} has {size:,} bytes, {entry.bytes:,} were saved",
+            f"{name} has {size:,} bytes, but {entry.bytes:,} were saved",
             "E-CKPT-SIZE",
             file=name,
             bytes=size,
@@ -223,7 +224,7 @@ def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
         )
 
 
-_BlockNumber = tuple[str, int]  # tensor, number of the block
+_BlockNumber = tuple[str, int]  # name of the tensor, number of the block in its cut
 
 
 def verify_files(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> None:
@@ -235,7 +236,7 @@ def verify_files(folder: Path, manifest: CheckpointManifest, names: Iterable[str
 
 
 def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[_BlockNumber]]:
-    """Return the blocks in each of the files `names`: one rank verifies a few of thousands of files."""
+    """Return file -> blocks for the files `names` only: a rank verifies a few of thousands of files."""
     tensors = defaultdict(list)
     for name, entry in manifest.tensors.items():
         tensors[entry.cut].append(name)
@@ -257,7 +258,7 @@ def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: 
     if not same:
         raise damaged(
             folder,
-            f"{name} does not hold the bytes that were saved ({_damaged_part(folder, manifest, name, blocks)})",
+            f"{name} differs from the bytes that were saved (damaged: {_damaged_part(folder, manifest, name, blocks)})",
             "E-CKPT-HASH",
             file=name,
         )
@@ -272,17 +273,17 @@ def _check_header(folder: Path, manifest: CheckpointManifest, name: str, blocks:
             for tensor, number in blocks:
                 chunk, dtype = manifest.chunk(tensor, number), manifest.tensors[tensor].dtype
                 if chunk.key not in keys:
-                    raise damaged(folder, f"{name} does not hold tensor {tensor}", "E-CKPT-HEADER", file=name)
+                    raise damaged(folder, f"{name} does not contain tensor {tensor}", "E-CKPT-HEADER", file=name)
                 part = file.get_slice(chunk.key)
                 if tuple(part.get_shape()) != chunk.sizes or part.get_dtype() != DTYPES[dtype][1]:
-                    problem = f"{name} holds tensor {tensor} in another shape or type"
+                    problem = f"{name} contains tensor {tensor} with another shape or dtype"
                     raise damaged(folder, problem, "E-CKPT-HEADER", file=name)
     except safetensors.SafetensorError as error:
         raise damaged(folder, f"{name} is not a safetensors file ({error})", "E-CKPT-HEADER", file=name) from None
 
 
 def _damaged_part(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> str:
-    """Name the damaged tensor by the checksum of each block, or the header if it is damaged."""
+    """Find the damaged tensor by the checksum of each block; if no block is damaged, name the header."""
     try:
         with (folder / name).open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
@@ -304,14 +305,14 @@ def _crc32(manifest: CheckpointManifest, tensor: str, number: int) -> int:
 
 
 def verify_checkpoint(path: Path) -> CheckpointManifest:
-    """Read and hash every byte of checkpoint `path`. Raises CheckpointError at the first file that does not verify."""
+    """Read and hash every byte of checkpoint `path`. Raises CheckpointError at the first damaged file."""
     manifest = read_manifest(path)
     verify_files(path, manifest, manifest.files)
     return manifest
 
 
 def candidate_folders(checkpoints: Path) -> list[Path]:
-    """Return the folders with names of checkpoints, newest first, without opening them."""
+    """Return the folders that have the name of a checkpoint, newest first, without opening them."""
     if not checkpoints.is_dir():
         return []
     found = [p for p in checkpoints.iterdir() if _FOLDER.fullmatch(p.name)]
@@ -319,7 +320,7 @@ def candidate_folders(checkpoints: Path) -> list[Path]:
 
 
 def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
-    """List the checkpoints in `checkpoints`, newest first: manifests are read, tensor files only measured."""
+    """List the checkpoints in `checkpoints`, newest first. Manifests are read; of tensor files, only the size."""
     listed = []
     for path in candidate_folders(checkpoints):
         step = int(path.name.removeprefix("step-"))
@@ -331,11 +332,11 @@ def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
 
 
 def damaged(folder: Path, what: str, code: str = "E-CKPT-DAMAGED", **facts: object) -> CheckpointError:
-    """Return the error of a checkpoint that cannot be used. what: the damage. facts: of the error."""
+    """Return the error for a checkpoint that cannot be used. what: the damage. facts: the facts of the error."""
     return CheckpointError(
         code,
         f"checkpoint {folder}: {what}",
-        rule="a checkpoint is used only if every byte is what was saved",
+        rule="a checkpoint is used only if every byte is as it was saved",
         fix=_NEXT_OLDER,
         path=str(folder),
         **facts,
@@ -343,7 +344,7 @@ def damaged(folder: Path, what: str, code: str = "E-CKPT-DAMAGED", **facts: obje
 
 
 def upgraded(values: dict) -> dict:
-    """Return the values of a version 1 manifest, which named file, key, offsets and sizes per block, as version 2.
+    """Convert the values of a version 1 manifest, which lists file, key, offsets and sizes of each block, to version 2.
 
     Raises ValueError, KeyError, TypeError or AttributeError for values that version 1 never wrote.
     """

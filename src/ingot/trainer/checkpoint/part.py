@@ -1,7 +1,7 @@
-"""The list of blocks that each rank sends to rank 0, and how rank 0 makes the cuts of the manifest from it. No torch.
+"""The list of blocks that each rank sends to rank 0, which makes the cuts of the manifest from the lists. No torch.
 
-A rank of a 405B model holds a few hundred tensors, with the same cut in all layers. It sends each block's place once
-and the names as numbers, so rank 0 unpacks a few thousand objects instead of millions.
+A rank of a 405B model holds a few hundred tensors, with the same cut in all layers. The rank sends each distinct block
+position once and tensor names as numbers, so rank 0 unpacks a few thousand objects instead of millions.
 """
 
 import json
@@ -17,7 +17,7 @@ from ingot.schema.checkpoint import BlockLayout, FileEntry, TensorEntry, pack_cr
 from ingot.trainer.checkpoint.blocks import tiling_problem
 
 Numbers = tuple[int, ...]
-Kind = tuple[str, Numbers]  # dtype, shape of the whole
+Kind = tuple[str, Numbers]  # dtype, shape of the whole tensor
 Row = tuple[Numbers, Numbers, int]  # offsets, sizes, rank
 
 
@@ -25,10 +25,11 @@ Row = tuple[Numbers, Numbers, int]  # offsets, sizes, rank
 class RankBlocks:
     """The blocks that one rank wrote.
 
-    kinds: dtype and whole shape of all tensors that the rank holds, compressed; equal on all ranks of a stage.
+    kinds: name -> (dtype, whole shape) of all tensors that the rank holds, as compressed JSON; equal on all ranks of a
+    pipeline stage.
 
-    places: (offsets, sizes, numbers of the tensors in `kinds`, CRC-32 of the block of each), the two last as bytes of
-    unsigned 32-bit integers.
+    places: (offsets, sizes, indices of the tensors in `kinds`, CRC-32 of each tensor's block); the last two are the
+    bytes of unsigned 32-bit integers.
     """
 
     file: FileEntry
@@ -54,7 +55,10 @@ class RankBlocks:
 
 
 def assemble(parts: Sequence[RankBlocks]) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:
-    """Make the cuts and tensors of the manifest. Raises CheckpointError unless each element was written once."""
+    """Make the cuts and tensors of the manifest from the ranks' blocks.
+
+    Raises CheckpointError unless each element was written exactly once.
+    """
     names = cache(lambda packed: tuple(json.loads(zlib.decompress(packed))))
     kinds = _same_kinds(parts)
     rows: dict[str, list[Row]] = {name: [] for name in kinds}
@@ -80,8 +84,8 @@ def _same_kinds(parts: Sequence[RankBlocks]) -> dict[str, Kind]:
             if kinds.setdefault(name, kind) != kind:
                 raise CheckpointError(
                     "E-STATE-RANKS",
-                    f"{name} is {dtype}{list(shape)} on rank {rank}, and another shape or type on a lower rank",
-                    rule="all ranks have blocks of the same tensors",
+                    f"{name} is {dtype}{list(shape)} on rank {rank}, but has another shape or dtype on a lower rank",
+                    rule="a tensor has the same shape and dtype on all ranks",
                     fix="start all ranks with the same run file and the same version of ingot",
                     tensor=name,
                     rank=rank,
@@ -92,9 +96,9 @@ def _same_kinds(parts: Sequence[RankBlocks]) -> dict[str, Kind]:
 def _tensors(
     kinds: dict[str, Kind], rows: dict[str, list[Row]], checksums: dict[str, array]
 ) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:
-    orders: dict[tuple[Row, ...], list[int]] = {}  # as gathered, by rank -> how to sort by place
-    numbers: dict[tuple[Row, ...], int] = {}  # as gathered -> which cut
-    tiled: dict[tuple[int, Numbers], str] = {}
+    orders: dict[tuple[Row, ...], list[int]] = {}  # rows in rank order -> the indices that sort them by position
+    numbers: dict[tuple[Row, ...], int] = {}  # rows in rank order -> number of the cut
+    tiled: dict[tuple[int, Numbers], str] = {}  # (cut, shape) -> tiling_problem
     cuts, entries = [], {}
     for name, (dtype, shape) in kinds.items():
         gathered = tuple(rows[name])
@@ -113,7 +117,7 @@ def _tensors(
                 "E-STATE-OWNERS",
                 f"the blocks of {name} that the ranks own {problem}",
                 rule="every element is saved by exactly one rank",
-                fix="this is a defect of ingot: please report it with the run's run.toml",
+                fix="this is a bug in ingot; please report it with the run's run.toml",
                 tensor=name,
             )
         crc32 = pack_crc32([checksums[name][i] for i in orders[gathered]])

@@ -1,6 +1,6 @@
-"""Save a checkpoint: every rank writes the blocks it owns into its own file, rank 0 the manifest that names them all.
+"""Save a checkpoint: every rank writes the blocks that it owns to its own file, and rank 0 writes the manifest.
 
-A checkpoint counts as saved only after its files were read back from the disk and compared.
+A checkpoint counts as saved only after its files have been read back from the disk and compared.
 """
 
 import shutil
@@ -21,12 +21,12 @@ from ingot.trainer.checkpoint.state import StateBlock, TrainingState, random_sta
 from ingot.trainer.checkpoint.tensor_file import dtype_name, write_tensors
 
 _LEDGER_BYTES = 16 << 20  # free space for the ledger
-_EXTRA_BYTES_PER_RANK = 64 << 10  # free space for the header, the random state and its lines of the manifest
+_EXTRA_BYTES_PER_RANK = 64 << 10  # free space for a rank's file header, random state and part of the manifest
 
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """The fields of a checkpoint's manifest that do not depend on its tensors. See schema/checkpoint.py."""
+    """The fields of a checkpoint's manifest (schema/checkpoint.py) that do not depend on its tensors."""
 
     step: int
     tokens: int
@@ -38,7 +38,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """bytes: the size of all tensor files. stall_seconds: how long this rank did not train."""
+    """A saved checkpoint. bytes: the size of all tensor files. stall_seconds: how long training paused on this rank."""
 
     path: Path
     bytes: int
@@ -55,9 +55,9 @@ def save_checkpoint(
 ) -> SavedCheckpoint:
     """Write, verify and publish the checkpoint of step `facts.step`, then remove all but the newest `keep`. Collective.
 
-    Without a process group it saves the state of this one process. Raises ResourceError (no space) or CheckpointError
-    (a value is not finite, the data read back differs from the data written, the owned blocks are not the whole) on
-    every rank. Then older checkpoints are as before, and the unfinished one is ignored.
+    Without a process group, saves the state of this process. Raises ResourceError (no space) or CheckpointError (a
+    value is not finite, the data read back differs from the data written, the owned blocks do not make up the tensors)
+    on every rank. After an error, older checkpoints are unchanged, and the unfinished one is ignored.
     """
     started = time.perf_counter()
     writer = CheckpointWriter(folder, facts, ledger, keep)
@@ -79,12 +79,12 @@ class CheckpointWriter:
         self.blocks: list[StateBlock] = []
 
     def open(self, state: TrainingState) -> int:
-        """Collect the blocks of this rank. Returns the bytes that it will write."""
+        """Collect the blocks of this rank. Returns the number of bytes that the rank will write."""
         self.blocks = state.blocks(state.optimizer.moments(), first_rank=rank() == 0)
         return sum(block.tensor.nbytes for block in self.blocks if block.written)
 
     def make_folder(self, bytes_by_rank: list[int]) -> None:
-        """Make the temporary folder, on rank 0, after checking that the disk has room."""
+        """Check that the disk has room, and make the temporary folder. Called on rank 0."""
         needed = sum(bytes_by_rank) + _LEDGER_BYTES + _EXTRA_BYTES_PER_RANK * len(bytes_by_rank)
         require_free(self.folder.checkpoints, needed, f"the checkpoint of step {self.facts.step}")
         shutil.rmtree(self.temporary, ignore_errors=True)
@@ -93,7 +93,7 @@ class CheckpointWriter:
     def write(self) -> RankBlocks:
         """Write and verify this rank's file. Returns its part of the manifest."""
         blocks = [block for block in self.blocks if block.written and block.tensor.numel()]
-        # Large elements first keeps every tensor of the file aligned.
+        # Tensors with larger elements go first, so that every tensor in the file is aligned.
         blocks.sort(key=lambda block: (-block.tensor.itemsize, block.name, block.offsets))
         file = file_of(rank())
         tensors = [(key_of(b.name, b.offsets), b.tensor) for b in blocks] + random_state()
@@ -103,8 +103,8 @@ class CheckpointWriter:
             raise ResourceError(
                 "E-CKPT-WRITE",
                 f"{self.temporary / file} cannot be written ({error.strerror})",
-                rule="a checkpoint is saved whole or not at all; the last one is untouched",
-                fix="free space on that disk or repair it, then run the same command: it continues",
+                rule="a checkpoint is saved completely or not at all; the last checkpoint is unchanged",
+                fix="free space on that disk or repair the disk, then run the same command: the run continues",
                 path=str(self.temporary / file),
             ) from None
         kinds = {b.name: (dtype_name(b.tensor.dtype), b.shape) for b in self.blocks}
@@ -112,9 +112,9 @@ class CheckpointWriter:
         return RankBlocks.pack(entry, kinds, written, checksums[: len(blocks)])
 
     def finish(self, parts: list[RankBlocks]) -> int:
-        """Write the manifest, rename the folder and prune, on rank 0. Returns the bytes of all files.
+        """Write the manifest, rename the folder and prune old checkpoints. Returns the bytes of all files.
 
-        Called when every rank has written and verified its file.
+        Called on rank 0 after every rank has written and verified its file.
         """
         cuts, tensors = assemble(parts)
         manifest = CheckpointManifest(

@@ -1,13 +1,13 @@
-"""Everything a rank holds of a run's state, as named blocks of whole tensors. The names are those on the disk.
+"""Everything that a rank holds of a run's state, as named blocks of whole tensors. The names are those in the files.
 
-    model.<parameter>              master weights, and what a model learns without an optimizer (biases of routers)
+    model.<parameter>              master weights, and buffers that training changes (biases and loads of routers)
     optim.exp_avg.<parameter>      AdamW's moments, cut like the parameter
     optim.exp_avg_sq.<parameter>
     optim.step.<parameter>         a scalar, the same for every block
     extra.<name>                   small tensors that are the same on every rank, such as a loss scale
 
-Nothing else of a layout is known here: loading on another one means asking for other blocks. Learning rates are not
-state: they are a function of the step.
+Nothing else here depends on the layout: another layout loads the same tensors in different blocks. Learning rates are
+not part of the state, because they are a function of the step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from ingot.errors import CheckpointError
 
 MODEL, OPTIM, EXTRA = "model.", "optim.", "extra."
 CPU, CUDA = "random.cpu", "random.cuda"
-# The end of the names of experts' loads in the step before. Only a balance loss reads them, and a run may start or stop
-# to have one; the model computes the same without them.
+# The suffix of the names of experts' loads in the previous step. Only a balance loss reads them, and a run may add or
+# remove the loss; the model's outputs do not depend on them.
 LOAD = ".router.load"
-# The end of the names of the biases of routers; a model that never had any computes as one with zeros.
+# The suffix of the names of router biases. A model that never had biases computes the same as with zeros.
 BIAS = ".router.bias"
 Moments = Mapping[str, Mapping[str, Tensor]]  # parameter -> "exp_avg", "exp_avg_sq", "step" -> tensor
 
@@ -34,7 +34,7 @@ Moments = Mapping[str, Mapping[str, Tensor]]  # parameter -> "exp_avg", "exp_avg
 class SavedShard(Protocol):
     """A block of the parameter `name`: `value`, of shape `sizes`, at `offsets` in the whole of shape `shape`.
 
-    owner: True on exactly one of the ranks that hold this block: it writes the block, all of them read it.
+    owner: True on exactly one of the ranks that hold this block. The owner writes the block, and all of them read it.
     """
 
     @property
@@ -57,13 +57,13 @@ class MomentStore(Protocol):
     def moments(self) -> Moments:
         """Return the moments of every shard that is not empty; zeros before the first step.
 
-        Saving reads the tensors, loading writes into them. All are held at once meanwhile, so moments on a disk are
-        best memory-mapped.
+        Saving reads the tensors, and loading writes into them. All are held at once, so moments on a disk should be
+        memory-mapped.
         """
         ...
 
     def put_moments(self, moments: Moments) -> None:
-        """Take back the tensors that `moments` returned, after loading has filled them."""
+        """Store the tensors that `moments` returned, after loading has filled them."""
         ...
 
 
@@ -71,7 +71,7 @@ class MomentStore(Protocol):
 class StateBlock:
     """The block `tensor` of the stored tensor `name`, which has the shape `shape`; the block begins at `offsets`.
 
-    written: True on the one rank that saves the block. optional: the block keeps its value where a checkpoint lacks it.
+    written: True on the rank that saves the block. optional: the block keeps its value if the checkpoint lacks it.
     """
 
     name: str
@@ -88,14 +88,14 @@ class StateBlock:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The tensors of this rank that a checkpoint holds: references, so loading fills them in place.
+    """The tensors of this rank that a checkpoint holds. They are references to live tensors, so loading fills these.
 
     pieces: the parameter shards of this rank; a pipeline stage has only its own parameters.
     extras: small tensors with the same names and values on every rank. optional_extras: the names of extras that a
     checkpoint may lack (they keep their value) or hold in addition (they are ignored).
     buffers: shards of the model that no optimizer updates. A checkpoint may lack them, for example if its run did not
-    balance experts; then they begin as in a new run. Additional loads in a checkpoint are ignored. Additional biases
-    make it a checkpoint of another model: without them a router chooses other experts.
+    balance experts; then they begin as in a new run. If only the checkpoint has loads, they are ignored; if only the
+    checkpoint has biases, it is of another model, because without them a router chooses other experts.
     """
 
     pieces: Sequence[SavedShard]
@@ -105,7 +105,7 @@ class TrainingState:
     buffers: Sequence[SavedShard] = ()
 
     def blocks(self, moments: Moments, *, first_rank: bool) -> list[StateBlock]:
-        """Return this rank's blocks. moments: of the optimizer. Raises CheckpointError if a tensor does not fit."""
+        """Return this rank's blocks. moments: the optimizer's. Raises CheckpointError if a tensor's shape is wrong."""
         blocks = [block for piece in self.pieces for block in _blocks_of(piece, moments)]
         blocks += [_block(MODEL + piece.name, piece.value, piece, optional=True) for piece in self.buffers]
         for name, tensor in self.extras.items():
@@ -115,7 +115,7 @@ class TrainingState:
         return blocks
 
     def is_skipped(self, name: str) -> bool:
-        """Return whether loading ignores the stored tensor `name`. The answer is the same on every rank."""
+        """Return whether loading may ignore the stored tensor `name`. The answer is the same on every rank."""
         if name.startswith(MODEL):
             return name.endswith(LOAD)
         return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.optional_extras
@@ -125,9 +125,9 @@ def _block(name: str, tensor: Tensor, piece: SavedShard, *, optional: bool = Fal
     if tuple(tensor.shape) != tuple(piece.sizes):
         raise CheckpointError(
             "E-STATE-SHAPE",
-            f"{name} has the shape {list(tensor.shape)}, its parameter shard {list(piece.sizes)}",
-            rule="the value and the moments of a parameter shard have one shape",
-            fix="let `moments` of the optimizer return tensors of the shard's shape",
+            f"{name} has the shape {list(tensor.shape)}, but its parameter shard has {list(piece.sizes)}",
+            rule="the value and the moments of a parameter shard have the same shape",
+            fix="change `moments` of the optimizer to return tensors of the shard's shape",
             tensor=name,
             shape=list(tensor.shape),
             expected=list(piece.sizes),
@@ -144,10 +144,10 @@ def _blocks_of(piece: SavedShard, moments: Moments) -> Iterator[StateBlock]:
             "E-STATE-MOMENTS",
             f"the optimizer has no state for {piece.name}",
             rule="a trained parameter is saved with its moments",
-            fix="let `moments` of the optimizer return every parameter",
+            fix="change `moments` of the optimizer to return the moments of every parameter",
             tensor=piece.name,
         )
-    # The scalar is on every rank that has a block; the owner of the block at the origin is one rank.
+    # Every rank with a block has the scalar `step`; only the owner of the block at the origin writes it.
     first = piece.owner and not any(piece.offsets)
     for kind, tensor in moments[piece.name].items():
         name = f"{OPTIM}{kind}.{piece.name}"
@@ -159,7 +159,7 @@ def _blocks_of(piece: SavedShard, moments: Moments) -> Iterator[StateBlock]:
 
 
 def random_state() -> list[tuple[str, Tensor]]:
-    """Return the state of this rank's random generators, as tensors of its own file."""
+    """Return the states of this rank's random generators, as (key, tensor) for the rank's own file."""
     states = [(CPU, torch.get_rng_state())]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append((CUDA, torch.cuda.get_rng_state()))
@@ -167,7 +167,7 @@ def random_state() -> list[tuple[str, Tensor]]:
 
 
 def restore_random_state(file: Path) -> None:
-    """Restore the random state from the verified safetensors file of this rank."""
+    """Restore the states of the random generators from this rank's verified safetensors file."""
     with safetensors.safe_open(file, framework="pt", device="cpu") as tensors:
         keys = set(tensors.keys())
         if CPU in keys:
@@ -177,7 +177,7 @@ def restore_random_state(file: Path) -> None:
 
 
 def restore_random_text(state: str) -> None:
-    """Restore the random state from a version 1 manifest: hex of the CPU state, then a colon and the GPU state."""
+    """Restore the random states from a version 1 manifest's text: hex of the CPU state, ":", hex of the GPU state."""
     cpu, _, cuda = state.partition(":")
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(cpu), dtype=torch.uint8))
     if cuda and torch.cuda.is_available():

@@ -1,8 +1,8 @@
 """Write a safetensors file, hash it while it is written, and read it back from the disk.
 
 The layout is that of safetensors (8 bytes header length, JSON header, raw little-endian data). The library's own writer
-cannot hash the bytes that leave memory, and a hash of only the bytes read back would accept a bad write. Reading uses
-the library.
+cannot hash the bytes while it writes them, and a hash of only the bytes read back would accept a bad write. Reading
+uses the library.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class _HashedFile:
             view = view[self._file.write(view) :]
 
     def close_durably(self) -> str:
-        """Flush to the disk and forget the cached pages, so that reading back reads the disk. Returns the SHA-256."""
+        """Flush to the disk and drop the cached pages, so that a later read reads the disk. Returns the SHA-256."""
         os.fsync(self._file.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -48,7 +48,7 @@ class _HashedFile:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a type without the module, like "bfloat16"."""
+    """Return torch's name of a dtype without the module, like "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -56,7 +56,7 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Fi
     """Write `tensors` (key, tensor on any device) to the new file `path`, durably, and verify it.
 
     Returns the file's entry and the CRC-32 of each tensor's bytes. Raises CheckpointError for a value that is not
-    finite (a run goes back to its checkpoints) and when the data read back differs from the data written.
+    finite (a run could not continue from it), and if the data read back differs from the data written.
     """
     file = _HashedFile(path)
     file.write(_header(tensors))
@@ -66,7 +66,7 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Fi
             raise CheckpointError(
                 "E-STATE-NOT-FINITE",
                 f"tensor {key} holds NaN or infinity",
-                rule="only finite weights and moments are saved, so that going back always helps",
+                rule="only finite weights and moments are saved, so that a run can continue from every checkpoint",
                 fix="lower optim.lr or raise schedule.warmup_steps, and continue from the last checkpoint",
                 tensor=key,
             )
@@ -82,15 +82,15 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Fi
         raise CheckpointError(
             "E-CKPT-READ-BACK",
             f"the data read back from {path} differs from the data written",
-            rule="a checkpoint counts as saved after its files were read back and compared",
-            fix="check this disk; the last checkpoint is untouched",
+            rule="a checkpoint counts as saved only after its files have been read back and compared",
+            fix="check this disk; the last checkpoint is unchanged",
             path=str(path),
         )
     return FileEntry(bytes=file.bytes, sha256=sha256), checksums
 
 
 def _finite(tensor: Tensor) -> bool:
-    # Minimum and maximum show NaN and infinity without a mask as large as the tensor.
+    # Minimum and maximum reveal NaN and infinity, without a mask as large as the tensor.
     return tensor.numel() == 0 or all(bool(torch.isfinite(x)) for x in torch.aminmax(tensor.detach()))
 
 

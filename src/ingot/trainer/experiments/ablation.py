@@ -32,10 +32,10 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureScore:
-    """A mixture's result, means over the seeds. bpb: held-out bits per byte, every source counting the same.
+    """A mixture's result. bpb: held-out bits per byte, mean over the seeds; every source counts equally.
 
     by_seed: the bpb of each seed. behind: bpb minus that of the best mixture, a key of ablation.json.  # words: ok
-    within_noise: that difference is at most the noise.
+    within_noise: the difference is at most the noise.
     """
 
     name: str
@@ -51,7 +51,8 @@ class MixtureScore:
 class Ablation:
     """The ranking. mixtures: best first. deviation: the pooled standard deviation of bpb between seeds of a mixture.
 
-    noise: the difference between two mixtures' means that seeds alone exceed in 5% of cases. tokens: per training.
+    noise: the difference between two mixtures' means that different seeds alone exceed in 5% of cases. tokens: the
+    number of tokens of each training.
     """
 
     mixtures: tuple[MixtureScore, ...]
@@ -82,11 +83,11 @@ def ablate(
     seeds: Sequence[int] = (1, 2),
     progress: Progress | None = None,
 ) -> Ablation:
-    """Train `config` once per mixture and seed in folder/NAME/seed-N, and compare on its held-out text.
+    """Train `config` once per mixture and seed in folder/NAME/seed-N, and compare the results on its held-out text.
 
-    mixtures: name -> weights (data.weights). The result is also written as folder/ablation.json. The same call
-    continues after an interruption. Raises ConfigError for fewer than two mixtures or seeds, without held-out text,
-    and for a folder with other runs.
+    mixtures: name -> weights (data.weights). The result is also written as folder/ablation.json. After an interruption,
+    the same call continues. Raises ConfigError for fewer than two mixtures or seeds, for a config without held-out
+    text, and for a folder with other runs.
     """
     _check(config, mixtures, seeds)
     say, runs = progress or (lambda fraction, text: None), []
@@ -112,10 +113,10 @@ def compare(
     seeds: Sequence[int],
     tokens: int,
 ) -> Ablation:
-    """Rank mixtures. scores: name -> for every seed {source: bits per byte}.
+    """Rank mixtures. scores: name -> {source: bits per byte} for every seed.
 
     The noise is the two-sided 95% bound of Student's t for the difference of two means over n seeds, with the variance
-    between seeds pooled over all mixtures. Many comparisons at once find a difference by chance more often than that.
+    between seeds pooled over all mixtures. With many mixtures, chance differences exceed the noise more often than 5%.
     """
     by_seed = {name: [fmean(one.values()) for one in scores[name]] for name in mixtures}
     count = len(seeds)
@@ -139,7 +140,7 @@ def compare(
 
 
 def student_t95(degrees: int) -> float:
-    """Return the two-sided 95% point of Student's t, or the next larger one in the table."""
+    """Return the two-sided 95% point of Student's t; between two rows of the table, the larger value."""
     return _T95[max(listed for listed in _T95 if listed <= degrees)]
 
 
@@ -147,7 +148,7 @@ def _check(config: RunConfig, mixtures: Mapping[str, Weights], seeds: Sequence[i
     if len(mixtures) < 2:
         raise ConfigError(
             "E-MIXTURE-COUNT",
-            f"{len(mixtures)} mixture to compare",
+            f"the number of mixtures to compare is {len(mixtures)}",
             rule="at least two mixtures are compared",
             fix="name more mixtures",
             mixtures=len(mixtures),
@@ -155,8 +156,8 @@ def _check(config: RunConfig, mixtures: Mapping[str, Weights], seeds: Sequence[i
     if len(set(seeds)) < 2 or len(set(seeds)) < len(seeds):
         raise ConfigError(
             "E-SEEDS",
-            f"seeds {list(seeds)}",
-            rule="at least two seeds, each once: a single seed does not show how large the noise is",
+            f"the seeds are {list(seeds)}",
+            rule="at least two seeds are needed, each once: a single seed does not show how large the noise is",
             fix="pass two or more different seeds",
             seeds=list(seeds),
         )
@@ -164,7 +165,7 @@ def _check(config: RunConfig, mixtures: Mapping[str, Weights], seeds: Sequence[i
         raise ConfigError(
             "E-HELDOUT-UNSET",
             "the run names no data.heldout",
-            rule="mixtures are compared on text that none was trained on",
+            rule="mixtures are compared on text that no model was trained on",
             fix="build the tokens with ingot data build, which writes held-out tokens",
         )
 
@@ -177,8 +178,8 @@ def _prepared(config: RunConfig, folder: Path, name: str, weights: Weights, seed
         raise ConfigError(
             "E-ABLATION-FOLDER",
             f"{run.root} contains another run",
-            rule="trainings that are compared differ in mixture and seed alone",
-            fix="use another folder (--out DIR), or remove this one",
+            rule="compared trainings differ only in mixture and seed",
+            fix="use another folder (--out DIR), or remove this folder",
             run=str(run.root),
         )
     if not run.config.exists():

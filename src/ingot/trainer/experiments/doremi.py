@@ -1,8 +1,8 @@
 """DoReMi: tune the mixture of a large model with two small ones (Xie et al. 2023, arXiv:2305.10429).
 
-A small reference is trained on a base mixture. Then a small proxy of the same size is trained by group DRO (Sagawa et
-al. 2020): a source on which the proxy is worse than the reference, so where there is something left to learn, gets more
-weight. Noise, which no model learns, and text that is learned already get less. The mean of the weights over the steps
+A small reference model is trained on a base mixture. Then a proxy of the same size is trained by group DRO (Sagawa et
+al. 2020): a source on which the proxy is worse than the reference gets more weight, because there is something left to
+learn. Noise, which no model learns, and text that is already learned get less. The mean of the weights over the steps
 is the mixture for the large model.
 """
 
@@ -29,14 +29,14 @@ Progress = Callable[[float, str], None]
 class DoremiRules:
     """The settings of DoReMi. step_size: eta of the exponentiated gradient. smoothing: share c of the uniform mixture.
 
-    Both as in the paper (section 2, "Practical details").
+    The defaults are those of the paper (section 2, "Practical details").
     """
 
     step_size: float = 1.0
     smoothing: float = 1e-3
 
     def problems(self):
-        """Yield (setting, problem)."""
+        """Yield (name of a setting, problem with its value)."""
         if not 0 < self.step_size < float("inf"):
             yield "step_size", f"is {self.step_size}, must be positive"
         if not 0 <= self.smoothing <= 1:
@@ -45,7 +45,7 @@ class DoremiRules:
 
 @dataclass(frozen=True, kw_only=True)
 class DoremiStep:
-    """A step of the proxy. excess: nats per token above the reference, clipped at 0 for every token."""
+    """A training step of the proxy. excess: by source, nats per token above the reference, clipped at 0 per token."""
 
     step: int
     weights: dict[str, float]
@@ -54,7 +54,7 @@ class DoremiStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Doremi:
-    """The result. base, weights: shares by source before and after. history: evenly chosen steps."""
+    """The result of DoReMi. base, weights: shares by source, before and after. history: evenly spaced steps."""
 
     base: dict[str, float]
     weights: dict[str, float]
@@ -67,7 +67,7 @@ class Doremi:
 
 
 def updated_weights(weights: np.ndarray, excess: np.ndarray, rules: DoremiRules) -> np.ndarray:
-    """Return the weights after one step of group DRO (algorithm 1, lines 5 to 7): all float64 [sources]."""
+    """Return the weights after one step of group DRO (algorithm 1, lines 5 to 7). All arrays are float64 [sources]."""
     logits = np.log(weights) + rules.step_size * excess
     grown = np.exp(logits - logits.max())
     return (1 - rules.smoothing) * grown / grown.sum() + rules.smoothing / len(weights)
@@ -87,18 +87,18 @@ def doremi(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> Doremi:
-    """Tune the mixture of config.data.tokens with proxies of config.model; write the result at `out` if given.
+    """Tune the mixture of config.data.tokens with two models of config.model; write the result to `out` if given.
 
-    config: its seed, train, optim and schedule are those of both trainings; its own data.weights are not used. A step
-    takes equally many samples of every source, about train.global_batch together. base: the reference's mixture, in any
-    unit (default: natural shares). Raises ConfigError, DataError.
+    config: both trainings use its seed, train, optim and schedule; its data.weights are not used. A step takes the same
+    number of samples from every source, together about train.global_batch. base: the reference's mixture, in any unit
+    (default: natural shares). Raises ConfigError, DataError.
     """
     rules = rules or DoremiRules()
     for name, problem in rules.problems():
         raise ConfigError(
             "E-DOREMI-SETTING",
             f"{name} {problem}",
-            rule="step_size is positive, smoothing in [0, 1]",
+            rule="step_size is positive, and smoothing is in [0, 1]",
             fix=f"change {name}",
             setting=name,
         )
@@ -108,7 +108,7 @@ def doremi(
     if len(sources) < 2:
         raise ConfigError(
             "E-MIXTURE-SOURCES",
-            f"the tokens have no two sources ({', '.join(sources)})",
+            f"the tokens have fewer than two sources ({', '.join(sources)})",
             rule="a mixture has at least two sources",
             fix="build the tokens with --source NAME FILES",
             sources=list(sources),
@@ -119,7 +119,7 @@ def doremi(
             "E-SOURCE-UNKNOWN",
             f"the tokens have no source {min(unknown)!r}",
             rule=f"the tokens have these sources: {', '.join(sources)}",
-            fix="take it out of the weights",
+            fix="remove this source from the weights",
             source=min(unknown),
             sources=list(sources),
         )

@@ -1,6 +1,7 @@
-"""A small model as a proxy for a large one while mixtures are compared, and its training in one process.
+"""A small model as a proxy for a large model when mixtures are compared, and its training in one process.
 
-A training step here takes a weight per source. A run has none: its mixture decides which samples it reads.
+A training step here takes one weight per source. An ordinary run has no such weights: its mixture decides which samples
+it reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ def proxy_run(
     global_batch: int = 16,
     seed: int = 1234,
 ) -> RunConfig:
-    """Return a run on `tokens` that takes a laptop minutes: a dense model of `layers` x `width` in fp32 on the CPU."""
+    """Return a run on `tokens` that takes minutes on a laptop: a dense model of `layers` x `width`, fp32 on the CPU."""
     heads = max(width // HEAD_DIM, 1)
     return RunConfig(
         name="proxy",
@@ -76,7 +77,7 @@ def proxy_run(
 
 
 class SourceBatches:
-    """Batches with equally many samples of every source: a function of (seed, tokens, step), like a run's batches."""
+    """Batches with the same number of samples of every source: like a run's, a function of (seed, tokens, step)."""
 
     def __init__(self, tokens: Path, manifest: TokenManifest, seq_len: int, seed: int, per_source: int):
         self.sources, self.per_source = manifest.sources, per_source
@@ -89,13 +90,13 @@ class SourceBatches:
 
 
 class Proxy:
-    """A dense model of `config` with its optimizer, with the same first weights as a run of `config`."""
+    """A dense model of `config` and its optimizer. The first weights are those of a run of `config`."""
 
     def __init__(self, config: RunConfig, manifest: TokenManifest, device: torch.device):
         if config.model.is_moe:
             raise ConfigError(
                 "E-PROXY-EXPERTS",
-                "the proxy has experts",
+                "the proxy model has experts",
                 rule="a proxy is a small dense model, whose mixture transfers to the large one (Xie et al. 2023)",
                 fix="use a run file with a dense model",
             )
@@ -113,7 +114,7 @@ class Proxy:
 
     @torch.no_grad()
     def nats(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Return -log p of every target by source, each [per_source * seq_len]."""
+        """Return -log p of every target, one tensor [per_source * seq_len] per source."""
         return [torch.cat([self._forward(part, per_token=True) for part in self._parts(batch)]) for batch in batches]
 
     def train(self, step: int, batches: Sequence[Tensor], weights: np.ndarray) -> None:
@@ -138,6 +139,6 @@ class Proxy:
 
 
 def as_array(weights: Mapping[str, float], sources: Sequence[str]) -> np.ndarray:
-    """Return the shares of `sources`, float64 with the sum 1; 0 for a source without a weight."""
+    """Return the shares of `sources`, float64 [sources] with the sum 1; 0 for a source without a weight."""
     values = np.array([weights.get(source, 0.0) for source in sources], np.float64)
     return values / values.sum()

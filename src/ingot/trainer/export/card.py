@@ -20,7 +20,7 @@ _FRONT = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\
 def model_card(
     folder: RunFolder, run: RunConfig, tokens: TokenManifest, checkpoint: CheckpointManifest, dtype: str
 ) -> str:
-    """Return the card as Markdown. All numbers are from the run's artifacts; sections without data are left out."""
+    """Return the card as Markdown. All numbers are from the run's files; sections without data are left out."""
     sections = [
         _FRONT + f"# {_plain(run.name)}",
         _introduction(run, checkpoint),
@@ -75,7 +75,7 @@ def _experts(arch: Arch) -> list[tuple[str, str]]:
 
 
 def _balance(arch: Arch) -> list[tuple[str, str]]:
-    """Return the rows about training routers and filling experts; the exported model has only the results."""
+    """Return the rows about load balancing and expert capacity, which are settings of training only."""
     moe = arch.moe
     kept = {
         "balance loss by sequence": moe.sequence_loss,
@@ -121,7 +121,7 @@ def _sources(tokens: TokenManifest) -> str:
 
 
 def _evaluation(folder: RunFolder, step: int) -> str:
-    """Return the section of the newest evaluation at this checkpoint's step, "" if there is none."""
+    """Return the section about the newest evaluation at this checkpoint's step; "" if there is no evaluation."""
     found = [event for event in read_events(folder.events, EVALUATION) if event.get("step") == step]
     if not found:
         return ""
@@ -147,6 +147,6 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape names of run files and crawls, so that they neither become markup nor break a table."""
+    """Escape text from run files and crawls, so that the text neither becomes markup nor breaks a table."""
     flat = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\|\[\]*_])", r"\\\1", flat)

@@ -1,7 +1,7 @@
 """Export a checkpoint as a Hugging Face model folder.
 
-The written folder is read back by our own importer and has to give the logits of the trained model; only then it gets
-its name.
+The written folder is read back by ingot's importer and must give the logits of the trained model. Only then is the
+folder renamed to its final name.
 """
 
 import json
@@ -32,10 +32,10 @@ RECORD = "ingot.json"  # marks a folder as an export: its checkpoint, and the ha
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A finished export. path: the folder. step: the step of the checkpoint. files: name -> bytes.
+    """A finished export. path: the folder. step: the step of the checkpoint. files: name -> size in bytes.
 
-    max_logit_difference: between the folder, read back, and the trained weights in the exported dtype.
-    rounding_logit_difference: the same with the trained fp32 weights; above 0 only for bfloat16.
+    max_logit_difference: between the folder, read back, and the trained weights rounded to the exported dtype.
+    rounding_logit_difference: between the folder and the trained weights in fp32.
     """
 
     path: Path
@@ -46,10 +46,10 @@ class Exported:
 
 
 def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", "bfloat16"] = "float32") -> Exported:
-    """Write the newest checkpoint of a run (or the one named) to `out` in Hugging Face format and prove it.
+    """Write a checkpoint, or the newest checkpoint of a run, to `out` in Hugging Face format, and compare logits.
 
-    An earlier export in `out` is replaced; any other folder with something in it is refused (UsageError).
-    Raises CheckpointError when the checkpoint does not verify or the written folder gives other logits.
+    An earlier export in `out` is replaced. Raises UsageError if `out` is any other folder that is not empty,
+    CheckpointError if the checkpoint is damaged or the written folder gives different logits.
     """
     folder, checkpoint = find_checkpoint(run_or_checkpoint)
     _require_replaceable(out)
@@ -90,25 +90,25 @@ def _require_replaceable(out: Path) -> None:
         raise UsageError(
             "E-EXPORT-FOLDER",
             f"{out} cannot be written",
-            rule="an export is a folder of its own",
-            fix="name it: --out DIR",
+            rule="an export is written to a folder of its own",
+            fix="name the folder: --out DIR",
             path=str(out),
         )
     if out.exists() and not (out.is_dir() and ((out / RECORD).is_file() or not any(out.iterdir()))):
         raise UsageError(
             "E-EXPORT-FOLDER",
             f"{out} exists and is not an earlier export",
-            rule="an export replaces only what ingot exported",
-            fix="choose another --out, or remove it yourself",
+            rule="an export replaces only an empty folder or an earlier export of ingot",
+            fix="choose another --out, or remove the folder yourself",
             path=str(out),
         )
 
 
 @torch.no_grad()
 def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the largest logit difference of the folder to `trained` rounded to `dtype`, and to `trained` itself.
+    """Return the largest logit difference between the folder and `trained` rounded to `dtype`, and `trained` itself.
 
-    Both sides compute in fp32 on fixed tokens. Raises CheckpointError above MAX_LOGIT_DIFFERENCE.
+    Both sides compute in fp32 on fixed tokens. Raises CheckpointError if the former exceeds MAX_LOGIT_DIFFERENCE.
     """
     arch, state = import_huggingface(written)
     reloaded = Transformer(arch)
@@ -118,7 +118,7 @@ def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[flo
         rounded = exact
     else:
         twin = Transformer(arch)
-        # Biases of routers are not rounded; those that only the exported class has are 0.
+        # Router biases are not rounded; biases that only the Hugging Face class has are 0.
         expected = state | {name: b for name, b in trained.named_buffers() if name in state}
         weights = {name: p for name, p in trained.named_parameters() if name in state}
         twin.load_state_dict(expected | {name: p.to(dtype) for name, p in weights.items()})
@@ -129,8 +129,8 @@ def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[flo
         raise CheckpointError(
             "E-EXPORT-LOGITS",
             f"the exported model's logits differ by {difference:.3g} from the trained model's",
-            rule=f"at most {MAX_LOGIT_DIFFERENCE:g} on the same tokens; nothing was exported",
-            fix="this is a defect of ingot or of the disk: please report it with the run's run.toml",
+            rule=f"logits differ by at most {MAX_LOGIT_DIFFERENCE:g} on the same tokens; nothing was exported",
+            fix="this is a bug in ingot or a fault of the disk; please report it with the run's run.toml",
             difference=difference,
             limit=MAX_LOGIT_DIFFERENCE,
         )
@@ -138,7 +138,7 @@ def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[flo
 
 
 def _logits(model: Transformer) -> torch.Tensor:
-    """Return logits [2, T, V] in fp32 on tokens that depend only on the shape."""
+    """Return logits [2, T, V] in fp32 for fixed token ids, which depend only on the model's shape."""
     arch = model.arch
     T = min(64, arch.max_seq_len)
     tokens_BT = (torch.arange(2 * T) * 7919 + 17).remainder(arch.vocab_size).view(2, T)
@@ -164,14 +164,14 @@ def tokenizer_file(run: Path, data: Data) -> Path:
 
 
 def write_tokenizer(folder: Path, tokenizer: Path, tokens: TokenManifest, max_seq_len: int) -> None:
-    """Copy `tokenizer` (a tokenizer.json) into `folder` with its two side files.
+    """Copy `tokenizer` (a tokenizer.json) into `folder`, and write tokenizer_config.json and special_tokens_map.json.
 
-    Raises DataError when it is not the tokenizer that made `tokens`.
+    Raises DataError if `tokenizer` is not the tokenizer that made `tokens`.
     """
     if not tokenizer.is_file():
         raise DataError(
             "E-TOKENIZER-UNSET",
-            f"no tokenizer at {tokenizer}",
+            f"there is no tokenizer at {tokenizer}",
             rule="a model is exported with the tokenizer it was trained on",
             fix="set data.tokenizer in the run's run.toml to that tokenizer.json",
             path=str(tokenizer),
@@ -180,7 +180,7 @@ def write_tokenizer(folder: Path, tokenizer: Path, tokens: TokenManifest, max_se
     if found_sha256 != tokens.tokenizer_sha256:
         raise DataError(
             "E-TOKENIZER-MISMATCH",
-            f"{tokenizer} has SHA-256 {found_sha256[:12]}..., the training tokens were made with "
+            f"{tokenizer} has SHA-256 {found_sha256[:12]}..., but the training tokens were made with "
             f"{tokens.tokenizer_sha256[:12]}...",
             rule="a model is exported with the tokenizer it was trained on",
             fix="set data.tokenizer in the run's run.toml to that tokenizer.json",
@@ -188,7 +188,7 @@ def write_tokenizer(folder: Path, tokenizer: Path, tokens: TokenManifest, max_se
         )
     eot = _token_text(tokenizer, tokens.eot_id)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    # Documents are separated by EOT, so EOT both precedes and ends a document.
+    # Documents are separated by EOT, so EOT both precedes and follows a document.
     special = {"bos_token": eot, "eos_token": eot}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -215,7 +215,7 @@ def _token_text(tokenizer: Path, token_id: int) -> str:
     raise DataError(
         "E-TOKENIZER-NO-EOT",
         f"{tokenizer} has no token with id {token_id}, the end-of-text token of the training tokens",
-        rule="the tokenizer has every id of the manifest",
+        rule="the tokenizer has a token for the end-of-text id of the token manifest",
         fix="set data.tokenizer to the tokenizer.json that the tokens were built with",
         path=str(tokenizer),
         eot_id=token_id,

@@ -35,16 +35,16 @@ def write_model(
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write `state` (under ingot's names) as `dtype` into the existing `folder`, without tensors that only train.
+    """Write `state` (under ingot's names) as `dtype` into the existing `folder`, without tensors only training needs.
 
-    Raises CheckpointError when `state` does not fit `arch`, ConfigError for a shape without a Hugging Face class.
+    Raises CheckpointError if `state` does not fit `arch`, ConfigError for a shape without a Hugging Face class.
     """
     if dtype not in DTYPES:
         raise UsageError(
             "E-EXPORT-DTYPE",
             f"dtype {dtype!r} cannot be exported",
-            rule=f"the type is one of {', '.join(DTYPES)}",
-            fix="choose it with --dtype",
+            rule=f"the dtype is one of {', '.join(DTYPES)}",
+            fix="choose one of these with --dtype",
             dtype=dtype,
         )
     config = huggingface_config(arch, eot_id=eot_id, dtype=dtype)
@@ -54,7 +54,7 @@ def write_model(
         odd = sorted(expected.keys() ^ state.keys())
         raise CheckpointError(
             "E-CKPT-OTHER-MODEL",
-            f"{len(odd)} parameters differ from the architecture: {', '.join(odd[:5])}",
+            f"{len(odd)} parameters are only in the checkpoint or only in the architecture: {', '.join(odd[:5])}",
             rule="a checkpoint holds exactly the parameters of the run's [model]",
             fix="use the run file that the checkpoint was trained with",
             tensor=odd[0],
@@ -65,7 +65,7 @@ def write_model(
 
 
 class ModelFolder:
-    """A Hugging Face folder of one of the classes in hub/kinds.py: its shape, and its parameters by our names.
+    """A Hugging Face folder of one of the classes in hub/kinds.py: its shape, and its parameters under ingot's names.
 
     Raises ConfigError for a model that ingot does not compute exactly, CheckpointError for damaged files.
     """
@@ -81,16 +81,16 @@ class ModelFolder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of all tensors that logits depend on."""
+        """The shapes of all tensors that the logits depend on, by ingot's names."""
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, in the dtype on disk."""
+        """Read a whole tensor in the dtype on disk."""
         shape = self._shapes[name]
         return self.read_block(name, (0,) * len(shape), shape)
 
     def read_block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The block of `sizes` from `offsets` on. Of a stack of experts only those in the block are read."""
+        """Read the block of shape `sizes` that begins at `offsets`. Experts outside the block are not read."""
         if 0 in sizes:
             return torch.empty(tuple(sizes))
         names = self._names[name]
@@ -103,7 +103,7 @@ class ModelFolder:
 
 
 def import_huggingface(folder: Path) -> tuple[Arch, dict[str, Tensor]]:
-    """Read the shape and all parameters of a folder (ingot's names, stored dtypes). Raises like ModelFolder."""
+    """Read the shape and all parameters of a folder (ingot's names, dtypes on disk). Raises as ModelFolder does."""
     there = ModelFolder(folder)
     return there.arch, {name: there.read(name) for name in there.shapes}
 
@@ -113,11 +113,11 @@ FirstValue = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor
 
 
 def first_weights(folder: Path, arch: Arch, drawn: FirstValue) -> FirstValue:
-    """Return the function of a run's first weights, read from the Hugging Face folder `folder` in its dtypes.
+    """Return a function that reads a run's first weights from the Hugging Face folder `folder`, in the dtypes on disk.
 
-    A call reads only the requested block. drawn: the function for tensors that the folder lacks: those that only train
-    (loads, the fallback expert), and router biases. Raises ConfigError unless the folder fits a model of `arch`,
-    CheckpointError for damaged files.
+    A call reads only the requested block. drawn: the function for tensors that the folder lacks: router biases, and
+    tensors that only training needs (loads, the fallback expert). Raises ConfigError unless the folder fits a model of
+    `arch`, CheckpointError for damaged files.
     """
     require_fit(folder, arch)
     there = ModelFolder(folder)

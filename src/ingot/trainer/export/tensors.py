@@ -1,4 +1,4 @@
-"""The tensors of a model as Hugging Face keeps them, and back: renamed, stacks cut, rotary rows in pairs.
+"""Conversion of tensors to the Hugging Face format and back: new names, stacks of experts cut, rotary rows in pairs.
 
 Shape letters: N heads, P and R the parts of a head without and with rotary positions, D inputs.
 """
@@ -12,8 +12,8 @@ from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch
 from ingot.trainer.model.transformer import Transformer
 
-# Suffixes of names that logits do not depend on: the loads of the step before, which a balance loss uses, and the
-# fallback expert of tokens beyond a capacity, which is used in training only.
+# Suffixes of the names of tensors that only training needs: the loads of the previous step, for a balance loss, and the
+# fallback expert, for tokens beyond an expert's capacity.
 TRAINING_ONLY = (
     "moe.router.load",
     "moe.fallback.gate.weight",
@@ -25,14 +25,14 @@ WIDE = ".e_score_correction_bias"
 
 
 def tensor_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """Return our name -> shape of all tensors that a model of `arch` computes logits with."""
+    """Return ingot's name -> shape for all tensors that the logits of a model of `arch` depend on."""
     with torch.device("meta"):
         state = Transformer(arch).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if not name.endswith(TRAINING_ONLY)}
 
 
 def huggingface_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """Return the Hugging Face name -> shape on disk of all tensors."""
+    """Return Hugging Face name -> shape on disk for the same tensors."""
     shapes = tensor_shapes(arch)
     return {
         theirs: (shapes[ours][0] // len(names), *shapes[ours][1:])
@@ -42,7 +42,7 @@ def huggingface_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
 
 
 def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state`, of `tensor_shapes(arch)`, under Hugging Face names; views where no element moves."""
+    """Return `state` (ingot's names, as in `tensor_shapes`) under Hugging Face names; as views if no element moves."""
     found = {}
     for ours, names in huggingface_names(arch, state).items():
         parts = _turned(arch, ours, state[ours], _pairs).chunk(len(names))
@@ -55,16 +55,16 @@ def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: bool) -> Tensor:
-    """Return our tensor `ours` made of its Hugging Face `parts`, in order; of a stack, any consecutive parts.
+    """Return ingot's tensor `ours`, joined from its Hugging Face `parts` in order (of a stack, any consecutive parts).
 
-    pairs: rotary rows of latent attention are stored in pairs (config.json: rope_interleave).
+    pairs: whether rotary rows of latent attention are stored in pairs (config.json: rope_interleave).
     """
     whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
     return _turned(arch, ours, whole, _halves) if pairs else whole
 
 
 def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
-    """Apply `order` to the rotated rows of latent attention, the last R rows of each head."""
+    """Apply `order` to the rows of latent attention with rotary positions, the last R rows of each head."""
     if not arch.is_mla or not ours.endswith(
         ("attention.q.weight", "attention.q_up.weight", "attention.kv_down.weight")
     ):
@@ -76,7 +76,7 @@ def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
 
 
 def _pairs(rows_NRD: Tensor) -> Tensor:
-    """Move rows i and i + R/2, which we rotate together, to 2i and 2i + 1, as in published checkpoints."""
+    """Move rows i and i + R/2, which ingot rotates together, to 2i and 2i + 1, as in published checkpoints."""
     return rows_NRD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 

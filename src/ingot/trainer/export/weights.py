@@ -1,7 +1,7 @@
-"""Tensors in a Hugging Face folder: `model.safetensors`, or numbered files and an index above a size.
+"""The tensors of a Hugging Face folder: `model.safetensors` or, above a size limit, numbered files and an index.
 
 Before a tensor is loaded, names, shapes and dtypes are compared with those of the model. Only safetensors files are
-read, never pickle.
+read, never pickle files.
 """
 
 import json
@@ -27,8 +27,8 @@ def write_weights(
 ) -> list[str]:
     """Write `tensors` as `dtype` into `folder`; no file exceeds `max_file_bytes` unless one tensor does.
 
-    wide: the suffix of names that are always float32. Returns the file names. One file's worth of cast tensors is
-    in memory at a time.
+    wide: the suffix of the names of tensors that are always stored as float32. Returns the file names. Only the
+    converted tensors of one file are in memory at a time.
     """
     dtypes = {name: torch.float32 if name.endswith(wide) else dtype for name in tensors}
     groups, total_bytes = _split({n: t.numel() * dtypes[n].itemsize for n, t in tensors.items()}, max_file_bytes)
@@ -74,8 +74,8 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 class StoredWeights:
     """The tensors of `folder`, which must be exactly those of `shapes`; each is read on request.
 
-    copies: tensors that may be stored in addition if they equal another one ({"lm_head.weight": embedding} when tied).
-    Raises ConfigError when there is no safetensors file, CheckpointError when the files differ from `shapes`.
+    copies: extra tensor -> the tensor it must equal if it is stored ({"lm_head.weight": embedding} if tied). Raises
+    ConfigError if there is no safetensors file, CheckpointError if the files differ from `shapes`.
     """
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], copies: dict[str, str] | None = None):
@@ -102,16 +102,16 @@ class StoredWeights:
 
 
 def _places(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
-    """Return tensor name -> file, from the headers alone. Raises CheckpointError naming all tensors that do not fit."""
+    """Return tensor name -> file, from the headers alone. Raises CheckpointError if tensors do not fit `shapes`."""
     problems, places = [], {}
     for path in _files(folder):
         for name, found_shape, dtype in _headers(path):
             if name in places:
                 problems.append(f"{name} is in {places[name].name} and in {path.name}")
             elif name not in shapes:
-                problems.append(f"{path.name} has {name}, which the model of config.json does not")
+                problems.append(f"{path.name} has {name}, which the model of config.json does not have")
             elif found_shape != shapes[name]:
-                problems.append(f"{name} has shape {list(found_shape)}, config.json makes it {list(shapes[name])}")
+                problems.append(f"{name} has shape {list(found_shape)}, but config.json gives {list(shapes[name])}")
             elif dtype not in _DTYPES:
                 problems.append(f"{name} is stored as {dtype}; supported: {', '.join(_DTYPES)}")
             places[name] = path
@@ -142,14 +142,14 @@ def _headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
         raise CheckpointError(
             "E-WEIGHTS-READ",
             f"{path} cannot be read: {error}",
-            rule="weights are whole safetensors files",
+            rule="weights are complete safetensors files",
             fix="copy or export the folder again",
             path=str(path),
         ) from None
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files of `folder`; an index may not name files outside of it."""
+    """Return the safetensors files of `folder`. An index may only name files inside `folder`."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -157,7 +157,7 @@ def _files(folder: Path) -> list[Path]:
         raise ConfigError(
             "E-WEIGHTS-NONE",
             f"{folder} has no {SINGLE}" + (f", only {', '.join(pickled[:3])}" if pickled else ""),
-            rule="ingot reads safetensors only: a pickled file can run code when it is opened",
+            rule="ingot reads only safetensors files: a pickle file can run code when it is opened",
             fix="use the model's safetensors files",
             path=str(folder),
         )
@@ -167,7 +167,7 @@ def _files(folder: Path) -> list[Path]:
             raise CheckpointError(
                 "E-WEIGHTS-INDEX",
                 f"{folder / INDEX} points to {name!r}",
-                rule="an index names safetensors files in its own folder, no paths",
+                rule="an index lists safetensors files as plain file names in its own folder, not as paths",
                 fix="copy or export the folder again",
                 path=str(folder / INDEX),
             )
@@ -185,7 +185,7 @@ def _files(folder: Path) -> list[Path]:
 def _index_names(path: Path) -> list[str]:
     try:
         if path.stat().st_size > _INDEX_LIMIT_BYTES:
-            raise ValueError("it is larger than any index")
+            raise ValueError("the file is larger than 64 MiB")
         weight_map = json.loads(path.read_bytes())["weight_map"]
         return sorted({str(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:

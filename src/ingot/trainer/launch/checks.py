@@ -1,6 +1,6 @@
-"""The checks before any process starts: the settings, data, devices and disk; and that a continued run is the same.
+"""The checks before any process starts: settings, data, devices, disk; and that a continued run has the same settings.
 
-Each check here would otherwise fail minutes later, on every rank. No torch.
+Without these checks, the same errors would appear minutes later, on every rank. No torch.
 """
 
 import importlib.util
@@ -25,9 +25,9 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoint
 from ingot.trainer.launch.supervise import resume_step
 
 DATA = "data.tokens"  # the token stream: its fingerprint is compared, not its path
-MIXTURE = "data.weights"  # one decision, however many sources it names
-# Settings of the training of experts, which add or remove no parameters; except that router biases may be added, and
-# never removed.
+MIXTURE = "data.weights"  # accepted as one setting, however many sources it names
+# Settings of the training of experts that do not add or remove parameters. BIAS_RATE is an exception: router biases may
+# be added, but never removed.
 BIAS_RATE = "model.moe.bias_rate"
 TRAINING_ONLY = {
     *("model.moe.noise", "model.moe.capacity_factor", "model.moe.sequence_loss", "model.moe.global_loss"),
@@ -48,7 +48,7 @@ class SettingChange:
 
 
 def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerprint: str) -> list[SettingChange]:
-    """Return the settings that differ between checkpoint `manifest` and `config` with its data."""
+    """Return the settings that differ between the checkpoint of `manifest` and `config` with its data."""
     before, after = _with_one_mixture(essential(manifest.settings)), _with_one_mixture(config.training_settings())
     keys = [k for k in before | after if before.get(k) != after.get(k)]
     changes = [SettingChange(key, _value(before, key), _value(after, key)) for key in sorted(keys)]
@@ -58,7 +58,7 @@ def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerpr
 
 
 def _with_one_mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` with "data.weights.web", "data.weights.code" and so on as one setting."""
+    """Return `settings` with "data.weights.web", "data.weights.code", ... merged into one setting, "data.weights"."""
     prefix = f"{MIXTURE}."
     weights = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     return {key: value for key, value in settings.items() if not key.startswith(prefix)} | {MIXTURE: weights}
@@ -71,9 +71,9 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
 def require_same_experiment(
     folder: RunFolder, config: RunConfig, data_fingerprint: str, accepted: Collection[str]
 ) -> list[SettingChange]:
-    """Compare with the newest readable checkpoint. Returns the changes, which are all accepted. Writes nothing.
+    """Compare settings and data with the newest readable checkpoint. Returns the accepted changes. Writes nothing.
 
-    Raises ConfirmationNeeded for changes that were not accepted, ConfigError for another model.
+    Raises ConfirmationNeeded for changes that are not in `accepted`, ConfigError for another model.
     """
     newest = _newest_manifest(folder)
     changes = changes_since(newest, config, data_fingerprint) if newest else []
@@ -85,7 +85,7 @@ def require_same_experiment(
         flags = " ".join(f"--accept-change {c.key}" for c in unconfirmed)
         raise ConfirmationNeeded(
             "E-RUN-CHANGED",
-            f"the run file differs from the checkpoint of step {newest.step} in settings that change training:\n  "
+            f"the run file differs from the checkpoint of step {newest.step} in settings that affect training:\n  "
             + "\n  ".join(map(str, unconfirmed)),
             rule="a changed setting must be confirmed with --accept-change; nothing was started",
             fix=f"{flags}, or train into another folder (--out DIR)",
@@ -110,7 +110,7 @@ def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
             raise ConfigError(
                 "E-RUN-OTHER-MODEL",
                 f"the checkpoints have router biases, and the run file has none:\n  {change}",
-                rule="without its biases a model chooses other experts, and --accept-change does not allow that",
+                rule="without its biases a router chooses other experts, and --accept-change does not allow that",
                 fix=f"keep {BIAS_RATE} = {change.before} and set model.moe.bias_steps = {step}: the biases then stay",
                 keys=[BIAS_RATE],
             )
@@ -119,9 +119,9 @@ def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
 def record_accepted(
     folder: RunFolder, config: RunConfig, data_fingerprint: str, changes: Collection[SettingChange]
 ) -> None:
-    """Record accepted changes in the folder, where the ranks read them, and in the event log, for the report.
+    """Record accepted changes in the run folder, where the ranks read them, and in the event log, for the report.
 
-    A second call before the next checkpoint records nothing twice.
+    A second call before the next checkpoint does not record the changes again.
     """
     newest = _newest_manifest(folder)
     if newest is None or not changes:
@@ -147,7 +147,7 @@ def _newest_manifest(folder: RunFolder) -> CheckpointManifest | None:
 
 
 def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> TokenManifest:
-    """Check that the run can start. Returns the manifest of its training tokens, or raises the reason as IngotError."""
+    """Check that the run can start. Returns the manifest of its training tokens, or raises an IngotError."""
     for package in ("torch", "safetensors"):
         if importlib.util.find_spec(package) is None:
             raise MissingPartError(
@@ -184,8 +184,8 @@ def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
     if (gpus or config.train.device == "cuda") and len(gpus) < ranks:
         raise ConfigError(
             "E-GPU-COUNT",
-            f"{_degrees(config)} needs {ranks} GPUs, this machine has {len(gpus)}",
-            rule="one process per GPU",
+            f"{_degrees(config)} needs {ranks} GPUs, but this machine has {len(gpus)}",
+            rule="every process has its own GPU",
             fix=f"{_fewer(config, max(len(gpus), 1))}, or --set train.device=cpu",
             needed=ranks,
             available=len(gpus),
@@ -195,7 +195,7 @@ def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
 
 
 def _degrees(config: RunConfig) -> str:
-    """Return the degrees above 1, like "parallel.pp=2 x parallel.tp=4"."""
+    """Return the parallel degrees above 1 as text, like "parallel.pp=2 x parallel.tp=4"."""
     named = {name: getattr(config.parallel, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     return " x ".join(f"parallel.{name}={n}" for name, n in named.items() if n > 1) or "parallel.dp_shard=1"
 
@@ -206,7 +206,7 @@ def _fewer(config: RunConfig, ranks: int) -> str:
 
 
 def _check_disk(folder: RunFolder, config: RunConfig) -> None:
-    """Check that the disk has room for `keep` checkpoints and the one being written."""
+    """Check that the disk has room for `keep` checkpoints and the checkpoint being written."""
     one = round(checkpoint_bytes(config.model, config.train.precision).value)
     there = sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
     needed = one * (config.checkpoint.keep + 1) - there
@@ -218,8 +218,8 @@ def check_until_step(until_step: int | None, config: RunConfig) -> None:
     if until_step is not None and not 1 <= until_step <= config.train.steps:
         raise UsageError(
             "E-UNTIL-STEP",
-            f"--until-step {until_step}",
-            rule=f"a run stops at one of its steps: 1 to {config.train.steps} (train.steps)",
+            f"--until-step {until_step} is not a step of the run",
+            rule=f"the steps of the run are 1 to {config.train.steps} (train.steps)",
             fix="name one of these steps, or leave the flag out to train to the end",
             until_step=until_step,
             steps=config.train.steps,
@@ -227,9 +227,9 @@ def check_until_step(until_step: int | None, config: RunConfig) -> None:
 
 
 def past_step(folder: RunFolder, config: RunConfig, until_step: int | None) -> int:
-    """Return a step that is saved, verified and not before `until_step`; 0 if there are steps left to do."""
+    """Return the newest saved step, verified, if the run already reached `until_step`; 0 if steps are left to do."""
     if until_step is None or until_step == config.train.steps:
-        return 0  # to the end: after the last step comes the evaluation
+        return 0  # to the end: the evaluation after the last step may be left to do
     step = resume_step(folder)
     if step < until_step:
         return 0

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as a table: which exist, which are damaged, where training would resume. No torch."""
+"""The checkpoints of a run as a table: which exist, which are damaged, and where training would resume. No torch."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +13,9 @@ RESUMES_HERE = "<- training resumes here"
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedCheckpoint:
-    """A row of the table. saved_at: Unix seconds. state: "yes" if whole, else "NO".
+    """A row of the table. saved_at: Unix seconds. state: "yes" if undamaged, otherwise "NO".
 
-    note: the damage, or a mark on the checkpoint that training resumes from.
+    note: the damage, or RESUMES_HERE for the checkpoint that training resumes from.
     """
 
     step: int
@@ -32,7 +32,7 @@ class InspectedCheckpoint:
 
 @dataclass(frozen=True)
 class Inspected:
-    """The checkpoints, newest last. exit_code: 0, or 21 if one is damaged."""
+    """The checkpoints, newest last. exit_code: 0, or 21 if a checkpoint is damaged."""
 
     checkpoints: tuple[InspectedCheckpoint, ...]
 
@@ -45,9 +45,9 @@ class Inspected:
 
 
 def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
-    """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read every byte.
+    """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read and hash every byte.
 
-    Raises UsageError when `path` is neither, or a run without a checkpoint.
+    Raises UsageError if `path` is neither of these, or a run without a checkpoint.
     """
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         listed = [c for c in list_checkpoints(path.parent) if c.path == path]
@@ -58,7 +58,7 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
         raise UsageError(
             "E-CKPT-NONE" if is_run else "E-RUN-NOT-FOUND",
             f"{path} {'has no checkpoint yet' if is_run else 'is not the folder of a run or of a checkpoint'}",
-            rule="the folder of a run with a checkpoint, or of one checkpoint, is inspected",
+            rule="the path is the folder of a run that has checkpoints, or of one checkpoint",
             fix=f"ingot status {path} shows the progress of a run; ingot train writes checkpoints",
             path=str(path),
         )

@@ -1,8 +1,8 @@
-"""A Job on this machine: torchrun starts the ranks, and no process of the job outlives this one.
+"""A Job on this machine: torchrun starts the ranks, and no process of the job outlives this process.
 
-torchrun puts every rank into a session of its own, so a signal to a process group does not reach them. Each process of
-a job therefore has the job's id in its environment, by which all are found and killed. If this process is killed by
-SIGKILL, the kernel kills torchrun, and then the ranks (resilience/endings.py).
+torchrun puts every rank into a session of its own, so a signal to a process group does not reach the ranks. Each
+process of a job therefore has the job's id in its environment, by which all are found and killed. If this process is
+killed by SIGKILL, the kernel kills torchrun, and then the ranks (resilience/endings.py).
 """
 
 import os
@@ -28,7 +28,7 @@ _EXIT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*
 
 
 def torchrun_command(job: Job) -> list[str]:
-    """Return the command line: one node, a rendezvous on a free loopback port, no restarts by torchrun itself."""
+    """Return torchrun's command line: one node, a rendezvous on a free loopback port, no restarts by torchrun."""
     return [
         sys.executable,
         "-m",
@@ -44,14 +44,14 @@ def torchrun_command(job: Job) -> list[str]:
 
 
 class LocalJob:
-    """The running processes of one attempt. Standard error goes to `log`."""
+    """The running processes of one attempt. Their standard error goes to `log`."""
 
     def __init__(self, job: Job, *, attempt: int, log: Path, stdout: IO | int | None = None):
         self.id = uuid.uuid4().hex
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         marks = {JOB_VARIABLE: self.id, SUPERVISOR_VARIABLE: str(os.getpid()), ATTEMPT_VARIABLE: str(attempt)}
-        # The user's environment takes precedence over our defaults.
+        # The user's environment takes precedence over ingot's defaults.
         env = job.env | dict(os.environ) | marks
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -60,16 +60,16 @@ class LocalJob:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C is for the supervisor, which asks the ranks to save first
+                start_new_session=True,  # Ctrl-C goes to the supervisor only, which asks the ranks to save first
                 preexec_fn=die_with_parent,
             )
 
     def poll(self) -> int | None:
-        """Return torchrun's exit code, None while it runs."""
+        """Return torchrun's exit code; None while torchrun runs."""
         return self._process.poll()
 
     def processes(self) -> list[int]:
-        """Return every living process of the job, torchrun included."""
+        """Return the ids of all living processes of the job, including torchrun."""
         mark = f"{JOB_VARIABLE}={self.id}".encode()
         return [pid for pid in _own_processes() if mark in _environment(pid)]
 
@@ -88,14 +88,14 @@ class LocalJob:
                     "E-JOB-UNKILLABLE",
                     f"processes {left} of the job do not end after SIGKILL",
                     rule=f"a killed process is gone within {_KILL_SECONDS:.0f} s",
-                    fix="they hang in the kernel (a dead disk or network mount, or a GPU driver); see dmesg",
+                    fix="see dmesg: they hang in the kernel (a dead disk or network mount, or a GPU driver)",
                     processes=left,
                 )
             time.sleep(0.02)
         self._process.wait(timeout=_KILL_SECONDS)
 
     def last_words(self) -> str:
-        """Return the last line of the log; if there is none, how torchrun itself ended ("" while it runs)."""
+        """Return the last line of the log; if the log is empty, how torchrun itself ended ("" while it runs)."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), self._ended())
 
@@ -106,20 +106,20 @@ class LocalJob:
         return f"torchrun was killed (signal {-code})" if code < 0 else f"torchrun exited with code {code}"
 
     def exit_codes(self) -> dict[int, int]:
-        """Return exit codes by rank from torchrun's summary; negative numbers are signals. Empty without a summary."""
+        """Return rank -> exit code from torchrun's summary; negative numbers are signals. Empty without a summary."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         return {int(rank): int(code) for rank, code in _EXIT.findall(text)}
 
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """A process that no longer runs. exit_code: negative for a signal; None if its parent has collected it already."""
+    """The end of a process. exit_code: negative for a signal; None if the parent has already collected it."""
 
     exit_code: int | None
 
 
 def end_of(pid: int) -> ProcessEnd | None:
-    """Return the end of process `pid`, None while it runs. The exit code is known while the process is a zombie."""
+    """Return the end of process `pid`; None while it runs. Its exit code is only known while it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

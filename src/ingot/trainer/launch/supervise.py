@@ -1,8 +1,8 @@
-"""Keep a job running: start it, detect failures, start it again where that helps, stop it on request.
+"""Keep a job running: start it, detect failures, start it again if that can help, stop it on request.
 
-The supervisor runs torchrun without restarts of its own and starts it again itself. That costs torchrun's import
-(1.3 s) per restart. In return every decision is made in one place, after the dead attempt is gone and its cause is
-known: a restart inside torchrun begins before its cause is known, and it waits 30 s for a hung peer.
+The supervisor turns off torchrun's own restarts and starts torchrun again itself. Each restart costs the import of
+torchrun (1.3 s). In return every decision is made in one place, after the dead attempt is gone and its cause is known:
+a restart inside torchrun begins before the cause is known, and waits 30 s for a hung peer.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from ingot.trainer.launch.local import LocalJob, end_of
 from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
 
 _POLL_SECONDS = 0.05
-# The time that torchrun has to report the exit code of a lost rank; then everything is killed.
+# The time that torchrun has to report the exit code of a lost rank, before everything is killed.
 _REPORT_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class EventLogReader:
-    """The event log of a running job, read line by line from its present end. `read` adds the lines written since.
+    """A reader of the event log of a running job. `read` takes in the lines written since construction.
 
     ranks: rank -> process id. step: the last step logged. saved: the step of the newest checkpoint that was verified,
-    on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished" or "stopped".
-    refused: why checkpoints were not used; the reader of this list empties it.
+    on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished", "stopped" or
+    "". refused: why checkpoints were not used; the caller empties this list.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class EventLogReader:
         self._position = self.path.stat().st_size if self.path.exists() else 0
 
     def read(self) -> None:
-        """Take in the whole lines that were added to the log."""
+        """Take in the complete lines that were added to the log since the last call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -64,7 +64,7 @@ class EventLogReader:
             try:
                 self._take(json.loads(line))
             except ValueError:
-                continue  # the torn line of a killed writer
+                continue  # an incomplete line of a killed writer
 
     def new_attempt(self) -> None:
         """Forget the ranks of the last attempt."""
@@ -88,10 +88,10 @@ class EventLogReader:
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """The end of a job. exit_code: 0 finished, 10 stopped on request.
+    """The end of a job. exit_code: 0 if finished, 10 if stopped on request.
 
-    step: the last step done. saved_step: the step of the newest verified checkpoint; lower than `step` only if the stop
-    itself failed.
+    step: the last completed step. saved_step: the step of the newest verified checkpoint; lower than `step` only if the
+    stop itself failed.
     """
 
     exit_code: int
@@ -109,11 +109,11 @@ class JobResult:
 def supervise(
     folder: RunFolder, job: Job, *, max_restarts: int, say: Callable[[str], None], show_output: bool = True
 ) -> JobResult:
-    """Run `job` to its end. The caller holds the run's lock.
+    """Run `job` to its end, with restarts after failures. The caller holds the run's lock.
 
     The first SIGINT, SIGTERM or SIGHUP asks the ranks to save and stop; the second kills them and raises
-    KeyboardInterrupt. Raises the IngotError that a rank ended with, or RunFailed when a restart does not help. No
-    process of the job is left when this function returns or raises.
+    KeyboardInterrupt. Raises the IngotError that a rank ended with, or RunFailed if a restart would not help or no
+    restarts are left. No process of the job is left when this function returns or raises.
     """
     started = time.monotonic()
     folder.stop_request.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def _follow(
     signals: "_Signals",
     say: Callable[[str], None],
 ) -> JobIncident | None:
-    """Follow one attempt until it ends. Returns None when it finished or stopped on request, else the incident."""
+    """Follow one attempt until it ends. Returns None if it finished or stopped on request, otherwise the incident."""
     asked, dead, lost_at = False, {}, 0.0
     while running.poll() is None:
         log_reader.read()
@@ -175,13 +175,13 @@ def _follow(
         if signals.count and not asked:
             asked = True
             write_atomic(folder.stop_request, "save and stop\n")
-            _report(say, "stopping at the next log line, saving first; once more stops now and loses what is not saved")
+            _report(say, "stopping at the next log line, saving first; a second signal stops now and does not save")
         if not lost_at and (dead := _lost_ranks(folder, log_reader)):
             lost_at = time.monotonic()
         if lost_at and (None not in dead.values() or time.monotonic() - lost_at > _REPORT_SECONDS):
             break
         if log_reader.ended and len(read_endings(folder)) == job.processes:
-            break  # everything is saved and reported; only Python and torchrun still shut down
+            break  # everything is saved and reported; only Python and torchrun are still shutting down
         time.sleep(_POLL_SECONDS)
     log_reader.read()
     if log_reader.ended:
@@ -192,15 +192,15 @@ def _follow(
 
 
 def newest_step(folder: RunFolder) -> int:
-    """Return the step of the newest checkpoint, 0 if there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     newest = candidate_folders(folder.checkpoints)[:1]
     return int(newest[0].name.removeprefix("step-")) if newest else 0
 
 
 def resume_step(folder: RunFolder) -> int:
-    """Return the step of the newest checkpoint without known damage, 0 if there is none. Tensors are not hashed.
+    """Return the step of the newest checkpoint without known damage; 0 if there is none. Tensors are not hashed.
 
-    Damage is known if the manifest is damaged, or if the checkpoint was refused on loading and not saved again since.
+    Known damage: the manifest is damaged, or the checkpoint was refused on loading and not saved again since.
     """
     refused: set[int] = set()
     for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
@@ -214,16 +214,16 @@ def _saved_step(folder: RunFolder, log_reader: EventLogReader) -> int:
 
 
 def _report(say: Callable[[str], None], text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone (SIGHUP); the run goes on
+    with contextlib.suppress(OSError):  # the terminal may be gone (SIGHUP); the run continues
         say(text)
 
 
 def _lost_ranks(folder: RunFolder, log_reader: EventLogReader) -> dict[int, int | None]:
-    """Return the ranks whose process is gone without a good end, with their exit codes where known."""
+    """Return the ranks whose process is gone without a normal ending: rank -> exit code, None if unknown."""
     ends = {rank: end for rank, pid in log_reader.ranks.items() if (end := end_of(pid))}
     if not ends:
         return {}
-    endings = read_endings(folder)  # read after the processes: a rank that ended well has recorded it by now
+    endings = read_endings(folder)  # after checking the processes: a rank that ended normally has recorded it by now
     return {rank: end.exit_code for rank, end in ends.items() if rank not in endings or endings[rank].kind}
 
 
@@ -245,7 +245,7 @@ def _record_fault(log: EventLog, incident: JobIncident) -> None:
 
 
 def _fault_line(incident: JobIncident, saved_step: int, attempt: int, max_restarts: int) -> str:
-    who = f"rank {incident.rank}" if incident.rank >= 0 else "the job:"
+    who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
     return (
         f"{time.strftime('%H:%M:%S')} {who} {incident.cause} near step {incident.step}; "
         f"restarting from step {saved_step} ({attempt} of {max_restarts})"
@@ -254,14 +254,14 @@ def _fault_line(incident: JobIncident, saved_step: int, attempt: int, max_restar
 
 @dataclass
 class _Signals:
-    """The number of requests to stop."""
+    """The number of stop signals received."""
 
     count: int = 0
 
 
 @contextlib.contextmanager
 def _signals_counted() -> Iterator[_Signals]:
-    """Count signals to stop instead of ending on them. Signals that the caller ignores (nohup) stay ignored."""
+    """Count stop signals instead of ending on them. Signals that the caller ignores (nohup) stay ignored."""
     signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals  # Python delivers signals to the main thread only

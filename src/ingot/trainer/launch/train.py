@@ -1,4 +1,4 @@
-"""`ingot train` as a function: find the run, check everything, then keep its job running until it ends."""
+"""`ingot train` as a function: find the run, check everything, then keep the run's job running until it ends."""
 
 import os
 import re
@@ -41,12 +41,12 @@ def train(
     quiet: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> JobResult:
-    """Start the run of `run_file` in folder `out`, or continue what is there: the same call does both.
+    """Start the run of `run_file` in folder `out`, or continue the run that is there.
 
     run_file: a run file, or the folder of a run. out: the run folder (default: `runs/NAME` next to the run file).
-    overrides: settings as "a.b=c". accept: the keys of changed settings that may apply to the existing run.
-    fresh: start at step 0; an existing run is moved aside if `archive`, else refused. until_step: save and stop there.
-    quiet: the ranks print nothing. say: receives the progress, a line at a time.
+    overrides: settings as "a.b=c". accept: the keys of settings whose change is confirmed for the existing run. fresh:
+    start at step 0; with `archive`, an existing run is moved aside, otherwise an error. until_step: the step to save
+    and stop after. quiet: the ranks print nothing. say: called with each line of progress.
 
     Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
     """
@@ -54,8 +54,8 @@ def train(
         raise UsageError(
             "E-ARCHIVE-ALONE",
             "--archive is given without --fresh",
-            rule="a run that continues is not moved",
-            fix="add --fresh",
+            rule="an existing run is moved aside only if a new one starts",
+            fix="add --fresh, or remove --archive",
         )
     path, config = read_run(run_file, overrides)
     check_until_step(until_step, config)
@@ -73,7 +73,7 @@ def train(
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")
             if changes or (folder.config.exists() and load_run(folder.config) != config):
-                say("its settings stay as they were; to continue with others, raise train.steps or change --out")
+                say("its settings stay as they were; to train with new settings, raise train.steps or change --out")
             return JobResult(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
         if past := past_step(folder, config, until_step):
             say(f"{folder.root} is already past step {until_step}: step {past} is saved, nothing is started")
@@ -82,7 +82,7 @@ def train(
             )
         record_accepted(folder, config, tokens.fingerprint(), changes)
         _keep_run_file(folder, config)
-        # The plan describes the run file without --set: a changed run takes other time and memory.
+        # The plan describes the run file without --set: a changed run needs different time and memory.
         changed = any(override.startswith(("model.", "train.", "parallel")) for override in overrides)
         if plan.exists() and not changed and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
@@ -92,21 +92,21 @@ def train(
 
 
 def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunConfig]:
-    """Load the run file that `run_file` names: itself, or that of a run folder. Returns its path and the config."""
+    """Load the run file `run_file`, or the run file in the folder `run_file`. Returns its path and the config."""
     path = run_file / "run.toml" if run_file.is_dir() else run_file
     if not path.exists() and run_file.is_dir():
         raise UsageError(
             "E-RUN-NOT-FOUND",
             f"{run_file} has no run.toml",
             rule="ingot train takes a run file or the folder of a run",
-            fix="ingot init DIR starts a project with a run file",
+            fix="name a run file; ingot init DIR makes a project with one",
             path=str(run_file),
         )
     return path, load_run(path, overrides)
 
 
 def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig) -> RunFolder:
-    """Return the run folder: `out`, else the folder that was given, else `runs/NAME` next to the run file."""
+    """Return the run folder: `out` if given; otherwise `run_file`'s run folder, or `runs/NAME` next to the run file."""
     if out is not None:
         return RunFolder(out)
     if run_file.is_dir() or RunFolder(path.parent).events.exists():
@@ -115,7 +115,7 @@ def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig)
         raise ConfigError(
             "E-RUN-NAME",
             f"{path}: name = {config.name!r} cannot be the name of a folder",
-            rule="a name has letters, digits, '_', '-' and '.'",
+            rule="a name begins with a letter, digit or '_' and has only letters, digits, '_', '-' and '.'",
             fix="change name, or choose the run folder with --out DIR",
             name=config.name,
         )
@@ -123,7 +123,7 @@ def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig)
 
 
 def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
-    """Rewrite relative paths, which start at the run file in `base`, for the copy of the run file in `root`."""
+    """Rewrite relative paths, which are relative to the folder `base` of the run file, for its copy in `root`."""
 
     def moved(value: str) -> str:
         if not value or Path(value).is_absolute():
@@ -142,14 +142,14 @@ def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
-    """Empty the run folder except for its lock. Returns the new folder of the old run, None if there was no run."""
+    """Move everything in the run folder except its lock to a new folder, and return that; None if there was no run."""
     old = [p for p in folder.root.iterdir() if p != folder.lock]
     if not any(p in (folder.events, folder.checkpoints) for p in old):
         return None
     if not archive:
         raise ConfirmationNeeded(
             "E-FRESH-EXISTS",
-            f"--fresh: there is a run in {folder.root}, at step {newest_step(folder)}",
+            f"--fresh is given, but there is a run in {folder.root}, at step {newest_step(folder)}",
             rule="a run is never overwritten",
             fix="add --archive to move it aside, or train into another folder (--out DIR)",
             run=str(folder.root),
@@ -173,7 +173,7 @@ def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
 def _ranks(parallel: Parallel) -> str:
     """Return the layout, like "ranks 8: dp_shard 2 x cp 2 (ring) x tp 2, ep 2"; only "ranks 8" if purely data-parallel.
 
-    parallel: resolved.
+    parallel: the degrees, with every "auto" resolved.
     """
     degrees = {axis: getattr(parallel, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     form = {"cp": f" ({parallel.context_form})"}
@@ -186,25 +186,25 @@ def _ranks(parallel: Parallel) -> str:
 
 
 def training_job(folder: RunFolder, config: RunConfig, *, until_step: int | None = None, quiet: bool = False) -> Job:
-    """Describe the job that trains the run in `folder`, to its end or `until_step`, independent of a launcher.
+    """Describe the job that trains the run in `folder`, to its end or `until_step`, independently of a launcher.
 
-    Rank 0 prints, unless `quiet`.
+    Rank 0 prints progress lines unless `quiet`.
     """
     processes = config.parallel.world_size
     until = [] if until_step is None else ["--until-step", str(until_step)]
     arguments = (str(folder.root), *until, *(["--quiet"] if quiet else []))
     env = worker_environment(most_ranks(config.parallel), usable_cores())  # includes a container's CPU quota
     if Path("/sys/class/net/lo").exists():
-        # Ranks of one machine communicate over loopback: the host's name does not matter, no other host can connect.
+        # Ranks of one machine communicate over loopback: the host name does not matter, and no other host can connect.
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return Job(module=WORKER, arguments=arguments, processes=processes, env=env)
 
 
 def most_ranks(parallel: Parallel) -> int:
-    """Return the number of ranks that share the cores.
+    """Return the number of ranks among which the cores are divided.
 
-    A matrix product of few rows has other bits with another number of threads. So with canonical sums a rank gets the
-    number of threads that it has with the largest number of replicas.
+    The bits of a matrix product with few rows depend on the number of threads. With canonical sums, a rank therefore
+    always gets the number of threads that it has with the largest number of replicas.
     """
     if parallel.reduce != "canonical":
         return parallel.world_size

@@ -1,7 +1,7 @@
 """The ledger: the samples that a run consumed, and the proof that they follow the order.
 
-Ranks keep the samples of their steps; at a checkpoint the parts are joined and written as a segment. The checkpoint
-names its segments with their hashes, so a run that was killed, resumed or moved to another number of ranks can prove
+Ranks keep the sample ids of their steps; at a checkpoint these are joined and written as a segment. The checkpoint
+lists the segments with their hashes, so a run that was killed, resumed or moved to another number of ranks can prove
 that no sample was lost or repeated.
 """
 
@@ -17,19 +17,19 @@ from ingot.trainer.loader.order import Order
 
 
 class Ledger:
-    """The samples that one rank consumed since the last checkpoint, in steps without a gap."""
+    """The samples that one rank consumed since the last checkpoint, for consecutive steps."""
 
     def __init__(self):
         self._first_step = 0
         self._ids: list[np.ndarray] = []
 
     def record(self, step: int, sample_ids: np.ndarray) -> None:
-        """Remember this rank's samples (int64 [n]) of a step that was trained. Raises DataError on a gap."""
+        """Record this rank's samples (int64 [n]) of a trained step. Raises DataError if a step was left out."""
         expected = self._first_step + len(self._ids)
         if self._ids and step != expected:
             raise DataError(
                 "E-LEDGER-GAP",
-                f"step {step} follows step {expected - 1}",
+                f"step {step} was recorded after step {expected - 1}",
                 rule="steps are recorded one by one, in order",
                 fix="this is a defect of ingot: please report it with the run's events.jsonl",
                 step=step,
@@ -40,13 +40,13 @@ class Ledger:
         self._ids.append(np.asarray(sample_ids, np.int64))
 
     def segment(self, first_step: int, last_step: int) -> np.ndarray:
-        """Return this rank's samples of steps first..last: int64 [steps, n]. Raises DataError when some are missing."""
+        """Return this rank's samples of steps first..last: int64 [steps, n]. Raises DataError if a step is missing."""
         begin, end = first_step - self._first_step, last_step - self._first_step + 1
         if not 0 <= begin < end <= len(self._ids):
             held = f"{self._first_step} to {self._first_step + len(self._ids) - 1}" if self._ids else "none"
             raise DataError(
                 "E-LEDGER-GAP",
-                f"steps {first_step} to {last_step} are requested, recorded: {held}",
+                f"steps {first_step} to {last_step} are requested, but the recorded steps are: {held}",
                 rule="a segment holds steps that were recorded and not yet dropped",
                 fix="this is a defect of ingot: please report it with the run's events.jsonl",
                 step=first_step,
@@ -54,21 +54,22 @@ class Ledger:
         return np.stack(self._ids[begin:end])
 
     def forget(self, last_step: int) -> None:
-        """Drop the steps up to `last_step`: they are in a verified checkpoint."""
+        """Drop the steps up to `last_step`, which are in a verified checkpoint."""
         count = max(last_step - self._first_step + 1, 0)
         self._ids = self._ids[count:]
         self._first_step += count
 
 
 def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np.ndarray) -> LedgerSegment:
-    """Write the samples of steps first..last of all ranks, in rank order: int64 [steps, global_batch].
+    """Write the samples of these steps (inclusive) of all ranks, in rank order, as one file of the ledger.
 
-    The file has these numbers, little-endian, row by row. It is written atomically.
+    ids_by_step: int64 [steps, global_batch]. The file has these numbers, little-endian, row by row, and is written
+    atomically.
     """
     if ids_by_step.ndim != 2 or len(ids_by_step) != last_step - first_step + 1:
         raise DataError(
             "E-LEDGER-SHAPE",
-            f"ids of shape {ids_by_step.shape} for the steps {first_step} to {last_step}",
+            f"the sample ids of the steps {first_step} to {last_step} have the shape {ids_by_step.shape}",
             rule="a segment has one row of samples per step",
             fix="this is a defect of ingot: please report it with the run's events.jsonl",
             shape=list(ids_by_step.shape),
@@ -80,7 +81,10 @@ def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np
 
 
 def read_ledger(folder: Path, segments: Sequence[LedgerSegment]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (step, samples int64 [global_batch]) of all segments in order. Raises DataError for a damaged segment."""
+    """Yield (step, sample ids int64 [global_batch]) for all steps of the segments, in order.
+
+    Raises DataError for a damaged segment.
+    """
     for segment in segments:
         path = folder / segment.file
         try:
@@ -98,7 +102,7 @@ def read_ledger(folder: Path, segments: Sequence[LedgerSegment]) -> Iterator[tup
             raise DataError(
                 "E-LEDGER-HASH",
                 f"ledger segment {path} differs from the segment that was written",
-                rule="the checkpoint holds the SHA-256 of the segment",
+                rule="the checkpoint holds the SHA-256 of each segment",
                 fix=_FIX,
                 path=str(path),
             )
@@ -106,29 +110,29 @@ def read_ledger(folder: Path, segments: Sequence[LedgerSegment]) -> Iterator[tup
             yield segment.first_step + row, ids
 
 
-_FIX = "resume from an older checkpoint (ingot ckpt ls), whose segments are whole"
+_FIX = "resume from an older checkpoint whose segments are complete (see ingot ckpt ls)"
 
 
 def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: int) -> None:
-    """Compare the consumed samples, from step 1, with the order. Raises DataError naming the first difference."""
+    """Compare the consumed samples, from step 1, with `order`. Raises DataError that names the first difference."""
     expected = 1
     for step, ids in ledger:
         if step != expected:
-            what = "was consumed twice" if step < expected else f"is missing: the ledger goes on with step {step}"
+            what = "was consumed twice" if step < expected else f"is missing: the ledger continues with step {step}"
             raise DataError(
                 "E-LEDGER-STEP",
                 f"step {min(step, expected)} {what}",
-                rule="every step from 1 on was consumed exactly once, in order",
-                fix="ingot ckpt ls lists older checkpoints to resume from",
+                rule="every step from 1 on is in the ledger exactly once, in order",
+                fix="resume from an older checkpoint (see ingot ckpt ls)",
                 step=min(step, expected),
             )
         wanted = order.step(step, global_batch)
         if len(ids) != global_batch:
             raise DataError(
                 "E-LEDGER-BATCH",
-                f"step {step} consumed {len(ids)} samples, not {global_batch}",
+                f"step {step} consumed {len(ids)} samples, but train.global_batch is {global_batch}",
                 rule="a step consumes one global batch",
-                fix="compare with the train.global_batch that the run was trained with",
+                fix="set train.global_batch to the value that the run was trained with",
                 step=step,
                 samples=len(ids),
             )
@@ -136,10 +140,10 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
             at = int(wrong[0])
             raise DataError(
                 "E-LEDGER-SAMPLE",
-                f"step {step}: sample {at} was window {ids[at]}, the order has {wanted[at]} "
+                f"step {step}: sample {at} was window {ids[at]}, but the order has window {wanted[at]} "
                 f"({wrong.size} of {global_batch} differ)",
-                rule="samples are a function of seed, tokens and step alone",
-                fix="compare with the seed, tokens and weights that the run was trained with",
+                rule="samples depend only on seed, tokens, weights and step",
+                fix="use the seed, tokens and weights that the run was trained with",
                 step=step,
                 sample=at,
             )

@@ -1,4 +1,4 @@
-"""Batches for one rank: a thread reads them some steps ahead, and a side stream copies them to the device."""
+"""Batches for one rank: a thread reads them some steps ahead, and a separate CUDA stream copies them to the device."""
 
 import queue
 import threading
@@ -42,18 +42,18 @@ class _Prepared:
     sample_ids: np.ndarray
     tokens: torch.Tensor  # [A * B, T + 1]
     documents: torch.Tensor | None  # [A * B, T]
-    ready: "torch.cuda.Event | None"  # the copy to the device
+    ready: "torch.cuda.Event | None"  # recorded after the copy to the device
 
 
 class Loader:
     """The batches of the steps first_step..last_step (inclusive, counted from 1), as an iterator.
 
-    Rank r of `ranks` reads samples r*n..(r+1)*n-1 of each step's global batch: all ranks together read exactly the
-    samples that one rank would. Raises ConfigError when the batch cannot be divided so; next() raises damage in the
-    data. Close the loader, or use it as a context manager, to end its thread.
+    Rank r of `ranks` reads the r-th equal part of each step's global batch, so all ranks together read exactly the
+    samples that one rank would. Raises ConfigError if the batch cannot be divided equally; next() raises DataError for
+    damaged data. Close the loader, or use it as a context manager, to end its thread.
 
-    prefetch: the number of batches read ahead.
-    earlier: the earlier weights as (last step, weights), oldest first (loader/order.py).
+    prefetch: the number of batches read ahead. earlier: the earlier mixture weights as (last step, weights), oldest
+    first (loader/order.py). deadline_seconds: the longest wait for a batch.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next step's batch. Raises an error of the thread, or ResourceError after `deadline_seconds`."""
+        """Return the next step's batch. Raises errors of the thread, and ResourceError after `deadline_seconds`."""
         if self._next_step not in self._steps:
             raise StopIteration
         started = time.perf_counter()
@@ -141,30 +141,30 @@ class Loader:
                 "E-LOADER-CLOSED",
                 "the loader is closed",
                 rule="batches are taken before close()",
-                fix="this is a defect of ingot or of the program that uses it: please report it",
+                fix="this is a bug in ingot or in the program that uses ingot; please report it",
             )
         try:
             return self._queue.get(timeout=self.deadline_seconds)
         except queue.Empty:
             raise ResourceError(
                 "E-LOADER-TIMEOUT",
-                f"no batch for step {self._next_step} within {self.deadline_seconds:.0f} s",
-                rule="reading a batch takes milliseconds; the disk or mount of the token folder hangs",
-                fix="check the storage, then run the same command again: it continues",
+                f"no batch for step {self._next_step} was read within {self.deadline_seconds:.0f} s",
+                rule="reading a batch usually takes milliseconds; the disk or mount of the token folder hangs",
+                fix="check the storage, then run the same command again: the run continues",
                 step=self._next_step,
                 seconds=self.deadline_seconds,
             ) from None
 
     def close(self) -> None:
-        """End the thread. Raises ResourceError when it hangs in the storage for more than ten seconds."""
+        """End the thread. Raises ResourceError if the thread hangs in a read for more than ten seconds."""
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             raise ResourceError(
                 "E-LOADER-TIMEOUT",
-                f"the loader's thread still reads after {_CLOSE_SECONDS:.0f} s",
-                rule="reading a batch takes milliseconds; the disk or mount of the token folder hangs",
-                fix="check the storage, then run the same command again: it continues",
+                f"the loader's thread is still reading after {_CLOSE_SECONDS:.0f} s",
+                rule="reading a batch usually takes milliseconds; the disk or mount of the token folder hangs",
+                fix="check the storage, then run the same command again: the run continues",
                 seconds=_CLOSE_SECONDS,
             )
 
@@ -189,7 +189,7 @@ class Loader:
             self._put(error)
 
     def _put(self, item: "_Prepared | BaseException") -> bool:
-        """Hand over `item`; False when the loader was closed meanwhile."""
+        """Put `item` into the queue. Returns False if the loader is closed before there is room."""
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=_POLL_SECONDS)
@@ -200,12 +200,12 @@ class Loader:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return `device` with its index, because the current device is a property of the thread."""
+    """Return `device` with the index of the current GPU, because each thread has a current device of its own."""
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 class _Host:
-    """Batches stay where they were read: no copy at all."""
+    """The way of batches to a CPU: they stay where they were read, without a copy."""
 
     def __init__(self, shape: tuple[int, int]):
         self.shape = shape
@@ -219,7 +219,7 @@ class _Host:
 
 
 class _Device:
-    """Two pinned buffers in alternation, and copies on a stream of their own, parallel to the trainer's kernels."""
+    """The way of batches to a GPU: two alternating pinned buffers, and copies on a stream of their own."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device):
         torch.cuda.set_device(device)  # for this thread; otherwise pinning would open the first GPU on every rank

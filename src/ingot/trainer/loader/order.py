@@ -1,8 +1,9 @@
 """The order of samples: a pure function of (seed, token manifest, step), on any number of ranks.
 
-Without weights all windows are one stream, shuffled again every epoch. With weights every source is a stream of its
-own, and each cycle of 4,096 samples contains exactly the quota of every source. When the weights of a run change, every
-source's stream continues where the earlier mixture left it: no window of an epoch is skipped or repeated.
+A sample is a window of tokens (loader/reader.py). Without weights, all windows are one stream, shuffled again every
+epoch. With weights, every source is a stream of its own, and each cycle of 4,096 samples contains exactly the quota of
+every source. When the weights of a run change, every source's stream continues where the earlier mixture left it: no
+window of an epoch is skipped or repeated.
 """
 
 import difflib
@@ -29,10 +30,10 @@ class Order:
     """The order of samples over one token folder. Memory is O(shards). Not thread-safe.
 
     weights: source -> share of the samples; other sources are not used. earlier: the earlier weights, oldest first, as
-    (number of samples of the run up to which they held, weights). A change between weights and no weights changes the
-    streams, so an epoch starts again. Sources of earlier weights that the tokens lack are ignored: the tokens of the
-    run changed, too.
-    Raises DataError when no shard is long enough for a window, ConfigError when weights do not fit the sources.
+    (the run's number of samples when these weights ended, weights). A change between weights and no weights changes the
+    streams, so an epoch starts again. Sources of earlier weights that the tokens lack are ignored: then the tokens of
+    the run changed, too.
+    Raises DataError if no shard is long enough for a window, ConfigError if the weights do not fit the sources.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Order:
         begin = 0
         for end, own in (*((end, self._known(own)) for end, own in earlier), (None, weights or {})):
             if own is None or (end is not None and end <= begin):
-                continue  # the tokens have none of its sources, or it held for no sample
+                continue  # the tokens have none of the sources, or no sample was read with these weights
             self._mixes.append(mix := self._mix(begin, end, own))
             for name in mix.names:
                 if name not in self._streams:
@@ -66,7 +67,7 @@ class Order:
         return self.windows.count
 
     def samples(self, first: int, count: int) -> np.ndarray:
-        """Return the window ids (int64) of samples first..first+count-1, counted from 0 over the whole run."""
+        """Return the window ids, int64 [count], of the run's samples first..first+count-1, counted from 0."""
         out = np.empty(count, np.int64)
         done = 0
         while done < count:
@@ -81,11 +82,14 @@ class Order:
         return self.samples((step - 1) * global_batch, global_batch)
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return per window id the index of its shard in the manifest and its first token there, both int64."""
+        """Return, per window id, the index of its shard in the manifest and its first token in the shard, as int64."""
         return self.windows.locate(ids)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Return how often the first `samples` samples pass over each source; below 1, a part of it is not reached."""
+        """Return, for each source, how many times the first `samples` samples pass over it.
+
+        A value below 1 means that part of the source has not been read.
+        """
         mix = self._mix_at(samples)
         now = {name: (samples - mix.begin) * int(q) / CYCLE for name, q in zip(mix.names, mix.quotas, strict=True)}
         found: dict[str, float] = {}
@@ -117,7 +121,7 @@ class Order:
         return mix.taken | {n: mix.taken.get(n, 0) + int(k) for n, k in zip(mix.names, now, strict=True)}
 
     def _of_mix(self, mix: "_Mix", first: int, count: int) -> np.ndarray:
-        """Return the window ids of samples first..first+count-1, counted from the begin of `mix`."""
+        """Return the window ids of samples first..first+count-1, counted from the beginning of `mix`."""
         starts = [mix.taken.get(name, 0) for name in mix.names]
         if len(mix.names) == 1:
             return self._streams[mix.names[0]].take(starts[0] + first, starts[0] + first + count)
@@ -137,7 +141,7 @@ class Order:
         return out
 
     def _labels(self, mix: "_Mix", cycle: int) -> np.ndarray:
-        """Return the source number of each sample of a cycle: the quotas, shuffled. Later mixes have other keys."""
+        """Return the source number of each sample of a cycle: the quotas, shuffled with a key of the mix and cycle."""
         if self._cycle_at != (mix.number, cycle):
             labels = np.repeat(np.arange(len(mix.quotas)), mix.quotas)
             names = (cycle,) if not mix.begin else ("from", mix.begin, cycle)
@@ -148,7 +152,10 @@ class Order:
 
 @dataclass(frozen=True)
 class _Mix:
-    """The weights of samples begin..end-1 (end None: of all later ones). taken: windows by stream before `begin`."""
+    """The mixture of samples begin..end-1 (end None: of all later samples). names: streams. quotas: samples per cycle.
+
+    taken: the number of windows taken from each stream before `begin`.
+    """
 
     number: int
     begin: int
@@ -159,7 +166,7 @@ class _Mix:
 
 
 class _SourceWindows:
-    """The windows of one source ("" for all), shuffled."""
+    """The windows of one source ("" for all sources), shuffled."""
 
     def __init__(self, order: Order, name: str, seq_len: int, key: int):
         self.name = name
@@ -172,9 +179,9 @@ class _SourceWindows:
         if not self.windows:
             raise DataError(
                 "E-TOKENS-TOO-FEW",
-                f"source {name!r} has no {seq_len + 1:,} consecutive tokens in a shard",
-                rule="a source with a weight gives at least one sample",
-                fix=f"use a shorter train.seq_len, give more data for it, or take {name!r} out of data.weights",
+                f"no shard of source {name!r} has {seq_len + 1:,} tokens",
+                rule="a source with a weight has at least one sample, which is seq_len + 1 tokens of one shard",
+                fix=f"use a shorter train.seq_len, add data to the source, or remove {name!r} from data.weights",
                 source=name,
                 seq_len=seq_len,
             )
@@ -187,7 +194,7 @@ class _SourceWindows:
 
 
 def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManifest) -> np.ndarray:
-    """Return the samples per cycle of each source, int64 with the sum CYCLE, by largest remainders (Hamilton)."""
+    """Return the samples per cycle of each source, int64 with the sum CYCLE, by the largest remainder method."""
     for name in names:
         if name not in manifest.sources:
             close = difflib.get_close_matches(name, manifest.sources, n=1)
@@ -195,7 +202,7 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
                 "E-SOURCE-UNKNOWN",
                 f"data.weights names the source {name!r}, which the tokens do not have",
                 rule=f"the tokens have these sources: {', '.join(manifest.sources)}",
-                fix=f"did you mean {close[0]!r}?" if close else "take it out of data.weights",
+                fix=f"did you mean {close[0]!r}?" if close else "remove this source from data.weights",
                 source=name,
                 sources=list(manifest.sources),
             )
@@ -204,8 +211,8 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
         raise ConfigError(
             "E-WEIGHTS-VALUE",
             f"data.weights = {dict(weights)}",
-            rule="weights are positive shares",
-            fix="give every source a positive weight, or take it out",
+            rule="weights are positive, finite numbers",
+            fix="give every source a positive weight, or remove the source",
         )
     shares = values / values.sum() * CYCLE
     quotas = np.floor(shares).astype(np.int64)
@@ -215,8 +222,8 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
         raise ConfigError(
             "E-WEIGHT-TOO-SMALL",
             f"data.weights gives {name!r} a share of {weights[name] / values.sum():.6f}",
-            rule=f"a source has at least one sample in {CYCLE:,}",
-            fix="raise its weight, or take it out",
+            rule=f"a source has at least one sample in {CYCLE:,}, a share of {1 / CYCLE:.6f}",
+            fix="raise its weight, or remove the source",
             source=name,
         )
     return quotas
@@ -225,9 +232,9 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
 def earlier_weights(folder: RunFolder, weights: Weights) -> list[tuple[int, dict[str, float]]]:
     """Return (last step, weights) of every mixture before `weights`, oldest first; empty if the weights never changed.
 
-    weights: those of the run file, which are the last ones. The run folder records accepted changes, but not every
-    record was trained on: a change may be taken back, or replaced, before the next step. So the search goes backward
-    from `weights` over the records that led to them. Raises DataError when the records cannot be read.
+    weights: the current weights, those of the run file. The run folder records accepted changes, but not every recorded
+    change was used in training: it may be undone or replaced before the next step. The search therefore goes backward
+    from `weights` over the records that led to them. Raises DataError if the records cannot be read.
     """
     if not folder.accepted.exists():
         return []
@@ -239,7 +246,7 @@ def earlier_weights(folder: RunFolder, weights: Weights) -> list[tuple[int, dict
             "E-RUN-CHANGES-READ",
             f"{folder.accepted} cannot be read ({error})",
             rule="this file records the mixtures that the steps of the run were trained on",
-            fix="restore it from a copy of the run folder",
+            fix="restore the file from a copy of the run folder",
             path=str(folder.accepted),
         ) from None
     found: list[tuple[int, dict[str, float]]] = []

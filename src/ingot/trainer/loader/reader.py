@@ -1,10 +1,10 @@
-"""Samples cut from token shards, by number, and read from memory-mapped files with checked hashes.
+"""Samples, which are numbered windows of token shards, read from memory-mapped files with checked hashes.
 
 A sample is a window of seq_len + 1 tokens of one shard: the first seq_len tokens are inputs, the last seq_len targets.
 Windows of a shard begin seq_len apart, so every token but a shard's first is a target exactly once (less than a window
 remains at a shard's end). Window ids count over the shards in the manifest's order.
 
-Opening a folder reads only its manifest. A shard is mapped when a window needs it; the least recently used ones are
+Opening a folder reads only its manifest. A shard is mapped when a window needs it; the least recently used shards are
 unmapped, so ten thousand shards do not need ten thousand open files. A block is checked against its hash when it is
 first read.
 """
@@ -24,9 +24,9 @@ _FIX = "copy the shard again from its origin, or build the tokens again; ingot d
 
 
 def document_numbers(inputs: np.ndarray, eot_id: int) -> np.ndarray:
-    """Return the number of each token's document within its window, from 0: int32, the shape of `inputs` [..., T].
+    """Return the number of each token's document within its window, from 0: int32 [..., T], the shape of `inputs`.
 
-    The end of text belongs to the document that it ends; plain text cannot contain it (tokenizer/encoder.py).
+    An end-of-text token belongs to the document that it ends; plain text cannot contain one (tokenizer/encoder.py).
     """
     ends = inputs == eot_id
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
@@ -35,15 +35,15 @@ def document_numbers(inputs: np.ndarray, eot_id: int) -> np.ndarray:
 class Windows:
     """The windows of `seq_len` + 1 tokens in a token folder. Memory is O(shards).
 
-    counts, ends: the windows per shard and their running sum, int64. Raises DataError when there is no window.
+    counts: the number of windows per shard, int64. ends: their running sum. Raises DataError if there is no window.
     """
 
     def __init__(self, manifest: TokenManifest, seq_len: int):
         if seq_len < 1:
             raise ConfigError(
                 "E-SEQ-LEN",
-                f"seq_len = {seq_len}",
-                rule="a sample has at least one token",
+                f"seq_len is {seq_len}",
+                rule="a sample has at least one input token",
                 fix="set train.seq_len to 1 or more",
                 seq_len=seq_len,
             )
@@ -55,7 +55,7 @@ class Windows:
         if not self.count:
             raise DataError(
                 "E-TOKENS-TOO-FEW",
-                f"no shard holds {seq_len + 1:,} tokens (longest: {max(tokens.tolist(), default=0):,})",
+                f"no shard has {seq_len + 1:,} tokens (the longest has {max(tokens.tolist(), default=0):,})",
                 rule="a sample is seq_len + 1 consecutive tokens of one shard",
                 fix="use a shorter train.seq_len, or more data",
                 seq_len=seq_len,
@@ -63,7 +63,7 @@ class Windows:
             )
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return per window id the index of its shard in the manifest and its first token in that shard, both int64."""
+        """Return, per window id, the index of its shard in the manifest and its first token in the shard, as int64."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.count:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
             raise DataError(
@@ -80,7 +80,7 @@ class Windows:
 
 @dataclass
 class _MappedShard:
-    """A mapped shard. digests: the SHA-256 of each block. verified: one byte per block, 1 once its hash was checked."""
+    """A mapped shard. digests: the SHA-256 of all blocks, in order. verified: a byte per block, 1 if it was checked."""
 
     tokens: np.ndarray
     digests: bytes
@@ -90,7 +90,7 @@ class _MappedShard:
 class TokenReader:
     """A reader of windows of `seq_len` + 1 tokens from `folder`. Not thread-safe.
 
-    manifest: the manifest of `folder`, if the caller has read it. open_shards: the most shards mapped at once.
+    manifest: the manifest of `folder`, if the caller has it. open_shards: the maximum number of shards mapped at once.
     """
 
     def __init__(self, folder: Path, seq_len: int, *, manifest: TokenManifest | None = None, open_shards: int = 64):
@@ -99,13 +99,13 @@ class TokenReader:
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._block_tokens = self.manifest.block_bytes // self._dtype.itemsize
         self._open: OrderedDict[int, _MappedShard] = OrderedDict()
-        # By shard, kept when a shard is unmapped: a block is checked once, not once per mapping.
+        # `verified` by shard, kept after a shard is unmapped: a block is checked once, not once per mapping.
         self._verified: dict[int, bytearray] = {}
 
     def read(self, window_ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Read windows as int64 [n, seq_len + 1], into `out` if given.
 
-        Raises DataError naming shard, block and byte offset when the data on disk differs from the data built.
+        Raises DataError with shard, block and byte offset if the data on disk differs from the data that was built.
         """
         if out is None:
             out = np.empty((len(window_ids), self.seq_len + 1), np.int64)
@@ -175,8 +175,8 @@ class TokenReader:
             raise DataError(
                 "E-SHARD-HASH",
                 f"shard {name}: block {block} (bytes {at:,} to {at + data.nbytes:,} of {self.folder / name}.tokens) "
-                "has another SHA-256 than at build",
-                rule="training reads only tokens that were built",
+                "has a different SHA-256 than when it was built",
+                rule="training reads only tokens that are unchanged since they were built",
                 fix=_FIX,
                 shard=name,
                 path=f"{self.folder / name}.tokens",

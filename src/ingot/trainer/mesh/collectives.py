@@ -34,7 +34,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def gather_from(ranks: Sequence[int], array: np.ndarray) -> np.ndarray:
-    """Return `array` of these ranks, in this order: [len(ranks), ...].
+    """Return the arrays of `ranks`, in this order: [len(ranks), ...].
 
     array: floats, with the same shape and dtype on every rank. Collective over all ranks; the values of ranks that are
     not in `ranks` do not count. Each rank adds its part to zeros, which changes no value (-0.0 becomes 0.0), so the
@@ -60,16 +60,16 @@ def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> n
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks side by side along `dim`, in rank order."""
+    """Return the tensors of all ranks, concatenated along `dim` in rank order."""
     ranks = group.size()
     parts = _operators.wait_tensor(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
-    if math.prod(x.shape[:dim]) == 1:  # side by side already
+    if math.prod(x.shape[:dim]) == 1:  # concatenated already
         return parts.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat(parts.chunk(ranks, dim=0), dim=dim)
 
 
 def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part, along `dim`, of the sum of `x` over ranks."""
+    """Return this rank's part of the sum of `x` over ranks; the sum is divided along `dim`, in rank order."""
     ranks = group.size()
     shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
     if math.prod(x.shape[:dim]) == 1:  # rank by rank already
@@ -114,5 +114,5 @@ def start_all_sum(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # None is for ranks outside of the group
+    assert work is not None  # None is for ranks outside the group
     return work

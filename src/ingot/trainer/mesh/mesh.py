@@ -1,10 +1,10 @@
 """The device mesh: its axes and their order, a rank's coordinates, and the process groups.
 
-Besides the axes there are views, sets of ranks that one form of parallelism uses by name:
+Besides the axes there are views: other divisions of the ranks into groups, each used by one form of parallelism.
 
     shard          dp_shard x cp: the ranks that divide the state of one copy of the model (canonical sums: dp_shard)
     sequence       cp x tp: the ranks that have parts of the same sequences
-    ring, ulysses  the two sides of the grid of cp ranks
+    ring, ulysses  the two dimensions of the grid of cp ranks
     ep             neighbors among dp_shard x cp x tp: the ranks that divide the experts
     expert_shard   across ep: the ranks that hold the same experts and divide their state
 """
@@ -28,10 +28,10 @@ _IN_BLOCKS = ("ring", "ulysses", "ep")  # views whose ranks exchange tensors in 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh of a run. It has all axes, also axes of size 1.
+    """The mesh of a run. It has all axes, including axes of size 1.
 
-    timeout: of every process group of the run. views: for each view, the global ranks of this rank's line and their
-    group.
+    timeout: the timeout of every process group of the run. views: for each view, the global ranks that form a group
+    with this rank, and their process group.
     """
 
     parallel: Parallel
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """The number of the part of the batch that this rank reads: 0..data_ranks-1."""
+        """The index of the part of the batch that this rank reads: 0..data_ranks-1."""
         return self.index("dp_replicate") * self.parallel.dp_shard + self.index("dp_shard")
 
     @property
@@ -83,11 +83,11 @@ class Mesh:
         return {axis: self.size(axis) for axis in AXES if self.size(axis) > 1 or axis == "dp_shard"}
 
     def one_per_token_rank(self, stage_rank: int) -> list[int]:
-        """Return the global ranks at pipeline position `stage_rank` that are first on tp, by data rank and cp."""
+        """Return the global ranks at pipeline position `stage_rank` with tp index 0, ordered by data rank, then cp."""
         return self.devices.mesh[stage_rank, :, :, :, 0].flatten().tolist()
 
     def one_per_data_rank(self, stage_rank: int) -> list[int]:
-        """Return the global ranks at pipeline position `stage_rank` that are first on tp and cp, by data rank."""
+        """Return the global ranks at pipeline position `stage_rank` with tp and cp index 0, ordered by data rank."""
         return self.devices.mesh[stage_rank, :, :, 0, 0].flatten().tolist()
 
 
@@ -96,9 +96,9 @@ def build_mesh(
 ) -> Mesh:
     """Build the mesh and its process groups. Collective.
 
-    parallel: with every "auto" resolved. experts: make the views for experts as well. timeout_seconds: of the group of
-    each axis and view; a group of all ranks is the world group, which keeps its timeout. Raises ConfigError if the
-    product of the degrees is not the number of processes.
+    parallel: the degrees, with every "auto" resolved. experts: make the views for experts as well. timeout_seconds: the
+    timeout of all new groups; a group of all ranks is the world group, which keeps its timeout. Raises ConfigError if
+    the product of the degrees is not the number of processes.
     """
     if parallel.world_size != dist.get_world_size():
         degrees = " x ".join(f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1)
@@ -123,8 +123,8 @@ def _views(
 ) -> dict[str, tuple[list[int], dist.ProcessGroup]]:
     """Make the groups of the views. Collective.
 
-    A view with the same lines as an axis or an earlier view shares its group. Exchanges inside a block get separate
-    groups: one communicator works in order, so messages of a ring would wait for gathers of later units.
+    A view that divides the ranks as an axis or an earlier view does shares its groups. Exchanges inside a block get
+    groups of their own: a communicator works in order, so messages of a ring would wait for gathers of later units.
     """
     pp, copies, dp_shard, cp, tp = ranks.shape
     over_cp = ranks.movedim(3, -1).reshape(-1, parallel.ring, cp // parallel.ring)
@@ -167,12 +167,12 @@ def _axis_group(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.Proce
 def own_group(groups: Sequence[Sequence[int]], timeout: timedelta, description: str) -> dist.ProcessGroup | None:
     """Make these disjoint groups of global ranks and return this rank's group. Collective over the world.
 
-    A rank in no group gets None, or a group of its own. The timeout is set when the group is made, because Gloo's
-    receives ignore a later change. description: shown in NCCL's logs and flight recorder.
+    A rank in no group gets None, or a group of only itself. The timeout is set when the group is made, because Gloo's
+    receives ignore a later change. description: a name shown in NCCL's logs and flight recorder.
     """
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # One split of the communicator makes all groups. Ranks without a group join as groups of one rank, because
-        # every rank counts the names of groups.
+        # group names contain a counter that must be the same on every rank.
         alone = set(range(dist.get_world_size())).difference(*groups)
         parts = [sorted(group) for group in groups] + [[rank] for rank in sorted(alone)]
         return dist.split_group(split_ranks=parts, timeout=timeout, group_desc=description)

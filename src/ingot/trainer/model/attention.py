@@ -15,20 +15,20 @@ from torch.utils.checkpoint import checkpoint
 from ingot.schema.arch import Arch
 from ingot.trainer.model.layers import RMSNorm, rotate
 
-# Elements of the largest mask that is kept for all layers of a forward: 128 MiB in bf16. With a larger mask, attention
-# takes the queries in chunks whose masks have at most this size.
+# The number of elements of the largest mask that is kept for all layers of a forward: 128 MiB in bf16. If a mask would
+# be larger, attention takes the queries in chunks whose masks have at most this size.
 MASK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMaskSpec:
-    """The rule for which keys a query may attend to: earlier tokens and itself, in its document, within the window.
+    """The rule for which keys a query may attend to: its own and earlier tokens of its document, within the window.
 
     positions_T: positions of the queries, ascending. Keys of a whole sequence have the positions 0..S-1.
-    document_ids_BS: the document of every position of the whole sequence; None for one document.
-    window: the number of tokens a query attends to, itself included; 0 for no limit.
+    document_ids_BS: the document number of every position of the whole sequence; None if there is one document.
+    window: the number of tokens a query attends to, itself included; 0 means no limit.
     bias: an additive mask of all queries and keys, 0 where attention is allowed and -inf elsewhere. `with_bias` makes
-      it once for all layers; None where attention needs no mask.
+      the bias once for all layers; None before, or if no mask is needed, or if the mask would be too large.
     """
 
     positions_T: Tensor
@@ -37,18 +37,18 @@ class AttentionMaskSpec:
     bias: Tensor | None = None
 
     def mask(self, queries_T: Tensor, keys_S: Tensor) -> Tensor:
-        """Return bool [B or 1, 1, T, S] for these positions of queries and keys; True allows attention."""
+        """Return the mask of these positions of queries and keys, bool [B or 1, 1, T, S]; True allows attention."""
         return _mask(queries_T, keys_S, self.document_ids_BS, self.window)
 
     def needs_mask(self, keys: int) -> bool:
-        """Return False if a causal triangle over `keys` keys follows this rule already."""
+        """Return False if plain causal attention over `keys` keys already satisfies this rule."""
         return len(self.positions_T) != keys or self.document_ids_BS is not None or 0 < self.window < keys
 
     def mask_elements(self, keys: int) -> int:
         return (1 if self.document_ids_BS is None else len(self.document_ids_BS)) * len(self.positions_T) * keys
 
     def with_bias(self, keys: int, dtype: torch.dtype) -> "AttentionMaskSpec":
-        """Return a copy with `bias` for keys at 0..keys-1, or self if no mask is needed or the mask is too large."""
+        """Return a copy with `bias` for keys 0..keys-1, or self if no mask is needed or the mask would be too large."""
         if not self.needs_mask(keys) or self.mask_elements(keys) > MASK_ELEMENTS:
             return self
         allowed = self.mask(self.positions_T, torch.arange(keys, device=self.positions_T.device))
@@ -76,7 +76,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
 
 
 def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
-    """Compute scaled dot-product attention of whole sequences on this device, with flash kernels where PyTorch can.
+    """Compute scaled dot-product attention of whole sequences on this device, with flash kernels if PyTorch has them.
 
     The keys have the positions 0..S-1; the queries are the last T of them. Returns [B, N, T, H].
     """
@@ -91,7 +91,7 @@ def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: At
 
 
 def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, bias: Tensor | None) -> Tensor:
-    """bias: None for the causal triangle of as many queries as keys."""
+    """Call PyTorch's attention kernel. bias: an additive mask; None means causal, with as many queries as keys."""
     if not q_BNTH.is_cuda or (bias is None and q_BNTH.dtype in (torch.bfloat16, torch.float16)):
         return F.scaled_dot_product_attention(
             q_BNTH, k_BGSH, v_BGSH, attn_mask=bias, is_causal=bias is None, enable_gqa=True
@@ -104,9 +104,9 @@ def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, bias: Tensor | None)
 
 
 def _attend_in_chunks(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
-    """Attend in chunks of queries, each to the keys in its reach.
+    """Compute attention for one chunk of queries at a time, over the keys that the chunk may attend to.
 
-    The masks of all chunks would take too much memory until the backward, so the backward recomputes every chunk.
+    Keeping the masks of all chunks for the backward would take too much memory, so the backward recomputes each chunk.
     """
     tokens, keys = q_BNTH.shape[2], k_BGSH.shape[2]
     rows, chunks = max(MASK_ELEMENTS * tokens // mask_spec.mask_elements(keys), 1), []
@@ -179,14 +179,14 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-AI 2024, V2, section 2.1, eq. 9-19; the same in V3).
 
-    Keys and values of all heads are computed from one narrow latent per token; queries from another latent, or from the
-    token. Each latent passes an RMSNorm first (V2, section 3.1.2). Only R of the H numbers of a query or key depend on
-    the position; this part of the keys is computed from the token and shared by all heads. (If it came from `kv_up`, a
-    server could not fold `kv_up` into the queries and cache the latents alone.) Scores are divided by sqrt(H), as in
-    Attention (V2, eq. 18).
+    Keys and values of all heads are computed from one narrow latent per token, and queries from another latent or from
+    the hidden state. Each latent passes an RMSNorm first (V2, section 3.1.2). Only R of the H numbers of a query or key
+    depend on the position; this part of the key is computed from the hidden state and shared by all heads. (If it came
+    from `kv_up`, a server could not fold `kv_up` into the queries and cache the latents alone.) Scores are divided by
+    sqrt(H), as in Attention (V2, eq. 18).
 
-    The order of a head's rows: in `q_up` (or `q`) P without positions, then R with positions; in `kv_up` P of the key,
-    then U of the value. `kv_down` has the rows of the latent, then the R rows of the shared key.
+    The rows of each head: `q_up` (or `q`) has P rows without positions, then R rows with positions; `kv_up` has P rows
+    for the key, then U rows for the value. `kv_down` has the C rows of the latent, then the R rows of the shared key.
     """
 
     def __init__(self, arch: Arch, attend: Attend):
@@ -205,13 +205,13 @@ class LatentAttention(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_spec: AttentionMaskSpec, cache=None) -> Tensor:
         """Return [B, T, D]. rotary: cos and sin [T, R/2]. cache: the layer's LayerCache (model/generate.py) or None.
 
-        The cache holds N keys and values of width H per token, as for any attention, not the C + R numbers that latent
-        attention needs: only a server gains from the smaller cache.
+        The cache holds N keys and values of width H per token, as in ordinary attention, not the C + R numbers that
+        latent attention needs: only a server gains from the smaller cache.
         """
         q_BNTH = self._queries(x_BTD, rotary)
         k_BNSH, v_BNSU = self._keys_and_values(x_BTD, rotary)
-        # Kernels, and the exchanges of context parallelism, need values as wide as keys: pad with zeros, and cut the
-        # added columns off the result.
+        # Kernels, and the exchanges of context parallelism, need values as wide as keys: pad the values with zeros, and
+        # cut the added columns off the result.
         v_BNSH = F.pad(v_BNSU, (0, self.head_dim - self.mla.v_dim))
         if cache is not None:
             k_BNSH, v_BNSH = cache.append(k_BNSH, v_BNSH)

@@ -26,18 +26,18 @@ RowCounts = Literal["assigned", "arriving", "own"]
 
 
 def on_host(counts: Tensor, balanced: int, kind: RowCounts) -> list[int]:
-    """Wait for numbers of rows, int64 [n], which the host needs to size the next tensors.
+    """Return row counts, int64 [n], as a list: the host waits for them, because they are the sizes of the next tensors.
 
-    The only place where experts make the host wait; a trace, whose tensors have no values, replaces this function.
-    kind: "assigned", the rows here of every expert; "arriving", the rows that arrive here by sender and expert; "own",
-    the rows of the experts of this rank. balanced: the sum of the numbers if all experts had the same load.
+    Experts make the host wait nowhere else. A dry run, whose tensors have no values, replaces this function.
+    kind: "assigned", this rank's rows per expert; "arriving", the rows that arrive per sender and expert; "own", the
+    rows per expert of this rank. balanced: the sum of the counts if all experts had the same load.
     """
     return counts.tolist()
 
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The rows of the assignments that one kind of expert computes.
+    """The rows that one kind of expert (routed or fallback) computes, one row per assignment of a token to an expert.
 
     assignments_R: the assignment of each row, token x K + choice. rows_MK: the row of each assignment. kept_MK: bool,
     False where an assignment has no row (rows_MK is arbitrary there); None if every assignment has a row.
@@ -53,8 +53,8 @@ class ExpertRows:
 
 
 def assign_rows(routing: Routing, moe: Moe) -> tuple[ExpertRows, list[int], ExpertRows | None]:
-    """Return the experts' rows sorted by expert and then by token, the number of rows of each expert, and with a
-    capacity the rows of the assignments that no expert keeps."""
+    """Return the routed experts' rows, sorted by expert and then by token; the number of rows of each expert; and the
+    rows of the assignments beyond the capacity (None without a capacity)."""
     experts_MK, kept_MK = routing.experts_MK, routing.kept_MK
     assigned = experts_MK.flatten()
     if kept_MK is not None:
@@ -62,7 +62,7 @@ def assign_rows(routing: Routing, moe: Moe) -> tuple[ExpertRows, list[int], Expe
     order = assigned.argsort(stable=True)
     place_MK = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     place_MK = place_MK.view_as(experts_MK)
-    # With equal loads, an expert is full if the capacity is below its share.
+    # With equal loads, every expert is full if its capacity is below an equal share.
     balanced = len(order) if kept_MK is None else int(len(order) * min(moe.capacity_factor, 1))
     loads_E = expert_loads(assigned[None], moe.num_experts + 1)[0, : moe.num_experts]
     counts = on_host(loads_E, balanced, "assigned")
@@ -75,7 +75,7 @@ def assign_rows(routing: Routing, moe: Moe) -> tuple[ExpertRows, list[int], Expe
 
 
 def token_rows(x_MD: Tensor, rows: ExpertRows) -> Tensor:
-    """Return the token of each row: [R, D]."""
+    """Return the hidden state of each row's token: [R, D]."""
     return _TokenRows.apply(x_MD, rows.tokens_R, rows.rows_MK, rows.kept_MK)  # type: ignore[return-value]
 
 
@@ -118,7 +118,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         (grad_MD,), (made_RD, weights_MK, assignments_R, rows_MK, kept_MK) = grads, ctx.saved_tensors
-        # In place: multiplies in the wider dtype of the weights and rounds once.
+        # In place, so that the product is computed in the wider dtype of the weights and rounded once.
         grad_made = grad_MD.index_select(0, assignments_R // rows_MK.shape[1])
         grad_made.mul_(weights_MK.flatten().index_select(0, assignments_R)[:, None])
         grad_weights, wide_MD = torch.zeros_like(weights_MK), grad_MD.to(weights_MK.dtype)
@@ -138,15 +138,15 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts * outputs, inputs))
 
     def forward(self, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-        """Return [R, out]. rows_RI: sorted by expert, counts_E rows of each expert."""
+        """Return [R, out]. rows_RI: the inputs, sorted by expert. counts_E: the number of rows of each expert."""
         return grouped_product(rows_RI, self.weight.view(-1, self.outputs, self.weight.shape[1]), counts_E)
 
 
 def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix [out, in].T, in one grouped kernel if it supports them, else one by
-    one.
+    """Multiply each expert's rows by its transposed matrix [out, in].T: in one grouped kernel if that supports these
+    tensors, otherwise expert by expert.
 
-    counts_E: on the host, so nothing here waits for the device.
+    counts_E: a CPU tensor, so nothing here waits for the device.
     """
     counts = on_host(counts_E, len(rows_RI), "own")
     if _kernel_takes(rows_RI, weight_EOI):
@@ -168,9 +168,9 @@ def _clear_idle(idle: list[int], gradient_EOI: Tensor) -> Tensor:
 
 
 def _kernel_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:
-    """Return whether the grouped kernel is fast here: bfloat16, or float32 on a CPU; rows of a multiple of 16 bytes.
+    """Return whether the grouped kernel takes these tensors and is fast: bf16, or fp32 on a CPU, aligned to 16 bytes.
 
-    The kernel has no float64. For float32 on a GPU it is a loop inside, which waits for the device.
+    The kernel does not support float64. For float32 on a GPU it loops over the experts and waits for the device.
     """
     fast = rows_RI.dtype == torch.bfloat16 or (rows_RI.dtype == torch.float32 and not rows_RI.is_cuda)
     size = rows_RI.element_size()
@@ -196,7 +196,7 @@ class Arriving(Protocol):
     """Rows on their way to this rank's experts."""
 
     def arrive(self) -> tuple[Tensor, Tensor]:
-        """Wait for the rows [R', D], sorted by expert, and the number of rows of each expert [E'], on the host."""
+        """Wait for the rows. Return them, [R', D] sorted by expert, and the rows per local expert, [E'] on the CPU."""
         ...
 
 
@@ -204,23 +204,23 @@ class Returning(Protocol):
     """Results on their way back from the experts."""
 
     def arrive(self) -> Tensor:
-        """Wait for the experts' results of the rows that were sent, [R, D] in the order of sending."""
+        """Wait for the experts' results for the rows that were sent. Return them, [R, D] in the order of sending."""
         ...
 
 
 class Dispatch(SequenceGather, Protocol):
-    """The way of tokens to experts and back. Expert parallelism has its own (parallel/expert.py)."""
+    """The transport of tokens to experts and back. Expert parallelism has its own class (parallel/expert.py)."""
 
     def own_tokens(self, per_token_T: Tensor) -> Tensor:
-        """Return the values of the tokens that experts see here, from values of the tokens that attention sees here."""
+        """Return, from values of the tokens that attention gets on this rank, those of the tokens that experts get."""
         ...
 
     def send(self, rows_RD: Tensor, counts: list[int]) -> Arriving:
-        """Start sending rows sorted by expert, counts[e] of them to expert e."""
+        """Start to send rows, which are sorted by expert: counts[e] rows go to expert e."""
         ...
 
     def send_back(self, made_RD: Tensor, sent: Arriving) -> Returning:
-        """Start sending back the experts' results of the rows that arrived."""
+        """Start to send back the experts' results for the rows that arrived."""
         ...
 
 
@@ -257,7 +257,7 @@ class LocalDispatch:
         return _ReturningHere(made_RD)
 
     def on_host(self, counts: Tensor, balanced: int, kind: RowCounts) -> list[int]:
-        """Return `on_host(...)`, for a dispatch between ranks."""
+        """Call `on_host` of this module. parallel/expert.py calls this method, so a dry run replaces one function."""
         return on_host(counts, balanced, kind)
 
 
@@ -274,12 +274,12 @@ class MoeLayer(nn.Module):
         self.fallback = SwiGLU(arch.d_model, moe.d_expert) if moe.has_fallback else None
 
     def forward(self, x_BTD: Tensor, positions_T: Tensor, router_loss: RouterLoss | None = None) -> Tensor:
-        """Return [B, T, D]. positions_T: the positions of all tokens that attention sees here."""
+        """Return [B, T, D]. positions_T: the positions of all tokens that attention gets on this rank."""
         routing = self.router(x_BTD, self.dispatch.own_tokens(positions_T), router_loss)
         rows, counts, dropped = assign_rows(routing, self.moe)
         x_MD = x_BTD.flatten(0, 1)
         sent = self.dispatch.send(token_rows(x_MD, rows), counts)
-        shared = self.shared(x_BTD) if self.shared is not None else None  # while the rows are on their way
+        shared = self.shared(x_BTD) if self.shared is not None else None  # overlaps with the transfer of the rows
         back = self.dispatch.send_back(self.experts(*sent.arrive()), sent)
         y_MD = combine(back.arrive(), routing.weights_MK, rows)
         if self.fallback is not None and dropped is not None:

@@ -1,4 +1,4 @@
-"""Sampling of text. In one process a cache of keys and values makes a new token cost the work of one token.
+"""Text generation. In a single process, a key/value cache lets each new token cost only its own computation.
 
 Shape letters: B batch, T new tokens, S tokens in the cache after them, G key/value heads, H head_dim, V vocab_size.
 """
@@ -15,7 +15,7 @@ from ingot.trainer.torch_private import compiler_is_loaded
 
 
 class LayerCache:
-    """Keys and values of one layer, written in place into a buffer for `capacity` tokens."""
+    """The keys and values of one layer, written in place into a buffer for `capacity` tokens."""
 
     def __init__(self, capacity: int):
         self.capacity, self.tokens = capacity, 0
@@ -36,7 +36,7 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache per layer. tokens: the number of tokens that have passed through all layers."""
+    """A LayerCache for each layer. tokens: the number of tokens that have passed through all layers."""
 
     def __init__(self, arch: Arch, capacity: int):
         self.layers = [LayerCache(capacity) for _ in range(arch.num_layers)]
@@ -67,7 +67,7 @@ NextLogits = Callable[[Sequence[int]], Tensor]
 
 
 def cached(model: torch.nn.Module, arch: Arch, capacity: int) -> NextLogits:
-    """Return the next-token function of a whole model in this process, for one text of at most `capacity` tokens."""
+    """Return a NextLogits function with a KV cache, for a whole model and one text of at most `capacity` tokens."""
     device = next(model.parameters()).device
     cache = KVCache(arch, capacity)
 
@@ -108,7 +108,7 @@ def generate(
             "E-SAMPLING-RANGE",
             f"temperature={temperature}, top_k={top_k}, max_tokens={max_tokens}",
             rule="temperature and top_k are 0 or more; max_tokens is at least 1",
-            fix="choose values in these ranges; temperature 0 takes the most likely token, top_k 0 uses all tokens",
+            fix="choose values in these ranges (temperature 0: the most likely token; top_k 0 considers all tokens)",
             temperature=temperature,
             top_k=top_k,
             max_tokens=max_tokens,

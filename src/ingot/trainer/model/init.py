@@ -1,8 +1,8 @@
-"""The first weights: a pure function of (seed, parameter name, position), the same bits on every layout and device.
+"""The first weights: a pure function of (seed, parameter name, position), so every layout and device has the same bits.
 
 A matrix is drawn on the CPU in groups of rows. Each group has its own random stream, so a rank draws only the groups
-that overlap its rows. (Random operations on a sharded tensor would draw the same rows on every CPU rank, and other
-numbers for every layout.)
+that overlap its rows. (Random operations on a sharded tensor would draw the same rows on every CPU rank, and different
+numbers on every layout.)
 
 Scheme: matrices come from N(0, 0.02^2). The matrices that write into the residual stream (attention.o, and `down` of
 every feed-forward and expert) have a deviation divided by sqrt(2 * num_layers), so that the variance of the stream does
@@ -22,7 +22,7 @@ from ingot.schema.arch import Arch
 DEVIATION = 0.02
 RESIDUAL_WRITERS = ("attention.o.weight", ".down.weight")
 ROUTER_BIAS = "router.bias"
-# Elements of one group of rows: a whole matrix of a small model, or 256 rows of width 4,096.
+# The number of elements of one group of rows: a whole matrix of a small model, or 256 rows of width 4,096.
 GROUP_ELEMENTS = 1 << 20
 
 
@@ -36,7 +36,7 @@ def initial_value(
 ) -> Tensor:
     """Return the first value of a parameter or buffer, or of one block of it: float32 on the CPU.
 
-    shape: of the whole tensor. offsets, sizes: the block; by default the whole tensor.
+    shape: shape of the whole tensor. offsets, sizes: the position and shape of the block; by default the whole tensor.
     """
     offsets, sizes = offsets or (0,) * len(shape), shape if sizes is None else sizes
     if len(shape) == 1:
@@ -56,6 +56,6 @@ def initial_value(
 
 @torch.no_grad()
 def initialize(model: nn.Module, arch: Arch, seed: int) -> None:
-    """Fill every parameter and buffer of `model` in place. The model is whole and has memory."""
+    """Fill every parameter and buffer of `model` in place. The model is unsharded and not on the meta device."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor.copy_(initial_value(name, tensor.shape, arch, seed))

@@ -19,12 +19,12 @@ from ingot.theory.memory import chunk_tokens
 
 SCALED_ELEMENTS = 1 << 24
 
-# (logits [M, V], targets [M]) -> nats [M] and their gradient by the logits [M, V], in the dtype of the logits.
+# (logits [M, V], targets [M]) -> nats [M], and their gradient with respect to the logits, [M, V] in the logits' dtype.
 NatsAndSlope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def nats_and_slope(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log p(target) per token, in float32 or wider, and its gradient by the logits (softmax minus one-hot)."""
+    """Return -log p(target) per token, in float32 or wider, and its gradient for the logits (softmax minus one-hot)."""
     log_p_MV = F.log_softmax(logits_MV, dim=-1, dtype=torch.promote_types(logits_MV.dtype, torch.float32))
     nats = -log_p_MV.gather(-1, targets_M[:, None])
     slope = log_p_MV.exp_()
@@ -40,7 +40,7 @@ def softcapped(logits: Tensor, cap: float) -> Tensor:
 
 
 def with_softcap(measure: NatsAndSlope, cap: float) -> NatsAndSlope:
-    """Return `measure` of softcapped logits, with the gradient by the logits before the cap."""
+    """Return a function that applies `measure` to softcapped logits; its gradient is for the logits before the cap."""
 
     def measure_softcapped(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         capped_MV = softcapped(logits_MV, cap)
@@ -81,7 +81,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 def _scale_in_place(gradient: Tensor, scale: Tensor) -> Tensor:
     """Multiply `gradient` by `scale` in place, in the dtype of the scale, some rows at a time to save memory.
 
-    In bf16 the scale itself would be rounded, by up to 0.4% and for all gradients alike.
+    In bf16 the scale itself would be rounded, by up to 0.4%, with the same error in all gradients.
     """
     for rows in gradient.split(max(SCALED_ELEMENTS // gradient.shape[-1], 1)):
         rows.copy_(rows.to(scale.dtype) * scale)
@@ -100,9 +100,9 @@ class Readout(nn.Module):
         self.use(nats_and_slope, _unchanged)
 
     def use(self, measure: NatsAndSlope, whole: Callable[[Tensor], Tensor]) -> None:
-        """Compute nats by `measure`, which sees softcapped logits, and complete logits by `whole`.
+        """Set the functions that compute the loss and that complete the logits.
 
-        whole: logits of this rank's part of the vocabulary -> logits of the whole vocabulary.
+        measure: its input is softcapped logits. whole: logits of this rank's part of the vocabulary -> all logits.
         """
         self.nats_and_slope = with_softcap(measure, self.softcap) if self.softcap else measure
         self.whole = whole

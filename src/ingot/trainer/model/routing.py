@@ -24,9 +24,9 @@ from ingot.trainer.torch_private import WideBuffers
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The inputs of a router in a training step. Without them experts have no capacity, and routers no noise or loss.
+    """The inputs of a router in a training step. Without them, there is no capacity limit, noise or balance loss.
 
-    keys_B: int64, one for each sequence of the micro-batch, different for every sequence of the run; the noise is a
+    keys_B: int64, one key per sequence of the micro-batch, different for every sequence of the run; the noise is a
       function of the key.
     weight: the factor of one token's nats in the minimized loss; a scalar tensor.
     """
@@ -39,8 +39,8 @@ class SequenceGather(Protocol):
     """The exchange between ranks that hold parts of the same sequences."""
 
     def whole_sequences(self, per_token_BTK: Tensor) -> Tensor:
-        """Gather a value of this rank's tokens to whole sequences, by position. Collective over the ranks that share
-        sequences."""
+        """Gather the values of every rank's tokens into whole sequences, in order of position. Collective over the
+        ranks that share sequences."""
         ...
 
 
@@ -58,12 +58,12 @@ class Routing:
 
 
 class Router(WideBuffers):
-    """The router of one layer. (A bias rounded to bfloat16 would choose other experts, hence the wide buffers.)
+    """The router of one layer. (A bias rounded to bfloat16 would choose other experts, hence WideBuffers.)
 
-    bias_E: added to scores by loss-free balancing. load_E: each expert's share of the assignments of the step before,
-    times E. Both are buffers, float32 (float64 in a float64 model); None if `arch.moe` does not use them.
-    seen: sums over the backwards of this step so far, float64 [E + 3]: loads, dropped assignments, entropy of the
-    scores (nats) summed over tokens, tokens. parallel/balance.py reads and clears them.
+    bias: [E], added to scores by loss-free balancing. load: [E], each expert's share of the assignments of the previous
+    step, times E. Both are buffers, float32 (float64 in a float64 model); None if `arch.moe` does not use them.
+    seen: sums over the backwards of this step so far, float64 [E + 3]: assignments per expert, dropped assignments,
+    entropy of the scores (nats) summed over tokens, number of tokens. parallel/balance.py reads and clears the sums.
     """
 
     bias: Tensor | None
@@ -126,7 +126,7 @@ class Router(WideBuffers):
         return loss
 
     def _count(self, choices_BTK: Tensor, kept_BTK: Tensor | None, probabilities_BTE: Tensor) -> Tensor:
-        """Return the row that one backward adds to `seen`."""
+        """Return the sums that one backward adds to `seen`."""
         loads_E = expert_loads(choices_BTK, self.moe.num_experts).sum(0).double()
         dropped = loads_E.new_zeros(()) if kept_BTK is None else (~kept_BTK).sum().double()
         entropy = torch.special.entr(probabilities_BTE).sum(dtype=torch.float64)
@@ -159,9 +159,9 @@ def _attach_loss(weights_BTK: Tensor, loss: Tensor, weight: Tensor, seen: Tensor
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity on the weights. Its backward gives the balance loss its gradient and adds up the router's counts.
+    """The identity on the weights. Its backward passes a gradient to the balance loss and adds to the router's counts.
 
-    The backward runs once per micro-batch, also if recompute repeats the forward.
+    The backward runs once per micro-batch, even if recompute repeats the forward.
     """
 
     @staticmethod
@@ -184,7 +184,7 @@ def _wide(x: Tensor) -> Tensor:
 def choose(scores_BTE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
     """Choose the experts of each token, best first: int64 [B, T, K].
 
-    The order of equal scores depends on the token's scores alone. The score of a group is the sum of its
+    The order of equal scores depends only on the scores of the same token. The score of a group is the sum of its
     top_k / top_groups best scores (DeepSeek-AI 2024, V3, section 2.1.2).
     """
     ranked = scores_BTE if bias_E is None else scores_BTE + bias_E.to(scores_BTE.dtype)
@@ -204,7 +204,7 @@ def expert_loads(choices_BTK: Tensor, experts: int) -> Tensor:
 
 
 def within_capacity(choices_BTK: Tensor, moe: Moe) -> Tensor:
-    """Return which assignments of whole sequences experts keep: bool [B, T, K].
+    """Return which assignments of whole sequences fit into the experts' capacity: bool [B, T, K].
 
     First choices go before second choices, then early tokens before late tokens (Lepikhin et al. 2020, algorithm 1).
     """
@@ -221,8 +221,8 @@ def within_capacity(choices_BTK: Tensor, moe: Moe) -> Tensor:
 def normal_noise(keys_B: Tensor, positions_T: Tensor, layer: int, experts: int) -> Tensor:
     """Return standard normal noise, float64 [B, T, E], a pure function of (key, position, layer, expert).
 
-    So the noise is the same on every layout and in a recomputed block. SplitMix64 mixes the counters (Steele et al.
-    2014).
+    The noise is therefore the same on every layout and in a recomputed block. SplitMix64 mixes the counters (Steele et
+    al. 2014).
     """
     columns = torch.arange(experts, device=keys_B.device) + layer * experts
     mixed = _mix(_mix(_mix(keys_B)[:, None] + positions_T[None, :])[:, :, None] + columns)
@@ -232,7 +232,7 @@ def normal_noise(keys_B: Tensor, positions_T: Tensor, layer: int, experts: int) 
 
 
 def _mix(x: Tensor) -> Tensor:
-    """One round of SplitMix64 on int64, whose overflow wraps around like that of unsigned numbers."""
+    """Apply one round of SplitMix64 to int64 numbers, whose overflow wraps around as in unsigned arithmetic."""
     x = x - 0x61C8864680B583EB
     x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
@@ -240,5 +240,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift unsigned numbers: int64 `>>` repeats the sign bit, so mask the repeated bits."""
+    """Shift right as for unsigned numbers: int64 `>>` repeats the sign bit, so mask the repeated bits."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

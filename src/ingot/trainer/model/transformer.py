@@ -1,4 +1,4 @@
-"""A decoder-only transformer of the Llama kind. The model knows no rank and no parallelism.
+"""A decoder-only transformer like Llama. The model's code does not depend on ranks or parallelism.
 
 Parameter names are `embed.weight`, `blocks.{i}.attention.q.weight`, `blocks.{i}.mlp.gate.weight` (in a block with
 experts `blocks.{i}.moe.experts.gate.weight`, model/experts.py), ... `norm.weight` and `head.weight` (absent if tied).
@@ -85,7 +85,7 @@ SHARDING = {
 class Transformer(nn.Module):
     """The model. Context and expert parallelism pass their own `attend` and `dispatch`.
 
-    attend: attention of queries to keys and values. dispatch: the way of tokens to experts.
+    attend: the function that computes attention. dispatch: the transport of tokens to experts and back.
     A pipeline stage is a Transformer without the other stages' blocks, without `embed` unless it is the first stage,
     and without `norm` and `head` unless it is the last (a last stage with tied embeddings keeps `embed` as its head).
     """
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(arch.d_model, arch.norm_eps)
         self.head = None if arch.tied_embeddings else nn.Linear(arch.d_model, arch.vocab_size, bias=False)
         self.readout = Readout(arch)
-        # Other forms of attention make the masks of the parts that they work on.
+        # Other attention functions make their own masks, for the parts of the sequence that they process.
         self.makes_mask = attend is attend_locally
 
     def forward(
@@ -119,15 +119,15 @@ class Transformer(nn.Module):
         per_token: bool = False,
         router_loss: RouterLoss | None = None,
     ) -> Tensor:
-        """Return the sum of nats over all B x T tokens, or logits [B, T, V] in the compute dtype without targets.
+        """Return the sum of nats over all B x T tokens or, without targets, logits [B, T, V] in the compute dtype.
 
         The sum is float32 (float64 in a float64 model); the loss is the sum divided by the number of tokens. A stage
         that is not the last returns hidden states [B, T, D].
         x: token ids [B, T]; on a stage that is not the first, hidden states [B, T, D] (with sequence parallelism a part
-        of T). document_ids_BT: of the whole sequence, also if x is a part of it; attention stays inside documents, and
-        positions count on across them. positions_T: the positions of the tokens that attention sees, ascending; by
-        default 0..T-1. cache: a KVCache (model/generate.py) with the earlier tokens. per_token: return nats of every
-        target, [B * T], without gradients. router_loss: in training, what routers need (model/routing.py).
+        of T). document_ids_BT: document numbers of the whole sequence, even if x is a part of it; attention stays
+        inside documents, but positions do not restart. positions_T: the positions of the tokens that attention gets,
+        ascending; by default 0..T-1. cache: a KVCache (model/generate.py) with the earlier tokens. per_token: return
+        nats of every target, [B * T], without gradients. router_loss: the routers' inputs in training.
         """
         positions = torch.arange(x.shape[1], device=x.device) if positions_T is None else positions_T
         if cache is not None:

@@ -9,19 +9,19 @@ from torch.optim.adamw import adamw
 from ingot.schema.run import Optim
 from ingot.trainer.shard import ParameterShard
 
-# Gradients of another dtype than the masters are converted in batches of about this size.
+# Gradients whose dtype differs from that of the masters are converted in batches of about this many bytes.
 CONVERT_BYTES = 256 * 2**20
 
 
-# The state of one shard: "exp_avg" and "exp_avg_sq", of the shape of its value, and "step", a float32 scalar.
+# The state of one shard: "exp_avg" and "exp_avg_sq", each with the shape of its value, and "step", a float32 scalar.
 State = dict[str, Tensor]
 
 
 class AdamW:
-    """The optimizer of a rank's shards. Its state is on their device (offload.py keeps state elsewhere).
+    """The optimizer of a rank's shards, with its state on the device of the shards (offload.py keeps state elsewhere).
 
-    The state exists from the start, as zeros: the memory is known at once, and a checkpoint can be loaded into it.
-    Embeddings decay as in GPT-3 and Llama; with tied embeddings they are the output matrix as well. The update is
+    The constructor allocates the state as zeros: the memory is known at once, and a checkpoint can be loaded into it.
+    Weight decay includes embeddings, as in GPT-3 and Llama; tied embeddings are also the output matrix. The update is
     torch's fused kernel, one launch per dtype. Empty shards have no state.
     """
 
@@ -35,7 +35,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, *, scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-        """Update every shard by its gradient times `scale`, then free the gradients. Does not wait for the device.
+        """Update every shard with its gradient times `scale`, then free the gradients. Does not wait for the device.
 
         scale: a scalar such as the clip factor, applied in the dtype of the masters. found_inf: a scalar of any dtype
         on the device; if it is 1, values, moments and steps do not change.
@@ -62,7 +62,7 @@ class AdamW:
 
     @torch.no_grad()
     def put_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy `moments`, of any device and dtype, into the state of the shards that it names."""
+        """Copy `moments` (shard name -> kind -> tensor, on any device and of any dtype) into the state."""
         for name, kinds in moments.items():
             for kind, tensor in kinds.items():
                 live = self.states[name][kind]
@@ -74,7 +74,7 @@ class AdamW:
 
 
 def zero_state(exp_avg: Tensor, exp_avg_sq: Tensor) -> State:
-    """Return the state of a shard before its first step, with these zeros as its moments."""
+    """Return the state of a shard before its first step: the given zero tensors as moments, and step 0."""
     step = torch.zeros((), dtype=torch.float32, device=exp_avg.device)
     return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": step}
 
@@ -89,7 +89,7 @@ def update(
     decays: bool,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Apply one AdamW update in place, also to `step`. Values, gradients and moments have one dtype.
+    """Apply one AdamW update in place to values, moments and `step`. Values, gradients and moments have one dtype.
 
     The CPU kernel rounds the last elements of a tensor (its length modulo 64 bytes) differently from the rest. An
     update in parts has the same bits as one call if the parts start at multiples of 64 bytes.
@@ -119,7 +119,7 @@ def gradient_of(shard: ParameterShard) -> Tensor:
 
 
 def _batches(shards: Iterable[ParameterShard]) -> Iterator[list[ParameterShard]]:
-    """Yield all shards at once, or batches whose converted gradients take about CONVERT_BYTES."""
+    """Yield batches of shards whose gradients take about CONVERT_BYTES once converted; unconverted ones count 0."""
     batch, converted = [], 0
     for shard in shards:
         batch.append(shard)

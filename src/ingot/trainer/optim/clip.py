@@ -14,9 +14,9 @@ def gradient_norm(shards: Sequence[ParameterShard], world: int | None = None, *,
     """Return the Euclidean norm of the whole model's gradient, a scalar on the device, equal on all ranks. Collective.
 
     Each element counts once, on the rank that owns its shard. Squares are float32 (float64 for float64 masters); one
-    all-reduce sums them over the default group. A layout has one order of summation, so its bits are always the same.
-    world: the size of the default group; None looks it up; 1 skips the all-reduce. scale: the loss scale in the
-    gradients; the norm is divided by it. A non-finite gradient makes the norm non-finite.
+    all-reduce sums them over the default group. The order of summation is fixed by the layout, and so are the bits.
+    world: the size of the default group; None looks it up; 1 skips the all-reduce. scale: the loss scale by which the
+    gradients are multiplied; the norm is divided by it. A non-finite gradient makes the norm non-finite.
     """
     dtype, device = _dtype_and_device(shards)
     owned = [p.grad for p in shards if p.owner and p.grad is not None]
@@ -34,8 +34,8 @@ def gradient_norm(shards: Sequence[ParameterShard], world: int | None = None, *,
 def clip_factor(norm: Tensor, max_norm: float, *, scale: Tensor | None = None) -> Tensor | None:
     """Return the factor for the gradients, min(1, max_norm / norm) / scale; max_norm = 0 does not clip.
 
-    None stands for the factor 1. Pass the factor to the optimizer's step (`scale` there), which multiplies after the
-    conversion to the dtype of the masters: in bfloat16 the factor and the product would be rounded to 8 bits.
+    None means the factor 1. scale: the loss scale. Pass the factor as `scale` to the optimizer's step, which multiplies
+    in the dtype of the masters: in bfloat16 the factor and the product would be rounded to 8 bits.
     """
     if max_norm <= 0:
         return None if scale is None else scale.reciprocal()
@@ -47,7 +47,7 @@ def clip_factor(norm: Tensor, max_norm: float, *, scale: Tensor | None = None) -
 def _dtype_and_device(shards: Sequence[ParameterShard]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype of the squares and the device of the gradients.
 
-    Masters have one dtype on all ranks, also on ranks that own no element.
+    The masters have the same dtype on all ranks, even on ranks that own no element.
     """
     assert shards, "every rank holds shards, possibly empty"
     dtype = torch.promote_types(shards[0].value.dtype, torch.float32)

@@ -9,11 +9,11 @@ STATE = ("loss_scale", "loss_scale_good_steps")
 
 
 class LossScale:
-    """The factor of the loss before its backward; gradients are divided by it before their use (clip.py).
+    """The factor that multiplies the loss before its backward; gradients are divided by it before their use (clip.py).
 
     scale: a float32 scalar on the device, always a power of two, so that scaling changes exponents only.
-    good_steps: the number of finite steps since `scale` last changed, an int64 scalar. Both tensors stay the same
-    objects.
+    good_steps: the number of finite steps since `scale` last changed, an int64 scalar. Both tensors are updated in
+    place.
     """
 
     def __init__(self, device: torch.device | str, *, growth_interval: int = GROWTH_INTERVAL):

@@ -1,10 +1,10 @@
 """AdamW with its moments in host memory (ZeRO-Offload, Ren et al. 2021) or in a file (ZeRO-Infinity, Rajbhandari et al.
 2021). The update runs on the host.
 
-The master copies are the values of the shards and stay where the layout put them. Tensors outside of host memory pass
+The master copies are the values of the shards and stay where the layout put them. Tensors outside host memory pass
 through two staging slots, one range of a shard's elements at a time: while one slot is updated, the results of the
-other are written and its next range is read. AdamW is elementwise, so any range is correct, and ranges that start at
-multiples of 64 bytes keep the bits.
+other are written and its next range is read. AdamW is elementwise, so a shard can be updated range by range; ranges
+that start at multiples of 64 bytes give the same bits as one update of the whole shard.
 """
 
 import mmap
@@ -40,9 +40,10 @@ def build_optimizer(
     parallel: Parallel,
     base: Path,
 ) -> AdamW:
-    """Build the optimizer that `parallel.offload` names.
+    """Build the optimizer that `parallel.offload` selects.
 
-    base: the folder to which `parallel.offload_folder` is relative. It should be on a local disk; ranks may share it.
+    base: the folder to which `parallel.offload_folder` is relative. The result should be on a local disk; ranks may
+    share it.
     """
     if parallel.offload == "none":
         return AdamW(shards, optim)
@@ -53,7 +54,7 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class ElementRange:
-    """The elements start..stop of a shard, counted row by row."""
+    """The elements start..stop-1 of a shard, in row-major order."""
 
     shard: ParameterShard
     start: int
@@ -73,12 +74,15 @@ class ElementRange:
 
 @dataclass
 class StagingSlot:
-    """Staging memory for one range: a buffer per kind and dtype, made at its first use, pinned if a GPU copies."""
+    """Staging memory for one range: one buffer per kind of tensor and dtype, allocated at its first use.
+
+    Buffers of values and gradients are pinned if there is a GPU.
+    """
 
     elements: int
     buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
-    transfer: Future | None = None  # with the file
-    copied: torch.cuda.Event | None = None  # from the device
+    transfer: Future | None = None  # the current writes and reads of the moment file
+    copied: torch.cuda.Event | None = None  # recorded after the copies to and from the device
 
     def take(self, kind: str, like: Tensor) -> Tensor:
         key = (kind, like.dtype)
@@ -107,7 +111,7 @@ class TransferThreads:
         return future
 
     def close(self, *, wait: bool) -> None:
-        """Drop the tasks that have not begun. wait: wait for the tasks that have."""
+        """Drop the tasks that have not begun, and end the threads. wait: wait for the running tasks."""
         while True:
             try:
                 self._tasks.get_nowait()
@@ -131,10 +135,10 @@ class TransferThreads:
 class OffloadedOptimizer(AdamW):
     """AdamW with its state in host memory, or in a file in `folder`; its updates have the bits of `AdamW` on a CPU.
 
-    buffer_bytes: of both staging slots together; with `folder` the only host memory of the state.
+    buffer_bytes: the size of both staging slots together; with `folder`, the state takes no other host memory.
     A step waits for the device, whose gradients the host needs, and takes device memory for one range of elements.
-    `step` raises ResourceError if the file cannot be read or written within `deadline_seconds`. Values and state then
-    belong to different steps: `moments` raises, and the process has to start again from a checkpoint.
+    `step` raises ResourceError if a read or write of the file fails or takes longer than `deadline_seconds`. Values
+    and state then belong to different steps: `moments` raises too, and the run must restart from a checkpoint.
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class OffloadedOptimizer(AdamW):
         self.slots = (StagingSlot(self.range_elements), StagingSlot(self.range_elements))
 
     def _zero_states(self) -> dict[str, State]:
-        """Map moments in a file into memory, so that a checkpoint reads and writes them like any tensor."""
+        """Return zero tensors in host memory, or tensors mapped from the file, which checkpoints use like any other."""
         states = {}
         for shard in self.shards:
             if self.file is not None:
@@ -204,7 +208,7 @@ class OffloadedOptimizer(AdamW):
         return super().moments()
 
     def close(self) -> None:
-        """Close the file. It has no name, so its space is free once it is closed or the process ends."""
+        """Close the file. The file has no name, so its space is freed once it is closed or the process ends."""
         if self.threads is not None and self.file is not None:
             self.threads.close(wait=not self.torn)
             self.states = {}
@@ -217,7 +221,7 @@ class OffloadedOptimizer(AdamW):
                 yield ElementRange(shard, start, min(start + self.range_elements, elements))
 
     def _side_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream for copies, which waits for the device's current work; None if all is in host memory."""
+        """Return the stream for copies, which waits for the device's current work; None without tensors on a GPU."""
         tensors = (t for p in self.shards for t in (p.value, p.grad) if t is not None and t.is_cuda)
         first = next(tensors, None)
         if first is None:
@@ -235,7 +239,7 @@ class OffloadedOptimizer(AdamW):
         scale: Tensor | None,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """Start to copy the results of range `done` from the slot to their place, and then range `coming` into it."""
+        """Start to copy the results of range `done` out of the slot, and then the inputs of range `coming` into it."""
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if done is not None and not in_host_memory(done.shard.value):
                 value = done.of(done.shard.value)
@@ -266,8 +270,8 @@ class OffloadedOptimizer(AdamW):
             except FutureTimeout:
                 raise ResourceError(
                     "E-OFFLOAD-TIMEOUT",
-                    f"{self.file} did not answer within {self.deadline_seconds:g} s",
-                    rule="the disk of the optimizer state answers before the deadline of one transfer",
+                    f"a read or write of {self.file} took longer than {self.deadline_seconds:g} s",
+                    rule="each read and write of the optimizer state ends before its deadline",
                     fix="check the disk of parallel.offload_folder, or set parallel.offload_folder to another disk",
                     folder="" if self.file is None else str(self.file.folder),
                     seconds=self.deadline_seconds,
@@ -277,7 +281,7 @@ class OffloadedOptimizer(AdamW):
             slot.copied.synchronize()
 
     def _update(self, slot: StagingSlot, part: ElementRange, lr: float, scale: Tensor | None) -> None:
-        """Update one range. The step count of a shard advances with its last range; other ranges use a copy."""
+        """Update one range. Only the last range of a shard advances its step count; other ranges use a copy of it."""
         shard, state = part.shard, self.states[part.shard.name]
         value, gradient = part.of(shard.value), part.gradient()
         dtype = value.dtype
@@ -295,7 +299,7 @@ class OffloadedOptimizer(AdamW):
 
 
 def in_host_memory(tensor: Tensor) -> bool:
-    """Return whether `tensor` is updated in place; tensors elsewhere are staged."""
+    """Return whether `tensor` is on the CPU and is updated in place; tensors on a GPU are staged."""
     return tensor.device.type == "cpu"
 
 
@@ -308,9 +312,9 @@ def scaled(gradient: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor
 class MomentFile:
     """The moments of one rank in one raw file, zeros at first.
 
-    The file has a block with the shape of each of `values`, per kind of moment, at a multiple of the page size. It has
-    no name in its folder, so a killed process leaves no file that could be mistaken for a saved state. The constructor
-    reserves the whole size and raises ResourceError if the disk has no room.
+    For each of `values` and each kind of moment, the file has a block that starts at a multiple of the page size. The
+    file has no name in its folder, so a killed process leaves no file that could be mistaken for a saved state. The
+    constructor reserves the whole size and raises ResourceError if the disk has no room.
     """
 
     def __init__(self, folder: Path, values: Mapping[str, Tensor]):
@@ -341,13 +345,13 @@ class MomentFile:
         return f"the file of moments in {self.folder}"
 
     def tensor(self, name: str, kind: str) -> Tensor:
-        """Return a block as a mapped tensor. Its pages are the system's file cache, not memory of this process."""
+        """Return a block as a mapped tensor. Its pages belong to the system's file cache, not to this process."""
         value = self.values[name]
         position = self.positions[name, kind]
         return torch.frombuffer(self.map, dtype=value.dtype, count=value.numel(), offset=position).view(value.shape)
 
     def read(self, name: str, kind: str, start: int, into: Tensor) -> None:
-        """Fill `into`, contiguous and in host memory, with the elements of a block from `start` on."""
+        """Fill `into`, contiguous and in host memory, with the elements of a block, beginning at element `start`."""
         view, position = self._bytes(into), self._position(name, kind, start)
         try:
             while view:
@@ -359,7 +363,7 @@ class MomentFile:
             raise self._failed("read", error) from error
 
     def write(self, name: str, kind: str, start: int, elements: Tensor) -> None:
-        """Write `elements`, contiguous and in host memory, to a block from `start` on."""
+        """Write `elements`, contiguous and in host memory, to a block, beginning at element `start`."""
         view, position = self._bytes(elements), self._position(name, kind, start)
         try:
             while view:
@@ -369,11 +373,11 @@ class MomentFile:
             raise self._failed("written", error) from error
 
     def release_pages(self) -> None:
-        """Free the memory of pages that were read through `tensor`. The file keeps all that was written."""
+        """Free the memory of pages that were read through `tensor`. Everything written stays in the file."""
         self.map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file. Its space is free when the last mapped tensor is gone as well."""
+        """Close the file. Its space is freed once no mapped tensor exists either."""
         self.file.close()
         del self.map
 
@@ -387,7 +391,7 @@ class MomentFile:
         return ResourceError(
             "E-OFFLOAD-FILE",
             f"{self} could not be {action}: {error.strerror}",
-            rule="the disk of the optimizer state works and has room",
+            rule="the disk with the optimizer state works and has free space",
             fix="free space or set another parallel.offload_folder, then run `ingot train` again: the run continues "
             "from its newest checkpoint",
             folder=str(self.folder),

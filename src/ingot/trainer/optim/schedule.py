@@ -8,7 +8,7 @@ from ingot.schema.run import Schedule
 def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
     """Return the learning rate of optimizer step 1..steps.
 
-    It reaches `peak` at the end of warm-up and peak * final_fraction at the last step.
+    The rate reaches `peak` at the end of warm-up and peak * final_fraction at the last step.
 
     cosine: half a cosine after warm-up (Loshchilov & Hutter 2017, eq. 5, one cycle).
     wsd: constant after warm-up, then linear over the last `decay_steps` (Hu et al. 2024, MiniCPM, section 4).

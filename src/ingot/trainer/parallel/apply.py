@@ -28,9 +28,9 @@ GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class ShardedModel:
     """This rank's part of a model.
 
-    stages: by stage number. data: the form of data parallelism. shards: the rank's blocks of the parameters. hidden:
-    the dtype of the hidden states between stages. split: the backward in two halves; None if the schedule does not
-    split it.
+    stages: stage number -> module. data: the data parallelism in use. shards: the rank's blocks of the parameters.
+    hidden: the dtype of the hidden states between stages. split: splits the backward into two halves; None if the
+    schedule does not.
     """
 
     stages: dict[int, nn.Module]
@@ -43,14 +43,14 @@ class ShardedModel:
     _mesh: Mesh
 
     def reduce(self) -> None:
-        """Set the gradient of every shard to the mean over token ranks. Call after the last backward of a step."""
+        """Set each shard's gradient to the mean over the ranks that read tokens. Call after a step's last backward."""
         self.data.reduce()
         sum_partial_gradients(self._partial, self._mesh)
         if self._tied is not None:
             self._tied.sum_gradients()
 
     def publish(self) -> None:
-        """Copy the masters to the parameters that compute. Call after the masters changed."""
+        """Copy the masters to the parameters in the compute dtype. Call after the masters changed."""
         self.data.publish()
 
 
@@ -69,8 +69,8 @@ def parallelize(
     """Build this rank's stages of the model that `make` builds on the meta device, with memory and first values.
 
     mesh.parallel: with every "auto" resolved (theory/layout.py). sharding: end of a parameter's name -> its role under
-    tensor parallelism. rank_of_stage: of the pipeline's table. initial_value: must not depend on the rank; None leaves
-    values unset, for a trace without memory. kept: the results of attention rings that selective recompute keeps.
+    tensor parallelism. rank_of_stage: the pipeline rank of each stage. initial_value: must not depend on the rank; None
+    leaves values unset, for a dry run. kept: the results of attention rings that selective recompute keeps.
     """
     settings = mesh.parallel
     compute, master = COMPUTE[train.precision], COMPUTE["fp64" if train.precision == "fp64" else "fp32"]
@@ -148,7 +148,7 @@ def compile_blocks(
     recompute: Literal["none", "full", "selective"] = "none",
     every: int = 1,
 ) -> None:
-    """Compile the forward of each block. Hooks on blocks, which gather and wait, stay outside of the graphs.
+    """Compile the forward of each block. Hooks on blocks, which gather and wait, stay outside the graphs.
 
     whole_readout: the loss has no collectives. whole_attention: the compiler can see all of attention; under context
     parallelism it cannot. recompute, every: as in the run's settings.
@@ -165,10 +165,10 @@ def compile_blocks(
 def _compiled_parts(block: Any, recompute: str, whole_attention: bool) -> list[nn.Module]:
     """Return the parts of a block that are compiled.
 
-    A block with experts waits for the host to learn the numbers of rows, so only its attention and its dense
-    feed-forwards are compiled. The same holds for a recomputed block of whose attention the compiler sees a part: the
-    compiler takes a recompute as one graph or not at all. Nothing is compiled if such a block keeps the results of some
-    operations, because compiled code reuses the memory of its results.
+    In a block with experts the host waits for the row counts, so only its attention and its dense feed-forwards are
+    compiled. The same parts are compiled if a recomputed block has attention that the compiler cannot see completely:
+    the compiler takes a recomputed function as one graph or not at all. Under selective recompute, nothing of such
+    blocks is compiled, because compiled code reuses the memory of results that must be kept.
     """
     moe = getattr(block, "moe", None)
     if moe is None and (whole_attention or recompute == "none"):

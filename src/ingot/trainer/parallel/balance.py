@@ -1,10 +1,10 @@
-"""Balance of experts, once per step: routers' counts become the loads of the whole batch, and loads become biases.
+"""Load balancing of experts, once per step: the routers' counts give the loads of the whole batch and new biases.
 
-Every rank routes other tokens (data, context and, under sequence parallelism, tensor ranks), and pipeline ranks hold
-other layers, so one sum over the world of a table of all layers gives every rank all counts. Numbers of assignments are
-whole numbers in float64: their sum is exact, so loads and biases have the same bits on every layout.
+Data, context and, under sequence parallelism, tensor ranks route different tokens, and pipeline ranks hold different
+layers, so one sum over the world of a table of all layers gives every rank all counts. Counts of assignments are whole
+numbers in float64: their sum is exact, so loads and biases have the same bits on every layout.
 
-Shape letters: L layers with experts, R those of this rank, E experts.
+Shape letters: L layers with experts, R layers with experts on this rank, E experts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,8 @@ AFTER_LOADS = 3  # columns of a router's `seen` after the loads: dropped assignm
 def updated_biases(bias_RE: Tensor, counts_RE: Tensor, rate: float) -> Tensor:
     """Return the biases after a step in which experts had counts_RE assignments: b_e + rate x sign(mean - c_e).
 
-    Wang et al. 2024, algorithm 1. The comparison is in whole numbers, so the bias of an expert at the mean does not
-    change on any device.
+    Wang et al. 2024, algorithm 1. The comparison is between whole numbers, so on every device the bias of an expert
+    exactly at the mean does not change.
     """
     below_RE = counts_RE.sum(-1, keepdim=True) - counts_RE * counts_RE.shape[-1]
     return bias_RE + rate * below_RE.sign().to(bias_RE.dtype)
@@ -41,7 +41,7 @@ class Balance:
     """The biases and loads of this rank's routers. The routers' buffers `bias` and `load` are rows of these tensors.
 
     layers: the numbers of all layers with experts, ascending. bias_RE begins at 0 and load_RE at 1, in float32 (float64
-    in a float64 model), whatever dtype computes; None if the model does not use them.
+    in a float64 model), whatever the compute dtype; None if the model does not use them.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Balance:
         """Update biases and loads, and return the counts of the whole batch. Call after the last backward of a step.
 
         Returns float64 [L, E + 3]: for each layer the assignments by expert, the dropped assignments, the entropy of
-        the scores (nats) summed over tokens, and the tokens. number: of the step, from 1. veto: a bool scalar, true if
-        the step's update was skipped; then nothing changes here either. Collective over the world, also for ranks
-        without experts. Does not wait for the device.
+        the scores (nats) summed over tokens, and the number of tokens. number: the step, from 1. veto: a bool scalar,
+        true if the step's update was skipped; then nothing changes here either. Collective over the world, including
+        ranks without experts. Does not wait for the device.
         """
         table = torch.zeros(
             len(self.layers), self.moe.num_experts + AFTER_LOADS, dtype=torch.float64, device=self._rows_R.device
@@ -120,5 +120,5 @@ def _take(router: Any) -> Tensor:
 
 def _replace(old: Tensor, new: Tensor, veto: Tensor | None) -> None:
     new = new.to(old.dtype)
-    # The veto is on the host if masters are.
+    # The veto is on the host if the masters are.
     old.copy_(new if veto is None else torch.where(veto.to(old.device, non_blocking=True), old, new))

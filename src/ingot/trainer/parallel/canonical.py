@@ -3,9 +3,10 @@
 Floating-point sums depend on their order. Here the order is fixed. The batch is divided into `virtual_ranks` equal
 parts, a power of two; the micro-batches of a part are added one after the other, and the parts are added in a binary
 tree, neighbors first. A rank that reads several parts adds their subtree alone; ranks then exchange sums with the rank
-at distance 1, 2, 4, ... and add (a + b and b + a have the same bits). The cost: one buffer for each level of the own
-subtree, and log2(copies) exchanges of whole gradients, where a ring sends 2 (n-1)/n of them. On a CPU, products of few
-rows depend on the number of threads as well, so the launcher gives a rank the threads that it has with the most copies.
+at distance 1, 2, 4, ... and add (a + b and b + a have the same bits). The cost: one buffer for each level of a rank's
+subtree, and log2(copies) exchanges of whole gradients, where a ring sends 2 (n-1)/n of them. On a CPU, matrix products
+with few rows also depend on the number of threads, so the launcher always gives a rank the number of threads that it
+would have with the largest number of copies.
 """
 
 import torch
@@ -16,9 +17,10 @@ from ingot.trainer.mesh.mesh import Mesh
 
 
 class ReductionTree:
-    """The sums of this rank's parts. sums: for each stage (level, buffers), of different levels, the highest first.
+    """The sums of this rank's parts. sums: for each stage, pairs (level, buffers) of different levels, highest first.
 
-    parts: the number of parts that this rank reads. micro_batches: of each part.
+    parts: the number of parts that this rank reads. micro_batches: the number of micro-batches of each part.
+    done: the number of micro-batches done in this step, by stage.
     """
 
     def __init__(self, mesh: Mesh, micro_batches: int):
@@ -41,12 +43,12 @@ class ReductionTree:
         sums.append((level, total))
 
     def between_parts(self, stage: nn.Module) -> bool:
-        """Return whether the next micro-batch begins a part, and so an empty buffer."""
+        """Return whether the next micro-batch begins a new part, for which the buffers start empty."""
         return self.parts > 1 and self.done[stage] % self.micro_batches == 0
 
     @torch.no_grad()
     def reduce(self, buffers: dict[nn.Module, list[Tensor]]) -> None:
-        """Replace `buffers` by the sum over all parts of all copies."""
+        """Replace the contents of `buffers` by the sums over all parts of all copies of the model."""
         for stage, whole in buffers.items():
             if self.parts > 1:
                 ((_, total),) = self.sums.pop(stage)

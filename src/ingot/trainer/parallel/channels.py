@@ -1,8 +1,8 @@
-"""Messages between pipeline ranks. NCCL has no tags, so messages follow the order on their channel (theory/schedule).
+"""Messages between pipeline ranks. NCCL has no tags, so each channel has a fixed order of messages (theory/schedule).
 
-Every channel has a process group of its two ranks. On a shared communicator, NCCL executes sends and receives in the
-order in which they were posted, so two directions of traffic could wait for each other forever (PyTorch warns about
-this: with a bound device all messages of a group share one communicator).
+Every channel (one direction between two ranks) has its own process group. On a shared communicator, NCCL executes sends
+and receives in the order in which they were posted, so two directions of traffic could wait for each other forever
+(PyTorch warns about this: with a bound device all messages of a group share one communicator).
 """
 
 import time
@@ -22,8 +22,8 @@ Parcel = tuple[Channel, Message]
 class Channels:
     """This rank's ends of all channels of `table`. The constructor is collective over the world.
 
-    dtype: of all messages. Receives are posted in the order of the sender. Sent tensors stay in memory until they have
-    arrived. waited_seconds: the time that the host has waited in `receive` so far; close to 0 on GPUs.
+    dtype: the dtype of all messages. Receives are posted in the order of the sends. Sent tensors stay in memory until
+    they have arrived. waited_seconds: the time that the host has waited in `receive` so far; close to 0 on GPUs.
     """
 
     def __init__(self, table: ScheduleTable, mesh: Mesh, dtype: torch.dtype, device: torch.device):
@@ -38,17 +38,17 @@ class Channels:
         self._leaving: dict[int, list[tuple[int, dist.Work, Tensor]]] = {}
 
     def start(self) -> None:
-        """Begin a step. Call before its first message."""
+        """Begin a step. Call before the first message of the step."""
         self._posted = dict.fromkeys(self.order, 0)
 
     def send(self, parcel: Parcel, tensor: Tensor) -> None:
-        """Send `tensor` without waiting. It must not change until it has arrived."""
+        """Start to send `tensor`, which must not change until it has arrived. Does not wait."""
         channel, _ = parcel
         tensor = tensor.contiguous()
         self._leaving.setdefault(channel.receiver, []).append((self._used[parcel], self._send(channel, tensor), tensor))
 
     def expect(self, parcel: Parcel, shape: tuple[int, ...]) -> None:
-        """Post the receive of this message and of all earlier messages on its channel that have none yet."""
+        """Post receives for this message and for all earlier messages on its channel that have no receive yet."""
         channel, message = parcel
         order = self.order[channel]
         for upcoming in order[self._posted[channel] : order.index(message) + 1]:
@@ -57,7 +57,7 @@ class Channels:
             self._posted[channel] += 1
 
     def receive(self, parcel: Parcel) -> Tensor:
-        """Return an expected message. On GPUs only the device waits for it."""
+        """Wait for an expected message and return it. On GPUs only the device waits."""
         work, buffer = self._coming.pop(parcel)
         began = time.monotonic()
         work.wait()
@@ -66,7 +66,7 @@ class Channels:
         return buffer
 
     def _release(self, peer: int, position: int) -> None:
-        """Free the tensors that `peer` received before this position of its row, which it has reached.
+        """Free the sent tensors that `peer` has used: it has reached this position of its row of the table.
 
         The sends cannot be polled: with Gloo a send is complete only after a wait.
         """
@@ -86,18 +86,18 @@ class Channels:
         self._leaving.clear()
 
     def pass_on(self, channel: Channel, tensor: Tensor) -> None:
-        """Send `tensor` outside of the table's order, and wait until it has arrived."""
+        """Send `tensor` outside the order of the table, and wait until it has arrived."""
         self._send(channel, tensor.contiguous()).wait()
 
     def take(self, channel: Channel, shape: tuple[int, ...]) -> Tensor:
-        """Receive a tensor that the other end sends with `pass_on`."""
+        """Receive a tensor that the channel's sender sends with `pass_on`."""
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._receive(channel, buffer).wait()
         return buffer
 
     def _send(self, channel: Channel, tensor: Tensor) -> dist.Work:
         work = dist.isend(tensor, self.ranks[channel.receiver], group=self.groups[channel])
-        assert work is not None  # None is for ranks outside of the group
+        assert work is not None  # None is for ranks outside the group
         return work
 
     def _receive(self, channel: Channel, buffer: Tensor) -> dist.Work:
@@ -119,8 +119,8 @@ def _positions(table: ScheduleTable) -> tuple[dict[Parcel, int], dict[Parcel, in
 
 
 def open_groups(channels: Iterable[Channel], mesh: Mesh, device: torch.device) -> dict[Channel, dist.ProcessGroup]:
-    """Make a group for each channel that this rank is an end of. Collective over the world: all ranks make the groups
-    of all pipelines in the same order.
+    """Make a process group for each channel of this rank. Collective over the world: all ranks make the groups of all
+    pipelines in the same order.
 
     Each pair exchanges one element here: NCCL connects two ranks at their first message, for which the host waits, and
     in the middle of a schedule the other rank may be waiting for another message.
@@ -142,7 +142,7 @@ def open_groups(channels: Iterable[Channel], mesh: Mesh, device: torch.device) -
 
 
 def _disjoint(channels: Iterable[Channel]) -> Iterator[list[Channel]]:
-    """Divide the channels into few groups of channels without a common rank."""
+    """Divide the channels into a small number of lists; no two channels of a list share a rank."""
     left = sorted(channels)
     while left:
         part, seen = [], set()

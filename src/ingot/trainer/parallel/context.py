@@ -1,15 +1,15 @@
 """Context parallelism: the ranks of the cp axis share the tokens of each sequence.
 
-Only attention combines tokens. For attention the cp ranks are a grid: `ulysses` neighbors exchange heads, and rings
-across them pass keys and values on (parallel/ring.py); either side of the grid may have size 1 (Fang & Zhao 2024).
+Only attention combines tokens. For attention the cp ranks form a grid: `ulysses` neighbors exchange heads, and rings
+across them pass keys and values on (parallel/ring.py). Either dimension of the grid may have size 1 (Fang & Zhao 2024).
 theory/context.py defines the tokens of each rank.
 
 Ulysses (Jacobs et al. 2023): during attention a rank has some heads of all tokens instead of all heads of some tokens.
 One all-to-all exchanges queries, keys and values, another one the results; the backward does the same with gradients.
 With fewer key/value heads than ranks, heads are repeated until they divide evenly, so several ranks get the same head.
 
-Shape letters: B batch, T tokens (of all ranks together, where t is the number of one rank), N query heads, G key/value
-heads, H head_dim, R ranks.
+Shape letters: B batch, T tokens of all ranks together, t tokens of one rank, N query heads, G key/value heads, H
+head_dim, R ranks.
 """
 
 import math
@@ -52,12 +52,12 @@ class TokenShare:
         return self.in_order(gather(x_BT, 1, self.mesh.group("cp")))
 
     def in_order(self, by_rank_BT: Tensor) -> Tensor:
-        """Return sequences in the order of positions, from sequences in which the ranks' tokens are side by side."""
+        """Return sequences in order of position, from sequences in which the ranks' tokens are concatenated."""
         return by_rank_BT.index_select(1, self._positions_and_order(by_rank_BT.shape[1], by_rank_BT.device)[1])
 
     def _positions_and_order(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of this rank's tokens, and the index of each position among all ranks' tokens side by
-        side.
+        """Return the positions of this rank's tokens, and for each position its index in the concatenated tokens of all
+        ranks.
 
         The last result is cached, because a step needs it again for every micro-batch.
         """
@@ -77,7 +77,7 @@ class ContextParallelism(TokenShare):
     """The attention of a rank that has a part of each sequence. The rest of a forward uses this rank's tokens alone.
 
     attend: the function for the model's attention (model/attention.py). kept: the results of the ring that selective
-    recompute keeps. attend_locally: attention of whole sequences, (q_BNTH, k_BGTH, v_BGTH, mask_spec) -> BNTH.
+    recompute keeps. attend_locally: computes attention of whole sequences, (q_BNTH, k_BGTH, v_BGTH, mask_spec) -> BNTH.
     """
 
     attend: Callable[..., Tensor]
@@ -89,12 +89,15 @@ class ContextParallelism(TokenShare):
         self._whole_specs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.kept = KeptResults()
         self._ring = Ring(mesh.parallel, mesh.index("ring"), mesh.ranks("ring"), mesh.group("ring"), self.kept)
-        # A compiler does not see messages between ranks and would move work across them, so blocks are compiled up to
-        # attention and from there on.
+        # The compiler does not see messages between ranks and would move work across them, so a block is compiled in
+        # two parts, before and after attention.
         self.attend = attend_locally if self.ranks == 1 else torch.compiler.disable(self._attend)  # type: ignore
 
     def _attend(self, q_BNtH: Tensor, k_BGtH: Tensor, v_BGtH: Tensor, mask_spec: Any) -> Tensor:
-        """Attend from this rank's tokens, at mask_spec.positions_T, to all tokens of their sequences: [B, N, t, H]."""
+        """Return the attention of this rank's queries to all tokens of their sequences: [B, N, t, H].
+
+        The queries are at mask_spec.positions_T.
+        """
         attend = self._attend_whole if len(self._ring.ranks) == 1 else self._ring.attend
         if self._ulysses == 1:
             return attend(q_BNtH, k_BGtH, v_BGtH, mask_spec)
@@ -116,10 +119,10 @@ def attend_by_heads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Exchange tokens for heads, attend, and exchange back: [B, N, t, H].
+    """Exchange tokens for heads, call `attend`, and exchange back. Returns [B, N, t, H].
 
-    attend: from N/R query heads of T tokens, and their keys and values, to results of the shape of the queries. The
-    ranks have consecutive parts of the T tokens. R divides N.
+    attend: takes N/R query heads of T tokens, and their keys and values; returns results with the shape of the queries.
+    The ranks have consecutive parts of the T tokens. R divides N.
     """
     ranks, heads = group.size(), k_BGtH.shape[1]
     copies = math.lcm(heads, ranks) // heads
@@ -140,7 +143,7 @@ def _swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Swap(torch.autograd.Function):
-    """An all-to-all. It is its own transpose: the gradient of a part goes back to the rank that sent the part."""
+    """An all-to-all. The backward is the same all-to-all: the gradient of a part returns to the part's sender."""
 
     @staticmethod
     def forward(ctx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

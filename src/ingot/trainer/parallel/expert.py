@@ -3,10 +3,10 @@ et al. 2021, section 3.2).
 
 A layer has two all-to-alls, rows to the experts and results back, and in the backward the same two for gradients. A
 small all-to-all of counts goes first, because a rank has to know how many rows arrive. Each all-to-all starts at one
-place and is waited for at another, so that the work between the two places overlaps with it:
+place in the code and is waited for at another, so that the work between the two places overlaps with it:
 
-    forward    `send` starts, `arrive` waits           `send_back` starts, its `arrive` waits
-    backward   (arrive) starts, (send) waits           the same: autograd runs them in reverse order
+    rows       forward: `send` starts, `arrive` waits         backward: that of `arrive` starts, that of `send` waits
+    results    forward: `send_back` starts, `arrive` waits    backward: likewise
 
 Rows arrive sorted by sender and then by expert; experts need them sorted by expert.
 
@@ -26,14 +26,14 @@ from ingot.trainer.parallel.context import TokenShare
 
 
 def dispatch_of(mesh: Mesh, local: Any) -> Any:
-    """Return the dispatch of this rank: `local` if the rank has all experts and whole sequences."""
+    """Return `local` if this rank has all experts and whole sequences, otherwise an ExpertDispatch."""
     return local if mesh.size("ep") == mesh.size("sequence") == 1 else ExpertDispatch(mesh, local)
 
 
 class ExpertDispatch:
     """The Dispatch (model/experts.py) of ranks that share sequences, experts or both.
 
-    local: the dispatch of a rank with all experts.
+    local: the LocalDispatch, used if every rank has all experts.
     """
 
     def __init__(self, mesh: Mesh, local: Any):
@@ -41,11 +41,11 @@ class ExpertDispatch:
         self.share = TokenShare(mesh)
 
     def own_tokens(self, per_token_T: Tensor) -> Tensor:
-        """Return this rank's chunk: under sequence parallelism, experts see one of tp chunks of attention's tokens."""
+        """Return this rank's chunk of attention's tokens: under sequence parallelism, each tp rank routes one chunk."""
         return per_token_T.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
 
     def whole_sequences(self, per_token_BTK: Tensor) -> Tensor:
-        """Gather [B, T / (cp x tp), K] of every rank to [B, T, K], by position. No gradients."""
+        """Gather [B, T / (cp x tp), K] of every rank into [B, T, K], in order of position. No gradients."""
         if self.mesh.size("sequence") == 1:
             return per_token_BTK
         by_rank = gather(per_token_BTK, 1, self.mesh.group("sequence"))
@@ -64,7 +64,7 @@ class ExpertDispatch:
         return PendingAllToAll.start(_Reorder.apply(made_AD, route.place_A, route.order_A), route.back)
 
     def _route(self, counts: list[int], device: torch.device) -> "Route":
-        """Exchange counts and wait for those of the other ranks. counts: this rank's rows for each expert."""
+        """Exchange row counts and wait for the other ranks' counts. counts: this rank's rows for each expert."""
         ranks = self.group.size()
         each = len(counts) // ranks
         own_counts = torch.tensor(counts, device=device)
@@ -82,8 +82,8 @@ class ExpertDispatch:
 class Route:
     """The numbers and the order of rows in one all-to-all.
 
-    sent, received: rows by ep rank. counts_L: on the host, arrived rows by expert. order_A: the index that sorts
-    arrived rows by expert; place_A: its inverse.
+    sent, received: the number of rows for each ep rank. counts_L: the number of arrived rows for each expert, on the
+    CPU. order_A: the index that sorts arrived rows by expert. place_A: its inverse.
     """
 
     group: dist.ProcessGroup
@@ -99,10 +99,10 @@ class Route:
 
 
 class PendingAllToAll:
-    """An all-to-all in flight. result: of the forward. gradient: in the backward, of the sent rows, in flight too.
+    """An all-to-all in flight. result: the arriving rows. gradient: in the backward, the gradient of the sent rows.
 
-    The gradient of `result` has another number of rows than the gradient of the sent rows, so the latter travels in
-    this object, past autograd, which gets a tensor without memory in its place.
+    The gradients of `result` and of the sent rows differ in the number of rows. The latter is therefore passed on in
+    this object instead of through autograd, which gets a zero expanded to the shape of the former.
     """
 
     def __init__(self, route: Route):
@@ -162,7 +162,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Reorder(torch.autograd.Function):
-    """The rows in another order, rows[order]. Its backward gathers by `back`, the inverse order, where the backward of
+    """The rows in another order, rows[order]. The backward gathers by `back`, the inverse order; the usual backward of
     indexing would add into zeros."""
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Attention of one block of queries to one block of keys, as a part of attention to more keys.
 
-Results come with the logarithm of their normalizers, by which partial results are merged. The backward takes the
-normalizers of the whole (Dao et al. 2022, appendix B). PyTorch's flash kernels do both, but the functions that models
-call do not return the normalizers.
+Each result comes with the logarithm of its softmax normalizers, by which partial results are merged. The backward takes
+the normalizers of attention to all keys (Dao et al. 2022, appendix B). PyTorch's flash kernels do both, but the
+functions that models call do not return the normalizers.
 
 Shape letters: B batch, T queries, S keys, N query heads, G key/value heads, H head_dim.
 """
@@ -20,9 +20,9 @@ _CUDA_HEAD_DIMS = range(8, 257, 8)
 
 
 def require_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Check that PyTorch has kernels for `attend_part`. On a CPU it always has.
+    """Check that PyTorch has kernels for `attend_part` (always true on a CPU).
 
-    Raises ConfigError for float64, or for a head dim that the kernels do not support, on a GPU.
+    Raises ConfigError on a GPU for float64, or for a head dim that the kernels do not support.
     """
     ulysses = 'or set parallel.context = "ulysses", which works with any attention'
     if device.type != "cuda":
@@ -30,16 +30,16 @@ def require_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     if dtype == torch.float64:
         raise ConfigError(
             "E-RING-PRECISION",
-            'context parallelism by a ring with train.precision = "fp64" on a GPU',
-            rule="a ring merges its steps by log-sum-exps; kernels that return them on a GPU take at most 32 bits",
+            'ring attention on a GPU does not support train.precision = "fp64"',
+            rule="a ring needs the log-sum-exps of attention, and GPU kernels return these up to float32 only",
             fix=f'use train.precision = "bf16", "fp16" or "fp32", {ulysses}',
             precision="fp64",
         )
     if head_dim not in _CUDA_HEAD_DIMS:
         raise ConfigError(
             "E-RING-HEAD-DIM",
-            f"context parallelism by a ring with model.head_dim = {head_dim} on a GPU",
-            rule=f"the kernels of a ring take head dims that are multiples of 8, up to {_CUDA_HEAD_DIMS[-1]}",
+            f"ring attention on a GPU does not support model.head_dim = {head_dim}",
+            rule=f"its kernels take head dims that are multiples of 8, up to {_CUDA_HEAD_DIMS[-1]}",
             fix=f"use the nearest head_dim, {nearest(head_dim, _CUDA_HEAD_DIMS)}, {ulysses}",
             head_dim=head_dim,
         )
@@ -48,11 +48,10 @@ def require_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 def attend_part(
     q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, *, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return results [B, N, T, H] and the log-sum-exp of the scores [B, N, T], in float32 or wider.
+    """Return results [B, N, T, H] and the log-sum-exp of the scores, [B, N, T] in float32 or wider.
 
-    The log-sum-exp is -inf for a query that attends to no key here. causal: T = S, and query i attends to the keys
-    0..i.
-    mask: bool [B or 1, 1, T, S], True allows attention; or None.
+    The log-sum-exp is -inf for a query that attends to none of these keys. causal: T = S, and query i attends to the
+    keys 0..i. mask: bool [B or 1, 1, T, S], True allows attention; or None.
     """
     bias = None if mask is None else _bias(mask, q_BNTH.dtype)
     if not q_BNTH.is_cuda:
@@ -83,7 +82,7 @@ def attend_part_backward(
     """Return this block's part of the gradients of queries, and the gradients of its keys and values from these
     queries.
 
-    out, lse: of the attention of these queries to all keys, on all ranks.
+    out, lse: result and log-sum-exp of the attention of these queries to all keys, on all ranks.
     """
     bias = None if mask is None else _bias(mask, q_BNTH.dtype)
     if not q_BNTH.is_cuda:
@@ -111,12 +110,12 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _for_each_query_head(q_BNTH: Tensor, x_BGSH: Tensor) -> Tensor:
-    """Repeat key/value heads, one for each query head: this kernel does not support grouped heads."""
+    """Repeat key/value heads, one for each query head: the efficient kernel does not support grouped heads."""
     return x_BGSH.repeat_interleave(q_BNTH.shape[1] // x_BGSH.shape[1], dim=1)
 
 
 def _aligned(bias: Tensor | None, q_BNTH: Tensor) -> Tensor | None:
-    """Return the bias for each head, with rows that begin at multiples of 16 bytes, as this kernel needs."""
+    """Return the bias for each head, with rows that begin at multiples of 16 bytes, as the efficient kernel needs."""
     if bias is None:
         return None
     keys = bias.shape[-1]

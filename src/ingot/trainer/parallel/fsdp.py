@@ -1,5 +1,5 @@
 """ZeRO-3: parameters, gradients and optimizer state are divided. PyTorch's FSDP2 (Zhao et al. 2023) gathers each unit
-when it is needed, forward and backward, and scatters its gradients.
+when it is needed, in forward and backward, and reduce-scatters its gradients.
 
 With dp_replicate > 1 this form is HSDP: state is divided within a group of dp_shard x cp ranks and copied across
 groups. Experts are units of their own inside blocks, divided among the ranks that hold the same experts. A rank's
@@ -61,7 +61,7 @@ def _gather_experts_before_recompute(module: nn.Module, experts: nn.Module) -> N
     """Gather `experts` when the backward of `module` begins, before its forward runs again.
 
     The hooks of `experts` run inside the recomputed part. They would treat the recompute as a forward (gather, free,
-    and gather once more), and a selective recompute would see other operations than in the first forward.
+    and gather once more), and a selective recompute would see different operations than in the first forward.
     """
 
     def hook(module: nn.Module, args, output):
@@ -87,25 +87,25 @@ def _prefetch(stage: nn.Module, units: Sequence[ShardingUnit], depth: int) -> No
 
 
 def _firsts(units: Sequence[ShardingUnit]) -> list[nn.Module]:
-    """Return the modules by which FSDP2 refers to all parameters of these units."""
+    """Return one module per group of parameters of these units, as FSDP2's prefetch settings require."""
     return [module for unit in units for module in (unit.modules[0], *unit.experts[:1])]
 
 
 def _set_prefetch(module: nn.Module, *, forward: list[nn.Module], backward: list[nn.Module]) -> None:
     assert isinstance(module, FSDPModule)
     module.set_modules_to_forward_prefetch(forward)  # type: ignore[arg-type]
-    # FSDP2 reads an empty list as "one unit ahead". A module that prefetches itself gathers nothing.
+    # FSDP2 takes an empty list to mean "one unit ahead". A module that prefetches itself gathers nothing more.
     module.set_modules_to_backward_prefetch(backward or [module])  # type: ignore[arg-type]
 
 
 class Fsdp:
-    """Data parallelism over `stages`, FSDPModules whose shards have memory but no values: set `shards[..].value`."""
+    """Data parallelism for `stages`, which are FSDPModules with memory but no values yet: set `shards[..].value`."""
 
     def __init__(self, stages: list[nn.Module], cuts: dict[str, TensorCut], mesh: Mesh):
         self.stages = stages
         settings = mesh.parallel
         self.copied, self.on_host = settings.dp_replicate > 1, settings.offload_parameters
-        # FSDP2 takes the mean over the ranks that share a parameter; the gradient is the mean over token ranks.
+        # FSDP2 takes the mean over the ranks that share a parameter; `reduce` turns it into the mean over token ranks.
         sharers = {view: mesh.size(view) * settings.dp_replicate for view in {cut.view for cut in cuts.values()}}
         self.factors = {name: sharers[cut.view] / settings.token_ranks for name, cut in cuts.items()}
         self.parameters = [(name, p) for stage in stages for name, p in stage.named_parameters()]
@@ -128,20 +128,20 @@ class Fsdp:
     def before_backward(self, stage: nn.Module, last: bool) -> None:
         """Choose whether this backward sums gradients over the copies of the model.
 
-        FSDP2 reduces every micro-batch and adds it to the shards, while the backward computes. The copies exchange
-        their sums in the last backward of a step, or in each one if gradients are on the host: their sum on the device
-        would need memory there.
+        FSDP2 reduces the gradients of every micro-batch into the shards during the backward. The copies exchange their
+        sums in the last backward of a step, or in every backward if gradients are on the host: keeping their sum on the
+        device would need memory there.
         """
         if self.copied:
             assert isinstance(stage, FSDPModule)
             stage.set_requires_all_reduce(last or self.on_host)
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
-        """Do nothing: the hooks of FSDP2 have reduced the gradients."""
+        """Do nothing: the hooks of FSDP2 have already reduced the gradients."""
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Set the gradient of every shard to the mean over token ranks."""
+        """Set the gradient of every shard to the mean over the ranks that read tokens."""
         for shard, (name, parameter) in zip(self.shards, self.parameters, strict=True):
             gradient, factor = parameter.grad, self.factors[name]
             shard.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
@@ -149,6 +149,6 @@ class Fsdp:
                 shard.grad.mul_(factor)
 
     def publish(self) -> None:
-        """Free the gradients. The shards are the masters, which the next gather reads."""
+        """Free the gradients. Nothing is copied: the shards are the masters, from which the next gather reads."""
         for shard, (_, parameter) in zip(self.shards, self.parameters, strict=True):
             shard.grad = parameter.grad = None

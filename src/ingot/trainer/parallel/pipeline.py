@@ -2,10 +2,10 @@
 
 A rank executes its row of a table (theory/schedule), action by action:
 
-    F  forward of a stage           needs hidden states of the stage before    sends its own to the stage after
-    B  backward                     needs their gradient from the stage after  sends that of its input to the one before
-    I  backward for the input       as B                                       as B
-    W  backward for the weights     nothing                                    nothing
+    F  forward of a stage         needs the input, from the previous stage     sends the output, to the next stage
+    B  backward                   needs the output's gradient, from the next   sends the input's, to the previous stage
+    I  backward for the input     as B                                         as B
+    W  backward for the weights   needs nothing                                sends nothing
 
 One process is a pipeline of one rank: F and B alternate, and nothing is sent. Ranks that share the tokens of sequences
 (parallel/context.py) each execute the table with their own tokens.
@@ -32,7 +32,7 @@ from ingot.trainer.shard import ParameterShard
 
 
 class DataParallel(Protocol):
-    """The exchange of gradients with other data ranks. last: the last time for this stage in this optimizer step."""
+    """The exchange of gradients with other data ranks. last: this is the stage's last micro-batch of the step."""
 
     def before_backward(self, stage: nn.Module, last: bool) -> None:
         """Prepare for the backward of one micro-batch (B or I)."""
@@ -62,7 +62,8 @@ class _StepState:
     """The tensors of one optimizer step by (stage, micro-batch); each entry is removed at its use.
 
     weight: the factor of one token's nats in the minimized loss, a scalar; None for a model without experts. begun: the
-    input and output of each forward. left: deferred weight gradients. hidden, gradients: between two stages of a rank.
+    input and output of each forward. left: deferred weight gradients. hidden, gradients: tensors for the rank's next
+    stage.
     """
 
     batch: MicroBatches
@@ -78,14 +79,14 @@ class _StepState:
 class PipelineExecutor:
     """The execution of a pipeline's table on one rank. The constructor is collective over the world.
 
-    stages: this rank's stages, by stage number. dtype: of the hidden states between stages. sequence_ranks: the number
-    of parts into which tensor parallelism divides hidden states along the sequence, besides the cp ranks' parts.
-    router_loss: makes a RouterLoss (model/routing.py) of (keys_B, weight); None for a model without experts. split: the
-    model's SplitBackward, needed by a table with I and W.
+    stages: stage number -> module, of this rank. dtype: the dtype of the hidden states between stages. sequence_ranks:
+    the number of parts into which tensor parallelism divides a cp rank's hidden states along the sequence.
+    router_loss: makes a RouterLoss (model/routing.py) from (keys_B, weight); None for a model without experts. split:
+    the model's SplitBackward, needed for a table with I and W.
 
     A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [router_loss=])`. x: this
-    rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: of whole sequences. It
-    returns hidden states [B, T / (cp x sequence_ranks), D], the last stage the sum of nats.
+    rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: for whole sequences. A
+    stage returns hidden states [B, T / (cp x sequence_ranks), D]; the last stage returns the sum of nats.
     """
 
     def __init__(
@@ -120,15 +121,15 @@ class PipelineExecutor:
     def train(self, batch: MicroBatches, scale: Tensor | None = None) -> Tensor:
         """Run the forward and backward of all micro-batches of one optimizer step of this data rank.
 
-        The loss of a micro-batch is the sum of its nats / the number of this rank's tokens in the step. scale: a factor
-        of the loss in the backward (fp16). Returns the sum of the unscaled losses, detached, on the rank of the last
-        stage, and zero on other ranks. Raises ConfigError if the table has another number of micro-batches.
+        The loss of a micro-batch is the sum of its nats divided by this rank's tokens in the step. scale: the loss
+        scale (fp16). Returns the sum of the unscaled losses, float64 and detached, on the rank of the last stage, and
+        zero on other ranks. Raises ConfigError if the table has a different number of micro-batches.
         """
         micro_batches = len(batch.inputs)
         if micro_batches != self.table.micro_batches:
             raise ConfigError(
                 "E-MICRO-BATCHES",
-                f"the batch has {micro_batches} micro-batches, the pipeline schedule {self.table.micro_batches}",
+                f"the batch has {micro_batches} micro-batches, but the schedule has {self.table.micro_batches}",
                 rule="a schedule is built for one number of micro-batches per step",
                 fix="build the schedule with the run's accumulation: global_batch / (micro_batch x data ranks)",
                 found=micro_batches,
@@ -170,7 +171,7 @@ class PipelineExecutor:
         step.begun[key] = (x, y)
 
     def _backward(self, action: Action, step: _StepState) -> None:
-        """Execute B or I. The gradient of the input is sent first, because the rank before waits for it."""
+        """Execute B or I. The gradient of the input is sent first, because the previous stage waits for it."""
         key, stage = (action.stage, action.micro_batch), self.stages[action.stage]
         gradient = None if self.table.after(action.stage) is None else self._take(action, step.gradients)
         x, y = step.begun.pop(key)
@@ -185,7 +186,7 @@ class PipelineExecutor:
             self._weights(action, step)
 
     def _weights(self, action: Action, step: _StepState) -> None:
-        """Execute W, or the end of B: the deferred gradients, then the exchange of gradients."""
+        """Execute W, or the end of B: compute deferred gradients, then start the exchange of gradients."""
         if self.split is not None:
             step.left.pop((action.stage, action.micro_batch)).compute()
         self.data.after_backward(self.stages[action.stage], action is self._last_end[action.stage])
@@ -212,8 +213,8 @@ class PipelineExecutor:
     ) -> Tensor | None:
         """Run one micro-batch through all stages. Returns the result on the ranks of the last stage, None on others.
 
-        per_token: the result is nats of every target, [B x T]; else targets_BT is None and the result is logits
-        [B, T, V]. Both are of whole sequences in order, on all cp ranks. All ranks of the pipeline pass the same
+        per_token: the result is nats of every target, [B x T]; otherwise targets_BT is None and the result is logits
+        [B, T, V]. Both cover whole sequences in order, on all cp ranks. All ranks of the pipeline pass the same
         arguments. T must be a multiple of `token_multiple`.
         """
         assert per_token == (targets_BT is not None)
@@ -242,21 +243,21 @@ class PipelineExecutor:
         return token_multiple(self.share.mesh.parallel)
 
     def _of_whole_sequences(self, y: Tensor, batch: int) -> Tensor:
-        """Return y of whole sequences. y: logits [B, t, V] or nats [B x t] of this rank's tokens."""
+        """Gather y of whole sequences from the cp ranks. y: logits [B, t, V] or nats [B x t] of this rank's tokens."""
         if self.share.ranks == 1:
             return y
         return self.share.whole(y) if y.dim() == 3 else self.share.whole(y.view(batch, -1)).flatten()
 
     def _positions(self, tokens: int) -> dict[str, Tensor]:
-        """Return the argument positions_T of a stage that gets a part of the tokens."""
+        """Return the keyword argument positions_T for a stage that gets a part of the tokens; otherwise {}."""
         if self.sequence_ranks == self.share.ranks == 1:
             return {}
         return {"positions_T": self.share.positions(tokens, self.device)}
 
     def _router_loss(self, step: _StepState, micro_batch: int) -> dict[str, Any]:
-        """Return the argument router_loss of a stage.
+        """Return the keyword argument router_loss of a stage; {} for a model without experts.
 
-        Keys number the sequences of the run: data rank r reads the r-th equal part of each global batch.
+        The keys number the sequences of the run: data rank r reads the r-th equal part of each global batch.
         """
         if self.router_loss is None:
             return {}
@@ -297,13 +298,13 @@ def cut_stage(model: Any, stage: int, stage_layers: Sequence[int]) -> nn.Module:
 
 
 class TiedEnds:
-    """One matrix on two ranks: the embedding of the first stage and the head of the last, whose gradients are summed.
+    """A tied matrix on two ranks: the first stage's embedding and the last stage's head. Their gradients are summed.
 
     Both ranks start from the same values and make the same updates; the first stage's copy is the owner.
     """
 
     def __init__(self, mesh: Mesh, rank_of_stage: Sequence[int], shards: list[ParameterShard]):
-        """Make the groups of all pairs. Collective over the world. shards: of this rank."""
+        """Make the process groups of all pairs. Collective over the world. shards: this rank's shards."""
         ends = rank_of_stage[0], rank_of_stage[-1]
         self.shard = next((shard for shard in shards if shard.name == "embed.weight"), None)
         lines = mesh.devices.mesh.flatten(1).T.tolist()  # the global ranks of every pipeline

@@ -7,12 +7,12 @@ selective  A block also keeps the results of expensive operations: matrix produc
            cheap and fill most of the memory. (Korthikanti et al. 2022, section 5, chose by cost in the same way, but
            recomputed attention, which was not flash attention then.) Two kinds of results are as wide as the model on
            every tensor-parallel rank and are not kept: gathered tokens, and products of matrices split by rows, which
-           run again if the backward gets that far, though only their sum over ranks is used. Of a ring, the result is
-           kept (KeptResults), not the results of its steps, each of which is as large; the ring does not run again.
+           run again if the backward gets that far, though only their sum over ranks is used. Of a ring, only the final
+           result is kept (KeptResults), not those of its steps, which are as large; the ring does not run again.
 
-Compiled blocks follow the same policy, but skip operations that lead to kept results only. The router chooses the same
-experts from the same numbers, so rows have the same sizes, and all ranks repeat the exchanges that are not kept in the
-same order.
+Compiled blocks follow the same policy, but do not repeat operations that lead to kept results only. The recomputed
+router chooses the same experts from the same numbers, so row counts are the same, and all ranks repeat the exchanges
+that are not kept in the same order.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ KEPT = {
 class _BlockResults:
     """The kept results of one forward of a block, in order.
 
-    again: the block is recomputed and takes results. making: a result is being computed.
+    again: the block is being recomputed and takes kept results. making: a kept result is being computed.
     """
 
     made: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -64,8 +64,8 @@ class _BlockResults:
 class KeptResults:
     """Results that a selectively recomputed block keeps as a whole, without the results of their operations.
 
-    One per model, shared by its blocks and by the functions that compute such results (a ring). All threads share the
-    block in progress: on GPUs, autograd recomputes blocks in a thread of its own.
+    A model has one instance, shared by its blocks and by the functions that compute such results (a ring). All threads
+    share the block in progress: on GPUs, autograd recomputes blocks in a thread of its own.
     """
 
     def __init__(self):
@@ -73,11 +73,11 @@ class KeptResults:
 
     @property
     def making(self) -> bool:
-        """True while a kept result is being computed: no operation inside is kept."""
+        """True while a kept result is being computed; then the results of single operations are not kept."""
         return self._block is not None and self._block.making
 
     def keep(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return make(), for the forward of an autograd.Function. In a recompute return the kept result instead."""
+        """Return make() and keep the result; in a recompute, return the kept result. For use in autograd.Functions."""
         if self._block is None:
             return make()
         if self._block.again:
@@ -87,13 +87,13 @@ class KeptResults:
             made = make()
         finally:
             self._block.making = False
-        self._block.made.append(tuple(x.detach() for x in made))  # detached: it must not keep the graph of its result
+        self._block.made.append(tuple(x.detach() for x in made))  # detached, so that no autograd graph is kept
         return made
 
     def contexts(
         self, policy: Callable[..., CheckpointPolicy]
     ) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Return the contexts of a block's forward and of its recompute."""
+        """Return the context for a block's forward and the context for its recompute."""
         first, again = create_selective_checkpoint_contexts(policy)
         results = _BlockResults()
         return self._opened(results, first, again=False), self._opened(results, again, again=True)
@@ -114,10 +114,10 @@ def recompute(
 ) -> None:
     """Recompute the blocks whose layer number `every` divides. Gradients keep their bits.
 
-    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: for attention by
-    rings; a selectively recomputed block is then not compiled as a whole. Replaces only `forward` of a block: names and
-    parameters stay, and hooks run once, outside. Call before blocks are compiled and sharded. A block must not draw
-    random numbers, whose state is not kept.
+    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: needed for ring
+    attention; a selectively recomputed block is then not compiled as a whole. Replaces only `forward` of a block: names
+    and parameters stay, and hooks run once, outside the recomputed part. Call before blocks are compiled and sharded. A
+    block must not draw random numbers, because their state is not restored.
     """
     for layer, block in blocks.items():
         if int(layer) % every == 0:
@@ -135,7 +135,7 @@ def _recompute(block: nn.Module, how: Literal["full", "selective"], kept: KeptRe
         contexts = create_selective_checkpoint_contexts if kept is None else kept.contexts
         selective = {"context_fn": lambda: contexts(policy)}
 
-    # A function of our own, not functools.partial: the compiler starts at the first frame that is not PyTorch's, and
+    # A Python function, not functools.partial: the compiler starts at the first frame outside PyTorch's code, and
     # without such a frame the block would silently run uncompiled.
     def forward(*args, **kwargs) -> Tensor:
         return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)  # type: ignore
@@ -146,7 +146,7 @@ def _recompute(block: nn.Module, how: Literal["full", "selective"], kept: KeptRe
 def _keep(split_by_rows: list[nn.Linear], kept: KeptResults | None, context, op, *args, **kwargs) -> CheckpointPolicy:
     """Decide whether the result of `op` is kept.
 
-    PyTorch may ask again in the recompute and must get the same answer, though weights may have moved since.
+    PyTorch may call this again in the recompute and must get the same answer, even if weights have moved since.
     """
     if kept is not None and kept.making:
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -156,6 +156,6 @@ def _keep(split_by_rows: list[nn.Linear], kept: KeptResults | None, context, op,
 
 
 def _is_view_of(matrix: Tensor, weight: Tensor) -> bool:
-    """Return whether `matrix` is `weight` or its transpose, by their memory. Fake tensors have storages as well."""
+    """Return whether `matrix` is `weight` or its transpose: a view of the same memory. Works for fake tensors, too."""
     same = storage_key(matrix.untyped_storage()) == storage_key(weight.untyped_storage())
     return same and matrix.storage_offset() == weight.storage_offset()

@@ -1,14 +1,14 @@
 """Ring attention (Liu et al. 2023): every rank keeps its queries while keys and values travel around a ring of ranks.
 
 While a rank attends to the keys and values that it has, those of the next step are in flight. Partial results are
-merged by the logarithms of their normalizers, so the result is exact. In the backward keys and values travel around
-again, and one rank later the sums of their gradients; the last step sends each sum to its rank. Sums and
-merges are in float32 or wider. A ring ends early if no rank attends to any of the next keys (ring_steps in
-theory/context.py).
+merged by the logarithms of their normalizers, so the result is exact. In the backward, keys and values travel around
+the ring again, followed one rank later by the sums of their gradients; the last step sends each sum to the rank of its
+keys. Sums and merges are in float32 or wider. A ring ends early if no rank attends to any of the next keys (ring_steps
+in theory/context.py).
 
 A tile is a block of queries and keys, each in the order of a rank's positions (theory/context.py). Without documents
-and windows a tile is all keys, a triangle, or nothing. With them a tile has a mask, and few queries, so that the mask
-is small for any length of sequence.
+and windows, a tile needs no mask: it is complete or causal. With them, a tile has a mask and few queries, so that the
+mask is small for any sequence length.
 
 Shape letters: B batch, T tokens of one rank, N query heads, G key/value heads, H head_dim.
 """
@@ -28,7 +28,7 @@ from ingot.theory.context import Segments, ring_positions, ring_steps
 from ingot.trainer.parallel.flash import attend_part, attend_part_backward
 from ingot.trainer.parallel.recompute import KeptResults
 
-MASK_ELEMENTS = 2**24  # of one tile; 32 MiB in bf16
+MASK_ELEMENTS = 2**24  # the limit for the mask of one tile; 32 MiB in bf16
 
 
 class MaskRule(Protocol):
@@ -43,7 +43,7 @@ class MaskRule(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """This rank's index in the ring, the ring's global ranks in order, their group, and the results to keep."""
+    """This rank's index in the ring, the ring's global ranks in order, their group, and the model's KeptResults."""
 
     parallel: Parallel
     index: int
@@ -52,16 +52,16 @@ class Ring:
     kept: KeptResults
 
     def attend(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask_spec: MaskRule) -> Tensor:
-        """Attend from this rank's tokens to all tokens: [B, N, T, H]."""
+        """Return the attention of this rank's queries to the keys of all ranks: [B, N, T, H]."""
         call = _RingCall(self, mask_spec, q_BNTH)
         return _RingAttention.apply(q_BNTH, torch.stack((k_BGTH, v_BGTH)), call)  # type: ignore
 
     def source(self, step: int) -> int:
-        """Return the index of the rank whose keys are here in this step."""
+        """Return the ring index of the rank whose keys this rank has in step `step`."""
         return (self.index - step) % len(self.ranks)
 
     def pass_on(self, buffer: Tensor, distance: int = 1) -> "_Arriving":
-        """Start to send `buffer` to the rank `distance` ahead, and to receive that of the rank `distance` back."""
+        """Start to send `buffer` to the rank `distance` ahead, and to receive one from the rank `distance` back."""
         arriving = torch.empty_like(buffer)
         after, before = (self.ranks[(self.index + by) % len(self.ranks)] for by in (distance, -distance))
         works = dist.batch_isend_irecv(
@@ -76,7 +76,7 @@ class _Arriving:
     buffer: Tensor
 
     def arrive(self) -> Tensor:
-        """Wait until the sent buffer may change and the received one is here. On GPUs only the device waits."""
+        """Wait until the sent buffer may change; return the received buffer. On GPUs only the device waits."""
         for work in self.works:
             work.wait()
         return self.buffer
@@ -84,8 +84,8 @@ class _Arriving:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """A block of queries and keys. causal: query i attends to the keys 0..i. masked: a mask decides, by positions and
-    documents."""
+    """A block of queries and keys. causal: query i attends to the keys 0..i. masked: attention follows a mask made from
+    positions and documents."""
 
     queries: slice
     keys: slice
@@ -123,8 +123,8 @@ class _RingCall:
         return self._positions[index]
 
     def mask(self, tile: AttentionTile, source: int) -> Tensor | None:
-        """Return the tile's mask; None if it needs none. Masks are made again for each use: all of them together would
-        be the whole matrix of scores."""
+        """Return the tile's mask; None if the tile needs no mask. A mask is made again for each use, because all masks
+        together would be as large as the whole matrix of scores."""
         if not tile.masked:
             return None
         return self.mask_spec.mask(self.positions(self.ring.index)[tile.queries], self.positions(source)[tile.keys])
@@ -161,7 +161,7 @@ class _RingAttention(torch.autograd.Function):
                 added[0, :, :, tile.keys] += dk
                 added[1, :, :, tile.keys] += dv
             if step == 0:
-                own_sum = added  # stays here; the sum of the other ranks arrives after the last step
+                own_sum = added  # stays here; the sum over the other ranks arrives after the last step
             else:
                 added = added if traveling is None else added.add_(traveling.arrive())
                 traveling = ring.pass_on(added, 1 if step < last else -last)  # after the last step to its own rank
@@ -172,7 +172,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attend_around(q: Tensor, kv: Tensor, call: _RingCall) -> tuple[Tensor, Tensor]:
-    """Return results [B, N, T, H] and log-sum-exps [B, N, T]."""
+    """Return the results [B, N, T, H] and log-sum-exps [B, N, T] of attention to the keys of all ranks."""
     ring, wide = call.ring, torch.promote_types(q.dtype, torch.float32)
     total = torch.zeros(q.shape, dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -191,7 +191,8 @@ def _attend_around(q: Tensor, kv: Tensor, call: _RingCall) -> tuple[Tensor, Tens
 def merge(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     """Merge the partial result `out` into `total` in place, each weighted by its normalizer.
 
-    A query attends to a key of its own rank, whose result comes first, so one of the two normalizers is finite.
+    The result for the rank's own keys is merged first, and every query attends to one of those, so at least one of the
+    two log-sum-exps is always finite.
     """
     merged = torch.logaddexp(lse, out_lse)
     total.mul_((lse - merged).exp_()[..., None]).add_(out * (out_lse - merged).exp_()[..., None])
@@ -199,10 +200,9 @@ def merge(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
 
 
 def plain_tiles(parallel: Parallel, own: int, source: int, tokens: int) -> list[AttentionTile]:
-    """Return at most one causal tile without mask, of the queries of ring rank `own` and the keys of ring rank
-    `source`.
+    """Return at most one tile without a mask, for the queries of ring rank `own` and the keys of ring rank `source`.
 
-    tokens: of each rank.
+    tokens: the number of tokens of each rank.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == own:
@@ -224,8 +224,8 @@ def masked_tiles(
 ) -> Iterator[AttentionTile]:
     """Yield tiles whose masks have at most `limit` elements (at least one row).
 
-    Together they have all pairs of queries and earlier keys within the window (0: at any distance). Blocks without such
-    a pair are left out.
+    Together the tiles contain all pairs of a query and an earlier key within the window (0: at any distance). Blocks
+    without such a pair are left out.
     """
     queries, keys = (ring_positions(parallel, index, tokens * parallel.ring) for index in (own, source))
     start = 0
@@ -243,7 +243,7 @@ def masked_tiles(
 def _rows(elements: int, keys: int, window: int) -> int:
     """Return the largest number of adjacent queries whose mask has at most `elements` elements.
 
-    Within a window, n adjacent queries reach at most n + window + 1 keys, which are as close to each other as queries.
+    With a window, n adjacent queries attend to at most n + window + 1 keys. window: divided by the distance of queries.
     """
     rows = elements // keys
     if window:

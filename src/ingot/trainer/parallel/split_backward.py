@@ -1,5 +1,5 @@
-"""Backward in two halves for zero-bubble pipelines (Qi et al. 2023, section 2): gradients of inputs first, which the
-rank before waits for; gradients of weights later, when the rank would idle.
+"""Backward in two halves for zero-bubble pipelines (Qi et al. 2023, section 2): first the gradients of inputs, because
+the previous rank waits for them; later the gradients of weights, when the rank would idle.
 
 Inside an open `WeightGradients` a matrix product defers the gradient of its weight:
 
@@ -8,7 +8,7 @@ Inside an open `WeightGradients` a matrix product defers the gradient of its wei
     left = WeightGradients(split)   # one per stage and micro-batch
     with left:                      # F
         y = stage(x)
-    with left:                      # I: computes x.grad. Open, because recomputed blocks build their graph again
+    with left:                      # I: computes x.grad. `left` is open because recomputed blocks rebuild their graph
         y.backward(gradient)
     left.compute()                  # W: the gradients of the weights, through autograd and all its hooks
 
@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 
 
 class SplitBackward:
-    """The products of one model that can defer the gradients of their weights.
+    """The matrix products of one model that can defer the gradients of their weights.
 
-    open: the WeightGradients that collects now, or None. It is shared by all threads: on GPUs, autograd recomputes
+    open: the WeightGradients that currently collects, or None. All threads share `open`: on GPUs, autograd recomputes
     blocks in a thread of its own.
     """
 
@@ -36,7 +36,7 @@ class SplitBackward:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x [.., in] @ weight [out, in].T, and defer the weight's gradient to the open WeightGradients.
 
-        This is F.linear if none is open, or if x needs no gradient: then there is no first half.
+        Falls back to F.linear if none is open, or if x needs no gradient, because then there is no first half.
         """
         if self.open is None or not (weight.requires_grad and x.requires_grad and torch.is_grad_enabled()):
             return F.linear(x, weight)
@@ -47,7 +47,7 @@ class WeightGradients:
     """The deferred gradients of one backward: (input, gradient of the output, weight) of each product, last layer
     first.
 
-    A context in which the products of `split` defer. Inputs and gradients stay in memory until `compute`.
+    While used as a context, the products of `split` defer here. Inputs and gradients stay in memory until `compute`.
     """
 
     def __init__(self, split: SplitBackward):
@@ -68,7 +68,7 @@ class WeightGradients:
         self._left.append((x, gradient, weight))
 
     def compute(self) -> None:
-        """Accumulate the gradients into the weights one by one, and free their inputs."""
+        """Accumulate the gradients of the weights one by one, and free the inputs of each."""
         left, self._left = self._left[::-1], []
         while left:
             x, gradient, weight = left.pop()
@@ -80,8 +80,8 @@ class WeightGradients:
 class _DeferringLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: tuple[Tensor], left: WeightGradients) -> Tensor:
-        # A tuple hides the weight from autograd. With the weight as an input without gradient, autograd would run its
-        # accumulation hooks in I, once more than there are gradients.
+        # A tuple hides the weight from autograd. If the weight were an input without gradient, autograd would run its
+        # accumulation hooks in I too, once more than there are gradients.
         ctx.save_for_backward(x)
         ctx.weight, ctx.left = weight[0], left
         return F.linear(x, weight[0])
@@ -96,9 +96,9 @@ class _DeferringLinear(torch.autograd.Function):
 
 
 def split_linears(module: nn.Module, split: SplitBackward) -> None:
-    """Let every nn.Linear without bias in `module` compute by `split.linear`. Names, parameters and hooks stay.
+    """Let every nn.Linear without bias in `module` compute with `split.linear`. Names, parameters and hooks stay.
 
-    Call before blocks are recomputed. A compiled block cannot defer.
+    Call before `recompute`. A compiled block cannot defer.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear) and part.bias is None:

@@ -34,9 +34,9 @@ TOKENS = 1  # the dim of [B, T, D] that sequence parallelism splits
 class TensorCut:
     """The position of a parameter's local tensor in the whole parameter, before data parallelism divides its rows.
 
-    shape: of the whole parameter. partial: every tp rank holds the whole parameter and applies it to a part of the
-    activations, so its gradients are summed over tp. view: the view of the mesh (mesh/mesh.py) whose ranks hold the
-    same local tensor and divide its state.
+    shape: shape of the whole parameter. offsets: position of the local tensor. partial: every tp rank holds the whole
+    parameter and applies it to a part of the activations, so its gradients are summed over tp. view: the view of the
+    mesh (mesh/mesh.py) whose ranks hold the same local tensor and divide its state.
     """
 
     shape: tuple[int, ...]
@@ -49,8 +49,8 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
     """Reduce `stage`, a Transformer on the meta device, to this tp rank's part of its matrices and this ep rank's
     experts.
 
-    Returns a TensorCut for each parameter name. sharding: end of a parameter's name -> its role (SHARDING in
-    model/transformer.py). The degrees of parallelism were checked before.
+    Returns parameter name -> TensorCut. sharding: end of a parameter's name -> its role (SHARDING in
+    model/transformer.py). The degrees of parallelism must have been checked before.
     """
     roles = {name: _role(name, sharding) for name, _ in stage.named_parameters()}
     cuts = _cut_experts(stage, [name for name, role in roles.items() if role == "expert"], mesh)
@@ -92,8 +92,8 @@ def _role(name: str, sharding: Mapping[str, str]) -> str:
 
 
 def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, TensorCut]:
-    """Reduce experts to those of this ep rank, a block of rows: experts are stacked along the rows. tp splits no
-    expert."""
+    """Reduce the experts to those of this ep rank, a block of rows, because experts are stacked along the rows. Tensor
+    parallelism does not split experts."""
     cuts, ranks = {}, mesh.size("ep")
     for name in names:
         parameter, (module_name, _, leaf) = stage.get_parameter(name), name.rpartition(".")
@@ -113,7 +113,7 @@ def _cut(parameter: Tensor, dim: int | None, ranks: int, index: int, partial: bo
 
 
 class Region:
-    """The two collectives around a region that each rank computes alone. Compilers can see these operators."""
+    """The two collectives around a region that each rank computes alone. The compiler can see their operators."""
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool):
         self.group, self.sequence = group, sequence
@@ -169,8 +169,8 @@ class _SumBackward(torch.autograd.Function):
 
 
 def _own_head(heads: int, ranks: int, index: int):
-    """Return a hook for fewer key/value heads than ranks: every rank computes all of them and keeps the head of its
-    queries."""
+    """Return a hook for models with fewer key/value heads than ranks: every rank computes all key/value heads and keeps
+    the head that its queries use."""
 
     def keep(module: nn.Module, args, output: Tensor) -> Tensor:
         return output.chunk(heads, dim=-1)[index * heads // ranks]
@@ -179,7 +179,7 @@ def _own_head(heads: int, ranks: int, index: int):
 
 
 def _look_up_own_ids(embed: Any, region: Region, first: int) -> None:
-    """Look up the ids first..first+V-1 here and zeros for other ids; the sum over ranks is the embedding."""
+    """Let `embed` look up the ids first..first+V-1 and return zeros for other ids; the sum over ranks is the result."""
 
     def forward(ids_BT: Tensor) -> Tensor:
         own = ids_BT - first
@@ -198,10 +198,11 @@ def _read_out_own_ids(stage: Any, region: Region, mesh: Mesh) -> None:
 
 
 def own_nats_and_slope(group: dist.ProcessGroup, first: int):
-    """Return the cross entropy over a vocabulary that is split by id; ranks exchange three numbers per token, no
-    logits.
+    """Return the function that computes cross entropy over a vocabulary split by id. Ranks exchange three numbers per
+    token, no logits.
 
-    It is `nats_and_slope` of model/loss.py for the ids first..first+V-1 of this rank. All ranks get the same nats.
+    The function does what `nats_and_slope` of model/loss.py does, for the ids first..first+V-1 of this rank. All ranks
+    get the same nats.
     """
 
     def measure(logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +223,7 @@ def own_nats_and_slope(group: dist.ProcessGroup, first: int):
 
 @torch.no_grad()
 def sum_partial_gradients(shards: list[ParameterShard], mesh: Mesh) -> None:
-    """Sum the gradients of parameters that each tp rank applied to its own tokens or heads, in one all-reduce."""
+    """Sum, in one all-reduce, the gradients of parameters that each tp rank applied to its own tokens or heads."""
     gradients = [shard.grad for shard in shards if shard.grad is not None]
     if mesh.size("tp") == 1 or not gradients:
         return
@@ -233,8 +234,8 @@ def sum_partial_gradients(shards: list[ParameterShard], mesh: Mesh) -> None:
 
 
 def use_async_tensor_parallel(mesh: Mesh, device: torch.device) -> None:
-    """Let the compiler split a gather or reduce-scatter and its matrix product into parts that overlap (Wang et al.
-    2023), over symmetric memory. Not tested: the overlap needs several GPUs in one NVLink domain.
+    """Let the compiler overlap a gather or reduce-scatter with its matrix product by splitting both into parts (Wang et
+    al. 2023), over symmetric memory. Not tested: the overlap needs several GPUs in one NVLink domain.
 
     Raises ConfigError if the run is not on GPUs.
     """

@@ -1,7 +1,7 @@
 """Units: parameters that are gathered and reduced together, and the rows of a matrix that each rank owns.
 
 Both forms of data parallelism (zero.py, fsdp.py) divide a stage into the same units and rows. The experts of a unit are
-shared by other ranks than the rest of the unit, so they are exchanged separately.
+exchanged separately, because the ranks that share them differ from those that share the rest of the unit.
 """
 
 from collections.abc import Mapping
@@ -65,8 +65,8 @@ def own_rows(rows: int, ranks: int, index: int) -> range:
 def is_owner(cut: TensorCut, parameter: Tensor, mesh: Mesh) -> bool:
     """Return whether this rank is the first of the ranks that hold the same block.
 
-    cut: of the parameter. parameter: its local tensor before its rows are divided. Ranks that divide the rows hold
-    different blocks.
+    cut: the TensorCut of the parameter. parameter: its local tensor before its rows are divided. Ranks that divide the
+    rows hold different blocks.
     """
     if mesh.index("dp_replicate") > 0:
         return False

@@ -7,9 +7,9 @@
 
 Whole parameters are in the compute dtype, master and moments in float32 (if both dtypes are the same, the master is the
 parameter itself), gradients in the dtype of `parallel.grads`. A bucket holds the gradients of a unit in one buffer of
-shape [ranks, elements of one rank's rows], so one collective moves them; the experts of a unit, which other ranks
-share, have a bucket of their own. A bucket is reduced as soon as its backward is done, while earlier layers still
-compute. After the update it is gathered while earlier units already run forward.
+shape [ranks, elements of one rank's rows], so one collective moves them; the experts of a unit, which a different set
+of ranks shares, have a bucket of their own. A bucket is reduced as soon as its backward is done, while earlier layers
+still compute. After the update its parameters are gathered while earlier units already run forward.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ class Reduction(Enum):
 
 
 class BucketState(Enum):
-    """The gradients of a bucket within one optimizer step."""
+    """The state of a bucket's gradients within one optimizer step."""
 
     EMPTY = "empty"  # no gradient of this step has arrived
     FILLING = "filling"  # `whole` sums the gradients of micro-batches
     SCATTERING = "scattering"  # a reduce-scatter of `whole` is in flight
-    SCATTERED = "scattered"  # `own` has the sum over the ranks of the own rows; more micro-batches may follow
+    SCATTERED = "scattered"  # `own` has the sum over ranks of this rank's rows; more micro-batches may follow
     SUMMING = "summing"  # an all-reduce over the copies of the model is in flight; no micro-batch may follow
     REDUCED = "reduced"  # shards have their gradients
 
@@ -60,14 +60,14 @@ TRANSITIONS = {
 
 
 class IllegalTransition(RuntimeError):
-    """A bucket's gradients were exchanged in the wrong order: a programming error, never the user's."""
+    """An exchange of a bucket's gradients in the wrong order: an error of the program, never of the user."""
 
 
 @dataclass
 class BucketSlot:
     """A parameter's place in the buffer of its bucket: columns start..start+length of [ranks, elements].
 
-    fresh: no gradient was added since the buffer was last used up, so the first gradient overwrites it.
+    fresh: no gradient was added since the last exchange of the buffer, so the first gradient overwrites the columns.
     """
 
     name: str
@@ -82,9 +82,9 @@ class BucketSlot:
 class Bucket:
     """The parameters of one unit, or its experts.
 
-    unit: the number of the unit in the order of the forward. view: the view of the mesh whose ranks, `ranks` in number,
-    share these parameters. waiting: parameters whose gradient of this micro-batch has not arrived.
-    whole: gradients of all rows [ranks, elements]. own: gradients of the own rows [elements].
+    unit: the number of the unit in the order of the forward. view: the view of the mesh (mesh/mesh.py) whose ranks
+    share these parameters. ranks: their number. waiting: parameters whose gradient of this micro-batch has not arrived.
+    whole: gradients of all rows, [ranks, elements]. own: gradients of this rank's rows, [elements].
     gathering: the gather of updated parameters in flight, and its result.
     """
 
@@ -101,7 +101,7 @@ class Bucket:
     state: BucketState = BucketState.EMPTY
 
     def move(self, state: BucketState) -> None:
-        """Change the state. Raises IllegalTransition if `state` may not follow the present one."""
+        """Change the state. Raises IllegalTransition if `state` may not follow the current one."""
         if state not in TRANSITIONS[self.state]:
             allowed = " or ".join(sorted(s.value for s in TRANSITIONS[self.state]))
             raise IllegalTransition(
@@ -113,7 +113,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Scatter:
-    """A reduce-scatter in flight, of `whole` into `own`. last: of this optimizer step."""
+    """A reduce-scatter of `whole` into `own`, in flight. last: the bucket's last in this optimizer step."""
 
     work: dist.Work
     bucket: Bucket
@@ -141,10 +141,10 @@ class Zero:
     ):
         settings = mesh.parallel
         self.mesh, self.zero, self.grads, self.master = mesh, zero, grads, master
-        self.hold = settings.splits_backward  # gradients of several micro-batches arrive interleaved
+        self.hold = settings.splits_backward  # then gradients of several micro-batches arrive interleaved
         self.prefetch = settings.prefetch
         self.shards: list[ParameterShard] = []
-        self._known: set[nn.Parameter] = set()  # tied ends of a V-shaped pipeline are one parameter on two stages
+        self._known: set[nn.Parameter] = set()  # in a V-shaped pipeline, tied embedding and head are one parameter
         self.buckets: dict[nn.Module, list[Bucket]] = {}
         self.in_order: list[Bucket] = []
         self._scattering: _Scatter | None = None
@@ -215,8 +215,8 @@ class Zero:
                 bucket.waiting = {slot.name for slot in bucket.slots}
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
-        """Complete the buckets that hooks did not complete: all of them if `hold`, else those with parameters that got
-        no gradient."""
+        """Complete the buckets that hooks did not complete: all buckets if `hold`, otherwise those in which a parameter
+        got no gradient."""
         for bucket in reversed(self.buckets[stage]):
             if self.hold or bucket.waiting:
                 bucket.waiting = set()
@@ -234,7 +234,7 @@ class Zero:
         gradient = slot.parameter.grad
         slot.parameter.grad = None
         if bucket.state is BucketState.SCATTERING:
-            self._finish_scatter()  # frees its buffer before the bucket gets another one
+            self._finish_scatter()  # frees the buffer in flight before the bucket gets a new one
         if bucket.state is not BucketState.FILLING:
             bucket.move(BucketState.FILLING)
         if bucket.whole is None:
@@ -272,8 +272,8 @@ class Zero:
                     if last or bucket.reduction is Reduction.SCATTER_EACH:
                         self._scatter(bucket, last)
                 elif last:
-                    # Backward in two halves: the last gradients arrived early and left with those of a micro-batch
-                    # before.
+                    # Backward in two halves: the last gradients arrived early and were reduced with those of an earlier
+                    # micro-batch.
                     self._finish_scatter()
                     if bucket.state is BucketState.SCATTERED:
                         self._sum_copies(bucket, bucket.own)
@@ -288,7 +288,7 @@ class Zero:
     def _scatter(self, bucket: Bucket, last: bool) -> None:
         self._finish_scatter()
         bucket.move(BucketState.SCATTERING)
-        # The exchange takes the buffer along: gradients that arrive before its end belong to the next micro-batch.
+        # The exchange keeps this buffer: gradients that arrive before its end go to a new buffer.
         whole, bucket.whole = bucket.whole, None
         assert whole is not None
         own = torch.empty(bucket.elements, dtype=self.grads, device=whole.device)
@@ -298,7 +298,7 @@ class Zero:
             slot.fresh = True
 
     def _finish_scatter(self) -> None:
-        """Wait for the reduce-scatter in flight and keep its result; after the last one let the copies sum theirs."""
+        """Wait for the reduce-scatter in flight and keep its result; after a bucket's last, start the copies' sum."""
         if self._scattering is None:
             return
         scatter, self._scattering = self._scattering, None
@@ -311,7 +311,7 @@ class Zero:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Finish all exchanges of this step, and set the gradient of every shard to the mean over token ranks."""
+        """Finish this step's exchanges, and set each shard's gradient to the mean over the ranks that read tokens."""
         self._finish_scatter()
         for work in self._summing:
             work.wait()
@@ -331,7 +331,7 @@ class Zero:
                 slot.shard.grad = own[slot.start : slot.start + elements].view(slot.shard.sizes)
 
     def _sum_within_copy(self, bucket: Bucket) -> None:
-        """Sum over the ranks of one copy of the model that have other tokens: those of the cp axis, and those that
+        """Sum over the ranks of one copy of the model that have different tokens: the cp ranks, and the ranks that
         share experts. The tree sums over the copies only."""
         if bucket.whole is None:
             return
@@ -347,9 +347,9 @@ class Zero:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters to the parameters in the compute dtype. The gathers of later units wait for the forward."""
+        """Copy the masters to the parameters in the compute dtype. The forward starts the gathers of later units."""
         for bucket in self.in_order:
-            if bucket.state is not BucketState.EMPTY:  # before the first step it is
+            if bucket.state is not BucketState.EMPTY:  # before the first step it is empty
                 bucket.move(BucketState.EMPTY)
             bucket.own = None
             for slot in bucket.slots:
@@ -360,7 +360,7 @@ class Zero:
         self._gather_ahead(0)
 
     def _gather_ahead(self, unit: int) -> None:
-        """Start the gathers of units up to `prefetch` units beyond this one."""
+        """Start the gathers of all units up to number `unit` + `prefetch`."""
         while self._to_gather and self._to_gather[0].unit <= unit + self.prefetch:
             self._gather(self._to_gather.pop(0))
 
@@ -388,11 +388,11 @@ class Zero:
 
 
 def _clear_missing(bucket: Bucket) -> None:
-    """Zero the columns of parameters that got no gradient, which a buffer from the step before still holds."""
+    """Zero the columns of parameters that got no gradient; a reused buffer still has those of the previous step."""
     if bucket.whole is None:
         return
     if bucket.state is BucketState.EMPTY:
-        bucket.move(BucketState.FILLING)  # with zeros
+        bucket.move(BucketState.FILLING)  # the columns become zeros
     for slot in bucket.slots:
         if slot.fresh:
             bucket.whole[:, slot.start : slot.start + slot.length].zero_()

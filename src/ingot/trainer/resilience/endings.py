@@ -1,8 +1,8 @@
 """The ends of ranks, the cause of an attempt's end, and whether another attempt can help. No torch.
 
-A rank ends with its launcher and records its ending in the run folder. A killed rank records nothing; from that the
-supervisor concludes that it was killed. Not to restart is a verdict, too: the same error at the same step is no
-accident, and a wrong setting stays wrong.
+A rank dies when its launcher dies, and records its ending in the run folder. A killed rank records nothing, from which
+the supervisor concludes that the rank was killed. A restart does not always help: the same error at the same step is
+not an accident, and a wrong setting stays wrong.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from ingot.storage import write_json
 
 SUPERVISOR_VARIABLE = "INGOT_SUPERVISOR"  # process id of the supervisor, in the environment of its ranks
 _PR_SET_PDEATHSIG = 1
-# Messages of Gloo, NCCL and the store about a lost peer. Such an error is the echo of another rank's end.
+# Messages of Gloo, NCCL and the store about a lost peer. Such an error is an echo: its cause is another rank's end.
 _ECHO = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|NCCL|gloo|timed out waiting|socket timeout", re.I
 )
 _HANG = re.compile(r"timed out|timeout", re.I)
-# Signals that a program ends itself with: the same one at the same step is a bug, not an accident.
+# Signals that a faulty program causes itself: the same signal at the same step is a bug, not an accident.
 _SELF_INFLICTED = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnding:
-    """The end of one rank. kind: "" for a normal end, else the name of the exception's class.
+    """The end of one rank. kind: "" for a normal end, otherwise the name of the exception's class.
 
-    time: Unix seconds. code, found, rule, fix, facts: as in IngotError; other exceptions have their message in `found`.
+    time: Unix seconds. code, found, rule, fix, facts: as in IngotError; for other exceptions, `found` is the message.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class RankEnding:
 
     @property
     def is_echo(self) -> bool:
-        """True for an error about a lost peer, not about this rank."""
+        """True if the error is about a lost peer, not about this rank."""
         return bool(self.kind) and self.as_user_error() is None and bool(_ECHO.search(self.found))
 
     @property
@@ -61,7 +61,7 @@ class RankEnding:
         return self.is_echo and bool(_HANG.search(self.found))
 
     def as_user_error(self) -> IngotError | None:
-        """Return the IngotError to show instead of a restart, None for exceptions that a restart may resolve."""
+        """Return the IngotError to show instead of a restart; None for exceptions that a restart may resolve."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, IngotError):
             return kind(self.code or kind.kind, self.found, rule=self.rule, fix=self.fix, **self.facts)
@@ -70,11 +70,11 @@ class RankEnding:
 
 @contextlib.contextmanager
 def guarded(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Guard everything that a rank does: it dies when its launcher dies, and its ending is recorded."""
+    """Guard everything that a rank does: the rank dies when its launcher dies, and its ending is recorded."""
     die_with_parent()
     supervisor = os.environ.get(SUPERVISOR_VARIABLE)
     if supervisor and not Path(f"/proc/{supervisor}").exists():
-        os._exit(1)  # it died before the line above could notice
+        os._exit(1)  # the supervisor died before die_with_parent took effect
     try:
         yield
     except BaseException as error:
@@ -109,7 +109,7 @@ def read_endings(folder: RunFolder) -> dict[int, RankEnding]:
     """Read the endings recorded since `clear_endings`, by rank."""
     endings = {}
     for path in folder.logs.glob("rank-*.json"):
-        with contextlib.suppress(ConfigError, ValueError, FileNotFoundError):  # another file, or just removed
+        with contextlib.suppress(ConfigError, ValueError, FileNotFoundError):  # not an ending, or just removed
             ending = from_dict(RankEnding, json.loads(path.read_text()))
             endings[ending.rank] = ending
     return endings
@@ -126,8 +126,8 @@ class JobIncident:
     """The early end of an attempt.
 
     rank: the rank that ended first, -1 if unknown. cause: a phrase for people ("was killed (SIGKILL)"). signature:
-    equal for two incidents with the same cause, "" for accidents that may repeat. step: the last step in the log.
-    error: the IngotError of a rank, if there is one.
+    equal for two incidents with the same cause; "" for accidents, which may repeat by chance. step: the last step in
+    the log. error: the IngotError of a rank, if there is one.
     """
 
     rank: int
@@ -145,11 +145,11 @@ def explain(
     step: int,
     last_words: str,
 ) -> JobIncident:
-    """Find the rank that ended first and its cause. A pure function of its arguments.
+    """Find the rank that ended first and the cause of its end. A pure function of its arguments.
 
-    ranks: the number of ranks. endings: recorded by ranks. dead: the ranks whose process was gone when the failure was
-    detected, in any order. exit_codes: by rank, where the launcher reported them (negative: signal number).
-    last_words: the last line of the launcher's log.
+    ranks: the number of ranks. endings: those that ranks recorded. dead: the ranks whose process was gone when the
+    failure was detected, in any order. exit_codes: rank -> exit code, if the launcher reported one (negative: signal
+    number). last_words: the last line of the launcher's log.
     """
     failures = sorted((e for e in endings.values() if e.kind), key=lambda e: e.time)
     for ending in failures:
@@ -157,7 +157,7 @@ def explain(
             return JobIncident(rank=ending.rank, cause=error.found, signature="", step=step, error=error)
     own = [ending for ending in failures if not ending.is_echo]
     silent = [rank for rank in (dead or sorted(exit_codes)) if rank not in endings]
-    # If one rank failed on its own, another one that is gone was most likely ended by the launcher (SIGTERM).
+    # If one rank failed on its own, another rank that is gone was most likely ended by the launcher (SIGTERM).
     killed = [r for r in silent if exit_codes.get(r, -signal.SIGTERM if own else 0) != -signal.SIGTERM]
     if killed or (silent and not own):
         first = (killed or silent)[0]
@@ -175,7 +175,8 @@ def explain(
         )
     if failures:
         return JobIncident(rank=failures[0].rank, cause="lost the connection to its peers", signature="", step=step)
-    return JobIncident(rank=-1, cause=f"ended without a rank: {last_words}", signature="launcher", step=step)
+    cause = f"ended, and no rank reported a cause (last log line: {last_words})"
+    return JobIncident(rank=-1, cause=cause, signature="launcher", step=step)
 
 
 def _signal_name(exit_code: int | None) -> str:
@@ -189,7 +190,7 @@ def _signal_name(exit_code: int | None) -> str:
 
 def _killed_by(name: str) -> str:
     if not name:
-        return "died without a word"
+        return "died without reporting an error"
     return f"was killed ({name})" if name.startswith(("SIG", "signal")) else f"ended with {name}"
 
 
@@ -198,7 +199,7 @@ def _without_numbers(text: str) -> str:
 
 
 def refuse_restart(incidents: Sequence[JobIncident], max_restarts: int, log: Path) -> IngotError | None:
-    """Return None if the job may start again after the last of `incidents`, else the error that ends the run.
+    """Return None if the job may start again after the last of `incidents`, otherwise the error that ends the run.
 
     log: the standard error of the last attempt.
     """
@@ -212,7 +213,7 @@ def refuse_restart(incidents: Sequence[JobIncident], max_restarts: int, log: Pat
             "E-RUN-REPEATS",
             f"{who} {last.cause} near step {last.step}, {len(same) + 1} times in a row",
             rule="the same failure at the same step is a bug, not an accident; starting again will not help",
-            fix=f"repair the cause ({log} has the traceback); the same command then continues from the last checkpoint",
+            fix=f"fix the cause ({log} has the traceback); the same command then continues from the last checkpoint",
             rank=last.rank,
             step=last.step,
             cause=last.cause,
@@ -221,8 +222,8 @@ def refuse_restart(incidents: Sequence[JobIncident], max_restarts: int, log: Pat
         return RunFailed(
             "E-RUN-RESTARTS",
             f"{who} {last.cause} near step {last.step}, after {max_restarts} restarts",
-            rule=f"launch.max_restarts = {max_restarts}",
-            fix=f"find the cause ({log}); the same command continues from the last checkpoint",
+            rule=f"a job is restarted at most launch.max_restarts = {max_restarts} times",
+            fix=f"find the cause (see {log}); the same command continues from the last checkpoint",
             rank=last.rank,
             step=last.step,
             cause=last.cause,

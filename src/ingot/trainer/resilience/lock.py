@@ -1,6 +1,6 @@
-"""One owner per run folder: two runs in one folder would overwrite each other's checkpoints.
+"""The lock of a run folder: two runs in one folder would overwrite each other's checkpoints.
 
-The kernel holds the lock (flock), so it is released when its owner ends in any way; a crash leaves nothing to clean up.
+The kernel holds the lock (flock) and releases it however its owner ends; a crash leaves nothing to clean up.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from ingot.units import format_seconds
 class RunLock:
     """The lock of a run folder, held from construction until `release`, or the end of a with block or of the process.
 
-    Raises RunBusyError with host, process and age of the owner when another process holds it.
+    Raises RunBusyError with host, process id and age of the owner if another process holds the lock.
     """
 
     def __init__(self, path: Path):
@@ -28,7 +28,7 @@ class RunLock:
             raise ResourceError(
                 "E-RUN-LOCK",
                 f"cannot open the lock {path} ({error.strerror})",
-                rule="a run folder is written by one owner, which holds its lock",
+                rule="only the process that holds the lock writes to a run folder",
                 fix="make the run folder writable, or train into another folder (--out DIR)",
                 path=str(path),
             ) from None
@@ -40,8 +40,8 @@ class RunLock:
             raise RunBusyError(
                 "E-RUN-BUSY",
                 f"{path.parent} is in use by {owner}",
-                rule="one run at a time writes to a run folder",
-                fix=f"ingot status {path.parent} shows it; stop it first, or train into another folder (--out)",
+                rule="only one run at a time writes to a run folder",
+                fix=f"stop that run first (see ingot status {path.parent}), or train into another folder (--out DIR)",
                 run=str(path.parent),
                 owner=owner,
             ) from None
@@ -84,4 +84,4 @@ def _describe(text: bytes) -> str:
         age = format_seconds(max(time.time() - facts["started"], 0))
         return f"{facts['host']}:{facts['pid']} (started {age} ago)"
     except (ValueError, KeyError, TypeError):
-        return "another process (which is only just starting)"
+        return "another process (which has only just started)"

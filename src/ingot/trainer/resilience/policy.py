@@ -1,9 +1,9 @@
-"""The policy of a run: decide for every step whether to keep its update, and how to continue.
+"""The policy of a run: for every step, it decides whether to make the update, and how to continue.
 
-A policy sees a step twice. Before the update, `veto` decides on the device, without waiting, whether the update is
-skipped. After it, `verdict` decides how to continue; the results stay on the device until a policy reads them. All
-ranks must reach the same verdict, so a policy uses values that are equal on all ranks: the gradient norm, and numbers
-that were read.
+A policy is called twice per step. Before the update, `veto` decides on the device, without waiting, whether to skip the
+update. After it, `verdict` decides how to continue; the results stay on the device until a policy reads them. All
+ranks must reach the same verdict, so a policy uses values that are equal on all ranks: the gradient norm, and the
+StepNumbers that `StepResult.read` returns.
 """
 
 import enum
@@ -19,13 +19,13 @@ from ingot.errors import RunFailed
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.mesh.collectives import any_rank, mean_over_ranks
 
-VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 of them leave 2^-34 of 2^16, so the cause is not the scale
+VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
 
 
 class Verdict(enum.Enum):
-    """SKIP: this step's update was vetoed; report it and continue. ROLL_BACK: continue from the newest checkpoint.
+    """The ways to continue after a step. SKIP: the step's update was vetoed; report this and continue.
 
-    STOP: save and end, as on request.
+    ROLL_BACK: continue from the newest checkpoint. STOP: save and end, as after a stop request.
     """
 
     CONTINUE = enum.auto()
@@ -51,14 +51,14 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, known without waiting for the device: loss, grad_norm and skipped are scalars on it.
+    """The result of a step, without waiting for the device: loss, grad_norm and skipped are scalars on the device.
 
     loss: the loss of the tokens that this rank reads, known on ranks with the last pipeline stage. grad_norm: global,
     before clipping. skipped: whether the update was vetoed; None if the policy never vetoes.
-    readers: the global ranks whose losses make the loss of the step, each from its own tokens and all from equally
-    many; None means all ranks.
+    readers: the global ranks whose mean loss is the loss of the step; each has its own tokens, and all have equally
+    many. None means all ranks.
     experts: float64 [L, E + 3], the router statistics of the whole batch (parallel/balance.py); None without experts.
-    line: at a log line, the numbers of all steps since the last line; empty between lines.
+    line: at a log line, the numbers of all steps since the previous line; empty between lines.
     """
 
     step: int
@@ -71,7 +71,7 @@ class StepResult:
     experts: Tensor | None = None
 
     def read(self) -> StepNumbers:
-        """Return the numbers of the step; the host waits for it, unless it was read for a log line. Collective."""
+        """Return the numbers of the step; the host waits for the device unless `line` has the numbers. Collective."""
         return self.line[-1] if self.line else read_steps([self])[0]
 
 
@@ -83,7 +83,7 @@ def read_steps(steps: Sequence[StepResult]) -> list[StepNumbers]:
         [s.grad_norm for s in steps],
         [kept if s.skipped is None else s.skipped.reshape(()) for s in steps],
     )
-    # With parameters on the host the norm is there, too.
+    # If parameters are on the host, so is the norm.
     values = [torch.stack(column).double().to(kept.device) for column in columns]
     losses, norms, skipped = torch.stack(values).cpu().numpy()
     losses = mean_over_ranks(losses, steps[0].readers)
@@ -100,12 +100,12 @@ class Policy(Protocol):
         """Return whether to skip this step's update, a bool scalar on the device; None means never. Must not wait.
 
         Called on every rank, after gradients were reduced and before the update. grad_norm is the same on all ranks,
-        loss is not (see StepResult); the answer must be.
+        and the result must be, too; loss is not (see StepResult).
         """
         ...
 
     def verdict(self, result: StepResult) -> Verdict:
-        """Return how to continue after this step. The same on every rank; any verdict but CONTINUE is acted on at once.
+        """Return how to continue after this step; must be the same on every rank. Any verdict takes effect at once.
 
         Called on every rank after every step, and before the step is saved. Raises RunFailed to end the run.
         """
@@ -113,7 +113,7 @@ class Policy(Protocol):
 
 
 class Unwatched:
-    """A policy that always continues: for benchmarks and traces, which have no run folder."""
+    """A policy that always continues: for benchmarks and dry runs, which have no run folder."""
 
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         return None
@@ -123,15 +123,15 @@ class Unwatched:
 
 
 class DefaultPolicy:
-    """Stop on request, and end the run at the first loss or gradient norm that is not finite. Reads at log lines only.
+    """A policy that stops on request, and ends the run at the first loss or gradient norm that is not finite.
 
-    scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then: such a step is skipped, and only
-    VETOES_IN_A_ROW of them in a row are a failure.
+    Results are read only at log lines. scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then;
+    such a step is skipped, and only VETOES_IN_A_ROW skipped steps in a row are a failure.
     """
 
     def __init__(self, folder: RunFolder, *, scaled_loss: bool = False):
         self.folder, self.scaled_loss = folder, scaled_loss
-        self._vetoes = 0  # skipped steps in a row, up to the last line
+        self._vetoes = 0  # skipped steps in a row, up to the last log line
 
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         return ~torch.isfinite(grad_norm) if self.scaled_loss else None
@@ -141,19 +141,19 @@ class DefaultPolicy:
             return Verdict.CONTINUE
         for numbers in result.line:
             self._judge(numbers)
-        # Ranks that read the file at different times agree.
+        # Ranks may look for the file at different times; any_rank makes them agree.
         stop = any_rank(self.folder.stop_request.exists())
         return Verdict.STOP if stop else Verdict.CONTINUE
 
     def _judge(self, numbers: StepNumbers) -> None:
-        """Raise RunFailed for a step after which nothing may be saved."""
+        """Raise RunFailed if nothing may be saved after this step."""
         self._vetoes = self._vetoes + 1 if numbers.skipped else 0
         values = f"loss {numbers.loss} and gradient norm {numbers.grad_norm} at step {numbers.step}"
         if self._vetoes >= VETOES_IN_A_ROW:
             raise RunFailed(
                 "E-LOSS-SCALE",
                 f"{values}, the {self._vetoes}th step in a row that was skipped",
-                rule="gradients that are not finite at every loss scale are no overflow",
+                rule="gradients that are not finite at any loss scale are not an fp16 overflow",
                 fix="lower optim.lr, or set train.precision = 'bf16', then run the same command: it continues from the "
                 "last checkpoint",
                 step=numbers.step,
@@ -163,7 +163,7 @@ class DefaultPolicy:
             raise RunFailed(
                 "E-LOSS-NOT-FINITE",
                 values,
-                rule="training stops at the first value that is not finite; no such weights were saved",
+                rule="training stops at the first loss or gradient norm that is not finite; no such weights were saved",
                 fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run "
                 "the same command: it continues from the last checkpoint",
                 step=numbers.step,

@@ -1,6 +1,6 @@
-"""The line that a run prints per interval, in fixed columns, and the load of experts in it.
+"""The progress line that a run prints for each interval, in fixed columns, and the load of experts.
 
-LINE_PATTERN reads a line back. A line has fewer than 100 characters, that of a model with experts fewer than 140.
+LINE_PATTERN parses a line. A line has fewer than 100 characters; for a model with experts, fewer than 140.
 Shape letters: L layers with experts, E experts.
 """
 
@@ -15,9 +15,9 @@ from ingot.units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressLine:
-    """The fields of a `progress` event (schema/events.py), in its units. Seconds are means per step of the interval.
+    """The fields of a `progress` event, in the units of schema/events.py. Seconds are means per step of the interval.
 
-    load_cv, dropped, fallback: means over all layers with experts (see ExpertLoadFacts); max_load: the maximum.
+    load_cv, dropped, fallback: means over all layers with experts (see ExpertLoadFacts). max_load: the maximum.
     """
 
     step: int
@@ -40,8 +40,8 @@ class ProgressLine:
     fallback: float | None = None
 
 
-# Every field of `format_line`, by name. Optional are the cost (if the price is known), the load (with experts), and the
-# share that was dropped or went to the fallback expert (if experts have a capacity).
+# A named group for every field of `format_line`. Optional fields: the cost (if the price is known), the load (with
+# experts), and the share that was dropped or went to the fallback expert (if experts have a capacity).
 LINE_PATTERN = re.compile(
     r"step +(?P<step>\d+)/(?P<steps>\d+)"
     r" +loss +(?P<loss>[-+.\w]+) +bpb +(?P<bpb>[-+.\w]+) +gn +(?P<gn>[-+.\w]+) +lr +(?P<lr>[-+.\w]+)"
@@ -53,7 +53,7 @@ LINE_PATTERN = re.compile(
 
 
 def format_line(progress: ProgressLine) -> str:
-    """Format the line that LINE_PATTERN describes."""
+    """Format the progress line, which LINE_PATTERN parses."""
     p, width = progress, len(str(progress.steps))
     mfu = "n/a" if p.mfu is None else f"{p.mfu:5.1%}"
     cost = "" if p.cost_usd is None else f" ${p.cost_usd:,.2f}"
@@ -74,7 +74,7 @@ def _load(progress: ProgressLine) -> str:
 
 
 def _five(loss: float) -> str:
-    """Format a loss with five characters: 6.644, 11.76."""
+    """Format a loss in five characters: 6.644, 11.76."""
     return f"{loss:5.3f}" if loss < 9.9995 else f"{loss:5.2f}"
 
 
@@ -93,15 +93,15 @@ def _clock(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02}m"
 
 
-DIGITS = 3  # decimals: enough for people and charts, and large models have many layers
+DIGITS = 3  # decimals of logged loads: enough for people and charts, and a large model logs many layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoadFacts:
     """The fields of an `experts` event (schema/events.py).
 
-    The load of an expert is its share of a layer's assignments x E: 1 is even. steps: the number of steps summed over;
-    `step` is the last one. layers: the numbers of the layers with experts; the other lists have one entry per layer.
+    The load of an expert is its share of a layer's assignments x E; 1 is an even load. step: the last of the steps
+    that are summed. steps: their number. layers: the layers with experts; the other lists have one entry per layer.
     load_cv: the standard deviation of the loads, whose mean is 1. max_load, min_load: the largest and smallest load.
     dropped, fallback: the share of assignments beyond an expert's capacity, which are dropped or go to the fallback
     expert; one of the two is None, or both without a capacity. entropy: the mean entropy of a token's scores as

@@ -1,4 +1,4 @@
-"""The peak memory of this process, and the money that the run has cost."""
+"""The peak memory of this process, and the cost of the run in US dollars."""
 
 import re
 import resource
@@ -30,17 +30,17 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class CostMeter:
-    """The cost of a run from now on, plus the cost of earlier attempts in its log; lost work was paid for, too."""
+    """The cost of a run: from now on, plus the cost of earlier attempts in its log (lost work was paid for, too)."""
 
     def __init__(self, usd_per_hour: float, devices: int, log: Path):
-        """usd_per_hour: the price of one device, 0 if unknown. log: the event log of the run."""
+        """Start the clock. usd_per_hour: the price of one device, 0 if unknown. log: the run's event log."""
         self._usd_per_second = usd_per_hour * devices / 3600
         self._began = time.monotonic()
         earlier = [e["cost_usd"] for e in read_events(log, events.PROGRESS) if e.get("cost_usd") is not None]
         self._spent_usd = max(earlier, default=0.0)
 
     def usd(self) -> float | None:
-        """Return the cost so far, None if the price is unknown."""
+        """Return the cost so far in US dollars; None if the price is unknown."""
         if not self._usd_per_second:
             return None
         return self._spent_usd + (time.monotonic() - self._began) * self._usd_per_second

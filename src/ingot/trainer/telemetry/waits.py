@@ -1,9 +1,9 @@
-"""The places where a rank spends its time between two log lines, measured with clocks that cost nothing.
+"""The time of a rank between two log lines, divided by what it was spent on. The clocks cost almost nothing.
 
-The kernel counts how long a thread computed and how long it was ready but had no core; the rest of the wall-clock time
-it was blocked. Two reasons to block have clocks of their own: the loader's next batch, and the neighbor in the
-pipeline. On a CPU the other reasons are collectives. On a GPU the host only starts work, and blocks where it reads
-results.
+The kernel counts how long a thread computed and how long it was ready but had no core; for the rest of the wall-clock
+time the thread was blocked. Two kinds of blocking have clocks of their own: waiting for the loader's next batch, and
+for a neighbor in the pipeline. On a CPU the other kinds are collectives. On a GPU the host only starts work, and blocks
+where it reads results.
 """
 
 import time
@@ -34,7 +34,7 @@ class ThreadTime:
 
 
 def _queued_seconds() -> float:
-    """Return the seconds without a core, 0 if the kernel does not count them."""
+    """Return the seconds that this thread was ready without a core; 0 if the kernel does not count them."""
     try:
         return int(_SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -43,7 +43,7 @@ def _queued_seconds() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """The wall-clock seconds of one rank in one interval, by reason.
+    """The wall-clock seconds of one rank in one interval, divided by use.
 
     data: waiting for the loader. pipeline: waiting for a neighbor's message (0 on GPUs, where the host does not wait
     for messages). reading: waiting for the results of the interval, on a GPU until the device has computed them.
@@ -59,7 +59,7 @@ class Waits:
 
     @classmethod
     def of(cls, passed: ThreadTime, *, data: float, pipeline: float, reading: float) -> "Waits":
-        """Divide the time that passed; the remainder is `blocked`."""
+        """Divide the time `passed` by use; the remainder is `blocked`."""
         known = passed.computing + passed.queued + data + pipeline + reading
         return cls(
             data=data,
@@ -79,7 +79,7 @@ KINDS = tuple(Waits.__dataclass_fields__)
 
 
 def summary(rows: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
-    """Return the fields of a `waits` event: seconds per step by kind. rows: [ranks, kinds] of one interval."""
+    """Return the fields of a `waits` event: seconds per step by kind. rows: `Waits.row` per rank, [ranks, kinds]."""
     found = {}
     for kind, column in zip(KINDS, (rows / steps).T, strict=True):
         found[kind] = {"mean": _rounded(column.mean()), "least": _rounded(column.min()), "most": _rounded(column.max())}

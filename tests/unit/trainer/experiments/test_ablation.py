@@ -113,7 +113,7 @@ def test_students_t():
 
 def test_what_cannot_be_compared_is_refused(token_folders, tmp_path):
     run = config(token_folders)
-    with pytest.raises(ConfigError, match="1 mixture"):
+    with pytest.raises(ConfigError, match="mixtures to compare is 1"):
         ablate(run, {"metal": {"metal": 1.0}}, tmp_path)
     with pytest.raises(ConfigError, match="seeds"):
         ablate(run, MIXTURES, tmp_path, seeds=(1,))

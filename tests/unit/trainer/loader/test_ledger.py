@@ -65,15 +65,15 @@ def swapped(ledger):
 @pytest.mark.parametrize(
     ("consumed", "message"),
     [
-        (lambda o: steps_of(o, 1, 2, 4), "step 3 is missing: the ledger goes on with step 4"),
+        (lambda o: steps_of(o, 1, 2, 4), "step 3 is missing: the ledger continues with step 4"),
         (lambda o: steps_of(o, 2, 3), "step 1 is missing"),
         (lambda o: steps_of(o, 1, 2, 2, 3), "step 2 was consumed twice"),
         (lambda o: steps_of(o, 1, 2, 3, 1), "step 1 was consumed twice"),
         (
             lambda o: swapped(steps_of(o, 1, 2)),
-            r"step 2: sample 3 was window \d+, the order has \d+ \(2 of 12 differ\)",
+            r"step 2: sample 3 was window \d+, but the order has window \d+ \(2 of 12 differ\)",
         ),
-        (lambda o: [(1, o.step(1, BATCH)[:6])], "step 1 consumed 6 samples, not 12"),
+        (lambda o: [(1, o.step(1, BATCH)[:6])], "step 1 consumed 6 samples, but train.global_batch is 12"),
         (lambda o: [(1, o.step(1, BATCH)), (2, o.step(1, BATCH))], "step 2: sample 0"),
     ],
 )

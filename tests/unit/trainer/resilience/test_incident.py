@@ -36,7 +36,7 @@ def test_a_rank_that_failed_by_itself_is_the_cause_though_the_launcher_ended_ano
 
 
 def test_a_rank_may_die_without_a_known_exit_code():
-    assert find([failed(0, LOST)], dead=[1]).cause == "died without a word"
+    assert find([failed(0, LOST)], dead=[1]).cause == "died without reporting an error"
 
 
 def test_the_first_real_error_is_the_cause():
