@@ -1,4 +1,4 @@
-"""The event log: what a run did, one JSON object per line, append-only.
+"""The event log: the history of a run, append-only, with one JSON object per line.
 
 Status, report and comparisons read a run's history from this log; nothing else records that history.
 

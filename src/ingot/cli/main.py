@@ -109,7 +109,7 @@ def _complete_subcommands(
 ) -> None:
     """Add the examples and the common options to each subcommand.
 
-    In subcommands these options have no default, so that `ingot data --json build` equals `ingot data build --json`.
+    The options have no default there, so that `ingot data --json build` works like `ingot data build --json`.
     """
     for sub in _with_subcommands(parser)[1:]:
         sub.formatter_class = argparse.RawDescriptionHelpFormatter

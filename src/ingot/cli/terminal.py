@@ -16,8 +16,8 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", 
 
 
 def printable(text: str) -> str:
-    """Replace by U+FFFD all characters of crawled text that could move the cursor, change colors or reverse the
-    line.
+    """Return crawled text in which U+FFFD replaces all characters that could move the cursor, change colors or reverse
+    the line.
     """
     return _UNSAFE.sub("\ufffd", text)
 

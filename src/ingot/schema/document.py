@@ -13,7 +13,7 @@ class Document:
     source: the name that mixing weights and evaluation use ("guide", "web", ...).
     raw: the undecoded body, which the extractor turns into `text`; empty after that.
     content_type: media type of `raw`, lower case, without parameters ("text/html", "text/plain").
-    charset: from the HTTP header, lower case, or "".
+    charset: character encoding given by the HTTP header, lower case, or "".
     """
 
     id: str

@@ -24,7 +24,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
-  fault          rank, cause, step (last logged), detected_by         a rank was lost, or an error ended the attempt
+  fault          rank, cause, step (last seen), detected_by         a rank was lost, or an error ended the attempt
   restart        attempt, of                                          the supervisor starts the job again
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
   stopped        step, reason                                         stopped on request after saving

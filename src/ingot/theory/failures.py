@@ -21,7 +21,7 @@ FIRST_ORDER_LIMIT = 0.5
 
 @dataclass(frozen=True)
 class FailureRate:
-    """A published rate of failures that stop a job, per node and day."""
+    """A published rate of failures that stop a job, per node per day. source: the publication and its data."""
 
     per_node_day: float
     devices_per_node: int
@@ -46,7 +46,7 @@ PUBLISHED_RATES = {
 
 
 def job_mttf_seconds(nodes: int, failures_per_node_day: float) -> float:
-    """Return the mean time to failure of a job that any node's failure stops; infinity for a rate of 0."""
+    """Return the mean time to failure, in seconds, of a job that stops if any node fails; infinity for a rate of 0."""
     daily = nodes * failures_per_node_day
     return DAY_SECONDS / daily if daily else math.inf
 

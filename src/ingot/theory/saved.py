@@ -121,7 +121,7 @@ def _expert_bytes(position: Position) -> dict[str, float]:
 
 
 def _scores(moe: Moe) -> int:
-    """Return how many numbers the router's scores save per token and expert.
+    """Return how many numbers per token and expert are saved for the backward of the router's scores.
 
     If all scores have a gradient, probabilities and the inputs of sigmoids are saved; if only the chosen scores have a
     gradient, only the inputs are saved.

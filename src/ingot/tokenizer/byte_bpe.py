@@ -41,7 +41,7 @@ SMALLEST_VOCABULARY = 257
 
 
 class NotExact(Exception):
-    """Raised if a tokenizer.json has no exact tiktoken form; the message is the reason. Caught in this package."""
+    """The error for a tokenizer.json without an exact tiktoken form, with the reason. Caught in this package."""
 
 
 def byte_of_character() -> dict[str, int]:

@@ -51,7 +51,7 @@ class Timing:
 
 def shapes(ranks: int) -> tuple[RunConfig, ...]:
     """Return the calibration runs: a tiny run, whose memory is almost that of an empty process; the largest run; then
-    variations.
+    runs that differ in one property each.
     """
 
     def run(

@@ -118,7 +118,7 @@ def measure_gpu(device: torch.device) -> dict:
     """
     rates = measure_device(device, torch.bfloat16, width=8192, heads=32, seq_len=8192)
     free, total = torch.cuda.mem_get_info(device)
-    # Context, libraries and workspaces: memory in use outside of the tensors' pool.
+    # Context, libraries and workspaces: memory in use outside the pool of tensors.
     runtime = (total - free) - torch.cuda.memory_reserved(device)
     name = torch.cuda.get_device_name(device)
     peak = peak_flops(name, "bf16")

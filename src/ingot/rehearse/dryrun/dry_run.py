@@ -126,7 +126,7 @@ class DryRun:
 
     @property
     def bases(self) -> list[int]:
-        """The first rank of every pipeline stage position, in order."""
+        """The first rank of every index on the pp axis, in order."""
         inner = self.grid.world_size // self.grid.sizes["pp"]
         return [position * inner for position in range(self.grid.sizes["pp"])]
 

@@ -66,7 +66,7 @@ class Program:
 
 
 def compile_table(table: ScheduleTable) -> Program:
-    """Return the program of a table, which must be playable (`check_table`)."""
+    """Compile a table into a Program. The table must be playable (`check_table`)."""
     stages, owner = table.stages, table.rank_of_stage
     sources = {"F": [table.before(s) for s in range(stages)], "B": [table.after(s) for s in range(stages)]}
     sources["I"] = sources["B"]

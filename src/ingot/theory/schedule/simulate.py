@@ -20,8 +20,8 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """The time until the last rank is done. All ranks wait for it before the optimizer step, which needs the norm
-        of the whole gradient.
+        """The time until the last rank is done. The other ranks wait for this rank before the optimizer step, which
+        needs the norm of the whole gradient.
         """
         return max(ends[-1] for ends in self.ends)
 
@@ -117,8 +117,8 @@ class _Playback:
         self._table = table
 
     def ready(self, rank: int, actions: tuple[Action, ...], free: float) -> float | None:
-        """Return the time when all `actions` of `rank` can start, or None if an input has not been computed yet; then
-        `finish` will return this rank. free: the time from which the rank is free.
+        """Return the time when all `actions` of `rank` can start. None: an input has not been computed yet; `finish`
+        returns this rank when that input is done. free: the time from which the rank is free.
         """
         for action in actions:
             if action.kind == "W":
