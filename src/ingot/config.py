@@ -1,4 +1,4 @@
-"""Frozen dataclasses as configuration: strict reading from TOML and `--set a.b=c`, and writing back.
+"""Frozen dataclasses as configuration: strict reading from TOML and `--set a.b=c`, and writing as TOML.
 
 Reading reports all problems at once, each with file and line, and suggests the key that was probably meant.
 A dataclass may check its own rules in `problems() -> list[tuple[field, message]]`.
@@ -21,13 +21,13 @@ from ingot.errors import ConfigError
 from ingot.units import parse_count
 
 T = typing.TypeVar("T")
-# Rules that the dataclass of a configuration does not know. They yield (dotted key, what is wrong) for each problem.
+# Rules that are not in the dataclass of a configuration. They yield (dotted key, description) for each problem.
 Rules = Callable[[T], Iterable[tuple[str, str]]]
 
 
-@functools.cache  # a manifest has 10,000 entries of one kind
+@functools.cache  # a manifest has 10,000 entries of the same dataclass
 def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Field -> (its type, whether it must be given)."""
+    """Return, for each field of a dataclass, (its type, True if the field has no default)."""
     hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
     return {
         f.name: (hints[f.name], f.default is missing and f.default_factory is missing)
@@ -37,21 +37,21 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 class _Reader:
-    """Builds a dataclass from nested dicts and collects every problem on the way."""
+    """Builds a dataclass from nested dicts and collects all problems instead of stopping at the first."""
 
     def __init__(self, where, root: type, rules: Rules | None = None):
         self.where = where  # dotted key -> "run.toml:14" or "--set"
-        self.rules = rules  # of the whole configuration, checked after the rules of its dataclass
-        self.root = root  # the whole configuration, to find a key that is in the wrong section
+        self.rules = rules  # rules of the whole configuration, checked after those of its dataclass
+        self.root = root  # the dataclass of the whole configuration, to find a key that is in the wrong section
         self.problems: list[str] = []
         self.unknown_keys = 0
-        self.sections: dict[str, Any] = {}  # first-level section -> as built, for those without a problem
+        self.sections: dict[str, Any] = {}  # name -> built dataclass, for top-level sections without a problem
 
     def problem(self, key: str, message: str) -> None:
         self.problems.append(f"{self.where(key)}: {message}")
 
     def broken(self) -> int:
-        """Problems but for unknown keys, which do not hide what is wrong between the known ones."""
+        """Return the number of problems other than unknown keys; these do not prevent checks of the known keys."""
         return len(self.problems) - self.unknown_keys
 
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
@@ -76,7 +76,7 @@ class _Reader:
                     self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
         if any(required and name not in arguments for name, (_, required) in fields.items()):
             return None
-        built = kind(**arguments)  # with defaults in place of broken values: the rules between the others still speak
+        built = kind(**arguments)  # defaults replace broken values, so that rules between other fields are checked
         own = built.problems() if hasattr(built, "problems") else ()
         further = self.rules(built) if self.rules and not prefix else ()
         for name, message in chain(own, further):
@@ -86,7 +86,7 @@ class _Reader:
 
     def value(self, hint, value, key: str) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
-            self.problem(key, f"{key} = {value} is no finite number")
+            self.problem(key, f"{key} = {value} is not a finite number")
             return None
         if type(value) is hint:
             return value
@@ -138,7 +138,7 @@ _EXAMPLES = {int: "30", float: "0.5", str: '"text"', bool: "true"}
 
 
 def _type_name(hint) -> str:
-    """Describe how a user writes a value of type `hint`, with an example where its form is not plain."""
+    """Describe how a user writes a value of type `hint`; lists and sections of values come with an example."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(repr(a) for a in args)
@@ -161,7 +161,7 @@ def _value_name(value) -> str:
 
 
 def _number_meant(hint, value) -> str:
-    """'; write 2000' for "2k", 2000.0 or "2_000" where a number belongs."""
+    """Return '; write 2000' for "2k", 2000.0 or "2_000" if `hint` is a number type; '' if no number is recognized."""
     if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, str | float):
         return ""
     try:
@@ -172,7 +172,7 @@ def _number_meant(hint, value) -> str:
 
 
 def _sections_with(kind: type, name: str, prefix: str = "") -> list[str]:
-    """Dotted keys below `kind` whose last part is `name`."""
+    """Return the dotted keys of the dataclass `kind` whose last part is `name`."""
     found = []
     for field, (hint, _) in _fields(kind).items():
         if field == name:
@@ -193,9 +193,9 @@ def _suggest(name: str, known, prefix: str, root: type) -> str:
 
 
 def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rules[T] | None = None) -> T:
-    """Build a `kind` from nested dicts. Raises ConfigError that lists every problem.
+    """Build the dataclass `kind` from nested dicts. Raises a ConfigError that lists all problems.
 
-    where: the place of a dotted key, for messages. rules: checked after those of `kind` and reported with them.
+    where: function from a dotted key to its place, for messages. rules: further rules, checked after those of `kind`.
     """
     reader = _Reader(where, kind, rules)
     built = reader.dataclass(kind, values, "")
@@ -215,7 +215,7 @@ def _listed(problems: list[str]) -> ConfigError:
 
 
 def to_dict(config) -> dict:
-    """Return plain nested values (tuples become lists), ready for JSON. None values are left out."""
+    """Return a dataclass as nested dicts and lists, ready for JSON. Fields that are None are left out."""
     return _plain(config)
 
 
@@ -231,9 +231,9 @@ def _plain(value) -> Any:
 
 
 def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = (), *, rules: Rules[T] | None = None) -> T:
-    """Read TOML `path`, apply `--set` overrides ('train.steps=100'), build a `kind`. Raises ConfigError.
+    """Read TOML `path`, apply `--set` overrides ('train.steps=100'), build the dataclass `kind`. Raises ConfigError.
 
-    Without a `path` there are the defaults of `kind` and the overrides only. rules: as for `from_dict`.
+    If `path` is None, the values are the defaults of `kind` and the overrides. rules: see `from_dict`.
     """
     values, where = read(path, overrides)
     return from_dict(kind, values, where=where, rules=rules)
@@ -242,9 +242,9 @@ def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = (),
 def load_sections(
     kind: type, path: Path, overrides: typing.Sequence[str] = (), *, rules: Rules | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load as `load` does, for callers that continue despite problems: sections by name, and every problem.
+    """Do as `load`, but return (sections without a problem by name, all problems), for callers that continue anyway.
 
-    A section that the file leaves out has its defaults. Raises ConfigError when the file cannot be read at all.
+    A section that is missing in the file has its defaults. Raises ConfigError if the file cannot be read at all.
     """
     values, where = read(path, overrides)
     reader = _Reader(where, kind, rules)
@@ -255,7 +255,7 @@ def load_sections(
 
 
 def read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typing.Callable[[str], str]]:
-    """The values of TOML `path` with the overrides, and the place of a dotted key for messages."""
+    """Return the values of TOML `path` with the overrides, and a function from a dotted key to its place."""
     try:
         text = path.read_text(encoding="utf-8") if path else ""
         values = tomllib.loads(text)
@@ -311,7 +311,7 @@ def _put(values: dict, path: list[str], value) -> None:
             raise ConfigError(
                 "E-SET-SECTION",
                 f"--set {'.'.join(path)}: {name!r} is a value, not a section",
-                rule="all but the last part of a key name sections",
+                rule="every part of a key but the last is the name of a section",
                 fix=f"write --set {name}=VALUE, or name a key of a section",
                 key=".".join(path),
             )
@@ -322,11 +322,11 @@ def _parse_override(raw: str):
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        return raw  # --set schedule.kind=wsd: a bare word is a string
+        return raw  # a word without quotes is a string: --set schedule.kind=wsd
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Dotted key or section -> line number (1-based). For messages only, so multi-line values need no care."""
+    """Return dotted key or section -> line number (from 1). Only for messages: multi-line values may confuse it."""
     lines, section = {}, ""
     for number, line in enumerate(text.splitlines(), 1):
         if match := re.match(r"\s*\[([^\[\]]+)\]", line):
@@ -338,9 +338,10 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = False) -> str:
-    """`config` as TOML, sections in the order of its fields. `comments`: dotted key -> remark at the line's end.
+    """Return `config` as TOML, with its sections in the order of its fields.
 
-    A section within a section is left out where it has its defaults (most models have no experts), unless `whole`.
+    comments: dotted key -> comment at the end of its line. whole: also write subsections that are at their defaults;
+    they are left out otherwise (most models have no experts).
     """
     comments, idle = comments or {}, set() if whole else _default_sections(config)
     out: list[str] = []
@@ -361,7 +362,7 @@ def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = Fal
 
 
 def _default_sections(config) -> set[str]:
-    """Return the dotted keys of the sections within sections that have their default values."""
+    """Return the dotted keys of the subsections that have their default values."""
     found = set()
     for section in dataclasses.fields(config):
         value = getattr(config, section.name)

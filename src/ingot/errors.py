@@ -4,16 +4,16 @@
     ├── UsageError            exit  2   the command line asks for something that does not exist
     ├── ConfigError           exit  3   a run file or option breaks a rule
     ├── MissingPartError      exit  3   an optional part of ingot is not installed
-    ├── ResourceError         exit  3   no disk, no memory, port in use
-    ├── ConfirmationNeeded    exit 11   would change a running experiment; say so explicitly
+    ├── ResourceError         exit  3   not enough disk or memory, or a port in use
+    ├── ConfirmationNeeded    exit 11   the command would change a running experiment; confirm it explicitly
     ├── DataError             exit 20   crawl files, corpora, token shards
-    │   └── DataMissing       exit  3   there is no data at the place that was named
-    ├── CheckpointError       exit 21   a checkpoint does not verify, or none can be used
+    │   └── DataMissing       exit  3   there is no data at the given path
+    ├── CheckpointError       exit 21   a checkpoint fails verification, or no checkpoint can be used
     ├── RunBusyError          exit 30   another process owns the run directory
     └── RunFailed             exit 93   the same failure again and again: restarting will not help
     Preempted                 exit 10   not an error: stopped on request, everything saved
 
-An error states what was found, the rule it breaks, and the way out.
+An error states what was found, the rule that this breaks, and the fix.
 """
 
 EXIT_OK = 0
@@ -23,12 +23,12 @@ EXIT_PREEMPTED = 10
 class IngotError(Exception):
     """The base of all errors shown to users.
 
-    code: the stable name of the cause, "E-..."; `ingot explain CODE` describes it, from the errors.toml of the package
-    that raises it.
-    found: what is there, with its place (file, key, value).
-    rule: what has to hold instead.
-    fix: the command or edit that resolves it.
-    facts: the values in the sentence (paths, numbers, names), for programs and tests.
+    code: the stable name of the cause, "E-...". `ingot explain CODE` describes the cause with the text in errors.toml
+      of the package that raises the error.
+    found: the problem, with its place (file, key, value).
+    rule: the condition that should hold instead.
+    fix: the command or edit that resolves the problem.
+    facts: the values in the text (paths, numbers, names), for programs and tests.
     """
 
     kind = "E-INGOT"
@@ -47,7 +47,7 @@ class IngotError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self):
-        # Keyword-only arguments do not survive the default exception pickling between worker processes.
+        # The default pickling of exceptions, which worker processes use, would lose keyword-only arguments.
         return (_rebuild, (type(self), self.code, self.found, self.rule, self.fix, self.facts))
 
 
@@ -101,7 +101,7 @@ class Preempted(Exception):
     exit_code = EXIT_PREEMPTED
 
 
-# Packages that are installed by an extra, not by the base installation: package -> extra.
+# Packages that an extra of ingot installs, not the base installation: package -> extra.
 PARTS = {
     "torch": "train",
     "safetensors": "train",

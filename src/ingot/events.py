@@ -1,9 +1,9 @@
-"""The event log: what a run did, one JSON object per line, append-only.
+"""The event log: the history of a run, append-only, with one JSON object per line.
 
-Status, report and comparisons read a run's history from it; nothing else records that history.
+Status, report and comparisons read a run's history from this log; nothing else records that history.
 
-Every line has `kind` (see schema/events.py) and `time` (Unix seconds). Floats are written by `repr`, so a loss read
-back has the bits that were computed.
+Every line has `kind` (see schema/events.py) and `time` (Unix seconds). Floats are written by `repr`, so reading a loss
+back gives exactly the bits that were computed.
 """
 
 import json
@@ -25,13 +25,13 @@ class EventLog:
         self._end_torn_line()
 
     def _end_torn_line(self) -> None:
-        # A writer killed in the middle of a line must not swallow the next one.
+        # If a writer was killed in the middle of a line, the next event must start on a new line.
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")
 
     def write(self, kind: str, **facts) -> None:
-        """Append one event. Raises ResourceError when it could not be written whole: the disk is full."""
+        """Append one event. Raises ResourceError if only a part of the event could be written, as on a full disk."""
         line = json.dumps({"kind": kind, "time": round(time.time(), 3), **facts}, ensure_ascii=False) + "\n"
         data = line.encode()
         if (written := os.write(self._fd, data)) < len(data):
@@ -50,7 +50,7 @@ class EventLog:
 
 
 def read_events(path: Path, *kinds: str) -> Iterator[dict]:
-    """Yield the events of `path` in order, only those of `kinds` if any are given. A torn line is skipped."""
+    """Yield the events of `path` in order; if `kinds` are given, only events of these kinds. Torn lines are skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,6 +1,6 @@
 """Named random streams: one seed, and every consumer draws from its own stream.
 
-A stream depends on the seed and its names alone, so no consumer shifts the numbers of another, on any number of ranks.
+A stream depends only on the seed and its names, so no consumer changes the numbers of another, on any number of ranks.
 """
 
 import hashlib

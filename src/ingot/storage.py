@@ -1,7 +1,7 @@
-"""Files that are either whole or absent, and hashes of their contents.
+"""Atomic writing of files, locks of folders, and hashes of contents.
 
-Everything that ingot saves goes through `write_atomic` or `atomic_file`: it is written under a temporary name, flushed
-to disk, then renamed. A reader sees the old file or the new one, never a torn one.
+Everything that ingot saves goes through `write_atomic` or `atomic_file`: the data is written under a temporary name,
+flushed to disk, then renamed. A reader sees the old file or the new file, never a partly written file.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ def sha256_file(path: Path) -> str:
 
 
 def canonical_json(value) -> str:
-    """Return the one JSON text of a value (sorted keys, no spaces), on which fingerprints are computed."""
+    """Return a value as JSON with sorted keys and no spaces: equal values give equal text, which fingerprints hash."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def fsync_dir(path: Path) -> None:
-    """Make a rename inside `path` survive a power loss."""
+    """Flush the folder `path` to disk, so that a rename inside it survives a power loss."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -70,9 +70,10 @@ def write_json(path: Path, value) -> None:
 
 @contextlib.contextmanager
 def exclusive(folder: Path, doing: str):
-    """Lock `folder` while the block runs. The kernel releases the lock when this process dies.
+    """Lock `folder` while the block runs. The kernel releases the lock if this process dies.
 
-    Raises RunBusyError if another process holds the lock.
+    doing: what the holder of the lock does, for the message of the RunBusyError that is raised if another process
+    holds the lock.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -82,7 +83,7 @@ def exclusive(folder: Path, doing: str):
             raise RunBusyError(
                 "E-FOLDER-BUSY",
                 f"another process is {doing}",
-                rule="one process at a time works in a folder",
+                rule="only one process at a time may work in a folder",
                 fix="wait for that process, or write to another folder (--out)",
                 folder=str(folder),
             ) from None
@@ -92,7 +93,7 @@ def exclusive(folder: Path, doing: str):
 
 
 def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise ResourceError when the disk that holds `path` has less than `needed_bytes` left."""
+    """Raise ResourceError if the disk that holds `path` has less than `needed_bytes` left."""
     from ingot.units import format_bytes
 
     place = path
@@ -103,7 +104,7 @@ def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
         raise ResourceError(
             "E-DISK-SPACE",
             f"{purpose} needs {format_bytes(needed_bytes)}, but {format_bytes(free)} are free on the disk of {place}",
-            rule="ingot checks space before it starts, so that nothing is half written",
+            rule="the disk must have room for everything before ingot starts to write",
             fix="free some space, or write to another disk (--out)",
             path=str(place),
             needed_bytes=needed_bytes,

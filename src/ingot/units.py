@@ -1,4 +1,4 @@
-"""Quantities as people write them, both ways: 1.5T tokens, 48 GiB, 3 min 20 s."""
+"""Parsing and formatting of quantities as people write them: 1.5T tokens, 48 GiB, 3 min 20 s."""
 
 import math
 import re
@@ -63,7 +63,7 @@ def format_usd(dollars: float) -> str:
 
 
 def format_flops(n: float) -> str:
-    """Format floating-point operations, or their rate: 989e12 -> '989 TFLOP'. Steps of a thousand: M, G, T, P, E."""
+    """Format a number of floating-point operations, or of them per second: 989e12 -> '989 TFLOP'."""
     return _scaled(n, ((1e18, " EFLOP"), (1e15, " PFLOP"), (1e12, " TFLOP"), (1e9, " GFLOP"), (1e6, " MFLOP")))
 
 

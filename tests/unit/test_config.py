@@ -148,9 +148,9 @@ def test_missing_keys_are_named():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.lr=nan", "optim.lr = nan is no finite number"),
-        ("optim.clip_norm=inf", "no finite number"),
-        ("data.weights.web=nan", "no finite number"),
+        ("optim.lr=nan", "optim.lr = nan is not a finite number"),
+        ("optim.clip_norm=inf", "not a finite number"),
+        ("data.weights.web=nan", "not a finite number"),
         ("optim.eps=0.0", "must be positive"),
         ("optim.weight_decay=-0.1", "at least 0"),
         ("schedule.warmup_steps=-1", "at least 0"),

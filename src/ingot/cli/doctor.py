@@ -7,7 +7,7 @@ from ingot.cli.terminal import Terminal
 
 EXAMPLES = ("ingot doctor", "ingot doctor --bench --out machine.json", "ingot doctor --json")
 
-# A fit that deviates from its own timings by more than this was disturbed by other load.
+# If a fit deviates from its own timings by more than this, other programs disturbed the measurement.
 _ROUGH = 0.15
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.ranks < 0:
         raise UsageError(
             "E-OPTION-RANGE",
-            f"--ranks {args.ranks}",
-            rule="--ranks is a number of processes, at least 1",
-            fix="--ranks 2, or leave the option out",
+            f"--ranks {args.ranks} is out of range",
+            rule="--ranks is a number of processes of at least 1",
+            fix="write --ranks 2, or leave the option out",
             option="ranks",
             value=args.ranks,
         )
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         raise ResourceError(
             "E-MACHINE-UNFIT",
             f"this machine cannot train; failed checks: {', '.join(failed)}",
-            rule="every check passes, or only warns",
+            rule="no check may fail; warnings are allowed",
             fix="follow the fix lines above, then run `ingot doctor` again",
             failed=failed,
         )
@@ -103,7 +103,7 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
     if cluster.resolution:
         terminal.say(f"  fit of timings    within {cluster.resolution:.0%} on average")
     if cluster.resolution > _ROUGH:
-        terminal.say("  the timings scatter: measure again when the machine is idle")
+        terminal.say("  the timings vary too much: measure again when the machine is idle")
     terminal.say(f"wrote {args.out} after {format_seconds(time.monotonic() - began)}")
     from ingot.config import to_dict
 

@@ -1,4 +1,4 @@
-"""`ingot eval`: bits per byte of a checkpoint on held-out text, by source, next to a unigram baseline."""
+"""`ingot eval`: bits per byte of a checkpoint on held-out text, by source, with a unigram baseline."""
 
 import argparse
 from pathlib import Path
@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="evaluate about N tokens, an equal share per source (default: evaluate.max_tokens of the run file)",
+        help="evaluate about N tokens, the same number per source (default: evaluate.max_tokens of the run file)",
     )
 
 

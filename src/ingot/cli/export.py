@@ -16,13 +16,13 @@ EXAMPLES = (
 def configure(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser, device=False)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder to write; replaces an earlier export in it"
+        "--out", type=Path, required=True, metavar="DIR", help="folder to write; an earlier export in it is replaced"
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="type of the stored weights; bfloat16 halves the size by rounding (default: float32)",
+        help="dtype of the stored weights; bfloat16 rounds them and halves the size (default: float32)",
     )
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.say(f"exported step {exported.step:,} to {exported.path} ({format_bytes(size_bytes)}, {args.dtype})")
     terminal.say(f"read back: largest logit difference {exported.max_logit_difference:.3g} (limit 1e-05)")
     if args.dtype != "float32":
-        terminal.say(f"rounding to {args.dtype} moves logits by up to {exported.rounding_logit_difference:.3g}")
+        terminal.say(f"rounding to {args.dtype} changes logits by up to {exported.rounding_logit_difference:.3g}")
     terminal.result(
         {
             "path": str(exported.path),

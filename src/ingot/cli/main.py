@@ -1,7 +1,7 @@
 """The program `ingot VERB ...`: find the verb, run it, turn errors into messages and exit codes.
 
-Each verb is a module of this package with EXAMPLES, configure(parser) and run(args, terminal), and a help in VERBS.
-Only the module of the called verb is imported, so that help is instant.
+Each verb is a module of this package with EXAMPLES, configure(parser) and run(args, terminal); its description is in
+VERBS. Only the module of the called verb is imported, so that help is instant.
 """
 
 import argparse
@@ -34,7 +34,8 @@ VERBS = {
     "export": "write a Hugging Face model folder, and verify that it gives the same logits",
     "report": "write the report of a run, as HTML and Markdown",
 }
-# Actions of a verb that has options of its own instead of subcommands; the module of "plan score" is plan_score.
+# Actions of a verb that also has options itself, so that argparse subcommands do not fit. The module of "plan score" is
+# plan_score.
 _ACTIONS = {"plan score": "compare predictions of the planner with published runs, by family"}
 
 _EXIT_CODES = """exit codes:
@@ -46,7 +47,7 @@ _EXIT_CODES = """exit codes:
 class _VerbParser(argparse.ArgumentParser):
     """An argument parser that suggests the closest option or action for an unknown one."""
 
-    line: ClassVar[list[str]] = []  # the arguments after the verb, to know whether --json is among them
+    line: ClassVar[list[str]] = []  # the arguments after the verb, to check whether --json is among them
 
     def error(self, message: str):
         import difflib
@@ -72,7 +73,9 @@ def _with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.Argument
 
 
 def _common_options() -> argparse.ArgumentParser:
-    """Return a parser of the options that all verbs have; a verb gets them so that they may follow other options."""
+    """Return a parser with the options that all verbs have. Each verb's parser includes them, so that they may come
+    after the verb's own options.
+    """
     common = argparse.ArgumentParser(add_help=False)
     group = common.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -104,7 +107,7 @@ def _examples(lines: Sequence[str]) -> str:
 def _complete_subcommands(
     parser: argparse.ArgumentParser, common: argparse.ArgumentParser, examples: Sequence[str]
 ) -> None:
-    """Give each subcommand its examples and the common options.
+    """Add the examples and the common options to each subcommand.
 
     The options have no default there, so that `ingot data --json build` works like `ingot data build --json`.
     """
@@ -129,8 +132,8 @@ def _top_help() -> str:
         f"ingot {__version__}: from raw crawl files to a trained language model\n\n"
         f"usage: ingot VERB [options]      ingot VERB --help\n\n{verbs}\n\n"
         f"first steps:\n  ingot quickstart          all stages in under five minutes, without network\n"
-        f"  ingot init my-run         a project of your own\n"
-        f"  ingot explain E-CODE      the meaning of an error code, its usual causes and its fix\n\n{_EXIT_CODES}\n"
+        f"  ingot init my-run         create your own project\n"
+        f"  ingot explain E-CODE      show the meaning, the usual causes and the fix of an error\n\n{_EXIT_CODES}\n"
     )
 
 
@@ -162,10 +165,10 @@ def main(argv: list[str] | None = None) -> int:
         return stop.exit_code
     except KeyboardInterrupt:
         terminal.end_progress()
-        sys.stderr.write("interrupted; finished work is kept, the same command continues\n")
+        sys.stderr.write("interrupted; finished work is kept, and the same command continues from there\n")
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is not an error
         return EXIT_OK
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -202,7 +205,7 @@ def _usage_as_json(code: str, found: str) -> None:
 
 
 def _failed(error: IngotError, terminal: Terminal, verbose: bool) -> int:
-    """Show `error`, and under -v the traceback of the handled exception; return the exit code."""
+    """Print `error`, and with -v also the traceback of the exception that is being handled. Return the exit code."""
     if verbose:
         import traceback
 

@@ -16,14 +16,14 @@ _RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def add_overrides(parser: argparse._ActionsContainer, when: str = "") -> None:
-    """Add --set as `args.overrides`. when: the condition under which it applies, as "with --run: "."""
+    """Add the option --set, stored as `args.overrides`. when: beginning of its help text, such as "with --run: "."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         dest="overrides",
-        help=f"{when}change one setting, like optim.lr=1e-3; repeatable",
+        help=f"{when}change one setting, for example optim.lr=1e-3; repeatable",
     )
 
 
@@ -32,7 +32,9 @@ def add_cluster(
     text: str = "the cluster",
     default: str = "./machine.json, else this machine",
 ) -> None:
-    """Add --cluster. text: the use of the cluster; default: the cluster without the option."""
+    """Add the option --cluster. text: what the cluster is used for; default: the cluster that is used without the
+    option. Both are parts of the help text.
+    """
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
@@ -42,22 +44,22 @@ def add_cluster(
 
 
 def add_budget(parser: argparse._ActionsContainer) -> None:
-    """Add --tokens and --budget."""
+    """Add the options --tokens and --budget."""
     parser.add_argument(
         "--tokens",
         metavar="DIR|COUNT",
-        help="DATA of `ingot data build --out DATA`, DATA/tokens or DATA/tokens/train; or a count like 1.5T",
+        help="token folder: DATA of `ingot data build --out DATA`, DATA/tokens or DATA/tokens/train; or a count: 1.5T",
     )
     parser.add_argument(
         "--budget",
         metavar="AMOUNT",
-        help="compute budget instead of a count of tokens: 6e23flop, '$2M', 24h or '1M gpu-hours', with losses to"
-        " failures; without a model, the compute-optimal size is planned",
+        help="compute budget instead of a count of tokens: 6e23flop, '$2M', 24h or '1M gpu-hours'; it also pays for"
+        " losses to failures; without a model, ingot plans the compute-optimal size",
     )
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
-    """Add the positional argument `run` of verbs that read a checkpoint, and --device if `device`."""
+    """Add the positional argument `run` for a verb that reads a checkpoint. device: also add the option --device."""
     parser.add_argument(
         "run", type=Path, metavar="RUN|CHECKPOINT", help="run folder (its newest checkpoint), or a checkpoint folder"
     )
@@ -71,15 +73,16 @@ def set_without_run(fix: str) -> "UsageError":
     """Return the error for --set without a run file."""
     from ingot.errors import UsageError
 
-    return UsageError("E-SET-NO-RUN", "--set without a run file", rule="--set changes a setting of a run file", fix=fix)
+    found = "--set was given without a run file"
+    return UsageError("E-SET-NO-RUN", found, rule="--set changes a setting of a run file", fix=fix)
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the model, the cluster and the budget of a plan."""
+    """Add the options for the model or run file, the cluster and the tokens or budget of a plan."""
     what = parser.add_argument_group("what to plan: one of --run, --model, --params, --init; or --budget alone")
     what.add_argument("--run", type=Path, metavar="FILE", help="existing run file")
     what.add_argument("--model", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
-    what.add_argument("--params", metavar="COUNT", help="dense model given by its size alone, like 70b")
+    what.add_argument("--params", metavar="COUNT", help="dense model of this number of parameters, for example 70b")
     what.add_argument(
         "--init", type=Path, metavar="DIR", help="Hugging Face model folder; the run starts from its weights"
     )
@@ -89,7 +92,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Add the options that replace rules, searched layouts and predictions."""
+    """Add the options that replace default rules, the search for a layout, and predicted quantities."""
     _add_rules(parser)
     _add_layout(parser)
     _add_quantities(parser)
@@ -110,25 +113,25 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--lr", type=float, metavar="RATE", help="peak learning rate (default: the preset's, else by compute budget)"
     )
-    choice.add_argument("--precision", choices=("bf16", "fp32"), help="precision of computation (default: bf16)")
+    choice.add_argument("--precision", choices=("bf16", "fp32"), help="precision of the computation (default: bf16)")
     choice.add_argument(
         "--fp8",
         choices=_RECIPES,
         metavar="RECIPE",
         default="",
-        help=f"matrix products in 8 or 4 bits (planning only): {', '.join(_RECIPES)}",
+        help=f"compute matrix products in 8 or 4 bits (planning only): {', '.join(_RECIPES)}",
     )
     choice.add_argument(
         "--software",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="property of training software other than ingot, like kernels=tuned (planning only); repeatable",
+        help="property of training software other than ingot, such as kernels=tuned (planning only); repeatable",
     )
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
-    layout = parser.add_argument_group("layout, instead of the fastest one found")
+    layout = parser.add_argument_group("layout, instead of the fastest that the search finds")
     for name in _DEGREES:
         layout.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"pin {_setting(name)}")
     for name in _FORMS:
@@ -138,7 +141,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="pin another setting of [parallel], like async_tp=true; repeatable",
+        help="pin another setting of [parallel], such as async_tp=true; repeatable",
     )
 
 
@@ -148,17 +151,17 @@ def _add_quantities(parser: argparse.ArgumentParser) -> None:
     given.add_argument(
         "--price",
         metavar="USD",
-        help="US dollars per device and hour, on CPU per machine and hour (default: the list price of the device)",
+        help="US dollars per device-hour (on CPU: per machine-hour; default: the list price of the device)",
     )
     given.add_argument(
-        "--failures", metavar="SHARE", help="failures per node and day, like 0.38%% (default: the rate of Llama 3)"
+        "--failures", metavar="SHARE", help="failures per node per day, such as 0.38%% (default: the rate of Llama 3)"
     )
     given.add_argument(
         "--assume",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="property of the cluster or of failures: network_bandwidth=400Gb/s, restart_seconds=20min; repeatable",
+        help="fact about the cluster or failures, such as network_bandwidth=400Gb/s, restart_seconds=20min; repeatable",
     )
 
 
@@ -167,7 +170,10 @@ def _setting(name: str) -> str:
 
 
 def planning_of(args: argparse.Namespace, *, top: int = 5, relative_to: Path = Path()) -> "PlanResult":
-    """Return the result of `ingot.plan` for options of `add_subject` and `add_choices`. Raises IngotError."""
+    """Call `ingot.plan` with the options of `add_subject` and `add_choices`, and return its result. Raises IngotError.
+
+    top: number of layouts to return. relative_to: folder of the new run file, to which its paths are relative.
+    """
     from ingot.planner.request.planning import plan
 
     _require_numbers(args)
@@ -218,9 +224,9 @@ def _pinned(args: argparse.Namespace) -> dict[str, object]:
         if not equals or not value:
             raise UsageError(
                 "E-PIN-FORM",
-                f"--pin {pin}",
-                rule="--pin takes KEY=VALUE, a setting of [parallel] with its value",
-                fix="--pin tp=8",
+                f"--pin {pin} is not of the form KEY=VALUE",
+                rule="--pin takes a setting of [parallel] and its value",
+                fix="write --pin KEY=VALUE, for example --pin tp=8",
                 given=pin,
             )
         try:
@@ -238,7 +244,7 @@ def _require_numbers(args: argparse.Namespace) -> None:
         if value is not None and not 0 < value < math.inf:
             raise UsageError(
                 "E-OPTION-RANGE",
-                f"--{option} {value}",
+                f"--{option} {value} is out of range",
                 rule=f"--{option} is a finite number above 0" if option == "lr" else f"--{option} is at least 1",
                 fix=f"--{option} {'3e-4' if option == 'lr' else 4096}, or leave the option out",
                 option=option,
@@ -256,7 +262,7 @@ def _require_numbers(args: argparse.Namespace) -> None:
     if args.batch is not None and str(args.batch).strip() == "0":
         raise UsageError(
             "E-OPTION-RANGE",
-            "--batch 0",
+            "--batch 0 is out of range",
             rule="--batch is at least 1 sequence",
             fix="--batch 512, --batch 4M, or leave the option out",
             option="batch",
@@ -273,8 +279,8 @@ def _require_only_run(args: argparse.Namespace, pinned: dict[str, object]) -> No
     if given:
         raise UsageError(
             "E-RUN-AND-OPTION",
-            f"{', '.join(given)} with --run",
-            rule="a run file already has these settings",
+            f"{', '.join(given)} given together with --run",
+            rule="with --run, these settings come from the run file",
             fix="change settings of the run file with --set KEY=VALUE",
             options=given,
         )
@@ -293,7 +299,7 @@ def _require_subject(args: argparse.Namespace) -> None:
         fix = "--tokens data, --tokens 1.5T, or --budget 6e23flop"
         raise UsageError(
             "E-PLAN-NO-TOKENS",
-            f"{given} without --tokens or --budget",
+            f"{given} was given without --tokens or --budget",
             rule="a new run is planned for a number of tokens or a compute budget",
             fix=fix,
         )
@@ -306,7 +312,7 @@ def _one_of(args: argparse.Namespace) -> None:
     if len(given) != 1:
         raise UsageError(
             "E-PLAN-SUBJECT",
-            f"{', '.join(given)} together" if given else "none of --run, --model, --params, --init, --budget",
+            f"{', '.join(given)} given together" if given else "none of --run, --model, --params, --init, --budget",
             rule="a plan is for exactly one of --run, --model, --params and --init, or for a --budget alone",
             fix="ingot plan --run run.toml, or --model tiny --tokens DIR, or --params 70b --tokens 1.5T",
         )

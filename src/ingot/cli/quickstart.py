@@ -1,4 +1,4 @@
-"""`ingot quickstart`."""
+"""`ingot quickstart`: run all stages, from a crawl to a report, on this machine."""
 
 import argparse
 import os

@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="text to continue; repeatable (default: evaluate.prompts of the run file, else the empty text)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate at most (default: 64)"
+        "--max-tokens", type=int, default=64, metavar="N", help="largest number of tokens to generate (default: 64)"
     )
     parser.add_argument(
         "--temperature",
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=50,
         metavar="K",
-        help="sample from the K most likely tokens; 0: from all (default: 50)",
+        help="sample from the K most likely tokens; 0: from all tokens (default: 50)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the sampling; the same seed gives the same text (default: 0)"

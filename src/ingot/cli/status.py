@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _say_experts(experts: dict, terminal: Terminal) -> None:
-    """Print two lines: the busiest expert with means over layers, and the deviation of loads by layer."""
+    """Print two lines: the busiest expert with mean values over layers, and the deviation of expert loads by layer."""
     from ingot.report.status import sparkline
 
     layers, cvs, busiest = experts["layers"], experts["load_cv"], experts["max_load"]

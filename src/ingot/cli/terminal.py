@@ -1,6 +1,6 @@
-"""The output of verbs: lines, tables, a progress bar (on terminals only), one JSON object under --json.
+"""The output of verbs: lines, tables, a progress bar (only on terminals), and one JSON object with --json.
 
-Colors appear on a terminal only, and never under NO_COLOR (https://no-color.org).
+Colors are used only on terminals, and never if NO_COLOR is set (https://no-color.org).
 """
 
 import os
@@ -16,7 +16,9 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", 
 
 
 def printable(text: str) -> str:
-    """Return crawled text with U+FFFD for characters that could move the cursor, change colors or reverse the line."""
+    """Return crawled text in which U+FFFD replaces all characters that could move the cursor, change colors or reverse
+    the line.
+    """
     return _UNSAFE.sub("\ufffd", text)
 
 
@@ -38,20 +40,20 @@ class Terminal:
         return _colored(text, style) if self.color else text
 
     def say(self, text: str = "") -> None:
-        """Print one or more lines for people; nothing under --json and -q."""
+        """Print one or more lines for people; print nothing with --json or -q."""
         if not self.json_mode and not self.quiet:
             self.end_progress()
             print(text, flush=True)
 
     def result(self, facts: dict) -> None:
-        """Print the result for scripts under --json, where it is the only output on stdout."""
+        """Print the result as JSON if --json was given; it is then the only output on stdout."""
         if self.json_mode:
             import json
 
             print(json.dumps(facts, ensure_ascii=False, default=str), flush=True)
 
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None:
-        """Print aligned columns; columns in `right` (from 0) to the right. Long lines are cropped on a terminal."""
+        """Print aligned columns. right: indices (from 0) of right-aligned columns. A terminal crops long lines."""
         cells = [[str(c) for c in row] for row in ([header, *rows] if header else rows)]
         if not cells:
             return
@@ -66,7 +68,7 @@ class Terminal:
             self.say(self.style(line, "bold") if header and number == 0 else line)
 
     def next(self, *commands: str) -> None:
-        """Print the commands that usually come next."""
+        """Print the commands that a user usually runs next."""
         self.say(self.style("Next:", "bold") + "  " + "\n       ".join(commands))
 
     def progress(self, fraction: float, text: str = "") -> None:
@@ -88,7 +90,7 @@ class Terminal:
             self._bar_shown = False
 
     def error(self, error: IngotError) -> None:
-        """Print the message on stderr, and under --json also as an object on stdout."""
+        """Print the error on stderr, and with --json also as a JSON object on stdout."""
         self.end_progress()
         if self.json_mode:
             parts = {

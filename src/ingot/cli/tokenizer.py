@@ -1,4 +1,4 @@
-"""`ingot tokenizer train` and `ingot tokenizer show`: train a byte-level BPE, describe a tokenizer."""
+"""`ingot tokenizer train` and `ingot tokenizer show`: train a byte-level BPE, and describe a tokenizer."""
 
 import argparse
 import itertools
@@ -20,17 +20,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="CORPUS|FILE",
-        help="folder of `data build --out`, corpus folder, or UTF-8 text files",
+        help="folder that `data build --out` wrote, corpus folder, or UTF-8 text files",
     )
     train.add_argument(
         "--vocab-size", type=int, default=32_768, help="number of tokens, including the 256 bytes (default: 32768)"
     )
     train.add_argument("--out", default="tokenizer.json", help="file to write (default: tokenizer.json)")
-    train.add_argument("--force", action="store_true", help="replace the file at --out (default: refuse)")
+    train.add_argument("--force", action="store_true", help="replace an existing file at --out (default: refuse)")
     show = verbs.add_parser("show", help="describe a tokenizer.json, and show how it splits text")
     show.add_argument("file", help="a tokenizer.json of any kind")
     show.add_argument("--text", default="", help="text to encode (default: a built-in sample)")
-    show.add_argument("--eot", default="", help="end-of-text token (default: found by its usual names)")
+    show.add_argument("--eot", default="", help="end-of-text token (default: the first usual name that exists)")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -55,7 +55,7 @@ def _print(description, terminal: Terminal, text: str = "") -> None:
     facts = vars(description)
     rows = [(name.replace("_", " "), value) for name, value in facts.items() if name != "pieces" and value != ""]
     terminal.table([(name, f"{value:,}" if isinstance(value, int) else value) for name, value in rows])
-    # A token that is a part of a character has no text.
+    # A token that is only a part of a character cannot be shown as text.
     pieces = ("(part of a character)" if "\ufffd" in piece else repr(piece) for piece in description.pieces)
     shown = [
         f"{piece} x{count}" if (count := len(list(run))) > 1 else piece for piece, run in itertools.groupby(pieces)

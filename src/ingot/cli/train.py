@@ -1,4 +1,4 @@
-"""`ingot train`: start a run or continue it, restart after lost ranks, stop cleanly on Ctrl-C."""
+"""`ingot train`: start a run or continue it, restart it after lost ranks, and stop it cleanly on Ctrl-C."""
 
 import argparse
 from pathlib import Path
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="confirm that a run that was trained with another value of KEY continues with the changed one; repeatable",
+        help="confirm that the run may continue with a new value of KEY; repeatable",
     )
     parser.add_argument(
         "--until-step",
@@ -38,8 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="save and stop after step N with exit code 10 (default: the last step of the run)",
     )
-    parser.add_argument("--fresh", action="store_true", help="start at step 0; refused if the run folder exists")
-    parser.add_argument("--archive", action="store_true", help="with --fresh: move an existing run folder aside")
+    parser.add_argument("--fresh", action="store_true", help="start at step 0; an error if the run folder exists")
+    parser.add_argument("--archive", action="store_true", help="with --fresh: first rename an existing run folder")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:

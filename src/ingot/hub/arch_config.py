@@ -1,7 +1,7 @@
 """Convert an `Arch` to Hugging Face's config.json and back. Import refuses settings that ingot computes differently.
 
-Checked against the configuration classes of transformers 5 (those of hub/kinds.py); files of transformers 4
-(top-level `rope_theta`, `torch_dtype`) are read and written too.
+The conversion was checked against the configuration classes of transformers 5 that hub/kinds.py lists. Keys of
+transformers 4 (top-level `rope_theta`, `torch_dtype`) are read and written too.
 """
 
 from operator import attrgetter
@@ -12,7 +12,7 @@ from ingot.errors import ConfigError
 from ingot.hub.kinds import CLASSES, class_problems, kind_of
 from ingot.schema.arch import Arch
 
-# Ours -> theirs, read both ways. Our 0 is their null where something is left out.
+# ingot's name -> Hugging Face's name, for both directions. For a part that the model lacks, ingot's 0 is their null.
 _COMMON = {
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -56,8 +56,8 @@ _MOE = {
         "moe.top_groups": "topk_group",
     },
 }
-_ALIASES = {"qwen3_moe": {"num_local_experts": "num_experts"}}  # as transformers 5 writes it
-# What transformers assumes for a key that config.json leaves out; any other key of the tables above has to be there.
+_ALIASES = {"qwen3_moe": {"num_local_experts": "num_experts"}}  # another name, which transformers 5 writes
+# The values that transformers assumes for keys that config.json leaves out. All other keys above must be there.
 _DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
@@ -67,7 +67,7 @@ _DEFAULTS = {
     "deepseek_v3": {"max_position_embeddings": 4096, "norm_topk_prob": True, "q_lora_rank": 1536},
 }
 _DEFAULTS_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
-# Key -> the only value that our model computes. An absent key has this value in transformers.
+# Key -> the only value that ingot supports. Transformers assumes this value if the key is absent.
 _REQUIRED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -81,8 +81,8 @@ _REQUIRED = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-# The speed of loss-free balancing while DeepSeek-V3 was trained (DeepSeek-AI 2024, V3, section 4.2). Their config.json
-# does not say it; a model with biases has to have one.
+# The bias rate with which DeepSeek-V3 was trained (DeepSeek-AI 2024, V3, section 4.2). Their config.json does not have
+# the rate, but an `Arch` with biases needs one.
 _PUBLISHED_BIAS_RATE = 0.001
 
 
@@ -90,12 +90,12 @@ def _keys(kind: str, *, experts: bool = True) -> dict[str, str]:
     keys = _COMMON | (_MOE.get(kind, {}) if experts else {})
     if kind != "deepseek_v3":
         return keys
-    # Theirs is the width of the rotary part alone, and follows from the others.
+    # Their head_dim is the width of the rotary part alone, which follows from the other keys.
     return {ours: theirs for ours, theirs in (keys | _LATENT).items() if ours != "head_dim"}
 
 
 def huggingface_config(arch: Arch, *, eot_id: int, dtype: str) -> dict:
-    """Return config.json of `arch`. Raises ConfigError for a shape that no class of Hugging Face computes."""
+    """Return the config.json of `arch` as a dict. Raises ConfigError if no Hugging Face class computes this model."""
     kind = kind_of(arch)
     config = {theirs: attrgetter(ours)(arch) for ours, theirs in _keys(kind, experts=arch.is_moe).items()}
     config |= {
@@ -136,7 +136,10 @@ def _own_keys(arch: Arch, kind: str) -> dict:
 
 
 def arch_of(config: dict, where: str) -> Arch:
-    """Return the `Arch` of a config.json. Raises ConfigError that lists all settings that ingot does not compute."""
+    """Return the `Arch` of a config.json. Raises a ConfigError that lists all settings that ingot does not support.
+
+    where: the path of the file, for messages.
+    """
     kind = config.get("model_type")
     expected = CLASSES.get(kind) if isinstance(kind, str) else None
     if not isinstance(kind, str) or expected is None or config.get("architectures", [expected]) != [expected]:
@@ -151,7 +154,7 @@ def arch_of(config: dict, where: str) -> Arch:
     experts = not (kind == "deepseek_v3" and _all_dense(config))
     keys = _keys(kind, experts=experts)
     problems = [
-        f"{key} = {config[key]!r}, we compute {only!r}"
+        f"{key} = {config[key]!r}; ingot computes only {only!r}"
         for key, only in _REQUIRED.items()
         if config.get(key) not in (None, only)
     ]
@@ -176,14 +179,14 @@ def _require(where: str, problems: list[str]) -> None:
         raise ConfigError(
             "E-HF-IMPORT",
             "\n".join(f"{where}: {problem}" for problem in problems),
-            rule="a model is imported only when ingot computes exactly what its authors trained",
+            rule="a model is imported only if ingot computes exactly the same as the model's authors",
             fix="choose a model without these settings",
             problems=problems,
         )
 
 
 def _implied(config: dict, kind: str, values: dict) -> dict:
-    """Return settings that follow from other keys, or from a null of theirs with a meaning."""
+    """Return the settings of ingot that follow from other keys, or from keys that are null or missing."""
     implied = {}
     if config.get("num_key_value_heads") is None and "num_heads" in values:
         implied["num_kv_heads"] = values["num_heads"]
@@ -225,22 +228,24 @@ def _own_problems(config: dict, kind: str) -> list[str]:
     if kind == "qwen3_moe":
         dense = config.get("mlp_only_layers") or []
         if not isinstance(dense, list) or dense != list(range(len(dense))):
-            problems.append(f"mlp_only_layers = {dense!r}, our dense layers come before all layers with experts")
+            rule = "in ingot, dense layers come before all layers with experts"
+            problems.append(f"mlp_only_layers = {dense!r}; {rule}")
     if kind == "deepseek_v3":
         if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
             problems.append(
-                f"num_key_value_heads = {config['num_key_value_heads']!r}, latent attention has as many as heads"
+                f"num_key_value_heads = {config['num_key_value_heads']!r}; with latent attention it must equal "
+                "num_attention_heads"
             )
         if not isinstance(config.get("rope_interleave", True), bool):
-            problems.append(f"rope_interleave = {config['rope_interleave']!r}, must be true or false")
+            problems.append(f"rope_interleave = {config['rope_interleave']!r}; it must be true or false")
     return problems
 
 
 def _window(config: dict, kind: str) -> tuple[object, list[str]]:
-    """Return (sliding_window, problems); ingot has the same window in every layer."""
+    """Return (sliding_window, problems). It is a problem if layers differ: ingot has the same window in all layers."""
     problems, qwen = [], kind in ("qwen3", "qwen3_moe")
     if config.get("use_sliding_window") and not qwen:
-        problems.append(f"use_sliding_window = {config['use_sliding_window']!r}, {CLASSES[kind]} has no such key")
+        problems.append(f"use_sliding_window = {config['use_sliding_window']!r}; {CLASSES[kind]} has no such key")
     has_one = config.get("use_sliding_window") if qwen else kind in ("mistral", "mixtral")
     window = config.get("sliding_window") if has_one else None
     window = 0 if window is None else window
@@ -248,14 +253,14 @@ def _window(config: dict, kind: str) -> tuple[object, list[str]]:
     if layers is None:
         if kind == "qwen3" and window and config["max_window_layers"] != 0:
             problems.append(
-                f"max_window_layers = {config['max_window_layers']!r}, we compute a window in every layer or none"
+                f"max_window_layers = {config['max_window_layers']!r}; ingot has a window in all layers or in none"
             )
     elif not isinstance(layers, list):
-        problems.append(f"layer_types is {type(layers).__name__}, must be a list")
+        problems.append(f"layer_types is of type {type(layers).__name__}; it must be a list")
     else:
         only = "sliding_attention" if window else "full_attention"
         other = sorted({str(layer) for layer in layers} - {only})
-        problems += [f"layer_types has {layer!r}, we compute {only!r} in every layer" for layer in other]
+        problems += [f"layer_types has {layer!r}; ingot computes {only!r} in all layers" for layer in other]
     return window, problems
 
 
@@ -263,15 +268,15 @@ def _rope(config: dict) -> tuple[float, list[str]]:
     """Return (theta, problems) from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        return 0.0, [f"rope parameters are {type(rope).__name__}, must be a table"]
+        return 0.0, [f"the RoPE parameters are of type {type(rope).__name__}; they must be a JSON object"]
     problems = []
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        problems.append(f"rope_type = {kind!r}, we compute unscaled RoPE ('default')")
+        problems.append(f"rope_type = {kind!r}; ingot computes only unscaled RoPE ('default')")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}, we rotate whole heads")
+        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; ingot rotates whole heads")
     theta = rope.get("rope_theta", config["rope_theta"])
     if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        problems.append(f"rope_theta = {theta!r}, must be a positive number")
+        problems.append(f"rope_theta = {theta!r}; it must be a positive number")
         return 0.0, problems
     return float(theta), problems

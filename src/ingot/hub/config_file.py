@@ -1,4 +1,7 @@
-"""Read config.json of a Hugging Face folder, and check that a run can start from its model. No torch here."""
+"""Read the config.json of a Hugging Face folder, and check that a run can start from the folder's model.
+
+This module does not import torch.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from ingot.schema.arch import Arch
 
 CONFIG = "config.json"
 _LIMIT_BYTES = 1 << 20
-# Settings that act in training only, which a run may choose.
+# Settings that have an effect only in training, so a run may differ in them from the model that it starts from.
 _TRAINING_ONLY = (
     *("moe.noise", "moe.capacity_factor", "moe.overflow"),
     *("moe.sequence_loss", "moe.global_loss", "moe.z_loss", "moe.bias_steps"),
@@ -20,11 +23,11 @@ _TRAINING_ONLY = (
 
 
 def read_config(folder: Path) -> dict:
-    """Read config.json. Raises ConfigError when the folder or the file is missing, or is not a JSON object."""
+    """Read config.json. Raises ConfigError if the folder or the file is missing, or is not a JSON object."""
     path = folder / CONFIG
     try:
         if path.stat().st_size > _LIMIT_BYTES:
-            raise ValueError("it is larger than any model configuration")
+            raise ValueError(f"it has {path.stat().st_size:,} bytes, more than any model configuration")
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
@@ -33,7 +36,7 @@ def read_config(folder: Path) -> dict:
             "E-HF-FOLDER",
             f"{folder} has no {CONFIG}" if folder.is_dir() else f"there is no folder {folder}",
             rule=f"a Hugging Face model folder has {CONFIG} and *.safetensors",
-            fix="name the folder that holds these files",
+            fix="give the folder that contains these files",
             folder=str(folder),
         ) from None
     except (ValueError, RecursionError) as error:
@@ -41,27 +44,28 @@ def read_config(folder: Path) -> dict:
             "E-HF-CONFIG",
             f"{path} cannot be read: {error}",
             rule=f"{CONFIG} is a JSON object of at most 1 MiB",
-            fix="fetch the file again",
+            fix="download the file again",
             path=str(path),
         ) from None
     return config
 
 
 def read_arch(folder: Path) -> Arch:
-    """Return the shape of the model in `folder`. Raises ConfigError for a model that ingot does not compute exactly."""
+    """Return the `Arch` of the model in `folder`. Raises ConfigError if ingot does not compute exactly this model."""
     return arch_of(read_config(folder), str(folder / CONFIG))
 
 
 def require_fit(folder: Path, arch: Arch) -> None:
-    """Check that a model of `arch` computes the same as the model in `folder`. Raises ConfigError with all
-    differences."""
+    """Check that a model of `arch` computes the same as the model in `folder`. Raises a ConfigError that lists all
+    differences.
+    """
     problems = list(_differences(arch, read_arch(folder)))
     if problems:
         raise ConfigError(
             "E-HF-INIT-DIFFERS",
             f"init: the model in {folder} differs from the run's: " + "; ".join(problems),
-            rule="[model] equals the folder's config.json, except for settings that act in training only",
-            fix="copy its values (ingot plan --init writes a run file with them), or remove init",
+            rule="[model] equals the folder's config.json, except for settings that have an effect only in training",
+            fix="copy the folder's values (`ingot plan --init FOLDER` writes a run file with them), or remove init",
             folder=str(folder),
             problems=problems,
         )
@@ -74,12 +78,12 @@ def _differences(ours: Arch, theirs: Arch) -> Iterator[str]:
             case "max_seq_len":
                 fits = value <= found[key]
             case "moe.bias_rate":
-                # The rate of biases is free; their presence is not: they choose experts.
+                # The rate may differ, but biases must exist in both models or in neither, because they choose experts.
                 fits = value > 0 or found[key] == 0
             case _:
                 fits = key in _TRAINING_ONLY or value == found[key]
         if not fits:
-            yield f"model.{key} is {value!r}, there {found[key]!r}"
+            yield f"model.{key} is {value!r}, but {found[key]!r} in the folder"
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

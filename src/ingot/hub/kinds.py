@@ -1,4 +1,6 @@
-"""The Hugging Face class that computes what an `Arch` describes, and its tensor names. No torch here."""
+"""The Hugging Face class that computes the model of an `Arch`, and its tensor names. This module does not import
+torch.
+"""
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -15,7 +17,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-# The name of each class in the card of a model.
+# `model_type` -> the name of the class in a model card.
 TITLES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -24,8 +26,8 @@ TITLES = {
     "qwen3_moe": "Qwen3-MoE (with QK-norm)",
     "deepseek_v3": "DeepSeek-V3",
 }
-# Setting -> the only value that a class computes. Settings of experts do not matter to a dense model; any capacity is
-# allowed, as it acts in training only.
+# Setting -> the only value that a class supports. Settings of experts are not checked in dense models. Any capacity is
+# allowed, because it has an effect only in training.
 _GROUPED_ATTENTION_MOE = {
     "moe.scores": "softmax",
     "moe.scale": 1.0,
@@ -43,14 +45,16 @@ _ONLY = {
     "deepseek_v3": {
         "qk_norm": False,
         "sliding_window": 0,
-        "norm_eps": 1e-6,  # DeepseekV3Attention norms its latents with that, whatever rms_norm_eps says
+        "norm_eps": 1e-6,  # DeepseekV3Attention uses this eps for latents and ignores rms_norm_eps there
         "moe.scores": "sigmoid",
     },
 }
 
 
 def kind_of(arch: Arch) -> str:
-    """Return the `model_type` of `arch`. Raises ConfigError that lists all settings that its class does not compute."""
+    """Return the `model_type` for `arch`. Raises a ConfigError that lists all settings that its class does not
+    support.
+    """
     if arch.is_mla:
         kind = "deepseek_v3"
     elif arch.is_moe:
@@ -65,7 +69,7 @@ def kind_of(arch: Arch) -> str:
         raise ConfigError(
             "E-HF-EXPORT",
             "\n".join(problems),
-            rule=f"a model is exported only when Hugging Face's {CLASSES[kind]} computes exactly what was trained",
+            rule=f"a model is exported only if Hugging Face's {CLASSES[kind]} computes exactly what was trained",
             fix=_export_fix(arch, kind),
             model_type=kind,
             problems=problems,
@@ -78,22 +82,23 @@ def class_problems(arch: Arch, kind: str) -> Iterator[str]:
     for key, only in (_ONLY_OF_ALL | _ONLY[kind]).items():
         value = attrgetter(key)(arch)
         if value != only and (arch.is_moe or not key.startswith("moe.")):
-            yield f"model.{key} = {value!r}, {CLASSES[kind]} computes {only!r}"
+            yield f"model.{key} = {value!r}; {CLASSES[kind]} computes only {only!r}"
     if kind == "deepseek_v3" and arch.is_moe:
         moe = arch.moe
         if not moe.shared_experts:
-            yield f"model.moe.shared_experts = 0, {CLASSES[kind]} has at least one"
+            yield f"model.moe.shared_experts = 0; {CLASSES[kind]} has at least one"
         if moe.groups > 1 and moe.top_k // moe.top_groups != 2:
             yield (
                 f"model.moe.top_k = {moe.top_k} with top_groups = {moe.top_groups}: {CLASSES[kind]} compares groups by "
-                f"their two best scores, as we do with a top_k of {2 * moe.top_groups} to {3 * moe.top_groups - 1}"
+                f"their two best scores; ingot does so only with a top_k of {2 * moe.top_groups} to "
+                f"{3 * moe.top_groups - 1}"
             )
         if moe.num_experts // moe.groups < 2:
-            yield f"model.moe.num_experts = {moe.num_experts}, {CLASSES[kind]} has at least two in a group"
+            yield f"model.moe.num_experts = {moe.num_experts}; {CLASSES[kind]} has at least two in each group"
 
 
 def _export_fix(arch: Arch, kind: str) -> str:
-    ways = ["train with the values on the right"]
+    ways = ["train with the values that the class computes"]
     if kind == "mixtral" and not list(class_problems(arch, "qwen3_moe")):
         ways.append("with qk_norm = true (exported as Qwen3-MoE)")
     if kind != "deepseek_v3" and arch.moe.scores == "sigmoid":
@@ -101,15 +106,15 @@ def _export_fix(arch: Arch, kind: str) -> str:
     return ", or ".join(ways)
 
 
-# One table of tensor names, read both ways: ingot <-> Hugging Face.
-# A tensor of ingot is one of Hugging Face's, or several stacked along the rows: published checkpoints have one matrix
-# for each expert (`{e}`), ingot has one for all. Both keep matrices as [out_features, in_features].
+# The tensor names of ingot -> those of Hugging Face, used for both directions.
+# A tensor of ingot is one tensor of Hugging Face, or several stacked along the rows: published checkpoints have one
+# matrix per expert (`{e}`), ingot has one matrix for all experts. Both keep matrices as [out_features, in_features].
 _OUTSIDE = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
 }
-# Within a block, which is `model.layers.{i}` there. `.weight` ends every name but that of a router's bias.
+# Names inside a block, which Hugging Face calls `model.layers.{i}`. All names end in `.weight`, except a router's bias.
 _BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -137,7 +142,7 @@ _BLOCK = {
     "moe.shared.up": "mlp.shared_experts.up_proj",
     "moe.shared.down": "mlp.shared_experts.down_proj",
 }
-# Where a class differs from that.
+# `model_type` -> names that differ from _BLOCK.
 _DIFFERENT = {
     "mixtral": {
         "moe.router": "block_sparse_moe.gate",
@@ -149,10 +154,10 @@ _DIFFERENT = {
 
 
 def huggingface_names(arch: Arch, tensors: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return ingot's name -> Hugging Face's names, in the order of their stacked rows, for `tensors` of a model of
-    `arch`.
+    """Return ingot's name -> Hugging Face's names for `tensors`, which are names of ingot in a model of `arch`.
 
-    Raises ConfigError for an `arch` that Hugging Face has no class for.
+    Several names of Hugging Face are in the order in which their rows are stacked. Raises ConfigError if Hugging Face
+    has no class for `arch`.
     """
     block = _BLOCK | _DIFFERENT.get(kind_of(arch), {})
 

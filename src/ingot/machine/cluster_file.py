@@ -1,4 +1,4 @@
-"""A Cluster as a JSON file (a machine file), which `doctor --bench` writes and `plan --cluster` reads."""
+"""The machine file: a Cluster as JSON, which `doctor --bench` writes and `plan --cluster` reads."""
 
 import json
 from pathlib import Path
@@ -14,15 +14,15 @@ def write_cluster(path: Path, cluster: Cluster) -> None:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read a machine file. Raises ConfigError when it is missing or invalid."""
+    """Read a machine file. Raises ConfigError if the file is missing or invalid."""
     fix = "write one with `ingot doctor --bench`"
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
             "E-MACHINE-MISSING",
-            f"no machine file at {path}",
-            rule="--cluster takes the path of a machine file",
+            f"there is no machine file at {path}",
+            rule="--cluster takes the name of a cluster (8xh100) or the path of a machine file",
             fix=fix,
             path=str(path),
         ) from None
@@ -37,7 +37,7 @@ def read_cluster(path: Path) -> Cluster:
     if not isinstance(values, dict):
         raise ConfigError(
             "E-MACHINE-UNREADABLE",
-            f"{path} holds no object",
+            f"{path} does not contain a JSON object",
             rule="a machine file is one JSON object",
             fix=fix,
             path=str(path),

@@ -1,6 +1,6 @@
-"""Checks of this machine: whether it can train. Each check reports what it found, and a fix where that is too little.
+"""Checks that this machine can train. Each check returns its finding, and a fix if the finding is not good enough.
 
-Nothing here changes the machine, imports torch or touches the network beyond loopback.
+Nothing here changes the machine, imports torch, or uses the network except loopback.
 """
 
 import importlib.metadata
@@ -57,16 +57,16 @@ def _python() -> Check:
 def _cores(machine: Machine) -> Check:
     found = f"{machine.cores} usable cores ({machine.cpu})"
     if machine.cores < 2:
-        return Check("cores", "warn", found, "the quickstart's drill wants 2; give the container more CPU")
+        return Check("cores", "warn", found, "the quickstart trains on 2 ranks; give the container a second core")
     return Check("cores", "ok", found)
 
 
 def _memory(machine: Machine) -> Check:
     found = f"{format_bytes(machine.available_bytes)} free of {format_bytes(machine.memory_bytes)}"
     if machine.available_bytes < 1 * _GIB:
-        return Check("memory", "fail", found, "free at least 1 GiB: two training processes take 0.4 GiB each")
+        return Check("memory", "fail", found, "free at least 1 GiB: two training processes need 0.4 GiB each")
     if machine.available_bytes < 4 * _GIB:
-        return Check("memory", "warn", found, "the quickstart takes up to 4 GiB; close other programs")
+        return Check("memory", "warn", found, "the quickstart needs up to 4 GiB; close other programs")
     return Check("memory", "ok", found)
 
 
@@ -80,7 +80,7 @@ def _disk(folder: Path) -> Check:
         return Check("disk", "fail", f"{place} is not writable", "work in a folder of your own")
     if free < _GIB // 2:
         return Check("disk", "fail", found, "free at least 512 MiB, or work on another disk")
-    return Check("disk", "warn" if free < 4 * _GIB else "ok", found, "" if free >= 4 * _GIB else "a corpus grows fast")
+    return Check("disk", "warn" if free < 4 * _GIB else "ok", found, "" if free >= 4 * _GIB else "free at least 4 GiB")
 
 
 def _shared_memory() -> Check:
@@ -89,7 +89,7 @@ def _shared_memory() -> Check:
         return Check("shared memory", "warn", "no /dev/shm", "GPU ranks exchange data there; mount a tmpfs")
     free = shutil.disk_usage(place).free
     small = free < 64 * 1024**2
-    fix = "start the container with --shm-size=1g or --ipc=host; NCCL fails in less" if small else ""
+    fix = "start the container with --shm-size=1g or --ipc=host; NCCL fails with less" if small else ""
     return Check("shared memory", "warn" if small else "ok", f"{format_bytes(free)} free in /dev/shm", fix)
 
 
@@ -97,19 +97,19 @@ def _gpus(machine: Machine) -> Check:
     if machine.gpus:
         names = {gpu.name for gpu in machine.gpus}
         found = f"{len(machine.gpus)} x {', '.join(sorted(names))}, driver {machine.gpus[0].driver}"
-        mixed = "training assumes equal devices; choose with CUDA_VISIBLE_DEVICES" if len(names) > 1 else ""
+        mixed = "training assumes equal GPUs; select equal ones with CUDA_VISIBLE_DEVICES" if len(names) > 1 else ""
         return Check("gpus", "warn" if mixed else "ok", found, mixed)
     if shutil.which("nvidia-smi"):
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         cause = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them" if hidden is not None else "nvidia-smi shows none"
-        return Check("gpus", "warn", f"no usable GPU: {cause}", "run nvidia-smi by hand; repair the driver")
+        return Check("gpus", "warn", f"no usable GPU: {cause}", "run nvidia-smi, and repair the driver")
     return Check("gpus", "ok", "none; training runs on the CPU")
 
 
 def _torch() -> Check:
     version = _version("torch")
     if version is None:
-        return Check("torch", "warn", "not installed", "pip install 'ingot[train]' (planning and data work without)")
+        return Check("torch", "warn", "not installed", "pip install 'ingot[train]' (only training needs it)")
     if tuple(int(n) for n in version.split("+")[0].split(".")[:2]) < (2, 11):
         return Check("torch", "fail", f"torch {version}", "ingot needs torch 2.11 or newer")
     return Check("torch", "ok", f"torch {version}")
@@ -140,7 +140,7 @@ def _open_files() -> Check:
 
 
 def _loopback() -> Check:
-    """Check loopback: ranks on one machine connect through localhost."""
+    """Check the loopback interface, through which ranks on one machine connect (localhost)."""
     try:
         address = socket.gethostbyname("localhost")
         with socket.socket() as server, socket.socket() as client:
@@ -163,7 +163,7 @@ def _own_name() -> Check:
     try:
         found = f"localhost answers; {name} is {socket.gethostbyname(name)}"
     except OSError:
-        fix = f"add '127.0.0.1 {name}' to /etc/hosts: gloo looks the name up"
+        fix = f"add '127.0.0.1 {name}' to /etc/hosts, because gloo looks up this name"
         return Check("loopback", "warn", f"this host's own name {name!r} has no address", fix)
     if time.monotonic() - started > 1:
         return Check(
@@ -186,5 +186,5 @@ def _temporary_folder() -> Check:
 
 def _clock() -> Check:
     if time.time() < _OLDEST_CLOCK:
-        return Check("clock", "fail", time.strftime("the clock says %Y-%m-%d"), "set the clock; logs and locks use it")
+        return Check("clock", "fail", time.strftime("the clock shows %Y-%m-%d"), "set the clock; logs and locks use it")
     return Check("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S %Z"))

@@ -1,6 +1,6 @@
-"""Facts of this machine: cores, memory, accelerators. Read from the system, without torch.
+"""Facts about this machine (cores, memory, accelerators), read from the system without torch.
 
-Limits that a container sets (cgroup v1 and v2, CPU affinity) apply, because a process gets no more.
+Limits of the container (cgroup v1 and v2, CPU affinity) are taken into account, because a process cannot use more.
 """
 
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 from ingot.schema.cluster import Cluster
 
 _MIB = 1024**2
-# A rank before its model, where nothing was measured: interpreter, torch and gloo on a CPU (seen: 340-352 MiB).
+# Assumed memory of a CPU rank before its model, if it was not measured: interpreter, torch and gloo (340-352 MiB seen).
 _CPU_RUNTIME_BYTES = 350 * _MIB
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it: total memory in bytes, driver version."""
+    """A GPU as nvidia-smi reports it. memory_bytes: total memory. driver: version of the driver."""
 
     name: str
     memory_bytes: int
@@ -29,7 +29,9 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine. cores: usable by this process. memory_bytes: usable in total; available_bytes: free now."""
+    """A machine. cores: number of cores that this process may use. cpu: name of the processor. memory_bytes: total
+    memory that processes may use; available_bytes: memory that is free now.
+    """
 
     cores: int
     cpu: str
@@ -50,9 +52,9 @@ def read_machine() -> Machine:
 
 
 def this_cluster(machine: Machine, ranks: int = 0) -> Cluster:
-    """Return this machine as a Cluster without rates: enough to plan memory, not time.
+    """Return this machine as a Cluster without rates, which is enough to plan memory, but not time.
 
-    ranks: processes to plan for; 0 takes every GPU, or up to two processes on the CPU.
+    ranks: number of processes to plan for; 0: one per GPU, or up to two on the CPU.
     """
     if machine.gpus:
         gpu = machine.gpus[0]
@@ -73,7 +75,7 @@ def this_cluster(machine: Machine, ranks: int = 0) -> Cluster:
 
 
 def usable_cores() -> int:
-    """Return the cores of this process: its affinity, cut by the container's CPU quota if there is one."""
+    """Return the number of cores that this process may use, from its affinity and the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota()
     return max(1, min(cores, int(quota))) if quota else cores
@@ -88,7 +90,7 @@ def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def _memory(root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """Return total and available bytes, cut by the container's limit."""
+    """Return (total, available) bytes of memory, both at most the container's limit."""
     values = {}
     for line in _read(meminfo).splitlines():
         name, _, rest = line.partition(":")
@@ -115,12 +117,12 @@ def find_gpus() -> tuple[Gpu, ...]:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (subprocess.SubprocessError, OSError):
-        return ()  # doctor's check of the driver says so; here it means: no GPU can be used
+        return ()  # no GPU can be used; the doctor's check of GPUs reports the reason
     return visible_gpus(parse_gpus(answer), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_gpus(answer: str) -> tuple[Gpu, ...]:
-    """Parse lines of 'NVIDIA H200, 143771, 550.54' (name, MiB, driver)."""
+    """Parse the output of nvidia-smi, with lines such as 'NVIDIA H200, 143771, 550.54' (name, MiB, driver)."""
     gpus = []
     for line in answer.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -130,8 +132,10 @@ def parse_gpus(answer: str) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA will show. Indices end at the first bad one, as CUDA does; names (UUIDs) are only
-    counted."""
+    """Return the GPUs that CUDA shows if CUDA_VISIBLE_DEVICES is `visible` (None: not set).
+
+    As in CUDA, the list ends at the first invalid entry. UUIDs are not looked up: each counts as a GPU like the first.
+    """
     if visible is None:
         return gpus
     chosen = []
@@ -153,7 +157,7 @@ def _cpu_name() -> str:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, or "" where the system has no such file."""
+    """Return the text of a file without white space at its ends, or "" if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,3 +1,3 @@
-"""The artifacts on disk between data, planner and trainer: frozen, versioned, readable without torch, each with the
-hash of its origin.
+"""The files that data, planner and trainer exchange, as frozen dataclasses: versioned, readable without torch, each
+with the hash of its origin.
 """

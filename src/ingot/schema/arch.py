@@ -13,26 +13,28 @@ Problems = Iterator[tuple[str, str]]
 class Moe:
     """A mixture of experts in place of the feed-forward (Shazeer et al. 2017); num_experts = 0: a dense model.
 
-    top_k: experts of each token. d_expert: width of each expert. shared_experts: every token passes through a
-      feed-forward of shared_experts x d_expert as well. first_dense: blocks before the first block with experts.
-    scores: a token's scores for the experts, softmax or sigmoid of the router's logits. normalize: the weights of a
+    top_k: experts per token. d_expert: width of each expert. shared_experts: every token also passes through a
+      feed-forward of width shared_experts x d_expert. first_dense: number of blocks before the first with experts.
+    scores: function of the router's logits that gives a token's scores for the experts. normalize: the weights of a
       token's experts sum to 1, before they are multiplied by `scale`.
-    groups, top_groups: experts form `groups` equal groups (of nodes), and a token's experts are taken from the
-      `top_groups` groups whose top_k / top_groups best scores sum highest (DeepSeek-AI 2024, V3, section 2.1.2).
-    noise: deviation of normal noise on the logits, in training (Shazeer et al. 2017, eq. 4, with one deviation).
+    groups, top_groups: experts form `groups` equal groups (one per node, for example), and a token's experts are taken
+      from the `top_groups` groups whose top_k / top_groups best scores have the highest sum (DeepSeek-AI 2024, V3,
+      section 2.1.2).
+    noise: standard deviation of normal noise added to the logits in training (Shazeer et al. 2017, eq. 4, with the same
+      deviation for all experts).
     capacity_factor: an expert takes at most ceil(capacity_factor x top_k x seq_len / num_experts) tokens of each
-      sequence, first choices before second ones, early tokens before late ones; 0: all (dropless). The limit acts in
-      training only: held-out and generated text goes to all chosen experts (model/routing.py gives the reason).
-    overflow: a token beyond the capacity loses this expert ("drop"; the weights of its other experts stay, Fedus et al.
-      2021, section 2.2) or passes through one dense expert instead ("fallback").
-    sequence_loss, global_loss: weights of load-balancing losses (Fedus et al. 2021, eq. 4; for top_k experts
-      DeepSeek-AI 2024, V3, eq. 17-20), with the loads of each sequence, or of the whole batch of the previous step (Qiu
-      et al. 2025 take the batch of the same step). For equal loads, each loss is 1 x its weight. Loads count the chosen
-      experts, chosen by biases as well (V3, eq. 18 counts the choices by scores alone).
+      sequence, first choices before second choices, early tokens before late tokens; 0: all (dropless). The limit
+      applies only in training: held-out and generated text goes to all chosen experts (model/routing.py explains why).
+    overflow: "drop": a token beyond the capacity skips this expert, and the weights of its other experts do not change
+      (Fedus et al. 2021, section 2.2). "fallback": it passes through one dense expert instead.
+    sequence_loss, global_loss: weights of two load-balancing losses (Fedus et al. 2021, eq. 4; for top_k experts
+      DeepSeek-AI 2024, V3, eq. 17-20): on the loads of each sequence, and on those of the previous step's whole batch
+      (Qiu et al. 2025 take the batch of the same step). With equal loads, each loss equals its weight. Loads count the
+      experts that were really chosen, with their biases (V3, eq. 18 counts the choices without biases).
     z_loss: weight of mean logsumexp^2 (Zoph et al. 2022, eq. 5).
-    bias_rate: loss-free balancing: the amount by which a step changes an expert's bias, which only decides the choice
-      of experts (Wang et al. 2024). bias_steps: the steps of the run in which biases change; after them, biases act
-      unchanged (V3, section 4.2, has a rate of 0 in its last 500B tokens); 0: all steps.
+    bias_rate: the amount by which a step changes an expert's bias (loss-free balancing, Wang et al. 2024). Biases only
+      affect which experts are chosen. bias_steps: number of steps from the start of the run in which biases change;
+      after that they stay constant (V3, section 4.2, has a rate of 0 in its last 500B tokens); 0: all steps.
     """
 
     num_experts: int = 0
@@ -59,15 +61,16 @@ class Moe:
         return self.capacity_factor > 0 and self.overflow == "fallback"
 
     def capacity(self, seq_len: int) -> int:
-        """Return the tokens of one sequence that an expert takes. Fractions are exact: 1.1 x 2 x 80 / 8 is 22, not a
-        little more.
+        """Return how many tokens of one sequence an expert takes. The product is computed exactly: 1.1 x 2 x 80 / 8 is
+        22, where floats give slightly more and would round up to 23.
         """
         return math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * seq_len / self.num_experts)
 
     def problems(self) -> Problems:
         if self.num_experts == 0:
             for name, value in _changed(self):
-                yield name, f"{value!r} without experts; set model.moe.num_experts to 2 or more, or remove it"
+                found = f"{value!r} has no effect without experts"
+                yield name, f"{found}; set model.moe.num_experts to 2 or more, or remove it"
             return
         low = list(self._below_least())
         yield from low
@@ -92,12 +95,12 @@ class Moe:
         if self.scale <= 0:
             yield "scale", f"is {self.scale}, must be positive"
         if self.bias_steps and not self.bias_rate:
-            yield "bias_steps", f"{self.bias_steps} without biases; set bias_rate, or remove it"
+            yield "bias_steps", f"{self.bias_steps} has no effect without biases; set bias_rate, or remove it"
 
     def _choice_problems(self) -> Problems:
         experts, top_k, groups = self.num_experts, self.top_k, self.groups
         if top_k > experts:
-            yield "top_k", f"{top_k} experts of a token, and there are {experts}; use 1 to {experts}"
+            yield "top_k", f"{top_k} experts per token are more than the {experts} there are; use 1 to {experts}"
         if top_k == 1 and self.normalize:
             found = "is true with top_k = 1: the weight is always 1, and the router learns nothing from the loss"
             yield "normalize", f"{found}; set it to false, or top_k to 2 or more"
@@ -108,9 +111,9 @@ class Moe:
                     yield name, f"{found}; lower top_k, or remove it"
         if experts % groups or groups == experts:
             legal = [n for n in range(1, experts // 2 + 1) if experts % n == 0]
-            yield "groups", f"{groups} equal groups of at least 2 of {experts} experts do not exist; use one of {legal}"
+            yield "groups", f"{experts} experts cannot form {groups} equal groups of at least 2; use one of {legal}"
         elif groups == 1 and self.top_groups > 1:
-            yield "top_groups", f"{self.top_groups} without groups; set groups, or remove it"
+            yield "top_groups", f"{self.top_groups} has no effect without groups; set groups, or remove it"
         elif groups > 1:
             least = -(-top_k // (experts // groups))
             if not least <= self.top_groups < groups:
@@ -133,10 +136,10 @@ class Moe:
 class Mla:
     """Multi-head latent attention (DeepSeek-AI 2024, V2, section 2.1); kv_rank = 0: ordinary attention.
 
-    q_rank, kv_rank: widths of the latents of queries (0: none) and of keys and values.
-    nope_dim, rope_dim: parts of a query's and key's head without and with rotary positions, the latter shared by all
-      heads of a key; their sum is head_dim.
-    v_dim: width of a value's head, at most head_dim.
+    q_rank, kv_rank: widths of the latent of queries (0: none) and of the latent of keys and values.
+    nope_dim, rope_dim: widths of the parts of a query or key head without and with rotary positions. Their sum is
+      head_dim. All key heads of a token share the rotary part.
+    v_dim: width of a value head, at most head_dim.
     """
 
     q_rank: int = 0
@@ -148,7 +151,7 @@ class Mla:
     def problems(self) -> Problems:
         if self.kv_rank == 0:
             for name, value in _changed(self):
-                yield name, f"{value} without latent attention; set model.mla.kv_rank as well, or remove it"
+                yield name, f"{value} has no effect without latent attention; set model.mla.kv_rank too, or remove it"
             return
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             if (value := getattr(self, name)) < 1:
@@ -159,7 +162,7 @@ class Mla:
             yield "rope_dim", f"is {self.rope_dim}; RoPE rotates pairs, so it must be even"
         if self.v_dim > self.nope_dim + self.rope_dim:
             found = f"{self.v_dim} is more than nope_dim + rope_dim = {self.nope_dim + self.rope_dim}"
-            yield "v_dim", f"{found}; values are attended in heads of that width, so use at most that"
+            yield "v_dim", f"{found}; value heads are padded to that width, so use at most that"
 
 
 def _changed(config: Any) -> Iterator[tuple[str, Any]]:
@@ -172,11 +175,11 @@ def _changed(config: Any) -> Iterator[tuple[str, Any]]:
 class Arch:
     """A decoder-only transformer of the Llama kind: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
 
-    sliding_window: a token attends to this many tokens, itself included; 0: to all earlier tokens.
+    sliding_window: number of tokens that a token attends to, including itself; 0: all earlier tokens.
     logit_softcap: final logits are logit_softcap * tanh(logits / logit_softcap), between -logit_softcap and
       +logit_softcap (Gemma Team 2024, Gemma 2, section 2); 0: no cap.
-    moe: experts in place of the feed-forward; d_ffn is then the width in the blocks before the first block with
-      experts.
+    moe: experts in place of the feed-forward; d_ffn is then the feed-forward width of the blocks before the first block
+      with experts.
     mla: latent attention in place of grouped-query attention.
 
     Shape letters used in the code: B batch, T tokens, D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn, V
@@ -200,12 +203,12 @@ class Arch:
     moe: Moe = field(default_factory=Moe)
     mla: Mla = field(default_factory=Mla)
 
-    # Fields that the first run files did not have. At their defaults they mean what there was before them, so they are
-    # no part of a run's identity (schema/run.py, LATER_SETTINGS).
+    # Fields that the first run files did not have. Their defaults mean the behavior from before the field, so fields at
+    # their defaults are not part of a run's identity (schema/run.py, LATER_SETTINGS).
     later_fields: ClassVar[tuple[str, ...]] = ("sliding_window", "logit_softcap", "moe", "mla")
-    # Matrices of one feed-forward: gate, up and down. The planner's shapes of other systems may have two (GELU).
+    # Matrices of one feed-forward: gate, up and down. Models of other systems, in the planner, may have two (GELU).
     ffn_matrices: ClassVar[int] = 3
-    # How often a token passes the head; the planner's shapes of other systems may predict several tokens.
+    # Times that a token passes the head. Models of other systems, in the planner, may predict several tokens.
     head_passes: ClassVar[int] = 1
 
     @property
@@ -250,7 +253,7 @@ class Arch:
         moe = self.moe
         if moe.d_expert == 0:
             width = max(self.d_ffn // max(moe.top_k, 1), 1)
-            why = f"d_ffn / top_k = {width}, with which a token takes the work of a dense model"
+            why = f"d_ffn / top_k = {width}, which costs a token as much as a dense model's feed-forward"
             yield "moe.d_expert", f"is 0: the width of one expert, at least 1; for example {why}"
         if moe.first_dense >= self.num_layers > 0:
             found = f"{moe.first_dense} of {self.num_layers} blocks are dense, so none has experts"
@@ -264,4 +267,4 @@ class Arch:
             found = f"is {self.num_kv_heads}; latent attention has keys for every head"
             yield "num_kv_heads", f"{found}: use num_heads = {self.num_heads}"
         if self.qk_norm:
-            yield "qk_norm", "is true, but latent attention norms its latents instead; set it to false"
+            yield "qk_norm", "is true, but latent attention normalizes its latents instead; set it to false"

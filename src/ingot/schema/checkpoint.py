@@ -1,6 +1,6 @@
-"""The manifest of one checkpoint folder, written last: a folder without a manifest was never a checkpoint.
+"""The manifest of one checkpoint folder. It is written last, so a folder without a manifest is not a checkpoint.
 
-A run of 16,384 ranks has millions of blocks, so facts shared by the blocks of a layout are stored once per layout.
+A run of 16,384 ranks has millions of blocks, so a layout of blocks that many tensors share is stored only once.
 """
 
 from base64 import b64decode, b64encode
@@ -12,12 +12,12 @@ import numpy as np
 
 
 def file_of(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of the checkpoint file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def key_of(name: str, offsets: Sequence[int]) -> str:
-    """Return a block's key in its file: the tensor's name, with the offset for a block of a larger tensor."""
+    """Return a block's key in its file: the tensor's name, followed by "@" and the offsets unless all are 0."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
@@ -27,7 +27,7 @@ def pack_crc32(checksums: Sequence[int]) -> str:
 
 
 def unpack_crc32(text: str) -> list[int]:
-    """Return the checksums in the text of `pack_crc32`. Raises ValueError for other text."""
+    """Return the checksums from a text that `pack_crc32` made. Raises ValueError for other text."""
     return np.frombuffer(b64decode(text, validate=True), "<u4").tolist()
 
 
@@ -41,8 +41,8 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBlock:
-    """A block of a tensor: stored under `key` in safetensors file `file`, at `offsets` in the whole tensor, with
-    `sizes`.
+    """A block of a tensor. file, key: its safetensors file, and its key there. offsets, sizes: its place in the whole
+    tensor.
     """
 
     file: str
@@ -53,10 +53,10 @@ class StoredBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """The division of tensors into blocks: block i starts at offsets[i] of the whole, has sizes[i] and is in the file
-    of ranks[i].
+    """The division of a tensor into blocks: block i starts at offsets[i] of the tensor, has the shape sizes[i] and is
+    in the file of rank ranks[i].
 
-    A parameter and its moments share one, and so do the layers of a pipeline stage whose blocks are alike.
+    Tensors that are divided alike share one BlockLayout: a parameter and its moments, or equal layers of a stage.
     """
 
     ranks: tuple[int, ...]
@@ -68,8 +68,8 @@ class BlockLayout:
 class TensorEntry:
     """A tensor of a checkpoint. cut: index of its BlockLayout in the manifest's `cuts`.
 
-    crc32: of each block's bytes, as base64 of little-endian uint32. The file's SHA-256 protects the data; these
-      checksums name the damaged tensor when the file's hash differs.
+    crc32: checksum of each block's bytes, as base64 of little-endian uint32. The file's SHA-256 protects the data; if
+      that hash differs, these checksums show which tensor is damaged.
     """
 
     dtype: str  # "float32", "bfloat16", ...
@@ -80,7 +80,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSegment:
-    """The samples consumed in steps first..last (inclusive): `file` below the run's ledger folder."""
+    """A file, in the run's ledger folder, of the samples consumed in the steps first_step..last_step (inclusive)."""
 
     file: str
     first_step: int
@@ -93,10 +93,11 @@ class CheckpointManifest:
     """The contents of a checkpoint.
 
     step: optimizer steps done. settings: RunConfig.training_settings(); config_sha256: their hash.
-    data_fingerprint: of the token manifest. tokens: consumed so far.
-    layout: mesh degrees at the time of writing, for people; loading does not depend on them.
-    world: the number of ranks that wrote it; the random states in their files are restored only for as many ranks.
-    rng: those states in hex, in checkpoints of version 1.
+    data_fingerprint: fingerprint of the token manifest. tokens: number of tokens consumed so far.
+    layout: mesh degrees at the time of writing, as information for people; loading does not depend on them.
+    world: the number of ranks that wrote the checkpoint. Their files contain random states, which are restored only on
+      the same number of ranks.
+    rng: the random states in hex, in checkpoints of version 1.
     """
 
     version: int = 2

@@ -1,8 +1,8 @@
-"""The hardware a run is planned for."""
+"""The hardware that a run is planned for."""
 
 from dataclasses import dataclass, field
 
-# Bandwidths, the units that they are often written in by mistake, and how to write them.
+# (bandwidth, the units that people write it in by mistake, an example of the right way)
 _UNITS = (
     ("memory_bandwidth", "GB or TB", "3.35 TB/s as 3.35e12"),
     ("link_bandwidth", "GB", "450 GB/s as 450e9 (one direction)"),
@@ -15,26 +15,26 @@ _UNITS = (
 class Cluster:
     """`nodes` x `devices_per_node` equal devices.
 
-    device: "tpu" can be planned for, but ingot's trainer does not run on it.
-    memory_bytes: of one device (of the machine, shared by its ranks, for "cpu").
-    peak_flops: dense matmul peak per device by dtype, FLOP/s; for "cpu" a measured figure (doctor --bench).
+    device: the planner accepts "tpu", but ingot's trainer does not run on TPUs.
+    memory_bytes: memory of one device; for "cpu", memory of the machine, which its ranks share.
+    peak_flops: dense matmul peak per device by dtype, FLOP/s; for "cpu" a measured rate (doctor --bench).
     op_seconds: measured time to launch one small operation.
-    step_overhead_seconds: measured per step, beyond the rest (collectives, loop).
-    runtime_bytes: memory of one process before the model (interpreter, libraries, device context).
-    device_name: as the driver prints it ("NVIDIA H200"), empty for "cpu".
-    matmul_efficiency: share of `peak_flops` that large matrix products reach; 1.0 where the peak itself was measured.
-    attention_efficiency: the same for attention (above 1 where the peak was measured on small products).
-    fragmentation: bytes that the allocator holds and cannot use, as a share of the live bytes.
+    step_overhead_seconds: measured time of a step that nothing else accounts for (collectives, training loop).
+    runtime_bytes: memory of one process before the model is built (interpreter, libraries, device context).
+    device_name: name as the driver prints it ("NVIDIA H200"), empty for "cpu".
+    matmul_efficiency: share of `peak_flops` that large matrix products reach; 1.0 if the peak itself was measured.
+    attention_efficiency: the same for attention (above 1 if the peak was measured on small products).
+    fragmentation: bytes that the allocator has reserved but cannot use, as a share of the live bytes.
     link_bandwidth, network_bandwidth: bytes/s of one device in one direction, inside a node and between nodes.
-    domain_devices: devices that fast links join, 72 in an NVL72 rack, a whole slice of TPUs; 0: those of a node.
-    link_seconds, network_seconds: latency of one message inside of the domain, and between domains.
+    domain_devices: number of devices that fast links join: 72 in an NVL72 rack, a whole slice of TPUs; 0: one node.
+    link_seconds, network_seconds: latency of one message inside the domain, and between domains.
     link_kind: "nvswitch" (all pairs at full rate), "pairs" (each pair has its own slower link), "pcie", "torus".
     network_kind: "infiniband", "ethernet" (RoCE), "dcn" (between slices of TPUs).
-    sharp: switches add up (NVLink SHARP inside of a domain): an all-reduce sends its data once.
-    host_bandwidth: bytes/s of one device to the host's memory. watts: power limit of one device.
+    sharp: switches do the additions (NVLink SHARP inside a domain), so each rank sends its data once per all-reduce.
+    host_bandwidth: bytes/s between one device and the host's memory. watts: power limit of one device.
     price_source: source and date of usd_per_hour.
-    resolution: relative error of the fitted figures on the shapes they were measured with; 0 for published ones.
-    measured: date of the calibration, empty for published figures.
+    resolution: relative error of fitted rates on the shapes that they were measured with; 0 for published rates.
+    measured: date of the calibration, empty for published rates.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Cluster:
     def domain(self) -> int:
         """The number of devices that fast links join.
 
-        Racks that the devices do not fill have equal parts of them: of 256 devices in racks of 72, each rack has 64.
+        If the devices do not fill whole racks, each rack has an equal part: of 256 devices in racks of 72, each has 64.
         """
         most, devices = self.domain_devices or self.devices_per_node, self.devices
         return most if devices <= most else next(size for size in range(most, 0, -1) if devices % size == 0)

@@ -6,11 +6,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class FunnelStage:
-    """One stage: how many documents came in and went out, and how many each rule dropped.
+    """One stage of the pipeline: how many documents came in and went out, and how many each rule dropped.
 
-    ran: exactly what ran ("lid.176.ftz, threshold 0.65", "word list, 42 words; no classifier"), so that the funnel
-      shows switched-off parts.
-    seconds: CPU seconds spent, summed over workers.
+    ran: the parts that really ran ("lid.176.ftz, threshold 0.65", "word list, 42 words; no classifier"), so that the
+      funnel shows which parts were switched off.
+    seconds: CPU seconds, summed over workers.
     """
 
     name: str
@@ -45,9 +45,9 @@ class LineagePart:
 class CorpusManifest:
     """The `corpus.json` of a corpus folder.
 
-    inputs: input name -> sha256, or another identity of a remote input. sources: input name -> source.
-    config_sha256: of the data recipe that was applied, and of the files that it names. recipe: its values.
-    dropped: the files of dropped documents; their `text_bytes` count the excerpts in them.
+    inputs: input name -> sha256, or another identity if the input is remote. sources: input name -> source.
+    config_sha256: hash of the applied data recipe and of the files that it names. recipe: the values of the recipe.
+    dropped: the files of dropped documents; their `text_bytes` count the excerpts that the files contain.
     """
 
     version: int = 1

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class Document:
     """The record that data stages pass on. Stages replace `text` and `language` and add to `notes`; all other fields
-    are origin.
+    describe where the document comes from.
 
-    id: 32 hex digits, a pure function of origin (`document_id`), so the same crawl always gives the same ids.
+    id: 32 hex digits, computed from file, record and URL (`document_id`), so the same crawl always gives the same ids.
     source: the name that mixing weights and evaluation use ("guide", "web", ...).
-    raw: the undecoded body until the extractor has made `text` of it; empty afterwards.
+    raw: the undecoded body, which the extractor turns into `text`; empty after that.
     content_type: media type of `raw`, lower case, without parameters ("text/html", "text/plain").
-    charset: from the HTTP header, lower case, or "".
+    charset: character encoding given by the HTTP header, lower case, or "".
     """
 
     id: str
@@ -31,8 +31,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The reason for which a document left the pipeline. `rule` is stable and dotted ("gopher.word_count"); `value`
-    is the measure.
+    """The reason why a document was dropped. rule: a stable, dotted name ("gopher.word_count"). value: the measured
+    value that broke the rule.
     """
 
     stage: str

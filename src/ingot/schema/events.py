@@ -2,34 +2,34 @@
 
 Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th optimizer step.
 
-  run_started    run, attempt, world_size, layout {axis: size, and where they divide something "ep": ranks, "context":
-                 "ring", "ulysses" or "usp, ulysses N"}, device, precision, parameters, flops_per_token, peak_flops
-                 (null: unknown), versions {..}, hardware {..}, from_step (0, or of the resumed checkpoint),
-                 config_sha256, data_fingerprint
+  run_started    run, attempt, world_size, layout {axis: size; with expert parallelism also "ep": ranks, with context
+                 parallelism also "context": "ring", "ulysses" or "usp, ulysses N"}, device, precision, parameters,
+                 flops_per_token, peak_flops (null: unknown), versions {..}, hardware {..}, from_step (step of the
+                 resumed checkpoint, or 0), config_sha256, data_fingerprint
   rank_started   rank, pid, host, attempt
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
-                 no experts), dropped, fallback (null: never)        one per log line
-  waits          step, steps, and for each use of a rank's time, data, pipeline, reading, computing, queued, blocked,
-                 {mean, least, most, rank}: seconds per step over ranks, and the rank with the most
-                 (telemetry/waits.py)                               one per log line
-  experts        step, steps (summed up), layers [..], by layer load_cv, max_load, min_load, dropped and fallback
-                 (null: never), entropy, loads [[..]] (null, but with a checkpoint)  one per log line,
-                 see telemetry/progress.py
-  skipped        steps [..]                                           whose updates were vetoed, if any, per log line
-  rolled_back    from_step, to_step                                   training goes on from the checkpoint of to_step
-  checkpoint     step, bytes, stall_seconds (in which nothing trains), path   after it was verified
-  checkpoint_refused  step, path, reason                              on load: damaged, the next older one is tried
+                 no experts), dropped, fallback (null: this model never does it)   one per log line
+  waits          step, steps (number covered), and for each use of a rank's time (data, pipeline, reading, computing,
+                 queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank with the most
+                 (telemetry/waits.py)                                one per log line
+  experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
+                 (null: this model never does it), entropy, loads [[..]] (null except at a checkpoint)
+                 (telemetry/progress.py)                             one per log line
+  skipped        steps [..] (steps whose updates were vetoed)         one per log line that has any
+  rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step
+  checkpoint     step, bytes, stall_seconds (training paused), path   after the checkpoint was verified
+  checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
-  fault          rank, cause, step (last seen), detected_by           a rank was lost, or an error ended the attempt
+  fault          rank, cause, step (last seen), detected_by         a rank was lost, or an error ended the attempt
   restart        attempt, of                                          the supervisor starts the job again
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
-  stopped        step, reason                                         on request, saved
+  stopped        step, reason                                         stopped on request after saving
   finished       step, tokens, seconds
-  setting_changed  key, old, new, step                                accepted by the user, for the steps after `step`
+  setting_changed  key, old, new, step                                the user accepted it; valid for steps after `step`
   exported       path, max_logit_difference
   stage          name, seconds, summary                               a stage of quickstart
 """

@@ -1,4 +1,4 @@
-"""A job that a launcher turns into processes: local today; a batch system reads the same four facts."""
+"""A job that a launcher starts as processes: today on this machine; a batch system would need the same four fields."""
 
 from dataclasses import dataclass, field
 

@@ -8,9 +8,9 @@ PipelineSchedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"
 ]
 TWO_STAGES = ("interleaved", "looped_bfs", "interleaved_zb", "zb_v", "dualpipe_v")
-# Schedules whose backward has two halves: gradients of the inputs first, those of the weights when there is time.
+# Schedules whose backward has two halves: gradients of the inputs first, gradients of the weights when there is time.
 SPLIT_BACKWARD = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
-# Rank r holds stages r and 2P-1-r: the data goes down the ranks and comes back up.
+# Rank r of P holds stages r and 2P-1-r: a forward passes all ranks from first to last, then from last to first.
 V_SHAPED = ("zb_v", "dualpipe_v")
 
 
@@ -18,36 +18,36 @@ V_SHAPED = ("zb_v", "dualpipe_v")
 class Parallel:
     """Degrees of the mesh axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. World size is their product.
 
-    cp: ranks that share the tokens of each sequence, and state as dp_shard's ranks do (not in canonical sums).
-      context: how attention sees all tokens: "ring" passes keys and values on (Liu et al. 2023), "ulysses" deals out
-      heads instead of tokens (Jacobs et al. 2023), "usp" does both in a grid (Fang & Zhao 2024) with `ulysses` ranks to
-      a row; 0: the best number. "auto": by heads, sequence and links (theory/context.py).
-      context_layout: which tokens the ranks of a ring have. zigzag: the r-th and the r-th last of 2n equal parts,
+    cp: ranks that share the tokens of each sequence. They also share model state, as the ranks of dp_shard do, unless
+      reduce = "canonical". context: how attention reaches all tokens: "ring" passes keys and values around (Liu et al.
+      2023), "ulysses" divides heads instead of tokens (Jacobs et al. 2023), "usp" does both in a grid (Fang & Zhao
+      2024) with `ulysses` ranks in a row; ulysses = 0: the fastest number. "auto": the fastest form for the heads,
+      sequence and links (theory/context.py).
+      context_layout: the tokens of rank r in a ring of n. zigzag: the r-th and the r-th last of 2n equal parts,
       striped: every n-th token, contiguous: the r-th of n parts. Only "ring" and "usp" have a ring; the ranks of
       "ulysses" have neighboring tokens, and "auto" may choose "ulysses".
     ep: ranks among which experts are divided. They are neighbors among the dp_shard x cp x tp ranks that share a copy
-      of the model; ep does not count in the world size. Groups of experts (model.moe.groups) keep a token's experts on
-      few of them (theory/rules/expert.py).
+      of the model; ep is not a factor of the world size. Groups of experts (model.moe.groups) keep a token's experts on
+      few of these ranks (theory/rules/expert.py).
 
-    dp_replicate: copies of the model that share each batch. dp_shard: ranks that share one copy, by `zero`:
-      1: optimizer state is split, 2: gradients too, 3: parameters too (FSDP2). "auto": 1 for models below 20M
+    dp_replicate: number of copies of the model, which divide each batch. dp_shard: ranks that share one copy. zero = 1
+      splits optimizer state among them, 2 also gradients, 3 also parameters (FSDP2); "auto": 1 for models below 20M
       parameters and in pipelines, else 3. dp_replicate with dp_shard = 1 is DDP; both above 1 is HSDP.
-    unit_layers: blocks gathered and reduced together, 0: all; "auto": all of models below 20M parameters, else 1.
-    prefetch: units gathered ahead of the unit in use.
+    unit_layers: blocks per unit, which is gathered and reduced as a whole; 0: all blocks; "auto": all blocks for models
+      below 20M parameters, else 1. prefetch: units gathered ahead of the unit in use.
     reshard: zero 3 frees a unit after its forward and gathers it again for the backward.
     grads: dtype in which gradients are kept and reduced. Bytes per parameter with bf16 weights: 16 with bf16 gradients,
-      18 with fp32 ones. zero 3 keeps shards of them in fp32 and no bf16 weights: 16 either way.
+      18 with fp32 gradients. zero 3 always needs 16: it keeps gradient shards in fp32, but no bf16 weights.
     reduce: "canonical" sums gradients of `virtual_ranks` equal parts of the batch in one fixed tree, so that 1, 2, 4..
       copies (dp_replicate) give the same bits.
-    sequence: with tp, norms and residuals are split along the sequence. async_tp: overlap tp's collectives with its
-      matrix products (GPUs with symmetric memory only).
-    schedule: of the pipeline. stages_per_rank: 0 means the number that the schedule needs. stage_layers: blocks of each
-      stage; empty means equal parts.
-    recompute: "full" keeps the input of a block only; "selective" keeps the results of matrix products and attention.
-      recompute_every: only every n-th block is recomputed.
-    offload: where optimizer state is kept and updated: "cpu" memory, or "nvme" files in `offload_folder`, a path that
-      starts at the run file if it is relative.
-      offload_parameters: with "cpu" and zero 3, parameters as well.
+    sequence: with tp, split norms and residuals along the sequence. async_tp: overlap tp's collectives with its matrix
+      products (only on GPUs with symmetric memory).
+    schedule: the pipeline schedule. stages_per_rank: 0: the number that the schedule needs. stage_layers: number of
+      blocks of each stage; empty: equal parts.
+    recompute: "full" keeps only the input of a block; "selective" also keeps the results of matrix products and
+      attention. recompute_every: recompute only every n-th block.
+    offload: where optimizer state is kept and updated: "cpu" memory, or "nvme" files in `offload_folder` (a relative
+      path starts at the folder of the run file). offload_parameters: with "cpu" and zero 3, offload parameters too.
     """
 
     dp_replicate: int = 1
@@ -78,7 +78,7 @@ class Parallel:
     offload_folder: str = ""
 
     def problems(self):
-        """Yield values that are wrong in any run; rules that depend on the rest of the run are in theory/rules."""
+        """Yield the values that are wrong in any run; rules that depend on the rest of the run are in theory/rules."""
         for name in ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "recompute_every"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
@@ -98,14 +98,16 @@ class Parallel:
 
     @property
     def token_ranks(self) -> int:
-        """The number of ranks of one pipeline and tensor position: their losses are of different tokens, and
-        gradients are their mean.
+        """The number of ranks that compute losses of different tokens with the same parameters: data_ranks x cp. The
+        gradient is the mean over these ranks.
         """
         return self.data_ranks * self.cp
 
     @property
     def shard_ranks(self) -> int:
-        """The number of ranks that divide the state of one copy of the model. A canonical sum divides nothing."""
+        """The number of ranks that divide the state of one copy of the model; with reduce = "canonical" cp ranks do
+        not divide it.
+        """
         return self.dp_shard * (1 if self.reduce == "canonical" else self.cp)
 
     @property
@@ -115,13 +117,13 @@ class Parallel:
 
     @property
     def ring(self) -> int:
-        """The number of ranks in a ring of context parallelism; `ulysses` is resolved (theory/layout.py)."""
+        """The number of ranks in a ring of context parallelism, after theory/layout.py has decided `ulysses`."""
         return self.cp // max(self.ulysses, 1)
 
     @property
     def context_form(self) -> str:
-        """The form as text: "ring", "ulysses" or "usp, ulysses 2"; "" without context parallelism. `ulysses` is
-        resolved.
+        """The form of context parallelism as text: "ring", "ulysses" or "usp, ulysses 2"; "" if cp is 1. Needs a
+        decided `ulysses`.
         """
         if self.cp == 1:
             return ""
@@ -129,7 +131,7 @@ class Parallel:
 
     @property
     def unit_blocks(self) -> int:
-        """The value of `unit_layers`, resolved (theory/layout.py)."""
+        """The value of `unit_layers`, which must not be "auto" any more (theory/layout.py decides it)."""
         assert self.unit_layers != "auto"
         return self.unit_layers
 

@@ -8,10 +8,11 @@ from ingot.schema.software import INGOT, Software
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """The traffic of one line of the mesh (an axis, or a view of it) in one optimizer step of the busiest rank.
+    """The traffic along one line of the mesh (an axis or several joined axes) in one optimizer step of the busiest
+    rank.
 
-    sent_bytes: by one rank. seconds: time of the traffic alone on its links. exposed_seconds: the part that a step
-      waits for. crosses: the line leaves the domain of fast links.
+    sent_bytes: bytes that one rank sends. seconds: time of the traffic if nothing else uses its links.
+      exposed_seconds: the part of that time that the step waits for. crosses: the line leaves the domain of fast links.
     """
 
     sent_bytes: float
@@ -22,16 +23,16 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """A whole run of a plan, failures included.
+    """The prediction for a whole run of a plan, with its failures.
 
-    days: wall-clock days. productive_days: days of steps alone. goodput: their ratio. failures: expected interruptions.
-    failures_per_node_day, restart_seconds: assumptions.
-    checkpoint_every_seconds: time between two checkpoints (Young, Daly). checkpoint_stall_seconds: time that a
-      checkpoint stops the steps.
-    device_hours: wall-clock time of all devices. storage_bytes: of all checkpoints kept.
-    spare_nodes: the number with which a failed node rarely waits for another.
-    read_bytes_per_second: of training data, by all loaders.
-    usd_by_kind: "devices", "spares", "storage", "egress".
+    days: wall-clock days. productive_days: the days without failures and checkpoints. goodput: productive_days / days.
+    failures: expected number of interruptions. failures_per_node_day, restart_seconds: assumed values.
+    checkpoint_every_seconds: time between two checkpoints (Young, Daly). checkpoint_stall_seconds: time for which a
+      checkpoint pauses the steps.
+    device_hours: wall-clock time summed over all devices. storage_bytes: size of all checkpoints kept at a time.
+    spare_nodes: number of spare nodes with which a failed node almost always finds a replacement at once.
+    read_bytes_per_second: rate at which all loaders together read training data.
+    usd_by_kind: cost of "devices", "spares", "storage", "egress".
     """
 
     days: float
@@ -53,18 +54,18 @@ class Outlook:
 class Plan:
     """A prediction of memory, time and cost.
 
-    memory_bytes: per rank, by kind: "weights", "gradients", "optimizer", "activations", "logits", "gathered",
-      "fragmentation", "runtime", and on a CPU "loader and buffers"; of the pipeline rank that holds the most.
-    stage_memory_bytes: the same for each pipeline rank. moments_bytes: the peak of that rank at "initialisation",
-      "first step", "steady state" and "save".
-    active_parameters: those that a token uses; all of a dense model, 0 in plans from before there were experts.
-    step_seconds, mfu: predicted; step_seconds is 0.0 when no rate is known, mfu is None on CPU.
-    step_seconds_low, step_seconds_high: the error band on published runs (80% of them).
-    mfu counts causal attention half; hfu also counts recomputation (theory/flops.py).
-    time_seconds: parts that sum to step_seconds. communication: by line. bubble: share of a step that pipeline ranks
-      wait.
-    formulas: quantity -> the formula with its numbers filled in.
-    warnings: notes for the user before starting.
+    memory_bytes: memory of the pipeline rank that needs the most, by kind: "weights", "gradients", "optimizer",
+      "activations", "logits", "gathered", "fragmentation", "runtime", and on a CPU "loader and buffers".
+    stage_memory_bytes: the same for each pipeline rank. moments_bytes: the peak of the rank that needs the most at
+      "initialisation", "first step", "steady state" and "save".
+    active_parameters: parameters that a token uses: all in a dense model; 0 in plans made before ingot had experts.
+    step_seconds, mfu: predictions; step_seconds is 0.0 if no rate is known, mfu is None on CPU.
+    step_seconds_low, step_seconds_high: error band, from the errors of predictions for published runs (80% of them).
+    mfu counts attention as causal (half of all pairs); hfu also counts recomputation (theory/flops.py).
+    time_seconds: parts that sum to step_seconds. communication: traffic by mesh line. bubble: share of a step in which
+      pipeline ranks wait.
+    formulas: quantity -> its formula with the numbers filled in.
+    warnings: notes for the user to read before the run.
     """
 
     version: int = 1

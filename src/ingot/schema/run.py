@@ -13,8 +13,8 @@ from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
 
-# Changing these settings leaves the experiment the same: paths, the split of the work, logging. The token stream itself
-# is compared by its fingerprint, so data paths may change.
+# Settings that can change without making another experiment: paths, the split of the work, logging. Data paths may
+# change because the token stream is compared by its fingerprint.
 FREE_SETTINGS = (
     "name",
     "data.tokens",
@@ -34,7 +34,7 @@ FREE_SETTINGS = (
 
 
 def _at_least(config, least: int, *names: str) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the fields `names` that are below `least`."""
+    """Yield a problem for each of the fields `names` whose value is below `least`."""
     for name in names:
         if getattr(config, name) < least:
             yield name, f"is {getattr(config, name)}, must be at least {least}"
@@ -44,10 +44,10 @@ def _at_least(config, least: int, *names: str) -> Iterator[tuple[str, str]]:
 class Data:
     """The data of a run.
 
-    tokens, heldout: token folders, tokenizer: a tokenizer.json; paths relative to the run file.
-    weights: source -> share of the samples; empty means natural shares.
+    tokens, heldout: token folders. tokenizer: a tokenizer.json. All paths are relative to the run file.
+    weights: source -> share of the samples; empty: in proportion to the sizes of the sources.
     mask_documents: attention does not cross document borders.
-    prefetch: batches that each rank reads ahead. More batches bridge longer pauses of the storage.
+    prefetch: batches that each rank reads ahead; more batches cover longer pauses of the storage.
     """
 
     tokens: str
@@ -66,12 +66,12 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Steps and batches. Batches count sequences of `seq_len` tokens: global_batch = micro_batch x accumulation x
-    data-parallel ranks.
+    """Steps and batches. A batch size is a number of sequences of `seq_len` tokens: global_batch = micro_batch x
+    accumulation x data-parallel ranks.
 
-    precision: of the computation; parameters are kept and updated in fp32 (fp64 for "fp64", which serves proofs). fp16
-      scales the loss dynamically. tf32: fp32 products on NVIDIA GPUs round their inputs to 10 bits of mantissa.
-    compile: blocks, one by one; in blocks with experts, attention and shared experts (parallel/apply.py).
+    precision: dtype of the computation; parameters are kept and updated in fp32 ("fp64": in fp64, for exact tests).
+      fp16 scales the loss dynamically. tf32: fp32 products on NVIDIA GPUs round their inputs to a 10-bit mantissa.
+    compile: torch.compile each block; in blocks with experts, only attention and shared experts (parallel/apply.py).
     """
 
     steps: int
@@ -91,7 +91,7 @@ class Train:
 class Optim:
     """The optimizer, AdamW (Loshchilov & Hutter 2019). Weight decay acts on matrices only.
 
-    clip_norm: largest global gradient norm; 0 switches clipping off.
+    clip_norm: global norm to which larger gradients are scaled down; 0: no clipping.
     """
 
     lr: float = 3e-3
@@ -113,9 +113,9 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate by step: linear warm-up, then cosine to `final_fraction` of the peak; or WSD.
+    """The learning rate by step: linear warm-up, then a cosine to `final_fraction` of the peak, or WSD.
 
-    WSD is stable after warm-up, then decays linearly to `final_fraction` over the last `decay_steps`.
+    WSD (warm-up, stable, decay): constant after warm-up, then linear to `final_fraction` over the last `decay_steps`.
     """
 
     kind: Literal["cosine", "wsd"] = "cosine"
@@ -131,7 +131,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When to save: every `every_steps` and at the end; the newest `keep` checkpoints stay."""
+    """Checkpoints: one every `every_steps` steps and one at the end. Only the newest `keep` are kept."""
 
     every_steps: int = 100
     keep: int = 3
@@ -142,7 +142,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Held-out bits per byte on at most `max_tokens`, and samples, every `every_steps` (0: only at the end)."""
+    """Evaluation every `every_steps` steps (0: only at the end): held-out bits per byte on at most `max_tokens` tokens,
+    and for each prompt a sample of `sample_tokens` tokens.
+    """
 
     every_steps: int = 0
     max_tokens: int = 200_000
@@ -156,9 +158,7 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """Logging. log_every: steps per log line; metrics stay on the device in between, and stop requests are read at
-    each line.
-    """
+    """Logging. log_every: steps per log line. Between two lines, metrics stay on the device and stop requests wait."""
 
     log_every: int = 10
 
@@ -168,8 +168,8 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Supervision of the job. max_restarts: restarts after a lost rank. timeout_seconds: a collective that waits
-    longer is a hung rank.
+    """Supervision of the job. max_restarts: number of restarts after lost ranks. timeout_seconds: if a collective waits
+    longer, a rank counts as hung.
     """
 
     max_restarts: int = 3
@@ -183,7 +183,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The price. usd_per_hour: of one GPU (or of the machine, on CPU) per hour. 0 means unknown, and no cost is
+    """The price. usd_per_hour: US dollars per hour of one GPU (on CPU: of the machine); 0: unknown, no cost is
     printed.
     """
 
@@ -197,9 +197,9 @@ class Cost:
 class RunConfig:
     """The settings of a run.
 
-    init: a Hugging Face model folder, relative to the run file, whose weights the run begins with; "": random weights.
-      It acts at step 0 only. Its path is a part of the experiment's identity, but its tensors are not hashed: other
-      weights at the same path start another experiment under the same identity.
+    init: a Hugging Face model folder, relative to the run file, whose weights the run starts from; "": random weights.
+      Only step 0 reads it. The path is part of the experiment's identity, but the tensors are not hashed: if the
+      weights at that path change, another experiment has the same identity.
     """
 
     name: str
@@ -244,7 +244,7 @@ class RunConfig:
     def training_settings(self) -> dict[str, Any]:
         """Return the settings that decide what is learned, flat: "optim.lr" -> 0.003.
 
-        They are all settings but FREE_SETTINGS, and but those of LATER_SETTINGS that are at their defaults.
+        They are all settings except FREE_SETTINGS, and except LATER_SETTINGS that are at their defaults.
         """
         return essential({k: v for k, v in _flat(to_dict(self)).items() if not k.startswith(FREE_SETTINGS)})
 
@@ -254,7 +254,7 @@ class RunConfig:
 
 
 def essential(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` (as of `training_settings`) without those of LATER_SETTINGS that are at their defaults."""
+    """Return flat settings (as in `training_settings`) without the LATER_SETTINGS that are at their defaults."""
     return {k: v for k, v in settings.items() if k not in LATER_SETTINGS or LATER_SETTINGS[k] != v}
 
 
@@ -263,7 +263,7 @@ def settings_sha256(settings: Mapping[str, Any]) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 0.003}} -> {"optim.lr": 0.003}"""
+    """Return nested values as a flat dict: {"optim": {"lr": 0.003}} -> {"optim.lr": 0.003}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -276,8 +276,8 @@ def _later_model_settings() -> dict[str, Any]:
     return {name: model[name] for name in Arch.later_fields}
 
 
-# Settings that were added after the first release: at their defaults they are no part of a run's identity, so that old
-# identities stay valid. Their defaults must not change, and must mean the behavior from before the setting.
+# Settings added after the first release. At their defaults they are not part of a run's identity, so that identities of
+# older runs stay valid. The defaults must never change, and must mean the behavior from before the setting.
 LATER_SETTINGS = {
     "init": "",
     **_flat(_later_model_settings(), "model."),

@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def accepted(self) -> Path:
-        """A file of the changes of the experiment that the user accepted with --accept-change, oldest first."""
+        """A file with the changes of settings that the user accepted with --accept-change, oldest first."""
         return self.root / "accepted-changes.json"
 
     @property

@@ -1,14 +1,13 @@
-"""Token shards on disk: the artifact between data and training.
+"""Token shards on disk: the files that `data` writes and training reads.
 
 A token folder holds `manifest.json` and, per shard NAME:
   NAME.tokens     little-endian uint16 or uint32; documents back to back, each followed by the EOT token
   NAME.blocks     32-byte SHA-256 digests, one per `block_bytes` of NAME.tokens (the last block may be short)
   NAME.documents  the document index: records of DOCUMENT_DTYPE, in order of `start`
   NAME.lineage.parquet  where each document comes from, in the same order; training does not need it
-Only the manifest is read at start; it carries the SHA-256 of .blocks, .documents and the lineage, so every byte is
-covered.
-Documents were shuffled at build: reading a shard in order is reading its source at random.
-A shard holds documents of one source.
+Only the manifest is read at start. It contains the SHA-256 of .blocks, .documents and the lineage, so every byte can be
+verified.
+A shard holds documents of one source, shuffled at build: reading a shard in order gives them in random order.
 """
 
 import json
@@ -27,8 +26,8 @@ DOCUMENT_DTYPE = [("start", "<u8"), ("tokens", "<u4"), ("id", "V16")]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One shard. `text_bytes` are the UTF-8 bytes that the tokens encode, EOT excluded. lineage_sha256: "" without
-    lineage.
+    """One shard. text_bytes: number of UTF-8 bytes that the tokens encode, EOT excluded. lineage_sha256: "" if there is
+    no lineage.
     """
 
     name: str
@@ -50,12 +49,12 @@ class TokenManifest:
     vocab_size: int
     eot_id: int
     tokenizer_sha256: str
-    corpus_sha256: str  # of the corpus.json that was encoded: the way back to the crawl
+    corpus_sha256: str  # hash of the corpus.json that was encoded, which leads back to the crawl
     split: str  # "train" or "heldout"
     block_bytes: int
-    seed: int  # of the shuffle at build
-    heldout_fraction: float = 0.0  # of the documents; 0: not recorded
-    shard_bytes: int = 0  # largest size asked for; 0: not recorded
+    seed: int  # seed of the shuffle at build
+    heldout_fraction: float = 0.0  # share of the documents that are held out; 0: not recorded
+    shard_bytes: int = 0  # requested limit of a shard's size; 0: not recorded
     shards: tuple[Shard, ...]
 
     def problems(self):
@@ -83,10 +82,10 @@ class TokenManifest:
         return tuple(sorted({s.source for s in self.shards}))
 
     def fingerprint(self) -> str:
-        """Return the identity of the token stream, of which the order of samples is a function. Lineage is no part
-        of it.
+        """Return a hash of the manifest without lineage. It identifies the token stream: equal fingerprints give the
+        same order of samples.
         """
-        # The same as to_dict, but ten times faster for 10,000 shards: both classes are flat and hold no None.
+        # Same result as to_dict, but ten times faster for 10,000 shards: both classes are flat and contain no None.
         shards = [{k: v for k, v in vars(shard).items() if k != "lineage_sha256"} for shard in self.shards]
         values = vars(self) | {"shards": shards}
         return sha256_bytes(canonical_json(values).encode())
@@ -107,10 +106,10 @@ def training_tokens(folder: Path) -> Path:
 
 
 def read_token_manifest(folder: Path) -> TokenManifest:
-    """Return the manifest of a token folder; nothing else is read.
+    """Return the manifest of a token folder without reading anything else.
 
-    Raises DataMissing when the folder is no token folder, DataError when it is damaged: shards without manifest, or a
-    broken manifest.
+    Raises DataMissing if the folder is not a token folder, and DataError if it is damaged: if it has shards without a
+    manifest, or a broken manifest.
     """
     path = folder / MANIFEST
     fix = "build it with: ingot data build FILES... --out DIR"
@@ -123,7 +122,7 @@ def read_token_manifest(folder: Path) -> TokenManifest:
         raise kind(
             "E-TOKENS-UNFINISHED" if kind is DataError else "E-TOKENS-MISSING",
             f"{folder} is not a token folder: no {MANIFEST}",
-            rule="the manifest is written last, so a folder without it was never finished",
+            rule="the manifest is written last, so a folder without a manifest was never finished",
             fix=fix,
             folder=str(folder),
         ) from None
@@ -139,7 +138,7 @@ def read_token_manifest(folder: Path) -> TokenManifest:
         return token_manifest_from_dict(values, str(path))
     except ConfigError as error:
         raise DataError(
-            "E-TOKENS-MANIFEST", error.found, rule="a token manifest is not edited by hand", fix=fix, path=str(path)
+            "E-TOKENS-MANIFEST", error.found, rule="ingot writes this file; do not edit it", fix=fix, path=str(path)
         ) from None
 
 

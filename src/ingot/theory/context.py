@@ -1,17 +1,17 @@
-"""Context parallelism in numbers: the tokens of a rank, its causal work, what it sends, and the form that suits a run.
+"""Context parallelism in numbers: a rank's tokens, its causal work and its traffic, and the fastest form for a run.
 
 Shape letters: B micro-batch, T tokens of a sequence, N query heads and G key/value heads of one tensor-parallel rank, H
   head_dim. cp ranks are a grid of `ring` x `ulysses` (Fang & Zhao 2024): index on cp = ring index x ulysses + ulysses
-  index. e: bytes of a number in the compute precision, w: bytes of a sum, at least 4.
+  index. e: bytes of a number in the compute precision, w: bytes of a number in a sum, at least 4.
 
-What one rank exchanges in one layer for one micro-batch (parallel/ring.py, parallel/context.py):
+The traffic of one rank in one layer for one micro-batch (parallel/ring.py, parallel/context.py):
 
-    Ulysses  forward: two all-to-alls, queries, keys and values in one, results in the other; backward the same for
-             their gradients. Each takes B·T/cp·H·e bytes per head, (ulysses-1)/ulysses of them for other ranks. Keys
+    Ulysses  forward: two all-to-alls, one for queries, keys and values, one for the results; backward: the same for
+             their gradients. Each has B·T/cp·H·e bytes per head, (ulysses-1)/ulysses of them for other ranks. Keys
              and values are repeated until the degree divides their heads.
-    ring     forward: `ring`-1 messages, keys and values together. Backward: keys and values go round again, and their
-             gradients one rank later, in w bytes: 2·(ring-1) messages. After the all-to-all a rank has G/ulysses heads
-             of T/ring tokens. A sliding window ends the ring earlier (`ring_steps`).
+    ring     forward: `ring`-1 messages, keys and values together. Backward: keys and values are sent around again,
+             and their gradients (w bytes per number) one rank later: 2·(ring-1) messages. After the all-to-all a rank
+             has G/ulysses heads of T/ring tokens. A sliding window ends the ring earlier (`ring_steps`).
 """
 
 import math
@@ -25,34 +25,34 @@ from ingot.schema.run import Train
 from ingot.theory.params import COMPUTE_BYTES
 from ingot.units import format_bytes, format_seconds
 
-# A backward has five products of the size of the forward's two: scores again, and the gradients of scores, queries,
-# keys and values.
+# The forward has two matrix products; the backward has five of the same size: scores again, and the gradients of
+# scores, queries, keys and values.
 BACKWARD_TO_FORWARD = 2.5
 
-Segments = tuple[range, ...]  # ascending positions
+Segments = tuple[range, ...]  # ranges of positions in a sequence, ascending
 
 
 def token_multiple(parallel: Parallel) -> int:
-    """Return the number that must divide the sequence length, so that all ranks have equal parts.
+    """Return the number that must divide the sequence length so that all ranks have equal parts.
 
-    The ranks are those of cp, and of tp with `sequence`. `parallel` is resolved.
+    The ranks are those of cp, and with `sequence` also those of tp. `parallel` must have no "auto".
     """
     halves = 2 * parallel.ring if parallel.context_layout == "zigzag" and parallel.ring > 1 else 1
     return math.lcm(halves, parallel.cp * (parallel.tp if parallel.sequence else 1))
 
 
 def ring_positions(parallel: Parallel, ring_index: int, tokens: int) -> Segments:
-    """Return the positions of the tokens at one place of the ring, which its `ulysses` ranks share.
+    """Return the positions of the tokens at index `ring_index` of the ring, which the `ulysses` ranks there share.
 
-    zigzag: the r-th and the r-th last of 2n equal parts; striped: every n-th token; contiguous: the r-th of n parts.
-      Raises ConfigError for a sequence length that cannot be divided.
+    For index r of n: zigzag: the r-th and the r-th last of 2n equal parts; striped: every n-th token; contiguous: the
+      r-th of n parts. tokens: length of the sequence. Raises ConfigError if it cannot be divided.
     """
     ring, layout = parallel.ring, parallel.context_layout
     if tokens % token_multiple(replace(parallel, tp=1)):
         raise ConfigError(
             "E-SEQUENCE-UNEVEN",
-            f"sequences of {tokens} tokens for context parallelism over {parallel.cp} ranks in {layout} layout",
-            rule="every rank has equally many tokens of a sequence, in zigzag layout in two equal parts",
+            f"sequences of {tokens} tokens cannot be divided among {parallel.cp} ranks of cp in {layout} layout",
+            rule="every rank has the same number of tokens of a sequence, with zigzag in two equal parts",
             fix=f"use a multiple of {token_multiple(replace(parallel, tp=1))} tokens",
             tokens=tokens,
             cp=parallel.cp,
@@ -68,7 +68,9 @@ def ring_positions(parallel: Parallel, ring_index: int, tokens: int) -> Segments
 
 
 def rank_positions(parallel: Parallel, index: int, tokens: int) -> Segments:
-    """Return the positions of the tokens of rank `index` on cp: a contiguous part of its place of the ring."""
+    """Return the positions of the tokens of the rank with index `index` on cp: a contiguous part of the tokens at its
+    ring index.
+    """
     ulysses = parallel.cp // parallel.ring
     place, part = divmod(index, ulysses)
     own, start = tokens // parallel.cp, part * (tokens // parallel.cp)
@@ -81,9 +83,9 @@ def rank_positions(parallel: Parallel, index: int, tokens: int) -> Segments:
 
 
 def seen_pairs(positions: Segments, window: int = 0) -> int:
-    """Return the number of query-key pairs of queries at `positions`.
+    """Return the number of query-key pairs of the queries at `positions` under a causal mask.
 
-    Each query sees itself and all tokens before it, or the last `window` tokens.
+    The keys of a query are its own token and all tokens before it, or only the last `window` of these.
     """
     total = 0
     for segment in positions:
@@ -94,28 +96,29 @@ def seen_pairs(positions: Segments, window: int = 0) -> int:
 
 
 def imbalance(parallel: Parallel, tokens: int, window: int = 0) -> float:
-    """Return the most pairs that a place of the ring has, divided by the mean: 1 is perfect balance."""
+    """Return the query-key pairs of the ring index that has the most, divided by the mean: 1 is perfect balance."""
     pairs = [seen_pairs(ring_positions(parallel, r, tokens), window) for r in range(parallel.ring)]
     return max(pairs) * len(pairs) / sum(pairs)
 
 
 def ring_steps(parallel: Parallel, tokens: int, window: int = 0) -> int:
-    """Return the number of ring steps in which some rank has keys to see, the first step (own keys) included.
+    """Return the number of ring steps in which at least one rank has unmasked keys, including the first step (own
+    keys).
 
-    A window ends the ring early only in the contiguous layout. In other layouts the keys of the last step are next to a
-    rank's own tokens (zigzag), or no further away than the ring has places (striped).
+    A window ends the ring early only in the contiguous layout. In other layouts the keys of the last step are close to
+    a rank's own tokens: next to them (zigzag), or within as many positions as the ring has ranks (striped).
     """
     if window == 0 or parallel.context_layout != "contiguous":
         return parallel.ring
     part = tokens // parallel.ring
-    return min(1 + -(-(window - 1) // part), parallel.ring)  # a part's first token sees window - 1 before it
+    return min(1 + -(-(window - 1) // part), parallel.ring)  # a part's first token has window - 1 keys before it
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Messages or all-to-alls of one rank in one layer for one micro-batch: their number and the bytes of all together.
+    """The number and total bytes of the messages or all-to-alls of one rank in one layer for one micro-batch.
 
-    Bytes of messages are all sent; of the bytes of an all-to-all, a rank keeps its own part.
+    All bytes of messages are sent. The bytes of all-to-alls include the part that a rank keeps.
     """
 
     forward_calls: int
@@ -125,12 +128,12 @@ class Volume:
 
 
 def local_heads(arch: Arch, parallel: Parallel) -> tuple[int, int]:
-    """Return the query and key/value heads of a tensor-parallel rank, at least one key/value head."""
+    """Return the number of query heads and of key/value heads (at least 1) of a tensor-parallel rank."""
     return arch.num_heads // parallel.tp, max(arch.num_kv_heads // parallel.tp, 1)
 
 
 def ulysses_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
-    """Return the volume of Ulysses' all-to-alls, own parts included."""
+    """Return the number and bytes of Ulysses' all-to-alls, including the part that a rank keeps."""
     degree = parallel.cp // parallel.ring
     if degree == 1:
         return Volume(0, 0.0, 0, 0.0)
@@ -141,7 +144,7 @@ def ulysses_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
 
 
 def ring_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
-    """Return the volume of messages to the next rank of the ring."""
+    """Return the number and bytes of messages to the next rank of the ring."""
     ring, degree = parallel.ring, parallel.cp // parallel.ring
     heads = math.lcm(local_heads(arch, parallel)[1], degree) // degree
     numbers = 2 * train.micro_batch * heads * (train.seq_len // ring) * arch.head_dim
@@ -152,12 +155,12 @@ def ring_bytes(arch: Arch, train: Train, parallel: Parallel) -> Volume:
 
 @dataclass(frozen=True)
 class Links:
-    """The rates that "auto" assumes. inside, across: bytes/s that a rank sends within a node and between nodes. flops:
+    """The rates that "auto" assumes. inside, across: bytes/s that a rank sends inside a node and between nodes. flops:
     FLOP/s of attention. memory: bytes/s of the device's memory.
 
-    The default is a node of eight H100: 450 GB/s of NVLink in one direction and 400 Gbit/s of network per GPU, half of
-      the dense bf16 peak of 989 TFLOP/s, which attention kernels reach, and 3.35 TB/s of memory. The figures are fixed,
-      so that all ranks choose alike.
+    The defaults are those of a node of eight H100: per GPU 450 GB/s of NVLink in one direction, 400 Gbit/s of network,
+      half of the dense bf16 peak of 989 TFLOP/s, which attention kernels reach, and 3.35 TB/s of memory. They are fixed
+      so that all ranks choose the same form.
     """
 
     ranks_per_node: int = 8
@@ -167,7 +170,7 @@ class Links:
     memory: float = 3.35e12
 
     def rate(self, span: int) -> float:
-        """Return bytes/s of a rank in a group that spans `span` neighboring ranks."""
+        """Return the bytes/s that a rank sends in a group that spans `span` neighboring ranks."""
         return self.inside if span <= self.ranks_per_node else self.across
 
 
@@ -176,11 +179,11 @@ H100_NODES = Links()
 
 @dataclass(frozen=True)
 class ContextCost:
-    """Seconds of one layer and micro-batch, forward and backward.
+    """The seconds that context parallelism takes in one layer for one micro-batch, forward and backward.
 
-    all_to_all: time of all-to-alls, which nothing hides. sending, computing: time of the ring's messages, and of the
-      attention that hides them. waiting: the part of the messages that attention does not hide. merging: each ring step
-      reads and writes sums of results and gradients, which attention in one piece does not have.
+    all_to_all: time of all-to-alls, which nothing overlaps. sending, computing: time of the ring's messages, and of the
+      attention that overlaps them. waiting: the part of `sending` that attention does not hide. merging: time in which
+      ring steps read and write sums of results and gradients, which attention without a ring does not need.
     """
 
     ulysses: int
@@ -192,17 +195,17 @@ class ContextCost:
 
     @property
     def added(self) -> float:
-        """Seconds by which the layer exceeds attention alone."""
+        """The seconds that context parallelism adds to the layer's attention."""
         return self.all_to_all + self.waiting + self.merging
 
 
 def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, links: Links = H100_NODES) -> ContextCost:
-    """Return the cost of a grid with `ulysses` ranks per row."""
+    """Return the cost of context parallelism in a grid with `ulysses` ranks per row."""
     grid = replace(parallel, ulysses=ulysses)
     ring, dealt = ring_bytes(arch, train, grid), ulysses_bytes(arch, train, grid)
     moved = (dealt.forward + dealt.backward) * (ulysses - 1) / ulysses
     rate = links.rate(parallel.cp * parallel.tp)
-    # Pairs of an even share: the layout decides the imbalance, which is the same for all grids.
+    # The mean number of pairs per ring index: the imbalance depends only on the layout, which is equal for all grids.
     pairs = seen_pairs((range(train.seq_len),), arch.sliding_window) / grid.ring
     queries, keys = (heads / ulysses for heads in local_heads(arch, parallel))
     product = 4 * train.micro_batch * queries * arch.head_dim * pairs
@@ -210,7 +213,7 @@ def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, lin
     forward = product / links.flops * sent / (sent + 1)
     backward = BACKWARD_TO_FORWARD * forward
     waiting = max(ring.forward / rate - forward, 0.0) + max(ring.backward / rate - backward, 0.0)
-    # Results and gradients of queries, keys and values: a sum is read and written, and its new term is read.
+    # For results and gradients of queries, keys and values, a sum is read and written, and its new term is read.
     narrow = COMPUTE_BYTES[train.precision]
     rows = train.micro_batch * train.seq_len / grid.ring * arch.head_dim
     touched = sent * 2 * (queries + max(keys, 1)) * rows * (2 * max(narrow, 4) + narrow)
@@ -225,7 +228,7 @@ def context_cost(arch: Arch, train: Train, parallel: Parallel, ulysses: int, lin
 
 
 def legal_ulysses(arch: Arch, parallel: Parallel) -> list[int]:
-    """Return the degrees that divide both cp and the query heads of a tensor-parallel rank."""
+    """Return the possible degrees of Ulysses: those that divide cp and the query heads of a tensor-parallel rank."""
     heads = local_heads(arch, parallel)[0]
     return [u for u in range(1, parallel.cp + 1) if parallel.cp % u == 0 and heads % u == 0]
 
@@ -233,8 +236,9 @@ def legal_ulysses(arch: Arch, parallel: Parallel) -> list[int]:
 def resolve_context(arch: Arch, train: Train, parallel: Parallel, links: Links = H100_NODES) -> Parallel:
     """Return `parallel` with `context` and `ulysses` decided.
 
-    Where the run leaves them open, the form that adds least to a layer's time wins; of equal forms, the larger degree,
-    whose matrix products are larger. "usp" without a degree becomes a true grid if there is a legal one.
+    If the run leaves them open, this chooses the form that adds the least to a layer's time; of equal forms, the one
+    with the larger `ulysses`, because its matrix products are larger. For "usp" without a degree it chooses a grid with
+    1 < ulysses < cp if there is a legal one.
     """
     if parallel.context == "ring":
         return replace(parallel, ulysses=1)
@@ -255,8 +259,8 @@ def resolve_context(arch: Arch, train: Train, parallel: Parallel, links: Links =
 
 
 def explain_context(arch: Arch, train: Train, parallel: Parallel, links: Links = H100_NODES) -> str:
-    """Return one sentence: the form of context parallelism that `parallel` has or gets, and its cost next to other
-    forms.
+    """Return one sentence with the form of context parallelism that `parallel` has (or that "auto" chooses), its cost
+    and the cost of other forms.
     """
     chosen = resolve_context(arch, train, parallel, links)
     cost = context_cost(arch, train, parallel, chosen.ulysses, links)
@@ -286,7 +290,7 @@ def _ms(seconds: float) -> str:
 
 
 def _spent(arch: Arch, train: Train, parallel: Parallel, cost: ContextCost) -> str:
-    """Return what is sent, and how long it takes."""
+    """Return the bytes that a rank sends and the time that they take, as text."""
     parts, ring, dealt = [], ring_bytes(arch, train, parallel), ulysses_bytes(arch, train, parallel)
     if dealt.forward:
         sent = (dealt.forward + dealt.backward) * (cost.ulysses - 1) / cost.ulysses

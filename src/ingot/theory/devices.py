@@ -1,7 +1,7 @@
 """Accelerators by name: published peaks, memory, links and prices (devices.toml), and clusters of them.
 
-Peaks are dense, at the full power limit: the denominator of MFU. A card with a lower limit cannot reach its peak, which
-  stays visible in the MFU.
+Peaks are dense rates at the full power limit, and the denominator of MFU. A card with a lower power limit cannot reach
+  its peak, so its MFU is lower.
 """
 
 import re
@@ -14,19 +14,19 @@ from ingot.config import from_dict
 from ingot.schema.cluster import Cluster
 from ingot.units import parse_bytes
 
-# A process on a GPU before its model: device context, cuBLAS workspaces, NCCL buffers. 1-5 GB are reported.
+# Memory of a process on a GPU before its model: device context, cuBLAS workspaces, NCCL buffers. Reports say 1-5 GB.
 _RUNTIME_BYTES = 2 * 1024**3
 # Caching allocators lose 5-10% to fragmentation.
 _FRAGMENTATION = 0.08
 # Time between two kernels that Python launches one by one.
 _LAUNCH_SECONDS = 6e-6
-# Latency of one message, the library's own work included: over fast links, and through network cards.
+# Latency of one message, including the library's own work: over fast links, and through network cards.
 _LINK_SECONDS, _NETWORK_SECONDS = 3e-6, 8e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One entry of devices.toml, which documents its fields. key: the entry's name."""
+    """An entry of devices.toml; the fields are documented in that file. key: the entry's name."""
 
     key: str = ""
     device_name: str
@@ -55,14 +55,14 @@ class Device:
 
     @property
     def peaks(self) -> dict[str, float]:
-        """FLOP/s by dtype, where known."""
+        """The dense peak in FLOP/s of each dtype whose peak is known."""
         tera = {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8, "fp4": self.fp4, "fp32": self.fp32}
         return {dtype: rate * 1e12 for dtype, rate in tera.items() if rate}
 
 
 @cache
 def devices() -> dict[str, Device]:
-    """Return all devices by short name, like "h100"."""
+    """Return all devices by their short names, such as "h100"."""
     text = resources.files("ingot.theory").joinpath("devices.toml").read_text(encoding="utf-8")
     return {
         key: from_dict(Device, {"key": key, **values}, where=lambda name: f"devices.toml ({name})")
@@ -71,10 +71,10 @@ def devices() -> dict[str, Device]:
 
 
 def find_device(device_name: str) -> Device | None:
-    """Return the device whose words are all in `device_name`, the name that the driver prints ("NVIDIA H100 80GB
+    """Return the device whose words all occur in `device_name`, the name that the driver prints ("NVIDIA H100 80GB
     HBM3").
 
-    Of several, the device with the longest words wins. None for an unknown device and for a MIG slice of a card.
+    If several match, the device with the longest words is returned. None for an unknown device or a MIG slice.
     """
     name = device_name.lower()
     if " mig " in f" {name} ":
@@ -84,19 +84,19 @@ def find_device(device_name: str) -> Device | None:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the dense peak of one device in FLOP/s, or None if it is not published here.
+    """Return the dense peak of one device in FLOP/s, or None if devices.toml does not have it.
 
-    dtype: "bf16", "fp16", "fp8", "fp4" or "fp32". None must be shown as "MFU n/a", never replaced by a guess.
+    dtype: "bf16", "fp16", "fp8", "fp4" or "fp32". Show None as "MFU n/a", and never replace it by a guess.
     """
     device = find_device(device_name)
     return device.peaks.get(dtype) if device else None
 
 
 def cluster_of(device: Device, count: int, *, name: str, per_node: int = 0, domain: int = 0) -> Cluster:
-    """Return a cluster of `count` devices in nodes of `per_node` (0: as published), with published rates.
+    """Return a cluster of `count` devices with the published rates of `device`.
 
-    Nodes are whole: `count` is a multiple of `per_node`, or at most `per_node`. domain: devices that fast links join;
-      0: as published.
+    per_node: devices per node; 0: the published number. `count` must be a multiple of it, or at most `per_node`.
+    domain: number of devices that fast links join; 0: the published number.
     """
     per_node = min(per_node or device.node, count)
     tpu = device.device == "tpu"

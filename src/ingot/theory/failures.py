@@ -1,7 +1,7 @@
 """Failures of a job on many nodes: how often the job stops, how often to save, and what share of the time is useful.
 
-    M  mean time to failure of the whole job       R  from a failure until steps go on, lost work left out
-    w  time that one checkpoint stops the steps    t  time of steps between two checkpoints
+    M  mean time to failure of the whole job         R  time from a failure until steps continue, without lost work
+    w  time for which a checkpoint pauses the steps  t  time of steps between two checkpoints
 
 Failures are assumed to be independent, at a constant rate (exponential times between failures). All times are in
 seconds. Sources: Young 1974 (Communications of the ACM 17, 530); Daly 2006 (Future Generation Computer Systems 22,
@@ -15,23 +15,23 @@ from ingot.errors import ConfigError
 from ingot.theory.memory import Term
 
 DAY_SECONDS = 86_400
-# The sum of first-order losses approximates the total loss while it is small; from a half on it is wrong.
+# The sum of first-order losses is a good approximation only while it is small; above this it is not used.
 FIRST_ORDER_LIMIT = 0.5
 
 
 @dataclass(frozen=True)
 class FailureRate:
-    """The published rate of events that stop a job, per node and day."""
+    """A published rate of failures that stop a job, per node per day. source: the publication and its data."""
 
     per_node_day: float
     devices_per_node: int
     source: str
 
     def of_nodes_with(self, devices: int) -> float:
-        """Return the rate per day of a node with `devices` devices, in proportion to their number.
+        """Return the rate per day of a node with `devices` devices, in proportion to that number.
 
-        Most failures are those of devices and of the parts next to each device (59-64% GPU and its memory in Llama 3's
-        table 5).
+        Most failures are failures of devices and of the parts around each device (59-64% are GPUs and their memory in
+        Llama 3's table 5).
         """
         return self.per_node_day * devices / self.devices_per_node
 
@@ -46,18 +46,18 @@ PUBLISHED_RATES = {
 
 
 def job_mttf_seconds(nodes: int, failures_per_node_day: float) -> float:
-    """Return the mean time to failure of a job that any node's failure stops; infinity for a rate of 0."""
+    """Return the mean time to failure, in seconds, of a job that stops if any node fails; infinity for a rate of 0."""
     daily = nodes * failures_per_node_day
     return DAY_SECONDS / daily if daily else math.inf
 
 
 def young_interval(mttf: float, stall: float) -> float:
-    """Return sqrt(2 w M), which minimizes w/t + t/2M (Young 1974)."""
+    """Return the checkpoint interval sqrt(2 w M), which minimizes the lost share w/t + t/2M (Young 1974)."""
     return math.sqrt(2 * stall * mttf)
 
 
 def daly_interval(mttf: float, stall: float) -> float:
-    """Return the best interval with higher orders (Daly 2006, eq. 37); M where a checkpoint takes 2M or more."""
+    """Return the best checkpoint interval to higher order (Daly 2006, eq. 37); M if a checkpoint takes 2M or more."""
     if math.isinf(mttf):
         return math.inf
     if stall >= 2 * mttf:
@@ -67,7 +67,7 @@ def daly_interval(mttf: float, stall: float) -> float:
 
 
 def first_order_overhead(mttf: float, stall: float, interval: float, restart: float = 0.0) -> float:
-    """Return w/t + t/2M + R/M: the time lost per time of steps, valid while losses are small."""
+    """Return w/t + t/2M + R/M: lost time per time of steps. The formula is valid only while losses are small."""
     return stall / interval + interval / (2 * mttf) + restart / mttf
 
 
@@ -75,7 +75,7 @@ def ettr(mttf: float, stall: float, interval: float, restart: float) -> float:
     """Return the expected effective training time ratio, (1 - (R + t/2)/M) / (1 + w/t), with 1/M = nodes x rate
     (Kokolis et al. 2025).
 
-    The ratio is of the first order in 1/M, and below 0 where a job fails faster than it restarts.
+    The formula is of first order in 1/M. It is negative if a job fails faster than it restarts.
     """
     return (1 - (restart + interval / 2) / mttf) / (1 + stall / interval)
 
@@ -83,29 +83,28 @@ def ettr(mttf: float, stall: float, interval: float, restart: float) -> float:
 def renewal_ettr(mttf: float, stall: float, interval: float, restart: float) -> float:
     """Return t / (M e^(R/M) (e^((t+w)/M) - 1)): the effective training time ratio without approximation.
 
-    Daly 2006: the expected time of a segment that is repeated until it succeeds, if failures also hit restarts and
-      checkpoints.
+    Source: Daly 2006. The denominator is the expected time of a segment that is repeated until it succeeds, if failures
+      can also happen during restarts and checkpoints.
     """
     if math.isinf(mttf):
         return interval / (interval + stall)
     exponent = (restart + interval + stall) / mttf
-    if exponent > 700:  # e to it is no longer a number; the share is 0 to 300 digits
+    if exponent > 700:  # e**exponent exceeds a float; the ratio is below 1e-300
         return 0.0
     return interval / (mttf * math.exp(restart / mttf) * math.expm1((interval + stall) / mttf))
 
 
 def goodput(mttf: float, stall: float, interval: float, restart: float) -> Term:
-    """Return the productive share of wall-clock time (renewal_ettr), with the published approximation in its formula.
+    """Return the productive share of wall-clock time (renewal_ettr). The formula also has the published approximation.
 
-    The exact form serves all rates: the approximation falls to 0 and below where the job still advances, and a switch
-      between the two would let goodput rise with the rate of failures. Raises ConfigError for an interval that is not
-      positive.
+    The exact form is used for all rates: the approximation reaches 0 while the job still advances, and a switch between
+      the two would make goodput rise with the failure rate. Raises ConfigError if the interval is not positive.
     """
     if not interval > 0:
         raise ConfigError(
             "E-CHECKPOINT-INTERVAL",
-            f"a checkpoint every {interval} s",
-            rule="the time between checkpoints is positive",
+            f"the time between two checkpoints is {interval} s",
+            rule="the time between two checkpoints is above 0",
             fix="set a positive number of seconds or steps between two checkpoints",
             seconds=float(interval),
         )
@@ -123,7 +122,7 @@ def goodput(mttf: float, stall: float, interval: float, restart: float) -> Term:
 
 
 def poisson_quantile(mean: float, probability: float) -> int:
-    """Return the least k with P(X <= k) >= probability."""
+    """Return the smallest k with P(X <= k) >= probability, for a Poisson distributed X."""
     if mean <= 0:
         return 0
     total, k = math.exp(-mean), 0
@@ -134,7 +133,7 @@ def poisson_quantile(mean: float, probability: float) -> int:
 
 
 def spare_nodes(nodes: int, failures_per_node_day: float, repair_days: float, probability: float = 0.99) -> Term:
-    """Return how many spare nodes let a failed node find a replacement with this probability.
+    """Return how many spare nodes are needed for a failed node to find a replacement with this probability.
 
     The number of nodes in repair is Poisson distributed with mean nodes x rate x repair time, for any distribution of
     repair times (Palm's theorem).

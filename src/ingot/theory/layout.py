@@ -1,6 +1,6 @@
-"""The way a layout divides a model: what "auto" means, which blocks a stage has, which parameters a rank holds.
+"""The way a layout divides a model: the values that "auto" means, the blocks of a stage, the parameters of a rank.
 
-The rules of layouts that need such figures are here too; all other rules of layouts are in theory/rules.
+Rules of layouts that need these numbers are here too; all other rules of layouts are in theory/rules.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ from ingot.theory.params import (
 from ingot.theory.rules import run_problems
 from ingot.theory.schedule import ScheduleTable, build_table, schedule_problems
 
-# Below this many parameters, the collectives of split parameters cost more than the memory that splitting saves.
+# Below this many parameters, splitting them is not worth its collectives, because it saves little memory.
 WHOLE_PARAMETERS = 20_000_000
 
 
 def resolve_parallel(run: RunConfig) -> Parallel:
-    """Return `run.parallel` with every "auto" decided: `zero`, `unit_layers`, the form of context parallelism, and a
-    pipeline's stages with their blocks.
+    """Return `run.parallel` with every "auto" decided: `zero`, `unit_layers`, the form of context parallelism, and for
+    a pipeline the number of stages and the blocks of each.
     """
     parallel = run.parallel
     if parallel.zero == "auto":
@@ -48,8 +48,8 @@ def resolve_parallel(run: RunConfig) -> Parallel:
 
 
 def automatic_zero(arch: Arch, parallel: Parallel) -> int:
-    """Return ZeRO stage 3 where parameters are worth splitting, else 1. A pipeline would gather them for each
-    micro-batch.
+    """Return ZeRO stage 3 if the parameters are worth splitting, else 1. With a pipeline it is 1, because stage 3 would
+    gather parameters for each micro-batch.
     """
     whole = parallel.shard_ranks == 1 or parallel.pp > 1 or count_parameters(arch) < WHOLE_PARAMETERS
     return 1 if whole else 3
@@ -77,13 +77,13 @@ def rank_of_stage(parallel: Parallel) -> tuple[int, ...]:
 class PipelineStage:
     """The part of the model that one pipeline stage holds on one tp rank, counted in parameters.
 
-    layers: the numbers of its blocks; expert_layers: the numbers of its blocks with experts.
-    block, expert_block: parameters of a block without and with experts, routed experts left out.
-    experts: parameters of this rank's routed experts of one block.
-    embedding, norm (the last one), head: 0 where absent. A tied matrix counts on the first stage as embedding and on
-    the last as head; once where one rank has both.
-    partial: parameters that every tp rank holds whole but applies to its own tokens or heads: their gradients are
-      summed.
+    layers: the indices of its blocks; expert_layers: the indices of its blocks with experts.
+    block, expert_block: parameters of a block without experts, and of a block with experts but without its routed
+      experts. experts: parameters of this rank's routed experts in one block.
+    embedding, norm (the last one), head: 0 if the stage does not have it. A tied matrix counts on the first stage as
+      embedding and on the last as head, but only once if the same rank has both.
+    partial: parameters that every tp rank holds whole but applies only to its own tokens or heads, so that their
+      gradients are summed over tp.
     """
 
     number: int
@@ -101,22 +101,22 @@ class PipelineStage:
 
     @property
     def outside(self) -> int:
-        """Parameters outside of blocks."""
+        """The parameters outside blocks."""
         return self.embedding + self.norm + self.head
 
     def block_parameters(self, layers: range) -> int:
-        """Return the parameters of some of the stage's blocks, routed experts included."""
+        """Return the parameters of the stage's blocks `layers`, with routed experts."""
         sparse = len([layer for layer in layers if layer in self.expert_layers])
         return (len(layers) - sparse) * self.block + sparse * (self.expert_block + self.experts)
 
     @property
     def common(self) -> int:
-        """Parameters that the ranks of the shard view divide: all but routed experts."""
+        """All parameters except routed experts. The ranks of the "shard" view (trainer/mesh) divide them."""
         return self.block_parameters(self.layers) - self.routed + self.outside
 
     @property
     def routed(self) -> int:
-        """Parameters that the ranks of the expert_shard view divide: routed experts."""
+        """The parameters of routed experts. The ranks of the "expert_shard" view (trainer/mesh) divide them."""
         return len(self.expert_layers) * self.experts
 
     @property
@@ -127,9 +127,11 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class Position:
-    """One pipeline rank of a run: what the rank holds and does. Ranks that differ on other axes have the same counts.
+    """One pipeline rank of a run, with its part of the model. Ranks that differ only on other axes have the same
+    counts.
 
-    parallel: resolved. accumulation: micro-batches per step. software: the system that executes the run.
+    parallel: settings with every "auto" decided. accumulation: micro-batches per step. rank: index on the axis pp.
+    software: the training system that executes the run.
     """
 
     arch: Arch
@@ -154,20 +156,20 @@ class Position:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on this rank; the ranks of context parallelism share its sequences."""
+        """The number of tokens of one micro-batch on this rank; context-parallel ranks divide its sequences."""
         return self.train.micro_batch * self.train.seq_len // self.parallel.cp
 
     @property
     def sequence_ranks(self) -> int:
-        """The number of ranks that divide the tokens between the regions of tensor parallelism."""
+        """The number of tp ranks that divide the tokens outside attention and feed-forward: 1 unless `sequence`."""
         return self.parallel.tp if self.parallel.sequence else 1
 
     @property
     def assignments(self) -> float:
-        """Rows that this rank sends to the experts of one block for one micro-batch; with equal loads, also the rows
-        that its own experts take.
+        """The number of rows that this rank sends to the experts of one block for one micro-batch. With equal loads,
+        its own experts receive as many.
 
-        There are top_k rows per token, or fewer where the capacity limits them (model/experts.py).
+        There are top_k rows per token, or fewer if the capacity limits them (model/experts.py).
         """
         moe, seq_len = self.arch.moe, self.train.seq_len
         assignments = self.tokens / self.sequence_ranks * moe.top_k
@@ -186,7 +188,7 @@ class Position:
         return self._recomputed(stage.layers)
 
     def recomputed_with_experts(self, stage: PipelineStage) -> int:
-        """Return how many blocks of `stage` with experts are recomputed."""
+        """Return how many of the blocks of `stage` that have experts are recomputed."""
         return self._recomputed(stage.expert_layers)
 
     def _recomputed(self, layers: range) -> int:
@@ -196,21 +198,21 @@ class Position:
         return len(layers) if every == 1 else sum(layer % every == 0 for layer in layers)
 
     def groups(self, stage: PipelineStage) -> list[range]:
-        """Return the blocks of `stage` by unit: blocks that are gathered and reduced together. unit_layers = 0: one
-        group.
+        """Return the blocks of `stage` in groups that are gathered and reduced together. unit_layers = 0: all blocks
+        are one group.
         """
         size = self.parallel.unit_blocks or max(len(stage.layers), 1)
         return [stage.layers[i : i + size] for i in range(0, len(stage.layers), size)]
 
     def common_units(self, stage: PipelineStage) -> int:
-        """Return the number of units of `stage` (parallel/units.py), without those of routed experts."""
+        """Return the number of units of `stage` (parallel/units.py) that do not consist of routed experts."""
         if self.parallel.unit_blocks == 0:
             return 1
         return (stage.outside > 0) + len(self.groups(stage))
 
     def expert_units(self, stage: PipelineStage) -> int:
-        """Return the number of units of routed experts, one for each unit of blocks with experts: other ranks divide
-        them.
+        """Return the number of units of routed experts: one per group of blocks with experts. They are units of their
+        own because other ranks divide them.
         """
         sparse = stage.expert_layers
         return sum(any(layer in sparse for layer in group) for group in self.groups(stage))
@@ -246,7 +248,7 @@ def _stage(arch: Arch, parallel: Parallel, number: int) -> PipelineStage:
     sparse = range(max(own.start, arch.expert_layers.start), own.stop) if arch.is_moe else range(own.stop, own.stop)
     vocabulary = arch.vocab_size * arch.d_model // tp
     norms = block_norm_parameters(arch)
-    of_heads = _shared_by_heads(arch, tp) + norms - 2 * arch.d_model  # each rank applies these to its own heads
+    of_heads = _shared_by_heads(arch, tp) + norms - 2 * arch.d_model  # each tp rank applies them to its own heads
     stream = arch.d_model if parallel.sequence else 0  # norms between regions see only a part of the tokens
     routing = _routing_of_rank(arch)
     partial = len(own) * (of_heads + 2 * stream) + len(sparse) * routing + (stream if last else 0)
@@ -268,8 +270,8 @@ def _stage(arch: Arch, parallel: Parallel, number: int) -> PipelineStage:
 
 
 def _shared_by_heads(arch: Arch, tp: int) -> int:
-    """Return the parameters of one attention's matrices that all tp ranks hold alike: matrices of latents, or of
-    key/value heads that are fewer than ranks.
+    """Return the parameters of one attention's matrices that every tp rank holds whole: the down matrices of latents,
+    or the key/value matrices if there are fewer key/value heads than ranks.
     """
     if arch.is_mla:
         return latent_down_parameters(arch)
@@ -277,21 +279,21 @@ def _shared_by_heads(arch: Arch, tp: int) -> int:
 
 
 def attention_matrices(arch: Arch, tp: int) -> int:
-    """Return the parameters of one attention's matrices on a tp rank."""
+    """Return the number of parameters of one attention's matrices on one tp rank."""
     alike = _shared_by_heads(arch, tp)
     return alike + (block_attention_parameters(arch) - alike) // tp
 
 
 def _routing_of_rank(arch: Arch) -> int:
-    """Return the parameters of the router and the expert for overflow, which each tp rank holds whole for its own
-    tokens.
+    """Return the parameters of the router and the expert for overflow. Each tp rank holds both whole and applies them
+    to its own tokens.
     """
     return router_parameters(arch) + (expert_parameters(arch) if arch.moe.has_fallback else 0)
 
 
 def layout_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, what is wrong and the way out) for every broken rule of a run, also the rules of the run
-    file.
+    """Yield (dotted key, problem and fix) for every broken rule of a run: the rules of the run file, then those of
+    layouts.
     """
     known = [(f"parallel.{name}", message) for name, message in run.parallel.problems()] + list(run_problems(run))
     yield from known
@@ -300,7 +302,7 @@ def layout_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def derived_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the problems that need derived figures. `run` has no other problems."""
+    """Yield the problems that need derived numbers. `run` must have no other problems."""
     parallel = run.parallel
     if parallel.pp > 1:
         name, each = parallel.schedule, parallel.stages_per_rank
@@ -308,17 +310,17 @@ def derived_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
             yield "parallel.schedule", message
     zero = resolve_parallel(run).zero
     if parallel.offload_parameters and zero != 3:
-        yield "parallel.offload_parameters", f'needs zero 3, and zero = "auto" means {zero} here; set parallel.zero = 3'
+        yield "parallel.offload_parameters", f'needs zero 3, but zero = "auto" means {zero} here; set parallel.zero = 3'
 
 
 def require_layout(run: RunConfig) -> None:
-    """Raise ConfigError with all problems of the layout, before anything is built for it."""
+    """Raise ConfigError with all problems of the layout, if it has any. Call this before anything is built."""
     found = list(layout_problems(run))
     if found:
         raise ConfigError(
             "E-LAYOUT-ILLEGAL",
             "\n".join(f"{key}: {message}" for key, message in found),
-            rule="a layout divides the model, the batch and the sequences as it needs to; nothing was started",
+            rule="degrees divide the model, the batch and the sequences, and options fit together; nothing was started",
             fix="change the settings above; `ingot check RUN_FILE` shows them with their lines",
             keys=[key for key, _ in found],
         )

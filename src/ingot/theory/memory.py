@@ -1,8 +1,8 @@
-"""Memory of one rank of ingot's trainer apart from activations: bytes, term by term, each with its formula.
+"""Memory of one rank of ingot's trainer except activations: the bytes of each kind, with the formula.
 
-Every function takes one Position (theory/layout.py): a pipeline rank, its stages, and the part of them that tensor and
-expert parallelism leave to the rank. In formulas, e is the bytes of one number in the compute precision, g of a
-gradient, s of a master parameter.
+Most functions take one Position (theory/layout.py): a pipeline rank, and the parts of its stages that the rank has
+under tensor and expert parallelism. In formulas, e is the bytes of one number in the compute precision, g those of a
+gradient, s those of a master parameter.
 """
 
 import math
@@ -23,16 +23,14 @@ from ingot.theory.params import (
 
 @dataclass(frozen=True)
 class Term:
-    """A derived number and its formula: the calculation with its values filled in, so that a reader can check each
-    printed number.
-    """
+    """A derived number and its formula with the values filled in, so that a reader can check each printed number."""
 
     value: float
     formula: str
 
 
-# Float32 logits held at once. A CPU chunk should fit the cache; on a GPU it should be long enough for a full matmul.
-# The trainer takes it from here.
+# Bytes of the float32 logits that exist at a time. A CPU chunk should fit the cache; on a GPU it should be long enough
+# for an efficient matmul. The trainer reads this constant too.
 LOGITS_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30, "tpu": 1 << 30}
 # Gradients whose dtype differs from the masters' are converted in pieces of this size (optim/adamw.py).
 CONVERT_BYTES = 256 << 20
@@ -40,8 +38,8 @@ CONVERT_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Share:
-    """The parameters of this rank's part of the model that `ranks` ranks hold alike; those ranks divide the optimizer
-    state.
+    """A part of this rank's parameters that the same group of `ranks` ranks holds. These ranks divide the optimizer
+    state of the parameters.
     """
 
     parameters: int
@@ -54,7 +52,9 @@ class Share:
 
 
 def shares(position: Position) -> list[Share]:
-    """Return the shares of a rank's parameters: routed experts are held by other ranks than all other parameters."""
+    """Return the rank's parameters as one Share per group of ranks that hold them: the group of routed experts differs
+    from that of all other parameters.
+    """
     parallel = position.parallel
     experts = Share(position.routed, parallel.expert_ranks, "parameters of experts")
     return [Share(position.common, parallel.shard_ranks, "parameters"), *([experts] if experts.parameters else [])]
@@ -70,14 +70,14 @@ def _total(terms: Iterable[Term]) -> Term:
 
 
 def weights(position: Position) -> Term:
-    """Return the bytes of the master parameters that this rank updates: the whole parameters in fp32 and fp64 without
-    ZeRO-3.
+    """Return the bytes of the master parameters on this rank: its shard; in fp32 and fp64 without ZeRO-3 the whole
+    parameters, because the masters themselves are used in computation.
     """
     return _total(_kept(share, _state(position, share).master, "master") for share in shares(position))
 
 
 def optimizer(position: Position) -> Term:
-    """Return the bytes of AdamW's two moments of the parameters that this rank updates."""
+    """Return the bytes of AdamW's two moments for the parameters that this rank updates."""
     where = "" if position.parallel.offload == "none" else f"; in {position.parallel.offload} instead"
     return _total(_kept(share, _state(position, share).moments, "2 moments", where) for share in shares(position))
 
@@ -88,11 +88,11 @@ def _kept(share: Share, per: float, what: str, where: str = "") -> Term:
 
 
 def gathered(position: Position) -> Term:
-    """Return the bytes of whole parameters in the compute precision.
+    """Return the bytes of whole (not sharded) parameters in the compute precision.
 
-    Without ZeRO-3: all parameters, or none in fp32 and fp64, where the masters compute. With ZeRO-3: the outermost unit
-      (embedding, last norm, head), the unit in use and the units gathered ahead; all parameters if a forward does not
-      free them.
+    Without ZeRO-3: all parameters, or none in fp32 and fp64, where the masters are used. With ZeRO-3: the outermost
+      unit (embedding, last norm, head), the unit in use and the units gathered ahead; all parameters if a forward does
+      not free them.
     """
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     n, unit, outside = position.parameters, _unit(position), sum(stage.outside for stage in position.stages)
@@ -106,14 +106,16 @@ def gathered(position: Position) -> Term:
 
 
 def _unit(position: Position) -> int:
-    """Return the parameters of the largest unit of blocks."""
+    """Return the number of parameters of the largest unit of blocks."""
     return max(
         stage.block_parameters(group) for stage in position.stages for group in position.groups(stage) or [range(0)]
     )
 
 
 def gradients_kept(position: Position) -> Term:
-    """Return the bytes of gradients between two micro-batches. DDP (ranks = 1) keeps its buffers from step to step."""
+    """Return the bytes of gradients that are kept between two micro-batches. If no other rank shares the parameters,
+    the buffers also stay between steps.
+    """
     return _total(_gradients_kept(position, share) for share in shares(position))
 
 
@@ -125,19 +127,19 @@ def _gradients_kept(position: Position, share: Share) -> Term:
 
 
 def _buffers_stay(position: Position, share: Share) -> bool:
-    """Return whether gradient buffers are never freed: in DDP, and in Megatron always."""
+    """Return whether gradient buffers are never freed: always in Megatron; in ingot if one rank has the state (DDP)."""
     return position.parallel.zero != 3 and (share.ranks == 1 or position.software.megatron_state)
 
 
 def buffers_that_stay(position: Position) -> Term:
-    """Return the bytes of gradient buffers that are kept from step to step, of parameters that no other rank shares."""
+    """Return the bytes of the gradient buffers that are kept from step to step (`_buffers_stay`)."""
     stay = [share for share in shares(position) if _buffers_stay(position, share)]
     return _total(_gradients_kept(position, share) for share in stay) if stay else Term(0.0, "no gradients")
 
 
 def first_units(position: Position) -> Term:
-    """Return the bytes of the first gathered units, which get new buffers after an update for the next forward to read
-    (parallel/zero.py).
+    """Return the bytes of the units whose parameters ZeRO-1 or 2 gathers right after an update into new buffers, which
+    the next forward reads first (parallel/zero.py).
     """
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     apart = [share.ranks > 1 for share in shares(position)]
@@ -151,7 +153,9 @@ def first_units(position: Position) -> Term:
 
 
 def gradients_at_update(position: Position) -> Term:
-    """Return the bytes of gradients at the update, with the part that is converted to the masters' dtype at a time."""
+    """Return the bytes of gradients during the update, including the piece that is being converted to the masters'
+    dtype.
+    """
     precision = position.train.precision
     s, g = STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)
     own = [Term(p.parameters * g / p.ranks, f"{p.parameters:,} {p.what} x {g} B{p.divided}") for p in shares(position)]
@@ -161,21 +165,23 @@ def gradients_at_update(position: Position) -> Term:
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:
-    """Return how many tokens' float32 logits fill LOGITS_CHUNK_BYTES, at least 16."""
+    """Return the number of tokens in a chunk of the loss: as many as have float32 logits within LOGITS_CHUNK_BYTES, at
+    least 16.
+    """
     return max(LOGITS_CHUNK_BYTES[device] // (4 * vocab_size), 16)
 
 
 def chunks(vocab_size: int, tokens: int, device: str) -> int:
-    """Return the number of chunks of the loss. vocab_size: ids in this rank's part of the head."""
+    """Return the number of chunks of the loss. vocab_size: number of ids in this rank's part of the head."""
     return math.ceil(tokens / chunk_tokens(vocab_size, device))
 
 
 def logits(position: Position, device: str = "cpu") -> Term:
-    """Return the peak bytes of the loss, apart from what the loss leaves for the backward.
+    """Return the peak bytes of the loss, without the tensors that the loss leaves for the backward.
 
     The parts are the hidden states that the loss reads, the head's gradient summed in float32, and the larger of two
-    peaks: a chunk of logits (twice in float32, once in compute precision, twice with tensor parallelism) with the
-    gradient of the chunk before; or a chunk's gradient with its contribution to the head's gradient.
+    peaks: a chunk of logits (two float32 tensors, one in compute precision, or two with tensor parallelism) with the
+    gradient of the previous chunk; or a chunk's gradient with its contribution to the head's gradient.
     """
     if not any(stage.last for stage in position.stages):
         return Term(0.0, "the last stage is on another rank")
@@ -186,7 +192,7 @@ def logits(position: Position, device: str = "cpu") -> Term:
     chunk, head = min(chunk_tokens(vocabulary, device), tokens), vocabulary * width
     each = (2 * wide if wide != e else wide) + e * (1 if position.parallel.tp == 1 else 2)
     if position.arch.logit_softcap and wide == e and position.parallel.tp == 1:
-        each += wide  # the capped logits, elsewhere the wide copy that there is anyway
+        each += wide  # the capped logits; in other cases they replace the wide copy, which is counted already
     rest = tokens % chunk or chunk
     before = chunk if tokens > chunk else 0
     alive = max(chunk * each + (chunk * e if before and tokens >= 2 * chunk else 0), rest * each + before * e)
@@ -197,11 +203,11 @@ def logits(position: Position, device: str = "cpu") -> Term:
 
 
 def _whole_logits(position: Position) -> Term:
-    """Return the bytes of a loss on whole logits at the time their gradient is computed.
+    """Return the bytes of a loss on all logits at once, at the time when their gradient is computed.
 
-    In compute precision there are the logits and their gradient. Megatron also has a float32 copy, changed in place.
-    Eager PyTorch has a float32 copy, log-probabilities and their gradient, and one more number per logit where tensor
-    parallelism sums exponentials.
+    "fused": logits and their gradient in compute precision. Megatron: also a float32 copy, changed in place. Eager
+    PyTorch: logits in compute precision; in float32 a copy, log-probabilities and their gradient, and with tensor
+    parallelism also exponentials.
     """
     e, tokens, tp = COMPUTE_BYTES[position.train.precision], position.tokens, position.parallel.tp
     vocabulary, wide = position.arch.vocab_size // tp, max(e, 4)

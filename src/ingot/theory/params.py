@@ -1,11 +1,11 @@
-"""Parameters of a model, in total, by part and per token, and the bytes of training state per parameter.
+"""The number of parameters of a model, in total, by part and per token, and the bytes of training state per parameter.
 
 Shape letters: V vocab_size, D d_model, L num_layers, N num_heads, G num_kv_heads, H head_dim, F width of a
   feed-forward, E experts.
 
 State per parameter between two optimizer steps (Rajbhandari et al. 2020, section 3.1). AdamW in mixed precision needs 2
-B for the copy that computes, g B for its gradient (2 in bf16, 4 in fp32), 4 B for the float32 master and 8 B for two
-moments: 16 B, or 18 B with fp32 gradients. N ranks share one copy of a parameter: N = dp_shard x cp, and for routed
+B for the copy used in computation, g B for its gradient (2 in bf16, 4 in fp32), 4 B for the float32 master and 8 B for
+two moments: 16 B, or 18 B with fp32 gradients. N ranks share one copy of a parameter: N = dp_shard x cp, and for routed
 experts dp_shard x cp x tp / ep.
 
     DDP (N = 1)   2 + g + 12      16 or 18
@@ -13,7 +13,7 @@ experts dp_shard x cp x tp / ep.
     ZeRO-2        2 + (g + 12)/N  2 + 14/N or 2 + 16/N     gradients too
     ZeRO-3        16/N            no copy besides the float32 shards, whose gradients are float32 too
 
-In fp32 and fp64 the parameter is its own master, s = 4 or 8 B: no copy, gradients s, moments 2s.
+In fp32 and fp64 the computation uses the master of s = 4 or 8 B itself: no copy, gradients s, moments 2s.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from ingot.schema.parallel import Parallel
 
 
 def block_attention_parameters(arch: Arch) -> int:
-    """Return the parameters of one attention: q [N·H, D], k and v [G·H, D] each, o [D, N·H]; or of latent attention."""
+    """Return the parameters of one attention: q [N·H, D], k and v [G·H, D] each, o [D, N·H], or latent attention's."""
     if arch.is_mla:
         return latent_down_parameters(arch) + latent_up_parameters(arch)
     return 2 * arch.d_model * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
 
 
 def latent_down_parameters(arch: Arch) -> int:
-    """Return the parameters of the matrices from a token to the latents that all heads share: q_down [q_rank, D] and
-    kv_down [kv_rank + rope_dim, D], which also makes the rotated part of keys.
+    """Return the parameters of the matrices that project a token to the latents: q_down [q_rank, D] and kv_down
+    [kv_rank + rope_dim, D], which also gives the rotary part of keys. All heads share the latents.
 
     Source: DeepSeek-AI 2024, V2, section 2.1; model/attention.py.
     """
@@ -39,9 +39,9 @@ def latent_down_parameters(arch: Arch) -> int:
 
 
 def latent_up_parameters(arch: Arch) -> int:
-    """Return the parameters of latent attention's matrices that are divided by heads.
+    """Return the parameters of those matrices of latent attention that tensor parallelism divides by heads.
 
-    They are q_up [N·H, q_rank], or q [N·H, D] without a latent of queries; kv_up [N·(nope_dim + v_dim), kv_rank]; o [D,
+    They are q_up [N·H, q_rank], or q [N·H, D] if queries have no latent; kv_up [N·(nope_dim + v_dim), kv_rank]; o [D,
     N·v_dim].
     """
     mla = arch.mla
@@ -55,8 +55,8 @@ def value_width(arch: Arch) -> int:
 
 
 def feed_forward_parameters(arch: Arch, width: int) -> int:
-    """Return the parameters of one feed-forward: gate and up [F, D], down [D, F] (SwiGLU, Shazeer 2020); two matrices
-    for GELU.
+    """Return the parameters of one feed-forward: gate and up [F, D], down [D, F] (SwiGLU, Shazeer 2020); with GELU
+    there is no gate.
     """
     return arch.ffn_matrices * arch.d_model * width
 
@@ -67,19 +67,19 @@ def block_mlp_parameters(arch: Arch) -> int:
 
 
 def router_parameters(arch: Arch) -> int:
-    """Return the parameters of one router: one row [D] per expert. The bias of loss-free balancing has no gradient and
-    is not counted.
+    """Return the parameters of one router, [E, D]. The bias of loss-free balancing has no gradient and is not
+    counted.
     """
     return arch.moe.num_experts * arch.d_model
 
 
 def expert_parameters(arch: Arch) -> int:
-    """Return the parameters of one routed expert, or of the dense expert that takes overflow."""
+    """Return the parameters of one routed expert; the dense expert for overflow (moe.overflow) has as many."""
     return feed_forward_parameters(arch, arch.moe.d_expert)
 
 
 def shared_parameters(arch: Arch) -> int:
-    """Return the parameters of the shared experts of one block, which form one feed-forward of their summed width."""
+    """Return the parameters of the shared experts of one block, which are one feed-forward of their summed width."""
     return feed_forward_parameters(arch, arch.moe.shared_experts * arch.moe.d_expert)
 
 
@@ -90,26 +90,25 @@ def block_moe_parameters(arch: Arch) -> int:
 
 
 def block_active_moe_parameters(arch: Arch) -> int:
-    """Return the parameters of a block's mixture that one token is multiplied with: router, top_k experts and shared
-    experts.
+    """Return the parameters of a block's mixture that one token uses: router, top_k experts and shared experts.
 
-    The expert for overflow replaces one of the top_k, so it is not counted.
+    The expert for overflow replaces one of the top_k experts, so it is not counted.
     """
     return router_parameters(arch) + arch.moe.top_k * expert_parameters(arch) + shared_parameters(arch)
 
 
 def block_norm_parameters(arch: Arch) -> int:
-    """Return the norm weights of a block: two RMSNorms [D]; with QK-norm one [H] for queries and one for keys; with
-    latent attention one per latent.
+    """Return the number of norm weights of a block: two RMSNorms [D]; with QK-norm also one [H] for queries and one [H]
+    for keys; with latent attention also one of the width of each latent.
     """
     heads = 2 * arch.head_dim if arch.qk_norm else 0
     return 2 * arch.d_model + heads + (arch.mla.q_rank + arch.mla.kv_rank if arch.is_mla else 0)
 
 
 def parameters_by_part(arch: Arch) -> dict[str, int]:
-    """Return the parameters by part; the parts sum to `count_parameters`.
+    """Return the number of parameters by part; the parts sum to `count_parameters`.
 
-    "experts" (with their routers) is present if some block has experts. "head" is 0 if it shares the embedding's
+    The key "experts" (with routers) exists only if some block has experts. "head" is 0 if it shares the embedding's
     matrix.
     """
     embedding, sparse = arch.vocab_size * arch.d_model, len(arch.expert_layers)
@@ -131,9 +130,9 @@ def count_parameters(arch: Arch) -> int:
 def count_active_parameters(arch: Arch, *, embedding: bool = True) -> int:
     """Return the number of parameters that take part in one token's forward: all parameters of a dense model.
 
-    Publishers differ in the embedding, of which a token uses one row: Mistral (Mixtral-8x7B: 12.9B) and Qwen
-    (Qwen3-30B-A3B: 3.3B) count its matrix; DeepSeek's 37B for V3 does not. embedding: count its matrix. A tied matrix
-    is always counted, because the head uses it.
+    embedding: count the embedding's matrix, of which a token uses one row. Mistral (Mixtral-8x7B: 12.9B) and Qwen
+    (Qwen3-30B-A3B: 3.3B) count it; DeepSeek (V3: 37B) does not. A tied matrix is always counted, because the head uses
+    it.
     """
     idle = len(arch.expert_layers) * (block_moe_parameters(arch) - block_active_moe_parameters(arch))
     looked_up = 0 if embedding or arch.tied_embeddings else arch.vocab_size * arch.d_model
@@ -141,17 +140,17 @@ def count_active_parameters(arch: Arch, *, embedding: bool = True) -> int:
 
 
 def active_block_matrices(arch: Arch) -> int:
-    """Return the parameters of all blocks that a token is multiplied with."""
+    """Return the number of matrix parameters in all blocks that a token is multiplied with; norms are left out."""
     sparse = len(arch.expert_layers)
     dense = (arch.num_layers - sparse) * block_mlp_parameters(arch)
     return arch.num_layers * block_attention_parameters(arch) + dense + sparse * block_active_moe_parameters(arch)
 
 
 def count_matrix_parameters(arch: Arch) -> int:
-    """Return the parameters that a token is multiplied with: attention, feed-forward (of experts: the chosen ones) and
-    head.
+    """Return the number of matrix parameters that a token is multiplied with: attention, feed-forward or chosen
+    experts, and head.
 
-    The embedding look-up is no multiplication; a tied matrix counts once, for its use as head.
+    The embedding look-up is not a multiplication; a tied matrix counts once, for its use as head.
     """
     return active_block_matrices(arch) + arch.head_passes * arch.vocab_size * arch.d_model
 
@@ -162,7 +161,7 @@ STORED_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter on one rank. copy: the copy that computes; 0 where the master itself computes."""
+    """Bytes of state per parameter on one rank. copy: the copy used in computation; 0 if the master itself is used."""
 
     copy: float
     gradient: float
@@ -177,9 +176,9 @@ class StateBytes:
 def state_per_parameter(parallel: Parallel, precision: str, ranks: int = 0) -> StateBytes:
     """Return the bytes of state per parameter on the device, for a resolved layout (theory/layout.py).
 
-    ranks: N of the module's table; 0: N of all parameters but routed experts.
-    Offloaded moments are in host memory or files; the masters stay on the device. With `offload_parameters` the shards
-    and their gradients are on the host too.
+    ranks: N of the table at the top of this module; 0: the N of all parameters except routed experts.
+    With `offload`, moments are in host memory or files and count 0; the masters stay on the device. With
+    `offload_parameters` the shards and their gradients are on the host too.
     """
     e, s, n = COMPUTE_BYTES[precision], STORED_BYTES[precision], ranks or parallel.shard_ranks
     g, moments = kept_gradient_bytes(parallel, precision), 0.0 if parallel.offload != "none" else 2 * s / n
@@ -190,12 +189,12 @@ def state_per_parameter(parallel: Parallel, precision: str, ranks: int = 0) -> S
 
 
 def kept_gradient_bytes(parallel: Parallel, precision: str) -> int:
-    """Return the bytes of one gradient between micro-batches. FSDP2 (zero 3) keeps shards in the dtype of the
-    master.
+    """Return the bytes per number of a gradient that is kept between micro-batches. FSDP2 (zero 3) keeps shards in the
+    dtype of the master.
     """
     return STORED_BYTES[precision] if parallel.zero == 3 else sent_gradient_bytes(parallel, precision)
 
 
 def sent_gradient_bytes(parallel: Parallel, precision: str) -> int:
-    """Return the bytes of one gradient while data-parallel ranks reduce it."""
+    """Return the bytes per number of a gradient while data-parallel ranks reduce it."""
     return 2 if parallel.grads == "bf16" else STORED_BYTES[precision]

@@ -1,10 +1,11 @@
 """Bytes that one block saves for its backward, per token of this rank, tensor by tensor.
 
-This is the counting of Korthikanti et al. 2022 (section 4) for this trainer's blocks: RMSNorm instead of LayerNorm,
-grouped heads or latents, SwiGLU or experts, no dropout, no T x T scores. Tensor parallelism divides the tensors inside
-of a region (heads, feed-forward, shared experts), and with `sequence` also norms, residuals and the rows for experts;
-the input of a region is whole on every rank. Context parallelism divides the tokens; the only other change is that
-Ulysses repeats key/value heads. Experts are assumed to have equal loads.
+They are counted as in Korthikanti et al. 2022 (section 4), for this trainer's blocks: RMSNorm instead of LayerNorm,
+grouped heads or latents, SwiGLU or experts, no dropout, no T x T scores. A region is the part of a block between two
+collectives of tensor parallelism (attention, feed-forward, shared experts). Tensor parallelism divides the tensors
+inside a region, and with `sequence` also norms, residuals and the rows for experts; the input of a region is whole on
+every rank. Context parallelism divides the tokens; Ulysses also repeats key/value heads. Experts are assumed to have
+equal loads.
 
 Shape letters: D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn or d_expert, E experts, K top_k.
 """
@@ -19,24 +20,25 @@ _NUMBER_BYTES = 8
 
 
 def degrees(position: Position) -> tuple[int, int, int]:
-    """Return (e, tp, sequence ranks): bytes of a number, and the ranks that divide the inside and the outside of
-    regions.
+    """Return (e, tp, sequence ranks): bytes of a number, number of ranks that divide tensors inside regions, and number
+    of ranks that divide tensors outside regions.
     """
     return COMPUTE_BYTES[position.train.precision], position.parallel.tp, position.sequence_ranks
 
 
 def norm_bytes(width: int, e: int, device: str) -> float:
-    """Return the bytes that one RMSNorm saves per normed vector.
+    """Return the bytes that one RMSNorm saves per normalized vector of `width` numbers of `e` bytes.
 
-    CPU: input and normalized input in at least fp32, and 1/rms. CUDA: one kernel, which keeps its input and 1/rms.
+    CPU: input and normalized input in at least fp32, and 1/rms. CUDA: one kernel, which saves its input and 1/rms.
     """
     wide = max(e, 4)
     return 2 * width * wide + wide if device == "cpu" else width * e + 4
 
 
 def block_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> dict[str, float]:
-    """Return the bytes that one block saves by tensor, without recomputation, with flash attention. experts: the block
-    has experts.
+    """Return the bytes per token that one block saves, by tensor, without recomputation and with flash attention.
+
+    experts: the block has experts.
     """
     e, _, cut = degrees(position)
     norm = norm_bytes(position.arch.d_model, e, device) / cut
@@ -49,12 +51,12 @@ def block_bytes(position: Position, device: str = "cpu", *, experts: bool = Fals
 
 
 def _key_value_heads(position: Position) -> tuple[float, float]:
-    """Return the heads of (keys, values) that a rank keeps for its own tokens."""
+    """Return the number of (key heads, value heads) that a rank saves per token."""
     groups, (_, tp, _), ulysses = position.arch.num_kv_heads, degrees(position), max(position.parallel.ulysses, 1)
-    shared = groups % tp > 0  # a rank computes all key/value heads, and its queries use one
-    if position.parallel.cp > 1:  # heads are copied to be sent, and repeated for Ulysses
+    shared = groups % tp > 0  # a rank computes all key/value heads, and its queries use one of them
+    if position.parallel.cp > 1:  # heads are copied for sending, and repeated for Ulysses
         dealt = math.lcm(1 if shared else groups // tp, ulysses)
-        # In a grid, a ring passes on a copy of a part of the heads that an all-to-all brought.
+        # In a grid, the ring sends a copy of those heads that the all-to-all delivered.
         return (2 * dealt, 2 * dealt) if 1 < ulysses < position.parallel.cp else (dealt, dealt)
     return (1, groups) if shared else (groups / tp, groups / tp)
 
@@ -74,7 +76,7 @@ def _attention_bytes(position: Position, device: str) -> dict[str, float]:
 
 
 def _latent_bytes(position: Position, device: str) -> dict[str, float]:
-    """Return the bytes that latent attention saves; kernels pad values and their results to H (model/attention.py)."""
+    """Return the bytes that latent attention saves; it pads value heads and their results to H (model/attention.py)."""
     arch, (e, tp, _) = position.arch, degrees(position)
     mla, heads = arch.mla, arch.num_heads / tp
     latents = [width for width in (mla.q_rank, mla.kv_rank) if width]
@@ -95,21 +97,21 @@ def _mlp_bytes(position: Position) -> dict[str, float]:
 
 
 def _expert_bytes(position: Position) -> dict[str, float]:
-    """Return the bytes that model/routing.py and model/experts.py save."""
+    """Return the bytes per token that model/routing.py and model/experts.py save, by tensor."""
     arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
     wide, rows = max(e, 4), position.assignments / position.tokens
     chosen = moe.top_k / cut
     saved = {
         "input of the router": arch.d_model * e / cut,
         "scores": _scores(moe) * moe.num_experts * wide / cut,
-        # Indices of scores and of rows, weights before and after they are scaled; of each row, whose it is.
+        # Per choice: index of the score, index of the row, weight before and after scaling. Per row: its token.
         "choices and weights": chosen * (2 * _NUMBER_BYTES + 2 * wide) + rows * _NUMBER_BYTES,
         "order of rows": rows * 2 * _NUMBER_BYTES if position.parallel.ep > 1 else 0,
         "rows of experts": rows * arch.d_model * e,
         "gate, silu(gate), up, product of experts": rows * 4 * moe.d_expert * e,
         "what experts made": rows * arch.d_model * e,
     }
-    if moe.shared_experts:  # with tensor parallelism their input is gathered, else it is the router's
+    if moe.shared_experts:  # with tensor parallelism their input is gathered, else it is the router's input
         saved["input of shared experts"] = arch.d_model * e if tp > 1 else 0
         saved["gate, silu(gate), up, product, shared"] = 4 * moe.shared_experts * moe.d_expert / tp * e
     if moe.has_fallback:
@@ -119,10 +121,10 @@ def _expert_bytes(position: Position) -> dict[str, float]:
 
 
 def _scores(moe: Moe) -> int:
-    """Return how many numbers are saved per token and expert for the router's scores.
+    """Return how many numbers per token and expert are saved for the backward of the router's scores.
 
-    If all scores have a gradient, probabilities and the inputs of sigmoids are saved; if only the chosen scores have
-    one, only their inputs.
+    If all scores have a gradient, probabilities and the inputs of sigmoids are saved; if only the chosen scores have a
+    gradient, only the inputs are saved.
     """
     balanced = moe.sequence_loss > 0 or moe.global_loss > 0
     sigmoid = 2 + (not moe.normalize) if moe.scores == "sigmoid" else 0
@@ -131,10 +133,10 @@ def _scores(moe: Moe) -> int:
 
 
 def recomputed_block_bytes(position: Position, *, experts: bool = False) -> float:
-    """Return the bytes that one recomputed block saves: its input; with "selective" also the results of matrix products
-    and attention.
+    """Return the bytes per token that one recomputed block saves: its input; with "selective" also the results of
+    matrix products and attention.
 
-    With tensor parallelism the sum over ranks is kept in place of the results of o and down (parallel/recompute.py).
+    With tensor parallelism the results of o and down are saved after their sum over ranks (parallel/recompute.py).
     """
     arch, (e, tp, cut) = position.arch, degrees(position)
     stream = arch.d_model * e / cut
@@ -148,7 +150,7 @@ def recomputed_block_bytes(position: Position, *, experts: bool = False) -> floa
 
 
 def products_for_attention(position: Position) -> float:
-    """Return the numbers per token in the results of the matrices before attention."""
+    """Return how many numbers per token the matrices before attention produce: q, k and v, or those of latents."""
     arch, tp = position.arch, position.parallel.tp
     queries = arch.num_heads * arch.head_dim / tp
     if arch.is_mla:
@@ -159,11 +161,11 @@ def products_for_attention(position: Position) -> float:
 
 
 def _expert_products(position: Position) -> float:
-    """Return the bytes per token of the results of a router, of its experts and of all-to-alls."""
+    """Return the bytes per token of the results of the router, the experts' matrices and the all-to-alls."""
     arch, moe, (e, tp, cut) = position.arch, position.arch.moe, degrees(position)
     rows = position.assignments / position.tokens
     made = moe.num_experts * max(e, 4) / cut + rows * (2 * moe.d_expert + arch.d_model) * e
-    if position.parallel.ep > 1:  # what came, and what came back
+    if position.parallel.ep > 1:  # the rows that each of the two all-to-alls delivers
         made += 2 * rows * arch.d_model * e
     if moe.shared_experts:
         made += 2 * moe.shared_experts * moe.d_expert / tp * e + arch.d_model * e / cut

@@ -1,11 +1,11 @@
-"""Bytes that one rank sends in one optimizer step, collective by collective; tests compare them with counted steps.
+"""Bytes that one rank sends in one optimizer step, by collective; tests compare them with counts of real steps.
 
-Rings: of data of S bytes, each of n ranks sends S·(n-1)/n in a gather or a reduce-scatter, and twice that in an
-  all-reduce (Patarasuk & Yuan 2009; Rajbhandari et al. 2020, section 7). Rows that pad a matrix to equal parts are left
-  out, and so are the few scalars of clipping and logging.
+Rings: for S bytes of data, each of n ranks sends S·(n-1)/n in a gather or a reduce-scatter, and twice that in an
+  all-reduce (Patarasuk & Yuan 2009; Rajbhandari et al. 2020, section 7). Rows that pad a matrix to equal parts are not
+  counted, nor are the few scalars of clipping and logging.
 
-P: parameters of this rank's stages, routed experts left out; e bytes of one in the compute precision, g of a gradient
-  on its way; X = B·(T/cp)·D·e: the hidden states of one micro-batch.
+P: parameters of this rank's stages without routed experts. e: bytes of a number in the compute precision. g: bytes of a
+  gradient while it is reduced. X = B·(T/cp)·D·e: bytes of the hidden states of one micro-batch.
 
     DDP      all-reduce P·g                                      once per step
     ZeRO-1   reduce-scatter P·g, gather P·e                      once per step
@@ -16,14 +16,14 @@ P: parameters of this rank's stages, routed experts left out; e bytes of one in 
     experts  the same for the parameters of the experts on this rank, over the ranks that hold the same experts
     tp       4 gathers and 4 reduce-scatters of X, or 4 all-reduces without `sequence`, every block and micro-batch
              (Korthikanti et al. 2022, section 4.2.2); one of each kind for the embedding and one for the loss. A block
-             with experts has 2 and 2, and as many again for shared experts
+             with experts has 2 of each, and with shared experts 2 more
     cp       as in theory/context.py, every block and micro-batch
     ep       2 all-to-alls forward and 2 backward of K rows of D·e for each token, every block with experts and
-             micro-batch (Lepikhin et al. 2020), and one of counts. All experts are assumed to have the same
-             load; then (ep-1)/ep of the rows leave
+             micro-batch (Lepikhin et al. 2020), and one of the numbers of rows. All experts are assumed to have the
+             same load; then (ep-1)/ep of the rows go to other ranks
     pp       X forward and X backward, X/tp with `sequence`, every boundary between ranks and micro-batch
 
-The axis of a collective is named by the mesh axes on which the members of its group differ, joined by "+".
+The axis of a collective is the mesh axes on which the ranks of its group differ, joined by "+".
 """
 
 from collections.abc import Iterator
@@ -39,17 +39,17 @@ from ingot.theory.memory import Share, chunks, shares
 from ingot.theory.params import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-# How many times (n-1)/n of an operation's bytes leave a rank.
+# A rank sends this number x (n-1)/n of an operation's bytes.
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
-_NUMBER_BYTES = 8  # of choices and counts
+_NUMBER_BYTES = 8  # bytes of an expert's index, or of a count of rows
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The `count` operations of one kind per step over the `ranks` of `axis`, on `bytes` of data all together.
+    """The operations of one kind and purpose in one step: `count` operations over the `ranks` ranks of `axis`.
 
-    bytes: what a gather returns; what a reduce-scatter, all-reduce or all-to-all takes on each rank, its own part
-      included; what messages send. axis: several axes are joined by "+".
+    bytes: total data of all operations: the output of gathers; the input on each rank, with its own part, of
+      reduce-scatters, all-reduces and all-to-alls; the content of messages. axis: several axes are joined by "+".
     """
 
     kind: Kind
@@ -66,7 +66,9 @@ class Traffic:
 
 
 def step_traffic(position: Position, device: str = "cpu") -> tuple[Traffic, ...]:
-    """Return everything that this pipeline rank sends in one optimizer step. device: decides the chunks of the loss."""
+    """Return all traffic of this pipeline rank in one optimizer step. device: "cpu", "cuda" or "tpu", which decides
+    the number of chunks of the loss.
+    """
     found = [*_tensor_parallel(position, device), *_context_parallel(position), *_experts(position)]
     for share, view in zip(shares(position), ("shard", "expert_shard"), strict=False):
         found += _data_parallel(position, share, view)
@@ -75,7 +77,7 @@ def step_traffic(position: Position, device: str = "cpu") -> tuple[Traffic, ...]
 
 
 def sent_by_axis(traffic: tuple[Traffic, ...]) -> dict[str, float]:
-    """Return the bytes per step by the name of the axes."""
+    """Return the bytes that a rank sends per step, by axis."""
     axes: dict[str, float] = {}
     for t in traffic:
         axes[t.axis] = axes.get(t.axis, 0.0) + t.sent
@@ -83,7 +85,9 @@ def sent_by_axis(traffic: tuple[Traffic, ...]) -> dict[str, float]:
 
 
 def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traffic]:
-    """Yield the traffic of the parameters that the ranks of a view of the mesh divide."""
+    """Yield the traffic of one share of the parameters. view: "shard", or "expert_shard" for routed experts: the group
+    of ranks (trainer/mesh) that divides the share.
+    """
     parallel, precision, often = position.parallel, position.train.precision, position.accumulation
     n, e, g = share.parameters, COMPUTE_BYTES[precision], sent_gradient_bytes(parallel, precision)
     of_experts = view == "expert_shard"
@@ -94,7 +98,7 @@ def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traf
     if parallel.reduce == "canonical":
         exchanges = copies.bit_length() - 1
         yield Traffic("send", "dp_replicate", gradients, copies, exchanges * units, exchanges * whole)
-        if not of_experts:  # the tree does not reach the ranks of one copy, which have other tokens
+        if not of_experts:  # the tree sums over copies only; cp ranks within a copy have other tokens
             yield Traffic("all_reduce", "cp", gradients, parallel.cp, units, whole)
         yield Traffic("reduce_scatter", axis, gradients, ranks, units, whole)
         yield Traffic("all_gather", axis, parameters, ranks, units, n * e)
@@ -113,9 +117,9 @@ def _data_parallel(position: Position, share: Share, view: str) -> Iterator[Traf
 
 
 def _context_parallel(position: Position) -> Iterator[Traffic]:
-    """Yield the traffic of attention of all blocks.
+    """Yield the traffic of context parallelism in the attention of all blocks.
 
-    A recomputed block repeats the traffic of its forward; with "selective" the result of a ring is kept.
+    A recomputed block repeats the traffic of its forward, except that "selective" keeps the result of a ring.
     """
     parallel, arch = position.parallel, position.arch
     if parallel.cp == 1:
@@ -137,14 +141,14 @@ def _context_parallel(position: Position) -> Iterator[Traffic]:
 
 
 def _experts(position: Position) -> Iterator[Traffic]:
-    """Yield the traffic of tokens to experts and back, and of what routers exchange."""
+    """Yield the traffic of expert parallelism: tokens to experts and back, and the choices that routers exchange."""
     parallel, moe, train = position.parallel, position.arch.moe, position.train
     blocks = sum(len(stage.expert_layers) for stage in position.stages) * position.accumulation
     again = sum(map(position.recomputed_with_experts, position.stages)) * position.accumulation
     if not blocks:
         return
     axis, size = spanned(parallel, "ep"), row_bytes(position)
-    dealt = blocks + (again if parallel.recompute == "full" else 0)  # "selective" keeps what all-to-alls bring
+    dealt = blocks + (again if parallel.recompute == "full" else 0)  # "selective" keeps the rows that were received
     exchanges = 2 * (blocks + dealt)
     yield Traffic("all_to_all", axis, "rows of experts", parallel.ep, exchanges, exchanges * size)
     counts = _NUMBER_BYTES * moe.num_experts
@@ -156,7 +160,7 @@ def _experts(position: Position) -> Iterator[Traffic]:
 
 
 def row_bytes(position: Position) -> float:
-    """Return the bytes that one all-to-all of one block with experts takes on this rank for one micro-batch."""
+    """Return the input bytes, on this rank, of one all-to-all of one block with experts for one micro-batch."""
     return position.assignments * position.arch.d_model * COMPUTE_BYTES[position.train.precision]
 
 
@@ -188,8 +192,8 @@ def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:
 
 @dataclass(frozen=True)
 class Regions:
-    """Counts of one micro-batch entering and leaving regions of tensor parallelism on a stage: in its forward, and
-    again in recomputed blocks.
+    """Counts of how often one micro-batch enters and leaves regions of tensor parallelism on a stage: in the forward
+    (enters, leaves), and in the second forward of recomputed blocks (entered_again, left_again).
     """
 
     enters: int
@@ -199,13 +203,12 @@ class Regions:
 
 
 def regions_of(position: Position, stage: PipelineStage) -> Regions:
-    """Return the regions of a stage: attention and feed-forward of each block, the embedding (left only) and the loss
-    (entered only).
+    """Return the counts of a stage's regions: attention and feed-forward of each block, the embedding (only left) and
+    the loss (only entered). In the feed-forward of a block with experts, only the shared experts are a region.
 
-    In a block with experts, only the shared experts are a region.
-    A fully recomputed block stops at the last tensor that its backward needs, which is before the end of the
-    feed-forward but after the shared experts. A selectively recomputed block keeps what left a region, but not what
-    entered it; where "selective" means the core of attention alone, the recomputation is inside of a region.
+    The second forward of a fully recomputed block stops at the last tensor that the backward needs, which is before
+    the end of the feed-forward but after the shared experts. "selective" keeps the tensors that leave regions, but not
+    those that enter them. If "selective" means only the core of attention, recomputation stays inside a region.
     """
     blocks, sparse = len(stage.layers), len(stage.expert_layers)
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
@@ -234,7 +237,7 @@ def _pipeline(position: Position) -> Iterator[Traffic]:
     if position.arch.tied_embeddings and ends[0] != ends[1] and position.rank in ends:
         matrix = sum(stage.embedding + stage.head for stage in position.stages) / parallel.shard_ranks
         size = matrix * kept_gradient_bytes(parallel, position.train.precision)
-        # Two ranks, whatever the length of the pipeline.
+        # Always two ranks: those of the first and the last stage.
         yield Traffic("all_reduce", "pp", "gradients of the tied matrix", 2, 1, size)
 
 
@@ -243,10 +246,10 @@ _IN_A_COPY = ("dp_shard", "cp", "tp")
 
 
 def spanned(parallel: Parallel, view: str) -> str:
-    """Return the mesh axes that the groups of a view of trainer/mesh span, like "dp_shard+cp"; "" for single ranks.
+    """Return the mesh axes that the groups of a view (trainer/mesh) span, such as "dp_shard+cp"; "" for single ranks.
 
-    ep takes neighbors, expert_shard every ep-th rank. Where ep is neither a divisor nor a multiple of the inner axes,
-    groups may differ; the first group is described.
+    An "ep" group has neighboring ranks, an "expert_shard" group every ep-th rank. If ep is neither a divisor nor a
+    multiple of the inner axes, groups may differ; the answer is that of the first group.
     """
     sizes = tuple(getattr(parallel, axis) for axis in _IN_A_COPY)
     return _spanned(sizes, parallel.ep, parallel.reduce == "canonical", view)
@@ -254,7 +257,7 @@ def spanned(parallel: Parallel, view: str) -> str:
 
 @lru_cache(maxsize=65_536)
 def _spanned(sizes: tuple[int, ...], ep: int, canonical: bool, view: str) -> str:
-    """Return `spanned` of plain values: planners ask for the same ones often, and each answer visits every rank."""
+    """Do the work of `spanned`. It visits every rank, so results are cached: the planner repeats the same calls."""
     _, cp, columns = sizes
     ranks = range(prod(sizes))
     line = {
@@ -268,7 +271,7 @@ def _spanned(sizes: tuple[int, ...], ep: int, canonical: bool, view: str) -> str
 
 
 def coordinates(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the position of `rank` on each axis of a row-major mesh. sizes: degrees, outermost axis first."""
+    """Return the index of `rank` on each axis of a row-major mesh. sizes: lengths of the axes, outermost first."""
     found = []
     for size in reversed(sizes):
         rank, place = divmod(rank, size)

@@ -1,7 +1,7 @@
-"""The work of one optimizer step on one rank, from which its time follows.
+"""The work of one optimizer step on one rank, in four quantities from which the planner computes its time.
 
-The four quantities are done at four different rates: matrix products, attention, bytes moved by everything else, and
-  operations started. The planner divides them by rates; calibration fits the rates to timed steps.
+The quantities are FLOPs of matrix products, FLOPs of attention, bytes moved by everything else, and operations started.
+  The planner divides each by its own rate; calibration fits the rates to timed steps.
 """
 
 from dataclasses import dataclass, replace
@@ -24,20 +24,20 @@ from ingot.theory.params import (
 from ingot.theory.saved import block_bytes as saved_bytes
 from ingot.theory.saved import norm_bytes
 
-# A saved activation passes through memory five times: written and read forward; read backward, and its gradient
-# written and read once.
+# A saved activation causes five passes through memory: it is written and read in the forward, and read in the backward;
+# its gradient is written and read.
 _PASSES_FORWARD, _PASSES_BACKWARD = 2, 3
-# Operations that Python starts, counted on this trainer's step (a test counts them again): per block and per chunk of
-# logits, forward and backward together, and once per micro-batch, per unit of parameters and per step. All experts of a
-# block are one operation; collectives are left out.
+# Numbers of operations that Python starts, counted in this trainer's step (a test counts them again): per block and per
+# chunk of logits (forward and backward together), per micro-batch, per unit of parameters and per step. All experts of
+# a block count as one operation; collectives are left out.
 _BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 136, 50, 17
 _LATENT_OPERATIONS, _ROUTING_OPERATIONS, _CHOICE_OPERATIONS, _SHARED_OPERATIONS = 62, 61, 8, 20
 _CAPACITY_OPERATIONS, _SOFTCAP_OPERATIONS = 27, 8
-# Float32 numbers that the softcap reads and writes for each logit: operation by operation on a CPU; fused by the
-# compiler elsewhere, where the capped logits are written once and read once more.
+# Float32 numbers that the softcap reads and writes per logit: 17 on a CPU, one operation after the other; 2 elsewhere,
+# where the compiler fuses it and the capped logits are written once and read once.
 _SOFTCAP_PASSES = {"cpu": 17}
 _MICRO_BATCH_OPERATIONS, _UNIT_OPERATIONS, _STEP_OPERATIONS = 49, 40, 60
-FORWARD_SHARE = 0.4  # share of a block's operations that its forward starts, also counted
+FORWARD_SHARE = 0.4  # share of a block's operations that its forward starts; counted too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Work:
 
 
 def step_work(position: Position, device: str = "cpu") -> Work:
-    """Return the work of one optimizer step: every micro-batch on every stage of this rank, and the update."""
+    """Return the work of one optimizer step: all micro-batches on all stages of this rank, and the update."""
     total = update_work(position)
     for stage in position.stages:
         for part in stage_work(position, stage, device):
@@ -79,7 +79,7 @@ def step_work(position: Position, device: str = "cpu") -> Work:
 def stage_work(position: Position, stage: PipelineStage, device: str = "cpu") -> tuple[Work, Work, Work]:
     """Return the work of one micro-batch on one stage: (forward, backward for the inputs, backward for the weights).
 
-    The loss computes its gradients in the forward. Recomputed work counts with the backward for the inputs.
+    The loss computes its gradients in the forward. Recomputation is part of the backward for the inputs.
     """
     again, sparse_again = position.recomputed(stage), position.recomputed_with_experts(stage)
     sparse, forward = len(stage.expert_layers), ends_work(position, stage, device)
@@ -108,7 +108,7 @@ def block_work(position: Position, device: str, experts: bool) -> tuple[Work, Wo
         moved_bytes=_PASSES_FORWARD * saved,
         operations=FORWARD_SHARE * operations,
     )
-    # Flash attention runs QK^T once more backward: 5 products for the 2 forward (Dao 2023, section 3.1.2).
+    # The backward of flash attention computes QK^T again: 5 products for the forward's 2 (Dao 2023, section 3.1.2).
     inputs = Work(
         matmul_flops=flops,
         attention_flops=2.5 * attention,
@@ -119,8 +119,8 @@ def block_work(position: Position, device: str, experts: bool) -> tuple[Work, Wo
 
 
 def block_operations(arch: Arch, experts: bool) -> float:
-    """Return the operations of one block, forward and backward. A sum over a token's experts is one operation per
-    expert.
+    """Return the number of operations that Python starts for one block, forward and backward. The sum over a token's
+    top_k experts has one group of operations per expert.
     """
     moe, total = arch.moe, _BLOCK_OPERATIONS
     total += _QK_NORM_OPERATIONS * arch.qk_norm + _LATENT_OPERATIONS * arch.is_mla
@@ -133,12 +133,12 @@ def block_operations(arch: Arch, experts: bool) -> float:
 def _again(position: Position, forward: Work, experts: bool) -> Work:
     """Return the work of a recomputed block's second forward (parallel/recompute.py).
 
-    The second forward stops before the last product of a feed-forward; experts' results are weighted, so nothing of
-    them is left out. A backward in two halves asks for the last product's input only after the product, which then has
-    no effect. Systems that recompute the core of attention repeat only the core.
+    The second forward stops before the last product of a feed-forward, whose result no backward needs. Experts are
+    computed to the end, because the gradient of the routing weights needs their results; so is a block whose backward
+    has two halves. Systems that recompute the core of attention repeat only the core.
     """
     arch, parallel = position.arch, position.parallel
-    of_width = 2.0 * position.tokens * arch.d_model / parallel.tp  # of a product from or to D, per column
+    of_width = 2.0 * position.tokens * arch.d_model / parallel.tp  # FLOPs per column of a product from or to width D
     o = of_width * arch.num_heads * value_width(arch)
     down = of_width * (arch.moe.shared_experts * arch.moe.d_expert if experts else arch.d_ffn)
     if position.software.core_recompute and parallel.recompute == "selective":
@@ -146,7 +146,7 @@ def _again(position: Position, forward: Work, experts: bool) -> Work:
     if parallel.recompute == "full":
         left_out = 0.0 if experts or parallel.splits_backward else down
         return replace(forward, matmul_flops=forward.matmul_flops - left_out)
-    # Selective: only matrices divided by rows are computed again, and shared experts come before the end.
+    # With tensor parallelism, "selective" repeats the matrices that are divided by rows (o, down): it keeps their sums.
     down_again = down if experts or parallel.splits_backward else 0.0
     products = o + down_again if parallel.tp > 1 else 0.0
     products = max(products, position.software.products_recomputed * forward.matmul_flops)
@@ -156,7 +156,7 @@ def _again(position: Position, forward: Work, experts: bool) -> Work:
 def _block_flops(position: Position, experts: bool) -> float:
     """Return the FLOPs of the forward matrix products of one block on this rank.
 
-    Ranks of tensor parallelism share heads and widths; each computes all latents, and routes its own tokens.
+    Tensor-parallel ranks divide heads and widths; each computes all latents, and routes its own tokens.
     """
     arch, tp, tokens = position.arch, position.parallel.tp, position.tokens
     products = tokens * attention_matrices(arch, tp)
@@ -169,11 +169,10 @@ def _block_flops(position: Position, experts: bool) -> float:
 
 
 def block_attention_flops(position: Position) -> float:
-    """Return the FLOPs of QK^T and PV of one block on this rank, over all keys that are seen, values as wide as keys
-    (latent attention pads values).
+    """Return the FLOPs of QK^T and PV of one block on this rank, over all keys that tokens attend to.
 
-    Of contiguous parts of a sequence, the last rank counts, which has the most keys to see. Kernels skip keys later
-    than a token, but not keys that a mask of documents or a window hides within one tile; that is not counted.
+    Values count with the width of keys, because latent attention pads them. With context parallelism the result is that
+    of the rank with the most keys. Kernels also compute the masked keys of a tile, which are not counted.
     """
     arch, parallel, seq_len = position.arch, position.parallel, position.train.seq_len
     width = arch.num_heads * arch.head_dim / parallel.tp
@@ -182,8 +181,8 @@ def block_attention_flops(position: Position) -> float:
 
 
 def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
-    """Return the work of embedding, last norm, head and loss of one micro-batch; head and loss once per pass of the
-    head.
+    """Return the work of embedding, last norm, head and loss for one micro-batch, forward and backward. Head and loss
+    count once per head pass (`arch.head_passes`).
     """
     arch, tokens, e = position.arch, position.tokens, COMPUTE_BYTES[position.train.precision]
     total = Work(operations=_MICRO_BATCH_OPERATIONS / position.parallel.stages)
@@ -192,7 +191,7 @@ def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
     vocabulary, wide = arch.vocab_size / position.parallel.tp, max(e, 4)
     chunks = memory.chunks(arch.vocab_size // position.parallel.tp, tokens, device)
     outside = norm_bytes(arch.d_model, e, device) / position.sequence_ranks + arch.d_model * e + 16
-    # The loss, per logit: product written, widened, reduced (two passes), shifted, exponentiated, narrowed, read twice.
+    # Passes over each logit in the loss: written, widened, reduced (two), shifted, exponentiated, narrowed, read twice.
     passes = arch.head_passes
     moved = passes * (
         tokens * vocabulary * (5 * e + 9 * wide) + vocabulary * arch.d_model * (2 * e + 2 * wide) * chunks
@@ -209,12 +208,12 @@ def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
 
 
 def update_work(position: Position, in_place: bool = False) -> Work:
-    """Return the work once per step: gather, gradient reduction, clipping and AdamW.
+    """Return the work that is done once per step: parameter gather, gradient reduction, clipping and AdamW.
 
-    Per owned parameter: master, gradient and moments are read, three of them written, and the gradient is read for its
-      norm. Per whole parameter: the gathered copy is written and unpacked; the gradient is widened, written and summed.
-      in_place: a compiler that sees the whole step gathers parameters where they are used, and reduces gradients where
-      they are made.
+    Per parameter whose update this rank computes: master, gradient and two moments are read, all but the gradient are
+      written, and the gradient is read for its norm. Per parameter of its stages: the gathered copy is written and
+      unpacked; the gradient is widened, written and summed. in_place: the whole step is one compiled program, which
+      needs no such copies of gathered parameters and of gradients.
     """
     precision, n = position.train.precision, position.parameters
     e, s, g = COMPUTE_BYTES[precision], STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)

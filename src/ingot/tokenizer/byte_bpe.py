@@ -1,13 +1,14 @@
-"""Byte-level BPE: train a tokenizer, and convert a tokenizer.json to a tiktoken encoding where this is exact.
+"""Byte-level BPE: train a tokenizer, and convert a tokenizer.json to a tiktoken encoding if that is exact.
 
-`tokenizers` merges the listed pairs, in the order of the list. tiktoken merges any two neighbors whose bytes together
-are a token, lowest rank first, and takes a whole piece at once if it is a token. So the rank must be the merge order,
-not the id, and both agree on every text if `tokenizers` encodes the bytes of every token as this one token:
+`tokenizers` merges only the listed pairs, in the order of the list. tiktoken merges any two neighbors whose bytes
+together are a token, lowest rank first, and encodes a whole piece at once if it is a token. So the rank must be the
+position in the list of merges, not the id. Both agree on every text if `tokenizers` encodes the bytes of every token as
+this token alone:
 
-  Both always merge the lowest pair, leftmost first, so the merges inside two neighbors x y that stay whole do not
-  depend on the text around them. If x y are neighbors in some text, they are also the last two parts when the bytes of
-  xy are merged alone. A token whose own bytes merge to it has one such pair, which is in the list, and tiktoken merges
-  no other pair to it. A token whose own bytes do not merge to it is only safe if every way to split it is in the list.
+  Both always merge the lowest pair, leftmost first, so the merges inside two neighbors x y do not depend on the text
+  around them. If x y are neighbors in some text, they are also the last two parts when the bytes of xy are merged
+  alone. A token whose own bytes merge to it has one such pair, which is in the list, and tiktoken merges no other pair
+  to it. A token whose own bytes do not merge to it is safe only if every way to split it is in the list.
 
 A tokenizer that has no exact form (normalizers, prefix spaces, bytes without a token, added tokens that are not
 special, Unigram, WordPiece, ...) raises NotExact with the reason; the caller then encodes with `tokenizers`.
@@ -28,32 +29,35 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 EOT = "<|endoftext|>"  # the end-of-text token of trained tokenizers
 
-# The split pattern of cl100k and Llama 3: contractions, words with one leading mark, digits in groups of at most
-# three, marks with their line ends, line ends, other whitespace. Digits in threes keep numbers readable to a model.
+# The split pattern of cl100k and Llama 3: contractions, words with one leading character, groups of at most three
+# digits, punctuation with its line ends, line ends, other whitespace. Short groups of digits help models with numbers.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# All bytes and the end of text: a smaller vocabulary could not encode every text.
+# All bytes and the end-of-text token: a smaller vocabulary could not encode every text.
 SMALLEST_VOCABULARY = 257
 
 
 class NotExact(Exception):
-    """A tokenizer.json has no exact tiktoken form, for the reason in the message. Caught in this package."""
+    """The error for a tokenizer.json without an exact tiktoken form, with the reason. Caught in this package."""
 
 
 def byte_of_character() -> dict[str, int]:
-    """Return GPT-2's alphabet: a printable Latin-1 byte is its own character, the other 68 are U+0100 and up."""
+    """Return GPT-2's alphabet as character -> byte: printable Latin-1 bytes are their own characters, the other 68
+    bytes are U+0100 and up.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def tiktoken_form(spec: dict[str, Any]) -> tuple[str, dict[bytes, int], np.ndarray]:
-    """Convert a parsed tokenizer.json to (pattern, bytes -> rank, ids); ids[rank] (uint32) is the id.
+    """Convert a parsed tokenizer.json to (split pattern, bytes of a token -> rank, ids); ids[rank] is a token's id,
+    uint32.
 
-    Raises NotExact.
+    Raises NotExact if there is no exact tiktoken form.
     """
     model = spec["model"]
     _require_plain(spec, model)
@@ -67,7 +71,7 @@ def tiktoken_form(spec: dict[str, Any]) -> tuple[str, dict[bytes, int], np.ndarr
     try:
         ranks = {bytes(map(alphabet.__getitem__, token)): rank for rank, token in enumerate(tokens)}
     except KeyError as error:
-        raise NotExact(f"a merge uses {error.args[0]!r}, which stands for no byte") from None
+        raise NotExact(f"a merge uses the character {error.args[0]!r}, which is not that of a byte") from None
     ids = np.array([vocab[token] for token in tokens], dtype=np.uint32)
     reserved = {token["id"]: token["content"] for token in spec.get("added_tokens") or ()}
     if clash := reserved.keys() & set(ids.tolist()):
@@ -89,7 +93,9 @@ def _require_plain(spec: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
-    """Return the split pattern of ByteLevel alone, or of one Split followed by ByteLevel. Raises NotExact."""
+    """Return the split pattern of a pre-tokenizer that is ByteLevel, or one Split and then ByteLevel. Raises NotExact
+    for other pre-tokenizers.
+    """
     steps = [pre_tokenizer or {}]
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]
@@ -110,10 +116,12 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
 
 
 def _reached_tokens(merges: list[tuple[str, str]], vocab: dict[str, int], ignore_merges: bool) -> list[str]:
-    """Return merged tokens in the order of their merges, without tokens that no text gives (see the module)."""
+    """Return the merged tokens in the order of their merges, without tokens that no text is encoded to. Raises NotExact
+    if the order has no exact tiktoken form (see the module).
+    """
     from tokenizers import models
 
-    # Several pairs may merge to one token, as in converted vocabularies that list every split, but only in a row.
+    # Several pairs may merge to the same token (converted vocabularies list every split), but only one after the other.
     tokens = [token for token, _ in itertools.groupby(a + b for a, b in merges)]
     if len(set(tokens)) < len(tokens):
         raise NotExact("two merges far apart make the same token, so it has no single rank")
@@ -121,7 +129,7 @@ def _reached_tokens(merges: list[tuple[str, str]], vocab: dict[str, int], ignore
     dead = {token for token in tokens if len(by_merging.tokenize(token)) != 1}
     if not ignore_merges:
         return [token for token in tokens if token not in dead]
-    # With ignore_merges a whole word in the vocabulary becomes one token without merges, so every entry counts.
+    # With ignore_merges a whole word that is in the vocabulary becomes one token without merges, so all entries matter.
     known, listed = set(tokens) | set(byte_of_character()), set(merges)
     loose = {token for token in vocab.keys() - known if set(token) <= known}
     if loose:
@@ -146,9 +154,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
     """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) on `texts` and save it as tokenizer.json.
 
     Every byte has a token, so every text can be encoded and decoded without change; `<|endoftext|>` has id 0.
-    The result depends on the texts alone, not on their order or on the number of threads. The vocabulary is smaller
-    than `vocab_size` if the texts hold too few pairs to merge. Raises ConfigError for a vocabulary that is too small,
-    DataError without text.
+    The result depends only on the texts, not on their order or on the number of threads. The vocabulary is smaller
+    than `vocab_size` if the texts have too few pairs to merge. Raises ConfigError if `vocab_size` is too small,
+    DataError if there is no text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -180,7 +188,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
         raise DataError(
             "E-TOKENIZER-NO-TEXT",
             "there is no text to train a tokenizer on",
-            rule="merges are counted on the corpus, so it must hold at least one document with text",
+            rule="merges are counted on the corpus, so it must have at least one document with text",
             fix="look at the dropped documents (ingot data inspect), or give more files",
         )
     write_atomic(out, tokenizer.to_str(pretty=True) + "\n")
@@ -188,7 +196,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
 
 
 class _CountedTexts:
-    """An iterator over texts that counts their characters, so that an empty corpus is found without a second pass."""
+    """An iterable over texts that counts their characters, so that an empty corpus is detected in the same pass."""
 
     def __init__(self, texts: Iterable[str]):
         self.texts, self.characters = texts, 0

@@ -1,7 +1,7 @@
-"""The encoder: text to token ids with any tokenizer.json, by tiktoken where this is exact, else by `tokenizers`.
+"""The encoder: text to token ids with any tokenizer.json, using tiktoken if that is exact, else `tokenizers`.
 
-Plain text never becomes the end-of-text token, so that no crawled page can end its own document. Special tokens that
-are spelled out in a text are encoded as ordinary characters.
+Plain text never becomes the end-of-text token, so that no crawled page can mark the end of its document. If a text
+contains the name of a special token, the name is encoded as ordinary characters.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from ingot.tokenizer.byte_bpe import NotExact, tiktoken_form, well_formed
 # Names of the end-of-text token in published tokenizers, the least ambiguous first.
 _EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "<eos>", "</s>", "[EOS]", "<|end▁of▁sentence|>", "[SEP]")
 
-_FORMAT = "a tokenizer is a tokenizer.json as Hugging Face tokenizers writes it"
+_FORMAT = "a tokenizer is a tokenizer.json in the format of Hugging Face tokenizers"
 
-# Texts on which implementations differ: kinds and runs of whitespace, contractions, scripts, digits of several scripts,
-# combining marks, emoji joined by ZWJ, controls, and words longer than any token.
+# Texts that implementations often encode differently: kinds and runs of whitespace, contractions, scripts, digits of
+# several scripts, combining marks, emoji joined by ZWJ, control characters, and words longer than any token.
 _DIFFICULT = (
     "",
     " ",
@@ -42,10 +42,10 @@ _DIFFICULT = (
 
 @dataclass
 class Encoder:
-    """A loaded tokenizer.json. It is pickled as its path, so worker processes reopen it without another comparison.
+    """A loaded tokenizer.json. It is pickled as its path; worker processes reopen it without comparing engines again.
 
-    vocab_size: largest id + 1. engine: "tiktoken" or "tokenizers". notice: the reason not to use tiktoken, else "".
-    sha256: of the file. special: texts of the added tokens.
+    vocab_size: largest id + 1. engine: "tiktoken" or "tokenizers". notice: the reason why tiktoken is not used, or "".
+    sha256: hash of the file. eot: the end-of-text token. special: texts of the added tokens.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class Encoder:
         return "tiktoken" if self._tiktoken else "tokenizers"
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text`: uint32, without the end of text."""
+        """Return the token ids of `text`, uint32, without an end-of-text token."""
         text = well_formed(text)
         if self._tiktoken:
             try:
@@ -74,7 +74,7 @@ class Encoder:
         return self._plain(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, like `encode`; tiktoken uses one core, `tokenizers` all cores."""
+        """Return the token ids of each text, as `encode` does. tiktoken uses one core, `tokenizers` all cores."""
         if self._tiktoken:
             return [self.encode(text) for text in texts]
         texts = [well_formed(text) for text in texts]
@@ -82,13 +82,14 @@ class Encoder:
         return [self._plain(text, e) for text, e in zip(texts, encoded, strict=True)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not valid UTF-8 become U+FFFD."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def _plain(self, text: str, encoded) -> np.ndarray:
-        """Return the ids of `encoded`, without an end of text that the model made from characters (as Unigram can).
+        """Return the ids of `encoded`, the result of `tokenizers` for `text`, without end-of-text tokens.
 
-        In this case the text is cut inside these characters, and both halves are encoded separately.
+        If the model made that token from characters (as Unigram can), `text` is cut between these characters, and both
+        halves are encoded separately.
         """
         ids = np.array(encoded.ids, dtype=np.uint32)
         hits = np.flatnonzero(ids == self.eot_id)
@@ -100,8 +101,8 @@ class Encoder:
             raise DataError(
                 "E-TOKENIZER-EOT-IN-TEXT",
                 f"{self.path}: the text {text[begin:end]!r} is encoded as the end-of-text token {self.eot!r}",
-                rule="only ingot writes the end of text, between documents",
-                fix="name another end-of-text token with --eot",
+                rule="text never becomes the end-of-text token; only ingot writes it, between documents",
+                fix="choose another end-of-text token with --eot",
                 path=str(self.path),
                 eot=self.eot,
             )
@@ -115,10 +116,9 @@ class Encoder:
 def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str | int = "") -> Encoder:
     """Open a tokenizer.json of any kind.
 
-    tiktoken is used if the conversion is exact by rule (byte_bpe.py) and gives the same ids on `sample` and on a
+    tiktoken is used if the conversion is exact by the rules of byte_bpe.py, and gives the same ids on `sample` and on a
     built-in sample of difficult text. eot: the end-of-text token or its id; if not given, the usual names are tried.
-    Raises UsageError for a file that cannot be read, ConfigError for a file that is not a tokenizer or that has no
-    end-of-text token.
+    Raises UsageError if the file cannot be read, ConfigError if it is not a tokenizer or has no end-of-text token.
     """
     encoder = _open(path, eot, use_tiktoken=True)
     if encoder._tiktoken and (text := _first_difference(encoder, sample)) is not None:
@@ -128,9 +128,10 @@ def load_encoder(path: Path, sample: Sequence[str] = (), *, eot: str | int = "")
 
 
 def reopen(path: Path, sha256: str, eot: str, notice: str) -> Encoder:
-    """Open the same encoder that `load_encoder` returned. notice: of that encoder, which decides the engine.
+    """Open the encoder that `load_encoder` returned, in another process. sha256, eot, notice: fields of that encoder;
+    an empty `notice` means tiktoken.
 
-    Raises DataError if the file has changed since.
+    Raises DataError if the file has changed since then.
     """
     encoder = _open(path, eot, use_tiktoken=not notice)
     if encoder.sha256 != sha256:
@@ -152,12 +153,12 @@ def _open(path: Path, eot: str | int, *, use_tiktoken: bool) -> Encoder:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     eot = _find_eot(vocab, eot, path)
     ordinary = [t for t in spec.get("added_tokens") or () if t["content"] == eot and not t.get("special")]
-    if ordinary:  # only a special token can be distinguished from text
+    if ordinary:  # `tokenizers` distinguishes only special tokens from text
         ordinary[0]["special"] = True
         tokenizer = _parse(tokenizers, path, spec)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # special tokens in a text are text
+    tokenizer.encode_special_tokens = True  # encode names of special tokens in a text as ordinary text
     encoding, ids, notice = None, np.empty(0, np.uint32), ""
     try:
         pattern, ranks, ids = tiktoken_form(spec)
@@ -192,9 +193,9 @@ def _read_spec(path: Path) -> tuple[dict[str, Any], str]:
     except OSError as error:
         raise UsageError(
             "E-TOKENIZER-UNREADABLE",
-            f"no tokenizer can be read at {path} ({error.strerror})",
+            f"cannot read a tokenizer from {path} ({error.strerror})",
             rule=_FORMAT,
-            fix="ingot tokenizer train CORPUS --out tokenizer.json",
+            fix="check the path, or train a tokenizer: ingot tokenizer train CORPUS --out tokenizer.json",
             path=str(path),
         ) from None
     except ValueError as error:
@@ -217,7 +218,7 @@ def _bad_format(path: Path, found: str) -> ConfigError:
         "E-TOKENIZER-FORMAT",
         f"{path} {found}",
         rule=_FORMAT,
-        fix="name a tokenizer.json, or train a tokenizer: ingot tokenizer train CORPUS --out tokenizer.json",
+        fix="give a tokenizer.json, or train a tokenizer: ingot tokenizer train CORPUS --out tokenizer.json",
         path=str(path),
     )
 
@@ -233,9 +234,9 @@ def _find_eot(vocab: dict[str, int], eot: str | int, path: Path) -> str:
     raise ConfigError(
         "E-TOKENIZER-EOT",
         f"{path} has no end-of-text token "
-        + (repr(eot) if eot != "" else f"by any usual name ({', '.join(_EOT_NAMES[:4])}, ..)"),
+        + (repr(eot) if eot != "" else f"with a usual name ({', '.join(_EOT_NAMES[:4])}, ..)"),
         rule="every document ends with one token that no text can contain",
-        fix="name the token with --eot TOKEN" + (f"; candidates: {', '.join(candidates[:8])}" if candidates else ""),
+        fix="give the token with --eot TOKEN" + (f"; candidates: {', '.join(candidates[:8])}" if candidates else ""),
         path=str(path),
         eot=eot,
         candidates=candidates[:8],
@@ -243,8 +244,10 @@ def _find_eot(vocab: dict[str, int], eot: str | int, path: Path) -> str:
 
 
 def _first_difference(encoder: Encoder, sample: Sequence[str]) -> str | None:
-    """Return the first text that tiktoken and `tokenizers` encode differently, None if there is none."""
-    # Characters from all ranges of Unicode, alone, between letters and after a blank, to compare \p{L}, \p{N} and \s.
+    """Return the first text, of `sample` and the built-in texts, that tiktoken and `tokenizers` encode differently;
+    None if there is none.
+    """
+    # Characters from all ranges of Unicode, after a space and between letters, to compare \p{L}, \p{N} and \s.
     corners = "".join(f"{chr(c)}a{chr(c)}1 {chr(c)}" for c in range(0xA0, 0x30000, 211) if not 0xD800 <= c < 0xE000)
     written_out = [f"a{name} {name}b" for name in encoder.special]
     for text in (*_DIFFICULT, corners, *written_out, *map(well_formed, sample)):

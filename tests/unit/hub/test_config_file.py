@@ -43,11 +43,11 @@ def test_what_acts_in_training_only_is_the_runs_own(folder_of, there, ours):
 @pytest.mark.parametrize(
     ("there", "ours", "keys"),
     [
-        (MIXTRAL, replace(MIXTRAL, max_seq_len=65), ["model.max_seq_len is 65, there 64"]),
-        (MIXTRAL, replace(MIXTRAL, moe=Moe()), ["model.moe.num_experts is 0, there 4"]),
+        (MIXTRAL, replace(MIXTRAL, max_seq_len=65), ["model.max_seq_len is 65, but 64 in the folder"]),
+        (MIXTRAL, replace(MIXTRAL, moe=Moe()), ["model.moe.num_experts is 0, but 4 in the folder"]),
         (MIXTRAL, replace(MIXTRAL, norm_eps=1e-5, rope_theta=1e4), ["model.norm_eps", "model.rope_theta"]),
-        (MIXTRAL, with_moe(MIXTRAL, top_k=3), ["model.moe.top_k is 3, there 2"]),
-        (DEEPSEEK, with_moe(DEEPSEEK, bias_rate=0.0), ["model.moe.bias_rate is 0.0, there 0.001"]),
+        (MIXTRAL, with_moe(MIXTRAL, top_k=3), ["model.moe.top_k is 3, but 2 in the folder"]),
+        (DEEPSEEK, with_moe(DEEPSEEK, bias_rate=0.0), ["model.moe.bias_rate is 0.0, but 0.001 in the folder"]),
         (DEEPSEEK, replace(DEEPSEEK, mla=replace(DEEPSEEK.mla, v_dim=8)), ["model.mla.v_dim"]),
     ],
 )

@@ -91,7 +91,7 @@ def test_bidirectional_dualpipe_has_two_copies_of_the_model():
         (("gpipe", 4, 8, 2), "use 0 or 1"),
         (("zb_v", 4, 8, 3), "use 0 or 2"),
         (("interleaved", 4, 8, 1), "use 2, or 1f1b"),
-        (("1f1b", 1, 8, 2), "no use with pp=1"),
+        (("1f1b", 1, 8, 2), "no effect with pp=1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_legal_values(arguments, message):
@@ -128,14 +128,14 @@ def test_a_whole_and_a_split_backward_by_hand_are_fine():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["F00", "F10 B10"], "given F instead of"),
-        (["F00 B00 B00", "F10 B10"], "given FBB instead of"),
-        (["F00 I00", "F10 B10"], "given FI instead of"),
-        (["F00 I00 W00 B00", "F10 B10"], "given FBIW instead of"),
+        (["F00", "F10 B10"], "has F instead of"),
+        (["F00 B00 B00", "F10 B10"], "has FBB instead of"),
+        (["F00 I00", "F10 B10"], "has FI instead of"),
+        (["F00 I00 W00 B00", "F10 B10"], "has FBIW instead of"),
         (["B00 F00", "F10 B10"], "rank 0: B of micro-batch 0 on stage 0 comes before what it needs"),
         (["F00 W00 I00", "F10 B10"], "W of micro-batch 0 on stage 0 comes before"),
-        (["F00 B00 F10", "F10 B10"], "F of micro-batch 0 on stage 1 has no place there"),
-        (["F00 B00 F01 B01", "F10 B10"], "micro-batch 1 on stage 0 has no place there"),
+        (["F00 B00 F10", "F10 B10"], "F of micro-batch 0 on stage 1 does not belong to this rank"),
+        (["F00 B00 F01 B01", "F10 B10"], "micro-batch 1 on stage 0 does not belong to this rank"),
     ],
 )
 def test_wrong_rows_are_found(rows, message):
@@ -157,7 +157,7 @@ def test_ranks_that_wait_for_each_other_are_found():
         check_table(table)
     first, second = table.rows[0][1], table.rows[1][1]
     assert error.value.facts["problems"] == [
-        f"rank 0 waits for ever before {first}", f"rank 1 waits for ever before {second}"
+        f"rank 0 waits forever before {first}", f"rank 1 waits forever before {second}"
     ]  # fmt: skip
 
 

@@ -47,8 +47,8 @@ def test_a_run_that_has_a_checkpoint_reads_the_folder_no_more(fork_ranks, make_r
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"num_layers": 1}, ConfigError, "model.num_layers is 1, there 2"),
-        ({"max_seq_len": 65}, ConfigError, "model.max_seq_len is 65, there 64"),
+        ({"num_layers": 1}, ConfigError, "model.num_layers is 1, but 2 in the folder"),
+        ({"max_seq_len": 65}, ConfigError, "model.max_seq_len is 65, but 64 in the folder"),
         (None, CheckpointError, "cannot be read"),
     ],
 )

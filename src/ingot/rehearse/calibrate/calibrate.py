@@ -1,9 +1,9 @@
-"""Measure this machine with the trainer's own step, and turn the timings into the rates that the planner divides by.
+"""Measure this machine with the trainer's own step, and derive from the timings the rates that the planner uses.
 
-On a CPU, as many ranks as will train run optimizer steps of small models, all at once, because they share caches and
-memory. The models differ in one property each, so that the rates of matrix products, attention, memory traffic,
-operations, collectives and steps can be separated by least squares; no rate may exceed what it reaches alone. On a GPU
-one process measures the four rates directly.
+On a CPU, all ranks of the later training run optimizer steps of small models at the same time, because they share
+caches and memory. The models differ in one property each, so that least squares can separate the rates of matrix
+products, attention, memory traffic, operations, collectives and steps. No rate may exceed the rate of its kind of work
+alone. On a GPU one process measures the rates of products, attention, memory and operations directly.
 
 This module runs in the calling process and does not import torch; the ranks run rank.py.
 """
@@ -32,7 +32,7 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.layout import layout_problems, positions
 from ingot.trainer.mesh.start import worker_environment
 
-_DEADLINE_SECONDS = 300  # a machine with eight programs per core took 70
+_DEADLINE_SECONDS = 300  # a machine with eight busy programs per core needed 70 s
 # With a bandwidth of 1 B/s, the seconds of collectives are the bytes that they send.
 _UNIT_LINKS = Cluster(name="", device="cpu", memory_bytes=1, link_bandwidth=1.0)
 _BASE = Arch(
@@ -42,7 +42,7 @@ _BASE = Arch(
 
 @dataclass(frozen=True)
 class Timing:
-    """A calibration run, the seconds of its typical step, and the peak memory of the process when it ended."""
+    """A calibration run, the seconds of its typical step, and the peak memory of the process after its first step."""
 
     run: RunConfig
     seconds: float
@@ -50,7 +50,9 @@ class Timing:
 
 
 def shapes(ranks: int) -> tuple[RunConfig, ...]:
-    """Return the calibration runs: a minute one, whose memory is that of the process; the largest; then variations."""
+    """Return the calibration runs: a tiny run, whose memory is almost that of an empty process; the largest run; then
+    runs that differ in one property each.
+    """
 
     def run(
         arch: Arch,
@@ -86,14 +88,14 @@ def shapes(ranks: int) -> tuple[RunConfig, ...]:
 
 
 def calibrate(uncalibrated: Cluster) -> Cluster:
-    """Return `uncalibrated` (machine/facts.py) with the rates of this machine. Raises ResourceError if ranks fail."""
+    """Return the cluster `uncalibrated` (machine/facts.py) with measured rates. Raises ResourceError if ranks fail."""
     return calibrate_gpu(uncalibrated) if uncalibrated.device == "cuda" else calibrate_cpu(uncalibrated)
 
 
 def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
     """Return `uncalibrated` (a "cpu" cluster) with measured rates for its number of ranks, in about 15 s when idle.
 
-    Raises ResourceError when the ranks cannot be started or do not finish in time.
+    Raises ResourceError if ranks fail or do not finish in time.
     """
     ranks = uncalibrated.devices_per_node
     runs = shapes(ranks)
@@ -103,8 +105,9 @@ def calibrate_cpu(uncalibrated: Cluster) -> Cluster:
 
 
 def calibrate_gpu(uncalibrated: Cluster) -> Cluster:
-    """Return `uncalibrated` (a "cuda" cluster) with the rates of its first GPU; links and fragmentation stay as
-    published."""
+    """Return `uncalibrated` (a "cuda" cluster) with the measured rates of its first GPU. Links and fragmentation keep
+    their published values.
+    """
     rates = _start_ranks(1, "--cuda")
     peaks = uncalibrated.peak_flops | rates.pop("peak_flops")
     return replace(uncalibrated, measured=time.strftime("%Y-%m-%d"), peak_flops=peaks, **rates)
@@ -130,7 +133,7 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
         raise ResourceError(
             "E-CALIBRATION-TIMEOUT",
             f"calibration did not finish within {_DEADLINE_SECONDS} s",
-            rule="all ranks time their steps before the deadline",
+            rule="all ranks finish their timings before the deadline",
             fix="try again when the machine is idle",
             deadline_seconds=_DEADLINE_SECONDS,
         ) from None
@@ -144,7 +147,7 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
         for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True))
         if process.returncode
     }
-    if last_lines:  # all of them: one names the cause, the others only that they lost a peer
+    if last_lines:  # show all: one line has the cause, the others only report that a peer was lost
         failed = "; ".join(f"rank {rank} of the calibration failed: {line}" for rank, line in last_lines.items())
         raise ResourceError(
             "E-CALIBRATION-RANK",
@@ -157,10 +160,11 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
 
 
 def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) -> Cluster:
-    """Return the cluster whose rates explain `timings` (in the order of `shapes`) with the least relative error.
+    """Return `uncalibrated` with the rates that explain `timings` (in the order of `shapes`) with the least relative
+    error.
 
-    limits: the rates that products, attention, memory traffic and operations reach alone, and those of collectives
-    (absent with a single rank). Fitted rates never exceed them, however the timings scatter.
+    limits: the rates of products, attention, memory traffic and operations when nothing else runs, and those of
+    collectives (absent with a single rank). Fitted rates never exceed these limits, even if timings scatter.
     """
     bf16 = [t for t in timings if t.run.train.precision == "bf16"]
     features = np.array([_features(t.run) for t in bf16])
@@ -192,7 +196,9 @@ def fit(timings: list[Timing], limits: dict[str, float], uncalibrated: Cluster) 
 
 
 def _features(run: RunConfig) -> list[float]:
-    """Return the amounts of a step that take time: FLOPs, bytes, operations, the step itself, bytes sent and hops."""
+    """Return the amounts of work in a step: FLOPs of products and of attention, bytes moved, operations, 1 for the step
+    itself, bytes sent, hops of messages.
+    """
     work, position = rank_work(run, "cpu"), positions(run)[0]
     sent = cpu_collectives(position, _UNIT_LINKS).value
     hops = cpu_collectives(position, replace(_UNIT_LINKS, link_seconds=1.0)).value - sent
@@ -200,10 +206,10 @@ def _features(run: RunConfig) -> list[float]:
 
 
 def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
-    """Return the seconds per FLOP of products in another precision than the fit's, whose bytes and operations cost the
-    same.
+    """Return the seconds per FLOP of matrix products in the precision of `timing`, which differs from that of the fit.
 
-    Attention is assumed to slow down by the factor of the products, and both to take at least a twentieth of the step.
+    Bytes and operations are assumed to cost the same as in the fit, attention to slow down by the same factor as
+    products, and products and attention to take at least a twentieth of the step.
     """
     flops, attention_flops, *rest = _features(timing.run)
     left = timing.seconds - float(np.dot(rest, per_unit[2:]))
@@ -211,9 +217,10 @@ def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
 
 
 def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """Fit the seconds per unit of each column, none below `least`, with the least sum of squared relative errors.
+    """Return the seconds per unit of each column of `features`, each at least `least`, that explain `seconds` with the
+    smallest sum of squared relative errors.
 
-    Every subset of the few columns is tried as the set that exceeds its bound, so the optimum is exact.
+    Every subset of the few columns is tried as the set above its bound, so the optimum is exact.
     """
     scaled = features / seconds[:, None]
     left = 1 - scaled @ least
@@ -231,7 +238,9 @@ def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) ->
 
 
 def _memory(timings: list[Timing]) -> tuple[int, float]:
-    """Return runtime_bytes, from the minute run, and the allocator's loss, from the growth to the largest run."""
+    """Return (runtime_bytes, fragmentation): the first from the tiny run's memory, the second from how much more memory
+    the largest run used than its tensors need.
+    """
     minute, large = (sum(term.value for term in live_bill(t.run, "cpu").values()) for t in timings[:2])
     grown = timings[1].peak_bytes - timings[0].peak_bytes
     fragmentation = max(grown / (large - minute) - 1, 0.0)

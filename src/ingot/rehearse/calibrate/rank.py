@@ -1,6 +1,6 @@
-"""One rank of the calibration: it times the trainer's step on each shape, and rank 0 prints the results as JSON.
+"""The program of one calibration rank: time the trainer's step on each shape. Rank 0 prints the results as JSON.
 
-calibrate.py starts it with the environment of a training job.
+calibrate.py starts this program with the environment of a training job.
 """
 
 import json
@@ -27,15 +27,16 @@ from ingot.trainer.step import train_step
 from ingot.trainer.telemetry.usage import peak_memory_bytes
 from ingot.trainer.telemetry.waits import ThreadTime
 
-# Seconds of measuring: on a quiet machine, and on one where ranks wait for cores for more than a twentieth of the time.
+# Seconds to measure on a quiet machine, and on a busy machine: there ranks wait for cores for over 5% of the time.
 _QUIET_SECONDS, _BUSY_SECONDS, _BUSY = 3.0, 10.0, 0.05
 _LEAST_ROUNDS = 4
 Turn = tuple[float, float]  # seconds, and the share of them in which a rank was ready to run but had no core
 
 
 def first_steps(runs: Sequence[RunConfig], device: torch.device) -> tuple[list[Callable[[], Turn]], list[int]]:
-    """Return a timed step per run, after its first call, which sets up state, and the peak memory after each.
-    Collective."""
+    """Return (a function that times one step, for each run; the peak memory after each run's first step). The first
+    steps, which set up state, have been done. Collective.
+    """
     steps, peaks = [], []
     for run in runs:
         steps.append(timed_step(run, device))
@@ -45,10 +46,10 @@ def first_steps(runs: Sequence[RunConfig], device: torch.device) -> tuple[list[C
 
 
 def take_turns(steps: Sequence[Callable[[], Turn]]) -> list[float]:
-    """Return the seconds of a typical step of each run. Collective.
+    """Return the typical step time of each run, in seconds. Collective.
 
-    The runs take turns, a step each, so that a burst of another program is neither charged to the machine nor to the
-    one run that it happened to disturb.
+    The runs alternate, one step each, and only the quieter half of the steps counts, so a burst from another program
+    distorts neither the machine's rates nor a single run.
     """
     turns: list[list[Turn]] = [[] for _ in steps]
     began, rounds, busy = time.monotonic(), 0, False
@@ -63,12 +64,14 @@ def take_turns(steps: Sequence[Callable[[], Turn]]) -> list[float]:
 
 
 def quieter_half(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the half of the turns in which ranks waited least for cores, the quietest first."""
+    """Return the half of the timed steps in which ranks waited the least for cores, the quietest step first."""
     return sorted(turns, key=lambda turn: turn[1])[: -(-len(turns) // 2)]
 
 
 def timed_step(run: RunConfig, device: torch.device) -> Callable[[], Turn]:
-    """Return a function that times one step of `run` on all ranks at once. Making it is collective, too."""
+    """Return a function that times one step of `run` on all ranks. This call and each call of the result are
+    collective.
+    """
     parts, batch = build_parts(run, device, Path()), random_batch(run, device)
 
     def step() -> Turn:
@@ -91,15 +94,18 @@ def random_batch(run: RunConfig, device: torch.device) -> Batch:
 
 
 def measure_limits(device: torch.device) -> dict[str, float]:
-    """Return the rates that each kind of work reaches alone, on all ranks at once. Collective."""
+    """Return the rate of each kind of work when nothing else runs on its rank. All ranks measure at the same time.
+    Collective.
+    """
     dist.barrier()
     rates = measure_device(device, torch.bfloat16, width=1024, heads=4, seq_len=512)
     return rates | measure_links(device)
 
 
 def fastest(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the best of each rate. A limit measured while other programs ran would bound the rates of steps that were
-    timed in quieter moments."""
+    """Return the best value of each rate. A rate that was measured while other programs ran would be too low a limit
+    for steps that were timed in quieter moments.
+    """
     return {name: (min if name.endswith("seconds") else max)(rates[name] for rates in measured) for name in measured[0]}
 
 
@@ -107,11 +113,12 @@ def fastest(measured: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def measure_gpu(device: torch.device) -> dict:
-    """Return fields of a Cluster for a CUDA device. Efficiencies are shares of the published peak, where there is
-    one."""
+    """Return the measured fields of a Cluster for a CUDA device. Efficiencies are shares of the published peak, or of
+    the measured matmul rate if no peak is published.
+    """
     rates = measure_device(device, torch.bfloat16, width=8192, heads=32, seq_len=8192)
     free, total = torch.cuda.mem_get_info(device)
-    # Context, libraries and workspaces: memory in use outside of the tensors' pool.
+    # Context, libraries and workspaces: memory in use outside the pool of tensors.
     runtime = (total - free) - torch.cuda.memory_reserved(device)
     name = torch.cuda.get_device_name(device)
     peak = peak_flops(name, "bf16")
@@ -131,7 +138,9 @@ def measure_gpu(device: torch.device) -> dict:
 def measure_device(
     device: torch.device, dtype: torch.dtype, *, width: int, heads: int, seq_len: int
 ) -> dict[str, float]:
-    """Measure matmul and attention in FLOP/s (forward and backward, causal half), bandwidth in bytes/s, op_seconds."""
+    """Measure four rates: "matmul" and "attention" in FLOP/s (attention: forward and backward, counting the causal half
+    of the pairs), "bandwidth" in bytes/s, and "op_seconds".
+    """
     a = torch.randn(width, width, device=device, dtype=dtype)
     seconds = typical_seconds(lambda: a @ a, device)
     rates = {"matmul": 2.0 * width**3 / seconds}
@@ -159,7 +168,7 @@ def measure_device(
 
 
 def typical_seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """Return the median seconds of `work`, including its end on the device, after two warm-up runs."""
+    """Return the median seconds of `work` after two warm-up runs. Each time ends when the device has finished."""
 
     def finish() -> None:
         if device.type == "cuda":
@@ -175,18 +184,18 @@ def typical_seconds(work: Callable[[], object], device: torch.device, repeats: i
     return sorted(seconds[2:])[repeats // 2]
 
 
-# Latency and bandwidth of the trainer's own collectives among the ranks of this machine, measured alone.
-# Several kinds and sizes are timed, and the two figures fitted to them by the formulas that the planner divides by
-# (planner/predict/time/links.py), so that the cost of a call besides its bytes (library, threads) is in them.
+# Latency and bandwidth of the trainer's own collectives among the ranks of this machine, when nothing else runs.
+# Several kinds and sizes are timed, and latency and bandwidth are fitted to them with the planner's formulas
+# (planner/predict/time/links.py), so that they include the other costs of a call (library, threads).
 
 
-# Hidden states and gradients of models that CPUs train.
+# Bytes of hidden states and gradients in models that are trained on CPUs.
 _SIZES = (1 << 13, 1 << 17, 1 << 20, 1 << 22)
 _REPEATS = 5
 
 
 def measure_links(device: torch.device) -> dict[str, float]:
-    """Measure link_bandwidth (bytes/s) and link_seconds; empty with a single rank. Collective."""
+    """Measure link_bandwidth (bytes/s) and link_seconds; return {} with a single rank. Collective."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return {}
@@ -209,7 +218,7 @@ def measure_links(device: torch.device) -> dict[str, float]:
 
 
 def features(kind: str, ranks: int, size: float) -> list[float]:
-    """Return the bytes over the link and the hops of one operation on `size` bytes, from the planner's formula."""
+    """Return [bytes over a link, number of hops] of one operation on `size` bytes, from the planner's formula."""
     alone = CollectiveGroup(ranks, ranks, link=1.0)
     sent = SECONDS[kind](alone, size)
     hops = SECONDS[kind](CollectiveGroup(ranks, ranks, link=1.0, link_seconds=1.0), size) - sent
@@ -217,18 +226,19 @@ def features(kind: str, ranks: int, size: float) -> list[float]:
 
 
 def fitted_links(rows: np.ndarray, seconds: np.ndarray) -> dict[str, float]:
-    """Fit both figures by the least sum of squared relative errors, or from two timings if that gives a negative
-    one."""
+    """Fit link_bandwidth and link_seconds with the smallest sum of squared relative errors. If that gives a value that
+    is not positive, derive each from one timing.
+    """
     scaled = rows / seconds[:, None]
     per_byte, per_hop = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0]
-    if per_byte <= 0 or per_hop <= 0:  # timings that scatter: the most bytes are all bandwidth, the least all latency
+    if per_byte <= 0 or per_hop <= 0:  # scattered timings: take bandwidth from the most bytes, latency from the fewest
         large, small = rows[:, 0].argmax(), rows[:, 0].argmin()
         per_byte, per_hop = seconds[large] / rows[large, 0], seconds[small] / rows[small, 1]
     return {"link_bandwidth": float(1 / per_byte), "link_seconds": float(per_hop)}
 
 
 def _pass_round(tensor: torch.Tensor) -> None:
-    """Send `tensor` to the next rank and receive from the previous one."""
+    """Send `tensor` to the next rank, and receive a tensor from the previous rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     arriving = dist.irecv(torch.empty_like(tensor), (rank - 1) % ranks)
     leaving = dist.isend(tensor, (rank + 1) % ranks)
@@ -238,7 +248,9 @@ def _pass_round(tensor: torch.Tensor) -> None:
 
 
 def _fastest_seconds(call: Callable[[], object]) -> float:
-    """Return the least time of several calls, after one that connects: disturbances only make a call longer."""
+    """Return the shortest time of several calls, after a first call that connects. The shortest counts because
+    disturbances only make a call longer.
+    """
     call()
     taken = []
     for _ in range(_REPEATS):

@@ -1,7 +1,7 @@
-"""Collectives as the dispatcher sees them, translated to rendezvous.Call; and FLOPs that PyTorch does not count.
+"""The translation of dispatched collectives to rendezvous.Call, and FLOP formulas that PyTorch does not have.
 
-Two families: `c10d::*` work in place and belong to the functions of torch.distributed; `_c10d_functional::*` return new
-tensors and belong to torch.distributed._functional_collectives.
+There are two families of collectives: `c10d::*` are those of torch.distributed and work in place;
+`_c10d_functional::*` are those of torch.distributed._functional_collectives and return new tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from ingot.trainer.torch_private import (
     tree_leaves,
 )
 
-# name in the dispatcher -> (our name, which side holds the whole tensor)
+# name in the dispatcher -> (name in Call.op, "input" or "output": the side that has the whole tensor)
 _IN_PLACE = {
     "allreduce_": ("all_reduce", "input"),
     "allreduce_coalesced_": ("all_reduce", "input"),
@@ -63,7 +63,9 @@ def is_collective(func) -> bool:
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], result, label: str) -> Call | None:
-    """Return the call that `func` makes; None for a wait. Raises NotImplementedError for an unknown collective."""
+    """Return the Call of the dispatched collective `func`, or None if `func` is a wait. Raises NotImplementedError if
+    the collective is unknown. label: place in the program, for messages.
+    """
     name = operator_packet(func).__name__
     if name in _WAITS:
         return None
@@ -87,7 +89,7 @@ def call_of(func, args: tuple, kwargs: dict[str, Any], result, label: str) -> Ca
 
 
 def _own_part(args: tuple, rows: Tensor, rank: int) -> int:
-    """Return the elements that a rank sends to itself if the parts sent or received are unequal; else -1."""
+    """Return the number of elements that a rank sends to itself in an all-to-all with unequal parts; else -1."""
     splits = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], int)]
     if len({size for sizes in splits for size in sizes}) < 2:
         return -1
@@ -96,7 +98,7 @@ def _own_part(args: tuple, rows: Tensor, rank: int) -> int:
 
 
 def collective_tensors(func, args: tuple) -> Iterator[Tensor]:
-    """Yield the buffers that `func` reads or writes in place for gathering and scattering."""
+    """Yield the buffers that `func` uses in place if it is an all-gather or reduce-scatter of one tensor (c10d)."""
     if func.namespace == "c10d" and operator_packet(func).__name__ in ("_allgather_base_", "_reduce_scatter_base_"):
         yield from (arg for arg in args if isinstance(arg, Tensor))
 
@@ -108,7 +110,7 @@ def _group(args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup:
         if isinstance(arg, dist.ProcessGroup):
             return arg
     names = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
-    return group_of_name(names[-1])  # the reduction comes before the group
+    return group_of_name(names[-1])  # the last string is the group's name; one before it is the kind of reduction
 
 
 def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,13 +126,15 @@ def _sides(func, args: tuple, result) -> tuple[list[Tensor], list[Tensor]]:
     return tensors(args[0]), tensors(args[0])
 
 
-# PyTorch silently counts nothing for attention on a CPU and for grouped products, and all of T x S for other attention.
-# Here causal attention counts half of that, and masked pairs count, because they are computed. Attention has 2 products
-# forward and 5 backward (the scores are computed again).
+# PyTorch's own counter silently counts 0 for attention on a CPU and for grouped products, and all T x S pairs for other
+# attention. Here causal attention counts half of the pairs; pairs hidden by a mask count, because kernels compute them.
+# Attention has 2 products in the forward and 5 in the backward (which computes the scores again).
 
 
 def flop_formula(packet) -> Callable[..., int] | None:
-    """Return the function that counts an operation's FLOPs from its arguments and `out_val`; None if it has none."""
+    """Return the function that counts the FLOPs of an operation from its arguments and `out_val`, or None if the
+    operation has no FLOPs.
+    """
     return _FORMULAS.get(packet) or flop_registry.get(packet)
 
 
@@ -143,7 +147,7 @@ def _attention_backward(_, q, k, v, *rest, **__) -> int:
 
 
 def _is_causal(arguments: tuple) -> bool:
-    """Return the only boolean among the arguments of these operations; it may be omitted when false."""
+    """Return the flag is_causal: the only boolean among the arguments of these operations, False if it is missing."""
     return next((value for value in arguments if isinstance(value, bool)), False)
 
 
@@ -156,14 +160,16 @@ def _efficient_backward(_, q, k, v, bias, out, lse, seed, offset, dropout, wante
 
 
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
-    """Return the pairs of a query and a key over batch and heads."""
+    """Return the number of query-key pairs, summed over batch and heads. q, k: [batch, heads, tokens, width]."""
     batch, heads, tokens, _ = q.shape
     pairs = batch * heads * tokens * k.shape[-2]
     return pairs // 2 if causal else pairs
 
 
 def _grouped(a: Tensor, b: Tensor, *_, **__) -> int:
-    """Count a grouped product: [R, K] x [G, K, N] with rows in groups, or [M, R] x [R, N] with a product per group."""
+    """Return the FLOPs of a grouped product: [R, K] x [G, K, N] with the rows in G groups, or [M, R] x [R, N] with one
+    product per group.
+    """
     return 2 * a.shape.numel() * b.shape[-1]
 
 

@@ -1,6 +1,6 @@
-"""The dry run: the work of every rank of a job, derived from traces of a few ranks that are made on this machine.
+"""The dry run: the work of every rank of a job, derived from a few ranks that are traced on this machine.
 
-role.py traces the ranks in separate processes. This module chooses them, checks that all collectives match
+role.py traces the ranks in separate processes. This module chooses the ranks, checks that all collectives match
 (mesh_world.py) and compares FLOPs and bytes with the formulas of theory/. It does not import torch.
 """
 
@@ -32,20 +32,21 @@ from ingot.theory.work import Work, step_work
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOMENTS = ("initialisation", "first step", "steady step", "save")
 STEADY = MOMENTS[2]
-_FACTS = ("clip", "balance")  # places of the program that send something to the whole world
+_FACTS = ("clip", "balance")  # places of the program whose collectives span all ranks
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 _DEADLINE_SECONDS = 900
-_OVER_BILL = 1.05  # times the planner's bill of memory; a rank above it is reported
-# Traffic to the whole world at the end of a step (the norm for clipping, the routers' table) belongs to no axis.
+_OVER_BILL = 1.05  # a rank whose peak exceeds the planner's prediction of memory by this factor is reported
+# The axis name of collectives over all ranks at the end of a step (gradient norm, loads of experts).
 WORLD = "world"
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of tensors in a phase. bytes: at the peak. by_kind: the same by kind, with "host" for offloaded bytes.
+    """The memory of tensors in a phase. bytes: the peak. by_kind: bytes at the peak by kind of tensor, and "host" for
+    offloaded bytes.
 
-    place: where the peak is reached. rest: bytes held at the end of the phase.
+    place: the part of the program that reaches the peak. rest: bytes held at the end of the phase.
     """
 
     bytes: int
@@ -56,10 +57,12 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class Trace:
-    """The work of one rank. calls: its collectives and messages, from the build to the save.
+    """The traced work of one rank. position: its index on the axis pp. moments: memory by phase. calls: its collectives
+    and messages, from the build to the save.
 
-    FLOPs, sent (bytes by axis) and counts (calls by axis and operation) are of one steady step. attended: pairs of a
-    query and a key that attention computes, per head and sequence; attended_again: the backward computes them again.
+    FLOPs, sent (bytes by axis) and counts (calls by axis and operation) are those of one steady step. attended: number
+    of query-key pairs that attention computes, per head and sequence; attended_again: the backward repeats the forward
+    of attention.
     """
 
     rank: int
@@ -79,13 +82,15 @@ class Trace:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase with the highest peak, and its bytes."""
+        """The phase with the highest peak, and the bytes of that peak."""
         return max(((name, phase.bytes) for name, phase in self.moments.items()), key=lambda found: found[1])
 
 
 @dataclass(frozen=True)
 class FigureCheck:
-    """A figure by trace and by formula. other_loads: the trace has unequal loads of experts, so the two differ."""
+    """A number from a trace next to the same number from a formula. other_loads: the trace has unequal expert loads,
+    so the two numbers may differ.
+    """
 
     rank: int
     what: str
@@ -106,8 +111,9 @@ class FigureCheck:
 class DryRun:
     """The result of a dry run.
 
-    bills: the planner's peak memory by pipeline rank, bytes. useful: FLOPs of a step without recomputation by pipeline
-    rank, by formula. overlap_left_out: the run overlaps the collectives of tp with products, which the trace does not.
+    bills: peak memory of each pipeline rank as the planner predicts it, in bytes. useful: FLOPs of a step without
+    recomputation for each pipeline rank, by formula. overlap_left_out: the run overlaps tp's collectives with matrix
+    products (async_tp), which the trace does not.
     """
 
     grid: Grid
@@ -120,13 +126,13 @@ class DryRun:
 
     @property
     def bases(self) -> list[int]:
-        """The first rank of every pipeline position."""
+        """The first rank of every index on the pp axis, in order."""
         inner = self.grid.world_size // self.grid.sizes["pp"]
         return [position * inner for position in range(self.grid.sizes["pp"])]
 
     @property
     def over_bill(self) -> list[Trace]:
-        """The traced ranks whose peak exceeds the planner's bill, the worst first."""
+        """The traced ranks whose peak memory exceeds the planner's prediction by over 5%, the worst first."""
 
         def share(trace: Trace) -> float:
             return trace.peak[1] / max(self.bills[trace.position], 1.0)
@@ -146,19 +152,19 @@ def simulate(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DryRun:
-    """Trace every distinct rank of `config`, at most `jobs` at a time, and judge them together.
+    """Trace the ranks of `config` that represent all others, and check all ranks with these traces.
 
-    device: "cpu" or "cuda", the kind of machine that will train. loads: of experts, in any unit; empty: all equal.
-    jobs: processes, of about 350 MB each; None: one per core, at least 2 and at most 8. progress(done, all) is called
-    after each trace.
-    Raises ConfigError for a layout that breaks a rule or cannot be followed, ResourceError when a trace fails.
+    device: "cpu" or "cuda", the kind of machine that will train. loads: loads of the experts, in any unit; empty: all
+    equal. jobs: number of processes, of about 350 MB each; None: one per core, at least 2 and at most 8. progress:
+    called with (traced ranks, all ranks to trace) after each trace.
+    Raises ConfigError if the layout breaks a rule or cannot be traced, ResourceError if a trace fails.
     """
     require_layout(config)
     if config.parallel.offload == "nvme":
         raise ConfigError(
             "E-DRYRUN-NVME",
-            "parallel.offload = 'nvme' keeps state in files, which a trace without memory cannot write",
-            rule="a dry run follows tensors only",
+            "parallel.offload = 'nvme' keeps state in files, but the tensors of a dry run have no data to write",
+            rule="a dry run can trace only state that is kept in tensors",
             fix="simulate with --set parallel.offload=cpu: the work of the device is the same",
         )
     grid = grid_of(config)
@@ -176,7 +182,9 @@ def simulate(
 
 
 def grid_of(config: RunConfig) -> Grid:
-    """Return the run's mesh, whose axes are divided for experts and rows of Ulysses. Raises ConfigError."""
+    """Return the run's mesh, with axes split where expert groups and Ulysses rows end. Raises ConfigError if those
+    groups do not nest.
+    """
     parallel = resolve_parallel(config)
     row = parallel.tp * (parallel.cp // parallel.ring)
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
@@ -185,8 +193,8 @@ def grid_of(config: RunConfig) -> Grid:
     except ValueError as error:
         raise ConfigError(
             "E-DRYRUN-GROUPS",
-            f"ep = {parallel.ep} across rows of ulysses x tp = {row} ranks of dp_shard x cp x tp",
-            rule="a dry run of a few ranks needs groups that nest: each a divisor or a multiple of the next",
+            f"groups of ep = {parallel.ep} ranks do not nest with rows of ulysses x tp = {row} ranks",
+            rule="a dry run needs groups that nest: the size of each divides that of the next larger",
             fix=f"use an ep that divides {row} or is a multiple of it",
             ep=parallel.ep,
             row=row,
@@ -194,10 +202,11 @@ def grid_of(config: RunConfig) -> Grid:
 
 
 def chosen_ranks(grid: Grid) -> list[int]:
-    """Return the first rank of every pipeline position, and the last rank of the first and of the last position.
+    """Return the ranks to trace: the first rank of every pipeline position, and the last rank of the first and of the
+    last position.
 
-    The program depends on a rank's coordinates only through the sizes of its shards, so every other rank does the same
-    as one of these; `check_world` verifies it for the ranks at the ends of the axes.
+    A rank's program depends on its coordinates only through the sizes of its shards, so every other rank does the same
+    as one of these. `check_world` verifies this with the ranks at the ends of the axes.
     """
     inner = grid.world_size // grid.sizes["pp"]
     firsts = [position * inner for position in range(grid.sizes["pp"])]
@@ -205,7 +214,7 @@ def chosen_ranks(grid: Grid) -> list[int]:
 
 
 def rank_name(rank: int, grid: Grid) -> str:
-    """Return the rank's coordinates on the axes longer than one: "pp 3 dp_shard 0 tp 0"."""
+    """Return the rank's coordinates on the axes with more than one rank, as text: "pp 3 dp_shard 0 tp 0"."""
     places = zip(grid.sizes.items(), grid.coordinates(rank), strict=True)
     return " ".join(f"{axis} {place}" for (axis, size), place in places if size > 1) or "the only rank"
 
@@ -213,7 +222,7 @@ def rank_name(rank: int, grid: Grid) -> str:
 def _trace(
     config: RunConfig, ranks: list[int], device: str, loads: Sequence[float], jobs: int, progress
 ) -> dict[int, dict]:
-    """Return the answers of role.py by rank. Its processes have ended when this returns."""
+    """Run role.py and return its answers by rank. All its processes have ended when this function returns."""
     settings = {"ranks": ranks, "jobs": jobs, "device": device, "loads": list(loads)}
     request = json.dumps({"config": to_dict(config), **settings})
     command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.dryrun.role"]
@@ -227,13 +236,13 @@ def _trace(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,  # its forked children end with it
+            start_new_session=True,  # a process group, so that `_end` also ends the forked children
         )
         assert process.stdin and process.stdout
         late = threading.Timer(_DEADLINE_SECONDS, _end, (process,))
         late.start()
         try:
-            with suppress(BrokenPipeError):  # it ended early; its error output, read below, says why
+            with suppress(BrokenPipeError):  # the process ended early; its error output, read below, has the reason
                 process.stdin.write(request)
                 process.stdin.close()
             for line in process.stdout:
@@ -251,7 +260,7 @@ def _trace(
     if len(answers) < len(ranks):
         raise ResourceError(
             "E-DRYRUN-ENDED",
-            f"{len(answers)} of {len(ranks)} ranks were traced, then the tracing process ended: {last}",
+            f"the tracing process ended after {len(answers)} of {len(ranks)} ranks: {last}",
             rule="every chosen rank is traced before the deadline",
             fix="free memory (350 MB per process are needed), or try again when the machine is less busy",
             traced=len(answers),
@@ -274,8 +283,8 @@ def failure(answer: dict) -> Exception:
     return ResourceError(
         "E-DRYRUN-RANK",
         f"rank {answer['rank']} cannot be traced: {answer['error']}{where}",
-        rule="the program that trains runs on fake tensors",
-        fix="report it with the run file; `ingot check` without --simulate still works",
+        rule="the training program runs without an error on fake tensors",
+        fix="report this with the run file; `ingot check` without --simulate still works",
         rank=answer["rank"],
     )
 
@@ -312,7 +321,7 @@ def read_answer(answer: dict, grid: Grid) -> Trace:
 
 
 def sent_bytes(call: Call) -> float:
-    """Return the bytes that this rank sends for a call, with ring algorithms as in theory/traffic.py."""
+    """Return the bytes that this rank sends for a call, assuming ring algorithms as theory/traffic.py does."""
     size, ranks = call.elements * _BYTES[call.dtype], len(call.group)
     if call.own >= 0:
         return size - call.own * _BYTES[call.dtype]
@@ -325,10 +334,10 @@ def useful_flops(place: Position, device: str) -> float:
 
 
 def _attention_flops(trace: Trace, place: Position, work: Work) -> float:
-    """Return the formula's FLOPs of attention scaled to the pairs that this rank's kernels compute.
+    """Return the attention FLOPs of the formula, scaled to the query-key pairs that this rank's kernels compute.
 
-    Kernels also compute masked pairs, and with contiguous parts a rank has its own share, where the formula has that of
-    the last rank.
+    Kernels also compute masked pairs; and with contiguous parts of sequences, each rank has another number of pairs,
+    while the formula is that of the last rank.
     """
     parallel, arch, seq_len = place.parallel, place.arch, place.train.seq_len
     uneven = imbalance(parallel, seq_len, arch.sliding_window) if parallel.ring > 1 else 1.0
@@ -341,7 +350,7 @@ def _attention_flops(trace: Trace, place: Position, work: Work) -> float:
 
 
 def compare(trace: Trace, place: Position, device: str, other_loads: bool = False) -> list[FigureCheck]:
-    """Compare the FLOPs and bytes of a trace with the formulas. other_loads: the trace has unequal loads of experts."""
+    """Compare the FLOPs and bytes of a trace with the formulas. other_loads: the trace has unequal expert loads."""
     work, formulas = step_work(place, device), sent_by_axis(step_traffic(place, device))
     found = [
         FigureCheck(trace.rank, "matrix products, FLOP", trace.matmul_flops, work.matmul_flops, other_loads),

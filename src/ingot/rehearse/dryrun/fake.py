@@ -1,11 +1,11 @@
-"""Fake tensors for a whole program: shapes, dtypes and storages without memory or arithmetic, at the speed of a trace.
+"""A fast mode of fake tensors for whole programs: shapes, dtypes and storages without memory or arithmetic.
 
-PyTorch's FakeTensorMode takes about 80 microseconds per operation, most of it to derive the same result again. A trace
-of a training step repeats the same few hundred operations ten thousands of times, so results are cached by the shapes,
-strides and dtypes of the inputs.
+PyTorch's FakeTensorMode takes about 80 microseconds per operation, most of it to derive a result that it has derived
+before. A training step repeats the same few hundred operations tens of thousands of times, so results are cached by the
+shapes, strides and dtypes of the inputs.
 
-Two kinds of tensors stay real: those made outside (the ranks of a mesh), and modules on the meta device until they get
-memory, so that a program builds its model here as it does on a cluster.
+Two kinds of tensors stay real: tensors made outside the mode (the ranks of a mesh), and modules on the meta device
+until they get memory, so that a program builds its model here as it does on a cluster.
 """
 
 from typing import Any
@@ -26,7 +26,8 @@ from ingot.trainer.torch_private import (
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _Shape = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # sizes, strides, storage offset, dtype
-# Operation and its inputs -> what it makes: (how, shapes of the results, whether there are several).
+# Operation and its inputs -> (source of the results' memory, shapes of the results, True if there are several), as
+# `_describe` returns it; None: not cached.
 Known = dict[Any, tuple[Any, list[_Shape], bool] | None]
 
 _UNSEEN: Any = object()
@@ -38,9 +39,10 @@ class _NotRemembered(Exception):
 
 
 class FakeProgram(UncompiledFakeMode):
-    """A mode of fake tensors with a cache. Enter it first: modes entered inside see the operations of the program.
+    """A mode of fake tensors with a cache. Enter this mode before other modes (such as a Tracker), so that those see
+    each operation first.
 
-    known: the cache; several programs may share it.
+    known: the cache; several programs may share one cache.
     """
 
     def __init__(self, known: Known | None = None):
@@ -51,7 +53,7 @@ class FakeProgram(UncompiledFakeMode):
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
         kwargs = kwargs or {}
         if func is _WAIT and isinstance(args[0], FakeTensor):
-            return args[0]  # as the real operation does; PyTorch's fake of it returns another tensor
+            return args[0]  # as the real operation does; PyTorch's fake version returns another tensor
         if not types and _stays_real(args, kwargs):
             return func(*args, **kwargs)
         try:
@@ -68,7 +70,9 @@ class FakeProgram(UncompiledFakeMode):
         return self._again(known, args)
 
     def call(self, func, args: Any, kwargs) -> Any:
-        """Return func(*args, **kwargs), for a mode inside of this one; a cached result skips the dispatchers."""
+        """Return func(*args, **kwargs), for a mode that was entered inside this mode. A cached result skips the
+        dispatchers.
+        """
         if func is _WAIT and isinstance(args[0], FakeTensor):
             return args[0]
         try:
@@ -97,10 +101,10 @@ class FakeProgram(UncompiledFakeMode):
 
 
 def _stays_real(args, kwargs) -> bool:
-    """Decide whether an operation without fake arguments returns real tensors.
+    """Return whether an operation without fake arguments returns real tensors.
 
-    Factories make fake tensors, except on the meta device; a meta tensor moved to another device becomes fake; every
-    other operation on real tensors stays real.
+    Factory functions make fake tensors, except on the meta device. A meta tensor that is moved to another device
+    becomes fake. Every other operation on real tensors returns real tensors.
     """
     device = kwargs.get("device")
     to_meta = device is not None and torch.device(device).type == "meta"
@@ -125,7 +129,11 @@ def _key(value) -> Any:
 
 
 def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
-    """Describe how to make the result again: new tensors, views of one argument, or the first argument; else None."""
+    """Return how to make the result of an operation again, as an entry of `Known`.
+
+    The source is "new" (new tensors), the index of the argument whose storage the results share, or "itself" (the first
+    argument). None: the result has another form.
+    """
     if torch.Tag.inplace_view in func.tags or func.namespace == "profiler":
         return None
     if args and result is args[0] and isinstance(result, FakeTensor):
@@ -146,7 +154,7 @@ def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
 
 
 def _is_fresh(tensor: Tensor, others: set[int]) -> bool:
-    """Check that `tensor` fills its storage alone, and that no other tensor has that storage."""
+    """Check that `tensor` fills its whole storage, and that this storage is not among `others` (keys of storages)."""
     storage = tensor.untyped_storage()
     whole = tensor.storage_offset() == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
     return whole and storage_key(storage) not in others

@@ -2,10 +2,10 @@
 
 All ranks at one pipeline position run the same program relative to their coordinates in the mesh: if one of them
 exchanges data with its neighbors on the tp axis, all do. Such ranks advance in lockstep, because they wait for the same
-events. So one followed rank represents all ranks of its pipeline position, and a group that spans other axes is
-complete when its followed members have arrived. A message around a ring matches the one that the rank itself receives,
-because its neighbor does the same as it. That the programs are the same is checked on the ranks that are first and last
-on each axis; where they differ, all those corners are followed.
+events. So the check follows (plays) one rank for all ranks of its pipeline position, and a group that spans other axes
+is complete when its followed members have arrived. In a ring, the message that a rank sends is matched with the message
+that the rank itself receives, because its neighbor does the same. The traced ranks, which are first and last on each
+axis, verify that the programs are the same; if they differ, all these corners are followed.
 """
 
 import math
@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from ingot.rehearse.dryrun.rendezvous import Call, Fault, Image, first_fault
 from ingot.theory.traffic import coordinates
 
-# On these axes a rank sends to the rank a fixed number of places further, cyclically; on others to fixed coordinates.
+# On these axes a rank sends to the rank a fixed distance ahead, cyclically; on other axes to fixed coordinates.
 RINGS = ("cp",)
 
 
@@ -25,8 +25,8 @@ RINGS = ("cp",)
 class Grid:
     """The ranks of a mesh, row-major. sizes: axis -> degree, outermost first.
 
-    cuts: sizes of groups of neighboring ranks that cover part of an axis (ep, a row of Ulysses). The axis is cut there
-    into an outer and an inner part with coordinates of their own. Raises ValueError if the cuts do not nest.
+    cuts: sizes of groups of neighboring ranks that may cover only a part of an axis (ep, a row of Ulysses). Such an
+    axis is split into an outer and an inner part, each with its own coordinate. Raises ValueError if cuts do not nest.
     """
 
     sizes: Mapping[str, int]
@@ -39,13 +39,13 @@ class Grid:
 
     @cached_property
     def _axis_borders(self) -> tuple[int, ...]:
-        """The number of ranks below each axis, the axis included; outermost first."""
+        """The product of the sizes of each axis and all axes inside it; outermost first."""
         sizes = list(self.sizes.values())
         return tuple(math.prod(sizes[i:]) for i in range(len(sizes)))
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, int], ...]:
-        """The (axis, size) of all parts of axes, outermost first."""
+        """The (axis, size) of every axis, or of each part of an axis that `cuts` split; outermost first."""
         parts = []
         for (axis, size), border in zip(self.sizes.items(), self._axis_borders, strict=True):
             inner = border // size
@@ -70,15 +70,16 @@ class Grid:
         return tuple(axis for i, axis in enumerate(self.sizes) if len({place[i] for place in places}) > 1)
 
     def corners(self, fixed: str) -> list[int]:
-        """Return the ranks that are first or last on every part of every axis, at coordinate 0 of `fixed`; first ones
-        first."""
+        """Return the ranks that are first or last on every axis part, with coordinate 0 on the axis `fixed`; first
+        coordinates come before last ones.
+        """
         ends = [(0,) if axis == fixed or size == 1 else (0, size - 1) for axis, size in self._parts]
         return [self._rank_at(place) for place in product(*ends)]
 
     def moved_group(self, group: tuple[int, ...], here: int, there: int) -> tuple[int, ...]:
-        """Return the group that is to rank `there` what `group` is to rank `here`: it spans the same parts of axes.
+        """Return the group of rank `there` that corresponds to `group` of rank `here`: it spans the same axis parts.
 
-        Raises ValueError if `there` is not in that group.
+        Raises ValueError if `there` is not in the result.
         """
         members, place = [self._place(rank) for rank in group], self._place(there)
         spanned = [len({member[i] for member in members}) > 1 for i in range(len(self._parts))]
@@ -90,7 +91,7 @@ class Grid:
         return moved
 
     def moved_peer(self, peer: int, here: int, there: int) -> int:
-        """Return the rank that is to rank `there` what `peer` is to rank `here`."""
+        """Return the peer of rank `there` that corresponds to the peer `peer` of rank `here`; -1 stays -1."""
         if peer < 0:
             return peer
         places = zip(self.sizes.items(), *(self.coordinates(rank) for rank in (peer, here, there)), strict=True)
@@ -102,7 +103,7 @@ class Grid:
         )
 
     def moved(self, program: Sequence[Call], here: int, there: int) -> list[Call]:
-        """Return the program of rank `here` as rank `there` runs it."""
+        """Return the program of rank `here` with groups and peers changed to those of rank `there`."""
         groups: dict[tuple[int, ...], tuple[int, ...]] = {}
         peers: dict[int, int] = {}
         for call in program:
@@ -113,7 +114,7 @@ class Grid:
         return [replace(call, group=groups[call.group], peer=peers[call.peer]) for call in program]
 
     def image(self, rank: int, followed: int) -> Image:
-        """Return how `followed`, at another place of the same rings, represents `rank`."""
+        """Return the Image by which `followed` represents `rank`, which has another index in the same rings."""
 
         def seen_from(group: tuple[int, ...]) -> tuple[int, ...]:
             return self.moved_group(group, rank, followed)
@@ -139,9 +140,8 @@ def _number(digits: Sequence[int], sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class WorldCheck:
-    """The result of `check_world`. fault: the first one found, or None. followed: how many ranks were played.
-
-    alike: all traced ranks of each pipeline position run the same program.
+    """The result of `check_world`. fault: the first fault, or None. followed: number of ranks whose programs were
+    played. alike: all traced ranks of the same pipeline position run the same program.
     """
 
     fault: Fault | None
@@ -152,10 +152,10 @@ class WorldCheck:
 def check_world(
     programs: Mapping[int, Sequence[Call]], grid: Grid, names: Mapping[int, str] | None = None, axis: str = "pp"
 ) -> WorldCheck:
-    """Check that every collective of the whole mesh has its matching calls, from the programs of some ranks.
+    """Check that all collectives of the whole mesh match, from the programs of some ranks.
 
-    programs: at least that of the first rank (0 on all other axes) for every coordinate of `axis`. names: of ranks, for
-    messages.
+    programs: calls by rank, at least for the first rank (0 on all other axes) of every coordinate of `axis`. names:
+    texts for ranks, for messages.
     """
     position = list(grid.sizes).index(axis)
     positions = range(grid.sizes[axis])
@@ -173,8 +173,9 @@ def check_world(
 
 
 def _images(programs: Mapping[int, Sequence[Call]], grid: Grid) -> dict[int, Image]:
-    """Return the images of ranks that followed ranks send to around rings: the followed rank represents its
-    neighbor."""
+    """Return images of the ranks that followed ranks exchange messages with in rings: each followed rank represents its
+    own ring neighbors.
+    """
     others = [i for i, axis in enumerate(grid.sizes) if axis not in RINGS]
     found = {}
     for rank, program in programs.items():
@@ -187,14 +188,16 @@ def _images(programs: Mapping[int, Sequence[Call]], grid: Grid) -> dict[int, Ima
 
 
 def _comparable(program: Sequence[Call]) -> list[tuple]:
-    # Names of communicators differ between ranks; only their position among groups of the same ranks matters.
+    # Channels are left out, because the names of communicators differ between ranks.
     return [(call.group, call.signature) for call in program]
 
 
 def _corner_programs(
     programs: Mapping[int, Sequence[Call]], grid: Grid, axis: str, positions: range
 ) -> dict[int, Sequence[Call]]:
-    """Return a program for every corner of every pipeline position: its own if traced, else that of the nearest."""
+    """Return a program for every corner (Grid.corners) of every pipeline position: its own if that rank was traced,
+    else that of the nearest traced rank.
+    """
     found: dict[int, Sequence[Call]] = {}
     position = list(grid.sizes).index(axis)
     traced = {rank: grid.coordinates(rank) for rank in programs}
@@ -211,7 +214,7 @@ def _corner_programs(
 
 
 def _renamed(program: Sequence[Call]) -> list[Call]:
-    """Replace the traced rank's names of communicators by their position among groups of the same ranks."""
+    """Replace the names of communicators, which differ between ranks, by their index among groups of the same ranks."""
     known: dict[tuple[int, ...], set[str]] = {}
     for call in program:
         known.setdefault(call.group, set()).add(call.channel)

@@ -1,15 +1,15 @@
 """A simulation of the recorded collectives of many ranks, which finds mismatches and deadlocks without a device.
 
-The rules are the strictest of NCCL: a rank executes the calls of one communicator (a group and a channel) in order, one
-after the other, and each call together with its partners:
+The rules are NCCL's at its strictest: a rank executes the calls of one communicator (a group and a channel) in order,
+one after the other, and each call together with its partners:
 
-- a collective blocks its rank until every member of the group has issued the same one (operation, dtype and size);
+- a collective blocks its rank until every member of the group has issued the same call (operation, dtype and size);
 - a message is sent only when its receiver is ready, and later calls of that communicator wait for it;
 - `isend` and `irecv` block their communicator but not their rank, which continues until it waits for them. The messages
   of one batch are sent concurrently.
 
-A sequence that passes does not hang because of its order. (NCCL does not block a rank for an asynchronous collective
-either, so it is less strict than this.) A job of thousands of ranks is checked through a few of them (mesh_world.py).
+Programs that pass cannot hang because of the order of their calls. (Real NCCL is less strict: it does not block a rank
+for an asynchronous collective.) mesh_world.py checks a job of thousands of ranks through a few of them.
 """
 
 from collections import defaultdict, deque
@@ -17,23 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 SEND, RECV, BARRIER = "send", "recv", "barrier"
-ISEND, IRECV = "isend", "irecv"  # posted
-SENT, WAIT = "sent", "wait"  # until a posted send, or a posted receive, is done
+ISEND, IRECV = "isend", "irecv"  # posted: the rank continues
+SENT, WAIT = "sent", "wait"  # the waits for the end of a posted send, and of a posted receive
 MESSAGES = (SEND, RECV, ISEND, IRECV, SENT, WAIT)
 _SENDS, _RECEIVES, _POSTED, _WAITS = (SEND, ISEND), (RECV, IRECV), (ISEND, IRECV), (SENT, WAIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective, send or receive, as one rank issues it.
+    """One collective, send, receive or wait, as one rank issues it.
 
-    group: the global ranks of its process group, in group order. channel: one of several groups of the same ranks,
-    whose calls never match each other. elements: of the whole tensor (of all parts together for a gather or a scatter).
+    group: the global ranks of its process group, in group order. channel: name of the group; calls of different groups
+    of the same ranks never match. elements: size of the whole tensor (in a gather or a scatter, of all parts together).
     peer: the global rank of the other side of a send or receive, or the root of a broadcast; else -1.
-    ticket: for a wait, the number (from 0) of the send or receive of this channel and peer that it waits for.
-    label: the place in the program, for messages; never compared. joined: in one batch with the message before it.
-    own: for an all-to-all with unequal parts, the elements that stay on their rank; else -1. Sizes of such a call are
-    not compared, because ranks contribute different amounts.
+    ticket: for a wait, the number (from 0) of the awaited send or receive among those of this channel and peer.
+    label: the place in the program, for messages; never compared. joined: in the same batch as the message before.
+    own: number of elements that stay on their rank, for an all-to-all with unequal parts; else -1. The sizes of such
+    calls are not compared, because ranks send different amounts.
     """
 
     op: str
@@ -77,10 +77,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Image:
-    """A followed rank that represents another rank with the same program.
+    """A followed rank (whose program is played) that represents another rank with the same program.
 
-    seen_from: maps a group of the represented rank to that of the followed one; peer_of: maps a peer of the followed
-    rank to that of the represented one.
+    seen_from: maps a group of the represented rank to the corresponding group of the followed rank. peer_of: maps a
+    peer of the followed rank to the corresponding peer of the represented rank.
     """
 
     followed: int
@@ -95,9 +95,9 @@ def first_fault(
 ) -> Fault | None:
     """Play all programs to their end and return the first fault, or None.
 
-    programs: the calls of each followed rank, by global rank; groups may name other ranks, which are assumed to keep up
-    with the followed members. names: of the ranks, for messages. images: the representatives of ranks that have no
-    program but exchange messages with followed ranks; ranks without an image are always ready for a message.
+    programs: the calls of each followed rank, by global rank. Groups may contain other ranks, which are assumed to
+    issue their calls in time. names: texts for ranks, for messages. images: the representatives of ranks that have no
+    program but exchange messages with followed ranks; other ranks are assumed to be always ready for a message.
     """
     return _Play(programs, names or {}, images or {}).run()
 
@@ -111,10 +111,10 @@ class _Play:
         self.at = dict.fromkeys(programs, 0)
         self.issued = dict.fromkeys(programs, 0)  # calls issued so far
         self.ready = deque(programs)
-        # Calls issued on a communicator (rank, group, channel) and not completed, with their places in the program:
-        # batches in order, most of them with one call.
+        # (rank, group, channel) -> batches of calls that are issued and not completed, in order; each call is (index in
+        # the program, call). Most batches have one call.
         self.queues: dict[tuple, deque[list[tuple[int, Call]]]] = defaultdict(deque)
-        # Completed messages, by (rank, group, channel, peer, whether it is a send).
+        # Number of completed messages by (rank, group, channel, peer, True for sends).
         self.done: dict[tuple, int] = defaultdict(int)
         self.members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -133,13 +133,13 @@ class _Play:
         return self.images[rank].followed if rank in self.images else rank
 
     def present(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the members of `group` that are followed."""
+        """Return the members of `group` whose programs are played."""
         if group not in self.members:
             self.members[group] = tuple(rank for rank in group if rank in self.programs)
         return self.members[group]
 
     def advance(self, rank: int) -> Fault | None:
-        """Advance `rank` until a call blocks it."""
+        """Advance `rank` until a call blocks it; return a fault if one appears."""
         while (call := self.head(rank)) is not None:
             at = self.at[rank]
             if call.op in _WAITS:
@@ -162,8 +162,9 @@ class _Play:
         return None
 
     def work_off(self, rank: int, group: tuple[int, ...], channel: str) -> Fault | None:
-        """Complete the calls of a communicator that can complete, after `rank` got a new call at the head of its
-        queue."""
+        """Complete the calls of a communicator that can be completed now, after `rank` has added a call to its queue.
+        Return a fault if one appears.
+        """
         changed = [rank]
         while changed:
             queue = self.queues[rank := changed.pop(), group, channel]
@@ -188,8 +189,9 @@ class _Play:
         self.ready.append(rank)
 
     def exchange(self, rank: int, batch: list[tuple[int, Call]]) -> list[_Done] | Fault:
-        """Return a message of `batch` that can be sent: both sides, or that of `rank` alone if the other is not
-        followed."""
+        """Return the two sides of a message of `batch` that can be sent now (only that of `rank` if the other rank is
+        not followed); [] if there is none, or a fault if the two sides differ.
+        """
         for at, call in batch:
             image, other = self.images.get(call.peer), self.representative(call.peer)
             if other not in self.programs:
@@ -205,7 +207,9 @@ class _Play:
         return []
 
     def collective(self, rank: int, at: int, call: Call) -> list[_Done] | Fault:
-        """Return the calls of all followed members if each has issued this collective; else an empty list."""
+        """Return the calls of all followed members of the group if each has issued this collective; else []. Return a
+        fault if one has issued another call.
+        """
         matched: list[_Done] = []
         for other in self.present(call.group):
             queue = self.queues[other, call.group, call.channel]
@@ -221,7 +225,7 @@ class _Play:
         return Fault("mismatch", "\n".join(lines), {rank: self.at[rank], other: self.at[other]})
 
     def left_over(self) -> Fault | None:
-        """Return a fault if, after all programs ended, a posted message is still pending."""
+        """Return a fault if a posted message is still pending after all programs have ended."""
         for (rank, _, _), queue in self.queues.items():
             if queue:
                 _, call = queue[0][0]
@@ -232,7 +236,9 @@ class _Play:
         return None
 
     def explain(self, waiting: list[int]) -> Fault:
-        """Follow the waits from the first waiting rank until one has ended or the circle closes."""
+        """Return the fault that blocks the waiting ranks: follow who waits for whom, until a rank has ended ("missing")
+        or comes up again ("deadlock").
+        """
         path: list[int] = []
         rank = waiting[0]
         while rank not in path:
@@ -247,13 +253,15 @@ class _Play:
         return Fault("deadlock", "\n".join(lines), {r: self.at[r] for r in circle})
 
     def first_undone(self, rank: int) -> tuple[int, Call]:
-        """Return the call that blocks a waiting rank: its own, or an earlier one on the same communicator."""
+        """Return the call that blocks a waiting rank, with its index: its current call, or an earlier call on the same
+        communicator.
+        """
         at, call = self.at[rank], self.programs[rank][self.at[rank]]
         queue = self.queues[rank, call.group, call.channel]
-        return queue[0][0] if queue else (at, call)  # empty: a wait for a message that was never posted
+        return queue[0][0] if queue else (at, call)  # an empty queue: the awaited message was never posted
 
     def waits_for(self, rank: int) -> int:
-        """Return a rank that blocks `rank`."""
+        """Return a rank that the waiting `rank` waits for."""
         _, call = self.first_undone(rank)
         if call.is_p2p:
             return self.representative(call.peer)
@@ -261,7 +269,7 @@ class _Play:
             queue = self.queues[other, call.group, call.channel]
             if not queue or queue[0][0][1].is_p2p:
                 return other
-        raise AssertionError(f"rank {rank} waits for nobody")
+        raise AssertionError(f"rank {rank} is blocked, but no rank that it waits for was found")
 
     def waits(self, rank: int) -> str:
         at, call = self.at[rank], self.programs[rank][self.at[rank]]

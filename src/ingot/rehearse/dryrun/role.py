@@ -1,8 +1,8 @@
-"""One rank of a run of thousands, traced on a laptop: the real build and the real step on fake tensors.
+"""The trace of one rank of a run: the real build and the real step on fake tensors, even for thousands of ranks.
 
-Tensors have a shape and a dtype but no memory; collectives of the fake process group return at once. Everything else is
-the program that trains. dry_run.py starts `python -m ingot.rehearse.dryrun.role` with a request on standard input and
-reads one line of JSON per traced rank. The tracing processes are forked from this one, which has imported everything.
+Tensors have a shape and a dtype but no memory; collectives of the fake process group return at once. All other code is
+the training program. dry_run.py starts `python -m ingot.rehearse.dryrun.role` with a request on standard input and
+reads one line of JSON per traced rank. The tracing processes are forked from this process after all imports.
 """
 
 import dataclasses
@@ -55,10 +55,10 @@ def trace_rank(
 ) -> Tracker:
     """Build the run as `rank`, take two optimizer steps and gather the tensors of a checkpoint; return the tracker.
 
-    device: "cuda" for the operations and the logit chunks that the program uses there. Nothing is compiled, so no
-    elementwise operations are fused, and parallel.async_tp is ignored: it splits the same collectives into parts.
-    known: the cache of fake operations from ranks traced before. loads: of experts, in any unit; empty: all equal.
-    The process must not have a process group; none is left.
+    device: "cuda" traces the operations and logit chunks that the program uses on CUDA. Nothing is compiled, so no
+    elementwise operations are fused. parallel.async_tp is ignored, because it only splits collectives into parts.
+    known: cache of fake operations, shared with earlier traces. loads: loads of the experts, in any unit; empty: all
+    equal. The process must not have a process group; the one made here is destroyed at the end.
     """
     train = dataclasses.replace(config.train, compile="off", device="cpu")
     parallel = dataclasses.replace(config.parallel, async_tp=False)
@@ -77,7 +77,7 @@ def trace_rank(
 
         new_group = own_groups_only(dist.new_group, rank)
         with replaced(dist, "new_group", new_group):
-            # The mesh holds a real tensor of ranks.
+            # Built outside the fake mode, because the mesh contains a real tensor of ranks.
             mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe)
         with (
             replaced(dist, "new_group", new_group),
@@ -109,7 +109,7 @@ def trace_rank(
 
 
 def _state_kind(config: RunConfig) -> str:
-    """Return the kind of memory of the optimizer's state, which may be offloaded."""
+    """Return the tracker's kind of memory for optimizer state: "optimizer", or HOST if it is offloaded."""
     return "optimizer" if config.parallel.offload == "none" else HOST
 
 
@@ -125,7 +125,7 @@ def empty_batch(config: RunConfig) -> Batch:
 
 
 def _follow(run: StepParts, tracker: Tracker) -> None:
-    """Make the tracker follow the places of the program (modules, parts of a step) and the kinds of memory."""
+    """Install hooks that set the tracker's place (module or part of a step) and kind of memory as the program runs."""
     for stage in run.model.stages.values():
         names = [
             "embed",
@@ -207,7 +207,7 @@ def _name_places(module: nn.Module, name: str, tracker: Tracker) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: enter(f"backward {name}"))
 
-    # The first of all hooks, so that gathers of data parallelism before a module count at this module.
+    # First in the list of hooks, so that data-parallel gathers before a module are recorded at this module.
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, prepend=True)
 
@@ -216,9 +216,9 @@ def _name_places(module: nn.Module, name: str, tracker: Tracker) -> None:
 
 
 def answer_of(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
-    """Return a trace as JSON values: calls are indices into a table of distinct calls."""
+    """Return a trace as values for JSON. "program": for each phase, indices into "calls", a table of distinct calls."""
     parallel = resolve_parallel(config)
-    row = parallel.cp // parallel.ring * parallel.tp  # ranks at one place of a ring
+    row = parallel.cp // parallel.ring * parallel.tp  # number of ranks with the same ring index
     table: dict[Call, int] = {}
     groups: dict[tuple[int, ...], int] = {}
     program = {}
@@ -246,7 +246,9 @@ def answer_of(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float
 
 
 def _serve(config: RunConfig, device: str, loads: Sequence[float], pipe: Connection) -> None:
-    """Trace the ranks that arrive on `pipe` until it is closed, with one cache of fake operations for all."""
+    """Trace each rank whose number arrives on `pipe` and send the answer back, until the pipe is closed. All traces
+    share one cache of fake operations.
+    """
     known: Known = {}
     with suppress(EOFError):
         while True:
@@ -263,21 +265,22 @@ def _serve(config: RunConfig, device: str, loads: Sequence[float], pipe: Connect
             pipe.send_bytes(json.dumps(answer).encode())
 
 
-# The pairs of a query and a key that attention kernels compute on one rank: half of a causal square; masked pairs
-# count.
+# The query-key pairs that attention kernels compute on one rank: half of the square for causal attention. Pairs hidden
+# by other masks count, because kernels compute them.
 
 
 @dataclass(frozen=True)
 class AttendedPairs:
-    """The pairs of one head, sequence and layer on one rank. chunked: the backward computes chunks of attention
-    again."""
+    """The query-key pairs that one rank computes per head, sequence and layer. forward: their number in a forward.
+    chunked: the backward first repeats the forward, in chunks.
+    """
 
     forward: float
     chunked: bool = False
 
 
 def attended_pairs(config: RunConfig, parallel: Parallel, ring_index: int) -> AttendedPairs:
-    """Return the pairs that the rank at `ring_index` of a ring computes. parallel: resolved degrees."""
+    """Return the query-key pairs that the rank at `ring_index` of a ring computes. parallel: without any "auto"."""
     tokens, window = config.train.seq_len, config.model.sliding_window
     window = window if window < tokens else 0
     masked = window > 0 or config.data.mask_documents
@@ -312,7 +315,9 @@ def _whole(tokens: int, window: int, masks: int, masked: bool) -> AttendedPairs:
 
 
 def main() -> None:
-    """Trace the ranks of the request on standard input in `jobs` processes at a time; a rank that fails ends it."""
+    """Trace the ranks of the request on standard input in up to `jobs` processes, and print one line of JSON per rank.
+    If a process dies, no further ranks are started.
+    """
     request = json.load(sys.stdin)
     config = run_from_dict(request["config"])
     torch.set_num_threads(1)
@@ -336,7 +341,7 @@ def main() -> None:
                 answer = pipe.recv_bytes().decode()
             except EOFError:
                 process.join()
-                answer = json.dumps({"rank": rank, "error": f"its process died (exit code {process.exitcode})"})
+                answer = json.dumps({"rank": rank, "error": f"its process ended with exit code {process.exitcode}"})
                 left.clear()
             if left:
                 running[pipe] = process, left.pop(0)

@@ -1,4 +1,4 @@
-"""Replacements for parts of the program that fake tensors cannot follow, or would follow on another path."""
+"""Replacements for parts of the training program that fail with fake tensors, or take another path with them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,8 +30,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def own_groups_only(original: Callable, rank: int) -> Callable:
-    """Return a `new_group` that makes only the groups of `rank`; for the thousands of others it only counts the
-    name."""
+    """Return a replacement for `dist.new_group` that creates only groups that contain `rank`. For thousands of other
+    groups it only advances the counter of group names.
+    """
 
     def new_group(ranks: list[int], *args, **kwargs):
         if rank in ranks:
@@ -44,7 +45,9 @@ def own_groups_only(original: Callable, rank: int) -> Callable:
 
 @contextmanager
 def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> Iterator[None]:
-    """Give the program the numbers of rows that follow from `loads`, where it would read those of the router."""
+    """Replace, inside the context, the numbers of rows that the router would give by those that follow from `loads`
+    (loads of the experts; empty: all equal).
+    """
     moe = config.model.moe
     if not config.model.is_moe:
         yield
@@ -77,12 +80,12 @@ def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> I
 
 
 def _faked(numbers: Tensor) -> Tensor:
-    """Return a fake tensor for a real one, which would make the results of operations real, and count them as such."""
+    """Return a fake tensor with the shape of `numbers`. A real tensor would make the results of operations real too."""
     return numbers if isinstance(numbers, FakeTensor) else torch.empty(numbers.shape, dtype=numbers.dtype)
 
 
-# Fake tensors report a CPU as their device, where the program takes other paths and PyTorch decomposes norms. These
-# functions return and save the same tensors as the kernels that PyTorch selects on CUDA.
+# Fake tensors report a CPU as their device. There, the program takes other paths than on CUDA and PyTorch decomposes
+# norms. These functions return and save the same tensors as the kernels that PyTorch selects on CUDA.
 
 
 @contextmanager
@@ -118,7 +121,9 @@ def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
-    """Call flash attention where possible; with a mask or in float32, the memory-efficient kernel."""
+    """Call the kernel that PyTorch selects on CUDA: flash attention, or with a mask or in float32 the memory-efficient
+    kernel.
+    """
     if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
         return attention_kernels().flash(q, k, v, 0.0, is_causal)[0]
     bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])

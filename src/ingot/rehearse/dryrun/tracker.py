@@ -1,8 +1,8 @@
 """A tracker of a program's operations: memory by kind, communication, FLOPs, and their order.
 
-A TorchDispatchMode sees every operation below autograd, those of the backward included. Under fake tensors it follows a
-rank of a cluster on a laptop; on real CPU tensors it works the same way. Memory is that of the tensors' storages,
-rounded up to 512 bytes as caching allocators do, without fragmentation and the workspaces of kernels.
+A TorchDispatchMode receives every operation below autograd, including those of the backward. With fake tensors, the
+tracker records a rank of a large cluster on a laptop; it works the same way with real CPU tensors. Memory is that of
+the tensors' storages, rounded up to 512 bytes as caching allocators do, without fragmentation and kernel workspaces.
 """
 
 import weakref
@@ -26,13 +26,15 @@ ROUNDING_BYTES = 512
 # Kinds of memory, by the purpose of a tensor. `label` may set the kind after the tensor was made.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "logits", "backward", "other")
 LASTING = ("parameters", "gradients", "optimizer")
-HOST = "host"  # offloaded: reported separately, not part of a peak
+HOST = "host"  # the kind of offloaded tensors, which are not part of a peak and reported separately
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An issued operation. what: "compute" (an operation with FLOPs), "call" (a collective, a send or a receive),
-    "wait" (for a collective) or "mark". name: of the operation, or the text of the mark."""
+    """An issued operation. what: "compute" (an operation with FLOPs), "call" (a collective, send or receive), "wait"
+    (a wait for a collective) or "mark". name: the name of the operation, or the text of the mark. place: the part of
+    the program.
+    """
 
     what: str
     name: str
@@ -42,7 +44,9 @@ class Event:
 
 @dataclass(frozen=True)
 class TrackedPeak:
-    """The peak memory of a phase. by_kind: bytes at the peak. place: the running part. rest: bytes held at its end."""
+    """The peak memory of a phase. by_kind: bytes at the peak by kind. place: the part of the program that reaches the
+    peak. rest: bytes held at the end of the phase.
+    """
 
     bytes: int
     by_kind: dict[str, int]
@@ -51,17 +55,20 @@ class TrackedPeak:
 
 
 class _Held(weakref.ref):
-    """A weak reference that notifies the tracker when a storage is freed. number: of the storage; key: its address."""
+    """A weak reference that notifies the tracker when a storage is freed. number: index of the storage in the tracker;
+    key: identity of the storage while it is alive.
+    """
 
     __slots__ = ("key", "number")
 
 
 class Tracker(TraceMode):
-    """A context that records operations; inside, name the phases (`begin`), kinds and places (`within`).
+    """A context that records operations. Inside the context, the caller names phases (`begin`), kinds of memory and
+    places (`within`).
 
-    events: the issued operations in order. flops: by operation. calls: the collectives of this rank in order, for
-    rendezvous.py. moments: the phases, as (name, first entry of the memory log). fakes: the mode of fake tensors around
-    it, if any, whose cache makes it quick.
+    events: the issued operations in order. flops: FLOPs by operation. calls: the collectives of this rank in order, for
+    rendezvous.py. moments: the phases as (name, index of the first entry in the memory log). fakes: the surrounding
+    mode of fake tensors, if any, whose cache makes the tracker fast.
     """
 
     def __init__(self, fakes: FakeProgram | None = None):
@@ -81,23 +88,25 @@ class Tracker(TraceMode):
         self._kinds: list[str] = []
         self._held_bytes: list[int] = []
         self._log: list[tuple[int, int, str]] = []  # storage number, change in bytes, place
-        self._messages: Counter[tuple] = Counter()  # by direction, group, channel and peer
-        self._posting: list[Call] | None = None  # within isend or irecv
-        self._in_batch = 0  # position in a batch of messages, from 1; 0 outside of one
+        self._messages: Counter[tuple] = Counter()  # number of messages by direction, group, channel and peer
+        self._posting: list[Call] | None = None  # inside isend or irecv: the waits that belong to its messages
+        self._in_batch = 0  # position in a batch of messages, from 1; 0 outside a batch
         self._replaced: list[tuple[Any, str, Any]] = []
 
     # -- phases, kinds and places, set by the caller
     # ------------------------------------------------------------------------
 
     def begin(self, moment: str) -> None:
-        """Start the phase `moment`; counts of FLOPs and events continue."""
+        """Start the phase `moment`. Total FLOPs and events keep counting over all phases."""
         self.moments.append((moment, len(self._log)))
         self._events_at.append(len(self.events))
         self._flops_at.append(self.flops.copy())
 
     @contextmanager
     def within(self, kind: str | None = None, place: str = "") -> Iterator[None]:
-        """Set the kind of memory allocated inside (None: activations or backward) and the place of operations."""
+        """Set the kind of memory that is allocated inside the context, and the place of operations. Empty arguments
+        keep the present values.
+        """
         before = self.kind, self.place
         self.kind, self.place = kind or self.kind, place or self.place
         try:
@@ -109,7 +118,9 @@ class Tracker(TraceMode):
         self.events.append(Event("mark", text, self.place))
 
     def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Set the kind of these tensors, also for the past. They may have been made outside of the context."""
+        """Set the kind of these tensors, including their past entries in the memory log. The tensors may have been made
+        outside the context.
+        """
         for tensor in tensors:
             if tensor is not None and (number := self._hold(tensor)) is not None:
                 self._kinds[number] = kind
@@ -130,7 +141,7 @@ class Tracker(TraceMode):
         return [*self._flops_at, self.flops][number + 1] - self._flops_at[number]
 
     def peaks(self) -> dict[str, TrackedPeak]:
-        """Return the peak per phase; a repeated phase spans to its last end."""
+        """Return the peak of each phase. A repeated phase has its largest peak, and the rest at its last end."""
         held: Counter[str] = Counter()
         found: dict[str, TrackedPeak] = {}
         stops = [start for _, start in self.moments[1:]] + [len(self._log)]
@@ -142,7 +153,9 @@ class Tracker(TraceMode):
         return found
 
     def _replay(self, start: int, stop: int, held: Counter[str]) -> TrackedPeak:
-        """Return the peak of a part of the log, and advance `held` (bytes by kind) to its end."""
+        """Return the peak in the entries start..stop-1 of the memory log, and advance `held` (bytes by kind) to the end
+        of this part.
+        """
         total = top = sum(held.values()) - held[HOST]
         by_kind, at = dict(held), "at the beginning"
         for number, more, place in self._log[start:stop]:
@@ -177,7 +190,7 @@ class Tracker(TraceMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # queried twice per operation: the dispatcher takes as long as the operation
+            return args[0].fake_device  # a short cut: this is queried twice per operation, and dispatching is slow
         if DTensor in types:
             return NotImplemented  # a DTensor first decomposes into local operations
         result = self._call(func, args, kwargs or {})
@@ -188,7 +201,7 @@ class Tracker(TraceMode):
             self.flops[packet.__name__] += self._count(formula, args, kwargs or {}, result)
             self.events.append(Event("compute", packet.__name__, self.place))
         elif func.is_view:
-            # Its memory was recorded when it was allocated, or belongs to Gloo's own copies, which appear as views.
+            # The memory of a view was recorded when it was allocated, or is that of Gloo's own copies (shown as views).
             return result
         else:
             self.operations += 1
@@ -221,15 +234,16 @@ class Tracker(TraceMode):
                 self._in_batch += self._in_batch > 0
             self._messages[way] += 1
         self.events.append(Event("call", call.op, self.place, call))
-        # Buffers of in-place collectives are communication memory, unless they have a lasting kind.
+        # Buffers of in-place collectives count as communication memory, unless they are parameters, gradients or state.
         for tensor in collective_tensors(func, args):
             number = self._hold(tensor)
             if number is not None and self._kinds[number] in ("activations", "backward", "other"):
                 self._kinds[number] = "communication"
 
     def _hold(self, tensor: Tensor) -> int | None:
-        """Return the number of the tensor's storage and follow it from now on; None on the meta device, without
-        memory."""
+        """Return the index of the tensor's storage, and track the storage from now on. None for a tensor on the meta
+        device, which has no memory.
+        """
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if (held := self._live.get(key)) is not None:
@@ -247,7 +261,7 @@ class Tracker(TraceMode):
     def _kind_now(self) -> str:
         if self.kind is not None:
             return self.kind
-        # Recomputed activations are made during the backward, with gradients enabled.
+        # Gradients are enabled during the backward only while activations are recomputed.
         return "backward" if self._backward and not torch.is_grad_enabled() else "activations"
 
     def _resized(self, number: int, size: int) -> None:
@@ -283,7 +297,7 @@ class Tracker(TraceMode):
         return resize_
 
     def _posted(self, original: Callable) -> Callable:
-        """Wrap a send or receive so that the wait for it, which can block the rank, is recorded."""
+        """Wrap isend or irecv so that the wait for the message, which can block the rank, is recorded too."""
 
         def post(*args, **kwargs):
             self._posting = []

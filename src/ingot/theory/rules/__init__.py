@@ -1,7 +1,7 @@
-"""The rules of layouts, and the reading of run files with all their rules: the rules of the schema, then those of
+"""The rules of layouts, and the functions that read run files and check all rules: those of the schema, then those of
 layouts.
 
-Every run file and every RunConfig from outside is read here, so that no reader misses a rule.
+Use these functions for every run file and every RunConfig from outside, so that no rule is missed.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from ingot.theory.rules.layout import Problems, layout_rules
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the run file `path` with `--set` overrides. Raises ConfigError that lists every problem with its line."""
+    """Read the run file `path` with `--set` overrides. Raises a ConfigError that lists every problem with its line."""
     return load(RunConfig, path, overrides, rules=layout_rules)
 
 
 def run_from_dict(values: dict, *, where=lambda key: key) -> RunConfig:
-    """Build a run from nested dicts. Raises ConfigError that lists every problem; `where(key)` names the place."""
+    """Build a run from nested dicts. Raises a ConfigError that lists every problem; `where(key)` returns its place."""
     return from_dict(RunConfig, values, where=where, rules=layout_rules)
 
 
 def load_run_sections(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Read a run file in spite of problems: (the sound sections by name, "place: problem" of each problem).
+    """Read a run file despite problems: return (sections without problems by name, "place: problem" of each problem).
 
-    Raises ConfigError when the file cannot be read at all.
+    Raises ConfigError if the file cannot be read at all.
     """
     return load_sections(RunConfig, path, overrides, rules=layout_rules)
 
 
 def run_problems(run: RunConfig) -> Problems:
-    """Yield (dotted key, what is wrong and the way out) for each broken rule between the sections of `run`."""
+    """Yield (dotted key, problem and fix) for each broken rule between the sections of `run`."""
     yield from run.problems()
     yield from layout_rules(run)

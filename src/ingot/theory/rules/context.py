@@ -1,12 +1,12 @@
 """The forms of context parallelism that a model and its sequences allow.
 
-    every form   a sequence is cut into cp equal parts; in the zigzag layout of a ring of n, into 2n first. Sequence
-                 parallelism cuts each of the cp parts once more, into tp.
-    ulysses      deals out heads: its degree (cp, or `ulysses` in a grid) divides the query heads of a tensor-parallel
-                 rank. Key/value heads are repeated until the degree divides them as well.
-    usp          a grid has two sides: 1 < ulysses < cp, and ulysses divides cp.
+    every form   a sequence is divided into cp equal parts; in the zigzag layout of a ring of n, into 2n parts first.
+                 Sequence parallelism divides each of the cp parts into tp parts.
+    ulysses      distributes heads: its degree (cp, or `ulysses` in a grid) divides the query heads of a tensor-parallel
+                 rank. Key/value heads are repeated until the degree divides them too.
+    usp          a grid needs rows and columns: 1 < ulysses < cp, and ulysses divides cp.
 
-"auto" needs at least one possible form, and takes only possible ones (theory/context.py chooses among them). Only a
+"auto" needs at least one possible form, and takes only possible forms (theory/context.py chooses among them). Only a
 ring has a layout to choose. `context_layout` would have no effect with "ulysses", where each rank has neighboring
 tokens, nor with "auto", which may choose Ulysses; both are refused.
 """
@@ -23,7 +23,7 @@ Problems = Iterator[tuple[str, str]]
 
 
 def context_rules(run: RunConfig) -> Problems:
-    """Yield (dotted key of the run file, what is wrong and the way out). The degrees are at least 1."""
+    """Yield (dotted key of the run file, problem and fix) for each broken rule. Degrees must be at least 1."""
     arch, train, parallel = run.model, run.train, run.parallel
     idle = list(_idle_settings(parallel))
     yield from idle
@@ -46,8 +46,8 @@ def context_rules(run: RunConfig) -> Problems:
 
 
 def legal_forms(arch: Arch, train: Train, parallel: Parallel) -> list[tuple[str, int]]:
-    """Return (context, ulysses) for every form that model and sequences allow with this cp, whatever the run asks
-    for.
+    """Return (context, ulysses) for every form that model and sequences allow with this cp, even if the run sets
+    another form.
     """
     cp, found = parallel.cp, []
     for degree in divisors(cp):
@@ -60,13 +60,13 @@ def legal_forms(arch: Arch, train: Train, parallel: Parallel) -> list[tuple[str,
 def deals_heads(arch: Arch, tp: int, degree: int) -> bool:
     """Return True if `degree` ranks of Ulysses can share the heads of a tensor-parallel rank."""
     if arch.num_heads % tp:
-        return True  # tp has been refused, so heads per rank have no meaning
+        return True  # this tp is reported as a problem elsewhere, and gives no whole number of heads per rank
     return arch.num_heads // tp % degree == 0
 
 
 def token_pieces(parallel: Parallel) -> int:
-    """Return the number that must divide the sequence length for context parallelism; for "auto" and an open grid, for
-    their ring.
+    """Return the number that must divide the sequence length for context parallelism. "auto", and a grid without a
+    degree, count as a ring of all ranks.
     """
     degree = {"ulysses": parallel.cp, "usp": max(parallel.ulysses, 1)}.get(parallel.context, 1)
     return _pieces(parallel, degree)
@@ -91,7 +91,7 @@ def _idle_settings(parallel: Parallel) -> Problems:
                 found = f"{value!r} without context parallelism (cp = 1)"
                 yield f"parallel.{name}", f"{found}; set parallel.cp to 2 or more, or remove it"
         return
-    resolved = {"ring": 1, "ulysses": parallel.cp}.get(parallel.context)  # as plans write it
+    resolved = {"ring": 1, "ulysses": parallel.cp}.get(parallel.context)  # the value that plans write
     if parallel.ulysses not in (0, resolved) and parallel.context != "usp":
         found = f"{parallel.ulysses} with context = {parallel.context!r}, which has no grid"
         yield "parallel.ulysses", f'{found}; set parallel.context = "usp", or remove it'
@@ -102,7 +102,7 @@ def _idle_settings(parallel: Parallel) -> Problems:
 
 
 def _grid_rules(arch: Arch, parallel: Parallel) -> Problems:
-    """Yield the problems of a grid; ulysses = 0 leaves its sides open."""
+    """Yield the problems of a grid; ulysses = 0 leaves the lengths of its sides open."""
     cp, ulysses = parallel.cp, parallel.ulysses
     sides = [d for d in divisors(cp) if 1 < d < cp]
     legal = [d for d in sides if deals_heads(arch, parallel.tp, d)]
@@ -134,11 +134,11 @@ def _uneven(train: Train, parallel: Parallel, pieces: int) -> str:
     use = f"nearest: {multiples(train.seq_len, cut_of_sequences(parallel))}"
     if zigzag and train.seq_len % parallel.cp == 0:
         use += ', or context_layout = "contiguous" or "striped"'
-    return f"{train.seq_len} is no multiple of {pieces}: {why}; {use}"
+    return f"{train.seq_len} is not a multiple of {pieces}: {why}; {use}"
 
 
 def _no_form(arch: Arch, train: Train, parallel: Parallel) -> str:
-    why = f"train.seq_len = {train.seq_len} is no multiple of {2 * parallel.cp}, as a ring (zigzag) needs"
+    why = f"train.seq_len = {train.seq_len} is not a multiple of {2 * parallel.cp}, as a ring (zigzag) needs"
     if train.seq_len % parallel.cp == 0:
         why += f", and no other form can deal out the {_heads(arch, parallel)}"
     longer = f"a seq_len of {multiples(train.seq_len, cut_of_sequences(parallel))}"

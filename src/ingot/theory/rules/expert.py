@@ -1,12 +1,12 @@
-"""The layouts that a mixture of experts allows, and the settings of experts that need the length of sequences.
+"""The layouts that a mixture of experts allows, and the rules of expert settings that depend on the sequence length.
 
     ep         divides the experts, and the ranks that share one copy of the model: dp_shard x cp x tp
-    tp         with sequence parallelism only, so that each rank has tokens of its own to send
+    tp         only with sequence parallelism, so that each rank has its own tokens to send
     capacity   at least one token of a sequence for each expert
 
-Groups of experts (model.moe.groups) that are whole on ranks bound where a token goes: where ep divides groups, or
-groups divide ep, a token's experts are on at most top_groups / groups of the ep ranks (rounded up). Groups that
-straddle ranks train the same model and bound nothing, so the planner only advises against them.
+Groups of experts (model.moe.groups) limit the ranks that a token is sent to: if ep divides groups, or groups divides
+ep, a token's experts are on at most top_groups / groups of the ep ranks (rounded up). Otherwise groups straddle ranks:
+the model is the same, but nothing is limited, so the planner only advises against it.
 """
 
 import math
@@ -21,11 +21,11 @@ Problems = Iterator[tuple[str, str]]
 
 
 def expert_rules(run: RunConfig) -> Problems:
-    """Yield (dotted key of the run file, what is wrong and the way out). The degrees are at least 1."""
+    """Yield (dotted key of the run file, problem and fix) for each broken rule. Degrees must be at least 1."""
     arch, parallel = run.model, run.parallel
     if not arch.is_moe:
         if parallel.ep > 1:
-            found = f"{parallel.ep} ranks for experts, and the model has none (model.moe.num_experts = 0)"
+            found = f"{parallel.ep} ranks for experts, but the model has none (model.moe.num_experts = 0)"
             yield "parallel.ep", f"{found}; remove it, or give the model experts"
         return
     yield from _degree_rules(arch.moe.num_experts, parallel)
@@ -38,17 +38,17 @@ def expert_rules(run: RunConfig) -> Problems:
 def legal_ep(experts: int, parallel: Parallel) -> list[int]:
     """Return the legal degrees of expert parallelism.
 
-    They divide the experts and the ranks that share one copy of the model, and a group of ep neighbors takes whole
-    parts of axes.
+    They divide the experts and the ranks that share one copy of the model, and satisfy `_takes_parts`.
     """
     found = divisors(math.gcd(experts, parallel.dp_shard * parallel.cp * parallel.tp))
     return [ep for ep in found if _takes_parts(ep, parallel)]
 
 
 def _takes_parts(ep: int, parallel: Parallel) -> bool:
-    """Return whether groups of ep neighbors are within one line of an axis or have whole lines.
+    """Return whether ep divides or is a multiple of both tp and tp x cp, so that each group of ep neighboring ranks is
+    a part of one line of an axis, or consists of whole lines.
 
-    Otherwise groups would differ in how they spread over the other axes.
+    Otherwise some groups would span other axes than other groups.
     """
     inner = parallel.tp, parallel.tp * parallel.cp
     return all(ep % size == 0 or size % ep == 0 for size in inner)
@@ -70,19 +70,19 @@ def _degree_rules(experts: int, parallel: Parallel) -> Problems:
 
 
 def _more_room(experts: int, parallel: Parallel) -> str:
-    """Return which other degrees would allow this ep."""
+    """Return, as text, which other degrees would have to be raised to allow this ep."""
     if parallel.reduce == "canonical":
-        return "raise cp or tp (a canonical sum keeps dp_shard = 1); dp_replicate and pp make no room"
+        return "raise cp or tp (a canonical sum keeps dp_shard = 1); raising dp_replicate or pp does not help"
     times = parallel.ep // math.gcd(parallel.ep, parallel.dp_shard * parallel.cp * parallel.tp)
     shards = replace(parallel, dp_shard=parallel.dp_shard * times)
     example = ""
     if parallel.dp_replicate % times == 0 and parallel.ep in legal_ep(experts, shards):
         example = f", for example dp_shard = {shards.dp_shard} with dp_replicate = {parallel.dp_replicate // times}"
-    return f"raise dp_shard, cp or tp{example}; dp_replicate and pp make no room"
+    return f"raise dp_shard, cp or tp{example}; raising dp_replicate or pp does not help"
 
 
 def _capacity_rule(run: RunConfig) -> Problems:
-    """Yield a capacity below one token per expert, which rounding up would silently replace by one."""
+    """Yield a problem if the capacity is below one token per expert; rounding up would silently make it one token."""
     moe, seq_len = run.model.moe, run.train.seq_len
     if moe.top_k < 1 or moe.capacity_factor <= 0:
         return

@@ -1,7 +1,7 @@
-"""The layouts that a model, a batch and a precision allow. Each problem names the value found and the nearest legal
+"""The layouts that a model, a batch and a precision allow. Each problem has the value found and the nearest legal
 values.
 
-Rules that need derived figures (parameter counts, tables of schedules) are in theory/layout.py.
+Rules that need derived numbers (parameter counts, tables of schedules) are in theory/layout.py.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ _WHOLE_BACKWARD = "one of the schedules gpipe, 1f1b, interleaved, looped_bfs"
 
 
 def layout_rules(run: RunConfig) -> Problems:
-    """Yield (dotted key of the run file, what is wrong and the way out) for every broken rule of a layout."""
+    """Yield (dotted key of the run file, problem and fix) for every broken rule of a layout."""
     if any(run.parallel.problems()):
-        return  # a degree below 1 has been reported, and would break the arithmetic here
+        return  # a degree below 1 is reported elsewhere, and would break the arithmetic here
     yield from _idle_settings(run.parallel)
     yield from _batch_rules(run)
     yield from _tensor_rules(run)
@@ -38,7 +38,8 @@ def _idle_settings(parallel: Parallel) -> Problems:
     if parallel.pp == 1:
         for name, idle in (("stages_per_rank", 0), ("stage_layers", ()), ("schedule", "1f1b")):
             if (value := getattr(parallel, name)) != idle:
-                yield f"parallel.{name}", f"{value!r} without a pipeline; set parallel.pp to 2 or more, or remove it"
+                found = f"{value!r} has no effect without a pipeline"
+                yield f"parallel.{name}", f"{found}; set parallel.pp to 2 or more, or remove it"
     if parallel.async_tp and (parallel.tp == 1 or not parallel.sequence):
         needs = "tp of at least 2" if parallel.tp == 1 else "sequence = true"
         yield "parallel.async_tp", f"overlaps the collectives of sequence parallelism; it needs {needs}, or remove it"
@@ -70,7 +71,7 @@ def _tensor_rules(run: RunConfig) -> Problems:
     arch, tp, cp = run.model, run.parallel.tp, run.parallel.cp
     if tp == 1:
         return
-    # A length that context parallelism cannot divide evenly has its own problem.
+    # If context parallelism cannot divide the length evenly, context_rules reports that.
     cut_tokens = run.train.seq_len // cp if run.parallel.sequence and run.train.seq_len % cp == 0 else 0
     near = nearest(tp, legal_tp(arch, cut_tokens))
     for name, size in _cut_sizes(arch).items():
@@ -81,7 +82,7 @@ def _tensor_rules(run: RunConfig) -> Problems:
         yield "parallel.tp", f"{tp} does not fit model.num_kv_heads={arch.num_kv_heads}: {rule}; nearest: {near}"
     if arch.vocab_size % tp:
         padded = -(-arch.vocab_size // tp) * tp
-        instead = f"or model.vocab_size = {padded}, with ids that no token has"
+        instead = f"or model.vocab_size = {padded}, with unused ids at the end"
         yield "parallel.tp", f"{tp} does not divide model.vocab_size={arch.vocab_size}; nearest: {near}, {instead}"
     if cut_tokens % tp:
         instead = f"or a seq_len of {multiples(run.train.seq_len, cut_of_sequences(run.parallel))}"
@@ -98,16 +99,16 @@ def _async_rules(run: RunConfig) -> Problems:
     if run.train.device == "cpu":
         yield "parallel.async_tp", 'needs GPUs with symmetric memory, and train.device is "cpu"; remove it'
     if run.train.compile == "off":
-        why = 'it overlaps inside of compiled blocks, and train.compile is "off"'
-        yield "parallel.async_tp", f'would do nothing: {why}; set train.compile to "auto" or "on", or remove it'
+        why = 'it works only inside compiled blocks, and train.compile is "off"'
+        yield "parallel.async_tp", f'would have no effect: {why}; set train.compile to "auto" or "on", or remove it'
     if run.parallel.splits_backward:
-        why = f"schedule = {run.parallel.schedule!r} splits the backward, and a compiled one is whole"
-        yield "parallel.async_tp", f"overlaps inside of compiled blocks: {why}; use {_WHOLE_BACKWARD}, or remove it"
+        why = f"schedule = {run.parallel.schedule!r} splits the backward, and a compiled backward cannot be split"
+        yield "parallel.async_tp", f"works only inside compiled blocks: {why}; use {_WHOLE_BACKWARD}, or remove it"
 
 
 def legal_tp(arch: Arch, cut_tokens: int = 0) -> list[int]:
-    """Return the degrees of tensor parallelism that the model allows. cut_tokens: the sequence length that tp divides,
-    or 0.
+    """Return the degrees of tensor parallelism that the model allows. cut_tokens: the sequence length that tp has to
+    divide; 0: none.
     """
     sizes = (*_cut_sizes(arch).values(), arch.vocab_size, cut_tokens)
     degrees = range(1, arch.num_heads + 1)
@@ -115,8 +116,8 @@ def legal_tp(arch: Arch, cut_tokens: int = 0) -> list[int]:
 
 
 def _cut_sizes(arch: Arch) -> dict[str, int]:
-    """Return the sizes that tensor parallelism divides besides the vocabulary. Routed experts stay whole on their
-    ranks.
+    """Return the sizes, by name, that tensor parallelism divides besides the vocabulary. Routed experts are not
+    divided.
     """
     moe, sizes = arch.moe, {"model.num_heads": arch.num_heads}
     if len(arch.expert_layers) < arch.num_layers:
@@ -149,7 +150,7 @@ def _pipeline_rules(run: RunConfig) -> Problems:
         why = f"schedule = {parallel.schedule!r} computes weight gradients after the hooks that would reduce them"
         yield "parallel.zero", f"3 is not possible here: {why}; use zero 1 or 2, or {_WHOLE_BACKWARD}"
     if parallel.splits_backward and run.train.compile == "on":
-        why = f"parallel.schedule = {parallel.schedule!r} splits the backward, and a compiled one is whole"
+        why = f"parallel.schedule = {parallel.schedule!r} splits the backward, and a compiled backward cannot be split"
         yield "train.compile", f'"on" is not possible here: {why}; use "auto" or "off", or {_WHOLE_BACKWARD}'
 
 
@@ -163,7 +164,7 @@ def _stage_layer_rules(parallel: Parallel, layers: int) -> Problems:
         if blocks < (0 if at_end else 1):
             yield "parallel.stage_layers", f"stage {stage} has {blocks} blocks; only the first and the last may have 0"
     if sum(given) != layers:
-        yield "parallel.stage_layers", f"sums to {sum(given)} blocks, and model.num_layers is {layers}; give each once"
+        yield "parallel.stage_layers", f"sums to {sum(given)} blocks, but model.num_layers is {layers}; make them equal"
 
 
 def _canonical_rules(parallel: Parallel) -> Problems:

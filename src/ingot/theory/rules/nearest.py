@@ -1,10 +1,10 @@
-"""The legal values next to one that was refused."""
+"""The legal values that are nearest to a refused value."""
 
 from collections.abc import Iterable
 
 
 def nearest(value: int, legal: Iterable[int]) -> str:
-    """Return the legal values next to `value`: "2 or 4"."""
+    """Return the nearest legal values below and above `value`, as text: "2 or 4"."""
     numbers = set(legal)
     below = max((n for n in numbers if n < value), default=None)
     above = min((n for n in numbers if n > value), default=None)
@@ -12,7 +12,7 @@ def nearest(value: int, legal: Iterable[int]) -> str:
 
 
 def multiples(value: int, of: int) -> str:
-    """Return the multiples of `of` next to `value`: "8 or 12"."""
+    """Return the nearest positive multiples of `of`, not above and above `value`, as text: "8 or 12"."""
     low = max(value // of, 1) * of
     return f"{low} or {low + of}"
 
@@ -22,15 +22,15 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-# A batch that differs by at most this share from a batch that is known to work is as good.
+# A batch may differ by this share from a batch that is known to work well.
 _BATCH_MOVES = 0.05
 
 
 def shareable_batch(batch: int, devices: int) -> int:
-    """Return a batch near `batch` that many numbers of ranks divide: a multiple of the largest part of `devices` that
-    changes the batch by at most 5%.
+    """Return a batch near `batch` that many numbers of ranks divide evenly.
 
-    Parts keep the odd factor of `devices`, which a batch would not have by chance.
+    The result is a multiple of (odd factor of `devices`) x (the largest power of two in `devices`) such that the batch
+    changes by at most 5%. If that is impossible, the power of two is 1.
     """
     odd = devices // (devices & -devices)
     parts = [odd * 2**n for n in range((devices & -devices).bit_length())]

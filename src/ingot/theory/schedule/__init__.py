@@ -1,5 +1,5 @@
-"""Pipeline schedules as tables: the actions of every rank in order. The planner simulates a table, the trainer plays
-it.
+"""Pipeline schedules as tables of the actions of every rank, in order. The planner simulates them; the trainer executes
+them.
 """
 
 from ingot.theory.schedule.build import NAMES, PUBLISHED, Published, build_table, schedule_problems

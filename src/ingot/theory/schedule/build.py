@@ -1,7 +1,7 @@
-"""The tables of the published schedules, built from their descriptions, and their bubbles as the authors give them.
+"""The tables of the published schedules, built from their descriptions, and the authors' formulas for their bubbles.
 
-In a published bubble, the times F, I, W are those of one stage and one micro-batch, B = I + W; P ranks. Where a rank
-holds v stages, a paper's F and B of all its layers are v times the times here.
+In these formulas, F, I and W are times of one stage and one micro-batch, B = I + W, and P is the number of ranks. If a
+rank holds v stages, papers write F and B for all layers of the rank, which are v times the F and B here.
 """
 
 import math
@@ -20,25 +20,26 @@ NAMES = (
     "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "zb_h2", "zb_2p",
     "dualpipe",
 )  # fmt: skip
-# The number of W that zb_2p delays per rank. The last ranks return as many I as the first ranks need to go on, and
-# delay W meanwhile: (F+I)/W for each rank above them, which is 2 without attention and nearly 4 with much of it.
+# zb_2p: rank r delays r times this number of W. Later ranks do so to send the gradients (I) that earlier ranks wait for
+# first. The ideal number is (F+I)/W: 2 without attention, and nearly 4 if attention dominates.
 _PUT_OFF = 3.5
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_2p")
 _TWO_STAGES = ("zb_v", "dualpipe_v", "dualpipe")
 
 
 def build_table(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0) -> ScheduleTable:
-    """Return the table of a schedule on `pp` ranks; a single rank does F and B in turn, whatever the schedule.
+    """Return the table of a schedule on `pp` ranks. With one rank, F and B alternate in every schedule.
 
-    stages_per_rank: 0 means the number that the schedule needs, 1 or 2. Raises ConfigError with the first of
+    name: one of NAMES. stages_per_rank: 0: the schedule's default, 1 or 2. Raises ConfigError with the first of
       `schedule_problems`.
     """
     for problem in schedule_problems(name, pp, micro_batches, stages_per_rank):
         raise ConfigError(
             "E-SCHEDULE-ILLEGAL",
-            f"no table {name!r} for pp={pp}, micro_batches={micro_batches}, stages_per_rank={stages_per_rank}",
+            f"the pipeline schedule {name!r} does not exist for pp={pp}, micro_batches={micro_batches}, "
+            f"stages_per_rank={stages_per_rank}",
             rule=problem,
-            fix="choose other values, or the schedule 1f1b, which takes any number",
+            fix="choose other values, or the schedule 1f1b, which takes any numbers",
             schedule=name,
             pp=pp,
             micro_batches=micro_batches,
@@ -76,7 +77,7 @@ def build_table(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0
 
 
 def schedule_problems(name: str, pp: int, micro_batches: int, stages_per_rank: int = 0) -> Iterator[str]:
-    """Yield each reason why there is no such table, with the nearest values that have one."""
+    """Yield each reason why `build_table` would refuse these arguments, with the nearest legal values."""
     if name not in NAMES:
         yield f"there is no pipeline schedule {name!r}; use one of {', '.join(NAMES)}"
         return
@@ -85,7 +86,7 @@ def schedule_problems(name: str, pp: int, micro_batches: int, stages_per_rank: i
         return
     if pp == 1:
         if stages_per_rank > 1:
-            yield f"stages_per_rank={stages_per_rank} has no use with pp=1; use 0"
+            yield f"stages_per_rank={stages_per_rank} has no effect with pp=1; use 0"
         return
     if name in _ONE_STAGE and stages_per_rank not in (0, 1):
         yield f"stages_per_rank={stages_per_rank}: {name} has 1 stage on each rank; use 0 or 1, or interleaved"
@@ -121,11 +122,11 @@ def _looped(
     delay: Callable[[int], int] | None = None,
     group: int = 0,
 ) -> ScheduleTable:
-    """Return the table in which rank r holds stages r, r + P, r + 2P ...
+    """Return a table in which rank r of P holds stages r, r + P, r + 2P ...
 
-    A group of micro-batches passes all of a rank's stages before the next group starts. group: micro-batches of a
-    group; 0: P. warmup: forwards before the first backward, by rank. delay: backwards come in halves, and this many W
-    are delayed, by rank; None: whole backwards.
+    A group of micro-batches passes all of a rank's stages before the next group starts. group: micro-batches per group;
+    0: P. warmup: function from a rank to its number of forwards before the 1F1B phase. delay: function from a rank to
+    the number of W that it delays; None: backwards are not split into I and W.
     """
     rows = []
     for rank in range(pp):
@@ -138,7 +139,7 @@ def _looped(
 
 
 def _grouped(stages: range, micro_batches: int, group: int) -> Iterator[Slot]:
-    """Yield the slots of a rank in order: group by group, stage by stage."""
+    """Yield (stage, micro-batch) for all actions of one kind on a rank, in order: group by group, stage by stage."""
     for first in range(0, micro_batches, group):
         for stage in stages:
             for m in range(first, min(first + group, micro_batches)):
@@ -146,7 +147,9 @@ def _grouped(stages: range, micro_batches: int, group: int) -> Iterator[Slot]:
 
 
 def _row(forwards: list[Slot], backwards: list[Slot], warmup: int, delay: int | None) -> Iterator[Action]:
-    """Yield the warm-up, then one forward and one backward in turn, then the remaining backwards."""
+    """Yield the actions of a rank: the warm-up forwards, then forwards and backwards in turn, then the remaining
+    backwards. delay: number of W by which W follows I; None: whole backwards.
+    """
     ahead = min(warmup, len(forwards))
     yield from (Action("F", *slot) for slot in forwards[:ahead])
     for done, slot in enumerate(backwards):
@@ -163,10 +166,10 @@ def _row(forwards: list[Slot], backwards: list[Slot], warmup: int, delay: int | 
 class Published:
     """The published bubble of a schedule.
 
-    bubble(ranks, F, I, W, F&B): the time in which a rank idles; F&B: time of a forward and a backward that run
-    together.
-    of: what the bubble is measured in: the whole step, or the longest span of one rank (Timeline.step_time, .span).
-    exact: when the table's bubble equals the formula; elsewhere `otherwise` holds.
+    formula: the formula as text; bubble: the same as a function (ranks, F, I, W, F&B) -> idle time of a rank. F&B is
+      the time of a forward and a backward that run together.
+    of: the time that contains the bubble: the whole step, or the longest span of one rank (Timeline.step_time, .span).
+    exact: the condition under which the table's bubble equals the formula. otherwise: how it differs in other cases.
     """
 
     formula: str

@@ -1,7 +1,7 @@
-"""The time of a schedule without its timeline: a table, turned once into a list, is played with any times.
+"""The step time of a schedule without its timeline: a table is compiled once, then played with any action times.
 
-A planner asks for thousands of pipelines that differ only in their times. In a long step most micro-batches pass like
-the micro-batches before them, so a short step and a longer one give the time of each further micro-batch.
+The planner needs thousands of pipelines that differ only in their times. In a long step most micro-batches take as long
+as those before them, so two short steps of different lengths give the time of each further micro-batch.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from ingot.theory.schedule.table import ScheduleTable
 Times = tuple[Sequence[float], Sequence[float], Sequence[float]]  # F, I and W of every stage
 
 _KINDS = "FBIW"
-# Schedules whose ranks check the norm of the gradient after the update, and start the next step at different times (Qi
-# et al. 2023, section 4).
+# Schedules whose ranks check the norm of the gradient only after the update, so that they do not wait for each other
+# before the next step (Qi et al. 2023, section 4).
 _APART = ("zb_h2", "zb_2p")
-# Groups of micro-batches (pairs in dualpipe) that are played, in units of ranks, before the rest is extended.
+# Number of rounds of `pp` micro-batches that are really played; the time of the others is extrapolated.
 _PLAYED = 4
 
 
@@ -25,9 +25,10 @@ _PLAYED = 4
 class Program:
     """A compiled table.
 
+    rows: one entry per action, in an order in which all can be played: (its rank, the index of its time, which is kind
+      x stages + stage, the position in `rows` of the action whose result it needs or -1, True if that action is on
+      another rank).
     waits: ranks wait for each other at the end of a step.
-    rows: one entry per action, in an order in which all can be played: its rank, the index of its time (kind x stages +
-      stage), the position of the action that it needs (-1: none), and whether that action is on another rank.
     """
 
     ranks: int
@@ -36,8 +37,8 @@ class Program:
     waits: bool = True
 
     def play(self, times: Times, send: float = 0.0) -> float:
-        """Return step_time of theory/schedule/simulate.py, or span where ranks do not wait for each other at the
-        end.
+        """Return the step_time of theory/schedule/simulate.py, or its span if ranks do not wait for each other at the
+        end. send: seconds of a message between ranks.
         """
         forward, inputs, weights = times
         both = [i + w for i, w in zip(inputs, weights, strict=True)]
@@ -65,7 +66,7 @@ class Program:
 
 
 def compile_table(table: ScheduleTable) -> Program:
-    """Return the program of a table that can be played (`check_table`)."""
+    """Compile a table into a Program. The table must be playable (`check_table`)."""
     stages, owner = table.stages, table.rank_of_stage
     sources = {"F": [table.before(s) for s in range(stages)], "B": [table.after(s) for s in range(stages)]}
     sources["I"] = sources["B"]
@@ -108,8 +109,8 @@ def pipeline_seconds(
 ) -> float:
     """Return the step_time of `simulate`, or the span for zb_h2 and zb_2p.
 
-    After some rounds of `pp` micro-batches, each further micro-batch is assumed to take the time of the last round:
-    exact for equal stages, within 2% for others (a test compares).
+    After some rounds of `pp` micro-batches, each further round is assumed to take as long as the last: this is exact
+    for equal stages, and within 2% for others (a test compares).
     """
     period = pp if name != "dualpipe" or pp % 2 == 0 else 2 * pp
     long = (_PLAYED if name != "zb_2p" else 2 * _PLAYED) * period

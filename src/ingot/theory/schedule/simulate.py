@@ -1,4 +1,4 @@
-"""Start and end of a table's actions, given the time of each, and the timeline as lines of text."""
+"""The simulation of a table: start and end of each action, from given action times, and the timeline as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from ingot.theory.schedule.table import Action, ScheduleTable, check_table, peak
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated times of a table. starts[r][i], ends[r][i]: of action i in row r, in the unit of the given times,
-    from the start of the step.
+    """The simulated times of a table. starts[r][i], ends[r][i]: start and end of action i of rank r, measured from the
+    start of the step in the unit of the given times. busy[r]: the time in which rank r works.
     """
 
     table: ScheduleTable
@@ -20,21 +20,21 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """The time until the last rank is done: all ranks wait for each other before the optimizer step (norm of the
-        gradient).
+        """The time until the last rank is done. The other ranks wait for this rank before the optimizer step, which
+        needs the norm of the whole gradient.
         """
         return max(ends[-1] for ends in self.ends)
 
     @property
     def span(self) -> float:
-        """The longest time between a rank's first start and last end: the cost of a step if ranks need not wait for
-        each other after it. Zero-bubble schedules are published in this sense (Qi et al. 2023).
+        """The longest time between the first start and the last end of a rank. This is the time of a step if ranks do
+        not wait for each other after it; zero-bubble schedules are published with this time (Qi et al. 2023).
         """
         return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of the ranks' time in step_time in which the ranks are idle."""
+        """The share of step_time in which a rank is idle, averaged over ranks."""
         return 1 - sum(self.busy) / (len(self.busy) * self.step_time)
 
     @property
@@ -56,11 +56,11 @@ def simulate(
 
     forward, backward_input, backward_weight: the time of one micro-batch on one stage, or one time per stage; B takes
       the sum of the last two.
-    send: from the end of an action until its result is on another rank; with overlap_sends the sender goes on
-      meanwhile. Messages do not share the bandwidth of a link.
+    send: time from the end of an action until its result is on another rank; with overlap_sends the sender continues
+      at once. Every message has the full bandwidth of its link.
     overlapped: the time of a forward and a backward that the table runs together (DualPipe's F&B, the same for all
-      pairs); None: one after the other.
-    Raises ConfigError where the table cannot be played. One action takes about 3 microseconds.
+      pairs); None: they run one after the other.
+    Raises ConfigError if the table cannot be played. Simulating one action takes about 3 microseconds.
     """
     f, i, w = (_per_stage(table, time) for time in (forward, backward_input, backward_weight))
     times = {"F": f, "B": [a + b for a, b in zip(i, w, strict=True)], "I": i, "W": w}
@@ -95,14 +95,14 @@ def simulate(
             "E-SCHEDULE-OVERLAP",
             f"the pipeline schedule {table.name!r} cannot be played with its overlaps",
             rule="a forward and a backward that run together must not need each other's results",
-            fix="simulate it without a time for overlapped pairs",
+            fix="simulate the table without a time for overlapped pairs",
             schedule=table.name,
         )
     return Timeline(table, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(busy))
 
 
 class _Playback:
-    """The state of a simulation: the time at which each result is ready, and which rank waits for which result."""
+    """The state of a simulation: the time at which each result is ready, and the rank that waits for each result."""
 
     def __init__(self, table: ScheduleTable, send: float):
         self.free = [0.0] * table.ranks
@@ -117,8 +117,8 @@ class _Playback:
         self._table = table
 
     def ready(self, rank: int, actions: tuple[Action, ...], free: float) -> float | None:
-        """Return the time when all actions can start, or None (and note the waiting rank) if an input has not been
-        computed yet.
+        """Return the time when all `actions` of `rank` can start. None: an input has not been computed yet; `finish`
+        returns this rank when that input is done. free: the time from which the rank is free.
         """
         for action in actions:
             if action.kind == "W":
@@ -154,9 +154,9 @@ def _per_stage(table: ScheduleTable, time: float | Sequence[float]) -> list[floa
     if len(time) != table.stages:
         raise ConfigError(
             "E-SCHEDULE-TIMES",
-            f"{len(time)} times for {table.stages} stages",
-            rule="one time, or one for each stage",
-            fix=f"give one number, or {table.stages}",
+            f"{len(time)} times were given for {table.stages} stages",
+            rule="there is one time for all stages, or one time for each stage",
+            fix=f"give one number, or {table.stages} numbers",
             times=len(time),
             stages=table.stages,
         )
@@ -167,11 +167,11 @@ _IDLE, _BUSY = ".", "-"
 
 
 def timeline_text(timeline: Timeline | ScheduleTable, width: int = 120) -> str:
-    """Return one line of at most `width` columns per rank.
+    """Return the timeline as text, with one line of at most `width` columns per rank.
 
     F0, B0, I0, W0 mark the column where an action starts; dashes show how long it lasts, dots that the rank is idle;
-    F4&b1 run together. Every second stage of a rank is in lower case. Numbers that do not fit are left out. A table is
-    drawn with F = I = W.
+    F4&b1 are two actions that run together. Every second stage of a rank is in lower case. Numbers that do not fit are
+    left out. A ScheduleTable is first simulated with F = I = W.
     """
     if isinstance(timeline, ScheduleTable):
         timeline = simulate(timeline, forward=1.0, backward_input=1.0, backward_weight=1.0)
@@ -183,8 +183,8 @@ def timeline_text(timeline: Timeline | ScheduleTable, width: int = 120) -> str:
 
 
 def _columns_per_time(timeline: Timeline, columns: int) -> float:
-    """Return the largest scale that fits; a whole number of columns for the shortest action where there is room, so
-    that equal actions look equal.
+    """Return the number of columns per unit of time: the largest that fits. If there is room, the shortest action has a
+    whole number of columns, so that equal actions look equal.
     """
     scale = columns / timeline.step_time
     times = [
@@ -210,7 +210,7 @@ def _line(timeline: Timeline, rank: int, scale: float) -> str:
     ):
         kind = action.kind.lower() if local[action.stage] % 2 else action.kind
         label = f"{pair}{kind}{action.micro_batch}"
-        if start == after and end > start:  # the next one runs at the same time
+        if start == after and end > start:  # the next action runs at the same time
             pair = f"{label}&"
             continue
         first = min(round(start * scale), len(cells) - 1)

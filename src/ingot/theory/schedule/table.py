@@ -1,4 +1,4 @@
-"""A schedule as a table: rows of actions, the messages that they imply, and the check that the ranks can play it."""
+"""A schedule as a table: rows of actions, the messages that follow from them, and a check that ranks can execute it."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from ingot.errors import ConfigError
 
-# F forward; B backward, whole; I backward for the inputs only; W the weights' gradients that I left.
+# F: forward. B: whole backward. I: only the backward for the inputs. W: the backward for the weights, after I.
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -25,12 +25,12 @@ class Action:
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """The rows of a schedule.
+    """A pipeline schedule.
 
     rows[r]: the actions of pipeline rank r, in order. rank_of_stage[s]: the rank that holds stage s.
-    copies: copies of the model, each a chain of stages / copies stages with its own equal part of the micro-batches, in
-      order; 2 only for the bidirectional DualPipe, whose second copy runs from the last rank to the first.
-    overlaps[r]: positions in rows[r] of forwards that are meant to run at the same time as the next action.
+    copies: number of copies of the model. Each is a chain of stages / copies stages, with an equal part of the
+      micro-batches. It is 2 only for bidirectional DualPipe, whose second copy runs from the last rank to the first.
+    overlaps[r]: positions in rows[r] of actions that run at the same time as the next action.
     """
 
     name: str
@@ -57,8 +57,8 @@ class ScheduleTable:
         return stage + 1 if (stage + 1) % (self.stages // self.copies) else None
 
     def source_of(self, action: Action) -> int | None:
-        """Return the stage whose F (for F) or B or I (for B and I) of the same micro-batch has to come first, or
-        None.
+        """Return the stage whose result for the same micro-batch this action needs, or None: the previous stage for F,
+        the next stage for B and I.
         """
         if action.kind == "W":
             return None
@@ -72,7 +72,7 @@ class ScheduleTable:
 
 
 class Channel(NamedTuple):
-    """One direction of one kind of traffic between two ranks, in which messages keep their order."""
+    """A first-in, first-out channel from one rank to another for one kind of message."""
 
     kind: Literal["activation", "gradient"]
     sender: int
@@ -80,14 +80,14 @@ class Channel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message that the receiving rank's `stage` needs: the input of its F, or its output's gradient for B or I."""
+    """A message for `stage` of the receiving rank: the input of its F, or the gradient of its output for B or I."""
 
     stage: int
     micro_batch: int
 
 
 def sent_by(table: ScheduleTable, action: Action) -> tuple[Channel, Message] | None:
-    """Return the message that this action produces for another rank, or None."""
+    """Return the message that this action sends to another rank, with its channel, or None."""
     if action.kind == "W":
         return None
     reader = table.after(action.stage) if action.kind == "F" else table.before(action.stage)
@@ -95,7 +95,7 @@ def sent_by(table: ScheduleTable, action: Action) -> tuple[Channel, Message] | N
 
 
 def needed_by(table: ScheduleTable, action: Action) -> tuple[Channel, Message] | None:
-    """Return the message from another rank without which this action cannot start, or None."""
+    """Return the message from another rank that this action needs to start, with its channel, or None."""
     source = table.source_of(action)
     return None if source is None else _message(table, action, source, action.stage)
 
@@ -109,10 +109,10 @@ def _message(table: ScheduleTable, action: Action, source: int, reader: int) -> 
 
 
 def channel_order(table: ScheduleTable) -> dict[Channel, tuple[Message, ...]]:
-    """Return for every channel its messages in the order in which the sender sends them.
+    """Return the messages of every channel in the order in which they are sent.
 
-    Sends carry no tags, so the receiver has to post its receives in this order: before an action, all receives up to
-    the message that it needs. Sends must not block the sender's later actions. Stages of one rank exchange no messages.
+    Sends have no tags, so the receiver must post its receives in this order: before an action, all receives up to the
+    message that it needs. Sends must not block the sender's later actions. Stages of one rank exchange no messages.
     """
     orders: dict[Channel, list[Message]] = {}
     for row in table.rows:
@@ -123,11 +123,11 @@ def channel_order(table: ScheduleTable) -> dict[Channel, tuple[Message, ...]]:
 
 
 def peak_in_flight(table: ScheduleTable) -> tuple[int, ...]:
-    """Return per rank the most (stage, micro-batch) pairs whose activations are alive at once: from F to the end of B
-    or W.
+    """Return, for each rank, the largest number of (stage, micro-batch) pairs whose activations are alive at a time:
+    from F to the end of B or W.
 
-    One unit is one stage's activations of one micro-batch: with two stages per rank, half of the rank's layers. After I
-    a part of them could be freed; they are counted in full until W.
+    A pair is one stage's activations of one micro-batch: with two stages per rank, those of half of the rank's layers.
+    A part of them could be freed after I, but they are counted in full until W.
     """
     peaks = []
     for row in table.rows:
@@ -143,10 +143,10 @@ def peak_in_flight(table: ScheduleTable) -> tuple[int, ...]:
 
 
 def check_table(table: ScheduleTable) -> None:
-    """Raise ConfigError unless the table is a schedule.
+    """Raise ConfigError unless ranks can execute the table.
 
-    Every stage must do F, then B or I and W, once for each of its micro-batches, on the rank that holds it, and the
-    rows must be playable with blocking receives on FIFO channels.
+    Every stage must do F, then B or I and W, once for each of its micro-batches, on the rank that holds the stage, and
+    no rank may wait forever, with blocking receives on first-in, first-out channels.
     """
     problems = list(_row_problems(table)) or list(_play_problems(table))
     if problems:
@@ -155,8 +155,8 @@ def check_table(table: ScheduleTable) -> None:
             "E-SCHEDULE-UNPLAYABLE",
             f"the pipeline schedule {table.name!r} ({table.ranks} ranks, {table.stages} stages, "
             f"{table.micro_batches} micro-batches) cannot be played:\n{shown}",
-            rule="every stage does F, then B (or I, then W) once for each micro-batch, after its neighbours",
-            fix="take a table of ingot.theory.schedule.build_table",
+            rule="every stage does F, then B (or I, then W) once for each micro-batch, after the stages it needs",
+            fix="use a table from ingot.theory.schedule.build_table",
             schedule=table.name,
             problems=problems,
         )
@@ -169,16 +169,16 @@ def _row_problems(table: ScheduleTable) -> Iterator[str]:
         expected = {(stage, m) for stage in table.stages_of(rank) for m in table.micro_batches_of(stage)}
         for kind, stage, m in counts:
             if (stage, m) not in expected:
-                yield f"rank {rank}: {kind} of micro-batch {m} on stage {stage} has no place there"
+                yield f"rank {rank}: {kind} of micro-batch {m} on stage {stage} does not belong to this rank"
         for stage, m in sorted(expected):
             done = "".join(kind * counts[kind, stage, m] for kind in "FBIW")
             if done not in ("FB", "FIW"):
-                yield f"rank {rank}: micro-batch {m} on stage {stage} is given {done or 'nothing'} instead of FB or FIW"
+                yield f"rank {rank}: micro-batch {m} on stage {stage} has {done or 'no actions'} instead of FB or FIW"
         yield from _order_problems(table, rank)
 
 
 def _order_problems(table: ScheduleTable, rank: int) -> Iterator[str]:
-    """Yield the actions that come before their input from the same rank."""
+    """Yield a problem for each action that comes before its input from the same rank."""
     done: set[tuple[str, int, int]] = set()
     for action in table.rows[rank]:
         way, stage, m = action.kind.replace("I", "B"), action.stage, action.micro_batch
@@ -192,7 +192,7 @@ def _order_problems(table: ScheduleTable, rank: int) -> Iterator[str]:
 
 
 def _play_problems(table: ScheduleTable) -> Iterator[str]:
-    """Yield the ranks that would wait for ever, after playing the rows with first-in, first-out channels."""
+    """Yield the ranks that would wait forever, found by playing the rows with first-in, first-out channels."""
     waiting = {channel: deque[Message]() for channel in channel_order(table)}
     held: set[tuple[Channel, Message]] = set()
     left = [deque(row) for row in table.rows]
@@ -215,4 +215,4 @@ def _play_problems(table: ScheduleTable) -> Iterator[str]:
                 moved = True
     for rank, row in enumerate(left):
         if row:
-            yield f"rank {rank} waits for ever before {row[0]}"
+            yield f"rank {rank} waits forever before {row[0]}"

@@ -1,4 +1,4 @@
-"""Schedules in which a rank holds stages of both ends of the model: ZB-V, DualPipeV and DualPipe."""
+"""Schedules in which each rank holds one stage from each half of the model: ZB-V, DualPipeV and DualPipe."""
 
 from collections import Counter, deque
 
@@ -6,7 +6,7 @@ from ingot.theory.schedule.table import Action, Kind, ScheduleTable
 
 
 class _Row:
-    """A writer of one rank's row; each call takes the next micro-batch of a stage."""
+    """A writer of one rank's row. Each call adds an action for the next micro-batch of a stage."""
 
     def __init__(self, first_micro_batch: dict[int, int]):
         self.actions: list[Action] = []
@@ -26,11 +26,11 @@ class _Row:
         self._weights.append(Action("W", stage, self.actions[-1].micro_batch))
 
     def backward_weight(self) -> None:
-        """Add W of the oldest I that has no W yet."""
+        """Add the W of the oldest I that does not have one yet."""
         self.actions.append(self._weights.popleft())
 
     def forward_and_backward(self, forward: int, backward: int) -> None:
-        """Add a forward and a backward, of two stages, that run at the same time."""
+        """Add a forward of stage `forward` and a backward of stage `backward` that run at the same time."""
         self.overlaps.append(len(self.actions))
         self.forward(forward)
         self.backward(backward)
@@ -41,8 +41,8 @@ class _Row:
 
 
 def zb_v(pp: int, micro_batches: int) -> ScheduleTable:
-    """Return ZB-V: rank r holds stages r and 2P-1-r. Fewer than 2P-1 micro-batches take the table of 2P-1, without the
-    rest.
+    """Return the table of ZB-V: rank r of P holds stages r and 2P-1-r. For fewer than 2P-1 micro-batches, it is the
+    table for 2P-1 without the actions of the missing micro-batches.
     """
     rows = []
     for rank in range(pp):
@@ -52,10 +52,10 @@ def zb_v(pp: int, micro_batches: int) -> ScheduleTable:
 
 
 def _zb_v_row(pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """Return the row of one rank.
+    """Return the actions of one rank in ZB-V.
 
-    Until the first gradient returns, the rank runs forwards, as many as 1F1B's first rank holds. Then it repeats F I W
-    on both stages. At the end it leaves out each W that the last I of other ranks would wait for.
+    Until the first gradient arrives, the rank runs forwards, with as much activation memory as 1F1B's first rank. Then
+    it repeats F I W on both stages. At the end it postpones each W that would delay the last I of other ranks.
     """
     lower, upper = rank, 2 * pp - 1 - rank
     row = _Row({lower: 0, upper: 0})
@@ -90,7 +90,7 @@ def _zb_v_row(pp: int, rank: int, micro_batches: int) -> list[Action]:
 
 
 def dualpipe_v(pp: int, micro_batches: int) -> ScheduleTable:
-    """Return DualPipeV: rank r holds stages r and 2P-1-r; it is DualPipe cut in half (Qi et al. 2025)."""
+    """Return the table of DualPipeV, which is DualPipe cut in half (Qi et al. 2025): rank r holds stages r, 2P-1-r."""
     rows = [_dualpipe_row(pp, rank, micro_batches, rank, 2 * pp - 1 - rank) for rank in range(pp)]
     return ScheduleTable(
         "dualpipe_v", 2 * pp, micro_batches, _v_ranks(pp),
@@ -99,10 +99,10 @@ def dualpipe_v(pp: int, micro_batches: int) -> ScheduleTable:
 
 
 def dualpipe(pp: int, micro_batches: int) -> ScheduleTable:
-    """Return DualPipe: two copies of the model, each with half of the micro-batches.
+    """Return the table of DualPipe: two copies of the model, each with half of the micro-batches.
 
-    Stages 0..P-1 go down the ranks, stages P..2P-1 come up, from rank P-1 to rank 0. Both halves of the ranks play the
-    same rows, seen from their own end.
+    The first copy has stages 0..P-1 on ranks 0 to P-1, the second stages P..2P-1 on ranks P-1 to 0. The rows are
+    symmetric: rank P-1-r does the same as rank r, with the two copies exchanged.
     """
     half, share = pp // 2, micro_batches // 2
     rows = []
@@ -120,10 +120,10 @@ def dualpipe(pp: int, micro_batches: int) -> ScheduleTable:
 def _dualpipe_row(
     ranks: int, rank: int, micro_batches: int, near: int, far: int, first: dict[int, int] | None = None
 ) -> _Row:
-    """Return the row of one rank, in the eight phases of DeepSeek-V3's figure 5, one loop each; ranks count from one
-    end to the middle.
+    """Return the row of one rank in the eight phases of DeepSeek-V3's figure 5, one loop each.
 
-    near: the stage closer to the input of its micro-batches; far: the stage closer to the loss of its micro-batches.
+    ranks, rank: number of ranks from one end to the middle, and the index among them. near: the rank's stage that is
+    closer to its input. far: the rank's stage that is closer to its loss. first: first micro-batch of each stage.
     """
     row = _Row(first or {near: 0, far: 0})
     for _ in range(2 * (ranks - rank - 1)):

@@ -43,13 +43,17 @@ CASES = [
     (
         {"cp": 4, "context": "ring", "seq_len": 60},
         "train.seq_len",
-        "60 is no multiple of 8: equal parts for the 4 ranks of cp, in a ring two each (zigzag); nearest: 56 or 64, "
+        "60 is not a multiple of 8: equal parts for the 4 ranks of cp, in a ring two each (zigzag); nearest: 56 or 64, "
         'or context_layout = "contiguous" or "striped"',
     ),
     ({"cp": 4, "context": "ring", "context_layout": "striped", "seq_len": 62}, "train.seq_len", "nearest: 60 or 64"),
-    ({"cp": 4, "context": "ulysses", "seq_len": 62}, "train.seq_len", "no multiple of 4: equal parts for the 4 ranks"),
-    ({"cp": 4, "context": "usp", "ulysses": 2, "seq_len": 62}, "train.seq_len", "62 is no multiple of 4"),
-    ({"cp": 4, "seq_len": 62}, "parallel.cp", "62 is no multiple of 8, as a ring (zigzag) needs; nearest:"),
+    (
+        {"cp": 4, "context": "ulysses", "seq_len": 62},
+        "train.seq_len",
+        "not a multiple of 4: equal parts for the 4 ranks",
+    ),
+    ({"cp": 4, "context": "usp", "ulysses": 2, "seq_len": 62}, "train.seq_len", "62 is not a multiple of 4"),
+    ({"cp": 4, "seq_len": 62}, "parallel.cp", "62 is not a multiple of 8, as a ring (zigzag) needs; nearest:"),
     ({"cp": 3, "seq_len": 63}, "parallel.cp", "no other form can deal out the 8 query heads; nearest:"),
     ({"cp": 4, "tp": 8, "seq_len": 40}, "parallel.tp", "40 / cp 4 = 10 tokens"),
 ]

@@ -20,7 +20,7 @@ def with_moe(**changes) -> Arch:
 
 
 CASES = [
-    (ARCH, {"ep": 2, "dp_shard": 2}, "parallel.ep", "2 ranks for experts, and the model has none"),
+    (ARCH, {"ep": 2, "dp_shard": 2}, "parallel.ep", "2 ranks for experts, but the model has none"),
     (MOE, {"ep": 8, "dp_shard": 8}, "parallel.ep", "8 does not divide model.moe.num_experts=12; nearest: 4"),
     (
         MOE,
@@ -32,10 +32,10 @@ CASES = [
         MOE,
         {"ep": 2, "dp_replicate": 4, "pp": 2},
         "parallel.ep",
-        "nearest: 1, or raise dp_shard, cp or tp, for example dp_shard = 2 with dp_replicate = 2; dp_replicate and pp "
-        "make no room",
+        "nearest: 1, or raise dp_shard, cp or tp, for example dp_shard = 2 with dp_replicate = 2; "
+        "raising dp_replicate or pp does not help",
     ),
-    (MOE, {"ep": 2, "pp": 2}, "parallel.ep", "nearest: 1, or raise dp_shard, cp or tp; dp_replicate"),
+    (MOE, {"ep": 2, "pp": 2}, "parallel.ep", "nearest: 1, or raise dp_shard, cp or tp; raising dp_replicate"),
     (
         MOE,
         {"ep": 3, "dp_shard": 3, "cp": 2},
@@ -47,7 +47,7 @@ CASES = [
         MOE,
         {"ep": 4, "dp_replicate": 4, "cp": 2, "reduce": "canonical", "virtual_ranks": 4},
         "parallel.ep",
-        "nearest: 2, or raise cp or tp (a canonical sum keeps dp_shard = 1); dp_replicate",
+        "nearest: 2, or raise cp or tp (a canonical sum keeps dp_shard = 1); raising dp_replicate",
     ),
     (MOE, {"tp": 2, "sequence": False}, "parallel.sequence", "set it to true, or tp = 1"),
     (

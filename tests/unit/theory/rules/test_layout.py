@@ -43,7 +43,7 @@ CASES = [
     ),
     ({"pp": 8}, "parallel.pp", "8 stages are more than model.num_layers=6; use at most 6"),
     ({"pp": 4, "schedule": "interleaved"}, "parallel.pp", "4 ranks x 2 stages are more than"),
-    ({"pp": 2, "stage_layers": (3, 2)}, "parallel.stage_layers", "sums to 5 blocks, and model.num_layers is 6"),
+    ({"pp": 2, "stage_layers": (3, 2)}, "parallel.stage_layers", "sums to 5 blocks, but model.num_layers is 6"),
     ({"pp": 2, "stage_layers": (3, 2, 1)}, "parallel.stage_layers", "has 3 entries for 2 stages"),
     ({"pp": 3, "stage_layers": (3, 0, 3)}, "parallel.stage_layers", "stage 1 has 0 blocks"),
     ({"stage_layers": (6,)}, "parallel.stage_layers", "without a pipeline"),

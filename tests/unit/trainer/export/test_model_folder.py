@@ -258,7 +258,7 @@ def test_a_way_out_is_named_only_where_it_leads_out():
     scaled = replace(MIXTRAL, moe=replace(MIXTRAL.moe, scale=2.0, normalize=False))
     with pytest.raises(ConfigError) as caught:
         huggingface_config(scaled, eot_id=0, dtype="float32")
-    assert caught.value.fix == "train with the values on the right"
+    assert caught.value.fix == "train with the values that the class computes"
 
 
 def test_what_only_balances_experts_in_training_is_left_out(tmp_path):
