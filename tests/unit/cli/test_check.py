@@ -125,7 +125,7 @@ def test_given_loads_of_experts_are_compared_with_balanced_ones(run_file, tmp_pa
     assert "With these expert loads" in (text := capsys.readouterr().out) and "agree with the formulas" in text
     loads.write_text("[4, 1]")
     assert main([*command, str(loads)]) == 3
-    assert "not a list of 8 non-negative numbers with a positive sum (the list has 2 numbers)" in capsys.readouterr().out
+    assert "not a list of 8 non-negative numbers" in capsys.readouterr().out
 
 
 def test_loads_of_experts_are_for_a_dry_run(run_file, capsys):
