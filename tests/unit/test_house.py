@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import ingot
@@ -72,6 +73,12 @@ def test_a_circle_is_found(tmp_path):
 def test_no_file_is_too_long():
     lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_pytest_enters_every_folder_of_tests(pytestconfig):
+    folders = {folder.name for path in (ROOT / "tests").rglob("test_*.py") for folder in path.relative_to(ROOT).parents}
+    patterns = pytestconfig.getini("norecursedirs")
+    assert {name for name in folders if any(fnmatch(name, pattern) for pattern in patterns)} == set()
 
 
 def test_the_words_check_finds_what_it_is_for(tmp_path):

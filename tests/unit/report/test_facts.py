@@ -2,7 +2,8 @@
 
 import pytest
 
-from ingot.report.facts import RunData, gather, layout_text, read_run_events
+from ingot.planner.show.layout import degrees_text
+from ingot.report.facts import RunData, gather, read_run_events
 from ingot.schema.run_folder import RunFolder
 
 
@@ -72,4 +73,4 @@ def test_the_last_event_of_a_step_counts(drilled_run, logs):
     ],
 )
 def test_layouts_in_words(layout, text):
-    assert layout_text(layout) == text
+    assert degrees_text(layout) == text
