@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from tests.expect import named, refused
 
-from ingot.errors import ConfigError
 from ingot.hub.kinds import CLASSES, class_problems, kind_of
 from ingot.schema.arch import Arch
 
@@ -14,9 +14,9 @@ ARCH = Arch(vocab_size=64, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1
 @pytest.mark.parametrize("settings", [{}, {"qk_norm": True}, {"sliding_window": 4}], ids=str)
 def test_a_cap_on_logits_is_not_exported(settings):
     kind_of(replace(ARCH, **settings))
-    with pytest.raises(ConfigError) as caught:
+    with refused("E-HF-EXPORT") as caught:
         kind_of(replace(ARCH, logit_softcap=30.0, **settings))
-    assert "logit_softcap" in caught.value.found
+    assert named(caught.value.facts["problems"], "model.logit_softcap", 30.0)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -126,6 +126,7 @@ def read_model(path: Path) -> Model:
             rule="a fastText .bin of a supervised model with word n-grams, softmax or one-vs-all, not quantized",
             fix="train one with `ingot data classifier train`; a build reads .ftz and other forms too",
             path=str(path),
+            cause=str(error),
         ) from None
 
 
@@ -287,4 +288,5 @@ def _load(path: str, sha256: str):
             rule="a classifier is a supervised fastText model, .bin or .ftz",
             fix="train one with `ingot data classifier train`, or fetch the file again",
             path=str(path),
+            cause=str(error),
         ) from None

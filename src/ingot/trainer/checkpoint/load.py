@@ -51,7 +51,7 @@ def resume(
     checkpoints and none can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
     candidates = from_rank_zero(lambda: candidate_folders(folder.checkpoints))
-    refused = []
+    refused, causes = [], []
     for path in candidates:
         try:
             manifest = _verified_by_all(path)
@@ -61,6 +61,7 @@ def resume(
             step = int(path.name.removeprefix("step-"))
             on_refused(step, path, error.found)
             refused.append(error.found)
+            causes.append({"code": error.code} | error.facts)
             continue
         if manifest.world == world():
             if manifest.rng:
@@ -77,6 +78,7 @@ def resume(
             fix="restore one of them, or start again and keep the old run: ingot train ... --fresh --archive",
             folder=str(folder.checkpoints),
             checkpoints=len(candidates),
+            causes=causes,
         )
     return None
 

@@ -255,11 +255,13 @@ def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: 
     except OSError as error:
         raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
     if not same:
+        part = _damaged_part(folder, manifest, name, blocks)
         raise damaged(
             folder,
-            f"{name} does not hold the bytes that were saved ({_damaged_part(folder, manifest, name, blocks)})",
+            f"{name} does not hold the bytes that were saved ({part})",
             "E-CKPT-HASH",
             file=name,
+            part=part,
         )
     _check_header(folder, manifest, name, blocks)
 

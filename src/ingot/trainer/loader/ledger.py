@@ -121,6 +121,7 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 rule="every step from 1 on was consumed exactly once, in order",
                 fix="ingot ckpt ls lists older checkpoints to resume from",
                 step=min(step, expected),
+                found=step,
             )
         wanted = order.step(step, global_batch)
         if len(ids) != global_batch:
@@ -131,6 +132,7 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 fix="compare with the train.global_batch that the run was trained with",
                 step=step,
                 samples=len(ids),
+                expected=global_batch,
             )
         if (wrong := np.flatnonzero(ids != wanted)).size:
             at = int(wrong[0])
@@ -142,5 +144,6 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 fix="compare with the seed, tokens and weights that the run was trained with",
                 step=step,
                 sample=at,
+                differ=int(wrong.size),
             )
         expected = step + 1

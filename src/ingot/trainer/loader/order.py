@@ -198,6 +198,7 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
                 fix=f"did you mean {close[0]!r}?" if close else "take it out of data.weights",
                 source=name,
                 sources=list(manifest.sources),
+                close=close,
             )
     values = np.array([weights[name] for name in names], np.float64)
     if not (np.isfinite(values) & (values > 0)).all():
@@ -206,6 +207,7 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
             f"data.weights = {dict(weights)}",
             rule="weights are positive shares",
             fix="give every source a positive weight, or take it out",
+            weights=dict(weights),
         )
     shares = values / values.sum() * CYCLE
     quotas = np.floor(shares).astype(np.int64)
@@ -218,6 +220,7 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
             rule=f"a source has at least one sample in {CYCLE:,}",
             fix="raise its weight, or take it out",
             source=name,
+            share=float(weights[name] / values.sum()),
         )
     return quotas
 
