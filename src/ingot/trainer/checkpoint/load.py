@@ -146,10 +146,11 @@ def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[StateBloc
         entry, dtype = manifest.tensors[block.name], dtype_name(block.tensor.dtype)
         if (entry.shape, entry.dtype) != (block.shape, dtype):
             found, wanted = f"{entry.dtype}{list(entry.shape)}", f"{dtype}{list(block.shape)}"
-            raise _other_model(path, block.name, f"it is {found} in the checkpoint, {wanted} in the model")
+            difference = f"it is {found} in the checkpoint, {wanted} in the model"
+            raise _other_model(path, block.name, difference, found=found, wanted=wanted)
 
 
-def _other_model(path: Path, name: str, difference: str) -> CheckpointError:
+def _other_model(path: Path, name: str, difference: str, **facts: object) -> CheckpointError:
     return CheckpointError(
         "E-CKPT-OTHER-MODEL",
         f"checkpoint {path} is of another model: {name}: {difference}",
@@ -157,6 +158,7 @@ def _other_model(path: Path, name: str, difference: str) -> CheckpointError:
         fix="use the run file that the checkpoint was trained with",
         path=str(path),
         tensor=name,
+        **facts,
     )
 
 

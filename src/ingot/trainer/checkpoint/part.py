@@ -5,6 +5,7 @@ and the names as numbers, so rank 0 unpacks a few thousand objects instead of mi
 """
 
 import json
+import math
 import zlib
 from array import array
 from collections import defaultdict
@@ -85,6 +86,7 @@ def _same_kinds(parts: Sequence[RankBlocks]) -> dict[str, Kind]:
                     fix="start all ranks with the same run file and the same version of ingot",
                     tensor=name,
                     rank=rank,
+                    shape=list(shape),
                 )
     return kinds
 
@@ -115,6 +117,8 @@ def _tensors(
                 rule="every element is saved by exactly one rank",
                 fix="this is a defect of ingot: please report it with the run's run.toml",
                 tensor=name,
+                shape=list(shape),
+                elements=sum(math.prod(sizes) for _, sizes, _ in gathered),
             )
         crc32 = pack_crc32([checksums[name][i] for i in orders[gathered]])
         entries[name] = TensorEntry(dtype=dtype, shape=shape, cut=number, crc32=crc32)
