@@ -85,7 +85,7 @@ def test_sample_repeats_by_seed(trained, capsys):
 @pytest.mark.parametrize(
     "words, code, message",
     [
-        (("eval", "nowhere"), 2, "neither a run folder nor a checkpoint"),
+        (("eval", "nowhere"), 2, "E-RUN-NOT-FOUND"),
         (("eval", "RUN", "--max-tokens", "0"), 2, "number of tokens to score is 0"),
         (("sample", "RUN", "--temperature", "-1"), 2, "temperature=-1"),
         (("sample", "RUN", "--max-tokens", "1000"), 2, "positions"),
@@ -101,4 +101,4 @@ def test_bad_requests(trained, capsys, words, code, message):
 def test_a_run_without_checkpoints(trained, capsys):
     shutil.rmtree(trained.checkpoints)
     code, _, err = call(capsys, "sample", trained.root)
-    assert code == 21 and "no checkpoint yet" in err
+    assert code == 21 and "E-CKPT-NONE" in err

@@ -387,6 +387,7 @@ def _not_empty(manifest: CorpusManifest, out: Path) -> CorpusManifest:
             rule=f"at least one of the inputs can be read; none of {records:,} could",
             fix="give other files",
             inputs=records,
+            files=list(manifest.inputs),
         )
     listed = ", ".join(f"{rule} {count:,}" for rule, count in worst)
     raise DataError(
