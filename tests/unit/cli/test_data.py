@@ -95,7 +95,7 @@ def test_what_is_no_crawl_file_and_no_recipe_are_two_errors(crawl_files, tmp_pat
     build = ["data", "build", "--out", str(tmp_path / "d")]
     for arguments, exit_code, code, facts in (
         ([str(tmp_path / "bare")], 3, "E-INPUT-NOTHING", {"word": str(tmp_path / "bare")}),
-        ([str(tmp_path / "empty.warc.gz")], 20, "E-INPUT-UNREADABLE", {"files": ["empty.warc.gz"]}),
+        ([str(tmp_path / "empty.warc.gz")], 20, "E-INPUT-UNREADABLE", {"inputs": ["empty.warc.gz"]}),
         ([*crawl_files, "--recipe", "nope.toml"], 3, "E-RECIPE-MISSING", {"path": "nope.toml"}),
     ):
         assert main([*build, *arguments, "--json"]) == exit_code

@@ -53,7 +53,7 @@ def refusal(main, command, capsys) -> str:
 
 
 def says(text: str, place: str, *words: object) -> bool:
-    """Whether a line of `text` has, after `place`, each of `words`."""
+    """Return whether a line of `text` has, after `place`, each of `words`."""
     return any(named([line.partition(place)[2]], *words) for line in text.splitlines() if place in line)
 
 

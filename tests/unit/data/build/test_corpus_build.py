@@ -191,7 +191,7 @@ def test_garbage_is_named_and_other_files_are_kept(crawl, tmp_path):
     assert found[""] == "read.bad_input"
     (warning,) = cut_files(tmp_path / "corpus")
     assert warning.startswith("left out: ") and "garbage.warc.gz" in warning
-    with refused("E-INPUT-UNREADABLE", inputs=1):
+    with refused("E-INPUT-UNREADABLE", inputs=["garbage.warc.gz"]):
         build_corpus([Input(location=str(garbage))], tmp_path / "alone")
 
 
