@@ -1,8 +1,10 @@
 """Expectations that many tests share."""
 
+import json
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -17,6 +19,20 @@ def refused(code: str, **facts: object) -> Iterator[pytest.ExceptionInfo[IngotEr
         yield caught
     assert caught.value.code == code, f"{caught.value.code}: {caught.value}"
     assert {name: caught.value.facts.get(name) for name in facts} == facts
+
+
+def reported(output: str, code: str, **facts: object) -> dict:
+    """Expect `output` of a verb with --json to be an error with this code, and with these among its facts."""
+    error = json.loads(output)
+    assert error["error"] == code, error
+    assert {name: error["facts"].get(name) for name in facts} == facts
+    return error
+
+
+def named(texts: Iterable[str], *words: object) -> bool:
+    """Return whether the texts of a fact contain each of `words` (keys, values, names), not as a part of a word."""
+    text = "\n".join(texts)
+    return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
 
 
 def calls_of(function: Callable[[], object]) -> int:

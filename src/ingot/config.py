@@ -44,11 +44,13 @@ class _Reader:
         self.rules = rules  # rules of the whole configuration, checked after those of its dataclass
         self.root = root  # the dataclass of the whole configuration, to find a key that is in the wrong section
         self.problems: list[str] = []
+        self.facts: dict[str, Any] = {"problems": self.problems, "keys": [], "meant": {}}  # meant: key -> nearest keys
         self.unknown_keys = 0
         self.sections: dict[str, Any] = {}  # name -> built dataclass, for top-level sections without a problem
 
     def problem(self, key: str, message: str) -> None:
         self.problems.append(f"{self.where(key)}: {message}")
+        self.facts["keys"].append(key)
 
     def broken(self) -> int:
         """Return the number of problems other than unknown keys; these do not prevent checks of the known keys."""
@@ -57,7 +59,7 @@ class _Reader:
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
         fields = _fields(kind)
         for name in (n for n in values if n not in fields):
-            suggestion = _suggest(name, fields, prefix, self.root)
+            suggestion, self.facts["meant"][prefix + name] = _suggest(name, fields, prefix, self.root)
             self.problem(prefix + name, f"unknown key {prefix + name!r}{suggestion}")
             self.unknown_keys += 1
         before, arguments, broken = self.broken(), {}, set()
@@ -101,7 +103,7 @@ class _Reader:
             if value in args:
                 return value
             options = ", ".join(repr(a) for a in args)
-            close = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
+            close = self.facts["meant"][key] = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
             hint_text = f"; did you mean {close[0]!r}?" if close else ""
             self.problem(key, f"{key} = {value!r} is not one of {options}{hint_text}")
             return None
@@ -182,14 +184,15 @@ def _sections_with(kind: type, name: str, prefix: str = "") -> list[str]:
     return found
 
 
-def _suggest(name: str, known, prefix: str, root: type) -> str:
+def _suggest(name: str, known, prefix: str, root: type) -> tuple[str, list[str]]:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     elsewhere = _sections_with(root, name)
+    meant = [prefix + key for key in close] + elsewhere[:1]
     if close and elsewhere:
-        return f"; did you mean {prefix + close[0]!r}, or {elsewhere[0]!r} in another section?"
+        return f"; did you mean {prefix + close[0]!r}, or {elsewhere[0]!r} in another section?", meant
     if elsewhere:
-        return f"; did you mean {elsewhere[0]!r}, in another section? known keys here: {', '.join(known)}"
-    return f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
+        return f"; did you mean {elsewhere[0]!r}, in another section? known keys here: {', '.join(known)}", meant
+    return (f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"), meant
 
 
 def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rules[T] | None = None) -> T:
@@ -200,17 +203,17 @@ def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rule
     reader = _Reader(where, kind, rules)
     built = reader.dataclass(kind, values, "")
     if reader.problems:
-        raise _listed(reader.problems)
+        raise _listed(reader.problems, reader.facts)
     return built
 
 
-def _listed(problems: list[str]) -> ConfigError:
+def _listed(problems: list[str], facts: dict[str, Any]) -> ConfigError:
     return ConfigError(
         "E-CONFIG-SETTINGS",
         "\n".join(problems),
         rule="every key is known and has the right type and value; nothing was started",
         fix=f"correct the {'line' if len(problems) == 1 else f'{len(problems)} lines'} above",
-        problems=problems,
+        **facts,
     )
 
 

@@ -106,6 +106,7 @@ def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
             f"{purpose} needs {format_bytes(needed_bytes)}, but {format_bytes(free)} are free on the disk of {place}",
             rule="the disk must have room for everything before ingot starts to write",
             fix="free some space, or write to another disk (--out)",
+            purpose=purpose,
             path=str(place),
             needed_bytes=needed_bytes,
             free_bytes=free,

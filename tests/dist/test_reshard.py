@@ -228,12 +228,20 @@ def test_one_process_loads_the_model_of_many(fork_ranks, tmp_path):
 
 
 def try_to_load(rank, ranks, root, layout, model, config="c"):
-    """The step that was loaded, what was refused, or the error of this rank."""
+    """The step that was loaded, what was refused, or the error of this rank: why each checkpoint was refused."""
     refused = []
     try:
         return load(root, empty_state(rank, layout, model), refused, config).step, refused
-    except (CheckpointError, ValueError) as error:
+    except CheckpointError as error:
+        return (error.code, error.facts["causes"]), refused
+    except ValueError as error:
         return str(error), refused
+
+
+def of_another_model(root, tensor, **facts):
+    """The error when the only checkpoint, of step 10, is of another model."""
+    path = str(RunFolder(root).checkpoint(10))
+    return "E-CKPT-NONE-USABLE", [{"code": "E-CKPT-OTHER-MODEL", "path": path, "tensor": tensor, **facts}]
 
 
 def test_parameters_of_a_missing_stage_are_refused_on_all_ranks(fork_ranks, tmp_path):
@@ -242,7 +250,7 @@ def test_parameters_of_a_missing_stage_are_refused_on_all_ranks(fork_ranks, tmp_
     model = {n: v for n, v in MODEL.items() if n != "blocks.1.o.weight"}
     results = fork_ranks(try_to_load, 2, tmp_path, Layout(pp=2), model)
     assert results[0] == results[1]
-    assert "model.blocks.1.o.weight: the model has no such tensor" in results[0][0]
+    assert results[0][0] == of_another_model(tmp_path, "model.blocks.1.o.weight")
 
 
 def test_parameters_that_one_stage_lacks_are_refused_on_all_ranks(fork_ranks, tmp_path):
@@ -250,7 +258,7 @@ def test_parameters_that_one_stage_lacks_are_refused_on_all_ranks(fork_ranks, tm
     model = MODEL | {"blocks.1.gate.weight": ((4, 4), None, 1)}
     results = fork_ranks(try_to_load, 2, tmp_path, Layout(pp=2), model)
     assert results[0] == results[1]
-    assert "model.blocks.1.gate.weight: the checkpoint lacks it" in results[0][0]
+    assert results[0][0] == of_another_model(tmp_path, "model.blocks.1.gate.weight")
 
 
 def test_another_shape_on_one_stage_is_refused_on_all_ranks(fork_ranks, tmp_path):
@@ -258,7 +266,8 @@ def test_another_shape_on_one_stage_is_refused_on_all_ranks(fork_ranks, tmp_path
     model = MODEL | {"blocks.1.q.weight": ((8, 7), 0, 1)}
     results = fork_ranks(try_to_load, 2, tmp_path, Layout(pp=2), model)
     assert results[0] == results[1]
-    assert "model.blocks.1.q.weight: it is float32[6, 7] in the checkpoint, float32[8, 7] in" in results[0][0]
+    shapes = {"found": "float32[6, 7]", "wanted": "float32[8, 7]"}
+    assert results[0][0] == of_another_model(tmp_path, "model.blocks.1.q.weight", **shapes)
 
 
 def test_all_ranks_fall_back_to_the_same_checkpoint(fork_ranks, tmp_path):
@@ -301,7 +310,7 @@ def save_with_trouble(rank, ranks, root, trouble):
     if trouble == "no space on rank 0" and rank == 0:
 
         def no_space(*_):
-            raise ResourceError("E-DISK-SPACE", "no space")
+            raise ResourceError("E-DISK-SPACE", "no space", free_bytes=0)
 
         writer.require_free = no_space
     if trouble == "NaN on rank 1" and rank == 1:
@@ -322,27 +331,33 @@ def save_with_trouble(rank, ranks, root, trouble):
         state.optimizer.kept["blocks.0.q.weight"]["exp_avg"] = torch.zeros(6, 7)
     try:
         save(root, 5, layout, state)
-    except (CheckpointError, ResourceError, RuntimeError) as error:
-        return str(error)
-    return "saved"
+    except (CheckpointError, ResourceError) as error:
+        return error.code, error.facts
+    except RuntimeError as error:
+        return str(error), {}
+    return "saved", {}
+
+
+Q = {"tensor": "model.blocks.0.q.weight"}
 
 
 @pytest.mark.parametrize(
-    ("trouble", "message"),
+    ("trouble", "code", "facts"),
     [
-        ("disk fills up on rank 1", "No space left"),
-        ("no space on rank 0", "no space"),
-        ("NaN on rank 1", "holds NaN"),
-        ("a bug on rank 1", "rank 1: AttributeError"),
-        ("no moments on rank 1", "no state for blocks.0.q.weight"),
-        ("nobody owns a block", "model.blocks.0.q.weight that the ranks own do not cover its shape [6, 7]"),
-        ("nobody owns a parameter", "model.blocks.0.q.weight that the ranks own do not cover its shape [6, 7]"),
-        ("a block at a wrong place", "model.blocks.0.q.weight that the ranks own overlap"),
-        ("ranks disagree on a shape", "model.blocks.0.q.weight is float32[12, 7] on rank 1"),
-        ("moments of another shape on rank 1", "optim.exp_avg.blocks.0.q.weight has the shape [6, 7]"),
+        ("disk fills up on rank 1", "E-CKPT-WRITE", {"cause": "No space left on device"}),
+        ("no space on rank 0", "E-DISK-SPACE", {"free_bytes": 0}),
+        ("NaN on rank 1", "E-STATE-NOT-FINITE", {"tensor": "model.blocks.0.q.weight@3,0"}),
+        ("a bug on rank 1", "rank 1: AttributeError", {}),
+        ("no moments on rank 1", "E-STATE-MOMENTS", {"tensor": "blocks.0.q.weight"}),
+        ("nobody owns a block", "E-STATE-OWNERS", Q | {"shape": [6, 7], "elements": 21}),
+        ("nobody owns a parameter", "E-STATE-OWNERS", Q | {"shape": [6, 7], "elements": 0}),
+        ("a block at a wrong place", "E-STATE-OWNERS", Q | {"shape": [6, 7], "elements": 42}),  # two overlap
+        ("ranks disagree on a shape", "E-STATE-RANKS", Q | {"rank": 1, "shape": [12, 7]}),
+        ("moments of another shape on rank 1", "E-STATE-SHAPE", {"shape": [6, 7], "expected": [3, 7]}),
     ],
 )
-def test_trouble_on_one_rank_is_an_error_on_all(fork_ranks, tmp_path, trouble, message):
-    results = fork_ranks(save_with_trouble, 2, tmp_path, trouble)
-    assert all(message in found for found in results), results
+def test_trouble_on_one_rank_is_an_error_on_all(fork_ranks, tmp_path, trouble, code, facts):
+    for found, its_facts in fork_ranks(save_with_trouble, 2, tmp_path, trouble):
+        assert found.startswith(code)
+        assert {name: its_facts.get(name) for name in facts} == facts
     assert not list(RunFolder(tmp_path).checkpoints.glob("step-*"))

@@ -149,6 +149,8 @@ def arch_of(config: dict, where: str) -> Arch:
             rule="ingot reads " + ", ".join(f"{k!r} ({v})" for k, v in CLASSES.items()),
             fix="choose a model of one of these classes",
             model_type=str(kind),
+            architectures=config.get("architectures"),
+            path=where,
         )
     config = _DEFAULTS_OF_ALL | _DEFAULTS[kind] | {_ALIASES.get(kind, {}).get(k, k): v for k, v in config.items()}
     experts = not (kind == "deepseek_v3" and _all_dense(config))
@@ -181,6 +183,7 @@ def _require(where: str, problems: list[str]) -> None:
             "\n".join(f"{where}: {problem}" for problem in problems),
             rule="a model is imported only if ingot computes exactly the same as the model's authors",
             fix="choose a model without these settings",
+            path=where,
             problems=problems,
         )
 

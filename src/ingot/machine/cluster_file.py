@@ -41,5 +41,6 @@ def read_cluster(path: Path) -> Cluster:
             rule="a machine file is one JSON object",
             fix=fix,
             path=str(path),
+            found=type(values).__name__,
         )
     return from_dict(Cluster, values, where=lambda key: f"{path} ({key})")

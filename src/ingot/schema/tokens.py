@@ -138,7 +138,11 @@ def read_token_manifest(folder: Path) -> TokenManifest:
         return token_manifest_from_dict(values, str(path))
     except ConfigError as error:
         raise DataError(
-            "E-TOKENS-MANIFEST", error.found, rule="ingot writes this file; do not edit it", fix=fix, path=str(path)
+            "E-TOKENS-MANIFEST",
+            error.found,
+            rule="ingot writes this file; do not edit it",
+            fix=fix,
+            **error.facts | {"path": str(path)},
         ) from None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.expect import named, reported
 
 from ingot.cli.data import build
 from ingot.cli.main import main
@@ -66,7 +67,7 @@ def test_files_of_several_sources(crawl_files, tmp_path, capsys):
     assert main([*build[:6], str(tmp_path / "e"), *build[7:], *crawl_files]) == 0
     assert json.loads(capsys.readouterr().out)["corpus"]["sources"] == {"law.warc.gz": "law", "crawl.warc.gz": "web"}
     assert main([*build, "--source", "news"]) == 2
-    assert "E-SOURCE-INPUTS" in capsys.readouterr().err
+    reported(capsys.readouterr().out, "E-SOURCE-INPUTS")
 
 
 def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
@@ -74,8 +75,8 @@ def test_inspect_suggests_the_rule_and_the_setting(built, capsys):
     assert "read.http_status" in capsys.readouterr().out
     assert main(["data", "inspect", built, "--dropped-by", "read.http_status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["examples"][0]["url"] == "http://a.example/y"
-    assert main(["data", "inspect", built, "--dropped-by", "read.http_statu"]) == 2
-    assert "did you mean 'read.http_status'" in capsys.readouterr().err
+    assert main(["data", "inspect", built, "--dropped-by", "read.http_statu", "--json"]) == 2
+    reported(capsys.readouterr().out, "E-RULE-UNKNOWN", rule_or_stage="read.http_statu", close="read.http_status")
 
 
 def test_inspect_hints_a_setting_that_can_be_given_as_it_stands(crawl_files, built, tmp_path, capsys):
@@ -92,13 +93,13 @@ def test_what_is_no_crawl_file_and_no_recipe_are_two_errors(crawl_files, tmp_pat
     (tmp_path / "bare").mkdir()
     (tmp_path / "empty.warc.gz").touch()
     build = ["data", "build", "--out", str(tmp_path / "d")]
-    for arguments, code, message in (
-        ([str(tmp_path / "bare")], 3, "bare is a folder without crawl files"),
-        ([str(tmp_path / "empty.warc.gz")], 20, "empty.warc.gz is empty"),
-        ([*crawl_files, "--recipe", "nope.toml"], 3, "no data recipe at nope.toml"),
+    for arguments, exit_code, code, facts in (
+        ([str(tmp_path / "bare")], 3, "E-INPUT-NOTHING", {"word": str(tmp_path / "bare")}),
+        ([str(tmp_path / "empty.warc.gz")], 20, "E-INPUT-UNREADABLE", {"inputs": ["empty.warc.gz"]}),
+        ([*crawl_files, "--recipe", "nope.toml"], 3, "E-RECIPE-MISSING", {"path": "nope.toml"}),
     ):
-        assert main([*build, *arguments]) == code
-        assert message in capsys.readouterr().err
+        assert main([*build, *arguments, "--json"]) == exit_code
+        reported(capsys.readouterr().out, code, **facts)
 
 
 def test_inspect_says_that_no_page_matches(built, capsys):
@@ -125,40 +126,42 @@ def test_verify_reports_damage(built, capsys):
     assert "kept documents" in capsys.readouterr().out
     next(Path(built, "corpus").glob("web-*")).write_bytes(b"x")
     assert main(["data", "verify", built]) == 20
-    assert capsys.readouterr().err.startswith("E-")
+    assert capsys.readouterr().err.startswith("E-CORPUS-")
 
 
 def test_errors_have_their_exit_codes(crawl_files, tmp_path, capsys):
     out = str(tmp_path / "d")
     build = ["data", "build", *crawl_files, "--out", out, "--workers", "1"]
-    assert main([*build, "--set", "quality.gopher.symbol_rato=1"]) == 3
-    assert "did you mean 'quality.gopher.symbol_ratio'" in capsys.readouterr().err
-    assert main([*build, "--set", "language.keep=['fr']"]) == 20
-    assert "--dropped-by language.other" in capsys.readouterr().err
+    typo = "quality.gopher.symbol_rato"
+    assert main([*build, "--set", f"{typo}=1", "--json"]) == 3
+    reported(capsys.readouterr().out, "E-CONFIG-SETTINGS", meant={typo: ["quality.gopher.symbol_ratio"]})
+    assert main([*build, "--set", "language.keep=['fr']", "--json"]) == 20
+    error = reported(capsys.readouterr().out, "E-CORPUS-EMPTY")
+    assert error["facts"]["dropped_by"][0] == "language.other" and named([error["fix"]], "--dropped-by language.other")
     assert main(["data", "inspect", out, "--dropped-by", "language.other"]) == 0
     assert main(["data", "build", str(tmp_path / "absent"), "--out", out]) == 3
     assert main(["data", "inspect", str(tmp_path)]) == 20
 
 
 def test_no_workers_are_refused(crawl_files, tmp_path, capsys):
-    assert main(["data", "build", *crawl_files, "--out", str(tmp_path / "data"), "--workers", "-3"]) == 2
-    assert "at least 1" in capsys.readouterr().err
+    assert main(["data", "build", *crawl_files, "--out", str(tmp_path / "data"), "--workers", "-3", "--json"]) == 2
+    reported(capsys.readouterr().out, "E-OPTION-RANGE", option="workers", value=-3)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "facts"),
     [
-        ("--slurm partition=cpu", "E-RUNNER-OPTION"),
-        ("--ray-address auto", "E-RUNNER-OPTION"),
-        ("--runner inline --workers 3", "one process"),
-        ("--runner slurm --slurm cpus=many", "cpus=many"),
-        ("--runner slurm --slurm partition", "partition=cpu"),
-        ("--runner slurm --slurm array=0-3", "E-SLURM-RESERVED"),
+        ("--slurm partition=cpu", "E-RUNNER-OPTION", {"option": "--slurm", "runner": "local"}),
+        ("--ray-address auto", "E-RUNNER-OPTION", {"option": "--ray-address", "runner": "local"}),
+        ("--runner inline --workers 3", "E-RUNNER-OPTION", {"option": "--workers", "runner": "inline"}),
+        ("--runner slurm --slurm cpus=many", "E-OPTION-RANGE", {"option": "slurm cpus", "value": "many"}),
+        ("--runner slurm --slurm partition", "E-SLURM-FORM", {"given": "partition"}),
+        ("--runner slurm --slurm array=0-3", "E-SLURM-RESERVED", {"key": "array"}),
     ],
 )
-def test_options_of_another_runner_are_refused(options, message, crawl_files, tmp_path, capsys):
-    assert main(["data", "build", *crawl_files, "--out", str(tmp_path / "data"), *options.split()]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_options_of_another_runner_are_refused(options, code, facts, crawl_files, tmp_path, capsys):
+    assert main(["data", "build", *crawl_files, "--out", str(tmp_path / "data"), *options.split(), "--json"]) == 2
+    reported(capsys.readouterr().out, code, **facts)
     assert not (tmp_path / "data").exists()
 
 

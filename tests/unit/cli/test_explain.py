@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.expect import reported
 
 from ingot.cli.main import main
 from ingot.config import to_toml
@@ -63,9 +64,10 @@ def test_slow_of_a_finished_run_does_not_send_it_on(slow_run, capsys):
 
 def test_slow_of_no_run_says_the_way_out(tmp_path, capsys):
     assert main(["explain", "slow", str(tmp_path)]) == 2
-    assert "ingot train" in capsys.readouterr().err
+    assert "E-RUN-NO-LOG" in capsys.readouterr().err
     assert main(["explain", "slow", str(tmp_path), "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
+    error = reported(capsys.readouterr().out, "E-RUN-NO-LOG", run=str(tmp_path))
+    assert error["exit_code"] == 2 and error["fix"]
 
 
 @pytest.mark.parametrize("topic", ["mem", "time", "comms", "bubble", "lr", "batch"])

@@ -1,6 +1,7 @@
 """Every command that reads a run file refuses a layout that its model does not allow, with the line of the run file."""
 
 import pytest
+from tests.expect import named
 
 from ingot.cli.main import main
 
@@ -51,6 +52,11 @@ def refusal(main, command, capsys) -> str:
     return captured.out + captured.err
 
 
+def says(text: str, place: str, *words: object) -> bool:
+    """Return whether a line of `text` has, after `place`, each of `words`."""
+    return any(named([line.partition(place)[2]], *words) for line in text.splitlines() if place in line)
+
+
 @pytest.mark.parametrize(
     "command", [["train"], ["check"], ["check", "--simulate"], ["plan", "--run"], ["plan", "--explain", "--run"]]
 )
@@ -58,9 +64,9 @@ def test_a_command_refuses_an_illegal_layout_and_names_every_problem(command, ru
     if command[0] == "train" or "--simulate" in command:
         pytest.importorskip("torch")
     text = refusal(main, [command[0], *command[1:], str(run_file)], capsys)
-    assert f"run.toml:{TP_LINE}: parallel.tp: 3 does not divide model.num_heads=4; nearest: 2 or 4" in text
-    assert f"run.toml:{TP_LINE + 1}: parallel.cp: 5 is not possible" in text
-    assert "schedule.warmup_steps: warm-up and decay are longer than the 10 steps" in text
+    assert says(text, f"run.toml:{TP_LINE}: parallel.tp: ", 3, "model.num_heads=4", "2 or 4")
+    assert says(text, f"run.toml:{TP_LINE + 1}: parallel.cp: ", 5)
+    assert says(text, ": schedule.warmup_steps: ", 10)
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -69,14 +75,14 @@ def test_an_override_that_makes_a_layout_illegal_is_refused(command, run_file, c
         pytest.importorskip("torch")
     run_file.write_text(ILLEGAL.replace("tp = 3\ncp = 5\n", "").replace("warmup_steps = 20", "warmup_steps = 2"))
     text = refusal(main, [command, str(run_file), "--set", "parallel.tp=3"], capsys)
-    assert "--set parallel.tp: parallel.tp: 3 does not divide model.num_heads=4" in text
+    assert says(text, "--set parallel.tp: parallel.tp: ", 3, "model.num_heads=4")
 
 
 def test_a_rank_refuses_an_illegal_layout(run_file, capsys):
     pytest.importorskip("torch")
     from ingot.trainer.main import main as rank
 
-    assert "parallel.tp: 3 does not divide model.num_heads=4" in refusal(rank, [str(run_file.parent)], capsys)
+    assert says(refusal(rank, [str(run_file.parent)], capsys), "parallel.tp: ", 3, "model.num_heads=4")
 
 
 @pytest.mark.parametrize("command", [["status"], ["report"], ["export"]])
@@ -88,4 +94,4 @@ def test_a_reader_of_a_run_folder_refuses_an_illegal_layout(command, run_file, c
     (run_file.parent / "checkpoints" / "step-00000001").mkdir(parents=True)
     (run_file.parent / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
     text = refusal(main, [command[0], str(run_file.parent), *command[1:]], capsys)
-    assert "parallel.tp: 3 does not divide model.num_heads=4" in text
+    assert says(text, "parallel.tp: ", 3, "model.num_heads=4")

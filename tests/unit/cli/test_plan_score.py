@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.expect import reported
 
 from ingot.cli.main import main
 from ingot.planner.published.run import shipped_rows
@@ -54,4 +55,4 @@ def test_bad_files(tmp_path, capsys):
     bad = tmp_path / "bad.json"
     bad.write_text("[")
     assert main(["plan", "score", str(bad), "--json"]) == 20
-    assert "not JSON" in json.loads(capsys.readouterr().out)["found"]
+    reported(capsys.readouterr().out, "E-ROWS-SYNTAX", path=str(bad))

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 
 import pytest
+from tests.expect import reported
 
 from ingot.cli.main import main
 
@@ -73,20 +74,20 @@ def _other_address() -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "answer"),
+    ("options", "code", "facts"),
     [
-        (["--port", "80"], 2, "without --web"),
-        (["--web", "--port", "65536"], 2, "0 to 65,535"),
-        (["--web", "--host", "nowhere.invalid"], 2, "--host nowhere.invalid"),
-        (["--web", "--model", "gpt-17", "--port", "0"], 2, "no model preset"),
-        (["--web", "--cluster", "8xh1000", "--port", "0"], 2, "no device"),
-        (["--web", "--run", "run.toml", "--port", "0"], 2, "--run cannot be used with --web"),
-        (["--web", "--pin", "async_tp=true", "--port", "0"], 2, "--pin cannot be used with --web"),
+        (["--port", "80"], "E-WEB-OPTION-ALONE", {}),
+        (["--web", "--port", "65536"], "E-OPTION-RANGE", {"option": "port", "value": 65536}),
+        (["--web", "--host", "nowhere.invalid"], "E-WEB-HOST", {"host": "nowhere.invalid"}),
+        (["--web", "--model", "gpt-17", "--port", "0"], "E-MODEL-UNKNOWN", {"given": "gpt-17"}),
+        (["--web", "--cluster", "8xh1000", "--port", "0"], "E-DEVICE-UNKNOWN", {"given": "h1000"}),
+        (["--web", "--run", "run.toml", "--port", "0"], "E-WEB-OPTION", {"options": ["--run"]}),
+        (["--web", "--pin", "async_tp=true", "--port", "0"], "E-WEB-OPTION", {"options": ["--pin"]}),
     ],
 )
-def test_what_it_cannot_do_is_refused_at_once(options, code, answer, capsys):
-    assert main(["plan", *options]) == code
-    assert answer in capsys.readouterr().err
+def test_what_it_cannot_do_is_refused_at_once(options, code, facts, capsys):
+    assert main(["plan", *options, "--json"]) == 2
+    reported(capsys.readouterr().out, code, **facts)
 
 
 def test_a_port_that_is_taken(capsys):
@@ -97,8 +98,8 @@ def test_a_port_that_is_taken(capsys):
 
 def test_without_the_part_it_says_which_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "starlette", None)
-    assert main(["plan", "--web", "--port", "0"]) == 3
-    assert "pip install 'ingot[web]'" in capsys.readouterr().err
+    assert main(["plan", "--web", "--port", "0", "--json"]) == 3
+    reported(capsys.readouterr().out, "E-PART-MISSING", package="starlette", part="web")
 
 
 def test_the_page_needs_no_torch():

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.expect import named, reported
 
 from ingot.cli.main import main
 from ingot.hub.arch_config import huggingface_config
@@ -49,13 +50,13 @@ def test_one_more_line_and_the_plan_is_of_experts(capsys):
     assert "2.84M parameters, 1.25M active; 2 on each of 4 ranks" in out(capsys)
     assert main(["check", *command]) == 3  # there is no data
     text = out(capsys)
-    assert "experts   8 experts, 2 per token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
+    assert "experts   8 experts, 2 to a token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
     assert main(["check", *command, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["notes"]["experts"].startswith("8 experts")
     assert main(["check", *command, "--set", "parallel.ep=3"]) == 3
     text = out(capsys)
     assert "--set parallel.ep: parallel.ep: 3 does not divide model.moe.num_experts=8; nearest: 2 or 4" in text
-    assert "8 experts, 2 per token" not in text  # no note on a broken layout
+    assert "8 experts, 2 to a token" not in text  # no note on a broken layout
 
 
 def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
@@ -64,7 +65,7 @@ def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
     assert main([*command, "--out", "planned.toml"]) == 0
     assert "context   " in out(capsys)
     text = (tmp_path / "planned.toml").read_text()
-    assert 'context = "auto"' not in text and "adds the least time to a layer on 8xh100" in text
+    assert 'context = "auto"' not in text and "what adds least to a layer on 8xh100" in text
     assert main(["plan", "--run", "planned.toml", "--cluster", "8xh100"]) == 0
     assert main([*command, "--set", "train.seq_len=255", "--set", "parallel.context=ring"]) == 3
     assert "nearest: 252 or 256" in out(capsys)
@@ -179,8 +180,8 @@ def test_the_recipe_is_told_in_order(capsys):
     ]  # fmt: skip
     places = [text.index(f". {title}") for title in titles]
     assert places == sorted(places) and text.count("runner-up:") >= 5
-    assert main([*command[:-1], "--explain", "weather"]) == 2
-    assert "topics are" in out(capsys)
+    assert main([*command[:-1], "--explain", "weather", "--json"]) == 2
+    reported(capsys.readouterr().out, "E-TOPIC-UNKNOWN", topic="weather")
 
 
 def test_memory_is_another_word_for_mem(capsys):
@@ -195,58 +196,70 @@ def test_a_plan_under_json_is_one_object(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "says"),
+    ("command", "exit_code", "code", "facts"),
     [
-        (["plan"], 2, "E-PLAN-SUBJECT"),
-        (["plan", "--model", "tiny", "--init", "hf", "--tokens", "1M"], 2, "E-PLAN-SUBJECT"),
-        (["plan", "--init", "hf"], 2, "E-PLAN-NO-TOKENS"),
-        (["plan", "--init", "hf", "--tokens", "1M"], 3, "there is no folder hf"),
-        (["plan", "--model", "tiny"], 2, "--tokens"),
-        (["plan", "--model", "tyni", "--tokens", "1M"], 2, "did you mean 'tiny'"),
-        (["plan", "--model", "tiny", "--tokens", "1M", "--cluster", "8xh10"], 2, "did you mean 'h100'"),
-        (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "-1"], 2, "--steps"),
-        (["plan", "--model", "tiny", "--tokens", "1M", "--batch", "0"], 2, "at least 1"),
-        (["plan", "--model", "tiny", "--tokens", "1M", "--steps", "0"], 2, "at least 1"),
-        (["plan", "--model", "tiny", "--tokens", "1M", "--lr", "nan"], 2, "above 0"),
-        (["plan", "--model", "tiny", "--tokens", "1M", "--force"], 2, "E-FORCE-NO-OUT"),
-        (["plan", "--model", "tiny", "--tokens", "nowhere"], 3, "neither an existing folder"),
-        (["plan", "--model", "tiny", "--tokens", "./nowhere"], 3, "neither an existing folder"),
-        (["plan", "--model", "tiny", "--tokens", "0"], 2, "at least 1 token"),
-        (["plan", "--run", "absent.toml"], 3, "there is no file"),
-        (["plan", "--run", "absent.toml", "--tp", "2"], 2, "--set"),
-        (["plan", "--params", "70GB", "--tokens", "1T"], 2, "these are bytes"),
-        (["plan", "--params", "8b", "--tokens", "1TB"], 2, "--tokens 1T"),
-        (["plan", "--params", "8b", "--budget", "2M", "--cluster", "8xh100"], 2, "2musd"),
-        (["plan", "--params", "8b", "--budget", "M", "--cluster", "8xh100"], 2, "quote it"),
-        (["plan", "--params", "8b", "--budget", "0h", "--cluster", "8xh100"], 2, "above 0"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--mfu", "45"], 2, "--mfu 45%"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--price", "nan"], 2, "above 0"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--cluster", "8xh100", "--tp", "3"], 3, "use 2 or 4"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--cluster", "8xh100", "--pin", "tp"], 2, "--pin tp=8"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--top", "0"], 2, "E-OPTION-RANGE"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--set", "a=1"], 2, "E-SET-NO-RUN"),
-        (["plan", "--params", "8b", "--tokens", "1T", "--fp8", "e4m3"], 2, "rowwise"),
-        (["plan", "--run", "absent.toml", "--steps", "3"], 2, "--set"),
-        (["check", "absent.toml"], 3, "there is no file"),
-        (["init", "demo", "--model", "tinny"], 2, "did you mean 'tiny'"),
-        (["doctor", "--ranks", "-1"], 2, "--ranks"),
-        (["doctor", "--bnech"], 2, "did you mean --bench"),
-        (["status", "absent"], 2, "E-RUN-FOLDER"),
+        ("plan", 2, "E-PLAN-SUBJECT", {}),
+        ("plan --model tiny --init hf --tokens 1M", 2, "E-PLAN-SUBJECT", {}),
+        ("plan --init hf", 2, "E-PLAN-NO-TOKENS", {}),
+        ("plan --init hf --tokens 1M", 3, "E-HF-FOLDER", {"folder": "hf"}),
+        ("plan --model tiny", 2, "E-PLAN-NO-TOKENS", {}),
+        ("plan --model tyni --tokens 1M", 2, "E-MODEL-UNKNOWN", {"given": "tyni", "nearest": ["tiny"]}),
+        ("plan --model tiny --tokens 1M --cluster 8xh10", 2, "E-DEVICE-UNKNOWN", {"given": "h10"}),
+        ("plan --model tiny --tokens 1M --steps -1", 2, "E-OPTION-RANGE", {"option": "steps", "value": -1}),
+        ("plan --model tiny --tokens 1M --batch 0", 2, "E-OPTION-RANGE", {"option": "batch", "value": 0}),
+        ("plan --model tiny --tokens 1M --steps 0", 2, "E-OPTION-RANGE", {"option": "steps", "value": 0}),
+        ("plan --model tiny --tokens 1M --lr nan", 2, "E-OPTION-RANGE", {"option": "lr"}),
+        ("plan --model tiny --tokens 1M --force", 2, "E-FORCE-NO-OUT", {}),
+        ("plan --model tiny --tokens nowhere", 3, "E-TOKENS-ARGUMENT", {"path": "nowhere"}),
+        ("plan --model tiny --tokens ./nowhere", 3, "E-TOKENS-ARGUMENT", {"path": "./nowhere"}),
+        ("plan --model tiny --tokens 0", 2, "E-OPTION-RANGE", {"option": "--tokens", "value": "0"}),
+        ("plan --run absent.toml", 3, "E-CONFIG-MISSING", {"path": "absent.toml"}),
+        ("plan --run absent.toml --tp 2", 2, "E-RUN-AND-OPTION", {"options": ["--tp"]}),
+        ("plan --params 70GB --tokens 1T", 2, "E-COUNT-BYTES", {"option": "--params"}),
+        ("plan --params 8b --tokens 1TB", 2, "E-COUNT-BYTES", {"option": "--tokens"}),
+        ("plan --params 8b --budget 2M --cluster 8xh100", 2, "E-BUDGET-FORMAT", {"budget": "2M"}),
+        ("plan --params 8b --budget M --cluster 8xh100", 2, "E-BUDGET-FORMAT", {"budget": "M"}),
+        ("plan --params 8b --budget 0h --cluster 8xh100", 2, "E-OPTION-RANGE", {"option": "--budget", "value": "0h"}),
+        ("plan --params 8b --tokens 1T --mfu 45", 2, "E-OPTION-RANGE", {"option": "--mfu", "value": "45"}),
+        ("plan --params 8b --tokens 1T --price nan", 2, "E-OPTION-RANGE", {"option": "--price", "value": "nan"}),
+        ("plan --params 8b --tokens 1T --cluster 8xh100 --tp 3", 3, "E-PIN-DEVICES", {"product": 3, "devices": 8}),
+        ("plan --params 8b --tokens 1T --cluster 8xh100 --pin tp", 2, "E-PIN-FORM", {"given": "tp"}),
+        ("plan --params 8b --tokens 1T --top 0", 2, "E-OPTION-RANGE", {"option": "top", "value": 0}),
+        ("plan --params 8b --tokens 1T --set a=1", 2, "E-SET-NO-RUN", {}),
+        ("plan --run absent.toml --steps 3", 2, "E-RUN-AND-OPTION", {"options": ["--steps"]}),
+        ("init demo --model tinny", 2, "E-MODEL-UNKNOWN", {"given": "tinny", "nearest": ["tiny", "tiny-moe"]}),
+        ("doctor --ranks -1", 2, "E-OPTION-RANGE", {"option": "ranks", "value": -1}),
+        ("status absent", 2, "E-RUN-FOLDER", {"run": "absent"}),
     ],
 )
-def test_mistakes_are_named_with_the_way_out(capsys, command, code, says):
-    try:
-        assert main(command) == code
-    except SystemExit as stop:  # argparse
-        assert stop.code == code
-    assert says in out(capsys)
+def test_mistakes_are_named_with_the_way_out(capsys, command, exit_code, code, facts):
+    assert main([*command.split(), "--json"]) == exit_code
+    error = reported(capsys.readouterr().out, code, **facts)
+    assert error["fix"]
+
+
+def test_a_check_of_no_file_names_it(capsys):
+    assert main(["check", "absent.toml", "--json"]) == 3
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert named([finding["message"]], "absent.toml") and finding["fix"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("plan --params 8b --tokens 1T --fp8 e4m3", "rowwise"), ("doctor --bnech", "--bench")],
+)
+def test_mistakes_that_the_parser_finds_name_what_may_be_meant(capsys, command, says):
+    with pytest.raises(SystemExit) as stop:
+        main(command.split())
+    assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_a_written_plan_is_not_overwritten(capsys):
     command = ["plan", "--model", "tiny", "--tokens", "1.3M", "--out", "run.toml"]
     assert main(command) == 0
-    assert main(command) == 2
-    assert "--force" in out(capsys)
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 2
+    reported(capsys.readouterr().out, "E-FILE-EXISTS", path="run.toml")
 
 
 def test_doctor_prints_every_check(capsys):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.expect import reported
 
 from ingot.cli.main import main
 
@@ -36,14 +37,12 @@ def test_report_as_json_in_another_folder(tmp_path, capsys):
 
 
 def test_report_of_no_run_says_the_way_out(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "E-RUN-NO-LOG" in error
-    assert "fix:" in error
+    assert main(["report", str(tmp_path), "--json"]) == 2
+    assert reported(capsys.readouterr().out, "E-RUN-NO-LOG", run=str(tmp_path))["fix"]
 
 
 def test_export_of_no_run_says_the_way_out(tmp_path, capsys):
     pytest.importorskip("torch")
-    assert main(["export", str(tmp_path), "--out", str(tmp_path / "hf")]) == 2
-    assert "neither a run folder nor a checkpoint" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "hf"), "--json"]) == 2
+    reported(capsys.readouterr().out, "E-RUN-NOT-FOUND", path=str(tmp_path))
     assert not (tmp_path / "hf").exists()

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from tests.expect import reported
 
 from ingot.cli.main import main
 
@@ -31,8 +32,8 @@ def test_train_replaces_a_file_only_with_force(text, tmp_path, capsys):
     out = tmp_path / "t.json"
     out.write_text("mine")
     train = ["tokenizer", "train", str(text), "--vocab-size", "270", "--out", str(out)]
-    assert main(train) == 3
-    assert "--force" in capsys.readouterr().err
+    assert main([*train, "--json"]) == 3
+    reported(capsys.readouterr().out, "E-TOKENIZER-EXISTS", path=str(out))
     assert out.read_text() == "mine"
     assert main([*train, "--force"]) == 0
     assert "only" not in capsys.readouterr().out
@@ -49,14 +50,14 @@ def test_train_says_when_the_text_is_too_small_and_shows_no_broken_characters(te
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "exit_code", "code"),
     [
-        (["show", "missing.json"], 2),
-        (["train", "missing.txt"], 2),
-        (["train", "{text}", "--vocab-size", "10"], 3),
-        (["show", "{text}"], 3),
+        (["show", "missing.json"], 2, "E-TOKENIZER-UNREADABLE"),
+        (["train", "missing.txt"], 2, "E-TOKENIZER-INPUT"),
+        (["train", "{text}", "--vocab-size", "10"], 3, "E-TOKENIZER-VOCABULARY-SIZE"),
+        (["show", "{text}"], 3, "E-TOKENIZER-FORMAT"),
     ],
 )
-def test_mistakes_have_their_exit_codes(text, arguments, code, capsys):
-    assert main(["tokenizer", *(a.format(text=text) for a in arguments)]) == code
-    assert "rule:" in capsys.readouterr().err
+def test_mistakes_have_their_exit_codes(text, arguments, exit_code, code, capsys):
+    assert main(["tokenizer", *(a.format(text=text) for a in arguments), "--json"]) == exit_code
+    assert reported(capsys.readouterr().out, code)["rule"]

@@ -1,7 +1,7 @@
 """The same build by every runner: the same bytes. And what only a whole build shows of rules by source and indexes."""
 
 import pytest
-from tests.expect import refused
+from tests.expect import named, refused
 
 from ingot.data.build.corpus import read_documents, read_dropped
 from ingot.data.build.corpus_build import build_corpus
@@ -11,7 +11,6 @@ from ingot.data.build.recipe import load_recipe
 from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
 from ingot.data.tasks.run import Inline
-from ingot.errors import ConfigError, DataError
 
 
 def inputs_of(crawl, source="web"):
@@ -74,11 +73,13 @@ def test_a_section_that_cannot_differ_by_source_is_refused():
         load_recipe(None, ["source.code.dedup.jaccard=0.9"])
 
 
-@pytest.mark.parametrize("setting", ["source.code.quality.gophr=1", "preset=webb"])
-def test_unknown_keys_and_presets_are_refused(setting):
-    with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize(
+    ("setting", "key"), [("source.code.quality.gophr=1", "quality.gophr"), ("preset=webb", "preset")]
+)
+def test_unknown_keys_and_presets_are_refused(setting, key):
+    with refused("E-CONFIG-SETTINGS", keys=[key]) as error:
         load_recipe(None, [setting])
-    assert setting.partition("=")[0] in error.value.found
+    assert error.value.facts["problems"][0].partition(": ")[0].endswith(setting.partition("=")[0])  # the whole key
 
 
 def test_a_later_build_drops_what_an_earlier_one_kept(crawl, tmp_path):
@@ -94,7 +95,8 @@ def test_a_later_build_drops_what_an_earlier_one_kept(crawl, tmp_path):
     assert twin["value"].endswith(ids["http://a.example/1"])
     alone = build_corpus(inputs_of(crawl[1:]), tmp_path / "alone")
     assert sum(part.documents for part in alone.parts) == 1 + len(list(read_documents(later)))
-    with pytest.raises(DataError, match="was made with"):
+    with refused("E-DEDUP-RULES-DIFFER", folder=str(tmp_path / "index")) as caught:
         build_corpus(
             inputs_of(crawl[1:]), tmp_path / "other", load_recipe(None, ["dedup.ngram=4"]), against=tmp_path / "index"
         )
+    assert len(caught.value.facts["settings"]) == 1 and named(caught.value.facts["settings"], "ngram", 5, 4)

@@ -19,8 +19,7 @@ def problems(arch: Arch) -> dict[str, str]:
     try:
         from_dict(Arch, asdict(arch))
     except ConfigError as error:
-        lines = str(error).split("\n")
-        return {line.split(": ", 2)[1]: line for line in lines if line.count(": ") >= 2}
+        return dict(zip(error.facts["keys"], error.facts["problems"], strict=True))
     return {}
 
 

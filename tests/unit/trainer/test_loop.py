@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.expect import refused
 
-from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
@@ -181,8 +180,8 @@ def test_a_stop_request_saves_at_the_next_line(fork_ranks, make_run):
     assert not list(read_events(folder.events, "finished"))
 
 
-def expect_failure(rank, ranks, folder, words, make_policy=None):
-    with pytest.raises(RunFailed, match=words):
+def expect_failure(rank, ranks, folder, code, make_policy=None, **facts):
+    with refused(code, **facts):
         run_rank(rank, ranks, folder, make_policy=make_policy)
     return True
 
@@ -203,7 +202,7 @@ def test_broken_weights_are_never_saved(fork_ranks, make_run):
     def fail(rank, ranks):
         if rank == 1:  # the others learn of it
             break_loss_at(9)
-        return expect_failure(rank, ranks, folder, "step 9")
+        return expect_failure(rank, ranks, folder, "E-LOSS-NOT-FINITE", step=9)
 
     assert fork_ranks(fail, 2) == [True, True]
     assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [5]
@@ -238,7 +237,7 @@ def test_rolling_back_from_the_same_step_ends(fork_ranks, make_run):
     def forever(rank, ranks):
         script = {7: Verdict.ROLL_BACK}
         return expect_failure(
-            rank, ranks, folder, "from step 7 for the 4th time", lambda folder: Scripted(folder, script, times=99)
+            rank, ranks, folder, "E-ROLLBACK-LIMIT", lambda folder: Scripted(folder, script, times=99), step=7, times=4
         )
 
     assert fork_ranks(forever, 2) == [True, True]
@@ -250,7 +249,8 @@ def test_there_is_no_way_back_before_the_first_checkpoint(fork_ranks, make_run):
 
     def fail(rank, ranks):
         script = {2: Verdict.ROLL_BACK}
-        return expect_failure(rank, ranks, folder, "no checkpoint yet", lambda folder: Scripted(folder, script))
+        code, run = "E-ROLLBACK-NO-CHECKPOINT", str(folder.root)
+        return expect_failure(rank, ranks, folder, code, lambda folder: Scripted(folder, script), run=run)
 
     assert fork_ranks(fail, 1) == [True]
 
@@ -309,7 +309,7 @@ def test_an_update_that_was_made_cannot_be_skipped(fork_ranks, make_run):
 
     def fail(rank, ranks):
         script = {4: Verdict.SKIP}
-        return expect_failure(rank, ranks, folder, "skips step 4", lambda folder: Scripted(folder, script))
+        return expect_failure(rank, ranks, folder, "E-POLICY-SKIP", lambda folder: Scripted(folder, script), step=4)
 
     assert fork_ranks(fail, 1) == [True]
 

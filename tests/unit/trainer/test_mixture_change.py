@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
+from tests.expect import refused
 
 from ingot.config import to_toml
-from ingot.errors import ConfirmationNeeded
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run import RunConfig
@@ -27,9 +26,8 @@ def change_weights(folder, weights) -> RunConfig:
     config = load_run(folder.config)
     config = replace(config, data=replace(config.data, weights=weights))
     fingerprint = read_token_manifest((folder.root / config.data.tokens).resolve()).fingerprint()
-    with pytest.raises(ConfirmationNeeded) as asked:
+    with refused("E-RUN-CHANGED", keys=["data.weights"]):
         require_same_experiment(folder, config, fingerprint, ())
-    assert asked.value.fix.startswith("--accept-change data.weights,")
     changes = require_same_experiment(folder, config, fingerprint, ["data.weights"])
     record_accepted(folder, config, fingerprint, changes)
     write_atomic(folder.config, to_toml(config))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.expect import reported
 
 from ingot.cli.main import main
 from ingot.config import to_toml
@@ -83,22 +84,24 @@ def test_sample_repeats_by_seed(trained, capsys):
 
 
 @pytest.mark.parametrize(
-    "words, code, message",
+    "words, exit_code, code, facts",
     [
-        (("eval", "nowhere"), 2, "neither a run folder nor a checkpoint"),
-        (("eval", "RUN", "--max-tokens", "0"), 2, "number of tokens to score is 0"),
-        (("sample", "RUN", "--temperature", "-1"), 2, "temperature=-1"),
-        (("sample", "RUN", "--max-tokens", "1000"), 2, "positions"),
-        (("eval", "RUN", "--tokens", "nowhere"), 3, "nowhere"),
+        (("eval", "nowhere"), 2, "E-RUN-NOT-FOUND", {"path": "nowhere"}),
+        (("eval", "RUN", "--max-tokens", "0"), 2, "E-EVAL-TOKENS", {"max_tokens": 0}),
+        (("sample", "RUN", "--temperature", "-1"), 2, "E-SAMPLING-RANGE", {"temperature": -1}),
+        (("sample", "RUN", "--max-tokens", "1000"), 2, "E-CONTEXT-EXCEEDED", {"max_tokens": 1000}),
+        (("eval", "RUN", "--tokens", "nowhere"), 3, "E-TOKENS-MISSING", {"folder": "nowhere"}),
     ],
     ids=str,
 )
-def test_bad_requests(trained, capsys, words, code, message):
-    got, _, err = call(capsys, *(trained.root if w == "RUN" else w for w in words))
-    assert (got, message in err) == (code, True), err
+def test_bad_requests(trained, capsys, words, exit_code, code, facts):
+    got, out, _ = call(capsys, *(trained.root if w == "RUN" else w for w in words), "--json")
+    assert got == exit_code
+    reported(out, code, **facts)
 
 
 def test_a_run_without_checkpoints(trained, capsys):
     shutil.rmtree(trained.checkpoints)
-    code, _, err = call(capsys, "sample", trained.root)
-    assert code == 21 and "no checkpoint yet" in err
+    code, out, _ = call(capsys, "sample", trained.root, "--json")
+    assert code == 21
+    reported(out, "E-CKPT-NONE", run=str(trained.root))

@@ -275,6 +275,7 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
             "--dsir is given without --keep or --out",
             rule="--dsir needs --keep N and --out DIR",
             fix="write, for example, --dsir FILES --keep 10k --out chosen",
+            missing=[option for option in ("keep", "out") if not getattr(args, option)],
         )
     chosen = select(
         corpus_folder(Path(args.folder)),

@@ -124,7 +124,7 @@ def load_corpus(folder: Path) -> CorpusManifest:
             error.found,
             rule="a corpus is not edited after the build",
             fix=_REBUILD,
-            path=str(path),
+            **error.facts | {"path": str(path)},
         ) from None
 
 

@@ -386,7 +386,7 @@ def _not_empty(manifest: CorpusManifest, out: Path) -> CorpusManifest:
             "\n".join(warnings[:5]),
             rule=f"at least one of the inputs can be read; none of {records:,} could",
             fix="give other files",
-            inputs=records,
+            inputs=list(manifest.inputs),
         )
     listed = ", ".join(f"{rule} {count:,}" for rule, count in worst)
     raise DataError(

@@ -128,6 +128,7 @@ def read_model(path: Path) -> Model:
             rule="the file must be a fastText .bin: supervised, word n-grams, softmax or one-vs-all, not quantized",
             fix="train a model with `ingot data classifier train`; only builds read .ftz and other forms",
             path=str(path),
+            cause=str(error),
         ) from None
 
 
@@ -289,4 +290,5 @@ def _load(path: str, sha256: str):
             rule="a classifier is a supervised fastText model, .bin or .ftz",
             fix="train a model with `ingot data classifier train`, or download the file again",
             path=str(path),
+            cause=str(error),
         ) from None

@@ -43,6 +43,7 @@ def raise_all(damage: Iterable[DataError]) -> None:
         fix="; ".join(dict.fromkeys(one.fix for one in found[:LISTED] if one.fix)),
         places=len(found),
         codes=sorted({one.code for one in found}),
+        damage=[{"code": one.code} | one.facts for one in found[:LISTED]],
     )
     error.places = tuple(found)
     raise error

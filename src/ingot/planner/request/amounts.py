@@ -127,7 +127,9 @@ def _at_least_one(option: str, text: object, count: int, what: str) -> int:
 
 def _out_of_range(option: str, text: object, rule: str, fix: str = "") -> UsageError:
     fix = fix or f"give {option} a value {rule}"
-    return UsageError("E-OPTION-RANGE", f"{option} {text}", rule=f"{option} is {rule}", fix=fix, option=option)
+    return UsageError(
+        "E-OPTION-RANGE", f"{option} {text}", rule=f"{option} is {rule}", fix=fix, option=option, value=text
+    )
 
 
 def _count_in_bytes(option: str, text: object, rule: str, fix: str) -> UsageError:

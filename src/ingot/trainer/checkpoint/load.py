@@ -51,7 +51,7 @@ def resume(
     if no existing checkpoint can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
     candidates = from_rank_zero(lambda: candidate_folders(folder.checkpoints))
-    refused = []
+    refused, causes = [], []
     for path in candidates:
         try:
             manifest = _verified_by_all(path)
@@ -61,6 +61,7 @@ def resume(
             step = int(path.name.removeprefix("step-"))
             on_refused(step, path, error.found)
             refused.append(error.found)
+            causes.append({"code": error.code} | error.facts)
             continue
         if manifest.world == world():
             if manifest.rng:
@@ -77,6 +78,7 @@ def resume(
             fix="restore a checkpoint, or start again and keep the old run: ingot train ... --fresh --archive",
             folder=str(folder.checkpoints),
             checkpoints=len(candidates),
+            causes=causes,
         )
     return None
 
@@ -144,10 +146,11 @@ def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[StateBloc
         entry, dtype = manifest.tensors[block.name], dtype_name(block.tensor.dtype)
         if (entry.shape, entry.dtype) != (block.shape, dtype):
             found, wanted = f"{entry.dtype}{list(entry.shape)}", f"{dtype}{list(block.shape)}"
-            raise _other_model(path, block.name, f"it is {found} in the checkpoint, {wanted} in the model")
+            difference = f"it is {found} in the checkpoint, {wanted} in the model"
+            raise _other_model(path, block.name, difference, found=found, wanted=wanted)
 
 
-def _other_model(path: Path, name: str, difference: str) -> CheckpointError:
+def _other_model(path: Path, name: str, difference: str, **facts: object) -> CheckpointError:
     return CheckpointError(
         "E-CKPT-OTHER-MODEL",
         f"checkpoint {path} is of another model: tensor {name}: {difference}",
@@ -155,6 +158,7 @@ def _other_model(path: Path, name: str, difference: str) -> CheckpointError:
         fix="use the run file that the checkpoint was trained with",
         path=str(path),
         tensor=name,
+        **facts,
     )
 
 

@@ -256,11 +256,13 @@ def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: 
     except OSError as error:
         raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
     if not same:
+        part = _damaged_part(folder, manifest, name, blocks)
         raise damaged(
             folder,
-            f"{name} differs from the bytes that were saved (damaged: {_damaged_part(folder, manifest, name, blocks)})",
+            f"{name} differs from the bytes that were saved (damaged: {part})",
             "E-CKPT-HASH",
             file=name,
+            part=part,
         )
     _check_header(folder, manifest, name, blocks)
 

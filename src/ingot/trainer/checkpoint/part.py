@@ -5,6 +5,7 @@ position once and tensor names as numbers, so rank 0 unpacks a few thousand obje
 """
 
 import json
+import math
 import zlib
 from array import array
 from collections import defaultdict
@@ -89,6 +90,7 @@ def _same_kinds(parts: Sequence[RankBlocks]) -> dict[str, Kind]:
                     fix="start all ranks with the same run file and the same version of ingot",
                     tensor=name,
                     rank=rank,
+                    shape=list(shape),
                 )
     return kinds
 
@@ -119,6 +121,8 @@ def _tensors(
                 rule="every element is saved by exactly one rank",
                 fix="this is a bug in ingot; please report it with the run's run.toml",
                 tensor=name,
+                shape=list(shape),
+                elements=sum(math.prod(sizes) for _, sizes, _ in gathered),
             )
         crc32 = pack_crc32([checksums[name][i] for i in orders[gathered]])
         entries[name] = TensorEntry(dtype=dtype, shape=shape, cut=number, crc32=crc32)

@@ -106,6 +106,7 @@ class CheckpointWriter:
                 rule="a checkpoint is saved completely or not at all; the last checkpoint is unchanged",
                 fix="free space on that disk or repair the disk, then run the same command: the run continues",
                 path=str(self.temporary / file),
+                cause=error.strerror,
             ) from None
         kinds = {b.name: (dtype_name(b.tensor.dtype), b.shape) for b in self.blocks}
         written = [(b.name, b.offsets, b.sizes) for b in blocks]

@@ -167,6 +167,7 @@ def _check(config: RunConfig, mixtures: Mapping[str, Weights], seeds: Sequence[i
             "the run names no data.heldout",
             rule="mixtures are compared on text that no model was trained on",
             fix="build the tokens with ingot data build, which writes held-out tokens",
+            key="data.heldout",
         )
 
 

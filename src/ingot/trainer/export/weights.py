@@ -160,6 +160,7 @@ def _files(folder: Path) -> list[Path]:
             rule="ingot reads only safetensors files: a pickle file can run code when it is opened",
             fix="use the model's safetensors files",
             path=str(folder),
+            pickled=pickled,
         )
     names = _index_names(folder / INDEX)
     for name in names:

@@ -91,6 +91,7 @@ def require_same_experiment(
             fix=f"{flags}, or train into another folder (--out DIR)",
             step=newest.step,
             keys=[c.key for c in unconfirmed],
+            changes={c.key: [c.before, c.after] for c in unconfirmed},
         )
     return changes
 
@@ -113,6 +114,8 @@ def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
                 rule="without its biases a router chooses other experts, and --accept-change does not allow that",
                 fix=f"keep {BIAS_RATE} = {change.before} and set model.moe.bias_steps = {step}: the biases then stay",
                 keys=[BIAS_RATE],
+                before=change.before,
+                step=step,
             )
 
 
@@ -174,6 +177,7 @@ def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) 
         check_vocabulary(manifest, config.model.vocab_size)
     except IngotError as error:
         error.found = f"{key}: {error.found}"
+        error.facts["key"] = key
         raise
     return manifest
 

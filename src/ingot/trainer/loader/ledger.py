@@ -125,6 +125,7 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 rule="every step from 1 on is in the ledger exactly once, in order",
                 fix="resume from an older checkpoint (see ingot ckpt ls)",
                 step=min(step, expected),
+                found=step,
             )
         wanted = order.step(step, global_batch)
         if len(ids) != global_batch:
@@ -135,6 +136,7 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 fix="set train.global_batch to the value that the run was trained with",
                 step=step,
                 samples=len(ids),
+                expected=global_batch,
             )
         if (wrong := np.flatnonzero(ids != wanted)).size:
             at = int(wrong[0])
@@ -146,5 +148,6 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 fix="use the seed, tokens and weights that the run was trained with",
                 step=step,
                 sample=at,
+                differ=int(wrong.size),
             )
         expected = step + 1

@@ -205,6 +205,7 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
                 fix=f"did you mean {close[0]!r}?" if close else "remove this source from data.weights",
                 source=name,
                 sources=list(manifest.sources),
+                close=close,
             )
     values = np.array([weights[name] for name in names], np.float64)
     if not (np.isfinite(values) & (values > 0)).all():
@@ -213,6 +214,7 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
             f"data.weights = {dict(weights)}",
             rule="weights are positive, finite numbers",
             fix="give every source a positive weight, or remove the source",
+            weights=dict(weights),
         )
     shares = values / values.sum() * CYCLE
     quotas = np.floor(shares).astype(np.int64)
@@ -225,6 +227,7 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
             rule=f"a source has at least one sample in {CYCLE:,}, a share of {1 / CYCLE:.6f}",
             fix="raise its weight, or remove the source",
             source=name,
+            share=float(weights[name] / values.sum()),
         )
     return quotas
 

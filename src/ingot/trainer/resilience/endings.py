@@ -217,6 +217,8 @@ def refuse_restart(incidents: Sequence[JobIncident], max_restarts: int, log: Pat
             rank=last.rank,
             step=last.step,
             cause=last.cause,
+            times=len(same) + 1,
+            log=str(log),
         )
     if len(incidents) > max_restarts:
         return RunFailed(

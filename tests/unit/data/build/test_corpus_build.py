@@ -23,7 +23,7 @@ from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
 from ingot.data.tasks.run import Inline
 from ingot.data.tasks.store import Store
-from ingot.errors import ResourceError, RunBusyError
+from ingot.errors import RunBusyError
 from ingot.schema.document import document_id
 
 
@@ -178,7 +178,6 @@ def test_everything_filtered_out_says_by_what(crawl, tmp_path):
         with refused("E-CORPUS-EMPTY", records=13) as error:
             build_corpus(inputs_of(crawl), out, recipe)
         assert error.value.facts["dropped_by"][0] == "language.other"
-        assert "--dropped-by language.other" in error.value.fix
     assert len(list(read_dropped(out))) == 13
 
 
@@ -192,15 +191,14 @@ def test_garbage_is_named_and_other_files_are_kept(crawl, tmp_path):
     assert found[""] == "read.bad_input"
     (warning,) = cut_files(tmp_path / "corpus")
     assert warning.startswith("left out: ") and "garbage.warc.gz" in warning
-    with refused("E-INPUT-UNREADABLE", inputs=1):
+    with refused("E-INPUT-UNREADABLE", inputs=["garbage.warc.gz"]):
         build_corpus([Input(location=str(garbage))], tmp_path / "alone")
 
 
 def test_rules_for_a_source_without_inputs_are_refused(crawl, tmp_path):
     recipe = load_recipe(None, ["source.wbe.preset=none"])
-    with refused("E-RECIPE-SOURCE", source="wbe", sources=["web"]) as error:
+    with refused("E-RECIPE-SOURCE", source="wbe", sources=["web"]):
         build_corpus(inputs_of(crawl), tmp_path / "corpus", recipe)
-    assert "'web'" in error.value.fix
 
 
 def test_stop_words_are_asked_of_english_pages_only(crawl, tmp_path):
@@ -234,7 +232,7 @@ def test_a_folder_of_the_users_is_not_touched(crawl, tmp_path):
 
 def test_no_space_is_found_before_work_starts(crawl, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1000})())
-    with pytest.raises(ResourceError, match="building the corpus"):
+    with refused("E-DISK-SPACE", purpose="building the corpus", path=str(tmp_path), free_bytes=1000):
         build_corpus(inputs_of(crawl), tmp_path / "corpus")
     assert not list(tmp_path.glob("*corpus*"))
 

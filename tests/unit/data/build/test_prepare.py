@@ -12,7 +12,6 @@ from ingot.data.build.prepare import prepare, verify
 from ingot.data.build.recipe import load_recipe
 from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
-from ingot.errors import ConfigError, DataError, RunBusyError, UsageError
 from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.document import document_id
 from ingot.storage import exclusive, sha256_file
@@ -126,7 +125,7 @@ def test_verify_finds_folders_and_damage(crawl, tmp_path):
     data = bytearray(shard.read_bytes())
     data[10] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(DataError, match=shard.stem):
+    with refused("E-SHARD-HASH", path=str(shard), block=0):
         verify(out)
     with refused("E-DATA-FOLDER", path=str(tmp_path / "absent")):
         verify(tmp_path / "absent")
@@ -141,13 +140,19 @@ def test_a_truncated_file_is_named_with_its_offset(crawl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"tokenizer": "nope.json"}, {"tokenizer": "t.json", "eot": "<none>"}, {"eot": "x"}]
+    ("options", "code", "facts"),
+    [
+        ({"tokenizer": "nope.json"}, "E-TOKENIZER-UNREADABLE", {}),
+        ({"tokenizer": "t.json", "eot": "<none>"}, "E-TOKENIZER-EOT", {"eot": "<none>"}),
+        ({"eot": "x"}, "E-EOT-ALONE", {"eot": "x"}),
+    ],
 )
-def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_corpus_is_built(crawl, tmp_path, options):
+def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_corpus_is_built(crawl, tmp_path, options, code, facts):
     train_bpe(["the cat sat on the mat " * 30], 270, tmp_path / "t.json")
     if "tokenizer" in options:
         options = options | {"tokenizer": tmp_path / options["tokenizer"]}
-    with pytest.raises((ConfigError, UsageError), match=r"nope\.json|no end-of-text|without --tokenizer"):
+        facts = facts | {"path": str(options["tokenizer"])}
+    with refused(code, **facts):
         prepare(inputs_of(crawl), tmp_path / "data", **options)
     assert not (tmp_path / "data").exists()
 
@@ -159,9 +164,12 @@ def test_verify_reports_the_damage_of_corpus_and_tokens_at_once(crawl, tmp_path)
     assert len(gone) >= 4
     for path in gone:
         path.unlink()
-    with pytest.raises(DataError) as error:
+    with refused("E-DATA-DAMAGED", places=len(gone)) as error:
         verify(out)
-    assert all(f"{path} is missing" in error.value.found for path in gone)
+    missing = {"corpus": "E-CORPUS-FILE-MISSING", "tokens": "E-SHARD-MISSING"}
+    assert {(place["code"], place["path"]) for place in error.value.facts["damage"]} == {
+        (missing[path.relative_to(out).parts[0]], str(path)) for path in gone
+    }
 
 
 @pytest.mark.parametrize("name", ["tokens/tokenizer.json", "corpus/corpus.json"])
@@ -169,9 +177,9 @@ def test_verify_knows_what_the_tokens_were_made_with(crawl, tmp_path, name):
     out = tmp_path / "data"
     prepare(inputs_of(crawl), out, vocab_size=300)
     (out / name).write_text((out / name).read_text() + " ")
-    with pytest.raises(DataError) as error:  # one error for both token folders
+    with refused("E-DATA-DAMAGED", places=2, codes=["E-TOKENS-ORIGIN"]) as error:  # one error for both token folders
         verify(out)
-    assert error.value.found.count(f"{out / name} has SHA-256") == 2
+    assert [place["path"] for place in error.value.facts["damage"]] == [str(out / name)] * 2
     with refused("E-TOKENS-ORIGIN", path=str(out / name)):
         verify(out / "tokens" / "heldout")
 
@@ -196,7 +204,7 @@ def test_two_at_once_in_one_folder_are_refused(crawl, tmp_path):
     out = tmp_path / "data"
     prepare(inputs_of(crawl), out, vocab_size=300)
     before = snapshot(out)
-    with exclusive(out, "testing"), pytest.raises(RunBusyError, match="another process is preparing"):
+    with exclusive(out, "testing"), refused("E-FOLDER-BUSY", folder=str(out)):
         prepare(inputs_of(crawl), out, vocab_size=300)
     assert snapshot(out) == before
 

@@ -19,7 +19,6 @@ from ingot.data.build.corpus import load_corpus
 from ingot.data.build.shards import build_shards
 from ingot.data.lineage.verify import verify_tokens
 from ingot.data.tasks.local import Local
-from ingot.errors import ResourceError, RunBusyError
 from ingot.schema.corpus import CorpusManifest, CorpusPart
 from ingot.schema.document import document_id
 from ingot.schema.tokens import DOCUMENT_DTYPE, read_token_manifest
@@ -285,7 +284,7 @@ def test_options_that_make_no_sense_are_refused(corpus, build, options):
 
 def test_a_full_disk_is_noticed_before_anything_is_written(corpus, build, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 10})())
-    with pytest.raises(ResourceError, match="tokenizing the corpus needs"):
+    with refused("E-DISK-SPACE", purpose="tokenizing the corpus", free_bytes=10):
         build(corpus[0])
     assert not (tmp_path / "tokens").exists()
 
@@ -295,7 +294,7 @@ def test_two_builds_at_once_in_one_folder_are_refused(corpus, build, tmp_path):
     lock = os.open(tmp_path / "tokens", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        with pytest.raises(RunBusyError, match="another process"):
+        with refused("E-FOLDER-BUSY", folder=str(tmp_path / "tokens")):
             build(corpus[0])
     finally:
         os.close(lock)

@@ -11,7 +11,6 @@ from ingot.cli.terminal import Terminal
 from ingot.data.classify.make import Source, load_card, make_classifier, read_labelled, read_texts
 from ingot.data.classify.model import Scorer
 from ingot.data.classify.train import Labelled
-from ingot.errors import ConfigError
 from ingot.storage import sha256_file
 
 from .conftest import SETTINGS
@@ -131,7 +130,7 @@ def test_the_verb_from_end_to_end(sources, tmp_path, capsys):
     assert trained["accuracy"] > 0.95 and run("show", out) == trained
     scored = run("score", out, good, "-n", 3)
     assert [row["scores"]["positive"] > 0.5 for row in scored["texts"]] == [True] * 3
-    with pytest.raises(ConfigError, match="unknown key 'dims'"):
+    with refused("E-CONFIG-SETTINGS", keys=["dims"], meant={"dims": ["dim"]}):
         run(*learn, "--set", "dims=8")
     classifier.run_classifier(parsed(classifier, "show", out), Terminal())
     assert "precision" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.expect import refused
+from tests.expect import named, refused
 
 from ingot.data.classify.model import Scorer, read_model, write_model
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
@@ -84,8 +84,9 @@ def test_a_dictionary_with_equal_words_is_refused(model_file, tmp_path):
     data = model_file.read_bytes()
     one, other = [word for word in read_model(model_file).words if len(word) == 2][:2]
     (tmp_path / "twice.bin").write_bytes(data.replace(one + b"\0", other + b"\0", 1))
-    with pytest.raises(DataError, match="twice"):
+    with refused("E-CLASSIFIER-FORMAT", path=str(tmp_path / "twice.bin")) as caught:
         read_model(tmp_path / "twice.bin")
+    assert named([caught.value.facts["cause"]], "dictionary")
 
 
 @given(cut=st.integers(0, 3000), flip=st.integers(0, 3000), value=st.integers(0, 255))

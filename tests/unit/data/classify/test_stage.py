@@ -5,7 +5,6 @@ from tests.expect import refused
 
 from ingot.config import load
 from ingot.data.classify.stage import ClassifierRules, Classify, ModelRule, fingerprint
-from ingot.errors import ConfigError
 from ingot.schema.document import Document
 
 pytest.importorskip("fasttext")
@@ -80,8 +79,8 @@ def test_rules_come_out_of_a_recipe(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('enabled = true\n[[models]]\nname = "q"\nmodel = "m.bin"\nlabel = "hq"\nthreshold = 0.3\n')
     assert load(ClassifierRules, path).models[0] == ModelRule(name="q", model="m.bin", label="hq", threshold=0.3)
-    with pytest.raises(ConfigError, match="needs at least one model"):
+    with refused("E-CONFIG-SETTINGS", keys=["models"]):
         load(ClassifierRules, None, ["enabled=true"])
     path.write_text('[[models]]\nname = "q"\nmodel = ""\nlabel = "hq"\nthreshold = 3\n')
-    with pytest.raises(ConfigError, match=r"(?s)is empty.*must be in \[0, 1\]"):
+    with refused("E-CONFIG-SETTINGS", keys=["models[0].model", "models[0].threshold"]):
         load(ClassifierRules, path)

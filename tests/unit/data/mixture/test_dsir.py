@@ -26,7 +26,6 @@ from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.data.lineage.records import find
 from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
 from ingot.data.sources.input import Input
-from ingot.errors import UsageError
 from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
 from ingot.schema.document import document_id
 from ingot.schema.tokens import read_token_manifest
@@ -216,7 +215,7 @@ def test_the_verb_chooses(corpus, target, tmp_path, capsys):
     def run(*words: object) -> None:
         mix.run_mix(parser.parse_args([str(word) for word in words]), Terminal(json_mode=True))
 
-    with pytest.raises(UsageError, match="--keep"):
+    with refused("E-DSIR-OPTIONS", missing=["keep"]):
         run(corpus.parent, "--dsir", target, "--out", tmp_path / "out")
     tokenizer = train_bpe((row["text"] for _, row in read_documents(corpus)), 280, tmp_path / "tokenizer.json")
     capsys.readouterr()

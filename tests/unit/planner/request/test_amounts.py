@@ -5,9 +5,9 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.expect import refused
+from tests.expect import named, refused
 
-from ingot.errors import ConfigError, IngotError, UsageError
+from ingot.errors import ConfigError, IngotError
 from ingot.planner.request.amounts import (
     Budget,
     parse_batch,
@@ -46,22 +46,25 @@ def test_budgets(text, budget):
     [
         ("2M", "2musd"),
         ("24", "24h"),
-        ("M", "quote it"),  # what a shell leaves of $2M
-        ("", "quote it"),
-        ("0h", "above 0"),
-        ("$0", "above 0"),
-        ("-3h", "above 0"),
+        ("M", "'$2M'"),  # what a shell leaves of $2M
+        ("", "'$2M'"),
+        ("-3h", ""),  # nothing is meant
         ("nan", "6e23flop"),
         ("infh", "6e23flop"),
-        ("1e999flop", "above 0"),
-        ("500 TFLOP/s", "is a rate"),
+        ("500 TFLOP/s", "500tflop"),
         ("3T tokens", "--tokens 3t"),
     ],
 )
 def test_a_budget_that_is_none_says_what_may_have_been_meant(text, way_out):
-    with pytest.raises(UsageError) as caught:
+    with refused("E-BUDGET-FORMAT", budget=text) as caught:
         parse_budget(text)
-    assert way_out in str(caught.value)
+    assert named([caught.value.fix], way_out)
+
+
+@pytest.mark.parametrize("text", ["0h", "$0", "1e999flop"])
+def test_a_budget_is_above_0_and_finite(text):
+    with refused("E-OPTION-RANGE", option="--budget", value=text):
+        parse_budget(text)
 
 
 @given(st.text(max_size=12))

@@ -1,9 +1,8 @@
 """Clusters by name: sizes, racks, slices, and what is refused."""
 
 import pytest
-from tests.expect import refused
+from tests.expect import named, refused
 
-from ingot.errors import ConfigError
 from ingot.machine.cluster_file import read_cluster, write_cluster
 from ingot.planner.request.clusters import load_cluster
 from ingot.schema.cluster import Cluster
@@ -63,17 +62,18 @@ def test_impossible_clusters_are_refused_with_a_fix(name, code, fix):
 
 
 @pytest.mark.parametrize(
-    "field, value, message",
+    "field, value, meant",
     [
-        ("network_bandwidth", 400, "400 Gb/s as 50e9"),
-        ("memory_bandwidth", 3.35, "3.35 TB/s as 3.35e12"),
-        ("peak_flops", {"bf16": 989}, "989e12"),
-        ("link_bandwidth", -1.0, "at least 0"),
-        ("device", "gpu", '"cpu", "cuda" or "tpu"'),
+        ("network_bandwidth", 400, ["50e9"]),
+        ("memory_bandwidth", 3.35, ["3.35e12"]),
+        ("peak_flops", {"bf16": 989}, ["989e12"]),
+        ("link_bandwidth", -1.0, [0]),
+        ("device", "gpu", ["cpu", "cuda", "tpu"]),
     ],
 )
-def test_wrong_units_in_a_file_are_told(tmp_path, field, value, message):
+def test_wrong_units_in_a_file_are_told(tmp_path, field, value, meant):
     values = {"name": "mine", "device": "cuda", "memory_bytes": 1 << 30, field: value}
     write_cluster(tmp_path / "mine.json", Cluster(**values))
-    with pytest.raises(ConfigError, match=message):
+    with refused("E-CONFIG-SETTINGS", keys=[field]) as caught:
         read_cluster(tmp_path / "mine.json")
+    assert named(caught.value.facts["problems"], *meant)

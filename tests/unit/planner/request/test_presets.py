@@ -7,7 +7,6 @@ import pytest
 from tests.expect import refused
 
 from ingot.config import from_dict, to_toml
-from ingot.errors import ConfigError
 from ingot.hub.kinds import kind_of
 from ingot.machine.cluster_file import write_cluster
 from ingot.planner.request.clusters import find_cluster, load_cluster, with_published_rates
@@ -61,7 +60,7 @@ def test_a_model_file(tmp_path):
     path.write_text(to_toml(ModelPreset(arch=load_model("tiny").arch)))
     assert load_model(str(path)).arch == load_model("tiny").arch
     path.write_text(path.read_text().replace("d_model", "dmodel"))
-    with pytest.raises(ConfigError, match=r"did you mean .arch\.d_model."):
+    with refused("E-CONFIG-SETTINGS", keys=["arch.dmodel", "arch.d_model"], meant={"arch.dmodel": ["arch.d_model"]}):
         load_model(str(path))
     path.write_text("[arch")
     with refused("E-MODEL-FORMAT", path=str(path)):
@@ -76,12 +75,12 @@ def test_machine_files_are_found_read_and_refused(tmp_path, monkeypatch):
     write_cluster(tmp_path / "machine.json", cluster)
     assert find_cluster(None) == find_cluster("machine.json") == find_cluster(None, tmp_path) == cluster
     (tmp_path / "machine.json").write_text('{"name": "x"}')
-    with pytest.raises(ConfigError, match="missing key 'device'"):
+    with refused("E-CONFIG-SETTINGS", keys=["device", "memory_bytes"]):
         find_cluster("machine.json")
     (tmp_path / "machine.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="no object"):
+    with refused("E-MACHINE-UNREADABLE", path="machine.json", found="list"):
         find_cluster("machine.json")
-    with pytest.raises(ConfigError, match="no machine file"):
+    with refused("E-MACHINE-MISSING", path="absent.json"):
         find_cluster("absent.json")
     (tmp_path / "machine.json").unlink()
     assert find_cluster(None).memory_bytes > 0

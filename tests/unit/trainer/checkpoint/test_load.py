@@ -104,9 +104,10 @@ def test_never_starts_again_silently(folder, training):
     for step in (10, 20):
         save(folder, step, *training)
         (folder.checkpoint(step) / "rank-00000.safetensors").write_bytes(b"x")
-    with refused("E-CKPT-NONE-USABLE") as caught:
+    with refused("E-CKPT-NONE-USABLE", folder=str(folder.checkpoints), checkpoints=2) as caught:
         go_on(folder, *make_training(steps=0))
-    assert "step-00000010" in caught.value.found and "--fresh" in caught.value.fix
+    causes = [(cause["code"], cause["path"]) for cause in caught.value.facts["causes"]]
+    assert causes == [("E-CKPT-SIZE", str(folder.checkpoint(step))) for step in (20, 10)]
 
 
 @pytest.mark.parametrize(("config", "data", "what"), [("x" * 64, "d" * 64, "settings"), ("c" * 64, "x" * 64, "data")])
@@ -124,8 +125,10 @@ def test_another_model_is_refused_before_a_byte_is_read(folder, training):
     with refused("E-CKPT-NONE-USABLE"):
         go_on(folder, wider, torch.optim.AdamW(wider.parameters()))
     deeper = torch.nn.Sequential(*training[0], torch.nn.Linear(3, 3))
-    with pytest.raises(CheckpointError, match=r"model\.3.weight: the checkpoint lacks it"):
+    with refused("E-CKPT-NONE-USABLE") as caught:
         go_on(folder, deeper, torch.optim.AdamW(deeper.parameters()))
+    (cause,) = caught.value.facts["causes"]
+    assert (cause["code"], cause["tensor"]) == ("E-CKPT-OTHER-MODEL", "model.3.weight")
 
 
 def test_another_type_is_refused(folder, training):

@@ -7,7 +7,6 @@ import traceback
 import pytest
 from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
@@ -113,12 +112,12 @@ def test_students_t():
 
 def test_what_cannot_be_compared_is_refused(token_folders, tmp_path):
     run = config(token_folders)
-    with pytest.raises(ConfigError, match="mixtures to compare is 1"):
+    with refused("E-MIXTURE-COUNT", mixtures=1):
         ablate(run, {"metal": {"metal": 1.0}}, tmp_path)
-    with pytest.raises(ConfigError, match="seeds"):
+    with refused("E-SEEDS", seeds=[1]):
         ablate(run, MIXTURES, tmp_path, seeds=(1,))
-    with pytest.raises(ConfigError, match="seeds"):
+    with refused("E-SEEDS", seeds=[1, 1]):
         ablate(run, MIXTURES, tmp_path, seeds=(1, 1))
     manifest = read_token_manifest(token_folders / "train")
-    with pytest.raises(ConfigError, match=r"data\.heldout"):
+    with refused("E-HELDOUT-UNSET", key="data.heldout"):
         ablate(proxy_run(token_folders / "train", manifest, steps=2), MIXTURES, tmp_path)

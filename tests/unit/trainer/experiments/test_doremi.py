@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expect import refused
 
-from ingot.errors import ConfigError
 from ingot.schema.tokens import read_token_manifest
 from ingot.trainer.experiments.doremi import DoremiRules, doremi, excess_nats, updated_weights
 from ingot.trainer.experiments.proxy import Proxy, SourceBatches, proxy_run
@@ -132,7 +132,7 @@ def test_a_proxy_begins_where_its_reference_began(tokens):
 
 
 def test_what_makes_no_sense_is_refused(tokens):
-    with pytest.raises(ConfigError, match="no source 'web'"):
+    with refused("E-SOURCE-UNKNOWN", source="web"):
         doremi(config(tokens), {"web": 1.0})
-    with pytest.raises(ConfigError, match="step_size"):
+    with refused("E-DOREMI-SETTING", setting="step_size"):
         doremi(config(tokens), rules=DoremiRules(step_size=0))

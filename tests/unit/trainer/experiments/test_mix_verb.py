@@ -4,10 +4,10 @@ import argparse
 import json
 
 import pytest
+from tests.expect import refused
 
 from ingot.cli.data import mix
 from ingot.cli.terminal import Terminal
-from ingot.errors import ConfigError, UsageError
 from ingot.theory.rules import load_run
 
 from .test_ablation import forked
@@ -36,9 +36,9 @@ def test_by_hand_with_caps(verb):
     metal, stone = capped["mixture"]["sources"]
     assert stone["epochs"] == 1 and metal["tokens"] + stone["tokens"] == 8000
     assert capped["mixture"]["notes"][0].startswith("stone: 90.0% wanted")
-    with pytest.raises(ConfigError, match="no source 'ston'"):
+    with refused("E-SOURCE-UNKNOWN", source="ston"):
         verb("--weights", "ston=1")
-    with pytest.raises(UsageError, match="--max-epochs x"):
+    with refused("E-EPOCHS-FORM", given="x"):
         verb("--max-epochs", "x")
 
 

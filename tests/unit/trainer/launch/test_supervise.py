@@ -6,8 +6,9 @@ import threading
 import time
 
 import pytest
+from tests.expect import refused
 
-from ingot.errors import DataError, RunFailed
+from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.job import Job
@@ -42,7 +43,7 @@ with guarded(folder, rank):
     elif rank == 1 and deed == "bug":
         raise ValueError(f"index {attempt} is out of range")
     elif rank == 1 and deed == "data":
-        raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again")
+        raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again", block=3)
     elif rank == 1 and deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
@@ -76,23 +77,23 @@ def test_starts_again_after_a_kill(act):
 
 
 def test_the_same_error_twice_is_not_tried_a_third_time(act):
-    with pytest.raises(RunFailed, match="raised ValueError: index 1 is out of range near step 6, 2 times") as failed:
+    log, cause = str(act.folder.logs / "attempt-2.log"), "raised ValueError: index 1 is out of range"
+    with refused("E-RUN-REPEATS", rank=1, step=6, times=2, cause=cause, log=log) as failed:
         act("bug")
     assert failed.value.exit_code == 93
     assert len(list(read_events(act.folder.events, events.RESTART))) == 1
-    assert "attempt-2.log" in failed.value.fix
     assert "index 1 is out of range" in (act.folder.logs / "attempt-2.log").read_text()
 
 
 def test_what_the_user_has_to_mend_is_not_tried_again(act):
-    with pytest.raises(DataError, match="block 3 differs") as refused:
+    with refused("E-SHARD-HASH", block=3) as caught:
         act("data")
-    assert refused.value.fix == "copy it again"
+    assert isinstance(caught.value, DataError) and caught.value.fix == "copy it again"
     assert not list(read_events(act.folder.events, events.RESTART))
 
 
 def test_the_budget_of_restarts_ends(act):
-    with pytest.raises(RunFailed, match="after 0 restarts"):
+    with refused("E-RUN-RESTARTS", max_restarts=0):
         act("kill", max_restarts=0)
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.expect import refused
 
 import ingot.trainer.launch.train as launch_train
-from ingot.errors import ConfigError, DataError, ResourceError, RunBusyError, UsageError
+from ingot.errors import RunBusyError
 from ingot.events import EventLog
 from ingot.hub.arch_config import huggingface_config
 from ingot.schema.run_folder import RunFolder
@@ -82,15 +82,15 @@ def test_a_plan_that_lies_there_already_stays(run_file, jobs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code"),
     [
-        ({"until_step": 0}, "--until-step 0"),
-        ({"until_step": 101}, "--until-step 101"),
-        ({"archive": True}, "--archive"),
+        ({"until_step": 0}, "E-UNTIL-STEP"),
+        ({"until_step": 101}, "E-UNTIL-STEP"),
+        ({"archive": True}, "E-ARCHIVE-ALONE"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(run_file, jobs, options, message):
-    with pytest.raises(UsageError, match=message):
+def test_options_that_would_do_nothing_are_refused(run_file, jobs, options, code):
+    with refused(code, **{name: value for name, value in options.items() if name == "until_step"}):
         launch_train.train(run_file, **options)
     assert not jobs and not (run_file.parent / "runs").exists()
 
@@ -171,20 +171,21 @@ def test_a_busy_folder_is_left_alone(run_file, jobs, folder):
 
 
 @pytest.mark.parametrize(
-    ("override", "error", "message"),
+    ("override", "code", "facts"),
     [
-        ("data.tokens=nowhere", DataError, r"data\.tokens: .*nowhere is not a token folder"),
-        ("data.heldout=nowhere", DataError, r"data\.heldout"),
-        ("model.vocab_size=63", ConfigError, "vocab_size"),
-        ("train.device=cuda", ConfigError, "needs 1 GPUs"),
-        ("train.stepz=5", ConfigError, "did you mean 'train.steps'"),
-        ("name='a/../b'", ConfigError, "be the name of a folder"),
-        ("model.d_model=3000000000", ResourceError, "checkpoints needs"),
+        ("data.tokens=nowhere", "E-TOKENS-MISSING", {"key": "data.tokens"}),
+        ("data.heldout=nowhere", "E-TOKENS-MISSING", {"key": "data.heldout"}),
+        ("model.vocab_size=63", "E-VOCABULARY-SMALL", {"key": "data.tokens", "needed": 64, "vocab_size": 63}),
+        ("train.device=cuda", "E-GPU-COUNT", {"needed": 1, "available": 0}),
+        ("train.stepz=5", "E-CONFIG-SETTINGS", {"meant": {"train.stepz": ["train.steps"]}}),
+        ("name='a/../b'", "E-RUN-NAME", {"name": "a/../b"}),
+        ("model.d_model=3000000000", "E-DISK-SPACE", {"purpose": "4 checkpoints"}),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeypatch, override, error, message):
+def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeypatch, override, code, facts):
     monkeypatch.setattr("ingot.trainer.launch.checks.find_gpus", lambda: ())
-    with pytest.raises(error, match=message):
+    nowhere = {"folder": str(run_file.parent / "nowhere")} if code == "E-TOKENS-MISSING" else {}
+    with refused(code, **facts, **nowhere):
         launch_train.train(run_file, overrides=[override])
     assert not jobs
 

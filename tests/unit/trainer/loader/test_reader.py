@@ -69,11 +69,8 @@ def test_one_flipped_bit_is_found_when_its_block_is_touched_and_not_before(token
     _, starts = reader.windows.locate(np.arange(reader.windows.count))
     touches = (starts // 2048 <= block) & ((starts + 64) // 2048 >= block)
     reader.read(np.flatnonzero(~touches))
-    with pytest.raises(DataError) as caught:
+    with refused("E-SHARD-HASH", shard="web-00000", path=str(path), block=block):
         reader.read(np.flatnonzero(touches)[-1:])
-    assert f"block {block} (bytes {block * 4096:,} to" in caught.value.found
-    assert "shard web-00000" in caught.value.found
-    assert "ingot data verify" in caught.value.fix
 
 
 def damage(folder, name, change):
@@ -82,20 +79,26 @@ def damage(folder, name, change):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "code", "facts"),
     [
-        ("web-00000.tokens", lambda d: d[:-2], r"19,998 bytes, not 20,000"),
-        ("web-00000.tokens", lambda d: d + b"\0", r"20,001 bytes, not 20,000"),
-        ("web-00000.tokens", lambda d: b"", r"0 bytes, not 20,000"),
-        ("web-00000.blocks", lambda d: d[:-1], r"block hashes in web-00000.blocks"),
-        ("web-00000.blocks", lambda d: bytes([d[0] ^ 1]) + d[1:], r"block hashes in web-00000.blocks"),
-        ("manifest.json", lambda d: d.replace(b'"uint16"', b'"uint32"'), r"20,000 bytes, not 40,000"),
+        ("web-00000.tokens", lambda d: d[:-2], "E-SHARD-SIZE", {"bytes": 19_998, "expected": 20_000}),
+        ("web-00000.tokens", lambda d: d + b"\0", "E-SHARD-SIZE", {"bytes": 20_001, "expected": 20_000}),
+        ("web-00000.tokens", lambda d: b"", "E-SHARD-SIZE", {"bytes": 0, "expected": 20_000}),
+        ("web-00000.blocks", lambda d: d[:-1], "E-SHARD-HASH", {}),
+        ("web-00000.blocks", lambda d: bytes([d[0] ^ 1]) + d[1:], "E-SHARD-HASH", {}),
+        (
+            "manifest.json",
+            lambda d: d.replace(b'"uint16"', b'"uint32"'),
+            "E-SHARD-SIZE",
+            {"bytes": 20_000, "expected": 40_000},
+        ),
     ],
 )
-def test_damage_is_named(token_folder, name, change, message):
+def test_damage_is_named(token_folder, name, change, code, facts):
     folder, _ = token_folder([("web", 10_000)])
     damage(folder, name, change)
-    with pytest.raises(DataError, match=message) as caught:
+    path = folder / name.replace("manifest.json", "web-00000.tokens")
+    with refused(code, shard="web-00000", path=str(path), **facts) as caught:
         TokenReader(folder, 64).read(np.array([0]))
     assert caught.value.fix
 

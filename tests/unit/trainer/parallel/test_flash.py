@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.expect import refused
+from tests.expect import named, refused
 
 from ingot.trainer.parallel import flash
 from ingot.trainer.parallel.flash import require_kernels
@@ -47,4 +47,4 @@ def test_rings_run_where_there_are_kernels(device, dtype, head_dim):
 def test_rings_without_a_kernel_are_refused(dtype, head_dim, code, nearest):
     with refused(code) as error:
         require_kernels(torch.device("cuda"), dtype, head_dim)
-    assert nearest in error.value.fix and "ulysses" in error.value.fix
+    assert named([error.value.fix], nearest, "ulysses")

@@ -50,12 +50,13 @@ def test_a_good_end_leaves_word(folder, in_child):
 def test_an_error_comes_back_with_its_way_out(folder, in_child):
     def work():
         with guarded(folder, 0):
-            raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again")
+            raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again", block=3)
 
     assert in_child(work) == 1
     error = read_endings(folder)[0].as_user_error()
     assert isinstance(error, DataError)
-    assert (error.found, error.rule, error.fix) == ("block 3 differs", "as built", "copy it again")
+    assert (error.code, error.facts) == ("E-SHARD-HASH", {"block": 3})
+    assert (error.found, error.rule, error.fix) == ("block 3 differs", "as built", "copy it again")  # as raised above
 
 
 def test_any_exception_is_written_down(folder, in_child):

@@ -76,14 +76,16 @@ def incident(cause="was killed (SIGKILL)", signature="", step=7) -> JobIncident:
 def test_accidents_use_up_the_budget():
     assert refuse_restart([incident()] * 3, 3, LOG) is None
     refusal = refuse_restart([incident()] * 4, 3, LOG)
-    assert isinstance(refusal, RunFailed) and "after 3 restarts" in refusal.found and refusal.exit_code == 93
+    assert isinstance(refusal, RunFailed) and refusal.exit_code == 93
+    assert (refusal.code, refusal.facts["max_restarts"]) == ("E-RUN-RESTARTS", 3)
     assert isinstance(refuse_restart([incident()], 0, LOG), RunFailed)
 
 
 def test_the_same_error_at_the_same_step_is_a_bug():
     bug = incident("raised ValueError: x", "raised ValueError: x")
     refusal = refuse_restart([bug, bug], 3, LOG)
-    assert isinstance(refusal, RunFailed) and "2 times" in refusal.found and str(LOG) in refusal.fix
+    assert isinstance(refusal, RunFailed) and refusal.code == "E-RUN-REPEATS"
+    assert (refusal.facts["times"], refusal.facts["log"]) == (2, str(LOG))
     assert refuse_restart([bug, incident("raised ValueError: x", "raised ValueError: x", step=9)], 3, LOG) is None
     assert refuse_restart([bug, incident()], 3, LOG) is None
 

@@ -134,7 +134,7 @@ def _finish_interrupted(data: Path, dry_run: bool, request: PurgeRequest, report
             f"a purge of {data} was interrupted: some of its files are old, some are new",
             rule="a dry run needs a folder whose files match its manifests",
             fix="leave out --dry-run: any purge of this folder finishes the interrupted purge first",
-            folder=str(data),
+            path=str(data),
         )
     facts = finish(data)
     assert facts is not None
