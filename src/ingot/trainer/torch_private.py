@@ -188,7 +188,7 @@ def new_fake_tensor(meta: Tensor, attributes: dict[str, Any]) -> FakeTensor:
     """
     cpu = torch.device("cpu")
     made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=cpu)
-    torch._C._set_throw_on_mutable_data_ptr(made)  # pyright: ignore[reportPrivateImportUsage]
+    torch._C._set_throw_on_mutable_data_ptr(made)
     vars(made).update(attributes)
     return made
 
@@ -200,7 +200,7 @@ def without_dispatch() -> Any:
     Checked: 2.11, 2.13.
     Then: no context; a trace is slower.
     """
-    return torch._C._DisableTorchDispatch()  # pyright: ignore[reportPrivateImportUsage]
+    return torch._C._DisableTorchDispatch()
 
 
 def fake_store() -> Any:
@@ -222,7 +222,7 @@ def count_group_name(ranks: list[int]) -> None:
     Checked: 2.11, 2.13.
     Then: new_group for every group; a trace of thousands of ranks is slower.
     """
-    distributed_c10d._process_group_name(ranks, use_hashed_name=False)  # pyright: ignore[reportPrivateImportUsage]
+    distributed_c10d._process_group_name(ranks, use_hashed_name=False)
 
 
 def group_of_name(name: str) -> Any:

@@ -27,8 +27,8 @@ class ForeignArch(Arch):
       of keys.
     """
 
-    ffn_matrices: int = 3  # pyright: ignore[reportIncompatibleVariableOverride]
-    head_passes: int = 1  # pyright: ignore[reportIncompatibleVariableOverride]
+    ffn_matrices: int = 3
+    head_passes: int = 1
 
 
 def arch_of(row: PublishedRow, notes: list[str]) -> Arch | None:

@@ -226,5 +226,5 @@ def _pinned_run(run: RunConfig, request: PlanRequest) -> RunConfig | None:
     product = math.prod(int(str(pinned.get(name, 1))) for name in _DEGREES)
     if "dp_shard" not in pinned:
         pinned["dp_shard"] = request.cluster.devices // product
-    parallel = replace(Parallel(), **pinned)  # type: ignore[arg-type]
+    parallel = replace(Parallel(), **pinned)
     return replace(run, parallel=parallel, train=replace(run.train, micro_batch=micro_batch))

@@ -86,7 +86,7 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
         Middleware(TrustedHostMiddleware, allowed_hosts=[h.strip("[]") for h in hosts]),
     ]
     handlers = {IngotError: _refused, HTTPException: _no_such_thing, Exception: _broken}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 class _WorkQueue:

@@ -65,7 +65,7 @@ class FakeProgram(UncompiledFakeMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if known is _UNSEEN:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            self._known[key] = _describe(func, args, result)  # pyright: ignore[reportPossiblyUnboundVariable]
+            self._known[key] = _describe(func, args, result)
             return result
         return self._again(known, args)
 

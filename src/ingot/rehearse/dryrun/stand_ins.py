@@ -117,7 +117,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
-    return _FusedNorm.apply(x, weight)  # type: ignore[return-value]
+    return _FusedNorm.apply(x, weight)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:

@@ -129,7 +129,7 @@ def _attend_in_chunks(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec:
                 preserve_rng_state=False,
             )
         )
-    return torch.cat(chunks, dim=2)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return torch.cat(chunks, dim=2)
 
 
 def _attend_chunk(

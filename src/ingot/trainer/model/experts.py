@@ -76,12 +76,12 @@ def assign_rows(routing: Routing, moe: Moe) -> tuple[ExpertRows, list[int], Expe
 
 def token_rows(x_MD: Tensor, rows: ExpertRows) -> Tensor:
     """Return the hidden state of each row's token: [R, D]."""
-    return _TokenRows.apply(x_MD, rows.tokens_R, rows.rows_MK, rows.kept_MK)  # type: ignore[return-value]
+    return _TokenRows.apply(x_MD, rows.tokens_R, rows.rows_MK, rows.kept_MK)
 
 
 def combine(made_RD: Tensor, weights_MK: Tensor, rows: ExpertRows) -> Tensor:
     """Return each token's sum of weight x row, [M, D] in the dtype of the rows, summed in float32 or wider."""
-    return _Combine.apply(made_RD, weights_MK, rows.assignments_R, rows.rows_MK, rows.kept_MK)  # type: ignore
+    return _Combine.apply(made_RD, weights_MK, rows.assignments_R, rows.rows_MK, rows.kept_MK)
 
 
 def _sum_rows(values_RD: Tensor, rows_MK: Tensor, factors_MK: Tensor | None) -> Tensor:

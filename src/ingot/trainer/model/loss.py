@@ -110,7 +110,7 @@ class Readout(nn.Module):
     def forward(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
         """Return the sum over M of -log p(target): a scalar, float32 (float64 for float64 input). Differentiable."""
         chunk = chunk_tokens(len(weight_VD), hidden_MD.device.type)
-        return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self.nats_and_slope)  # type: ignore[return-value]
+        return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self.nats_and_slope)
 
     @torch.no_grad()
     def nats(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class Router(WideBuffers):
 
 
 def _logits(x_BTD: Tensor, weight_ED: Tensor) -> Tensor:
-    return _Logits.apply(x_BTD, weight_ED)  # type: ignore[return-value]
+    return _Logits.apply(x_BTD, weight_ED)
 
 
 class _Logits(torch.autograd.Function):
@@ -155,7 +155,7 @@ class _Logits(torch.autograd.Function):
 
 
 def _attach_loss(weights_BTK: Tensor, loss: Tensor, weight: Tensor, seen: Tensor, router: Router) -> Tensor:
-    return _AttachLoss.apply(weights_BTK, loss, weight, seen, router)  # type: ignore[return-value]
+    return _AttachLoss.apply(weights_BTK, loss, weight, seen, router)
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -139,7 +139,7 @@ def attend_by_heads(
 
 def _swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send part r of the first dim to rank r, and return the parts from all ranks in rank order."""
-    return _Swap.apply(parts, group)  # type: ignore[return-value]
+    return _Swap.apply(parts, group)
 
 
 class _Swap(torch.autograd.Function):

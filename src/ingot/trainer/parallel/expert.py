@@ -117,7 +117,7 @@ class PendingAllToAll:
 
     def arrive(self) -> Tensor:
         result, self.result = self.result, None  # else it would keep alive the graph that holds this object
-        return _Arrive.apply(result, self)  # type: ignore[return-value]
+        return _Arrive.apply(result, self)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _ArrivingRows:
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         route = self.pending.route
-        return _Reorder.apply(self.pending.arrive(), route.order_A, route.place_A), route.counts_L  # type: ignore
+        return _Reorder.apply(self.pending.arrive(), route.order_A, route.place_A), route.counts_L
 
 
 class _Send(torch.autograd.Function):

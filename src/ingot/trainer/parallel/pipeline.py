@@ -288,7 +288,7 @@ def cut_stage(model: Any, stage: int, stage_layers: Sequence[int]) -> nn.Module:
     own = {str(i) for i in range(first, first + stage_layers[stage])}
     blocks = model.get_submodule("blocks")
     for key in [key for key, _ in blocks.named_children() if key not in own]:
-        del blocks[key]  # type: ignore[operator]
+        del blocks[key]
     tied = getattr(model, "head", None) is None
     if stage != len(stage_layers) - 1:
         model.norm = model.head = None

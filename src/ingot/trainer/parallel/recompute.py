@@ -138,7 +138,7 @@ def _recompute(block: nn.Module, how: Literal["full", "selective"], kept: KeptRe
     # A Python function, not functools.partial: the compiler starts at the first frame outside PyTorch's code, and
     # without such a frame the block would silently run uncompiled.
     def forward(*args, **kwargs) -> Tensor:
-        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)  # type: ignore
+        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)
 
     block.forward = forward
 

@@ -54,7 +54,7 @@ class Ring:
     def attend(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask_spec: MaskRule) -> Tensor:
         """Return the attention of this rank's queries to the keys of all ranks: [B, N, T, H]."""
         call = _RingCall(self, mask_spec, q_BNTH)
-        return _RingAttention.apply(q_BNTH, torch.stack((k_BGTH, v_BGTH)), call)  # type: ignore
+        return _RingAttention.apply(q_BNTH, torch.stack((k_BGTH, v_BGTH)), call)
 
     def source(self, step: int) -> int:
         """Return the ring index of the rank whose keys this rank has in step `step`."""

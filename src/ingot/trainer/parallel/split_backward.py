@@ -40,7 +40,7 @@ class SplitBackward:
         """
         if self.open is None or not (weight.requires_grad and x.requires_grad and torch.is_grad_enabled()):
             return F.linear(x, weight)
-        return _DeferringLinear.apply(x, (weight,), self.open)  # type: ignore[return-value]
+        return _DeferringLinear.apply(x, (weight,), self.open)
 
 
 class WeightGradients:

@@ -119,10 +119,10 @@ class Region:
         self.group, self.sequence = group, sequence
 
     def enter(self, x_BTD: Tensor) -> Tensor:
-        return (_GatherTokens if self.sequence else _SumBackward).apply(x_BTD, self.group)  # type: ignore[return-value]
+        return (_GatherTokens if self.sequence else _SumBackward).apply(x_BTD, self.group)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
-        return (_ScatterTokens if self.sequence else _SumForward).apply(x_BTD, self.group)  # type: ignore[return-value]
+        return (_ScatterTokens if self.sequence else _SumForward).apply(x_BTD, self.group)
 
 
 class _GatherTokens(torch.autograd.Function):
