@@ -33,8 +33,7 @@ from pathlib import Path
 from record import record
 
 from ingot.data.extract import accurate, html
-from ingot.data.extract.encoding import decode_page
-from ingot.data.extract.html import ExtractRules, clean_text, extract_text
+from ingot.data.extract.html import ExtractRules, clean_text, decode_page, extract_text
 from ingot.data.extract.page import parse_page
 from ingot.data.sources.warc import read_warc
 from ingot.storage import write_json

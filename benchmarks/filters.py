@@ -31,7 +31,7 @@ from ingot.data.filters.c4 import C4
 from ingot.data.filters.gopher import Gopher
 from ingot.data.filters.quality import PRESETS, FineWeb, quality_stages
 from ingot.data.filters.words import native
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 FILTERS = ("gopher_repetition", "gopher", "c4", "fineweb", "all")
 

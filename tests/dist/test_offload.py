@@ -11,7 +11,7 @@ import torch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Optim
 from ingot.trainer.optim.adamw import AdamW
-from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 from ingot.trainer.optim.offload import OffloadedOptimizer, build_optimizer
 
 OPTIM = Optim(lr=0.01, weight_decay=0.1)

@@ -7,7 +7,7 @@ import torch
 
 from ingot.schema.run import Optim
 from ingot.trainer.optim.adamw import AdamW
-from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 from ingot.trainer.optim.offload import OffloadedOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

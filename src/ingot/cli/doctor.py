@@ -83,7 +83,7 @@ def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:
     import time
 
     from ingot.errors import require
-    from ingot.machine.cluster_file import write_cluster
+    from ingot.machine.facts import write_cluster
     from ingot.rehearse.calibrate.calibrate import calibrate
     from ingot.units import format_bytes, format_flops, format_seconds
 

@@ -1,8 +1,10 @@
-"""Facts about this machine (cores, memory, accelerators), read from the system without torch.
+"""Facts about this machine (cores, memory, accelerators), read from the system without torch, and the machine file: a
+Cluster as JSON, which `doctor --bench` writes and `plan --cluster` reads.
 
 Limits of the container (cgroup v1 and v2, CPU affinity) are taken into account, because a process cannot use more.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -10,7 +12,10 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from ingot.config import from_dict, to_dict
+from ingot.errors import ConfigError
 from ingot.schema.cluster import Cluster
+from ingot.storage import write_json
 
 _MIB = 1024**2
 # Assumed memory of a CPU rank before its model, if it was not measured: interpreter, torch and gloo (340-352 MiB seen).
@@ -162,3 +167,40 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def write_cluster(path: Path, cluster: Cluster) -> None:
+    write_json(path, to_dict(cluster))
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a machine file. Raises ConfigError if the file is missing or invalid."""
+    fix = "write one with `ingot doctor --bench`"
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            "E-MACHINE-MISSING",
+            f"there is no machine file at {path}",
+            rule="--cluster takes the name of a cluster (8xh100) or the path of a machine file",
+            fix=fix,
+            path=str(path),
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "E-MACHINE-UNREADABLE",
+            f"{path} cannot be read ({error})",
+            rule="a machine file is one JSON object",
+            fix=fix,
+            path=str(path),
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            "E-MACHINE-UNREADABLE",
+            f"{path} does not contain a JSON object",
+            rule="a machine file is one JSON object",
+            fix=fix,
+            path=str(path),
+            found=type(values).__name__,
+        )
+    return from_dict(Cluster, values, where=lambda key: f"{path} ({key})")

@@ -20,9 +20,8 @@ from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
 from ingot.errors import Preempted, RunFailed, require
 from ingot.events import EventLog, read_events
-from ingot.machine.cluster_file import read_cluster, write_cluster
 from ingot.machine.doctor import examine
-from ingot.machine.facts import read_machine, this_cluster
+from ingot.machine.facts import read_cluster, read_machine, this_cluster, write_cluster
 from ingot.planner.request.clusters import with_published_rates
 from ingot.planner.request.presets import load_model
 from ingot.planner.run.plan import make_plan

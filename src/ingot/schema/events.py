@@ -13,7 +13,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  no experts), dropped, fallback (null: this model never does it)   one per log line
   waits          step, steps (number covered), and for each use of a rank's time (data, pipeline, reading, computing,
                  queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank with the most
-                 (telemetry/waits.py)                                one per log line
+                 (telemetry/usage.py)                                one per log line
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
                  (null: this model never does it), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line

@@ -1,6 +1,6 @@
 """The paths inside a run folder, in one place, so that trainer, supervisor, report and status agree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -50,3 +50,13 @@ class RunFolder:
     def logs(self) -> Path:
         """A folder with the standard error of the launcher and its ranks, one file per attempt."""
         return self.root / "logs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """`processes` ranks of the Python module `module` with `arguments`, each with `env` added to the environment."""
+
+    module: str
+    arguments: tuple[str, ...]
+    processes: int
+    env: dict[str, str] = field(default_factory=dict)

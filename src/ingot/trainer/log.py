@@ -24,8 +24,7 @@ from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import Trainer
 from ingot.trainer.resilience.policy import StepNumbers, StepResult, read_steps
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
-from ingot.trainer.telemetry.usage import peak_memory_bytes
-from ingot.trainer.telemetry.waits import ThreadTime, Waits, summary
+from ingot.trainer.telemetry.usage import ThreadTime, Waits, peak_memory_bytes, summary
 
 
 @dataclass

@@ -10,8 +10,7 @@ from ingot.trainer.log import Interval, log_evaluation, log_interval, log_sample
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import Trainer
 from ingot.trainer.resilience.policy import StepNumbers, StepResult, Verdict
-from ingot.trainer.resume import reload
-from ingot.trainer.save import save
+from ingot.trainer.save import reload, save
 from ingot.trainer.step import train_step
 
 ROLL_BACKS_PER_STEP = 3

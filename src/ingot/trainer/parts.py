@@ -15,7 +15,7 @@ from ingot.trainer.loader.loader import Loader
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.optim.adamw import AdamW
-from ingot.trainer.optim.loss_scale import LossScale
+from ingot.trainer.optim.gradients import LossScale
 from ingot.trainer.parallel.apply import ShardedModel
 from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.pipeline import PipelineExecutor

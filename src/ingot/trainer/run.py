@@ -32,8 +32,8 @@ from ingot.trainer.model.experts import LocalDispatch
 from ingot.trainer.model.init import initial_value
 from ingot.trainer.model.routing import RouterLoss
 from ingot.trainer.model.transformer import SHARDING, Transformer
-from ingot.trainer.optim.loss_scale import STATE as LOSS_SCALE
-from ingot.trainer.optim.loss_scale import LossScale
+from ingot.trainer.optim.gradients import STATE as LOSS_SCALE
+from ingot.trainer.optim.gradients import LossScale
 from ingot.trainer.optim.offload import build_optimizer
 from ingot.trainer.parallel.apply import COMPUTE, InitialValue, ShardedModel, parallelize
 from ingot.trainer.parallel.balance import Balance
@@ -43,7 +43,7 @@ from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import StepParts, Trainer
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
-from ingot.trainer.resume import load_newest, open_loader
+from ingot.trainer.save import load_newest, open_loader
 from ingot.trainer.telemetry.usage import CostMeter
 
 

@@ -1,6 +1,6 @@
 """One optimizer step, which never waits for the device: measured values stay there until the log reads them."""
 
-from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 from ingot.trainer.parallel.pipeline import MicroBatches
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import StepResult

@@ -50,7 +50,7 @@ def test_one_more_line_and_the_plan_is_of_experts(capsys):
     assert "2.84M parameters, 1.25M active; 2 on each of 4 ranks" in out(capsys)
     assert main(["check", *command]) == 3  # there is no data
     text = out(capsys)
-    assert "experts   8 experts, 2 to a token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
+    assert "experts   8 experts, 2 per token" in text and all(len(line) <= 120 for line in text.splitlines()[-4:])
     assert main(["check", *command, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["notes"]["experts"].startswith("8 experts")
     assert main(["check", *command, "--set", "parallel.ep=3"]) == 3
@@ -65,7 +65,7 @@ def test_a_written_plan_names_the_form_of_context_parallelism(capsys, tmp_path):
     assert main([*command, "--out", "planned.toml"]) == 0
     assert "context   " in out(capsys)
     text = (tmp_path / "planned.toml").read_text()
-    assert 'context = "auto"' not in text and "what adds least to a layer on 8xh100" in text
+    assert 'context = "auto"' not in text and "adds the least time to a layer on 8xh100" in text
     assert main(["plan", "--run", "planned.toml", "--cluster", "8xh100"]) == 0
     assert main([*command, "--set", "train.seq_len=255", "--set", "parallel.context=ring"]) == 3
     assert "nearest: 252 or 256" in out(capsys)

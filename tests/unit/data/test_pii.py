@@ -10,7 +10,7 @@ from tests.expect import refused
 from ingot.data.pii import Pii, PiiRules, ids, is_card, is_public_ipv4, scrub
 from ingot.data.pii.ids import BUILT_IN, load_ids
 from ingot.data.pii.numbers import is_luhn
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.policy import DefaultPolicy, Verdict
 from ingot.trainer.run import build_trainer
 from ingot.trainer.step import train_step
-from ingot.trainer.telemetry.waits import KINDS
+from ingot.trainer.telemetry.usage import KINDS
 
 
 def run_rank(rank, ranks, folder, until_step=None, make_policy=None):

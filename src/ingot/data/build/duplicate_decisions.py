@@ -13,7 +13,7 @@ from ingot.data.build.corpus import EXCERPT_CHARACTERS
 from ingot.data.build.process_input import InputResult
 from ingot.data.build.stages import DUPLICATES, NEAR_DUPLICATES, URL
 from ingot.data.tasks.task import TaskRef
-from ingot.schema.document import Drop
+from ingot.schema.corpus import Drop
 
 # A dropped document: row `row` of input `input`, dropped because it repeats the document whose id is `like`.
 DECISION_DTYPE = np.dtype([("input", "<u4"), ("row", "<u4"), ("kind", "u1"), ("similarity", "<f4"), ("like", "V16")])

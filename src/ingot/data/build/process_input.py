@@ -45,7 +45,7 @@ from ingot.data.sources.remote import RemoteRules
 from ingot.data.sources.url import UrlDuplicates, canonical_url
 from ingot.data.tasks.task import PLACE, Attempt, TaskRef, task_function
 from ingot.errors import DataError
-from ingot.schema.document import Document, Drop, document_id
+from ingot.schema.corpus import Document, Drop, document_id
 from ingot.storage import write_json
 
 # start, bytes: position and length of the line in rows.jsonl; reached_url: the document reached the stage `url`;

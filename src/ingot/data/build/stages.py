@@ -25,8 +25,7 @@ from ingot.data.filters.quality import FineWeb, quality_stages
 from ingot.data.filters.toxicity import Toxicity
 from ingot.data.lineage.purge.history import Purged, PurgedList
 from ingot.data.pii import Pii
-from ingot.schema.corpus import FunnelStage
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop, FunnelStage
 
 SWITCHED_OFF = "switched off"
 

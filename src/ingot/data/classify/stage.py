@@ -9,7 +9,7 @@ from typing import Literal
 
 from ingot.data.classify.model import Scorer, model_sha256
 from ingot.errors import ConfigError
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 from ingot.storage import canonical_json, sha256_bytes
 
 

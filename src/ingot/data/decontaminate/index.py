@@ -19,7 +19,7 @@ import numpy as np
 
 from ingot.data.decontaminate.words import Bitmap, Words, hash_words
 from ingot.errors import ConfigError, DataError, DataMissing, require
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_file, write_json
 
 FORMAT = 1

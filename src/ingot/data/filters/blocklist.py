@@ -26,7 +26,7 @@ import xxhash
 
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError, DataMissing
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_file
 
 _LONGEST_LINE = 1 << 16  # bytes; the rest of a longer line is read as another line

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ingot.data.filters.counts import LineRules, cut_lines, problems_of_limits
 from ingot.data.filters.words import count_sentences as english_sentences
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 
 # Inside a line, a sentence ends at a mark, perhaps with a closing quote, before a space and no lower-case letter.
 _SENTENCE_BREAK = re.compile(r"[.!?]+[\"'”’)\]]*[ \t]+(?![a-z])")

@@ -7,7 +7,7 @@ The definition of a word is a setting (filters/words) that changes these rules: 
 from dataclasses import dataclass
 
 from ingot.data.filters.counts import GopherCounts, count_gopher, problems_of_limits
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 
 
 @dataclass(frozen=True, kw_only=True)

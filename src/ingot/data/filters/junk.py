@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 
 from ingot.data.filters.injection import INJECTION_SIGNS, injection, near
 from ingot.data.native import compiled
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 
 __all__ = ["Junk", "JunkRules"]
 

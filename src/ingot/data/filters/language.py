@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import MissingPartError, require
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_file
 
 # Longer text does not help: on 186 labeled paragraphs in 31 languages, 2,000 characters gave no error. If 500 give a

@@ -13,7 +13,7 @@ from ingot.data.filters.c4 import C4, C4Rules
 from ingot.data.filters.counts import count_fineweb, problems_of_limits
 from ingot.data.filters.gopher import Gopher, GopherRules, RepetitionRules
 from ingot.data.filters.words import WORDS, split_english
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 
 # FineWeb's own rules (Penedo et al. 2024, arXiv 2406.17557, section 3.6).
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ingot.data.classify.model import model_sha256
 from ingot.data.classify.stage import score_of
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 
 _LETTER = r"[^\W\d_]"
 _WORD = re.compile(f"{_LETTER}+")

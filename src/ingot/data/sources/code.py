@@ -15,7 +15,7 @@ from ingot.data.sources.bounded import Limits
 from ingot.data.sources.sniff import WIDE_BOMS, page_type
 from ingot.data.sources.text import dropped
 from ingot.data.sources.unpack import BadStream, Unpacked, read_tar
-from ingot.schema.document import Document, Drop, document_id
+from ingot.schema.corpus import Document, Drop, document_id
 
 _LANGUAGES = {
     "assembly": "asm s", "c": "c h", "c++": "cc cpp cxx c++ hh hpp hxx inl", "c#": "cs", "clojure": "clj cljs cljc",

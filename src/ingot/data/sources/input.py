@@ -27,7 +27,7 @@ from ingot.data.sources.sniff import FORMATS, format_by_name, format_of
 from ingot.data.sources.text import Fields, read_jsonl, read_text
 from ingot.data.sources.warc import read_warc
 from ingot.errors import ConfigError, DataError
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_bytes, sha256_file
 
 _MAX_NAME = 160

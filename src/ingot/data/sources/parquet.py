@@ -16,7 +16,7 @@ from typing import Any
 from ingot.data.sources.bounded import Limits, Window
 from ingot.data.sources.text import Fields, dropped, row_document
 from ingot.errors import DataError, require
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 
 _MAX_FOOTER_BYTES = 32 << 20
 _MAX_CHUNKS = 300_000

@@ -13,7 +13,7 @@ from ingot.data.sources.bounded import Limits
 from ingot.data.sources.sniff import page_type
 from ingot.data.sources.unpack import BadStream, Unpacked, lines
 from ingot.errors import DataError
-from ingot.schema.document import Document, Drop, document_id
+from ingot.schema.corpus import Document, Drop, document_id
 
 STAGE = "read"
 _MAX_NAME = 2048  # characters of an id, URL or language; longer values are ignored

@@ -23,7 +23,7 @@ from ingot.data.sources.bounded import Limits
 from ingot.data.sources.records import Record, read_records
 from ingot.data.sources.sniff import charset, looks_like_html, media_type, page_type
 from ingot.data.sources.text import STAGE
-from ingot.schema.document import Document, Drop, document_id
+from ingot.schema.corpus import Document, Drop, document_id
 
 _WITH_PAGE = (200, 203)  # status codes of pages; 203: a proxy changed the page
 _NO_BODY = frozenset({"revisit", "continuation"})

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ingot.errors import UsageError
-from ingot.machine.cluster_file import read_cluster
-from ingot.machine.facts import read_machine, this_cluster
+from ingot.machine.facts import read_cluster, read_machine, this_cluster
 from ingot.planner.request.presets import unknown
 from ingot.schema.cluster import Cluster
 from ingot.theory.devices import Device, cluster_of, devices, find_device

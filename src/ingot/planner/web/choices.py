@@ -1,6 +1,6 @@
 """The controls of the page with their legal values, single changes that make a plan fit, and the lists to pick from.
 
-Each value is tried as if the user had set it: other settings are adapted (settle.py), then the layout rules decide.
+Each value is tried as if the user had set it: other settings are adapted (answers.py), then the layout rules decide.
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,17 @@ from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_by
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model, model_names
-from ingot.planner.web.answers import PagePlan, cluster_of, model_of, problems_of, run_of, software_of
+from ingot.planner.web.answers import (
+    PagePlan,
+    cluster_of,
+    data_ranks,
+    model_of,
+    problems_of,
+    run_of,
+    settle,
+    software_of,
+)
 from ingot.planner.web.settings import KEEPABLE, WORDS, PageSettings, link_pairs
-from ingot.planner.web.settle import data_ranks, settle
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import TWO_STAGES, V_SHAPED
@@ -149,7 +157,7 @@ def _why_not(settings: PageSettings, key: str, value: int | str) -> str:
 
 
 def _needs(key: str, value: int | str) -> str:
-    """Return the reason why settling (settle.py) had to change a value to fit the other settings."""
+    """Return the reason why settling (answers.py) had to change a value to fit the other settings."""
     if key in ("schedule", "stages_per_rank"):
         return "needs a pipeline (pp of 2 or more)"
     if key == "context":

@@ -24,8 +24,7 @@ from ingot.trainer.mesh.collectives import all_sum, any_rank, gather, scatter_su
 from ingot.trainer.mesh.start import start, stop
 from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
-from ingot.trainer.telemetry.usage import peak_memory_bytes
-from ingot.trainer.telemetry.waits import ThreadTime
+from ingot.trainer.telemetry.usage import ThreadTime, peak_memory_bytes
 
 # Seconds to measure on a quiet machine, and on a busy machine: there ranks wait for cores for over 5% of the time.
 _QUIET_SECONDS, _BUSY_SECONDS, _BUSY = 3.0, 10.0, 0.05

@@ -41,7 +41,7 @@ class MeasuredSteps:
     includes compilation and connection. fastest_seconds: the step time of the fastest log line. first_seconds: the
     total extra time of first intervals. data_seconds: the wait for data. bursts: the share of this wait in the worst
     tenth of the log lines. longest_wait_seconds: the largest total data wait of a log line. waits: the waits of each
-    kind (telemetry/waits.py); empty for logs of older versions. save_seconds, evaluate_seconds: time of periodic saves
+    kind (telemetry/usage.py); empty for logs of older versions. save_seconds, evaluate_seconds: time of periodic saves
     and evaluations. restart_seconds: time lost to faults, repeated work included. device, host: of the last attempt.
     """
 

@@ -3,8 +3,7 @@ them.
 """
 
 from ingot.theory.schedule.build import NAMES, PUBLISHED, Published, build_table, schedule_problems
-from ingot.theory.schedule.program import pipeline_seconds
-from ingot.theory.schedule.simulate import Timeline, simulate, timeline_text
+from ingot.theory.schedule.simulate import Timeline, pipeline_seconds, simulate, timeline_text
 from ingot.theory.schedule.table import (
     Action,
     Channel,

@@ -14,7 +14,6 @@ from ingot.schema.checkpoint import CheckpointManifest, StoredBlock, file_of
 from ingot.schema.run import settings_sha256
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank, world
-from ingot.trainer.checkpoint.blocks import overlap, slices
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
     damaged,
@@ -22,6 +21,7 @@ from ingot.trainer.checkpoint.manifest import (
     verify_checkpoint,
     verify_files,
 )
+from ingot.trainer.checkpoint.part import overlap, slices
 from ingot.trainer.checkpoint.state import (
     BIAS,
     LOAD,

@@ -30,7 +30,7 @@ from ingot.schema.checkpoint import (
     unpack_crc32,
 )
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
-from ingot.trainer.checkpoint.blocks import tiling_problem
+from ingot.trainer.checkpoint.part import tiling_problem
 
 MANIFEST = "manifest.json"
 VERSION = 2

@@ -1,6 +1,7 @@
-"""The list of blocks that each rank sends to rank 0, which makes the cuts of the manifest from the lists. No torch.
+"""The blocks of tensors that a rank stores, and the list of them that it sends to rank 0 for the manifest. No torch.
 
-A rank of a 405B model holds a few hundred tensors, with the same cut in all layers. The rank sends each distinct block
+A block is (offsets, sizes), each with one number per dim. A scalar has no dims, and its only block is ((), ()). A rank
+of a 405B model holds a few hundred tensors, with the same cut in all layers. The rank sends each distinct block
 position once and tensor names as numbers, so rank 0 unpacks a few thousand objects instead of millions.
 """
 
@@ -15,7 +16,47 @@ from functools import cache
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import BlockLayout, FileEntry, TensorEntry, pack_crc32
-from ingot.trainer.checkpoint.blocks import tiling_problem
+
+Block = tuple[Sequence[int], Sequence[int]]
+
+
+def overlap(a: Block, b: Block) -> Block | None:
+    """Return the block that `a` and `b` share, with offsets in the whole tensor; None if they share no element."""
+    offsets = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    sizes = [min(x + m, y + n) - o for x, m, y, n, o in zip(a[0], a[1], b[0], b[1], offsets, strict=True)]
+    return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def slices(block: Block, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices of `block` in an array whose first element is at `origin` in the whole tensor."""
+    return tuple(slice(o - z, o - z + size) for o, size, z in zip(*block, origin, strict=True))
+
+
+def tiling_problem(shape: Sequence[int], blocks: Sequence[Block]) -> str:
+    """Return why `blocks`, all inside `shape`, do not hold each element exactly once; "" if they do.
+
+    The reason continues a sentence whose subject is the blocks.
+    """
+    if sum(math.prod(sizes) for _, sizes in blocks) != math.prod(shape):
+        return f"do not cover its shape {list(shape)}"
+    return "overlap" if len(blocks) > 1 and _some_overlap(len(shape), blocks) else ""
+
+
+def _some_overlap(dims: int, blocks: Sequence[Block]) -> bool:
+    # Sweep along the dim with the most cuts, where few blocks are open at a time: if columns are cut into many rows, as
+    # many as there are columns.
+    if dims == 0:
+        return True
+    along = max(range(dims), key=lambda dim: len({offsets[dim] for offsets, _ in blocks}))
+    open_blocks: list[Block] = []
+    for block in sorted(blocks, key=lambda block: block[0][along]):
+        start = block[0][along]
+        open_blocks = [b for b in open_blocks if b[0][along] + b[1][along] > start]
+        if any(overlap(b, block) for b in open_blocks):
+            return True
+        open_blocks.append(block)
+    return False
+
 
 Numbers = tuple[int, ...]
 Kind = tuple[str, Numbers]  # dtype, shape of the whole tensor

@@ -20,7 +20,7 @@ from ingot.trainer.loader.reader import TokenReader
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.optim.adamw import AdamW
-from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.shard import ParameterShard
 

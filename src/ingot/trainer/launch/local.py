@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from ingot.errors import ResourceError
-from ingot.schema.job import Job
+from ingot.schema.run_folder import Job
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, die_with_parent
 
 JOB_VARIABLE = "INGOT_JOB"

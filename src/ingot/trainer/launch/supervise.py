@@ -18,8 +18,7 @@ from pathlib import Path
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
 from ingot.events import EventLog, read_events
 from ingot.schema import events
-from ingot.schema.job import Job
-from ingot.schema.run_folder import RunFolder
+from ingot.schema.run_folder import Job, RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints
 from ingot.trainer.launch.local import LocalJob, end_of

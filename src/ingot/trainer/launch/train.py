@@ -13,10 +13,9 @@ from ingot.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, ConfirmationNeede
 from ingot.events import read_events
 from ingot.machine.facts import usable_cores
 from ingot.schema import events
-from ingot.schema.job import Job
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
-from ingot.schema.run_folder import RunFolder
+from ingot.schema.run_folder import Job, RunFolder
 from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run

@@ -1,11 +1,19 @@
-"""The peak memory of this process, and the cost of the run in US dollars."""
+"""The resources that a rank uses: peak memory, US dollars, and the time between two log lines by what it was spent on.
+
+The kernel counts how long a thread computed and how long it was ready but had no core; for the rest of the wall-clock
+time the thread was blocked. Two kinds of blocking have clocks of their own: waiting for the loader's next batch, and
+for a neighbor in the pipeline. On a CPU the other kinds are collectives. On a GPU the host only starts work, and blocks
+where it reads results.
+"""
 
 import re
 import resource
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ingot.events import read_events
@@ -44,3 +52,82 @@ class CostMeter:
         if not self._usd_per_second:
             return None
         return self._spent_usd + (time.monotonic() - self._began) * self._usd_per_second
+
+
+_SCHEDULER = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and ready without one (Linux)
+
+
+@dataclass(frozen=True)
+class ThreadTime:
+    """The clocks of the calling thread, seconds since an arbitrary origin. queued: ready to run, but without a core."""
+
+    wall: float
+    computing: float
+    queued: float
+
+    @classmethod
+    def now(cls) -> "ThreadTime":
+        """Read the clocks."""
+        return cls(time.monotonic(), time.thread_time(), _queued_seconds())
+
+    def since(self, before: "ThreadTime") -> "ThreadTime":
+        """Return the time that passed since `before`."""
+        return ThreadTime(self.wall - before.wall, self.computing - before.computing, self.queued - before.queued)
+
+
+def _queued_seconds() -> float:
+    """Return the seconds that this thread was ready without a core; 0 if the kernel does not count them."""
+    try:
+        return int(_SCHEDULER.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """The wall-clock seconds of one rank in one interval, divided by use.
+
+    data: waiting for the loader. pipeline: waiting for a neighbor's message (0 on GPUs, where the host does not wait
+    for messages). reading: waiting for the results of the interval, on a GPU until the device has computed them.
+    computing: on a core. queued: ready, but without a core. blocked: waiting for anything else.
+    """
+
+    data: float
+    pipeline: float
+    reading: float
+    computing: float
+    queued: float
+    blocked: float
+
+    @classmethod
+    def of(cls, passed: ThreadTime, *, data: float, pipeline: float, reading: float) -> "Waits":
+        """Divide the time `passed` by use; the remainder is `blocked`."""
+        known = passed.computing + passed.queued + data + pipeline + reading
+        return cls(
+            data=data,
+            pipeline=pipeline,
+            reading=reading,
+            computing=passed.computing,
+            queued=passed.queued,
+            blocked=max(passed.wall - known, 0.0),
+        )
+
+    def row(self) -> np.ndarray:
+        """Return the seconds in the order of KINDS, float64 [kinds]."""
+        return np.array([getattr(self, name) for name in KINDS])
+
+
+KINDS = tuple(Waits.__dataclass_fields__)
+
+
+def summary(rows: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
+    """Return the fields of a `waits` event: seconds per step by kind. rows: `Waits.row` per rank, [ranks, kinds]."""
+    found = {}
+    for kind, column in zip(KINDS, (rows / steps).T, strict=True):
+        found[kind] = {"mean": _rounded(column.mean()), "least": _rounded(column.min()), "most": _rounded(column.max())}
+        found[kind]["rank"] = int(column.argmax())
+    return found
+
+
+def _rounded(seconds: float) -> float:
+    return round(float(seconds), 7)

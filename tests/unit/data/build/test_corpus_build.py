@@ -24,7 +24,7 @@ from ingot.data.tasks.local import Local
 from ingot.data.tasks.run import Inline
 from ingot.data.tasks.store import Store
 from ingot.errors import RunBusyError
-from ingot.schema.document import document_id
+from ingot.schema.corpus import document_id
 
 
 def inputs_of(crawl):

@@ -12,8 +12,7 @@ from ingot.data.build.prepare import prepare, verify
 from ingot.data.build.recipe import load_recipe
 from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
-from ingot.schema.corpus import CorpusManifest, CorpusPart
-from ingot.schema.document import document_id
+from ingot.schema.corpus import CorpusManifest, CorpusPart, document_id
 from ingot.storage import exclusive, sha256_file
 from ingot.tokenizer.byte_bpe import train_bpe
 

@@ -19,8 +19,7 @@ from ingot.data.build.corpus import load_corpus
 from ingot.data.build.shards import build_shards
 from ingot.data.lineage.verify import verify_tokens
 from ingot.data.tasks.local import Local
-from ingot.schema.corpus import CorpusManifest, CorpusPart
-from ingot.schema.document import document_id
+from ingot.schema.corpus import CorpusManifest, CorpusPart, document_id
 from ingot.schema.tokens import DOCUMENT_DTYPE, read_token_manifest
 from ingot.storage import sha256_file, write_json
 from ingot.tokenizer.byte_bpe import train_bpe

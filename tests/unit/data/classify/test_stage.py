@@ -5,7 +5,7 @@ from tests.expect import refused
 
 from ingot.config import load
 from ingot.data.classify.stage import ClassifierRules, Classify, ModelRule, fingerprint
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 pytest.importorskip("fasttext")
 

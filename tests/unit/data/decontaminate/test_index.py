@@ -14,7 +14,7 @@ from ingot import config
 from ingot.data.decontaminate import Decontaminate, DecontaminationRules, build_index, fingerprint
 from ingot.data.decontaminate.index import read_items
 from ingot.data.decontaminate.words import Bitmap, Words
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 QUESTION = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "

@@ -1,6 +1,6 @@
 import pytest
 
-from ingot.data.extract.encoding import decode_page
+from ingot.data.extract.html import decode_page
 
 RUSSIAN = "Всеобщая декларация прав человека. Все люди рождаются свободными. " * 5
 GERMAN = "Die Würde des Menschen ist unantastbar; sie zu achten ist Pflicht. " * 5

@@ -15,7 +15,7 @@ from tests.expect import refused
 from ingot.data.extract.html import Extract, ExtractRules, clean_text, extract_text
 from ingot.data.native import compiled
 from ingot.data.sources.warc import read_warc
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 ARTICLE = "<h1>Title</h1><p>The first paragraph has a few words.</p><p>The second one has some more words.</p>"
 PAGE = f"""<html><body><nav><a href="/">Home</a> <a href="/x">Other</a></nav>

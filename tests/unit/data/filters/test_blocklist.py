@@ -19,7 +19,7 @@ from ingot.data.filters.blocklist import (
     url_key,
     url_score,
 )
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 
 def judged(stage, url):

@@ -1,7 +1,7 @@
 import pytest
 
 from ingot.data.filters.c4 import C4, C4Rules, count_sentences
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 LINE = "This is one good line of text."
 FIVE = "\n".join(f"This is good line number {i} of the text." for i in range(5))

@@ -1,7 +1,7 @@
 import pytest
 
 from ingot.data.filters.quality import FineWeb, FineWebRules
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 LINES = [f"This is quite a good and long line, it has number {i}." for i in range(10)]
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ingot.data.filters.counts import count_gopher, duplicate_ngrams, duplicates, top_ngrams
 from ingot.data.filters.gopher import Gopher, GopherRules, RepetitionRules, broken_quality_rule
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 # 90 different words with stop words: breaks no rule.
 GOOD = "the and to of " + " ".join(f"word{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(90))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ingot import config
 from ingot.data.filters.injection import near
 from ingot.data.filters.junk import MEASURES, SIGNS, Junk, JunkRules, Signs
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 PROSE = (
     "The river rises in the hills behind the town "  # words: ok

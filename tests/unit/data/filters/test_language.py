@@ -8,7 +8,7 @@ import pytest
 from ingot import config
 from ingot.data.filters import language
 from ingot.data.filters.language import LANGUAGES, Language, LanguageRules, fingerprint, identify
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 ENGLISH = "The library reads its data in small pieces, so that a common computer can work with large collections."
 GERMAN = "Die Bibliothek liest ihre Daten in kleinen Stücken, damit ein gewöhnlicher Rechner große Sammlungen schafft."

@@ -9,7 +9,7 @@ from tests.expect import refused
 from ingot.config import load, to_toml
 from ingot.data.filters.gopher import GopherRules, RepetitionRules
 from ingot.data.filters.quality import PRESETS, QualityRules, quality_stages
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 _WORDS = (
     "people water house river would about there their other could these first after where right think great through "

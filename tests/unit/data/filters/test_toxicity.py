@@ -9,7 +9,7 @@ from tests.expect import refused
 from ingot.data.classify.model import write_model
 from ingot.data.classify.train import ClassifierSettings, Labelled, train
 from ingot.data.filters.toxicity import Toxicity, ToxicityRules, fingerprint, listed_words
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 
 def run(text, stage=None):

@@ -26,8 +26,7 @@ from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.data.lineage.records import find
 from ingot.data.mixture.dsir import DsirRules, Features, gumbel, importance, select
 from ingot.data.sources.input import Input
-from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
-from ingot.schema.document import document_id
+from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage, document_id
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import sha256_file, write_json
 from ingot.tokenizer.byte_bpe import train_bpe

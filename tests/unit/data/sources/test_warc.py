@@ -11,7 +11,7 @@ from tests.expect import refused
 
 from ingot.data.sources.warc import BadResponse, Limits, decoded_body, parse_response, read_warc
 from ingot.errors import DataError
-from ingot.schema.document import document_id
+from ingot.schema.corpus import document_id
 
 PAGE = b"<!DOCTYPE html><html><body><p>Hello there.</p></body></html>"
 

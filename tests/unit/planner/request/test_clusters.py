@@ -3,7 +3,7 @@
 import pytest
 from tests.expect import named, refused
 
-from ingot.machine.cluster_file import read_cluster, write_cluster
+from ingot.machine.facts import read_cluster, write_cluster
 from ingot.planner.request.clusters import load_cluster
 from ingot.schema.cluster import Cluster
 from ingot.theory.devices import devices

@@ -8,7 +8,7 @@ from tests.expect import refused
 
 from ingot.config import from_dict, to_toml
 from ingot.hub.kinds import kind_of
-from ingot.machine.cluster_file import write_cluster
+from ingot.machine.facts import write_cluster
 from ingot.planner.request.clusters import find_cluster, load_cluster, with_published_rates
 from ingot.planner.request.planning import make_project, plan
 from ingot.planner.request.presets import ModelPreset, choose_model, load_model, model_names, model_of_size

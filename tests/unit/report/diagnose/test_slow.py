@@ -24,7 +24,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Data, Evaluate, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic, write_json
-from ingot.trainer.telemetry.waits import KINDS
+from ingot.trainer.telemetry.usage import KINDS
 
 ARCH = Arch(
     vocab_size=256, d_model=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=256

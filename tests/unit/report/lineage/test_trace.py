@@ -12,8 +12,7 @@ from ingot.data.build.shards import build_shards
 from ingot.report.lineage.trace import trace_step
 from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.corpus import CorpusManifest, CorpusPart
-from ingot.schema.document import document_id
+from ingot.schema.corpus import CorpusManifest, CorpusPart, document_id
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from ingot.trainer.checkpoint.blocks import overlap, slices, tiling_problem
+from ingot.trainer.checkpoint.part import overlap, slices, tiling_problem
 
 
 def random_block(rng, shape):

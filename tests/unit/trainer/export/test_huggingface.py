@@ -231,9 +231,9 @@ def test_export_replaces_its_own_folder_only(run, tmp_path):
 
 def test_wrong_logits_are_not_exported(run, tmp_path, monkeypatch):
     """Two names swapped in the mapping: shapes fit, and only the proof can notice."""
-    from ingot.trainer.export import tensors
+    from ingot.trainer.export import model_folder
 
-    honest = tensors.huggingface_names
+    honest = model_folder.huggingface_names
 
     def swapped(arch, names):
         monkeypatch.undo()  # reading is honest again
@@ -241,7 +241,7 @@ def test_wrong_logits_are_not_exported(run, tmp_path, monkeypatch):
         gate, up = "blocks.0.mlp.gate.weight", "blocks.0.mlp.up.weight"
         return found | {gate: found[up], up: found[gate]}
 
-    monkeypatch.setattr(tensors, "huggingface_names", swapped)
+    monkeypatch.setattr(model_folder, "huggingface_names", swapped)
     with refused("E-EXPORT-LOGITS", limit=1e-5) as caught:
         export_run(run, tmp_path / "hf")
     assert caught.value.facts["difference"] > 1e-5

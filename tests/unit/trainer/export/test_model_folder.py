@@ -16,8 +16,7 @@ from ingot.errors import CheckpointError, ConfigError
 from ingot.hub.arch_config import arch_of, huggingface_config
 from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch, Mla, Moe
-from ingot.trainer.export.model_folder import import_huggingface, write_model
-from ingot.trainer.export.tensors import huggingface_shapes, tensor_shapes
+from ingot.trainer.export.model_folder import huggingface_shapes, import_huggingface, tensor_shapes, write_model
 from ingot.trainer.model.transformer import Transformer
 
 LLAMA = Arch(

@@ -11,8 +11,7 @@ from tests.expect import refused
 from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.job import Job
-from ingot.schema.run_folder import RunFolder
+from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.supervise import supervise
 

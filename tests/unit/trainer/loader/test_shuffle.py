@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.trainer.loader.shuffle import GROUP_BLOCKS, Shuffle, permute, permuted_range
+from ingot.trainer.loader.order import GROUP_BLOCKS, Shuffle, permute, permuted_range
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 255, 256, 257, 1000, 4095, 4097, 5000])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 
 
 def clip_grad_norm(shards, max_norm, *, scale=None):

@@ -1,6 +1,6 @@
 import torch
 
-from ingot.trainer.optim.loss_scale import GROWTH_INTERVAL, LossScale
+from ingot.trainer.optim.gradients import GROWTH_INTERVAL, LossScale
 
 FINE, OVERFLOW = torch.tensor(False), torch.tensor(True)
 

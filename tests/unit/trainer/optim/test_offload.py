@@ -10,7 +10,7 @@ from tests.expect import refused
 from ingot.schema.parallel import Parallel
 from ingot.trainer.optim import offload
 from ingot.trainer.optim.adamw import AdamW
-from ingot.trainer.optim.clip import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 from ingot.trainer.optim.offload import OffloadedOptimizer, build_optimizer
 
 FEW = 64 * 1024  # bytes of staging: ranges of 2048 float32 or 1024 float64 elements, so that `embed` has several

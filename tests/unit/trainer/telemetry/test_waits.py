@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from ingot.trainer.telemetry.waits import KINDS, ThreadTime, Waits, summary
+from ingot.trainer.telemetry.usage import KINDS, ThreadTime, Waits, summary
 
 
 def test_a_sleeping_thread_is_blocked_and_a_busy_one_computes():

@@ -34,7 +34,7 @@ from ingot.data.lineage.records import (
 )
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError
-from ingot.schema.document import Document, Drop
+from ingot.schema.corpus import Document, Drop
 from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, read_token_manifest
 from ingot.storage import sha256_bytes
 

@@ -15,8 +15,7 @@ from ingot.config import to_dict
 from ingot.data.build.corpus import json_line
 from ingot.data.lineage.records import text_hash, write_lineage, write_shard_lineage
 from ingot.data.lineage.verify import block_digests
-from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage
-from ingot.schema.document import document_id
+from ingot.schema.corpus import CorpusManifest, CorpusPart, FunnelStage, document_id
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_file, write_atomic, write_json
 from ingot.tokenizer.byte_bpe import train_bpe

@@ -28,7 +28,7 @@ from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.data.lineage.records import read_lineage
 from ingot.data.lineage.verify import verify_tokens
 from ingot.errors import RunBusyError
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import exclusive, sha256_file
 
