@@ -10,7 +10,7 @@ run: $(VENV)/.installed-all
 # One worker per core: the tests of a file stay together, those that start several processes are on one worker.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not nightly"
 
 # The tests that compile; .ci/run runs them too.
 test-slow: $(VENV)/.installed-dev

@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), "cuda"])
 @pytest.mark.parametrize("name", CASES)
 def test_traces_meet_and_agree_with_the_formulas(name, device):
     run = CASES[name]

@@ -66,7 +66,11 @@ def without_checkpoints(rank, world, run, steps):
     return trained.losses, trained.norms
 
 
-@pytest.mark.parametrize("layouts, arch", [(MESHES, ARCH), (HOMES, UNEVEN)], ids=["meshes", "homes of state"])
+@pytest.mark.parametrize(
+    "layouts, arch",
+    [pytest.param(MESHES, ARCH, marks=pytest.mark.nightly), (HOMES, UNEVEN)],
+    ids=["meshes", "homes of state"],
+)
 def test_losses_go_on_on_another_layout(fork_ranks, tmp_path, layouts, arch):
     folder = RunFolder(tmp_path / "run")
     ((losses, norms),) = fork_ranks(without_checkpoints, 1, run_of(arch=arch, global_batch=BATCH), STEPS * len(layouts))

@@ -25,12 +25,12 @@ CONTEXT_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
 def test_layouts_equal_the_llama_of_transformers(fork_ranks, transformers_twin, tied):
     compare(fork_ranks, transformers_twin, replace(ARCH, tied_embeddings=tied), LAYOUTS)
 
 
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["mistral", "qwen3"])
+@pytest.mark.parametrize("qk_norm", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["mistral", "qwen3"])
 def test_a_window_is_that_of_transformers(fork_ranks, transformers_twin, qk_norm):
     """A window of 3 tokens in sequences of 8 shows an error of one token."""
     arch = replace(ARCH, qk_norm=qk_norm, sliding_window=3)

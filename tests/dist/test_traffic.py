@@ -159,9 +159,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_bytes_by_axis_are_those_of_the_formulas(fork_ranks, world):
-    runs = {name: run_of(**settings) for name, (ranks, settings) in CASES.items() if ranks == world}
+# The layouts of `make test`: each form of parallelism once. A trace counts the same of any number of ranks (rehearse).
+FEW = ("zero 1, fp32", "zero 3", "tp", "pp", "ring", "ulysses", "ep over dp_shard")
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [(2, FEW), *(pytest.param(world, tuple(CASES), marks=pytest.mark.nightly) for world in (2, 4, 8))],
+    ids=["few-2", "all-2", "all-4", "all-8"],
+)
+def test_bytes_by_axis_are_those_of_the_formulas(fork_ranks, world, names):
+    runs = {name: run_of(**settings) for name in names for ranks, settings in [CASES[name]] if ranks == world}
     for name, run in runs.items():
         assert not list(layout_problems(run)) and run.parallel.world_size == world, name
     results = fork_ranks(counted_steps, world, list(runs.values()), timeout=300)
@@ -248,10 +256,17 @@ HELD: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world", HELD)
-def test_memory_is_that_of_the_bill(fork_ranks, world):
+FEW_HELD = [SHORT | {"dp_shard": 2, "zero": 2}, LONG | {"tp": 2}, SPARSE_SHORT | {"dp_shard": 2, "ep": 2, "zero": 2}]
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [(2, FEW_HELD), *(pytest.param(world, HELD[world], marks=pytest.mark.nightly) for world in HELD)],
+    ids=["few-2", *(f"all-{world}" for world in HELD)],
+)
+def test_memory_is_that_of_the_bill(fork_ranks, world, layouts):
     """Within a tenth: of temporaries, only the large ones are in the bill."""
-    runs = [run_of(**{"arch": LARGER, "unit_layers": 1} | settings) for settings in HELD[world]]
+    runs = [run_of(**{"arch": LARGER, "unit_layers": 1} | settings) for settings in layouts]
     results = fork_ranks(peaks, world, runs, timeout=300)
     wrong = []
     for number, run in enumerate(runs):
@@ -261,5 +276,5 @@ def test_memory_is_that_of_the_bill(fork_ranks, world):
             share = sum(term.value for term in bill.values()) / seen
             if not 0.9 < share < 1.1:
                 terms = {kind: round(term.value) for kind, term in bill.items()}
-                wrong.append(f"{HELD[world][number]}, rank {rank}: {share:.2f} of {seen:,} bytes: {terms}")
+                wrong.append(f"{layouts[number]}, rank {rank}: {share:.2f} of {seen:,} bytes: {terms}")
     assert not wrong, "\n".join(wrong)

@@ -49,7 +49,7 @@ def wait_until_gone(project: Project, out: str, seconds: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_rank_costs_nothing_but_time(project, undisturbed, rank):
     out = f"killed-{rank}"
     process = project.start(out)

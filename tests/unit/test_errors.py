@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,39 +16,45 @@ CODE = re.compile(r"E(-[A-Z0-9]+){1,4}")
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, IngotError)}
 
 
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+@cache
+def nodes() -> list[tuple[Path, ast.Call | ast.Constant | ast.ClassDef]]:
+    """Return (file, node) of every call, text and class in the source."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Call, ast.ClassDef)) or (
+                isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ):
+                found.append((path, node))
+    return found
 
 
 def without_code() -> list[str]:
     """Return the places that make an IngotError whose first argument is neither a code nor a value that holds one."""
     kinds = set(KINDS)
-    for tree in trees().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id in KINDS for b in node.bases):
-                kinds.add(node.name)
+    for _, node in nodes():
+        if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id in KINDS for b in node.bases):
+            kinds.add(node.name)
     found = []
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds):
-                continue
-            first = node.args[0] if node.args else None
-            options = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
-            passed_on = isinstance(first, (ast.Name, ast.Attribute, ast.Starred, ast.Subscript))
-            literal = all(isinstance(o, ast.Constant) and CODE.fullmatch(str(o.value)) for o in options)
-            if len(node.args) != 2 or not (literal or passed_on):
-                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    for path, node in nodes():
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds):
+            continue
+        first = node.args[0] if node.args else None
+        options = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
+        passed_on = isinstance(first, (ast.Name, ast.Attribute, ast.Starred, ast.Subscript))
+        literal = all(isinstance(o, ast.Constant) and CODE.fullmatch(str(o.value)) for o in options)
+        if len(node.args) != 2 or not (literal or passed_on):
+            found.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
     return found
 
 
 def used() -> set[tuple[str, str]]:
     """Return (package, code) of every code in the source."""
     found = set()
-    for path, tree in trees().items():
+    for path, node in nodes():
         inside = path.relative_to(SOURCE).parts
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and CODE.fullmatch(node.value):
-                found.add((inside[0] if len(inside) > 1 else "ingot", node.value))
+        if isinstance(node, ast.Constant) and CODE.fullmatch(node.value):
+            found.add((inside[0] if len(inside) > 1 else "ingot", node.value))
     kinds = {("ingot", kind.kind) for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")}
     return found - kinds - {("cli", "E-CODE")}  # the placeholder of help texts
 

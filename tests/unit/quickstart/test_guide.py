@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from ingot.schema.document import Document
+from ingot.schema.corpus import Document
 
 from ingot.data.extract.html import Extract
 from ingot.quickstart.guide import docstrings, prose, read_page, render_mirror, render_page, source_files, url_path
