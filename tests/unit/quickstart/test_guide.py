@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
-from ingot.schema.corpus import Document
 
 from ingot.data.extract.html import Extract
 from ingot.quickstart.guide import docstrings, prose, read_page, render_mirror, render_page, source_files, url_path
+from ingot.schema.corpus import Document
 
 SOURCE = '''# A licence line.
 r"""The module reads a file and says what is in it.
