@@ -169,6 +169,9 @@ def _read(path: Path) -> str:
         return ""
 
 
+# -- the machine file --
+
+
 def write_cluster(path: Path, cluster: Cluster) -> None:
     write_json(path, to_dict(cluster))
 

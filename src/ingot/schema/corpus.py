@@ -4,6 +4,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+# -- manifest --
+
 
 @dataclass(frozen=True, kw_only=True)
 class FunnelStage:
@@ -64,6 +66,9 @@ class CorpusManifest:
     def problems(self):
         if self.version != 1:
             yield "version", f"is {self.version}, this ingot reads version 1"
+
+
+# -- documents --
 
 
 @dataclass(slots=True)

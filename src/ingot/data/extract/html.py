@@ -205,6 +205,9 @@ def clean_text(text: str, *, blank_lines: bool = False) -> str:
     return text.strip()
 
 
+# -- encodings --
+
+
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _META = re.compile(rb"<meta[^>]{1,300}?charset\s*=\s*[\"']?\s*([\w.:-]{2,40})", re.IGNORECASE)
 _META_BYTES = 4096

@@ -245,6 +245,9 @@ def _problems_error(found: PagePlan) -> ConfigError:
     )
 
 
+# -- adaptation of a layout --
+
+
 def settle(settings: PageSettings, arch: Arch, cluster: Cluster, moved: str = "") -> PageSettings:
     """Return the settings with degrees that fit together. moved: the setting that keeps its value. `settings` must have
     a sequence length and a batch."""

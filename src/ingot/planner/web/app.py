@@ -46,6 +46,8 @@ from ingot.planner.web.views import bubble, verdict, view
 from ingot.schema.plan import Plan
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
+# -- two plans side by side --
+
 
 @dataclass(frozen=True)
 class _Figure:
@@ -123,6 +125,9 @@ def _change(a: _Figure, b: _Figure) -> dict:
 
 def _row(label: str, a: str, b: str, change: str, judged: int) -> dict:
     return {"label": label, "a": a, "b": b, "change": change, "judged": judged}
+
+
+# -- the application --
 
 
 STATIC = Path(__file__).parent / "static"

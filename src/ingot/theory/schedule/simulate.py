@@ -228,6 +228,9 @@ def _line(timeline: Timeline, rank: int, scale: float) -> str:
     return "".join(cells)
 
 
+# -- step times without a timeline --
+
+
 Times = tuple[Sequence[float], Sequence[float], Sequence[float]]  # F, I and W of every stage
 
 _KINDS = "FBIW"

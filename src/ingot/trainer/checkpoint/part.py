@@ -17,6 +17,9 @@ from functools import cache
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import BlockLayout, FileEntry, TensorEntry, pack_crc32
 
+# -- rectangular blocks --
+
+
 Block = tuple[Sequence[int], Sequence[int]]
 
 
@@ -56,6 +59,9 @@ def _some_overlap(dims: int, blocks: Sequence[Block]) -> bool:
             return True
         open_blocks.append(block)
     return False
+
+
+# -- the list of blocks of a rank --
 
 
 Numbers = tuple[int, ...]

@@ -20,6 +20,9 @@ from ingot.trainer.export.weights import StoredWeights, write_weights
 from ingot.trainer.model.init import ROUTER_BIAS
 from ingot.trainer.model.transformer import Transformer
 
+# -- folders --
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -125,6 +128,9 @@ def first_weights(folder: Path, arch: Arch, drawn: FirstValue) -> FirstValue:
         return there.read_block(name, offsets, sizes)
 
     return value
+
+
+# -- tensors --
 
 
 # Suffixes of the names of tensors that only training needs: the loads of the previous step, for a balance loss, and the

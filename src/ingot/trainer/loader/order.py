@@ -24,6 +24,9 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
 from ingot.trainer.loader.reader import Windows
 
+# -- shuffle --
+
+
 BLOCK_TOKENS = 1 << 19  # a block of windows is about this long: 1 MiB of uint16, one sequential read
 MAX_BLOCK_WINDOWS = 1024
 GROUP_BLOCKS = 32  # blocks per group; with blocks of 2**19 tokens a group is 16.8M tokens
@@ -114,6 +117,9 @@ class Shuffle:
             blocks = permute(blocks, full, derive(key, "blocks"))
         windows = blocks[which] * self.block_windows + in_full % self.block_windows
         return np.where(in_tail, full * self.block_windows + positions - tail_begin, windows)
+
+
+# -- order --
 
 
 CYCLE = 4096  # the number of samples after which the quotas of weighted sources are exact

@@ -56,6 +56,9 @@ def _dtype_and_device(shards: Sequence[ParameterShard]) -> tuple[torch.dtype, to
     return dtype, next((p.grad.device for p in shards if p.grad is not None), shards[0].value.device)
 
 
+# -- loss scale --
+
+
 INIT_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 STATE = ("loss_scale", "loss_scale_good_steps")

@@ -19,6 +19,8 @@ import torch
 from ingot.events import read_events
 from ingot.schema import events
 
+# -- memory and cost --
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory: on a GPU as the planner counts it, on a CPU the peak resident size of this process."""
@@ -52,6 +54,9 @@ class CostMeter:
         if not self._usd_per_second:
             return None
         return self._spent_usd + (time.monotonic() - self._began) * self._usd_per_second
+
+
+# -- time --
 
 
 _SCHEDULER = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and ready without one (Linux)

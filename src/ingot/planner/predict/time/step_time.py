@@ -254,6 +254,9 @@ def simulated(
     return simulate(table, forward=forward, backward_input=inputs, backward_weight=weights, send=message)
 
 
+# -- CPU --
+
+
 def estimate_cpu_step(run: RunConfig, cluster: Cluster, software: Software) -> StepTime:
     """Return the time of one step on a CPU cluster. The cluster must have a rate for the run's precision."""
     everyone = positions(run, software)
