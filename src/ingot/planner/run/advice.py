@@ -50,7 +50,7 @@ def warnings(
 ) -> Iterator[str]:
     """Yield the warnings of a plan, each one sentence with a remedy. tokens: number of tokens in the training set, 0 if
     unknown."""
-    yield from _memory(run, cluster, bill)
+    yield from memory_warnings(run, cluster, bill)
     yield from _low_precision(cluster, software)
     yield from _devices(run, cluster)
     yield from _layout(run, cluster, seconds)
@@ -60,11 +60,8 @@ def warnings(
     yield from _rates(run, cluster, seconds, manifest)
 
 
-def check_warnings(
-    run: RunConfig, cluster: Cluster, bill: dict[str, Term], seconds: float, manifest: TokenManifest | None
-) -> Iterator[str]:
-    """Yield the warnings of `ingot check`: those on failing and slow runs, without those on the model's size."""
-    yield from _memory(run, cluster, bill)
+def check_warnings(run: RunConfig, cluster: Cluster, seconds: float, manifest: TokenManifest | None) -> Iterator[str]:
+    """Yield the warnings of `ingot check`: those on failing and slow runs, without those on memory and model size."""
     if cluster.device == "cpu":
         yield from _devices(run, cluster)
     yield from _layout(run, cluster, seconds)
@@ -89,7 +86,8 @@ def _rates(run: RunConfig, cluster: Cluster, seconds: float, manifest: TokenMani
         yield f"time on {cluster.name} follows from published figures; run `ingot doctor --bench` there to measure it"
 
 
-def _memory(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator[str]:
+def memory_warnings(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> Iterator[str]:
+    """Yield a warning if a rank needs more memory than there is, or nearly all of it."""
     needed = sum(term.value for term in bill.values())
     there = rank_memory_bytes(cluster, run.parallel.world_size)
     largest = max((kind for kind in bill if kind != "runtime"), key=lambda kind: bill[kind].value)

@@ -16,7 +16,7 @@ from ingot.config import key_lines
 from ingot.errors import ConfigError, DataError
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.step_time import step_seconds
-from ingot.planner.run.advice import check_warnings, degrees
+from ingot.planner.run.advice import check_warnings, degrees, memory_warnings
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
@@ -82,9 +82,10 @@ def _whole(run: RunConfig, machine: Cluster, manifest: TokenManifest | None) -> 
         return
     bill = memory_bill(run, machine)
     fits = sum(term.value for term in bill.values()) <= rank_memory_bytes(machine, run.parallel.world_size)
-    for advice in check_warnings(run, machine, bill, _seconds(run, machine), manifest):
-        severity = "error" if advice.startswith("does not fit") and not fits else "warning"
-        yield Finding(severity, "plan", advice)
+    for advice in memory_warnings(run, machine, bill):
+        yield Finding("warning" if fits else "error", "plan", advice)
+    for advice in check_warnings(run, machine, _seconds(run, machine), manifest):
+        yield Finding("warning", "plan", advice)
 
 
 def _in_order(findings: list[Finding], path: Path, overrides: tuple[str, ...]) -> list[Finding]:
