@@ -78,7 +78,7 @@ def train(trainer: Trainer) -> Ending:
             break
         interval = Interval.begin(trainer)
 
-    if not stopped:  # also if the loop had no steps left: an earlier attempt was killed after the last checkpoint
+    if not stopped:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint
         log_evaluation(trainer, done)
         log_samples(trainer, done)
         seconds = round(time.monotonic() - began, 3)

@@ -187,7 +187,7 @@ def misbehave(kind: str) -> None:
             while True:
                 hoard.append(bytearray(1 << 24))
         case "refuse":
-            raise DataError("E-DRILL-REFUSED", "this file is no crawl file", rule="a rule", fix="a fix", kind=kind)
+            raise DataError("E-DRILL-REFUSED", "this file is not a crawl file", rule="a rule", fix="a fix", kind=kind)
         case "bug":
             raise ValueError("a bug")
 
