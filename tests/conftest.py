@@ -4,6 +4,7 @@ Tests do not depend on the caller's environment: variables that change output, t
 anything is imported that reads them, and the processes that tests start inherit them.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -64,6 +65,7 @@ def _rank_main(function, rank, world, store, arguments, pipe):
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # a collection would visit, and so copy, all objects of the parent
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     try:

@@ -187,7 +187,7 @@ def loss_and_gradients(model, ids, context=None):
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-@pytest.mark.parametrize("how", ["full", "selective", "compiled"])
+@pytest.mark.parametrize("how", ["full", "selective", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
     ids = torch.randint(0, ARCH.vocab_size, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
     compile_once = torch.compile

@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ingot.schema.run import Train
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.parallel.fsdp import Fsdp, shard_stage
 from ingot.trainer.parallel.pipeline import TiedEnds, cut_stage
 from ingot.trainer.parallel.recompute import KeptResults, recompute
 from ingot.trainer.parallel.split_backward import SplitBackward, split_linears
 from ingot.trainer.parallel.tensor import cut_tensors, sum_partial_gradients, use_async_tensor_parallel
 from ingot.trainer.parallel.zero import Zero
 from ingot.trainer.shard import ParameterShard
+
+if TYPE_CHECKING:
+    from ingot.trainer.parallel.fsdp import Fsdp
 
 # (name, whole shape, offsets, sizes) -> this block of the parameter's first value, on the CPU
 InitialValue = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
@@ -34,7 +36,7 @@ class ShardedModel:
     """
 
     stages: dict[int, nn.Module]
-    data: Zero | Fsdp
+    data: "Zero | Fsdp"
     shards: list[ParameterShard]
     hidden: torch.dtype
     split: SplitBackward | None
@@ -106,8 +108,10 @@ def parallelize(
             )
         # 6. Precision, ZeRO-3's sharding, and memory for this rank's parts. balance.py makes the buffers of routers.
         if settings.zero == 3:
+            from ingot.trainer.parallel import fsdp  # takes a third of a rank's imports, and only ZeRO-3 needs it
+
             stage.to(master)
-            shard_stage(stage, every_cut, mesh, compute, grads, device)
+            fsdp.shard_stage(stage, every_cut, mesh, compute, grads, device)
         else:
             stage.to(compute)
         stage.to_empty(device="cpu" if settings.offload_parameters else device)
@@ -117,7 +121,9 @@ def parallelize(
     # 7. The shards of each rank, and the exchange of gradients.
     every = list(stages.values())
     if settings.zero == 3:
-        data = Fsdp(every, every_cut, mesh)
+        from ingot.trainer.parallel import fsdp
+
+        data = fsdp.Fsdp(every, every_cut, mesh)
     else:
         assert settings.zero != "auto"
         data = Zero(every, every_cut, mesh, zero=settings.zero, master=master, grads=grads, micro_batches=micro_batches)
