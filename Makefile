@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-slow check proof native chromium clean
+.PHONY: run test test-slow test-nightly check proof native chromium clean
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
@@ -15,6 +15,10 @@ test: $(VENV)/.installed-dev
 # The tests that compile; .ci/run runs them too.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
+
+# Whole matrices of layouts on real ranks, of which `make test` runs a part; .ci/nightly runs them too.
+test-nightly: $(VENV)/.installed-dev
+	$(PYTEST) -m nightly
 
 check: $(VENV)/.installed-dev
 	./check

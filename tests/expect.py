@@ -32,7 +32,7 @@ def reported(output: str, code: str, **facts: object) -> dict:
 def named(texts: Iterable[str], *words: object) -> bool:
     """Return whether the texts of a fact contain each of `words` (keys, values, names), not as a part of a word."""
     text = "\n".join(texts)
-    return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
+    return all(re.search(rf"(?<![\w.-]){re.escape(str(word))}(?!\w|\.\d)", text) for word in words)
 
 
 def calls_of(function: Callable[[], object]) -> int:

@@ -44,7 +44,8 @@ class _Reader:
         self.rules = rules  # rules of the whole configuration, checked after those of its dataclass
         self.root = root  # the dataclass of the whole configuration, to find a key that is in the wrong section
         self.problems: list[str] = []
-        self.facts: dict[str, Any] = {"problems": self.problems, "keys": [], "meant": {}}  # meant: key -> nearest keys
+        # meant: key -> nearest keys or values
+        self.facts: dict[str, Any] = {"problems": self.problems, "keys": [], "meant": {}}
         self.unknown_keys = 0
         self.sections: dict[str, Any] = {}  # name -> built dataclass, for top-level sections without a problem
 

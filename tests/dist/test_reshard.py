@@ -250,7 +250,7 @@ def test_parameters_of_a_missing_stage_are_refused_on_all_ranks(fork_ranks, tmp_
     model = {n: v for n, v in MODEL.items() if n != "blocks.1.o.weight"}
     results = fork_ranks(try_to_load, 2, tmp_path, Layout(pp=2), model)
     assert results[0] == results[1]
-    assert results[0][0] == of_another_model(tmp_path, "model.blocks.1.o.weight")
+    assert results[0][0] == of_another_model(tmp_path, "model.blocks.1.o.weight", lacking="model")
 
 
 def test_parameters_that_one_stage_lacks_are_refused_on_all_ranks(fork_ranks, tmp_path):
@@ -258,7 +258,7 @@ def test_parameters_that_one_stage_lacks_are_refused_on_all_ranks(fork_ranks, tm
     model = MODEL | {"blocks.1.gate.weight": ((4, 4), None, 1)}
     results = fork_ranks(try_to_load, 2, tmp_path, Layout(pp=2), model)
     assert results[0] == results[1]
-    assert results[0][0] == of_another_model(tmp_path, "model.blocks.1.gate.weight")
+    assert results[0][0] == of_another_model(tmp_path, "model.blocks.1.gate.weight", lacking="checkpoint")
 
 
 def test_another_shape_on_one_stage_is_refused_on_all_ranks(fork_ranks, tmp_path):

@@ -159,8 +159,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# The layouts of `make test`: each form of parallelism once. A trace counts the same of any number of ranks (rehearse).
-FEW = ("zero 1, fp32", "zero 3", "tp", "pp", "ring", "ulysses", "ep over dp_shard")
+# The layouts of `make test`, on two ranks; all layouts run nightly.
+FEW = (
+    "ddp", "zero 1, fp32", "zero 2", "zero 3", "canonical", "tp", "tp, full recompute", "pp", "ring", "ulysses",
+    "ep over dp_shard", "experts whole on tp",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -256,7 +259,14 @@ HELD: dict[int, list[dict[str, Any]]] = {
 }
 
 
-FEW_HELD = [SHORT | {"dp_shard": 2, "zero": 2}, LONG | {"tp": 2}, SPARSE_SHORT | {"dp_shard": 2, "ep": 2, "zero": 2}]
+FEW_HELD = [
+    SHORT | {"dp_shard": 2, "zero": 2},
+    SHORT | {"dp_shard": 2, "zero": 3},
+    LONG | {"tp": 2},
+    LONG | {"pp": 2},
+    LONG | {"cp": 2, "context": "ring", "recompute": "selective"},
+    SPARSE_SHORT | {"dp_shard": 2, "ep": 2, "zero": 2},
+]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ bias_rate = 0.02
 LAYOUTS = {"ep": "dp_shard = 2\nep = 2", "v": 'pp = 2\nschedule = "zb_v"'}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("ep", marks=pytest.mark.nightly), "v"])
+@pytest.fixture(scope="module", params=["ep", pytest.param("v", marks=pytest.mark.nightly)])
 def moe_project(request, tmp_path_factory) -> Project:
     root = tmp_path_factory.mktemp(f"experts-{request.param}")
     write_tokens(root / "tokens")

@@ -84,3 +84,18 @@ def test_a_code_is_listed_once_and_described_whole():
 @pytest.mark.parametrize("code, found", [("E-DISK-SPACE", True), ("E-NO-SUCH", False)])
 def test_describe(code, found):
     assert bool(describe(code)) is found
+
+
+# Codes of one cause that ends a command in one place and a build in another.
+TWO_CLASSES = {"E-CKPT-NONE", "E-CLASSIFIER-FORMAT", "E-CORPUS-MISSING", "E-TOKENIZER-MISMATCH", "E-TOKENIZER-UNSET"}
+
+
+def test_a_code_belongs_to_one_class_and_so_to_one_exit_code():
+    classes: dict[str, set[str]] = {}
+    for _, node in nodes():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS and node.args:
+            first = node.args[0]
+            for option in [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]:
+                if isinstance(option, ast.Constant):
+                    classes.setdefault(option.value, set()).add(node.func.id)
+    assert {code for code, found in classes.items() if len(found) > 1} == TWO_CLASSES

@@ -1,4 +1,5 @@
-"""The paths inside a run folder, in one place, so that trainer, supervisor, report and status agree."""
+"""The paths inside a run folder, in one place, so that trainer, supervisor, report and status agree; and the processes
+of its job."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

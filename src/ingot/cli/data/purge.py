@@ -110,6 +110,7 @@ def _print_runs(runs, terminal: Terminal) -> None:
             text += f", first at step {one['first_step']}"
         else:
             text += "used none of these documents"
+            text += f" after step {one['unknown_steps']}" if one["unknown_steps"] else ""
         if one["unknown_steps"]:
             text += f"; the tokens of steps up to {one['unknown_steps']} are no longer known"
         terminal.say(text)

@@ -377,7 +377,7 @@ def _not_empty(manifest: CorpusManifest, out: Path) -> CorpusManifest:
             f"the crawl files hold no record ({', '.join(manifest.inputs)})",
             rule="a build reads at least one record",
             fix="give other files",
-            inputs=list(manifest.inputs),
+            inputs=list(manifest.inputs)[:5],
         )
     if worst[0][1] == records and worst[0][0] == "read.bad_input":
         warnings = [text.removeprefix("left out: ") for text in cut_files(out)]
@@ -386,7 +386,7 @@ def _not_empty(manifest: CorpusManifest, out: Path) -> CorpusManifest:
             "\n".join(warnings[:5]),
             rule=f"at least one of the inputs can be read; none of {records:,} could",
             fix="give other files",
-            inputs=list(manifest.inputs),
+            inputs=list(manifest.inputs)[:5],
         )
     listed = ", ".join(f"{rule} {count:,}" for rule, count in worst)
     raise DataError(

@@ -45,7 +45,7 @@ class SubstringRules:
 
     @property
     def ran(self) -> str:
-        return f"spans of {self.words} or more words that occur earlier in the corpus are cut"
+        return f"spans of {self.words} or more words that came before are cut"
 
 
 def window_partitions(windows: int, limit_bytes: int = 512 << 20) -> int:

@@ -1,4 +1,4 @@
-"""The stage that extracts the text of a page. It has three methods, with the same limits and the same cleaning.
+"""The stage that decodes a page and extracts its text. It has three methods with the same limits and cleaning.
 
 `fast` is resiliparse (Bevendorff et al. 2018) on the lexbor parser; `accurate` is ingot's own method (see
 docs/design/extraction.md); `trafilatura` is the package (Barbaresi 2021) without comments and with `fast=True`, which

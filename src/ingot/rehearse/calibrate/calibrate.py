@@ -32,6 +32,7 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.layout import layout_problems, positions
 from ingot.trainer.mesh.start import worker_environment
 
+_RANK = ("-m", "ingot.rehearse.calibrate.rank")
 _DEADLINE_SECONDS = 300  # a machine with eight busy programs per core needed 70 s
 # With a bandwidth of 1 B/s, the seconds of collectives are the bytes that they send.
 _UNIT_LINKS = Cluster(name="", device="cpu", memory_bytes=1, link_bandwidth=1.0)
@@ -119,7 +120,7 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
         port = free.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     job |= worker_environment(ranks, usable_cores()) | {"LOCAL_WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-m", "ingot.rehearse.calibrate.rank", *arguments]
+    command = [sys.executable, *_RANK, *arguments]
     processes = []
     try:
         for rank in range(ranks):

@@ -129,7 +129,7 @@ def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> Non
     def covered(by_rank: list[int]) -> None:
         for i, name in enumerate(names):
             if not any(bits >> i & 1 for bits in by_rank):
-                raise _other_model(path, name, "the model has no such tensor")
+                raise _other_model(path, name, "the model has no such tensor", lacking="model")
 
     def fill() -> None:
         read_blocks(path, manifest, blocks)
@@ -142,7 +142,7 @@ def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> Non
 def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[StateBlock]) -> None:
     for block in blocks:
         if block.name not in manifest.tensors:
-            raise _other_model(path, block.name, "the checkpoint lacks it")
+            raise _other_model(path, block.name, "the checkpoint lacks it", lacking="checkpoint")
         entry, dtype = manifest.tensors[block.name], dtype_name(block.tensor.dtype)
         if (entry.shape, entry.dtype) != (block.shape, dtype):
             found, wanted = f"{entry.dtype}{list(entry.shape)}", f"{dtype}{list(block.shape)}"
@@ -177,13 +177,14 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
         targets = {name: tensor for name, tensor in targets.items() if not name.endswith(BIAS)}
     for name in sorted(targets.keys() ^ stored.keys()):
         where = "the model has no such tensor" if name in stored else "the checkpoint lacks it"
-        raise _other_model(checkpoint, name, where)
+        raise _other_model(checkpoint, name, where, lacking="model" if name in stored else "checkpoint")
     blocks = []
     for name, entry in stored.items():
         target = targets[name]
         if tuple(target.shape) != entry.shape:
-            difference = f"it is {list(entry.shape)} in the checkpoint, {list(target.shape)} in the model"
-            raise _other_model(checkpoint, name, difference)
+            found, wanted = f"{list(entry.shape)}", f"{list(target.shape)}"
+            difference = f"it is {found} in the checkpoint, {wanted} in the model"
+            raise _other_model(checkpoint, name, difference, found=found, wanted=wanted)
         blocks.append(StateBlock(MODEL + name, entry.shape, (0,) * target.dim(), target))
     read_blocks(checkpoint, manifest, blocks)
     return manifest

@@ -119,8 +119,8 @@ def test_a_loader_that_sleeps(trained):
         def slow_read(self, ids, out):
             began.append(time.monotonic())
             if rank == 1 and len(began) > 6:
-                # Reads 3 to 6 are a step apart, on this machine under its load; the log leaves the first steps out.
-                time.sleep(min(max(0.05, 5 * (began[5] - began[3])), 3.0))
+                # By then reads are a step apart, on this machine under its load; the log leaves the first steps out.
+                time.sleep(min(max(0.05, 5 * (began[6] - began[5])), 3.0))
             return read(self, ids, out=out)
 
         TokenReader.read = slow_read
