@@ -11,7 +11,7 @@ _EXCERPT_CHARACTERS = 300
 
 
 def configure_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`, or corpus folder")
+    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`, or corpus folder")
     parser.add_argument(
         "--dropped-by",
         default="",
@@ -96,7 +96,7 @@ def _edits(row: dict) -> str:
 
 
 def configure_card(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`")
+    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`")
     parser.add_argument("--out", metavar="FILE", default="card.html", help="HTML file to write (default: card.html)")
     parser.add_argument(
         "--samples", type=int, default=3, metavar="N", help="sample texts per source and per rule (default: 3)"
@@ -113,7 +113,9 @@ def run_card(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`, corpus folder or token folder")
+    parser.add_argument(
+        "folder", metavar="DIR", help="output folder of `ingot data build`, corpus folder or token folder"
+    )
 
 
 def run_verify(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -127,7 +129,7 @@ def run_verify(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def configure_index(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`, or corpus folder")
+    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`, or corpus folder")
     parser.add_argument(
         "--out", metavar="INDEX", help="folder of the index; an existing index is added to (default: DIR/index)"
     )

@@ -15,7 +15,9 @@ _TRAINING_STEPS = 200
 
 def configure_mix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="DIR", help="folder of `data build --out`, or token folder (with --dsir: corpus folder)"
+        "folder",
+        metavar="DIR",
+        help="output folder of `ingot data build`, or token folder (with --dsir: corpus folder)",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -41,7 +43,9 @@ def configure_mix(parser: argparse.ArgumentParser) -> None:
         help="maximum passes over each source; SOURCE=N sets it for one source (default: 4)",
     )
     parser.add_argument("--write", metavar="RUN.toml", help="write the weights to this run file")
-    parser.add_argument("--out", metavar="PATH", help="folder for --dsir and --ablate, JSON file for --doremi")
+    parser.add_argument(
+        "--out", metavar="PATH", help="output: a folder for --dsir and --ablate, a JSON file for --doremi"
+    )
     parser.add_argument("--keep", metavar="N", help="number of documents that --dsir chooses, like 10k")
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="JSONL field with the text, for --dsir (default: text)"
@@ -52,9 +56,11 @@ def configure_mix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--proxy", metavar="RUN.toml", help="model and training for --doremi and --ablate (default: a tiny model)"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help=f"steps of each training (default: {_TRAINING_STEPS})")
     parser.add_argument(
-        "--seeds", type=int, default=2, metavar="N", help="trainings per mixture, for --ablate (default: 2)"
+        "--steps", type=int, metavar="N", help=f"steps of each training run (default: {_TRAINING_STEPS})"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=2, metavar="N", help="training runs per mixture, for --ablate (default: 2)"
     )
     parser.add_argument(
         "--seed",

@@ -9,9 +9,9 @@ _SHOWN = 10
 
 
 def configure_purge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder of `data build --out`")
+    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`")
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--url", metavar="URL", default="", help="the page with this URL, however it is spelled")
+    wanted.add_argument("--url", metavar="URL", default="", help="the page with this URL, in any equivalent form")
     wanted.add_argument("--domain", metavar="HOST", default="", help="the pages of this site and its subdomains")
     wanted.add_argument("--doc", metavar="ID", default="", help="the document with this id")
     wanted.add_argument(

@@ -13,10 +13,12 @@ def configure_trace(parser: argparse.ArgumentParser) -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--step", type=int, metavar="N", help="optimizer step of --run, counted from 1")
     wanted.add_argument("--doc", metavar="ID", help="document id, or at least its first 6 digits")
-    wanted.add_argument("--url", metavar="URL", help="the page with this URL, however spelled, and the pages below it")
+    wanted.add_argument(
+        "--url", metavar="URL", help="the page with this URL, in any equivalent form, and pages below it"
+    )
     parser.add_argument("--run", metavar="DIR", help="run folder; with --doc or --url: list its steps with the page")
     parser.add_argument(
-        "--data", metavar="DIR", help="folder of `data build --out` (default: the folder of the run's tokens)"
+        "--data", metavar="DIR", help="output folder of `ingot data build` (default: the folder of the run's tokens)"
     )
     parser.add_argument("-n", "--count", type=int, default=20, metavar="N", help="documents to show (default: 20)")
 
@@ -36,7 +38,7 @@ def _step(args: argparse.Namespace, terminal: Terminal) -> None:
             "E-TRACE-NO-RUN",
             "--step is given without --run",
             rule="--step needs the run folder to which the step belongs",
-            fix="ingot data trace --run RUN --step N",
+            fix="add --run: ingot data trace --run RUN --step N",
         )
     documents = trace_step(Path(args.run), args.step)
     rows = [(d.sample, d.tokens_in_sample, d.source, d.document_id[:12], printable(d.url)) for d in documents]
@@ -55,7 +57,7 @@ def _documents(args: argparse.Namespace, terminal: Terminal) -> None:
             "E-TRACE-NO-DATA",
             "neither --data nor --run is given",
             rule="a document is looked up in a folder of `ingot data build --out`",
-            fix="ingot data trace --data DIR --doc ID",
+            fix="add --data: ingot data trace --data DIR --doc ID",
         )
     training = Path(args.run) if args.run else None
     data = Path(args.data) if args.data else data_of(Path(args.run))

@@ -347,7 +347,7 @@ class _Build:
 
 @functools.cache
 def _libraries() -> dict[str, str]:
-    """Return library name -> version. It is part of each task's key, so an update mixes no old and new results."""
+    """Return library name -> version. It is in each task's key, so an update does not mix old and new results."""
     found = {}
     for name in ("fastwarc", "resiliparse", "trafilatura", "lxml", "spacy", "pyarrow"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

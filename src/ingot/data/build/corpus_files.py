@@ -52,7 +52,7 @@ class RunsOfWords:
 
 @task_function("write_windows")
 def write_windows(specification: WriteWindows, attempt: Attempt) -> RunsOfWords:
-    """Write the hashes of all runs of words in the input's documents left, grouped by partition of the hashes."""
+    """Write the hashes of all runs of words in the input's remaining documents, grouped by partition of the hashes."""
     inputs = ProcessedInputs({specification.number: specification.input}, DroppedRows(specification.dropped))
 
     def texts() -> Iterator[str]:
@@ -114,7 +114,7 @@ def find_repeated_spans(
     store: Store,
     run: RunTasks,
 ) -> RepeatedSpansTasks | None:
-    """Run the tasks that find repeated spans in the documents left. Return None if the rules are switched off."""
+    """Run the tasks that find repeated spans in the remaining documents. Return None if the rules are switched off."""
     if not rules.enabled:
         return None
     sizes = ((store.folder(task) / "rows.jsonl").stat().st_size for task in processed)

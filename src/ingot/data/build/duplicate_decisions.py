@@ -102,7 +102,7 @@ class ProcessedInputs:
 
 
 class TextsByNumber:
-    """The texts of the documents left in all inputs, by number.
+    """The texts of the remaining documents of all inputs, by document number.
 
     rows: for each input, the .npy file with the row numbers of its documents. starts: the number of the first document
     of each input.

@@ -69,7 +69,7 @@ def find_same_urls(specification: FindSameUrls, attempt: Attempt) -> DuplicateDe
 
 
 def _without_dropped(inputs: ProcessedInputs, rows: np.ndarray) -> np.ndarray:
-    """Return the decisions without those about documents that `process_input` has already dropped."""
+    """Return the decisions `rows` without those about documents that `process_input` has already dropped."""
     new = [~inputs.index(number)["same_url"][mine["row"]] for number, mine in _by(rows, "input")]
     return rows[np.concatenate([*new, np.empty(0, bool)])]
 
@@ -137,7 +137,7 @@ def _save(attempt: Attempt, decided: Iterable[np.ndarray]) -> DuplicateDecisions
 
 @dataclass(frozen=True, kw_only=True)
 class MakeBandKeys:
-    """Settings of `make_band_keys`. number: the number of the input. dropped: the decisions so far."""
+    """Settings of `make_band_keys`. number: the number of the input. dropped: the earlier decisions."""
 
     number: int
     input: TaskRef[InputResult]
@@ -147,14 +147,14 @@ class MakeBandKeys:
 
 @dataclass(frozen=True)
 class BandKeys:
-    """The result for one input: the number of documents left. The task's folder has their row numbers in rows.npy."""
+    """The result for one input: the number of remaining documents. Their row numbers are in the task's rows.npy."""
 
     documents: int
 
 
 @task_function("make_band_keys")
 def make_band_keys(specification: MakeBandKeys, attempt: Attempt) -> BandKeys:
-    """Write the signatures of the input's documents that are left, and their key in every band."""
+    """Write the signatures of the input's remaining documents, and their key in every band."""
     number, rules = specification.number, specification.rules
     inputs = ProcessedInputs({number: specification.input}, DroppedRows(specification.dropped))
     left, pieces = inputs.left(number), []
@@ -337,7 +337,7 @@ def _find_similar(
     store: Store,
     run: RunTasks,
 ) -> list[Task]:
-    """Run the tasks that find near-duplicates among the documents left. Return all of them, the decisions last."""
+    """Run the tasks that find near-duplicates in the remaining documents. Return the tasks; the last decides."""
     dropped = tuple(task.ref for task in decisions)
     inputs = store.group(processed)
     index_sha256, index = (sha256_file(against / INDEX), against.absolute()) if against else ("", None)

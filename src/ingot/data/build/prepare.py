@@ -151,7 +151,7 @@ def _check_tokenizer(tokenizer: Path | None, eot: str) -> None:
 def _encoder(
     corpus: Path, tokens: Path, tokenizer: Path | None, eot: str, vocab_size: int, finished: bool
 ) -> tuple[Encoder, Path]:
-    """Return the encoder and its file. A tokenizer trained here stays in `out` until the tokens are finished."""
+    """Return the encoder and its file. A tokenizer trained here stays beside `tokens` until they are finished."""
     path = tokenizer
     if path is None and finished and read_token_manifest(tokens / SPLITS[0]).vocab_size == vocab_size:
         path = tokens / "tokenizer.json"
@@ -166,7 +166,7 @@ def _encoder(
 def _training_texts(corpus: Path) -> Iterator[str]:
     """Yield the texts of a corpus: all of them, or for a large corpus a share that is the same in every process.
 
-    The share consists of those documents whose id is low enough, from every n-th file of each source. So only a part of
+    The share consists of the documents whose id is below a limit, from every n-th file of each source. So only a part of
     the files is read.
     """
     by_source: dict[str, list[CorpusPart]] = {}

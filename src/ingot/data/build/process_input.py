@@ -204,7 +204,7 @@ def dropped_row(row: dict[str, Any], drop: Drop) -> dict[str, Any]:
 
 
 def stamp(one: Input) -> Stamp:
-    """Return [name, size, time of change] of each file of a local input. If these are equal, the input is unchanged."""
+    """Return [name, size, modification time] of each file of a local input; while these are equal, it is unchanged."""
     if one.is_remote:
         return []
     path = Path(one.location)
@@ -258,8 +258,8 @@ class _InputReader:
             raise DataError(
                 "E-INPUT-CHANGED",
                 f"{self._input.location} has changed since the build began",
-                rule="inputs stay as they are during a build",
-                fix="give the same command again: the changed input is read again",
+                rule="inputs must not change during a build",
+                fix="run the same command again: the changed input is read again",
                 path=self._input.location,
             )
 

@@ -105,7 +105,7 @@ def build_shards(
             "E-TOKENIZER-CHANGED",
             f"{tokenizer} is not the tokenizer that was loaded",
             rule="the tokenizer file stays as it is during a build",
-            fix="give the same command again",
+            fix="run the same command again",
             path=str(tokenizer),
         )
     if not manifest.parts:
@@ -346,7 +346,7 @@ def write_shard(specification: WriteShard, attempt: Attempt) -> Shard | None:
 
 
 def _collect(specification: WriteShard, attempt: Attempt, dtype: np.dtype, scratch: Path) -> int:
-    """Copy the shard's documents into `scratch`, a folder in the layout of a tokenized file. Return their number."""
+    """Write the shard's documents into `scratch` as the files of a tokenized file. Return the number of documents."""
     with TokenizedWriter(scratch) as writer:
         for folder in specification.parts.folders:
             attempt.at(-1)

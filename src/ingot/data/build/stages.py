@@ -94,7 +94,7 @@ class PerCorpus:
     ran: Callable[[StageSettings], str]
 
     def drop(self, rule: str, value: str) -> Drop:
-        """Return a Drop by this stage. rule: the name of the rule, without the name of the stage before it."""
+        """Return a Drop by this stage. rule: the name of the rule without its prefix, the name of the stage."""
         return Drop(self.name, f"{self.name}.{rule}", value)
 
 
@@ -146,7 +146,10 @@ def _if_enabled(rules) -> str:
 
 @dataclass(frozen=True)
 class DocumentStages:
-    """The stages that are switched on: those before URLs are compared, the purge list, and those after, in order."""
+    """The stages that are switched on. before_url, after_url: those before and after URLs are compared, in order.
+
+    purged: the stage of the purge list, None if there is no list.
+    """
 
     before_url: tuple[DocumentStage, ...]
     purged: DocumentStage | None

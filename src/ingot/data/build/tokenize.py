@@ -194,7 +194,10 @@ class TokenizedWriter:
             file.close()
 
     def append(self, index: np.ndarray, tokens: np.ndarray, lines: np.ndarray) -> None:
-        """Add n documents. index: INDEX_DTYPE [n]; `start` and `line` are set here. tokens, lines: concatenated."""
+        """Add n documents. index: INDEX_DTYPE [n]; its `start` and `line` are set here.
+
+        tokens, lines: those of all n documents, concatenated.
+        """
         index["start"] = self._tokens + np.cumsum(index["tokens"], dtype=np.uint64) - index["tokens"]
         index["line"] = self._bytes + np.cumsum(index["line_bytes"], dtype=np.uint64) - index["line_bytes"]
         self.documents, self._tokens, self._bytes = (

@@ -197,8 +197,8 @@ def _set_name(name: str) -> str:
 
 
 def _few_owners(hashes: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hashes, owners) sorted by hash, with at most the first _OWNERS items of each hash: many items may share
-    a passage."""
+    """Return (hashes, owners) sorted by hash, with only the first _OWNERS items of each hash, because many items may
+    share a passage."""
     order = np.argsort(hashes, kind="stable")
     hashes, owners = hashes[order], owners[order]
     few = np.ones(len(hashes), bool)

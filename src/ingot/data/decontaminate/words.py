@@ -126,8 +126,8 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rolling(features: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Return, for each n in `lengths`, the array over i of n + the sum of features[i + j] * base^j over j < n. The
-    sums are differences of one running sum."""
+    """Return, for each n in `lengths`, an array whose item i is n + the sum of features[i + j] * base^j over j < n.
+    The sums are differences of one running sum."""
     powers, inverse = _powers()
     sums = np.zeros(len(features) + 1, np.uint64)
     np.cumsum(features * powers[: len(features)], out=sums[1:])

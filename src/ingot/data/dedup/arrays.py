@@ -70,14 +70,14 @@ class ArrayFile:
 
 
 def partitions_for(rows: int, row_bytes: int, limit_bytes: int) -> int:
-    """Return the least power of two such that the rows, spread evenly over so many partitions, take at most about
-    `limit_bytes` per partition. row_bytes: memory per row."""
+    """Return the number of partitions, a power of two, with which each takes about `limit_bytes` or less if the rows
+    are spread evenly over them. row_bytes: memory per row."""
     return 1 << max(-(-rows * row_bytes // limit_bytes) - 1, 0).bit_length()
 
 
 def by_hash(keys: np.ndarray, partitions: int) -> np.ndarray:
-    """Return the partition of every key (uint64), uint32: equal keys share a partition, different keys spread
-    evenly."""
+    """Return the number of each key's partition, uint32. Equal keys (uint64) share a partition; different keys are
+    spread evenly."""
     shift = 65 - partitions.bit_length()
     return (keys * _SPREAD >> np.uint64(shift) if partitions > 1 else np.zeros(len(keys))).astype(np.uint32)
 

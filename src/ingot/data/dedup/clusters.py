@@ -89,8 +89,8 @@ def clusters(documents: int, verified: Sequence[Path]) -> Clusters:
 
 
 def unite_reference(parent: np.ndarray, like: np.ndarray, similarity: np.ndarray, pairs: np.ndarray) -> None:
-    """Add `pairs` (VERIFIED records) to the union-find `parent`, and update `like` and `similarity` where a pair has a
-    smaller partner; all in place."""
+    """Add `pairs` (VERIFIED records) to the union-find `parent`, and update `like` and `similarity` where a pair gives
+    a document a similar document with a smaller number. All arrays are changed in place."""
     document = np.concatenate((pairs["earlier"], pairs["later"]))
     partner = np.concatenate((pairs["later"], pairs["earlier"]))
     order = np.lexsort((partner, document))

@@ -34,7 +34,7 @@ def add_to_index(index: Path, rules: DedupRules, documents: Iterable[tuple[str, 
     """Add `documents`, pairs (id, shingle set), as one part of the folder `index`, created if missing; return their
     number.
 
-    A part has the documents of one processed input file; all its signatures are in memory. The part counts only once
+    A part has the documents of one processed input file; all its signatures are in memory. The part is used only once
     index.json names it. Raises DataError if the index was made with other rules, or if an id has a line break.
     """
     facts = (
@@ -92,7 +92,7 @@ class Index:
                         "E-INDEX-DAMAGED",
                         f"{folder / name} is missing, or differs from its hash in {INDEX}",
                         rule="every file of an index is present and unchanged",
-                        fix="restore the file, or make the index again from its corpus",
+                        fix="restore the file, or rebuild the index from its corpus",
                         path=str(folder / name),
                     )
         self._sets = [ArrayFile(folder / "sets.npy") for folder in self.folders]
@@ -130,7 +130,7 @@ def _facts(index: Path, rules: DedupRules) -> dict:
             "E-INDEX-VERSION",
             f"{index} has version {facts.get('version')}",
             rule=f"this ingot reads version {_VERSION}",
-            fix="make the index again from its corpus",
+            fix="rebuild the index from its corpus",
             index=str(index),
             version=facts.get("version"),
         )
@@ -144,8 +144,8 @@ def _facts(index: Path, rules: DedupRules) -> dict:
         raise DataError(
             "E-DEDUP-RULES-DIFFER",
             f"the index at {index} was made with {', '.join(differ)}",
-            rule="a build and its index have the same settings ngram, bands and rows",
-            fix="use the settings of the index, or make the index again from its corpus",
+            rule="a build and its index must use the same ngram, bands and rows",
+            fix="use the settings of the index, or rebuild the index from its corpus",
             folder=str(index),
             settings=differ,
         )

@@ -137,7 +137,7 @@ class RepeatedSpans:
     def __init__(self, number: int, folder: Path, marked: Sequence[Path], rules: SubstringRules):
         """Load the bits of one file.
 
-        number: position of `folder` in the `folders` of `mark_repeated`. marked: its `out` per partition, in order.
+        number: position of `folder` in the `folders` of `mark_repeated`. marked: for each partition, its `out`.
         """
         self._folder, self._words, self._partitions = folder, rules.words, len(marked)
         sizes = np.diff(np.load(folder / "starts.npy").astype(np.int64))

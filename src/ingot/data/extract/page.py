@@ -159,7 +159,10 @@ class PageRows:
         return total[self.page.end] - total[:-1]
 
     def runs(self, chosen: np.ndarray) -> "TextRuns":
-        """Return the runs of those text rows that are True in `chosen` (bool [rows])."""
+        """Group the text rows that are True in `chosen` (bool [rows]) into paragraphs.
+
+        A paragraph is a run of chosen text rows with no start or end of a block between them.
+        """
         page, rows = self.page, np.flatnonzero(self.text & chosen)
         if not len(rows):
             none = np.zeros(0, np.int64)

@@ -301,10 +301,10 @@ class _PageParser:
 
 
 def _word_symbols(run: bytes, joint: int, last: int) -> list[int]:
-    """Return the symbols of the bytes in `run`: a letter's symbol is that of its lower case, other bytes give `joint`.
+    """Return the symbols of the bytes in `run`: a letter gives the symbol of its lower case, other bytes give `joint`.
 
-    A `joint` is also put between a lower-case and an upper-case letter ("aB"). Successive joints become one. last: the
-    symbol before the run.
+    A `joint` is also inserted between a lower-case and an upper-case letter ("aB"). Successive joints become one.
+    last: the symbol before the run.
     """
     symbols, result, previous = _symbols()[1], [], 0
     for byte in run:

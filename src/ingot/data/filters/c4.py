@@ -47,7 +47,7 @@ class C4Rules:
 
 
 class C4:
-    """Stage with the rules c4.*; removes citation marks like [3], then lines, blank lines included, from the text.
+    """Stage with the rules c4.*; removes citation marks like [3], and lines that break a line rule, from the text.
 
     words: "spacy" does the same as datatrove: citation marks count as words, the spaces around them remain, and
     sentences are counted as by spaCy.

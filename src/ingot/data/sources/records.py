@@ -240,10 +240,11 @@ class _RecordReader:
         )
 
     def _after_last(self, last: Record | None, start: int):
-        """Account for all bytes after `last`, the record at which fastwarc reported the end of the file.
+        """Check the bytes after `last`, the record at which fastwarc reported the end of the file.
 
-        Return the offset of the next record, or None. fastwarc reads a truncated gzip member without an error, and
-        takes a member that is empty, or truncated in its header, for the end of the file.
+        Yield a Record with a problem for each stretch that cannot be read.
+        Return the offset of the next record, None if there is none. fastwarc reads a truncated gzip member without an
+        error, and takes a member that is empty, or truncated in its header, for the end of the file.
         """
         if last is None:
             member = self.packing.member(start)
@@ -258,9 +259,10 @@ class _RecordReader:
         return (yield from self._account_from(position))
 
     def _account_from(self, position: int, reason: str = ""):
-        """Account for the bytes from `position` on, where a record should start.
+        """Find the next record at or after `position`. Yield a Record with a problem for each stretch that is skipped,
+        unless it is blank padding.
 
-        Return the offset of the next record, or None. reason: the reader's error at this position, or "".
+        Return the record's offset, or None at the end of the file. reason: fastwarc's error at `position`, or "".
         """
         while position < self.file.size:
             if self.packing.starts_record(position):
@@ -274,9 +276,9 @@ class _RecordReader:
         return None
 
     def _leftover(self, position: int, member: Member | None, reason: str):
-        """Account for bytes that are not a complete member: padding, junk, or the beginning of a truncated record.
+        """Handle bytes at `position` that are not a complete member: padding, junk, or the start of a truncated record.
 
-        Return the offset of the next record, or None.
+        Yield a Record with a problem unless they are padding. Return the offset of the next record, or None.
         """
         following = self.packing.next_start(position + 1)
         end = self.file.size if following is None else following

@@ -25,8 +25,8 @@ class RemoteRules:
     attempts: number of failed attempts without new bytes after which a file is given up. The pause between two attempts
     is `backoff_seconds`, doubled each time up to five minutes, with jitter; or the server's Retry-After if longer.
     timeout_seconds: time limit of one read. connections: simultaneous connections to one HTTP host by all workers.
-    delay_seconds: pause between two uses of a connection. redirects: most redirects of one request. max_bytes: largest
-    size of one file. allow_hosts: "host" or "host:port" that may have private addresses (mirrors inside your network).
+    delay_seconds: pause between two uses of a connection. redirects: maximum per request. max_bytes: maximum size of a
+    file. allow_hosts: "host" or "host:port" that may have private addresses (mirrors inside your network).
     common_crawl: the https:// or s3:// location from which cc: names are read. s3_endpoint: URL of an S3-compatible
     store; "" means AWS_ENDPOINT_URL. Credentials and region come from the usual environment variables. s3_anonymous:
     send unsigned requests, for public buckets.
@@ -255,7 +255,7 @@ def _parts(url: str) -> tuple[str, str, int, str]:
 
 
 def _literal(url: str, host: str) -> str:
-    """Return the IP address if `host` is one, "" if it is a name. Raises RefusedAddress for an unusual spelling."""
+    """Return the IP address if `host` is one, "" if it is a name. Raises RefusedAddress for a non-standard form."""
     if ":" in host:
         try:
             if "%" in host:
@@ -268,7 +268,7 @@ def _literal(url: str, host: str) -> str:
         try:
             return str(ipaddress.IPv4Address(host))
         except ValueError:
-            raise _refused("E-URL-INVALID", url, f"{host!r} is an address in an unusual spelling") from None
+            raise _refused("E-URL-INVALID", url, f"{host!r} is an IP address in a non-standard form") from None
     return ""
 
 

@@ -37,8 +37,8 @@ _DROPPED = "read.killed_worker"
 class MakeLines:
     """Settings of `make_lines`: `records` records that depend on `seed`.
 
-    faults: record -> kind (see `misbehave`); -1 is before the first record. wait: seconds per record.
-    log: a file that gets a line per attempt.
+    faults: record number -> kind of fault (see `misbehave`); -1 is before the first record. wait: seconds to sleep per
+    record. log: a file that gets a line per attempt.
     """
 
     seed: int
@@ -70,7 +70,10 @@ def first_phase(
     wait: float = 0.0,
     log: Path | None = None,
 ) -> list[Task[dict[str, int]]]:
-    """Return `tasks` tasks of `records` records each. faults: for the first task only. wait, log: see MakeLines."""
+    """Return the tasks of the first phase: `tasks` tasks that each make `records` lines.
+
+    faults: record number -> kind, for the first task only. wait, log: see MakeLines.
+    """
     return [
         make_lines.task(
             MakeLines(
@@ -97,7 +100,11 @@ def run_job(
     log: Path | None = None,
     watch: Watch | None = None,
 ) -> str:
-    """Do all three phases. Return a single SHA-256 of all files that the tasks wrote."""
+    """Do the three phases on `runner`: make lines, gather them in four parts, gather the parts.
+
+    Return one SHA-256 of what the tasks wrote (see `digest`). faults: record number -> kind (see `misbehave`), for the
+    first task only. wait, log: see MakeLines.
+    """
     made = first_phase(tasks, records, faults=faults, wait=wait, log=log)
     run_all(made, store, runner, watch)
     inputs = tuple(task.ref for task in made)

@@ -119,7 +119,7 @@ class Slurm:
             self._cancel(elements if alive is None else alive)
 
     def _alive(self, store: Store, phases: dict[str, TaskPhase]) -> list[_Element] | None:
-        """Return the elements of this store's phases, including an earlier driver's; None if Slurm does not answer."""
+        """Return the elements that this or an earlier driver submitted for the store; None if Slurm does not answer."""
         try:
             # One line per element, "123_4 ingot-NAME Reason".
             text = _slurm("squeue", "--me", "--array", "--noheader", "--format=%i %j %r")
@@ -200,7 +200,7 @@ def _slurm(*command: str) -> str:
             "E-SLURM-SILENT",
             f"{command[0]} does not answer",
             rule="Slurm answers within two minutes",
-            fix="wait until squeue works, then give the same command again: it continues",
+            fix="wait until squeue works, then run the same command again: it continues",
             command=command[0],
         ) from None
     if done.returncode:

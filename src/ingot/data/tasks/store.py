@@ -265,7 +265,7 @@ def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
             "E-DISK-FULL",
             f"the disk of {store.root} is full, or its quota is reached ({error}): {task.title} could not be finished",
             rule="finished tasks are kept, and incomplete files are removed",
-            fix="free some space and give the same command again: it continues",
+            fix="free some space and run the same command again: it continues",
             path=str(store.root),
             task=task.title,
         ) from None

@@ -52,13 +52,13 @@ def done_folder(root: Path, key: str) -> Path:
 
 
 def done_facts(root: Path, key: str) -> dict[str, Any]:
-    """Return done.json of a finished task: its label, function, result, `records` and `counts`."""
+    """Return the content of a finished task's done.json: its label, function, result, `records` and `counts`."""
     return json.loads((done_folder(root, key) / "done.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class TaskRef(Generic[R]):
-    """A reference to the result of another task, which has to be finished before this one begins.
+    """A reference, in the specification of a task, to the result of an earlier task, which must be finished first.
 
     `Task.ref` creates a reference that has only a key. Inside a task's function, `folder` and `result` work too.
     """
@@ -69,13 +69,13 @@ class TaskRef(Generic[R]):
 
     @property
     def folder(self) -> Path:
-        """The folder that the other task wrote."""
+        """The folder that the earlier task wrote."""
         assert self.root is not None, "a reference is resolved inside a task's function only"
         return done_folder(self.root, self.key)
 
     @property
     def result(self) -> R:
-        """The value that the other task's function returned."""
+        """The value that the earlier task's function returned."""
         assert self.root is not None, "a reference is resolved inside a task's function only"
         return decode(self.kind, done_facts(self.root, self.key)["result"])
 

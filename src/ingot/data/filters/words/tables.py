@@ -196,7 +196,10 @@ _EMOTICONS = (
 
 
 def special_cases() -> dict[str, tuple[str, ...]]:
-    """Return the special cases: each chunk, or rest of a chunk, with the words into which it is split."""
+    """Return the exceptions to the splitting rules: chunk -> the words into which it is split.
+
+    A chunk is also looked up after some of its prefixes and suffixes were cut off.
+    """
     cases: dict[str, tuple[str, ...]] = {}
     for words, endings in _CONTRACTIONS:
         for word in words.split():

@@ -160,13 +160,13 @@ def read_purges(data: Path) -> list[dict[str, Any]]:
 
 
 def redacted_hash(text: str) -> str:
-    """Return the hash of a URL or a domain that the list contains instead of the text."""
+    """Return the hash that purged.txt stores in place of `text`, a URL or a domain."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class PurgedList:
-    """The entries of DIR/purged.txt. entries: the hex digits of each kind."""
+    """The entries of DIR/purged.txt. entries: kind -> hex digits of each entry."""
 
     entries: dict[str, frozenset[str]] = field(default_factory=lambda: dict.fromkeys(KINDS, frozenset()))
 

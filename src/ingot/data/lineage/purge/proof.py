@@ -137,7 +137,7 @@ def _in_shard_lineage(data: Path, ids: frozenset[str]) -> list[str]:
 
 
 def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
-    """Yield a line for each other file that contains a purged id, whatever the kind of file."""
+    """Yield a line for each file that contains a purged id and that is of a kind without a check of its own."""
     wanted = {one.encode() for one in ids}
     for path in sorted(p for p in data.rglob("*") if p.is_file()):
         if path.name.endswith(_KNOWN) or path.name in (PURGES, LIST, CORPUS_MANIFEST):
@@ -152,8 +152,10 @@ def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
 
 
 def _documents_with_probes(folder: Path, manifest: TokenManifest, shard: Shard, probes: np.ndarray) -> Iterator[str]:
-    """Yield the document's id for each position in the shard from which PROBE_TOKENS tokens have the hash of a
-    probe."""
+    """Search a shard for `probes` (sorted hashes of stretches of PROBE_TOKENS tokens).
+
+    Yield, for each match, the id of the document in which it starts.
+    """
     if not len(probes):
         return
     index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)
