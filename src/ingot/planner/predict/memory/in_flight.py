@@ -146,7 +146,7 @@ def _size(s: InFlight) -> tuple[int, int]:
 def _holds_all_of(one: InFlight, other: InFlight) -> bool:
     """Return True if `one` holds at least as much as `other` in every respect.
 
-    A stage holds more gradients after its first backward than during it, and fewer during its last one.
+    An action that is a stage's first or last backward counts as holding fewer gradients than one in between.
     """
     return (
         one.doing.first <= other.doing.first

@@ -143,8 +143,8 @@ def _overlapped_batches(position: Position) -> int:
 
 
 def _last(position: Position) -> int:
-    """Return the number of micro-batches whose computation overlaps with collectives that run once per step: 1, or with
-    several stages per rank up to pp, because one stage's collectives run while micro-batches pass the next stage.
+    """Return the number of micro-batches whose computation overlaps with collectives that run once per step: 1, or
+    up to pp if ranks hold several stages, because one stage's collectives run while micro-batches pass the next stage.
     """
     parallel = position.parallel
     return min(parallel.pp, position.accumulation) if parallel.stages_on_each_rank > 1 else 1
