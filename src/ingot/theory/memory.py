@@ -165,8 +165,8 @@ def gradients_at_update(position: Position) -> Term:
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:
-    """Return the number of tokens in a chunk of the loss: as many as have float32 logits within LOGITS_CHUNK_BYTES, at
-    least 16.
+    """Return the number of tokens in a chunk of the loss: the most whose float32 logits fit in LOGITS_CHUNK_BYTES, but
+    at least 16.
     """
     return max(LOGITS_CHUNK_BYTES[device] // (4 * vocab_size), 16)
 

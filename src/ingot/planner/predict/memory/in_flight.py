@@ -77,7 +77,8 @@ def micro_batches_that_matter(schedule: str, pp: int, micro_batches: int) -> int
 
 
 def history_of(schedule: str, pp: int, micro_batches: int, stages_per_rank: int, rank: int) -> RankHistory:
-    """Return the states of a rank in which memory could be at its peak."""
+    """Return the states of a rank in which memory could be at its peak. Micro-batches that only repeat earlier states
+    are left out."""
     return full_history(schedule, pp, micro_batches_that_matter(schedule, pp, micro_batches), stages_per_rank, rank)
 
 
