@@ -177,7 +177,7 @@ class WarcWriter:
         self._warcinfo = self._write("warcinfo", fields.encode(), "application/warc-fields", {"WARC-Filename": name})
 
     def response(self, url: str, address: str, message: bytes) -> None:
-        """Append a response record. message: the HTTP response as it was received, header and body."""
+        """Append a response record. address: IP address of the server. message: the HTTP response, with headers."""
         _, _, payload = message.partition(b"\r\n\r\n")
         headers = {
             "WARC-Target-URI": url,

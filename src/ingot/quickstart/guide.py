@@ -210,7 +210,7 @@ def render_page(page: GuidePage, neighbors: list[str]) -> str:
 
 
 def render_mirror(page: GuidePage) -> str:
-    """Return the HTML of the same text on another site, with another template: a near-duplicate."""
+    """Return the HTML of the page on the mirror site: the same text in another template, so a near-duplicate."""
     paragraphs = [text for _, texts in page.sections for text in texts]
     article = "".join(f'<div class="para">{escape(text, quote=False)}</div>' for text in paragraphs)
     return (

@@ -42,7 +42,7 @@ def serve(pages: Mapping[str, tuple[str, bytes]], http_date: str) -> Iterator[tu
             return http_date
 
         def log_message(self, format, *args):
-            """Log nothing: the crawl reports its progress."""
+            """Log nothing, because the crawl reports its own progress."""
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

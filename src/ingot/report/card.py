@@ -147,7 +147,9 @@ def _domains_text(facts: CardFacts) -> str:
 
 
 def _shares(anchor: str, title: str, text: str, counts, total: int) -> Section | None:
-    """Return a section with a bar per name, relative to the largest, and its share of `total`; None without counts."""
+    """Return a section with one bar per (name, count) pair of `counts`, and the count's share of `total`. The length of
+    a bar is relative to the largest count. None if `counts` is empty.
+    """
     if not counts:
         return None
     largest, total = max(max(n for _, n in counts), 1), max(total, 1)

@@ -95,7 +95,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 def cluster_of(device: Device, count: int, *, name: str, per_node: int = 0, domain: int = 0) -> Cluster:
     """Return a cluster of `count` devices with the published rates of `device`.
 
-    per_node: devices per node; 0: the published number. `count` must be a multiple of it, or at most `per_node`.
+    per_node: devices per node; 0: the published number. `count` must be a multiple of the devices per node, or fewer.
     domain: number of devices that fast links join; 0: the published number.
     """
     per_node = min(per_node or device.node, count)

@@ -38,7 +38,7 @@ CONVERT_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Share:
-    """A part of this rank's parameters that the same group of `ranks` ranks holds. These ranks divide the optimizer
+    """A part of this rank's parameters: those that one group of `ranks` ranks holds. These ranks divide the optimizer
     state of the parameters.
     """
 
@@ -138,8 +138,8 @@ def buffers_that_stay(position: Position) -> Term:
 
 
 def first_units(position: Position) -> Term:
-    """Return the bytes of the units whose parameters ZeRO-1 or 2 gathers right after an update into new buffers, which
-    the next forward reads first (parallel/zero.py).
+    """Return the bytes of the new buffers into which ZeRO-1 or 2 gathers the first units right after an update
+    (parallel/zero.py). The next forward begins with these units.
     """
     parallel, e = position.parallel, COMPUTE_BYTES[position.train.precision]
     apart = [share.ranks > 1 for share in shares(position)]
@@ -165,8 +165,8 @@ def gradients_at_update(position: Position) -> Term:
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:
-    """Return the number of tokens in a chunk of the loss: as many as have float32 logits within LOGITS_CHUNK_BYTES, at
-    least 16.
+    """Return the number of tokens in a chunk of the loss: the most whose float32 logits fit in LOGITS_CHUNK_BYTES, but
+    at least 16.
     """
     return max(LOGITS_CHUNK_BYTES[device] // (4 * vocab_size), 16)
 

@@ -23,7 +23,8 @@ from ingot.schema.parallel import Parallel
 
 
 def block_attention_parameters(arch: Arch) -> int:
-    """Return the parameters of one attention: q [N·H, D], k and v [G·H, D] each, o [D, N·H], or latent attention's."""
+    """Return the parameters of one attention: q [N·H, D], k and v [G·H, D] each, o [D, N·H]; or those of
+    latent attention, its down and up matrices."""
     if arch.is_mla:
         return latent_down_parameters(arch) + latent_up_parameters(arch)
     return 2 * arch.d_model * arch.head_dim * (arch.num_heads + arch.num_kv_heads)

@@ -63,4 +63,4 @@ def test_a_batch_that_no_layout_can_share_is_told_the_nearest():
     found = search(run, load_cluster("4x8xh100"))
     assert not found.best
     assert found.nearest is None
-    assert found.fix == "100 sequences cannot be shared by 32 devices; use train.global_batch = 96"
+    assert found.fix == "100 sequences cannot be divided evenly among 32 devices; use train.global_batch = 96"

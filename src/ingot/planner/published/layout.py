@@ -142,8 +142,8 @@ def parallel_of(
 
 
 def _sequence(row: PublishedRow, arch: Arch) -> bool:
-    """Return True if sequence parallelism is on. If the row does not state it, it is on since 2023 (Korthikanti et al.
-    2022 added it to Megatron) and for models with experts, which need it.
+    """Return True if the run uses sequence parallelism. Models with experts always do, because they need it. Other
+    rows that do not state it do so from 2023 on (Korthikanti et al. 2022 added it to Megatron).
     """
     stated = row.flag("plan", "sp")
     return arch.is_moe or (row.year >= 2023 if stated is None else stated)
@@ -162,8 +162,8 @@ def recomputed_share(row: PublishedRow) -> float:
 
 
 def _recompute(row: PublishedRow, cluster: Cluster, degrees: Degrees) -> tuple[Any, int]:
-    """Return (recompute, recompute_every). A row that states nothing has none, except rows until 2023 without a layout
-    on GPUs: FSDP then recomputed whole blocks by default.
+    """Return (recompute, recompute_every). A row that states no recomputation gets none, except GPU rows of 2023 or
+    earlier that state no layout either: FSDP then recomputed whole blocks by default.
     """
     stated = row.text("plan", "recompute")
     if recomputed_share(row):
@@ -209,7 +209,7 @@ def _balanced(arch: Arch, stages: int) -> tuple[int, ...]:
     """Return the number of blocks of each stage, for a model whose tokens pass the head more than once. The last stage
     has fewer blocks: each pass of the head counts as blocks with as many parameters.
 
-    Return () for other models, which keep ingot's own division: even if the stages divide the blocks.
+    Return () for other models, which use ingot's own division into stages (theory/layout.py).
     """
     passes = arch.head_passes
     if passes == 1 or arch.num_layers < stages:

@@ -106,7 +106,7 @@ def shipped_rows() -> list[PublishedRow]:
 
 
 def published_runs(rows: list[PublishedRow]) -> list[PublishedRun]:
-    """Return the runs of all rows that can be expressed as a run; other rows are left out."""
+    """Return all rows that can be expressed in ingot's terms, as PublishedRuns; other rows are left out."""
     found = [published_run(row) for row in rows]
     return [one for one in found if isinstance(one, PublishedRun)]
 

@@ -34,7 +34,7 @@ def _says(pattern: str) -> Callable[[PublishedRow], bool]:
 
 
 def _says_of_itself(pattern: str) -> Callable[[PublishedRow], bool]:
-    """Return a test that searches `pattern` only in the row's id and note, not in words about its whole table."""
+    """Return a test that searches for `pattern` only in the row's id and note, not in words about its whole table."""
     return lambda row: re.search(pattern, f"{row.id.lower()} {row.text('note')}") is not None
 
 
@@ -51,15 +51,15 @@ def _tpu(row: PublishedRow) -> bool:
 
 
 def _old_halves(row: PublishedRow) -> bool:
-    """Return True if the row is in fp16, until 2023, and does not mention flash attention. Systems of that time that
-    had not moved to bf16 did not use flash attention either.
+    """Return True if the run is of 2023 or earlier, in fp16, and the row does not mention flash attention. Systems of
+    that time that had not moved to bf16 did not use flash attention either.
     """
     return row.year <= _FLASH_YEAR and row.text("plan", "precision") == "fp16" and "flash" not in row.words
 
 
 def _of_megatron(row: PublishedRow) -> bool:
-    """Return True if the row names Megatron, or if it divides layers over GPUs (tp or pp above 1) until 2023: all such
-    systems were then Megatron or derived from it.
+    """Return True if the row names Megatron, or if the run is of 2023 or earlier and splits the model over GPUs by tp
+    or pp: all such systems were then Megatron or derived from Megatron.
     """
     cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
     return re.search(_MEGATRON, row.words) is not None or (cut and row.year <= _FLASH_YEAR and not _tpu(row))
@@ -70,8 +70,8 @@ def _first_megatron(row: PublishedRow) -> bool:
 
 
 def _cut_at_scale(row: PublishedRow) -> bool:
-    """Return True if layers are divided (tp or pp above 1) on at least 256 devices, since 2023. Such systems have
-    optimized kernels for the operations between matrix products.
+    """Return True if the run is of 2023 or later and splits the model by tp or pp over at least 256 devices. Such
+    systems have optimized kernels for the operations between matrix products.
     """
     cut = (row.count("plan", "tp") or 1) * (row.count("plan", "pp") or 1) > 1
     return cut and row.year >= _FLASH_YEAR and (row.count("cluster", "n_gpus") or 0) >= _LARGE

@@ -54,7 +54,7 @@ def spend(request: PlanRequest, budget: Budget, *, sized: bool) -> PlanResult:
 
 def _sized(budget: Budget, result: PlanResult, request: PlanRequest) -> PlanRequest:
     """Return the request with the model size that is compute-optimal at the predicted speed. The request is unchanged
-    if its size is within 2% of that."""
+    if its size is within 2% of that, or if the budget is in FLOPs."""
     if budget.flops:
         return request
     size, tokens = compute_optimal(affordable_steps(budget, result.best, request) * _step_flops(result.best))
@@ -64,7 +64,8 @@ def _sized(budget: Budget, result: PlanResult, request: PlanRequest) -> PlanRequ
 
 
 def _settled(budget: Budget, result: PlanResult, request: PlanRequest) -> PlanRequest:
-    """Return the request with the number of tokens that the budget pays for; unchanged if the batch stays the same."""
+    """Return the request with the number of tokens that the budget pays for; the same request if the batch that the
+    rules choose would not change."""
     run = result.best.run
     tokens = int(affordable_steps(budget, result.best, request) * run.tokens_per_step)
     other = replace(request, tokens=max(tokens, 1))

@@ -137,7 +137,7 @@ def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:
 
 
 def _values(run, sound: Set[str]) -> Iterator[Finding]:
-    """Yield warnings about values that are legal but probably mistakes."""
+    """Yield warnings about values that are legal but probably mistakes. sound: names of sections without problems."""
     if "optim" in sound and run.optim.lr > _HIGH_LEARNING_RATE:
         fix = "peak rates of AdamW are between 1e-5 and 1e-2"
         yield Finding("warning", "optim.lr", f"optim.lr = {run.optim.lr} is high for AdamW", fix)

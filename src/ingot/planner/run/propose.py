@@ -153,7 +153,7 @@ def _batch(wanted: Hints, preset: Hints, ranks: int, suggested: float, reasons: 
         near = f"{low} or {low + ranks}" if low else f"{ranks}"
         raise ConfigError(
             "E-BATCH-RANKS",
-            f"a batch of {batch} sequences cannot be shared by {ranks} ranks",
+            f"a batch of {batch} sequences cannot be divided evenly among {ranks} ranks",
             rule="each rank gets the same number of sequences",
             fix=f"use --batch {near}",
             batch=batch,

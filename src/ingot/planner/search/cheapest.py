@@ -1,6 +1,6 @@
 """The search for the cheapest change that makes a run fit if none of its layouts fits.
 
-Changes are tried in this order: one pinned setting less, more or larger devices, and last shorter sequences.
+Changes are tried in this order: unpinning one setting, more or larger devices, and last shorter sequences.
 """
 
 import math
@@ -58,8 +58,8 @@ def _frugal(evaluator: Evaluator, space: Space) -> Iterator[RunConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """A run, a cluster and pinned settings for which to search a layout that fits. offload: optimizer state may be in
-    host memory. until: the time.monotonic() after which no search starts.
+    """A run, a cluster and pinned settings, for which `fastest` searches for a layout that fits. offload: optimizer
+    state may be in host memory. until: the time.monotonic() after which no search starts.
     """
 
     run: RunConfig
@@ -154,8 +154,9 @@ def _doubled(cluster: Cluster) -> Cluster:
 
 
 def _larger(wish: _Wish) -> tuple[float, str]:
-    """Return the cost and a sentence for the same number of larger devices, of the cheapest kind with which the run
-    fits; (0.0, "") if there is none."""
+    """Return (cost, sentence) for a change to as many devices with more memory. They are of the cheapest kind with
+    which the run fits; (0.0, "") if there is none.
+    """
     cluster = wish.cluster
     kinds = [device for device in devices().values() if device.device == cluster.device]
     larger = [device for device in kinds if parse_bytes(device.memory) > cluster.memory_bytes]
@@ -191,12 +192,14 @@ def _legal_batch(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object])
     for size in sorted(_shareable(run, cluster, pinned), key=lambda size: (abs(size - batch), size)):
         other = replace(run, train=replace(run.train, global_batch=size))
         if any(True for _ in Space(run=other, cluster=cluster, pinned=pinned, reach=Reach(every=True)).meshes()):
-            return f"{batch} sequences cannot be shared by {cluster.devices} devices; use train.global_batch = {size}"
+            found = f"{batch} sequences cannot be divided evenly among {cluster.devices} devices"
+            return f"{found}; use train.global_batch = {size}"
     return ""
 
 
 def _shareable(run: RunConfig, cluster: Cluster, pinned: Mapping[str, object]) -> set[int]:
-    """Return, for each possible number of data-parallel ranks, its multiples next to the run's batch (below, above)."""
+    """Return the global batches next to the run's, below and above, that are multiples of a possible number of
+    data-parallel ranks."""
     whole = replace(run, train=replace(run.train, global_batch=cluster.devices))
     space = Space(run=whole, cluster=cluster, pinned=pinned, reach=WIDE)
     ranks = {mesh.dp_shard for mesh in space.meshes()}

@@ -29,7 +29,7 @@ def layout_text(run: RunConfig) -> str:
 
 
 def settings_text(run: RunConfig) -> str:
-    """Return the settings of a run's layout besides its degrees: "1f1b x2, zero 1, micro-batch 1, recompute full"."""
+    """Return the settings of a run's layout, without its degrees: "1f1b x2, zero 1, micro-batch 1, recompute full"."""
     parallel = resolve_parallel(run)
     each = parallel.stages_on_each_rank
     words = [parallel.schedule + (f" x{each}" if each > 1 else "")] if parallel.pp > 1 else []

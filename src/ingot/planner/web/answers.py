@@ -40,8 +40,9 @@ _MAX_ACTIONS = 400_000
 
 @dataclass(frozen=True, kw_only=True)
 class PagePlan:
-    """The plan for settled settings. reasons: why a rule chose a value, by key. problems: (key, sentence) pairs; if
-    there are any, `plan` is None."""
+    """The plan for `settings`, the result of `settled`. reasons: why a rule chose a value, by key. problems: (key,
+    sentence) pairs; if there are any, `plan` is None.
+    """
 
     settings: PageSettings
     cluster: Cluster
@@ -113,7 +114,9 @@ def settled(settings: PageSettings, moved: str = "") -> PageSettings:
 
 @lru_cache(maxsize=256)
 def answer(settings: PageSettings) -> PagePlan:
-    """Return the plan for settled settings, or the problems because of which there is none."""
+    """Return the plan for `settings`, or the problems because of which there is none. settings: the result of
+    `settled`.
+    """
     run, reasons = run_of(settings)
     found = PagePlan(settings=settings, cluster=cluster_of(settings.cluster), run=run, reasons=reasons)
     if problems := tuple(problems_of(settings, run)):
@@ -123,7 +126,7 @@ def answer(settings: PageSettings) -> PagePlan:
 
 
 def run_of(settings: PageSettings) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run for settled settings, and the reason for each value that a rule chose."""
+    """Return the run for `settings`, the result of `settled`, and the reason for each value that a rule chose."""
     base, reasons = _base(replace(settings, **_NO_LAYOUT))
     data = data_ranks(settings, cluster_of(settings.cluster)) or 1
     parallel = Parallel(
@@ -180,7 +183,11 @@ def _question(settings: PageSettings) -> PlanRequest:
 
 
 def problems_of(settings: PageSettings, run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the problems (key, sentence) of settled settings: the page's limits, then the layout rules."""
+    """Yield (key, sentence) for each problem: degrees that do not divide the devices, otherwise broken layout rules and
+    more pipeline actions than the page simulates.
+
+    settings: the result of `settled`. run: the run for these settings (`run_of`).
+    """
     cluster = cluster_of(settings.cluster)
     product = settings.tp * settings.pp * settings.cp
     if cluster.devices % product:
@@ -210,7 +217,9 @@ def _lacks(recipe: str, cluster: Cluster) -> str:
 
 
 def timeline_of(settings: PageSettings) -> Timeline:
-    """Return the simulated pipeline for settled settings. Raises ConfigError if they have problems or pp is 1."""
+    """Return the simulated pipeline for `settings`, the result of `settled`. Raises ConfigError if they have problems
+    or pp is 1.
+    """
     found = answer(settings)
     if found.plan is None:
         raise _problems_error(found)

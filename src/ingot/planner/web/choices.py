@@ -110,7 +110,7 @@ class Control:
 
 
 def controls(settings: PageSettings) -> dict[str, Control]:
-    """Return the controls for settled settings (answers.py), by the name of the setting."""
+    """Return the controls of the page by the name of the setting. settings: the result of `answers.settled`."""
     arch, cluster = model_of(settings).arch, cluster_of(settings.cluster)
     found = {}
     for key, (values, labels) in _candidates(settings, arch, cluster).items():
@@ -132,7 +132,8 @@ def as_json(found: dict[str, Control]) -> dict:
 
 
 def steps_away(settings: PageSettings) -> Iterable[tuple[str, int | str, PageSettings]]:
-    """Yield (key, value, settled settings) for every legal layout that differs in one control."""
+    """Yield (key, value, settings) for each legal change of one control: the setting `key` gets `value`, and the other
+    settings are adapted to it. settings: the result of `answers.settled`."""
     arch, cluster = model_of(settings).arch, cluster_of(settings.cluster)
     for key, control in controls(settings).items():
         for choice in control.choices:
@@ -157,7 +158,7 @@ def _why_not(settings: PageSettings, key: str, value: int | str) -> str:
 
 
 def _needs(key: str, value: int | str) -> str:
-    """Return the reason why settling (answers.py) had to change a value to fit the other settings."""
+    """Return the reason why the page cannot use `value` for the setting `key` together with the other settings."""
     if key in ("schedule", "stages_per_rank"):
         return "needs a pipeline (pp of 2 or more)"
     if key == "context":

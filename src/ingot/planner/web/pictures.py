@@ -107,7 +107,7 @@ def _merged(row: list[_PictureSpan], least: float) -> list[_PictureSpan]:
 
 def _drawn(piece: _PictureSpan, first: float, span: float) -> list:
     """Return [kind, upper, label, x, width, busy]: x and width are shares of the shown time, busy is a share of the
-    piece's duration."""
+    piece's duration. first, span: start and length of the shown time, in seconds."""
     length = piece.end - piece.start
     x, width = (piece.start - first) / span, length / span
     return [piece.kind, int(piece.upper), piece.label, round(x, 5), round(width, 5), round(piece.busy / length, 3)]

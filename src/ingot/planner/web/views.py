@@ -77,7 +77,7 @@ def view(found: PagePlan, asked: PageSettings) -> dict:
 def _filled(settings: PageSettings, open_: PageSettings) -> dict[str, str]:
     """Return the texts of the input fields. The number of tokens is rounded if a rule chose it.
 
-    open_: the settings in which a sequence length, batch or number of tokens that a rule chose is 0.
+    open_: the same settings, but with 0 where a rule chose the sequence length, batch or number of tokens.
     """
     tokens = format_count(settings.tokens) if not open_.tokens else _exact(settings.tokens)
     given = {key: f"{value:g}" if (value := getattr(settings, key)) else "" for key in ("price", "mfu", "failures")}

@@ -207,8 +207,9 @@ def _features(run: RunConfig) -> list[float]:
 
 
 def _seconds_per_flop(timing: Timing, per_unit: np.ndarray) -> float:
-    """Return the seconds per FLOP of matrix products in the precision of `timing`, which differs from that of the fit.
+    """Return the seconds per FLOP of matrix products in the precision of `timing`, which the fit does not have.
 
+    per_unit: the fitted seconds per unit of each feature (`_features`).
     Bytes and operations are assumed to cost the same as in the fit, attention to slow down by the same factor as
     products, and products and attention to take at least a twentieth of the step.
     """
@@ -221,7 +222,7 @@ def bounded_fit(features: np.ndarray, seconds: np.ndarray, least: np.ndarray) ->
     """Return the seconds per unit of each column of `features`, each at least `least`, that explain `seconds` with the
     smallest sum of squared relative errors.
 
-    Every subset of the few columns is tried as the set above its bound, so the optimum is exact.
+    Every subset of the few columns is tried as the set of columns above their bound, so the optimum is exact.
     """
     scaled = features / seconds[:, None]
     left = 1 - scaled @ least

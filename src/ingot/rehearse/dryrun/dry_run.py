@@ -336,8 +336,8 @@ def useful_flops(place: Position, device: str) -> float:
 def _attention_flops(trace: Trace, place: Position, work: Work) -> float:
     """Return the attention FLOPs of the formula, scaled to the query-key pairs that this rank's kernels compute.
 
-    Kernels also compute masked pairs; and with contiguous parts of sequences, each rank has another number of pairs,
-    while the formula is that of the last rank.
+    Kernels also compute masked pairs; and with contiguous parts of sequences, the number of pairs differs between
+    ranks, while the formula is that of the last rank.
     """
     parallel, arch, seq_len = place.parallel, place.arch, place.train.seq_len
     uneven = imbalance(parallel, seq_len, arch.sliding_window) if parallel.ring > 1 else 1.0

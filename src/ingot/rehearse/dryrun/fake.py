@@ -129,10 +129,10 @@ def _key(value) -> Any:
 
 
 def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
-    """Return how to make the result of an operation again, as an entry of `Known`.
+    """Return the entry of `Known` from which the result of an operation can be made again; None if that is impossible.
 
-    The source is "new" (new tensors), the index of the argument whose storage the results share, or "itself" (the first
-    argument). None: the result has another form.
+    The entry is (source, shapes of the results, True if there are several). source: "new" (new tensors), the index of
+    the argument whose storage the results share, or "itself" (the result is the first argument).
     """
     if torch.Tag.inplace_view in func.tags or func.namespace == "profiler":
         return None

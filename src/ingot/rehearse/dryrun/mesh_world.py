@@ -173,8 +173,8 @@ def check_world(
 
 
 def _images(programs: Mapping[int, Sequence[Call]], grid: Grid) -> dict[int, Image]:
-    """Return images of the ranks that followed ranks exchange messages with in rings: each followed rank represents its
-    own ring neighbors.
+    """Return an Image, by rank, for each ring neighbor of a followed rank that is not followed itself: the followed
+    rank represents its own neighbors.
     """
     others = [i for i, axis in enumerate(grid.sizes) if axis not in RINGS]
     found = {}

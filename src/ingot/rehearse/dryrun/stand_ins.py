@@ -30,8 +30,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def own_groups_only(original: Callable, rank: int) -> Callable:
-    """Return a replacement for `dist.new_group` that creates only groups that contain `rank`. For thousands of other
-    groups it only advances the counter of group names.
+    """Return a replacement for `dist.new_group` that creates only groups that contain `rank`. For each of the thousands
+    of other groups, the replacement only advances the counter of group names.
     """
 
     def new_group(ranks: list[int], *args, **kwargs):
@@ -45,8 +45,8 @@ def own_groups_only(original: Callable, rank: int) -> Callable:
 
 @contextmanager
 def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> Iterator[None]:
-    """Replace, inside the context, the numbers of rows that the router would give by those that follow from `loads`
-    (loads of the experts; empty: all equal).
+    """Give experts, inside the context, the numbers of rows that follow from `loads`, not those that the router
+    chooses. loads: the load of each expert; empty: all equal.
     """
     moe = config.model.moe
     if not config.model.is_moe:

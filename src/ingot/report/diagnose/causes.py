@@ -50,7 +50,7 @@ def data_stall(case: Case) -> Iterator[Cause]:
 
 
 def _prefetch_for_pauses(case: Case) -> int:
-    """Return a value of data.prefetch that covers the longest pause, if the data wait of a log line is one pause."""
+    """Return a data.prefetch large enough to hide the longest data wait of a log line, if that was one pause."""
     found, prefetch = case.measured, case.run.data.prefetch
     return min(prefetch + math.ceil(found.longest_wait_seconds / found.fastest_seconds), _MOST_BATCHES)
 

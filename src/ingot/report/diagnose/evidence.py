@@ -296,7 +296,7 @@ def larger_micro_batches(run: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def shorter_bubbles(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes to the other pipeline schedules, to more micro-batches, and to both."""
+    """Yield settings that may shorten the bubble: other pipeline schedules, more micro-batches, and both."""
     smaller = [m for m in range(1, run.train.micro_batch + 1) if run.train.micro_batch % m == 0]
     for schedule in get_args(PipelineSchedule):
         other = {} if schedule == run.parallel.schedule else {"parallel.schedule": schedule}
@@ -309,7 +309,7 @@ def shorter_bubbles(run: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes with fewer shards, fewer gathers, or less tensor parallelism."""
+    """Yield settings that may lower communication: fewer shards, fewer gathers, or less tensor parallelism."""
     parallel, zero = run.parallel, resolve_parallel(run).zero
     yield from ({"parallel.zero": lower} for lower in (1, 2) if zero in range(lower + 1, 4))
     if zero == 3:
@@ -331,7 +331,7 @@ def fewer_exchanges(run: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def less_recompute(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes that recompute less."""
+    """Yield the settings with which less is recomputed."""
     parallel = run.parallel
     yield {"parallel.recompute": "none"}
     if parallel.recompute == "full":

@@ -146,8 +146,8 @@ class RunTokens:
         self.ranges = self._ranges(newest.data_fingerprint) if newest else []
 
     def _ranges(self, fingerprint: str) -> list[StepRange]:
-        """Return the ranges of steps, in order, split where a change of the token stream was accepted. fingerprint:
-        the token stream of the newest checkpoint."""
+        """Return the ranges of steps, in order, split where a change of the token stream was accepted.
+        fingerprint: the fingerprint of the newest checkpoint's token stream."""
         found, last = [], self.trained_steps
         for step, before, after in reversed(_accepted_tokens(self.folder)):
             if fingerprint.startswith(after) and step < last:

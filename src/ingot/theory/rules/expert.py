@@ -48,7 +48,7 @@ def _takes_parts(ep: int, parallel: Parallel) -> bool:
     """Return whether ep divides or is a multiple of both tp and tp x cp, so that each group of ep neighboring ranks is
     a part of one line of an axis, or consists of whole lines.
 
-    Otherwise some groups would span other axes than other groups.
+    Otherwise the groups would differ in the axes that they span.
     """
     inner = parallel.tp, parallel.tp * parallel.cp
     return all(ep % size == 0 or size % ep == 0 for size in inner)

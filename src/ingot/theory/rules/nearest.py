@@ -12,7 +12,8 @@ def nearest(value: int, legal: Iterable[int]) -> str:
 
 
 def multiples(value: int, of: int) -> str:
-    """Return the nearest positive multiples of `of`, not above and above `value`, as text: "8 or 12"."""
+    """Return two neighboring positive multiples of `of` as text, like "8 or 12": the largest that does not exceed
+    `value`, and the next one; `of` and 2 * `of` if `value` is smaller than `of`."""
     low = max(value // of, 1) * of
     return f"{low} or {low + of}"
 
@@ -29,8 +30,8 @@ _BATCH_MOVES = 0.05
 def shareable_batch(batch: int, devices: int) -> int:
     """Return a batch near `batch` that many numbers of ranks divide evenly.
 
-    The result is a multiple of (odd factor of `devices`) x (the largest power of two in `devices`) such that the batch
-    changes by at most 5%. If that is impossible, the power of two is 1.
+    The result is a multiple of the odd factor of `devices`, times the largest power of two that divides `devices` and
+    lets the batch change by at most 5%. If there is no such power, the batch may change by more, and the power is 1.
     """
     odd = devices // (devices & -devices)
     parts = [odd * 2**n for n in range((devices & -devices).bit_length())]

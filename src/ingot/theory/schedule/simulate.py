@@ -1,8 +1,8 @@
 """The simulation of a table: start and end of each action from given action times, the timeline as text, and the step
 time alone for thousands of pipelines that differ only in their times.
 
-For the latter a table is compiled once and played with any action times. In a long step most micro-batches take as long
-as those before them, so two short steps of different lengths give the time of each further micro-batch.
+To get the step time alone, a table is compiled once and played with any action times. In a long step most micro-batches
+take as long as those before them, so two short steps of different lengths give the time of each further micro-batch.
 """
 
 from collections.abc import Sequence

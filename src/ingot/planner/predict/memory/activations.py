@@ -90,7 +90,7 @@ def head_gradient_bytes(position: Position, stage: PipelineStage) -> float:
 
 
 def attention_names(saved: Mapping[str, float]) -> list[str]:
-    """Return the names of the tensors that a block keeps before its second norm, in order."""
+    """Return those names of `saved` (bytes by tensor, in order) that come before the second norm of a block."""
     names = list(saved)
     return names[: names.index("mlp norm")]
 

@@ -77,7 +77,8 @@ def micro_batches_that_matter(schedule: str, pp: int, micro_batches: int) -> int
 
 
 def history_of(schedule: str, pp: int, micro_batches: int, stages_per_rank: int, rank: int) -> RankHistory:
-    """Return the states of a rank in which memory could be at its peak."""
+    """Return the states of a rank in which memory could be at its peak. Micro-batches that only repeat earlier states
+    are left out."""
     return full_history(schedule, pp, micro_batches_that_matter(schedule, pp, micro_batches), stages_per_rank, rank)
 
 
@@ -146,7 +147,7 @@ def _size(s: InFlight) -> tuple[int, int]:
 def _holds_all_of(one: InFlight, other: InFlight) -> bool:
     """Return True if `one` holds at least as much as `other` in every respect.
 
-    A stage holds more gradients after its first backward than during it, and fewer during its last one.
+    An action that is a stage's first or last backward counts as holding fewer gradients than one in between.
     """
     return (
         one.doing.first <= other.doing.first

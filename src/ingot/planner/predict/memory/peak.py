@@ -132,7 +132,7 @@ def messages(position: Position) -> float:
 def _moments(
     position: Position, stages: tuple[StageMemory, ...], doing: MemoryAction, gradients: Gradients, device: str
 ) -> list[LiveBytes]:
-    """Return the places where memory can be largest during one action.
+    """Return the live bytes at each place of one action where memory can be largest.
 
     Their bytes are relative to what all micro-batches in flight keep, in which this action's micro-batch counts in
     full; `activations` can therefore be negative.
@@ -191,7 +191,7 @@ def _at_block(
     at: BlockBackward,
     sending: float,
 ) -> list[LiveBytes]:
-    """Return two places of a block's backward: its start, and where it reaches attention."""
+    """Return the live bytes at two places of a block's backward: its start, and where it reaches attention."""
     own = _gradients_at_block(stage, doing, gradients, at, sending)
     begins = LiveBytes(
         f"the backward of block {at.layer}",
@@ -233,8 +233,8 @@ def _gradients_at_block(
 
 
 def _left(position: Position, doing: MemoryAction, left: float) -> float:
-    """Return the bytes kept for W, 0 if the backward is not split. Even a whole backward (B) of a schedule with split
-    backwards runs I and then W."""
+    """Return `left`, the bytes kept for W, or 0 if the backward is not split. In a schedule with split backwards, even
+    a whole backward (B) runs I and then W."""
     return left if doing.kind == "I" or position.parallel.splits_backward else 0.0
 
 
@@ -262,7 +262,7 @@ def _unit_done(
 
 
 def _at_embedding(position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients) -> list[LiveBytes]:
-    """Return the places at the embedding's backward, which computes its whole gradient in a separate buffer."""
+    """Return the live bytes at the embedding's backward, which computes its whole gradient in a separate buffer."""
     alive = LiveBytes(
         "the backward of the embedding",
         activations=stage.input - stage.kept,

@@ -57,7 +57,7 @@ class StageMemory:
       input. head: the part that is freed first, the head's gradients, which the loss computes in the forward.
     left: bytes that one micro-batch keeps between I and W. blocks: the blocks at which the backward can be largest.
     units: the parameters of blocks, by unit. outer: the parameters outside blocks.
-    embedding: bytes of the embedding's whole gradient. matrix: bytes of the largest other matrix's gradient.
+    embedding: bytes of the embedding's whole gradient. matrix: bytes of the gradient of the largest matrix of a block.
     """
 
     number: int
@@ -139,7 +139,7 @@ class _Blocks:
         return experts * self.sparse.left + (len(layers) - experts) * self.dense.left
 
     def at(self, layer: int, incoming: float) -> BlockBackward:
-        """Return the bytes at the start of the backward of block `layer`."""
+        """Return the bytes at the start of the backward of block `layer`. incoming: bytes of the stage's input."""
         stage, position = self.stage, self.position
         tokens, has_experts = position.tokens, layer in stage.expert_layers
         size = self.sparse if has_experts else self.dense

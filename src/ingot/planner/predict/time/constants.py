@@ -71,8 +71,8 @@ def fitted() -> Constants:
 
 @cache
 def error_ratios() -> tuple[float, float]:
-    """Return two quantiles (low, high) of measured / predicted step time, between which 80% of the published rows are,
-    each predicted without its own family in the fit (planner/published/fit.py).
+    """Return (low, high): measured / predicted step time is between these for 80% of the published rows. Each row is
+    predicted with a fit to all families but its own (planner/published/fit.py).
 
     Both are 1.0 if there is no fit.
     """

@@ -79,7 +79,7 @@ def _partly(seconds: float, sent: str, constants: Constants) -> Term:
 
 def _ring(position: Position, time: LineTime, sent: str, attention: float) -> Term:
     """Return the exposed time of ring attention. Nothing is sent in its last step, so the attention of that step does
-    not overlap."""
+    not overlap. sent: the traffic as text. attention: seconds of attention in an optimizer step."""
     steps = ring_steps(position.parallel, position.train.seq_len, position.arch.sliding_window)
     beside = attention * (steps - 1) / steps
     return Term(max(time.seconds - beside, 0.0), f"{sent}, overlaps with {format_seconds(beside)} of attention")
@@ -143,8 +143,8 @@ def _overlapped_batches(position: Position) -> int:
 
 
 def _last(position: Position) -> int:
-    """Return the number of micro-batches whose computation overlaps with collectives that run once per step: 1, or with
-    several stages per rank up to pp, because one stage's collectives run while micro-batches pass the next stage.
+    """Return the number of micro-batches whose computation overlaps with collectives that run once per step: 1, or
+    up to pp if ranks hold several stages, because one stage's collectives run while micro-batches pass the next stage.
     """
     parallel = position.parallel
     return min(parallel.pp, position.accumulation) if parallel.stages_on_each_rank > 1 else 1
