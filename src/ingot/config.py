@@ -246,7 +246,7 @@ def load(kind: type[T], path: Path | None, overrides: typing.Sequence[str] = (),
 def load_sections(
     kind: type, path: Path, overrides: typing.Sequence[str] = (), *, rules: Rules | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Do as `load`, but return (sections without a problem by name, all problems), for callers that continue anyway.
+    """Read as `load` does, but return ({name: section} of the sections without a problem, all problems).
 
     A section that is missing in the file has its defaults. Raises ConfigError if the file cannot be read at all.
     """

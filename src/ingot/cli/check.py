@@ -114,7 +114,7 @@ def _show_finding(finding: "Finding", terminal: Terminal) -> None:
 
 
 def _init_problems(args: argparse.Namespace) -> "list[Finding]":
-    """Return a finding if the run cannot start from the model in `init`. Return none if the run file has problems,
+    """Return a finding if the run cannot start from the model in `init`; [] if it can, or if the run file has problems,
     which are reported already."""
     from ingot.config import key_lines
     from ingot.errors import ConfigError
@@ -161,7 +161,7 @@ def _show_notes(notes: Iterable[tuple[str, str]], terminal: Terminal) -> None:
 
 
 def _timeline(args: argparse.Namespace, cluster: "Cluster") -> list[str]:
-    """Return the lines of the pipeline's drawing; none if the run file has problems. Raises ConfigError if the run has
+    """Return the lines of the pipeline's drawing; [] if the run file has problems. Raises ConfigError if the run has
     no pipeline."""
     import shutil
 

@@ -92,7 +92,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Add the options that replace default rules, the search for a layout, and predicted quantities."""
+    """Add the options for settings, layout and quantities that are otherwise default, searched or predicted."""
     _add_rules(parser)
     _add_layout(parser)
     _add_quantities(parser)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ingot.cli.terminal import Terminal
 
-EXAMPLES = ("ingot status my-run/run", "ingot status my-run/run --json")
+EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="save and stop after step N with exit code 10 (default: the last step of the run)",
     )
-    parser.add_argument("--fresh", action="store_true", help="start at step 0; an error if the run folder exists")
+    parser.add_argument("--fresh", action="store_true", help="start at step 0; fails if the run folder has a run")
     parser.add_argument("--archive", action="store_true", help="with --fresh: first rename an existing run folder")
 
 

@@ -156,8 +156,8 @@ _DIFFERENT = {
 def huggingface_names(arch: Arch, tensors: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return ingot's name -> Hugging Face's names for `tensors`, which are names of ingot in a model of `arch`.
 
-    Several names of Hugging Face are in the order in which their rows are stacked. Raises ConfigError if Hugging Face
-    has no class for `arch`.
+    If a tensor has several Hugging Face names, they are in the order in which ingot stacks their rows. Raises
+    ConfigError if Hugging Face has no class for `arch`.
     """
     block = _BLOCK | _DIFFERENT.get(kind_of(arch), {})
 

@@ -220,7 +220,7 @@ class Arch:
 
     @property
     def expert_layers(self) -> range:
-        """The numbers of the blocks with experts."""
+        """The indices of the blocks with experts."""
         return range(self.moe.first_dense, self.num_layers) if self.is_moe else range(0)
 
     @property

@@ -10,12 +10,12 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
-                 no experts), dropped, fallback (null: this model never does it)   one per log line
+                 no experts), dropped, fallback (null: not applicable to this model)   one per log line
   waits          step, steps (number covered), and for each use of a rank's time (data, pipeline, reading, computing,
                  queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank with the most
                  (telemetry/usage.py)                                one per log line
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
-                 (null: this model never does it), entropy, loads [[..]] (null except at a checkpoint)
+                 (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
   skipped        steps [..] (steps whose updates were vetoed)         one per log line that has any
   rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step

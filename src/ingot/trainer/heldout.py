@@ -70,7 +70,7 @@ def read_heldout(folder: Path, manifest: TokenManifest, max_tokens: int, encoder
 
 
 def whole_documents(folder: Path, manifest: TokenManifest, shard: Shard, wanted: int) -> np.ndarray:
-    """Read the documents that end within the first `wanted` tokens of `shard`; without any, the first document."""
+    """Read the documents that end within the first `wanted` tokens of `shard`; if none does, the first document."""
     count = wanted
     while True:
         ids = first_tokens(folder, manifest, shard, count)
@@ -167,7 +167,7 @@ class Heldout:
 def open_heldout(
     config: RunConfig, folder: RunFolder, encoder: Encoder | None, *, tokens: Path | None = None, max_tokens: int
 ) -> Heldout | None:
-    """Open the held-out text in the token folder `tokens`, by default that of the run file. None if there is neither.
+    """Open the held-out text in the token folder `tokens`, by default that of the run file; None if neither is given.
 
     Raises ConfigError if the tokenizer of the held-out tokens is not that of the training tokens.
     """

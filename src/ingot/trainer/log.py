@@ -105,7 +105,7 @@ def log_waits(trainer: Trainer, step: int, steps: int, own: Waits) -> None:
 
 
 def log_experts(trainer: Trainer, recent: list[StepResult], *, with_loads: bool) -> dict[str, Any]:
-    """Write an `experts` event over all tokens of `recent`, if there are experts. Collective.
+    """Write an `experts` event about all tokens of the steps `recent`, if there are experts. Collective.
 
     Returns the fields of the progress line about experts.
     """

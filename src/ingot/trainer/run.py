@@ -131,7 +131,7 @@ def build_parts(
 
     base: the folder that relative paths of the run file start from. policy: None in a benchmark or a dry run.
     first_values: False leaves weights unset, for a dry run. continues: a checkpoint will replace the weights, so the
-    folder of config.init is not read and need not exist any more.
+    folder of config.init is not read and may be missing.
     Raises ConfigError with every problem of the layout, or if the model in config.init has a different shape.
     """
     require_layout(config)

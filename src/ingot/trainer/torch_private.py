@@ -1,7 +1,7 @@
 """Every private name of PyTorch that ingot uses, each in a wrapper. A test checks that no other file of src uses one.
 
 A name is private if it, or a module on its path, begins with an underscore. A wrapper states why ingot needs the name
-("Why"), the versions of PyTorch it was checked on ("Checked"), and what to use once the name is gone ("Then").
+("Why"), the versions of PyTorch it was checked on ("Checked"), and what to use once the name is gone ("Fallback").
 """
 
 import sys
@@ -24,7 +24,7 @@ def functional_collectives() -> Any:
 
     Why: the compiler can see and overlap these operators, but not those of torch.distributed.
     Checked: 2.11, 2.13.
-    Then: torch.distributed's own functions, once the compiler traces them.
+    Fallback: torch.distributed's own functions, once the compiler traces them.
     """
     return torch.ops._c10d_functional
 
@@ -47,7 +47,7 @@ def attention_kernels() -> AttentionKernels:
     Why: they return the log-sum-exp of the scores, by which a ring merges partial results; and selective recompute and
     the trace recognize attention by them.
     Checked: 2.11, 2.13.
-    Then: torch.nn.attention.flex_attention with return_lse, where it is as fast on CPU and CUDA.
+    Fallback: torch.nn.attention.flex_attention with return_lse, where it is as fast on CPU and CUDA.
     """
     aten = torch.ops.aten
     return AttentionKernels(
@@ -66,7 +66,7 @@ def grouped_product_kernel() -> Any:
 
     Why: selective recompute and the trace see operators, not functions.
     Checked: 2.11, 2.13.
-    Then: the operator that replaces it; a test of recompute counts the products that run.
+    Fallback: the operator that replaces it; a test of recompute counts the products that run.
     """
     return torch.ops.aten._grouped_mm
 
@@ -76,7 +76,7 @@ def operator_packet(operator: Any) -> Any:
 
     Why: a trace counts and names operators, whichever overload runs.
     Checked: 2.11, 2.13.
-    Then: the part of str(operator) before the overload's name.
+    Fallback: the part of str(operator) before the overload's name.
     """
     return operator._overloadpacket
 
@@ -86,7 +86,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
     Why: the storages of fake tensors have no data pointer.
     Checked: 2.11, 2.13.
-    Then: data_ptr(), once fake storages have one.
+    Fallback: data_ptr(), once fake storages have one.
     """
     return storage._cdata
 
@@ -99,7 +99,7 @@ class WideBuffers(nn.Module):
 
     Why: nn.Module has no other hook for these methods that reaches submodules.
     Checked: 2.11, 2.13.
-    Then: plain attributes for the buffers, moved by the code that moves the model.
+    Fallback: plain attributes for the buffers, moved by the code that moves the model.
     """
 
     def _apply(self, fn, recurse: bool = True):
@@ -117,7 +117,7 @@ def gather_before_backward(fsdp_module: Any, output: Any) -> Any:
     Why: FSDP2 registers this hook on the module's own output only. A module inside a recomputed block has to be
     gathered before the block runs again.
     Checked: 2.11, 2.13.
-    Then: fsdp_module.unshard() in a hook of the gradient of `output`.
+    Fallback: fsdp_module.unshard() in a hook of the gradient of `output`.
     """
     return fsdp_module._get_fsdp_state()._register_pre_backward_hook(output)
 
@@ -130,7 +130,7 @@ def compiler_is_loaded() -> bool:
 
     Why: a call of torch.compiler imports the compiler, which takes half a second in a process that compiles nothing.
     Checked: 2.11, 2.13.
-    Then: always call torch.compiler.set_stance.
+    Fallback: always call torch.compiler.set_stance.
     """
     return "torch._dynamo" in sys.modules
 
@@ -140,7 +140,7 @@ def overlap_products_with_collectives(group_name: str) -> None:
 
     Why: there is no public switch for async tensor parallelism (Wang et al. 2023).
     Checked: 2.11, 2.13 (that the names exist; the overlap needs several GPUs of one NVLink domain).
-    Then: a public option of torch.compile.
+    Fallback: a public option of torch.compile.
     """
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -158,7 +158,7 @@ class TraceMode(TorchDispatchMode):
     Why: there is no public class of dispatch modes. The override saves time: nothing is compiled in a trace, so the
     mode need not be hidden from the compiler, which takes as long as the tracking of an operation.
     Checked: 2.11, 2.13.
-    Then: the public class; without the override a trace is slower.
+    Fallback: the public class; without the override a trace is slower.
     """
 
     @classmethod
@@ -171,7 +171,7 @@ class UncompiledFakeMode(FakeTensorMode):
 
     Why: there is no public fake tensor. The override saves time, as in TraceMode.
     Checked: 2.11, 2.13.
-    Then: the public class; without the override a trace is slower.
+    Fallback: the public class; without the override a trace is slower.
     """
 
     @classmethod
@@ -180,11 +180,11 @@ class UncompiledFakeMode(FakeTensorMode):
 
 
 def new_fake_tensor(meta: Tensor, attributes: dict[str, Any]) -> FakeTensor:
-    """Return FakeTensor(mode, meta, cpu) without its checks. attributes: those of a tensor that the constructor made.
+    """Return FakeTensor(mode, meta, cpu) without its checks. attributes: copied from a tensor made by the constructor.
 
     Why: a trace makes millions of fake tensors, and the checks take most of their time.
     Checked: 2.11, 2.13.
-    Then: the constructor.
+    Fallback: the constructor.
     """
     cpu = torch.device("cpu")
     made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=cpu)
@@ -198,7 +198,7 @@ def without_dispatch() -> Any:
 
     Why: a cached result of a trace need not pass through the dispatcher.
     Checked: 2.11, 2.13.
-    Then: no context; a trace is slower.
+    Fallback: no context; a trace is slower.
     """
     return torch._C._DisableTorchDispatch()
 
@@ -208,7 +208,7 @@ def fake_store() -> Any:
 
     Why: a single process traces one rank of a run with thousands of ranks.
     Checked: 2.11, 2.13.
-    Then: the store that the documentation of the backend names.
+    Fallback: the store that the documentation of the backend names.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -220,7 +220,7 @@ def count_group_name(ranks: list[int]) -> None:
 
     Why: torch.distributed numbers the names of groups on every rank; a trace skips the groups of other ranks.
     Checked: 2.11, 2.13.
-    Then: new_group for every group; a trace of thousands of ranks is slower.
+    Fallback: new_group for every group; a trace of thousands of ranks is slower.
     """
     distributed_c10d._process_group_name(ranks, use_hashed_name=False)
 
@@ -230,16 +230,16 @@ def group_of_name(name: str) -> Any:
 
     Why: functional collectives refer to groups by name.
     Checked: 2.11, 2.13.
-    Then: a table of the groups that the trace saw created.
+    Fallback: a table of the groups that the trace saw created.
     """
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def is_process_group(value: Any) -> bool:
-    """Return whether `value`, an argument of an operator, is a process group as a script object.
+    """Return whether `value`, an argument of an operator, is a process group wrapped in a torch.ScriptObject.
 
     Why: torch.ScriptObject has no public type.
     Checked: 2.11, 2.13.
-    Then: try dist.ProcessGroup.unbox and catch its error.
+    Fallback: try dist.ProcessGroup.unbox and catch its error.
     """
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())

@@ -29,8 +29,8 @@ def publish(folder: RunFolder, step: int) -> None:
 def prune(folder: RunFolder, step: int, keep: int) -> None:
     """Keep the newest `keep` complete checkpoints up to `step`, which was just saved, and remove the older ones.
 
-    A folder of a later step was refused when this run resumed (for example because of a flipped bit, which keeps the
-    size). Such a folder does not count: it would displace usable checkpoints.
+    A folder of a later step was refused when this run resumed, although its files may have the right sizes (a flipped
+    bit does not change them). Such a folder does not count: it would displace usable checkpoints.
     """
     whole = 0
     for path in candidate_folders(folder.checkpoints):
@@ -46,7 +46,7 @@ def prune(folder: RunFolder, step: int, keep: int) -> None:
 def remove_leftovers(folder: RunFolder) -> list[str]:
     """Remove the leftovers of killed saves and prunes, and return their names.
 
-    Only for the owner of the run's lock, while nothing is saved.
+    Only the owner of the run's lock may call this, and not during a save.
     """
     removed = []
     for prefix in (SAVING, REMOVED):
@@ -59,7 +59,7 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
 def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     """Return the run folder and the checkpoint that `path` names; a run folder means its newest checkpoint.
 
-    Raises UsageError if `path` is neither a run folder nor a checkpoint in one, CheckpointError for a run without any.
+    Raises UsageError if `path` is neither a run folder nor a checkpoint in one, CheckpointError for a run without one.
     """
     folder = RunFolder(path)
     if folder.config.is_file():

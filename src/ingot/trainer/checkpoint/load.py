@@ -193,8 +193,9 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
 def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[StateBlock]) -> None:
     """Fill the tensor of each block from checkpoint `path`, however the checkpoint was divided into blocks.
 
-    manifest: verified; must contain the name of every block. Only the bytes that a block needs are read. The tensors
-    keep their device and dtype. One file is open at a time. Raises CheckpointError if a file cannot be read.
+    manifest: the verified manifest of `path`, which must list the tensor of every block. Only the bytes that a block
+    needs are read, one file at a time. The tensors keep their device and dtype. Raises CheckpointError if a file
+    cannot be read.
     """
     wanted: dict[str, list[tuple[StateBlock, StoredBlock]]] = defaultdict(list)
     shared: dict[tuple, list[int]] = {}  # weights, moments and layers share cuts, so each cut is searched only once

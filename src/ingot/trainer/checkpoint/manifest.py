@@ -82,7 +82,7 @@ def _hash(values: dict) -> str:
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of checkpoint `folder`. Raises CheckpointError if it is missing, damaged or breaks a rule.
 
-    Of the tensor files, only names and sizes are checked; `verify_checkpoint` reads the files.
+    Only the names and sizes of the tensor files are checked; `verify_checkpoint` reads the files.
     """
     values = _read_values(folder)
     try:
@@ -152,7 +152,7 @@ def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:
         _check_size(folder, name, entry)
     for cut in manifest.cuts:
         if not len(cut.ranks) == len(cut.offsets) == len(cut.sizes):
-            raise damaged(folder, "a cut has different numbers of ranks and blocks", "E-CKPT-MANIFEST")
+            raise damaged(folder, "a cut lists different numbers of ranks, offsets and sizes", "E-CKPT-MANIFEST")
     _check_tensors(folder, manifest)
     stored: Counter[int] = Counter()
     for (number, dtype), tensors in Counter((t.cut, t.dtype) for t in manifest.tensors.values()).items():
@@ -236,7 +236,7 @@ def verify_files(folder: Path, manifest: CheckpointManifest, names: Iterable[str
 
 
 def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[_BlockNumber]]:
-    """Return file -> blocks for the files `names` only: a rank verifies a few of thousands of files."""
+    """Return file -> its blocks, only for the files `names`, which are the ones that this rank verifies."""
     tensors = defaultdict(list)
     for name, entry in manifest.tensors.items():
         tensors[entry.cut].append(name)
@@ -322,7 +322,7 @@ def candidate_folders(checkpoints: Path) -> list[Path]:
 
 
 def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
-    """List the checkpoints in `checkpoints`, newest first. Manifests are read; of tensor files, only the size."""
+    """List the checkpoints in `checkpoints`, newest first. Reads the manifests, but only the sizes of tensor files."""
     listed = []
     for path in candidate_folders(checkpoints):
         step = int(path.name.removeprefix("step-"))

@@ -32,7 +32,7 @@ Moments = Mapping[str, Mapping[str, Tensor]]  # parameter -> "exp_avg", "exp_avg
 
 
 class SavedShard(Protocol):
-    """A block of the parameter `name`: `value`, of shape `sizes`, at `offsets` in the whole of shape `shape`.
+    """A block of the parameter `name`: `value`, of shape `sizes`, at `offsets` in the parameter, of shape `shape`.
 
     owner: True on exactly one of the ranks that hold this block. The owner writes the block, and all of them read it.
     """
@@ -88,7 +88,7 @@ class StateBlock:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The tensors of this rank that a checkpoint holds. They are references to live tensors, so loading fills these.
+    """The tensors of this rank that a checkpoint holds. Loading fills the same tensors in place.
 
     pieces: the parameter shards of this rank; a pipeline stage has only its own parameters.
     extras: small tensors with the same names and values on every rank. optional_extras: the names of extras that a

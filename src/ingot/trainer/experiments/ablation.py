@@ -140,7 +140,7 @@ def compare(
 
 
 def student_t95(degrees: int) -> float:
-    """Return the two-sided 95% point of Student's t; between two rows of the table, the larger value."""
+    """Return the two-sided 95% point of Student's t for `degrees` of freedom; between two table rows, the larger."""
     return _T95[max(listed for listed in _T95 if listed <= degrees)]
 
 

@@ -77,7 +77,7 @@ def proxy_run(
 
 
 class SourceBatches:
-    """Batches with the same number of samples of every source: like a run's, a function of (seed, tokens, step)."""
+    """Batches with `per_source` samples of every source. Like those of a run, a function of (seed, tokens, step)."""
 
     def __init__(self, tokens: Path, manifest: TokenManifest, seq_len: int, seed: int, per_source: int):
         self.sources, self.per_source = manifest.sources, per_source

@@ -34,8 +34,8 @@ RECORD = "ingot.json"  # marks a folder as an export: its checkpoint, and the ha
 class Exported:
     """A finished export. path: the folder. step: the step of the checkpoint. files: name -> size in bytes.
 
-    max_logit_difference: between the folder, read back, and the trained weights rounded to the exported dtype.
-    rounding_logit_difference: between the folder and the trained weights in fp32.
+    max_logit_difference: largest difference between the logits of the folder, read back, and those of the trained
+    weights rounded to the exported dtype. rounding_logit_difference: the same for the trained weights in fp32.
     """
 
     path: Path
@@ -106,9 +106,9 @@ def _require_replaceable(out: Path) -> None:
 
 @torch.no_grad()
 def _prove(written: Path, trained: Transformer, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the largest logit difference between the folder and `trained` rounded to `dtype`, and `trained` itself.
+    """Return the folder's largest logit differences from `trained` rounded to `dtype`, and from `trained` itself.
 
-    Both sides compute in fp32 on fixed tokens. Raises CheckpointError if the former exceeds MAX_LOGIT_DIFFERENCE.
+    All logits are computed in fp32 on fixed tokens. Raises CheckpointError if the first is above MAX_LOGIT_DIFFERENCE.
     """
     arch, state = import_huggingface(written)
     reloaded = Transformer(arch)

@@ -163,7 +163,7 @@ def huggingface_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
 
 
 def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` (ingot's names, as in `tensor_shapes`) under Hugging Face names; as views if no element moves."""
+    """Return `state` (ingot's names, as in `tensor_shapes`) under Hugging Face names, as views where possible."""
     found = {}
     for ours, names in huggingface_names(arch, state).items():
         parts = _turned(arch, ours, state[ours], _pairs).chunk(len(names))
@@ -176,8 +176,9 @@ def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: bool) -> Tensor:
-    """Return ingot's tensor `ours`, joined from its Hugging Face `parts` in order (of a stack, any consecutive parts).
+    """Return ingot's tensor `ours`, joined from its Hugging Face `parts`.
 
+    parts: all parts in order, or some consecutive ones if the tensor is a stack of experts.
     pairs: whether rotary rows of latent attention are stored in pairs (config.json: rope_interleave).
     """
     whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
@@ -185,7 +186,7 @@ def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: b
 
 
 def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
-    """Apply `order` to the rows of latent attention with rotary positions, the last R rows of each head."""
+    """Apply `order` (`_pairs` or `_halves`) to the rotary rows of latent attention, the last R rows of each head."""
     if not arch.is_mla or not ours.endswith(
         ("attention.q.weight", "attention.q_up.weight", "attention.kv_down.weight")
     ):

@@ -105,7 +105,10 @@ def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunCo
 
 
 def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig) -> RunFolder:
-    """Return the run folder: `out` if given; otherwise `run_file`'s run folder, or `runs/NAME` next to the run file."""
+    """Return the run folder: `out`, or the folder of `path` if that is a run folder, or `runs/NAME` next to `path`.
+
+    run_file: the user's argument, a run file or a run folder. path: the run file. NAME is config.name.
+    """
     if out is not None:
         return RunFolder(out)
     if run_file.is_dir() or RunFolder(path.parent).events.exists():
@@ -122,7 +125,7 @@ def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig)
 
 
 def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
-    """Rewrite relative paths, which are relative to the folder `base` of the run file, for its copy in `root`."""
+    """Return `config` with its relative paths changed from relative to `base` to relative to `root`."""
 
     def moved(value: str) -> str:
         if not value or Path(value).is_absolute():
@@ -141,7 +144,7 @@ def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
-    """Move everything in the run folder except its lock to a new folder, and return that; None if there was no run."""
+    """Move all of the run folder except its lock to a new folder. Returns that folder; None if there was no run."""
     old = [p for p in folder.root.iterdir() if p != folder.lock]
     if not any(p in (folder.events, folder.checkpoints) for p in old):
         return None

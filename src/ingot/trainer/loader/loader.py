@@ -205,7 +205,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 class _Host:
-    """The way of batches to a CPU: they stay where they were read, without a copy."""
+    """The transport of batches to a CPU: they stay where they were read, without a copy."""
 
     def __init__(self, shape: tuple[int, int]):
         self.shape = shape
@@ -219,7 +219,7 @@ class _Host:
 
 
 class _Device:
-    """The way of batches to a GPU: two alternating pinned buffers, and copies on a stream of their own."""
+    """The transport of batches to a GPU: two alternating pinned buffers, and copies on a separate CUDA stream."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device):
         torch.cuda.set_device(device)  # for this thread; otherwise pinning would open the first GPU on every rank

@@ -80,7 +80,7 @@ class Windows:
 
 @dataclass
 class _MappedShard:
-    """A mapped shard. digests: the SHA-256 of all blocks, in order. verified: a byte per block, 1 if it was checked."""
+    """A mapped shard. digests: the SHA-256 of each block, concatenated. verified: a byte per block, 1 if checked."""
 
     tokens: np.ndarray
     digests: bytes

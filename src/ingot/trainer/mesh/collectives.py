@@ -4,7 +4,7 @@
 Means are computed in rank order and in float64, so a result does not depend on how values were batched into messages.
 `gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these operators and overlap them.
 `start_all_to_all` is such an operator too, but does not wait for its result. `start_gather`, `start_scatter_sum` and
-`start_all_sum` work on existing buffers and return at once.
+`start_all_sum` work on existing buffers and return at once; call `wait` on the returned Work before using the buffers.
 """
 
 import math
@@ -109,7 +109,7 @@ def start_scatter_sum(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> d
 
 
 def start_all_sum(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to sum `x` over ranks, in place."""
+    """Start the sum of `x` over ranks, in place. Call `wait` on the result before using `x`."""
     return _started(dist.all_reduce(x, group=group, async_op=True))
 
 

@@ -57,7 +57,7 @@ class Mesh:
         return list(self.views[axis][0]) if axis in self.views else dist.get_process_group_ranks(self.group(axis))
 
     def plane(self, axis: str) -> DeviceMesh:
-        """Return the DeviceMesh for FSDP2: dp_replicate x a view, or the view alone if the model has one copy."""
+        """Return the DeviceMesh for FSDP2: dp_replicate x the view `axis`, or only `axis` if the model has one copy."""
         copies, size = self.size("dp_replicate"), self.size(axis)
         if copies == 1:
             return DeviceMesh.from_group(self.group(axis), self.devices.device_type, mesh_dim_names=(axis,))

@@ -212,7 +212,7 @@ class Dispatch(SequenceGather, Protocol):
     """The transport of tokens to experts and back. Expert parallelism has its own class (parallel/expert.py)."""
 
     def own_tokens(self, per_token_T: Tensor) -> Tensor:
-        """Return, from values of the tokens that attention gets on this rank, those of the tokens that experts get."""
+        """Return the part of `per_token_T`, one value per token of attention here, for the tokens routed here."""
         ...
 
     def send(self, rows_RD: Tensor, counts: list[int]) -> Arriving:
@@ -257,7 +257,7 @@ class LocalDispatch:
         return _ReturningHere(made_RD)
 
     def on_host(self, counts: Tensor, balanced: int, kind: RowCounts) -> list[int]:
-        """Call `on_host` of this module. parallel/expert.py calls this method, so a dry run replaces one function."""
+        """Call this module's `on_host`. parallel/expert.py uses this method, so a dry run replaces one function."""
         return on_host(counts, balanced, kind)
 
 

@@ -102,7 +102,8 @@ class Readout(nn.Module):
     def use(self, measure: NatsAndSlope, whole: Callable[[Tensor], Tensor]) -> None:
         """Set the functions that compute the loss and that complete the logits.
 
-        measure: its input is softcapped logits. whole: logits of this rank's part of the vocabulary -> all logits.
+        measure: computes nats and their gradient from softcapped logits. whole: logits of this rank's part of the
+        vocabulary -> all logits.
         """
         self.nats_and_slope = with_softcap(measure, self.softcap) if self.softcap else measure
         self.whole = whole

@@ -159,7 +159,7 @@ def _attach_loss(weights_BTK: Tensor, loss: Tensor, weight: Tensor, seen: Tensor
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity on the weights. Its backward passes a gradient to the balance loss and adds to the router's counts.
+    """The identity on the routing weights. Its backward gives the balance loss its gradient and adds to `seen`.
 
     The backward runs once per micro-batch, even if recompute repeats the forward.
     """
@@ -240,5 +240,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift right as for unsigned numbers: int64 `>>` repeats the sign bit, so mask the repeated bits."""
+    """Return the logical right shift of int64 `x`: `>>` repeats the sign bit, so mask the repeated bits."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

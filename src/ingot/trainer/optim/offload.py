@@ -163,7 +163,7 @@ class OffloadedOptimizer(AdamW):
         self.slots = (StagingSlot(self.range_elements), StagingSlot(self.range_elements))
 
     def _zero_states(self) -> dict[str, State]:
-        """Return zero tensors in host memory, or tensors mapped from the file, which checkpoints use like any other."""
+        """Return zero tensors: mapped from the file if there is one, otherwise in host memory."""
         states = {}
         for shard in self.shards:
             if self.file is not None:
@@ -208,7 +208,7 @@ class OffloadedOptimizer(AdamW):
         return super().moments()
 
     def close(self) -> None:
-        """Close the file. The file has no name, so its space is freed once it is closed or the process ends."""
+        """Close the file, which has no name: its disk space is freed with it, at the latest when the process ends."""
         if self.threads is not None and self.file is not None:
             self.threads.close(wait=not self.torn)
             self.states = {}
@@ -377,7 +377,7 @@ class MomentFile:
         self.map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file. Its space is freed once no mapped tensor exists either."""
+        """Close the file. The disk space is freed only after the last tensor mapped from it is gone."""
         self.file.close()
         del self.map
 

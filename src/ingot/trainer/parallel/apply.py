@@ -31,8 +31,8 @@ class ShardedModel:
     """This rank's part of a model.
 
     stages: stage number -> module. data: the data parallelism in use. shards: the rank's blocks of the parameters.
-    hidden: the dtype of the hidden states between stages. split: splits the backward into two halves; None if the
-    schedule does not.
+    hidden: the dtype of the hidden states between stages. split: the model's SplitBackward; None if the schedule does
+    not split the backward into two halves.
     """
 
     stages: dict[int, nn.Module]

@@ -66,7 +66,7 @@ class Channels:
         return buffer
 
     def _release(self, peer: int, position: int) -> None:
-        """Free the sent tensors that `peer` has used: it has reached this position of its row of the table.
+        """Free the sent tensors that `peer` has used. position: the point in its row of the table that `peer` reached.
 
         The sends cannot be polled: with Gloo a send is complete only after a wait.
         """

@@ -41,7 +41,7 @@ class ExpertDispatch:
         self.share = TokenShare(mesh)
 
     def own_tokens(self, per_token_T: Tensor) -> Tensor:
-        """Return this rank's chunk of attention's tokens: under sequence parallelism, each tp rank routes one chunk."""
+        """Return this tp rank's chunk of the values: of attention's T tokens, each tp rank routes one chunk."""
         return per_token_T.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
 
     def whole_sequences(self, per_token_BTK: Tensor) -> Tensor:

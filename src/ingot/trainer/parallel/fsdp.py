@@ -99,7 +99,11 @@ def _set_prefetch(module: nn.Module, *, forward: list[nn.Module], backward: list
 
 
 class Fsdp:
-    """Data parallelism for `stages`, which are FSDPModules with memory but no values yet: set `shards[..].value`."""
+    """Data parallelism by FSDP2.
+
+    `stages` are FSDPModules whose parameters are allocated but not initialized: the caller must fill the `value` of
+    each of `shards`.
+    """
 
     def __init__(self, stages: list[nn.Module], cuts: dict[str, TensorCut], mesh: Mesh):
         self.stages = stages
@@ -129,8 +133,8 @@ class Fsdp:
         """Choose whether this backward sums gradients over the copies of the model.
 
         FSDP2 reduces the gradients of every micro-batch into the shards during the backward. The copies exchange their
-        sums in the last backward of a step, or in every backward if gradients are on the host: keeping their sum on the
-        device would need memory there.
+        sums in the last backward of a step. If gradients are on the host, the copies exchange them in every backward,
+        because a sum over several backwards would take device memory.
         """
         if self.copied:
             assert isinstance(stage, FSDPModule)

@@ -186,7 +186,7 @@ class PipelineExecutor:
             self._weights(action, step)
 
     def _weights(self, action: Action, step: _StepState) -> None:
-        """Execute W, or the end of B: compute deferred gradients, then start the exchange of gradients."""
+        """Execute W, or the last part of B: compute deferred weight gradients, then start the gradient exchange."""
         if self.split is not None:
             step.left.pop((action.stage, action.micro_batch)).compute()
         self.data.after_backward(self.stages[action.stage], action is self._last_end[action.stage])
@@ -195,7 +195,7 @@ class PipelineExecutor:
         return nullcontext() if self.split is None else step.left.setdefault(key, WeightGradients(self.split))
 
     def _take(self, action: Action, local: dict[tuple[int, int], Tensor]) -> Tensor:
-        """Return the tensor that the neighboring stage made for this action."""
+        """Return the tensor that the neighboring stage made for this action: received, or removed from `local`."""
         parcel = needed_by(self.table, action)
         return self.channels.receive(parcel) if parcel else local.pop((action.stage, action.micro_batch))
 

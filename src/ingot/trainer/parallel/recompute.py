@@ -112,7 +112,7 @@ class KeptResults:
 def recompute(
     blocks: nn.ModuleDict, how: Literal["full", "selective"], every: int, kept: KeptResults | None = None
 ) -> None:
-    """Recompute the blocks whose layer number `every` divides. Gradients keep their bits.
+    """Recompute the blocks whose layer number is divisible by `every`. Gradients keep their bits.
 
     blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: needed for ring
     attention; a selectively recomputed block is then not compiled as a whole. Replaces only `forward` of a block: names

@@ -61,7 +61,7 @@ class Ring:
         return (self.index - step) % len(self.ranks)
 
     def pass_on(self, buffer: Tensor, distance: int = 1) -> "_Arriving":
-        """Start to send `buffer` to the rank `distance` ahead, and to receive one from the rank `distance` back."""
+        """Start to send `buffer` to the rank `distance` ahead, and to receive one from the rank `distance` before."""
         arriving = torch.empty_like(buffer)
         after, before = (self.ranks[(self.index + by) % len(self.ranks)] for by in (distance, -distance))
         works = dist.batch_isend_irecv(
@@ -243,7 +243,7 @@ def masked_tiles(
 def _rows(elements: int, keys: int, window: int) -> int:
     """Return the largest number of adjacent queries whose mask has at most `elements` elements.
 
-    With a window, n adjacent queries attend to at most n + window + 1 keys. window: divided by the distance of queries.
+    With a window, n adjacent queries attend to at most n + window + 1 keys. window: in steps between queries.
     """
     rows = elements // keys
     if window:

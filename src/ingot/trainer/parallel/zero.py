@@ -215,8 +215,8 @@ class Zero:
                 bucket.waiting = {slot.name for slot in bucket.slots}
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
-        """Complete the buckets that hooks did not complete: all buckets if `hold`, otherwise those in which a parameter
-        got no gradient."""
+        """Complete the buckets that hooks did not complete: all buckets if `self.hold` is True, otherwise those in
+        which a parameter got no gradient."""
         for bucket in reversed(self.buckets[stage]):
             if self.hold or bucket.waiting:
                 bucket.waiting = set()
@@ -298,7 +298,7 @@ class Zero:
             slot.fresh = True
 
     def _finish_scatter(self) -> None:
-        """Wait for the reduce-scatter in flight and keep its result; after a bucket's last, start the copies' sum."""
+        """Wait for the reduce-scatter in flight and keep its result. If it is the bucket's last, sum over copies."""
         if self._scattering is None:
             return
         scatter, self._scattering = self._scattering, None
@@ -331,8 +331,8 @@ class Zero:
                 slot.shard.grad = own[slot.start : slot.start + elements].view(slot.shard.sizes)
 
     def _sum_within_copy(self, bucket: Bucket) -> None:
-        """Sum over the ranks of one copy of the model that have different tokens: the cp ranks, and the ranks that
-        share experts. The tree sums over the copies only."""
+        """Sum a bucket's gradients over the ranks within one copy of the model that saw different tokens: the cp ranks
+        and the ranks that share experts. Used with reduce = "canonical", whose tree sums over the copies only."""
         if bucket.whole is None:
             return
         if bucket.ranks > 1:
@@ -375,7 +375,7 @@ class Zero:
 
     @torch.no_grad()
     def _before_forward(self, bucket: Bucket) -> None:
-        """Wait for the updated parameters of a bucket, before the module that uses them first."""
+        """Wait for the updated parameters of a bucket, before the first module that uses them runs."""
         self._gather_ahead(bucket.unit)
         if bucket.gathering is None:
             return
@@ -388,7 +388,7 @@ class Zero:
 
 
 def _clear_missing(bucket: Bucket) -> None:
-    """Zero the columns of parameters that got no gradient; a reused buffer still has those of the previous step."""
+    """Zero the columns of parameters that got no gradient; a reused buffer has old values in them."""
     if bucket.whole is None:
         return
     if bucket.state is BucketState.EMPTY:

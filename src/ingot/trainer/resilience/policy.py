@@ -71,12 +71,12 @@ class StepResult:
     experts: Tensor | None = None
 
     def read(self) -> StepNumbers:
-        """Return the numbers of the step; the host waits for the device unless `line` has the numbers. Collective."""
+        """Return the StepNumbers of the step. The host waits for the device, unless `line` has them. Collective."""
         return self.line[-1] if self.line else read_steps([self])[0]
 
 
 def read_steps(steps: Sequence[StepResult]) -> list[StepNumbers]:
-    """Return the numbers of `steps`: one transfer from the device, which the host waits for, and one collective."""
+    """Return the StepNumbers of each of `steps`, with one transfer from the device and one collective for all."""
     kept = torch.zeros((), dtype=torch.bool, device=steps[0].loss.device)
     columns = (
         [s.loss for s in steps],
