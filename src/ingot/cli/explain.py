@@ -43,7 +43,7 @@ def normalize(arguments: list[str]) -> list[str]:
 def configure(parser: argparse.ArgumentParser) -> None:
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
     parsers = {topic: topics.add_parser(topic, help=text, description=text) for topic, text in TOPICS.items()}
-    parsers["code"].add_argument("code", metavar="E-CODE", help="an error code; E- alone lists all codes")
+    parsers["code"].add_argument("code", metavar="E-CODE", help="an error code; just E- lists all codes")
     parsers["slow"].add_argument("run", type=Path, metavar="RUN", help="run folder; the run may still be training")
     add_cluster(parsers["slow"], "compare with this cluster", "the cluster of the run's plan")
     for topic in _PLAN_TOPICS:
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_plan_topic(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN.toml", help="run file; if not given, --model or --params"
+        "run", nargs="?", type=Path, metavar="RUN.toml", help="run file; if not given, use --model or --params"
     )
     parser.add_argument("--model", default="", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
     parser.add_argument("--params", metavar="COUNT", help="dense model given only by its size, like 70b")

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.top < 1:
         raise UsageError(
             "E-OPTION-RANGE",
-            f"--top {args.top}",
+            f"--top {args.top} is out of range",
             rule="--top is a number of layouts, at least 1",
             fix="use --top 5, or remove the option",
             option="top",

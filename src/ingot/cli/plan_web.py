@@ -71,7 +71,7 @@ def _listen(host: str, port: int):
     if not 0 <= port < 65_536:
         raise UsageError(
             "E-OPTION-RANGE",
-            f"--port {port}",
+            f"--port {port} is out of range",
             rule="--port is a number from 0 to 65,535",
             fix="use another port; --port 0 takes any free port",
             option="port",

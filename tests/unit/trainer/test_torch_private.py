@@ -96,7 +96,7 @@ def wrappers():
 @pytest.mark.parametrize("wrapper", wrappers(), ids=lambda wrapper: wrapper.__name__)
 def test_every_wrapper_has_a_reason_its_versions_and_a_replacement(wrapper):
     lines = [line.strip().split(":")[0] for line in inspect.getdoc(wrapper).splitlines()]
-    assert {"Why", "Checked", "Then"} <= set(lines)
+    assert {"Why", "Checked", "Fallback"} <= set(lines)
     assert wrapper.__name__ in CHECKS
 
 

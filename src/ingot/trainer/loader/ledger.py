@@ -31,7 +31,7 @@ class Ledger:
                 "E-LEDGER-GAP",
                 f"step {step} was recorded after step {expected - 1}",
                 rule="steps are recorded one by one, in order",
-                fix="this is a defect of ingot: please report it with the run's events.jsonl",
+                fix="this is a bug in ingot: please report it with the run's events.jsonl",
                 step=step,
                 expected=expected,
             )
@@ -48,7 +48,7 @@ class Ledger:
                 "E-LEDGER-GAP",
                 f"steps {first_step} to {last_step} are requested, but the recorded steps are: {held}",
                 rule="a segment holds steps that were recorded and not yet dropped",
-                fix="this is a defect of ingot: please report it with the run's events.jsonl",
+                fix="this is a bug in ingot: please report it with the run's events.jsonl",
                 step=first_step,
             )
         return np.stack(self._ids[begin:end])
@@ -71,7 +71,7 @@ def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np
             "E-LEDGER-SHAPE",
             f"the sample ids of the steps {first_step} to {last_step} have the shape {ids_by_step.shape}",
             rule="a segment has one row of samples per step",
-            fix="this is a defect of ingot: please report it with the run's events.jsonl",
+            fix="this is a bug in ingot: please report it with the run's events.jsonl",
             shape=list(ids_by_step.shape),
         )
     name = f"steps-{first_step:08d}-{last_step:08d}.i64"

@@ -223,7 +223,7 @@ class Order:
         return mix.taken | {n: mix.taken.get(n, 0) + int(k) for n, k in zip(mix.names, now, strict=True)}
 
     def _of_mix(self, mix: "_Mix", first: int, count: int) -> np.ndarray:
-        """Return the window ids of samples first..first+count-1, counted from the beginning of `mix`."""
+        """Return the window ids of samples first..first+count-1 of `mix`, counted from its first sample."""
         starts = [mix.taken.get(name, 0) for name in mix.names]
         if len(mix.names) == 1:
             return self._streams[mix.names[0]].take(starts[0] + first, starts[0] + first + count)

@@ -36,7 +36,7 @@ class SplitBackward:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x [.., in] @ weight [out, in].T, and defer the weight's gradient to the open WeightGradients.
 
-        Falls back to F.linear if none is open, or if x needs no gradient, because then there is no first half.
+        Falls back to F.linear if none is open, or if x or weight needs no gradient: then there is nothing to split.
         """
         if self.open is None or not (weight.requires_grad and x.requires_grad and torch.is_grad_enabled()):
             return F.linear(x, weight)

@@ -76,7 +76,7 @@ class StepResult:
 
 
 def read_steps(steps: Sequence[StepResult]) -> list[StepNumbers]:
-    """Return the StepNumbers of each of `steps`, with one transfer from the device and one collective for all."""
+    """Return the StepNumbers of each of `steps`, with one wait for the device and one collective for all."""
     kept = torch.zeros((), dtype=torch.bool, device=steps[0].loss.device)
     columns = (
         [s.loss for s in steps],
