@@ -69,7 +69,7 @@ def train_flops_6nd(parameters: float, tokens: float) -> float:
 
 
 def training_seconds(flops: float, devices: int, peak_flops: float, mfu: float = 1.0) -> float:
-    """Return the time of a training run in seconds. peak_flops: dense FLOP/s of one device; if it is a sustained rate, pass
-    mfu = 1.
+    """Return the time of a training run in seconds. peak_flops: dense FLOP/s of one device; if it is a sustained rate,
+    pass mfu = 1.
     """
     return flops / (devices * peak_flops * mfu)

@@ -134,7 +134,7 @@ def _moments(
 ) -> list[LiveBytes]:
     """Return the live bytes at each place of one action where memory can be largest.
 
-    Their bytes are relative to what all micro-batches in flight keep, in which this action's micro-batch counts in
+    The bytes are relative to what all micro-batches in flight keep, in which this action's micro-batch counts in
     full; `activations` can therefore be negative.
     """
     stage = stages[doing.stage]
