@@ -112,7 +112,7 @@ def roll_back(trainer: Trainer, step: int, so_far: Counter[int]) -> int:
     if so_far[step] > ROLL_BACKS_PER_STEP:
         raise RunFailed(
             "E-ROLLBACK-LIMIT",
-            f"the policy asked to roll back from step {step} for the {so_far[step]}th time",
+            f"the policy asked {so_far[step]} times to roll back from step {step}",
             rule=f"a run rolls back at most {ROLL_BACKS_PER_STEP} times from the same step",
             fix=f"look at the losses up to this step: ingot report {trainer.folder.root}",
             step=step,

@@ -152,7 +152,7 @@ class DefaultPolicy:
         if self._vetoes >= VETOES_IN_A_ROW:
             raise RunFailed(
                 "E-LOSS-SCALE",
-                f"{values}, the {self._vetoes}th step in a row that was skipped",
+                f"{values}: {self._vetoes} steps in a row were skipped",
                 rule="gradients that are not finite at any loss scale are not an fp16 overflow",
                 fix="lower optim.lr, or set train.precision = 'bf16', then run the same command: it continues from the "
                 "last checkpoint",
