@@ -137,7 +137,7 @@ def _in_shard_lineage(data: Path, ids: frozenset[str]) -> list[str]:
 
 
 def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
-    """Yield a line for each file that contains a purged id and that is of a kind without a check of its own."""
+    """Yield a line for each file that contains a purged id. Kinds of files that other checks read are skipped."""
     wanted = {one.encode() for one in ids}
     for path in sorted(p for p in data.rglob("*") if p.is_file()):
         if path.name.endswith(_KNOWN) or path.name in (PURGES, LIST, CORPUS_MANIFEST):
