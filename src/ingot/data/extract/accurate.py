@@ -182,7 +182,7 @@ def _root(rows: PageRows, clean: np.ndarray, prose: np.ndarray) -> slice:
 
 
 def _standfirst(rows: PageRows, clean: np.ndarray, root: int) -> np.ndarray:
-    """Return the text rows of the standfirst: paragraphs between title and row `root` that are longer than a subtitle."""
+    """Return the text rows of the standfirst: paragraphs between title and row `root`, longer than a subtitle."""
     page = rows.page
     titles = np.flatnonzero((page.tag[:root] == ID["h1"]) & clean[:root])
     between = np.zeros(rows.size, bool)

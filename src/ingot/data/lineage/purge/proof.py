@@ -23,7 +23,7 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, 
 from ingot.tokenizer.encoder import Encoder, load_encoder
 
 PROBE_TOKENS = 16
-_PROBES = 8  # most probes per document, evenly spread over it
+_PROBES = 8  # maximum number of probes per document, evenly spread over it
 _CHUNK_TOKENS = 1 << 22
 _CHUNK_BYTES = 1 << 24
 _KNOWN = (".jsonl.gz", ".parquet", ".tokens", ".blocks", ".documents")  # files that have their own checks
